@@ -1,0 +1,50 @@
+"""EngineConfig: what the engine knows once every default is settled. Frozen; no field means auto."""
+
+from __future__ import annotations
+
+import msgspec
+
+from slipstream.cache_spec import CacheGroup
+from slipstream.config.model_info import ModelInfo
+
+
+class ModelConfig(msgspec.Struct, frozen=True):
+    info: ModelInfo
+    path: str  # a folder or a .gguf file on this machine
+    name: str  # what results call it
+    load_format: str  # safetensors, gguf or dummy
+    dtype: str  # a torch dtype's name
+    dequantize: bool
+    max_model_len: int
+    seed: int
+
+
+class CacheConfig(msgspec.Struct, frozen=True):
+    page_size: int
+    num_pages: int  # of each group, the null page counted
+    prefix_caching: bool
+    groups: tuple[CacheGroup, ...]
+
+
+class SchedulerConfig(msgspec.Struct, frozen=True):
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_waiting: int
+    chunked_prefill: bool
+    depth: int
+    seed: int
+    staged_ints: int  # what one step's admissions may stage: page places and histories, in 4-byte numbers
+
+
+class DeviceConfig(msgspec.Struct, frozen=True):
+    kind: str  # cpu or cuda
+    num_threads: int
+    eager: bool
+
+
+class EngineConfig(msgspec.Struct, frozen=True):
+    model: ModelConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    device: DeviceConfig

@@ -1,0 +1,108 @@
+"""Options: every knob a user may turn, once, with its explanation.
+
+The command line, `LLM(...)` and the docs are made from this list. `None` means "decide for me": `resolve.py` does.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from slipstream.errors import InvalidOption
+
+
+def _doc(text: str) -> msgspec.Meta:
+    return msgspec.Meta(description=text)
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True):
+    model: Annotated[
+        str | None, _doc("a folder in Hugging Face layout, a .gguf file or a hub name; the embedded SmolLM2 if not given")
+    ] = None
+    tokenizer: Annotated[str | None, _doc("a folder or tokenizer.json to use instead of the model's own")] = None
+    skip_tokenizer_init: Annotated[bool, _doc("work on token ids alone; prompts must be lists of ids")] = False
+    chat_template: Annotated[str | None, _doc("a Jinja chat template, or the path of one, instead of the model's")] = None
+    load_format: Annotated[
+        Literal["auto", "safetensors", "gguf", "dummy"], _doc("where weights come from; dummy makes seeded random ones")
+    ] = "auto"
+    dequantize: Annotated[bool, _doc("turn a low-bit file into plain weights of dtype")] = False
+    revision: Annotated[str | None, _doc("branch, tag or commit of a hub name")] = None
+    dtype: Annotated[
+        Literal["auto", "float32", "float64", "bfloat16", "float16"],
+        _doc("of weights and activations; auto takes what this machine is good at"),
+    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], _doc("where the model runs")] = "auto"
+    max_model_len: Annotated[
+        int | Literal["auto"] | None,
+        _doc("tokens of prompt and output together; default the model's own limit, auto or -1 what fits the memory"),
+    ] = None
+    max_num_seqs: Annotated[int | None, _doc("requests that run at once")] = None
+    max_num_batched_tokens: Annotated[int | None, _doc("tokens computed in one step")] = None
+    max_waiting: Annotated[int, _doc("requests that may wait; more are refused")] = 100_000
+    kv_cache_memory: Annotated[int | str | None, _doc("bytes for the cache, as a number or like 2GiB")] = None
+    gpu_memory_utilization: Annotated[
+        float | None, _doc("share of the device's memory the engine may take, when kv_cache_memory is not given")
+    ] = None
+    num_pages: Annotated[int | None, _doc("pages of the cache, when counted rather than sized")] = None
+    page_size: Annotated[int, _doc("positions in one page of the cache")] = 16
+    enable_prefix_caching: Annotated[bool, _doc("keep pages of finished prompts and share them by content")] = True
+    enable_chunked_prefill: Annotated[bool, _doc("let a long prompt take several steps")] = True
+    depth: Annotated[int | None, _doc("steps launched ahead of the oldest unseen one; 0 is synchronous")] = None
+    enforce_eager: Annotated[bool, _doc("launch kernels one by one instead of replaying captured graphs")] = False
+    seed: Annotated[int, _doc("of draws by requests that bring no seed, and of dummy weights")] = 0
+    num_threads: Annotated[int | None, _doc("threads of the CPU device")] = None
+    served_model_name: Annotated[str | None, _doc("the name results and the server call the model by")] = None
+
+
+# What people bring from other engines and we do not have. Values that change nothing are let through.
+_FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tensor_parallel_size": ((None, 1), "one device runs the whole model; use 1"),
+    "pipeline_parallel_size": ((None, 1), "one device runs the whole model; use 1"),
+    "data_parallel_size": ((None, 1), "start one engine per device; use 1"),
+    "quantization": ((None, "gguf"), "the checkpoint itself says how it is quantised; leave it out, or give a .gguf file"),
+    "kv_cache_dtype": ((None, "auto"), "the cache has the model's dtype; use auto"),
+    "trust_remote_code": ((None, False), "code from a checkpoint is never run; leave it out"),
+    "disable_log_stats": ((None, True, False), ""),
+    "swap_space": ((None, 0), "preempted requests are recomputed, not swapped; leave it out"),
+}
+
+
+def make_options(**given: Any) -> Options:
+    """Options from keyword arguments, with every mistake named."""
+    known = get_type_hints(Options, include_extras=True)
+    for name, value in list(given.items()):
+        if name in known:
+            continue
+        if name in _FOREIGN:
+            fine, way_out = _FOREIGN[name]
+            if value not in fine:
+                raise InvalidOption(f"{name}={value!r} is not supported: {way_out}")
+            del given[name]
+            continue
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else "the options are " + ", ".join(known)
+        raise InvalidOption(f"there is no option {name}; {hint}")
+    for name, value in given.items():
+        _check_type(name, value, known[name])
+    return Options(**given)
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
+    try:
+        msgspec.convert(value, kind, strict=True)
+    except msgspec.ValidationError:
+        raise InvalidOption(f"{name} is {value!r}; it takes {describe_type(kind)}") from None
+
+
+def describe_type(kind: Any) -> str:
+    """An annotation in a user's words."""
+    if get_origin(kind) is Literal:
+        return " or ".join(repr(value) for value in get_args(kind))
+    if args := get_args(kind):
+        return " or ".join(describe_type(arg) for arg in args)
+    return {int: "a whole number", float: "a number", str: "a string", bool: "True or False", type(None): "None"}.get(
+        kind, str(kind)
+    )

@@ -1,0 +1,44 @@
+"""All that a layer may see of a step, passed down as an argument.
+
+`BatchView` is what `runner/batch/input_batch.py` gathered; `ForwardContext` adds the caches and the attention plan.
+Layers know tokens and positions. They know nothing of requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from slipstream.nn.attention.backend import AttentionBackend
+
+
+@dataclass(frozen=True, slots=True)
+class BatchView:
+    """The tokens of one step, packed one row after another, single-token rows first.
+
+    T tokens, B rows. Host values are exact counts the host decided on or upper bounds; device values are the truth.
+    """
+
+    ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    lengths: torch.Tensor  # [B] int64, positions each row has after this step
+    slots: tuple[torch.Tensor, ...]  # per group: [T] int64, where a token's keys go: page * page_size + place
+    page_tables: tuple[torch.Tensor, ...]  # per group: [B, width] int64 pages, width = pages of the longest row
+
+    num_tokens: NDArray[np.int32]  # host [B]
+    max_lengths: NDArray[np.int32]  # host [B], at least `lengths`
+    num_single: int  # host: leading rows that have one token
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    batch: BatchView
+    attention: AttentionBackend
+    plan: Any  # what the backend made of the batch, for its own use
+    caches: list[Any]  # per layer: (keys, values), each [pages, page_size, kv heads, head dim]
+    group_of_layer: tuple[int, ...]

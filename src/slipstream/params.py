@@ -1,0 +1,150 @@
+"""SamplingParams: what one request may ask of the sampler.
+
+Frozen, and checked where it is built: a bad value fails in the caller's hands, never inside a step.
+What needs the model to be checked (ids against the vocabulary) is checked by `engine/inputs.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from slipstream.errors import InvalidParams
+
+GREEDY_BELOW = 1e-5  # temperatures under this draw the most likely token
+MAX_SEED = 2**64 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the tokens of one request are chosen, and when they end."""
+
+    n: int = 1
+    """Samples drawn from one prompt; they share the prompt's pages."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    top_p: float = 1.0
+    """Keep the fewest tokens whose probabilities sum to this; 1 keeps all."""
+    top_k: int = 0
+    """Keep this many most likely tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens at least this fraction as likely as the likeliest."""
+    seed: int | None = None
+    """Makes the draws repeatable, whatever else runs beside them."""
+    repetition_penalty: float = 1.0
+    """Over 1 discourages tokens seen in prompt or output; multiplies or divides the logit."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of any token in the output."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit as many times as it is in the output."""
+    max_tokens: int | None = 16
+    """Tokens to generate at most; None means up to the model length."""
+    min_tokens: int = 0
+    """Tokens before which neither the end token nor a stop token may come."""
+    stop: str | Sequence[str] | None = None
+    """Strings that end the text."""
+    stop_token_ids: Sequence[int] | None = None
+    """Tokens that end the output."""
+    ignore_eos: bool = False
+    """Go on past the model's end token."""
+    include_stop_str_in_output: bool = False
+    """Leave the stop string in the text."""
+    logprobs: int | None = None
+    """Return the chosen token's logprob and this many of the likeliest; None returns none."""
+
+    def __post_init__(self) -> None:
+        _whole("n", self.n, 1, 1024)
+        _real("temperature", self.temperature, 0.0, None)
+        _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _whole("top_k", self.top_k, -1, None)
+        _real("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), MAX_SEED)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if self.max_tokens is not None:
+            _whole("max_tokens", self.max_tokens, 1, None)
+        _whole("min_tokens", self.min_tokens, 0, None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParams(
+                f"min_tokens is {self.min_tokens}, max_tokens {self.max_tokens}; lower the first or raise the second"
+            )
+        self._freeze("stop", _strings("stop", self.stop))
+        self._freeze("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        for name in ("ignore_eos", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidParams(f"{name} is {getattr(self, name)!r}; give True or False")
+        if self.logprobs is not None:
+            _whole("logprobs", self.logprobs, 0, None)
+
+    def _freeze(self, name: str, value: object) -> None:
+        msgspec.structs.force_setattr(self, name, value)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return self.stop  # type: ignore[return-value]  # made a tuple when built
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self.stop_token_ids  # type: ignore[return-value]
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def with_changes(self, **changes: Any) -> SamplingParams:
+        """A copy that differs in these fields, checked again."""
+        return msgspec.structs.replace(self, **changes)
+
+
+def _real(name: str, value: object, low: float | None, high: float | None, *, open_low: bool = False) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidParams(f"{name} is {value!r}; give a number")
+    if not math.isfinite(value):
+        raise InvalidParams(f"{name} is {value}; give a finite number")
+    too_low = low is not None and (value <= low if open_low else value < low)
+    if too_low or (high is not None and value > high):
+        raise InvalidParams(f"{name} is {value}; give {_range(low, high, open_low)}")
+
+
+def _whole(name: str, value: object, low: int | None, high: int | None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidParams(f"{name} is {value!r}; give a whole number")
+    if (low is not None and value < low) or (high is not None and value > high):
+        raise InvalidParams(f"{name} is {value}; give {_range(low, high, False)}")
+
+
+def _range(low: float | None, high: float | None, open_low: bool) -> str:
+    if high is None:
+        return f"more than {low}" if open_low else f"at least {low}"
+    return f"more than {low} and at most {high}" if open_low else f"{low} to {high}"
+
+
+def _strings(name: str, value: object) -> tuple[str, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
+        raise InvalidParams(f"{name} is {value!r}; give a string or a list of strings")
+    if any(not text for text in value):
+        raise InvalidParams(f"{name} holds an empty string, which would end every text at once; leave it out")
+    return tuple(value)
+
+
+def _ids(name: str, value: object) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list | tuple | set | frozenset):
+        raise InvalidParams(f"{name} is {value!r}; give a list of token ids")
+    ids = tuple(value)
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise InvalidParams(f"{name} is {list(ids)!r}; token ids are whole numbers from 0 up")
+    return ids

@@ -1,0 +1,86 @@
+"""Request: what the host knows of one sample of one request."""
+
+from __future__ import annotations
+
+import enum
+
+from slipstream.params import SamplingParams
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # end token, stop token or stop string
+    LENGTH = "length"  # max_tokens or the model length
+    ABORT = "abort"  # the caller gave up
+    ERROR = "error"  # its logits were not numbers
+
+
+class Status(enum.Enum):
+    WAITING = enum.auto()  # in the queue, or preempted and waiting for its last tokens to be seen
+    RUNNING = enum.auto()  # holds a row
+    FINISHED = enum.auto()
+
+
+class Request:
+    """One sample. A prompt with n > 1 becomes n of these with the same id.
+
+    `computed` counts positions launched, `pending` tokens drawn on the device that the host has not seen.
+    While it runs, `computed <= len(tokens) + pending`.
+    """
+
+    __slots__ = (
+        "id", "sample", "number", "params", "priority", "cache_salt", "arrival_time", "stop_ids", "seed",
+        "tokens", "num_prompt", "max_length", "status", "row", "admission", "num_known", "computed", "pending",
+        "num_cached", "num_preemptions", "hashes", "pages", "num_published", "siblings",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        id: str,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        sample: int = 0,
+        priority: int = 0,
+        cache_salt: str = "",
+        arrival_time: float = 0.0,
+        stop_ids: tuple[int, ...] = (),
+        max_length: int,
+        seed: int = 0,
+    ) -> None:
+        self.id = id
+        self.sample = sample
+        self.number = -1  # order of submission, set by the scheduler
+        self.params = params
+        self.priority = priority
+        self.cache_salt = cache_salt
+        self.arrival_time = arrival_time
+        self.stop_ids = frozenset(stop_ids)  # every token that ends it: end tokens unless ignored, and its own
+        self.seed = seed
+        self.tokens = list(prompt)  # all known tokens, prompt first
+        self.num_prompt = len(prompt)
+        self.max_length = max_length  # prompt and output together: max_tokens or the model length, whichever is less
+
+        self.status = Status.WAITING
+        self.row = -1
+        self.admission = -1  # number of the present admission
+        self.num_known = 0  # tokens known when it was admitted; later ones are read on the device
+        self.computed = 0
+        self.pending = 0
+        self.num_cached = 0  # positions found in the cache when it was first admitted
+        self.num_preemptions = 0
+
+        # the cache manager's notes
+        self.hashes: list[bytes] = []  # of its full pages of known tokens, as far as computed
+        self.pages: list[list[int]] = []  # per group
+        self.num_published = 0
+        self.siblings: list[Request] = []  # samples waiting for this one's prompt pages
+
+    @property
+    def num_output(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.id}/{self.sample} {self.status.name.lower()} row {self.row} "
+            f"tokens {len(self.tokens)}+{self.pending} computed {self.computed})"
+        )

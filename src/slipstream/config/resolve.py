@@ -1,0 +1,193 @@
+"""resolve: what the user said, what the model is and what the machine has, settled into an EngineConfig.
+
+One pure function holds every default. It is shown what it needs and asks nothing of the world.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from slipstream.cache_spec import CacheGroup
+from slipstream.config.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from slipstream.config.model_info import ModelInfo
+from slipstream.config.options import Options
+from slipstream.errors import InvalidOption, NotEnoughMemory
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What resolve needs to know of the device; `device_facts` fills it."""
+
+    kind: str
+    free_memory: int
+    total_memory: int
+    num_threads: int
+    fast_dtypes: tuple[str, ...]
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where the weights are."""
+
+    path: str
+    kind: str  # folder or gguf
+    name: str
+    num_bytes: int  # of the weights once loaded
+
+
+def resolve_dtype(options: Options, info: ModelInfo, machine: Machine) -> str:
+    if options.dtype != "auto":
+        if options.dtype == "float64" and machine.kind == "cuda":
+            raise InvalidOption("dtype float64 is for the CPU; use float32, bfloat16 or float16 on a GPU")
+        return options.dtype
+    # a checkpoint's own dtype if products in it are fast here
+    return info.dtype if info.dtype in machine.fast_dtypes else machine.fast_dtypes[0]
+
+
+def resolve(
+    options: Options, info: ModelInfo, source: Source, groups: tuple[CacheGroup, ...], dtype: str, machine: Machine
+) -> EngineConfig:
+    on_cpu = machine.kind == "cpu"
+    page_size = _positive("page_size", options.page_size)
+    max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, 64 if on_cpu else 256)
+    depth = options.depth if options.depth is not None else (0 if on_cpu else 1)
+    if not 0 <= depth <= 8:
+        raise InvalidOption(f"depth is {depth}; give 0 to 8, where 0 is synchronous and 1 or 2 hide the host's work")
+
+    fit_length = options.max_model_len in ("auto", -1)
+    if fit_length or options.max_model_len is None:
+        wanted = info.max_positions
+    else:
+        wanted = _positive("max_model_len", options.max_model_len)
+        if wanted > info.max_positions:
+            raise InvalidOption(
+                f"max_model_len is {wanted}, {source.name} was made for {info.max_positions} positions; give at most that"
+            )
+
+    page_bytes = sum(group.bytes_per_page for group in groups)
+    num_pages = _num_pages(options, wanted, max_num_seqs, page_bytes, source.num_bytes, machine)
+    length = min(wanted, (num_pages - 1) * page_size)
+    if length < wanted and not fit_length:
+        raise NotEnoughMemory(
+            f"the cache holds {length} positions ({num_pages - 1} pages of {page_size}, "
+            f"{num_pages * page_bytes / 2**20:.0f} MiB), max_model_len is {wanted}; give max_model_len={length} or less, "
+            "max_model_len=\"auto\", or more kv_cache_memory"
+        )
+    if length < 2:
+        raise NotEnoughMemory(
+            f"the cache holds {length} positions, a request needs at least 2; give more kv_cache_memory or num_pages"
+        )
+
+    batched = options.max_num_batched_tokens
+    if batched is None:
+        batched = 512 if on_cpu else 8192
+        if not options.enable_chunked_prefill:
+            batched = max(batched, length)
+    _positive("max_num_batched_tokens", batched)
+    if not options.enable_chunked_prefill and batched < length:
+        raise InvalidOption(
+            f"max_num_batched_tokens is {batched} and max_model_len {length}: without chunked prefill a prompt must fit "
+            "one step; raise the first, lower the second, or leave enable_chunked_prefill on"
+        )
+    if batched < max_num_seqs:
+        # every running row wants a token a step
+        if options.max_num_seqs is not None and options.max_num_batched_tokens is not None:
+            raise InvalidOption(
+                f"max_num_batched_tokens is {batched}, fewer than the {max_num_seqs} requests of max_num_seqs; "
+                "raise the first or lower the second"
+            )
+        if options.max_num_batched_tokens is None:
+            batched = max_num_seqs
+        else:
+            max_num_seqs = batched
+
+    return EngineConfig(
+        model=ModelConfig(
+            info=info,
+            path=source.path,
+            name=options.served_model_name or source.name,
+            load_format=_load_format(options, source),
+            dtype=dtype,
+            dequantize=options.dequantize,
+            max_model_len=length,
+            seed=options.seed,
+        ),
+        cache=CacheConfig(page_size, num_pages, options.enable_prefix_caching, groups),
+        scheduler=SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=batched,
+            max_model_len=length,
+            max_waiting=_positive("max_waiting", options.max_waiting),
+            chunked_prefill=options.enable_chunked_prefill,
+            depth=depth,
+            seed=options.seed,
+            staged_ints=staged_ints(length, page_size, max_num_seqs, batched, len(groups)),
+        ),
+        device=DeviceConfig(
+            kind=machine.kind,
+            num_threads=_positive("num_threads", options.num_threads, machine.num_threads),
+            eager=options.enforce_eager,
+        ),
+    )
+
+
+def staged_ints(max_length: int, page_size: int, max_num_seqs: int, batched: int, num_groups: int) -> int:
+    """What the admissions of one step may stage: at least the longest request alone, pages and history."""
+    alone = max_length + 3 * num_groups * -(-max_length // page_size)
+    return 2 * alone + 16 * max_num_seqs
+
+
+def _num_pages(
+    options: Options, length: int, max_num_seqs: int, page_bytes: int, weight_bytes: int, machine: Machine
+) -> int:
+    if options.num_pages is not None:
+        return _positive("num_pages", options.num_pages) + 1  # the null page comes on top
+    per_request = -(-length // options.page_size)
+    if options.kv_cache_memory is not None:
+        return max(parse_bytes(options.kv_cache_memory) // page_bytes, 1)
+    share = options.gpu_memory_utilization
+    if share is not None and not 0 < share <= 1:
+        raise InvalidOption(f"gpu_memory_utilization is {share}; give a share above 0 and up to 1")
+    if machine.kind == "cuda":
+        taken = machine.total_memory - machine.free_memory
+        # activations and the library's own workspaces
+        room = int(machine.total_memory * (share or 0.9)) - taken - weight_bytes - 2 * 2**30
+    else:
+        # a fifth of what is free: a laptop has other things to do
+        room = int((machine.free_memory - weight_bytes) * (share or 0.2))
+    pages = min(per_request * max_num_seqs, max(room, 0) // page_bytes) + 1
+    affordable = max(machine.free_memory - weight_bytes, 0) // page_bytes
+    if pages <= per_request and options.max_model_len is None and affordable > per_request:
+        pages = per_request + 1  # the model's own length, asked for by nobody: take it while it fits at all
+    return max(pages, 1)
+
+
+def _load_format(options: Options, source: Source) -> str:
+    if options.load_format == "auto":
+        return "gguf" if source.kind == "gguf" else "safetensors"
+    if options.load_format == "gguf" and source.kind != "gguf":
+        raise InvalidOption(f"load_format is gguf and {source.path} is a folder; give the .gguf file")
+    if options.load_format == "safetensors" and source.kind == "gguf":
+        raise InvalidOption(f"load_format is safetensors and {source.path} is a .gguf file; give the folder")
+    return options.load_format
+
+
+def _positive(name: str, value: int | str | None, default: int | None = None) -> int:
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int) or value < 1:
+        raise InvalidOption(f"{name} is {value!r}; give a whole number from 1 up")
+    return value
+
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+
+def parse_bytes(value: int | str) -> int:
+    """A number of bytes, or a text like 512MiB or 2GB."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?)B?\s*", str(value).upper())
+    if match is None or match[2] == "I" or (size := int(float(match[1]) * _UNITS[match[2]])) < 1:
+        raise InvalidOption(f"{value!r} is not a size; give bytes, or a text like 512MiB or 2GiB")
+    return size

@@ -1,0 +1,58 @@
+"""Attention: q, k, v to output through the context's backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from slipstream.nn.context import ForwardContext
+from slipstream.nn.layers.linear import Linear
+from slipstream.nn.layers.norm import HeadNorm
+from slipstream.nn.quant import FormatOf
+from slipstream.ops.rope import apply_rope
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; heads may share keys, queries and keys may be normed."""
+
+    def __init__(
+        self,
+        name: str,
+        layer: int,
+        *,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool,
+        output_bias: bool,
+        qk_norm_eps: float | None,  # None: no norm
+        format_of: FormatOf,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.layer = layer
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = head_dim**-0.5
+        sizes = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
+        self.qkv = Linear(hidden_size, sizes, qkv_bias, format_of(f"{name}.qkv"), dtype)
+        self.output = Linear(sizes["q"], {"": hidden_size}, output_bias, format_of(f"{name}.output"), dtype)
+        self.norm: HeadNorm | None = None
+        if qk_norm_eps is not None:
+            self.norm = HeadNorm({"q": num_heads, "k": num_kv_heads}, head_dim, qk_norm_eps, dtype)
+
+    def forward(self, x: torch.Tensor, rotary: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """x [T, hidden]; rotary is the rope table's rows for the step's positions."""
+        heads = self.qkv(x).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+        # queries and keys are treated alike up to here, so they go together
+        query_key = heads[:, : -self.num_kv_heads]
+        value = heads[:, -self.num_kv_heads :]
+        if self.norm is not None:
+            query_key = self.norm(query_key)
+        query_key = apply_rope(query_key, rotary)
+        query, key = query_key.split((self.num_heads, self.num_kv_heads), 1)
+        out = context.attention.forward(query, key, value, self.layer, self.scale, context)
+        projected: torch.Tensor = self.output(out.flatten(1))
+        return projected

@@ -1,0 +1,54 @@
+"""RMSNorm, over a hidden state or over each head of queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import torch
+from torch import nn
+
+from slipstream.nn.quant import Piece, Place, new_parameter
+from slipstream.ops.norm import add_rms_norm, rms_norm
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = new_parameter(size, dtype=dtype)
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norm of x + residual, and that sum. Without a residual x itself is the sum."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps), x
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        yield "weight", Place(tuple(self.weight.shape), self._fill)
+
+    def _fill(self, piece: Piece) -> None:
+        self.weight.copy_(piece.read())
+
+
+class HeadNorm(nn.Module):
+    """Norms of queries and keys, which lie side by side, in one go: the weights are kept once per head."""
+
+    def __init__(self, num_heads: Mapping[str, int], head_dim: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.num_heads = dict(num_heads)
+        self.eps = eps
+        self.weight = new_parameter(sum(self.num_heads.values()), head_dim, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x is [T, heads of all kinds, head dim]."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        first = 0
+        for kind, count in self.num_heads.items():
+            yield f"{kind}.weight", Place((self.weight.shape[1],), partial(self._fill, first, count))
+            first += count
+
+    def _fill(self, first: int, count: int, piece: Piece) -> None:
+        self.weight[first : first + count].copy_(piece.read())

@@ -1,0 +1,114 @@
+"""Rope: the angle by which each position turns each dimension, and the ways it is stretched for long contexts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.config.model_info import RopeInfo
+from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.ops.rope import rope_table
+
+
+class Rope(nn.Module):
+    """A table of cosines and sines by position, shared by all layers and looked up once a step."""
+
+    def __init__(
+        self, info: RopeInfo, head_dim: int, max_positions: int, num_positions: int, dtype: torch.dtype
+    ) -> None:
+        """`max_positions` is what the model was made for, `num_positions` how many the table must hold."""
+        super().__init__()
+        self.frequencies, self.scale = rope_frequencies(info, head_dim, max_positions)
+        self.register_buffer("table", torch.empty(num_positions, 2, 2 * len(self.frequencies), dtype=dtype))
+
+    table: torch.Tensor
+
+    def fill(self) -> None:
+        """Compute the table where it lies."""
+        num_positions = self.table.shape[0]
+        frequencies = self.frequencies.to(self.table.device)
+        self.table = rope_table(frequencies, num_positions, self.scale, self.table.dtype)
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return self.table.index_select(0, positions)
+
+
+# radians per position [rotary dim / 2], and what cosines and sines are multiplied by
+Frequencies = tuple[torch.Tensor, float]
+
+
+def rope_frequencies(info: RopeInfo, head_dim: int, max_positions: int) -> Frequencies:
+    if info.kind not in KINDS:
+        raise UnsupportedModel(f"rope scaling of kind {info.kind} is not one we have: {', '.join(KINDS)}")
+    rotary_dim = int(head_dim * info.factors.get("partial_rotary_factor", 1.0))
+    try:
+        # on the host even while a model is being laid out on the meta device: a few numbers, needed at once
+        with torch.device("cpu"):
+            plain = 1.0 / info.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+            return KINDS[info.kind](plain, info, max_positions)
+    except KeyError as missing:
+        raise BadCheckpoint(f"rope scaling of kind {info.kind} lacks {missing} in config.json") from None
+
+
+def _default(plain: torch.Tensor, info: RopeInfo, max_positions: int) -> Frequencies:
+    return plain, 1.0
+
+
+def _linear(plain: torch.Tensor, info: RopeInfo, max_positions: int) -> Frequencies:
+    """Positions squeezed together by one factor."""
+    return plain / info.factors["factor"], 1.0
+
+
+def _llama3(plain: torch.Tensor, info: RopeInfo, max_positions: int) -> Frequencies:
+    """Slow turns are squeezed, fast ones kept, those between blended by how often they turn in the old context."""
+    factors = info.factors
+    low, high = factors["low_freq_factor"], factors["high_freq_factor"]
+    turns = factors["original_max_position_embeddings"] * plain / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return kept * plain + (1 - kept) * plain / factors["factor"], 1.0
+
+
+def _yarn(plain: torch.Tensor, info: RopeInfo, max_positions: int) -> Frequencies:
+    """As llama3, with the blend linear in the dimension; attention is sharpened to make up for the longer context."""
+    factors = info.factors
+    original = factors["original_max_position_embeddings"]
+    factor = factors.get("factor") or max_positions / original
+    rotary_dim = 2 * len(plain)
+
+    def dimension_of(turns: float) -> float:
+        """The dimension that turns this often in the original context."""
+        return rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(info.theta))
+
+    first = dimension_of(factors.get("beta_fast") or 32)
+    last = dimension_of(factors.get("beta_slow") or 1)
+    if factors.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, rotary_dim - 1)
+    squeezed = ((torch.arange(len(plain), dtype=torch.float32) - first) / max(last - first, 0.001)).clamp(0, 1)
+    return squeezed * plain / factor + (1 - squeezed) * plain, _yarn_scale(factors, factor)
+
+
+def _yarn_scale(factors: dict[str, Any], factor: float) -> float:
+    given = factors.get("attention_factor")
+    if given is not None:
+        return float(given)
+
+    def sharpening(strength: float) -> float:
+        return 0.1 * strength * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    strength, strength_all = factors.get("mscale"), factors.get("mscale_all_dim")
+    if strength and strength_all:
+        return sharpening(strength) / sharpening(strength_all)
+    return sharpening(1.0)
+
+
+KINDS: dict[str, Callable[[torch.Tensor, RopeInfo, int], Frequencies]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

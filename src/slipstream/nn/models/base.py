@@ -1,0 +1,21 @@
+"""What the runner asks of a model that continues text."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from slipstream.cache_spec import CacheSpec
+from slipstream.nn.context import ForwardContext
+
+
+class CausalLM(Protocol):
+    def __call__(self, context: ForwardContext) -> torch.Tensor:
+        """The step's tokens to hidden states [T, hidden]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [S, hidden] to [S, vocabulary], in the model's dtype."""
+
+    def cache_specs(self, page_size: int, itemsize: int) -> list[CacheSpec]:
+        """What each layer asks to have remembered, in layer order."""

@@ -1,0 +1,46 @@
+"""The Llama family: Llama 2 and 3, SmolLM2 and all that share their architecture."""
+
+from __future__ import annotations
+
+from slipstream.config.model_info import ModelInfo
+from slipstream.nn.models.decoder import DecoderShape
+from slipstream.nn.weights.rules import Rules
+
+
+def llama_shape(info: ModelInfo) -> DecoderShape:
+    return DecoderShape(
+        vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
+        num_layers=info.num_layers,
+        num_heads=info.num_heads,
+        num_kv_heads=info.num_kv_heads,
+        head_dim=info.head_dim,
+        ffn_size=info.ffn_size,
+        activation=info.activation,
+        norm_eps=info.norm_eps,
+        rope=info.rope,
+        max_positions=info.max_positions,
+        tied=info.tied_embeddings,
+        qkv_bias=info.attention_bias,
+        output_bias=info.attention_bias,
+        mlp_bias=info.mlp_bias,
+    )
+
+
+def llama_rules(shape: DecoderShape) -> Rules:
+    """Also of every family that names its tensors the same way."""
+    return Rules(
+        {
+            "model.embed_tokens.weight": "embedding.weight",
+            "model.norm.weight": "norm.weight",
+            "lm_head.weight": None if shape.tied else "head.weight",  # some tied checkpoints carry it all the same
+            "model.layers.{n}.input_layernorm.weight": "layers.{n}.attention_norm.weight",
+            "model.layers.{n}.post_attention_layernorm.weight": "layers.{n}.mlp_norm.weight",
+            "model.layers.{n}.self_attn.o_proj.{kind}": "layers.{n}.attention.output.{kind}",
+            "model.layers.{n}.self_attn.{part}_proj.{kind}": "layers.{n}.attention.qkv.{part}.{kind}",
+            "model.layers.{n}.self_attn.{part}_norm.weight": "layers.{n}.attention.norm.{part}.weight",
+            "model.layers.{n}.mlp.down_proj.{kind}": "layers.{n}.mlp.down.{kind}",
+            "model.layers.{n}.mlp.{part}_proj.{kind}": "layers.{n}.mlp.gate_up.{part}.{kind}",
+            "model.layers.{n}.self_attn.rotary_emb.inv_freq": None,  # old checkpoints; we compute it
+        }
+    )

@@ -1,0 +1,93 @@
+"""WeightFormat: how a weight is stored and multiplied.
+
+`Linear` and `Embedding` hold a `Weight` and know nothing of its format. The format is chosen per weight when the
+checkpoint is opened, since a file may mix several. A low-bit format joins as one more `WeightFormat` here, whose
+`Weight.fill` keeps the checkpoint's blocks instead of reading them as numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Piece(Protocol):
+    """A tensor of a checkpoint that was not read yet."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def kind(self) -> str:
+        """Its type by the file's own name: F32, BF16, Q4_1 ..."""
+
+    def read(self) -> torch.Tensor:
+        """As plain numbers, in whatever dtype and place the checkpoint has them; not to be written to."""
+
+
+class Weight(nn.Module):
+    """A matrix [rows, columns] in some format, filled piece by piece."""
+
+    def fill(self, first_row: int, piece: Piece) -> None:
+        """Put a piece of the checkpoint at these rows."""
+        raise NotImplementedError
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [..., columns] to [..., rows]."""
+        raise NotImplementedError
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows by their numbers: [T] to [T, columns]."""
+        raise NotImplementedError
+
+
+class WeightFormat(Protocol):
+    def new_weight(self, num_rows: int, num_columns: int) -> Weight:
+        """An unfilled weight on torch's current default device."""
+
+
+FormatOf = Callable[[str], WeightFormat]
+"""The format of a weight by its name in the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one tensor of a checkpoint goes: a whole parameter, or some rows of a merged one."""
+
+    shape: tuple[int, ...]
+    fill: Callable[[Piece], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Numbers of one dtype, multiplied as they are."""
+
+    dtype: torch.dtype
+
+    def new_weight(self, num_rows: int, num_columns: int) -> Weight:
+        return PlainWeight(num_rows, num_columns, self.dtype)
+
+
+class PlainWeight(Weight):
+    def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.data = new_parameter(num_rows, num_columns, dtype=dtype)
+
+    def fill(self, first_row: int, piece: Piece) -> None:
+        self.data[first_row : first_row + piece.shape[0]].copy_(piece.read())
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, self.data, bias)
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.data.index_select(0, ids)
+
+
+def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
+    """Unfilled, and never trained."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)

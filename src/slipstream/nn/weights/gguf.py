@@ -1,0 +1,74 @@
+"""Weights from a GGUF file, under the names and in the row order of the Hugging Face layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+
+from slipstream.config.gguf_file import GgufFile, GgufTensor
+from slipstream.errors import UnsupportedModel
+from slipstream.nn.weights.rules import Rules
+from slipstream.nn.weights.source import SourceTensor
+
+NAMES = Rules(
+    {
+        "token_embd.weight": "model.embed_tokens.weight",
+        "output_norm.weight": "model.norm.weight",
+        "output.weight": "lm_head.weight",
+        "rope_freqs.weight": None,  # became part of ModelInfo.rope
+        "blk.{n}.attn_norm.weight": "model.layers.{n}.input_layernorm.weight",
+        "blk.{n}.ffn_norm.weight": "model.layers.{n}.post_attention_layernorm.weight",
+        "blk.{n}.attn_q_norm.weight": "model.layers.{n}.self_attn.q_norm.weight",
+        "blk.{n}.attn_k_norm.weight": "model.layers.{n}.self_attn.k_norm.weight",
+        "blk.{n}.attn_output.{kind}": "model.layers.{n}.self_attn.o_proj.{kind}",
+        "blk.{n}.attn_{part}.{kind}": "model.layers.{n}.self_attn.{part}_proj.{kind}",
+        "blk.{n}.ffn_{part}.{kind}": "model.layers.{n}.mlp.{part}_proj.{kind}",
+    }
+)
+
+
+class GgufSource:
+    def __init__(self, file: GgufFile, num_heads: int, num_kv_heads: int) -> None:
+        self.file = file
+        # Files of the llama architecture have the rows of q and k in the order of rotary pairs.
+        paired = file.fields.get("general.architecture") == "llama"
+        self.paired_heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if paired else {}
+
+    def __iter__(self) -> Iterator[SourceTensor]:
+        for tensor in self.file.tensors.values():
+            try:
+                name = NAMES.rename(tensor.name)
+            except KeyError:
+                name = tensor.name  # the loader names it as unexpected
+            if name is not None:
+                yield SourceTensor(name, tensor.shape, tensor.kind, partial(self._read, tensor))
+
+    def _read(self, tensor: GgufTensor) -> torch.Tensor:
+        numbers = dequantize(tensor)
+        for part, num_heads in self.paired_heads.items():
+            if f".{part}." in tensor.name:
+                return halves_from_pairs(numbers, num_heads)
+        return numbers
+
+
+def dequantize(tensor: GgufTensor) -> torch.Tensor:
+    from gguf import GGMLQuantizationType  # only users of such files pay for the import
+    from gguf.quants import dequantize as to_float32
+
+    rows = tensor.raw.reshape(*tensor.shape[:-1], -1)
+    try:
+        numbers = to_float32(rows, GGMLQuantizationType[tensor.kind])
+    except (KeyError, NotImplementedError):
+        raise UnsupportedModel(
+            f"{tensor.name} is stored as {tensor.kind}, which we cannot read; "
+            "use a file quantised as Q4_0, Q4_1, Q8_0, a K-quant, F16 or F32"
+        ) from None
+    return torch.from_numpy(np.ascontiguousarray(numbers)).view(tensor.shape)
+
+
+def halves_from_pairs(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Rows of each head from the order 0, half, 1, half + 1 ... to 0, 1 ... half, half + 1 ..."""
+    return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)

@@ -1,0 +1,105 @@
+"""Streams a checkpoint into a model: every place exactly once, one tensor in memory at a time.
+
+Names and shapes are compared before the first tensor is read, so a wrong checkpoint fails at once, with a list.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from slipstream.errors import BadCheckpoint
+from slipstream.nn.quant import Place
+from slipstream.nn.weights.rules import Rules
+from slipstream.nn.weights.source import SourceTensor, WeightSource
+
+SHOWN = 4  # names of each mistake that a message lists
+
+
+def find_places(model: nn.Module) -> dict[str, Place]:
+    """Every place of a model by its name."""
+    places: dict[str, Place] = {}
+    for prefix, module in model.named_modules():
+        if hasattr(module, "places"):
+            places |= {f"{prefix}.{name}": place for name, place in module.places()}
+    return places
+
+
+def match_places(source: WeightSource, rules: Rules | None, places: Mapping[str, Place]) -> dict[str, SourceTensor]:
+    """Which tensor of the source goes to which place. Without rules, names are the same. Raises BadCheckpoint."""
+    found: dict[str, SourceTensor] = {}
+    unexpected, misshapen, twice = [], [], []
+    for tensor in source:
+        try:
+            name = rules.rename(tensor.name) if rules is not None else tensor.name
+        except KeyError:
+            unexpected.append(tensor.name)
+            continue
+        if name is None:
+            continue
+        if name not in places:
+            unexpected.append(tensor.name)
+        elif name in found:
+            twice.append(tensor.name)
+        elif tensor.shape != places[name].shape:
+            misshapen.append(f"{tensor.name} is {list(tensor.shape)}, should be {list(places[name].shape)}")
+            found[name] = tensor
+        else:
+            found[name] = tensor
+    missing = [name for name in places if name not in found]
+    mistakes = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen, "there twice": twice}
+    if any(mistakes.values()):
+        parts = [f"{len(names)} {kind} ({_few(names)})" for kind, names in mistakes.items() if names]
+        raise BadCheckpoint(
+            f"the weights do not fit the model that its config describes: {'; '.join(parts)}; "
+            "check that weights and config come from the same model"
+        )
+    return found
+
+
+def fill_places(tensors: Mapping[str, SourceTensor], places: Mapping[str, Place], progress: bool = False) -> None:
+    """Read each tensor into its place. `tensors` are as `match_places` found them."""
+    total = sum(tensor.num_elements for tensor in tensors.values())
+    with torch.no_grad(), _progress_bar(total, progress) as bar:
+        for name, tensor in tensors.items():
+            places[name].fill(tensor)
+            bar.advance(tensor.num_elements)
+
+
+class _Bar(Protocol):
+    def advance(self, count: int) -> None: ...
+
+
+class _NoBar:
+    def advance(self, count: int) -> None:
+        pass
+
+
+class _RichBar:
+    def __init__(self, progress: Any, task: Any) -> None:
+        self.progress = progress
+        self.task = task
+
+    def advance(self, count: int) -> None:
+        self.progress.advance(self.task, count)
+
+
+@contextmanager
+def _progress_bar(total: int, wanted: bool) -> Iterator[_Bar]:
+    if not wanted or not sys.stderr.isatty():
+        yield _NoBar()
+        return
+    from rich.console import Console  # only an interactive terminal pays for the import
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        yield _RichBar(progress, progress.add_task("loading weights", total=total))
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")

@@ -1,0 +1,26 @@
+"""Rules: a checkpoint's tensor names to the places of our model.
+
+A rule is a pair of names in which `{n}` stands for one part between dots; None as the second means the tensor is
+not needed. Merged projections need no rule of their own: each part has its own place (`attention.qkv.q.weight`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+
+class Rules:
+    def __init__(self, names: Mapping[str, str | None]) -> None:
+        self._rules = [(_pattern(theirs), ours) for theirs, ours in names.items()]
+
+    def rename(self, name: str) -> str | None:
+        """The place of a tensor, or None where it is to be skipped. Asking for a name no rule knows is a KeyError."""
+        for pattern, ours in self._rules:
+            if match := pattern.fullmatch(name):
+                return None if ours is None else ours.format(**match.groupdict())
+        raise KeyError(name)
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^.]+)", re.escape(name)))

@@ -1,0 +1,5 @@
+"""Attention of a step's tokens over the pages of their rows."""
+
+from slipstream.ops.paged_attention.reference import attend_chunk, attend_pages, attend_single
+
+__all__ = ["attend_chunk", "attend_pages", "attend_single"]

@@ -1,0 +1,41 @@
+"""Sampling on the device: noise, truncation, penalties, logprobs. No function here reads a value on the host."""
+
+from slipstream.ops.sample.reference import (
+    ACCEPT,
+    DRAFT,
+    DRAW,
+    RESAMPLE,
+    TopLogprobs,
+    draw,
+    drop_below_,
+    forbid_,
+    likeliest,
+    min_p_floor,
+    noise_bits,
+    penalize,
+    row_key,
+    step_keys,
+    top_floor,
+    top_logprobs,
+    uniform,
+)
+
+__all__ = [
+    "ACCEPT",
+    "DRAFT",
+    "DRAW",
+    "RESAMPLE",
+    "TopLogprobs",
+    "draw",
+    "drop_below_",
+    "forbid_",
+    "likeliest",
+    "min_p_floor",
+    "noise_bits",
+    "penalize",
+    "row_key",
+    "step_keys",
+    "top_floor",
+    "top_logprobs",
+    "uniform",
+]

@@ -1,0 +1,91 @@
+"""InputBatch: gathers the planned rows into this step's tensors.
+
+The host half of the work is counting, in numpy; the device half reads row and page tables. Between the two a token
+that was drawn a step ago, and that the host has not seen, becomes an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slipstream.nn.context import BatchView
+from slipstream.runner.batch.page_tables import PageTables
+from slipstream.runner.batch.rows import RowTable
+from slipstream.runner.batch.staging import Upload
+from slipstream.step import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    view: BatchView
+    rows: torch.Tensor  # [B] int64
+
+
+class InputBatch:
+    def __init__(self, rows: RowTable, page_tables: PageTables) -> None:
+        self.rows = rows
+        self.page_tables = page_tables
+
+    def prepare(self, plan: StepPlan, upload: Upload) -> Callable[[], Gathered]:
+        """Host: stage the counts; the closure gathers on the device."""
+        num_tokens = plan.num_tokens
+        total = int(num_tokens.sum())
+        all_single = total == len(plan.rows)
+        rows = upload.put(plan.rows.astype(np.int64))
+        counts = upload.put(num_tokens.astype(np.int64))
+        token_rows, offsets = rows, None
+        if not all_single:
+            starts = np.cumsum(num_tokens) - num_tokens
+            offset_of = np.arange(total) - np.repeat(starts, num_tokens)
+            token_rows = upload.put(np.repeat(plan.rows, num_tokens).astype(np.int64))
+            offsets = upload.put(offset_of)
+        given = None
+        num_given = len(plan.tokens)
+        if num_given:
+            ids = np.full(total, -1, np.int64)
+            if num_given == total:
+                ids[:] = plan.tokens
+            elif all_single:
+                ids[plan.num_given > 0] = plan.tokens
+            else:
+                ids[offset_of < np.repeat(plan.num_given, num_tokens)] = plan.tokens
+            given = upload.put(ids)
+        num_single = int((num_tokens == 1).argmin()) if not all_single else len(plan.rows)
+        longest = int(plan.lengths.max())
+        table, pages = self.rows, self.page_tables
+
+        def gather() -> Gathered:
+            row_index = upload.tensor(rows)
+            token_index = upload.tensor(token_rows)
+            positions = table.computed.index_select(0, token_index)
+            if offsets is not None:
+                positions += upload.tensor(offsets)
+            if num_given == total:
+                ids = upload.tensor(given)  # type: ignore[arg-type]
+            else:
+                ids = table.last_token.index_select(0, token_index)
+                if given is not None:
+                    known = upload.tensor(given)
+                    ids = torch.where(known >= 0, known, ids)
+            if all_single:
+                lengths = positions + 1
+            else:
+                lengths = table.computed.index_select(0, row_index) + upload.tensor(counts)
+            groups = range(len(pages.tables))
+            view = BatchView(
+                ids=ids,
+                positions=positions,
+                lengths=lengths,
+                slots=tuple(pages.slots(g, token_index, positions) for g in groups),
+                page_tables=tuple(pages.pages(g, row_index, longest) for g in groups),
+                num_tokens=num_tokens,
+                max_lengths=plan.lengths,
+                num_single=num_single,
+            )
+            return Gathered(view, row_index)
+
+        return gather

@@ -1,0 +1,50 @@
+"""Page tables: which page holds which positions of each row.
+
+The scheduler owns the truth; this is the device's copy, kept up by diffs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from slipstream.device.device import Device
+from slipstream.runner.batch.staging import Upload
+from slipstream.step import NULL_PAGE, PageUpdates, StepPlan
+
+
+class PageTables:
+    def __init__(self, num_groups: int, num_rows: int, max_length: int, page_size: int, device: Device) -> None:
+        self.page_size = page_size
+        self.width = -(-max_length // page_size)
+        # per group [num_rows, width]
+        self.tables = [
+            torch.full((num_rows, self.width), NULL_PAGE, dtype=torch.int64, device=device.torch_device)
+            for _ in range(num_groups)
+        ]
+        self._updates: tuple[PageUpdates, ...] = ()
+
+    def apply(self, plan: StepPlan) -> None:
+        self._updates = plan.new_pages
+
+    def flush(self, upload: Upload) -> None:
+        for table, update in zip(self.tables, self._updates, strict=True):
+            if len(update.rows):
+                places = upload.put(update.rows.astype(np.int64) * self.width + update.places)
+                pages = upload.put(update.pages.astype(np.int64))
+                upload.then(lambda t=table, a=places, b=pages: _write(t, upload.tensor(a), upload.tensor(b)))
+
+    def slots(self, group: int, token_rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Device: [T] where in the pages each token's keys go."""
+        page_index = positions // self.page_size
+        pages = self.tables[group].view(-1).index_select(0, token_rows * self.width + page_index)
+        return pages * self.page_size + (positions - page_index * self.page_size)
+
+    def pages(self, group: int, rows: torch.Tensor, max_length: int) -> torch.Tensor:
+        """Device: [B, pages of max_length] of these rows."""
+        width = -(-max_length // self.page_size)
+        return self.tables[group][:, :width].index_select(0, rows)
+
+
+def _write(table: torch.Tensor, places: torch.Tensor, pages: torch.Tensor) -> None:
+    table.view(-1).index_copy_(0, places, pages)

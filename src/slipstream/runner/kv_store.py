@@ -1,0 +1,59 @@
+"""KVStore: the cache tensors themselves, one pair a layer."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from slipstream.cache_spec import CacheGroup
+from slipstream.device.device import Device
+from slipstream.errors import NotEnoughMemory
+from slipstream.runner.batch.staging import Upload
+from slipstream.step import StepPlan
+
+
+class KVStore:
+    """`caches[layer]` is (keys, values), each [pages, page_size, kv heads, head dim]. Page 0 stays zero."""
+
+    def __init__(self, groups: tuple[CacheGroup, ...], num_pages: int, dtype: torch.dtype, device: Device) -> None:
+        num_layers = sum(len(group.layers) for group in groups)
+        self.groups = groups
+        self.caches: list[tuple[torch.Tensor, torch.Tensor]] = [None] * num_layers  # type: ignore[list-item]
+        group_of_layer = [0] * num_layers
+        for number, group in enumerate(groups):
+            spec = group.spec
+            shape = (num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
+            for layer in group.layers:
+                group_of_layer[layer] = number
+                try:
+                    # zeros, so that a masked slot of a fresh page is a number
+                    self.caches[layer] = (
+                        torch.zeros(shape, dtype=dtype, device=device.torch_device),
+                        torch.zeros(shape, dtype=dtype, device=device.torch_device),
+                    )
+                except (RuntimeError, MemoryError):
+                    need = sum(g.bytes_per_page for g in groups) * num_pages
+                    raise NotEnoughMemory(
+                        f"the cache of {num_pages} pages takes {need / 2**20:.0f} MiB, more than the machine gives; "
+                        "lower max_model_len, max_num_seqs or kv_cache_memory"
+                    ) from None
+        self.group_of_layer = tuple(group_of_layer)
+        self._copies = np.zeros((0, 3), np.int32)
+
+    def apply(self, plan: StepPlan) -> None:
+        self._copies = plan.copies
+
+    def flush(self, upload: Upload) -> None:
+        copies = self._copies
+        for number, group in enumerate(self.groups):
+            of_group = copies[copies[:, 0] == number] if len(copies) else copies
+            if len(of_group):
+                source = upload.put(of_group[:, 1].astype(np.int64))
+                target = upload.put(of_group[:, 2].astype(np.int64))
+                upload.then(lambda g=group, a=source, b=target: self._copy(g, upload.tensor(a), upload.tensor(b)))
+
+    def _copy(self, group: CacheGroup, source: torch.Tensor, target: torch.Tensor) -> None:
+        """Device: duplicate pages, for samples that part ways inside one."""
+        for layer in group.layers:
+            for cache in self.caches[layer]:
+                cache.index_copy_(0, target, cache.index_select(0, source))

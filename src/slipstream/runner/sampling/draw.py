@@ -1,0 +1,55 @@
+"""The draw: one token for each row, from its seed, sample and position, whatever its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from slipstream.device.device import Device
+from slipstream.ops.sample import DRAW, draw, likeliest, row_key, step_keys
+from slipstream.runner.batch.staging import StagedTensor, Upload
+from slipstream.runner.sampling.stage import SampleBatch
+from slipstream.step import Ints, StepPlan
+
+
+class Draw:
+    """Greedy rows take the likeliest token, the first of equals; the others add noise made from their key.
+
+    A row in which no token is left (-inf everywhere) gives token 0.
+    """
+
+    def __init__(self, num_rows: int, device: Device) -> None:
+        self.random = np.zeros(num_rows, np.bool_)
+        self.keys = StagedTensor((num_rows,), np.int64, device)
+
+    def apply(self, plan: StepPlan) -> None:
+        for admission in plan.admitted:
+            self.random[admission.row] = random = not admission.params.is_greedy
+            if random:
+                self.keys.write(admission.row, row_key(admission.seed, admission.sample))
+
+    def flush(self, upload: Upload) -> None:
+        self.keys.flush(upload)
+
+    def prepare(self, rows: Ints, upload: Upload) -> Callable[[torch.Tensor, SampleBatch], torch.Tensor]:
+        """Host: the work that turns logits [S, V] into tokens [S]. Noise is made for the random rows alone."""
+        random = self.random[rows]
+        if not random.any():
+            return lambda logits, batch: likeliest(logits)
+        keys = self.keys.device
+        if random.all():
+            return lambda logits, batch: draw(logits, _keys(keys, batch.rows, batch.positions))
+        span = upload.put(np.flatnonzero(random))
+
+        def mixed(logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
+            index = upload.tensor(span)
+            own = _keys(keys, batch.rows.index_select(0, index), batch.positions.index_select(0, index))
+            return likeliest(logits).index_copy_(0, index, draw(logits.index_select(0, index), own))
+
+        return mixed
+
+
+def _keys(keys: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    return step_keys(keys.index_select(0, rows), positions, DRAW)

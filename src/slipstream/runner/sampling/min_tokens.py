@@ -1,0 +1,80 @@
+"""min_tokens: tokens that would end a text may not come before it is long enough."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from slipstream.device.device import Device
+from slipstream.ops.sample import forbid_
+from slipstream.runner.batch.staging import Upload
+from slipstream.runner.sampling.slots import Slots, SlotTable
+from slipstream.runner.sampling.stage import SampleBatch, StageWork
+from slipstream.step import Ints, StepPlan
+
+
+class MinTokens:
+    """Stop ids at -inf while the position drawn is under the row's limit.
+
+    The position is looked at on the device, which alone knows it once drafts are accepted. The host drops a row from
+    the stage after as many draws as were missing: each gives at least one token.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: Device) -> None:
+        self.vocab_size = vocab_size
+        self.slots = Slots(num_rows)
+        self.missing = np.zeros(num_rows, np.int64)  # draws for which the row still needs the stage
+        self.limit = np.zeros(num_rows, np.int64)  # first position at which the text may end
+        self.ids = SlotTable(
+            num_rows, 0, torch.int64, device
+        )  # each slot's stop ids; the rest of the columns repeat the first
+        self._new: list[tuple[int, list[int]]] = []
+
+    def apply(self, plan: StepPlan) -> None:
+        for row in plan.released:
+            self.slots.release(row)
+            self.missing[row] = 0
+        for admission in plan.admitted:
+            limit = admission.num_prompt_tokens + admission.params.min_tokens
+            ids = sorted({i for i in admission.stop_ids if 0 <= i < self.vocab_size})
+            # a vocabulary of nothing but stop ids leaves nothing to draw instead: let the text end
+            if limit <= admission.num_known or not ids or len(ids) == self.vocab_size:
+                continue
+            self.missing[admission.row] = limit - admission.num_known
+            self.limit[admission.row] = limit
+            self._new.append((self.slots.take(admission.row), ids))
+
+    def flush(self, upload: Upload) -> None:
+        for slot, ids in self._new:
+            self.ids.reserve(slot + 1, len(ids), upload)
+            self._write(slot, upload, np.array(ids, np.int32))
+        self._new = []
+
+    def _write(self, slot: int, upload: Upload, ids: Ints) -> None:
+        table, span, num = self.ids, upload.put(ids), len(ids)
+
+        def write() -> None:
+            own, place = upload.tensor(span), table.tensor[slot]
+            place[:num].copy_(own)
+            place[num:].copy_(own[:1].expand(place.shape[0] - num))
+
+        upload.then(write)
+
+    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
+        if not len(self.slots):
+            return None
+        index = np.flatnonzero(self.missing[rows] > 0)
+        if not len(index):
+            return None
+        users = rows[index]
+        self.missing[users] -= 1
+        table = self.ids
+        index_span, slot_span = upload.put(index), upload.put(self.slots.of_row[users])
+        limit_span = upload.put(self.limit[users])
+
+        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+            index = upload.tensor(index_span)
+            too_early = batch.positions.index_select(0, index) < upload.tensor(limit_span)
+            forbid_(logits, index, table.tensor.index_select(0, upload.tensor(slot_span)), too_early)
+
+        return StageWork(edit)

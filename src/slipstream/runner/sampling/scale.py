@@ -1,0 +1,42 @@
+"""Temperature."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.device.device import Device
+from slipstream.runner.batch.staging import StagedTensor, Upload
+from slipstream.runner.sampling.stage import SampleBatch, StageWork
+from slipstream.step import Ints, StepPlan
+
+
+class Scale:
+    """Divides the logits by the row's temperature. Greedy rows, and those nobody holds, have 1."""
+
+    def __init__(self, num_rows: int, device: Device, dtype: np.dtype[Any]) -> None:
+        self.temperature = np.ones(num_rows)
+        self.staged = StagedTensor((num_rows,), dtype, device, fill=1)
+
+    def apply(self, plan: StepPlan) -> None:
+        for admission in plan.admitted:
+            row, params = admission.row, admission.params
+            temperature = 1.0 if params.is_greedy else params.temperature
+            if temperature != self.temperature[row]:
+                self.temperature[row] = temperature
+                self.staged.write(row, temperature)
+
+    def flush(self, upload: Upload) -> None:
+        self.staged.flush(upload)
+
+    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
+        if (self.temperature[rows] == 1.0).all():
+            return None
+        temperature = self.staged.device
+
+        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+            logits.div_(temperature.index_select(0, batch.rows)[:, None])
+
+        return StageWork(edit)

@@ -1,0 +1,98 @@
+"""Truncation: min-p, then top-k, then top-p, as one floor under each row's logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.device.device import Device
+from slipstream.ops.sample import drop_below_, min_p_floor, top_floor
+from slipstream.params import SamplingParams
+from slipstream.runner.batch.staging import StagedTensor, Upload
+from slipstream.runner.sampling.stage import SampleBatch, StageWork
+from slipstream.step import Ints, StepPlan
+
+_NO_TOP_P = 2.0  # a sum that no rounding reaches
+
+# how much of its logits must be put in order to find a row's floor
+_NONE, _BEST, _TOP_K, _ALL = range(4)
+
+
+class Truncate:
+    """All three keep the likeliest tokens, so together they keep those from some logit up; ties at the edge stay.
+
+    Rows fall into groups by what finding the floor takes: the largest logit (min-p alone), the largest k (top-k, and
+    top-p among them), or all of them sorted (top-p without top-k). Greedy rows and rows that truncate nothing are in
+    no group. A row's floor does not depend on who else is in its group.
+    """
+
+    def __init__(self, num_rows: int, vocab_size: int, device: Device, dtype: np.dtype[Any]) -> None:
+        self.vocab_size = vocab_size
+        self.group = np.full(num_rows, _NONE, np.int8)
+        self.top_k = np.zeros(num_rows, np.int64)  # of rows in group _TOP_K
+        self.values = StagedTensor((num_rows, 3), dtype, device)  # log of min_p, top_k, top_p
+
+    def apply(self, plan: StepPlan) -> None:
+        for admission in plan.admitted:
+            row, params = admission.row, admission.params
+            self.group[row] = group = self._group_of(params)
+            if group == _NONE:
+                continue
+            self.top_k[row] = top_k = params.top_k if group == _TOP_K else self.vocab_size
+            log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
+            self.values.write(row, (log_min_p, top_k, params.top_p if params.top_p < 1 else _NO_TOP_P))
+
+    def _group_of(self, params: SamplingParams) -> int:
+        if params.is_greedy:
+            return _NONE
+        if 0 < params.top_k < self.vocab_size:
+            return _TOP_K
+        if params.top_p < 1:
+            return _ALL
+        return _BEST if params.min_p > 0 else _NONE
+
+    def flush(self, upload: Upload) -> None:
+        self.values.flush(upload)
+
+    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
+        group = self.group[rows]
+        if not group.any():
+            return None
+        floors = []
+        for which in (_BEST, _TOP_K, _ALL):
+            index = np.flatnonzero(group == which)
+            if len(index):
+                max_k = int(self.top_k[rows[index]].max())
+                floors.append(_find_floor(which, index, max_k, self.values.device, upload))
+
+        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+            floor = torch.full_like(batch.rows, -torch.inf, dtype=logits.dtype)
+            for find in floors:
+                find(floor, logits, batch)
+            drop_below_(logits, floor)
+
+        return StageWork(edit)
+
+
+def _find_floor(
+    group: int, index: np.ndarray[Any, np.dtype[np.int64]], max_k: int, values: torch.Tensor, upload: Upload
+) -> Callable[[torch.Tensor, torch.Tensor, SampleBatch], None]:
+    """Host: work that writes the floors of one group's rows."""
+    span = upload.put(index)
+
+    def find(floor: torch.Tensor, logits: torch.Tensor, batch: SampleBatch) -> None:
+        index = upload.tensor(span)
+        log_min_p, top_k, top_p = values.index_select(0, batch.rows.index_select(0, index)).unbind(1)
+        own = logits.index_select(0, index)
+        if group == _BEST:
+            found = min_p_floor(own.amax(-1), log_min_p)
+        else:
+            ordered = own.topk(max_k, -1).values if group == _TOP_K else own.sort(-1, descending=True).values
+            found = top_floor(ordered, min_p_floor(ordered[:, 0], log_min_p), top_k, top_p)
+        floor.index_copy_(0, index, found)
+
+    return find

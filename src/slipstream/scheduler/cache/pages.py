@@ -1,0 +1,106 @@
+"""PagePool: who holds which page of one group, and what the pages nobody holds still contain.
+
+A page is held by as many requests as its count of references says. When the last one lets go the page becomes free
+but keeps its content and its hash, so that a later request may find it again, until it is taken for something else.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from slipstream.step import NULL_PAGE
+
+
+class PagePool:
+    """Pages 1 to num_pages - 1; page 0 is the null page and is never handed out."""
+
+    def __init__(self, num_pages: int) -> None:
+        assert num_pages >= 2, f"a pool of {num_pages} pages has none to hand out beside the null page"
+        self.num_pages = num_pages
+        self.refs = [0] * num_pages
+        # Free pages, the next to be taken first. An OrderedDict also gives up one from the middle in O(1).
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
+        self._hash_of: list[bytes | None] = [None] * num_pages
+        self._page_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_pages - 1
+
+    def take(self, count: int) -> list[int]:
+        """Pages to write into: those whose content was needed longest ago. The content is forgotten here."""
+        free, refs, hash_of = self._free, self.refs, self._hash_of
+        assert count <= len(free), f"{count} pages taken, {len(free)} are free"
+        pages = []
+        for _ in range(count):
+            page, _none = free.popitem(last=False)
+            refs[page] = 1
+            if hash_of[page] is not None:
+                self.forget(page)
+                hash_of[page] = None
+            pages.append(page)
+        return pages
+
+    def share(self, pages: Sequence[int]) -> None:
+        """One more holder for each of these, free or held."""
+        refs = self.refs
+        for page in pages:
+            if refs[page] == 0:
+                del self._free[page]
+            refs[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """One holder less for each. `pages` are in the order of their positions.
+
+        Later pages are useless without the earlier ones, so they become free first and are taken first. A page
+        without a hash cannot be found by anyone, so it goes before all that can.
+        """
+        refs, free, hash_of = self.refs, self._free, self._hash_of
+        for page in reversed(pages):
+            assert refs[page] > 0, f"page {page} released more often than taken"
+            refs[page] -= 1
+            if refs[page] == 0:
+                free[page] = None
+                if hash_of[page] is None:
+                    free.move_to_end(page, last=False)
+
+    def find(self, page_hash: bytes) -> int | None:
+        return self._page_of.get(page_hash)
+
+    def num_idle(self, pages: Sequence[int]) -> int:
+        """How many of these are free now, and would no longer be once shared."""
+        refs = self.refs
+        return sum(1 for page in pages if refs[page] == 0)
+
+    def publish(self, page: int, page_hash: bytes) -> None:
+        """Let others find a held page by its content. If another page has that content already, that one stays."""
+        assert self.refs[page] > 0, f"page {page} published while nobody holds it"
+        if page_hash not in self._page_of:
+            self._page_of[page_hash] = page
+            self._hash_of[page] = page_hash
+
+    def forget(self, page: int) -> None:
+        """Let nobody find this page any more; those who hold it keep it."""
+        page_hash = self._hash_of[page]
+        if page_hash is not None and self._page_of.get(page_hash) == page:
+            del self._page_of[page_hash]
+
+    def is_published(self, page: int) -> bool:
+        """Whether it was, since it was last taken."""
+        return self._hash_of[page] is not None
+
+    def check(self) -> None:
+        """Assert what must always hold of the pool by itself."""
+        assert self.refs[NULL_PAGE] == 0 and NULL_PAGE not in self._free, "the null page was handed out"
+        for page in range(1, self.num_pages):
+            assert self.refs[page] >= 0, f"page {page} has {self.refs[page]} references"
+            free = page in self._free
+            assert free == (self.refs[page] == 0), f"page {page} has {self.refs[page]} references, free: {free}"
+        assert len(self._free) <= self.num_usable, f"{len(self._free)} free pages of {self.num_usable}"
+        for page_hash, page in self._page_of.items():
+            assert self._hash_of[page] == page_hash, f"page {page} is found by a hash it does not have"

@@ -1,0 +1,54 @@
+"""InFlight: the plans launched and not yet committed, and whom their results belong to.
+
+A row may have changed hands by the time its result is seen. So each launched plan keeps the requests that sample in
+it, with the number of the admission they sampled under, and results are handed out by that list alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import attrgetter
+
+from slipstream.request import Request, Status
+
+_admission = attrgetter("admission")
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """One plan on its way: those that sample in it, in the plan's order."""
+
+    step: int
+    requests: list[Request]
+    admissions: list[int]
+
+
+class InFlight:
+    def __init__(self) -> None:
+        self._steps: deque[Launched] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def launch(self, step: int, requests: list[Request]) -> None:
+        """`requests` sample in this step, and each has counted its token as pending."""
+        self._steps.append(Launched(step, requests, list(map(_admission, requests))))
+
+    def oldest(self) -> Launched:
+        """The plan whose result is due, taken out."""
+        assert self._steps, "a result came back while no plan is in flight"
+        return self._steps.popleft()
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Assert the account of placeholders: each request is owed exactly the tokens that are on their way."""
+        owed: Counter[int] = Counter()
+        for launched in self._steps:
+            for request, admission in zip(launched.requests, launched.admissions, strict=True):
+                owed[id(request)] += 1
+                assert request.status is not Status.RUNNING or request.admission == admission, (
+                    f"{request} was admitted again while a token of admission {admission} is in flight"
+                )
+        for request in requests:
+            assert request.pending == owed[id(request)], f"{request}: {owed[id(request)]} tokens are in flight"

@@ -1,0 +1,97 @@
+"""PlanBuilder: gathers one step's decisions in Python lists and turns them into arrays once."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from slipstream.request import Request
+from slipstream.scheduler.cache.manager import Added
+from slipstream.step import NO_INTS, NO_PAGES, Admission, Ints, PageUpdates, StepPlan
+
+_NO_COPIES: Ints = np.zeros((0, 3), np.int32)
+_row = attrgetter("row")
+_computed = attrgetter("computed")
+
+
+class Chunk(NamedTuple):
+    """Positions whose tokens the host knows."""
+
+    request: Request
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+class PlanBuilder:
+    """A plan in the making.
+
+    Rows are of two kinds. A decode computes one position, whose token only the device knows, and samples. A chunk
+    computes positions whose tokens are given, and samples if they are its last. The plan's order is decodes, chunks
+    of one token, longer chunks; among equals the order in which they were added.
+    """
+
+    def __init__(self, step: int, num_groups: int) -> None:
+        self.step = step
+        self.decodes: list[Request] = []
+        self.chunks: list[Chunk] = []
+        self.admitted: list[Admission] = []
+        self.copies: list[tuple[int, int, int]] = []
+        self._updates: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in range(num_groups)]
+
+    def __bool__(self) -> bool:
+        return bool(self.decodes or self.chunks)
+
+    def add_pages(self, row: int, added: list[Added]) -> None:
+        for (rows, places, pages), (start, new) in zip(self._updates, added, strict=True):
+            rows += [row] * len(new)
+            places += range(start, start + len(new))
+            pages += new
+
+    def sort(self) -> list[Request]:
+        """Bring the rows into the plan's order; returns those that sample."""
+        if not self.chunks:
+            return self.decodes
+        self.chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
+        return self.decodes + [chunk.request for chunk in self.chunks if chunk.samples]
+
+    def build(self, released: list[int], num_logprobs: int | None) -> StepPlan:
+        chunks, num_decodes = self.chunks, len(self.decodes)
+        total = num_decodes + len(chunks)
+        planned = self.decodes + [chunk.request for chunk in chunks] if chunks else self.decodes
+        rows = np.fromiter(map(_row, planned), np.int32, total)
+        lengths = np.fromiter(map(_computed, planned), np.int32, total)
+        num_tokens = np.ones(total, np.int32)
+        num_given = np.zeros(total, np.int32)
+        samples = np.ones(total, np.bool_)
+        tokens = NO_INTS
+        if chunks:
+            num_tokens[num_decodes:] = num_given[num_decodes:] = [chunk.num_tokens for chunk in chunks]
+            samples[num_decodes:] = [chunk.samples for chunk in chunks]
+            given: list[int] = []
+            for request, start, num, _samples in chunks:
+                given += request.tokens[start : start + num]
+            tokens = np.array(given, np.int32)
+        return StepPlan(
+            step=self.step,
+            released=_ints(released),
+            admitted=tuple(self.admitted),
+            rows=rows,
+            num_tokens=num_tokens,
+            lengths=lengths,
+            samples=samples,
+            num_given=num_given,
+            tokens=tokens,
+            new_pages=tuple(
+                PageUpdates(_ints(rows), _ints(places), _ints(pages)) if pages else NO_PAGES
+                for rows, places, pages in self._updates
+            ),
+            copies=np.array(self.copies, np.int32) if self.copies else _NO_COPIES,
+            num_logprobs=num_logprobs,
+        )
+
+
+def _ints(values: list[int]) -> Ints:
+    return np.array(values, np.int32) if values else NO_INTS

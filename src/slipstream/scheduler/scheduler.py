@@ -1,0 +1,409 @@
+"""Scheduler: what each step computes, and what becomes of its result.
+
+There is no prefill phase and no decode phase. Each request wants `computed` to catch up with the tokens it has,
+`len(tokens) + pending`; `plan` gives the steps out, running requests first, and moves `computed` on at once. A row
+whose positions are then all launched samples a token, which is `pending` until `commit` learns it. So a plan never
+needs the value of a token, and any number of plans may be in flight.
+
+Two facts keep this safe. The device runs plans in order, so rows and pages may be handed on the moment they are free,
+whatever is still in flight. And results are handed out by `InFlight`'s list, never by who sits in a row now.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from itertools import islice
+
+import numpy as np
+
+from slipstream.config.config import SchedulerConfig
+from slipstream.errors import InvalidOption, InvalidPrompt, PromptTooLong, RequestTooLarge, UserError
+from slipstream.messages import Output, TokenLogprobs
+from slipstream.request import FinishReason, Request, Status
+from slipstream.scheduler.budget import Budget
+from slipstream.scheduler.cache.manager import CacheManager, Hit
+from slipstream.scheduler.in_flight import InFlight
+from slipstream.scheduler.plan_builder import Chunk, PlanBuilder
+from slipstream.scheduler.stopping import check_stop
+from slipstream.scheduler.waiting import WaitingQueue
+from slipstream.step import Admission, StepLogprobs, StepPlan, StepResult
+
+
+class Scheduler:
+    def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
+        if not config.chunked_prefill and config.max_num_batched_tokens < config.max_model_len:
+            raise InvalidOption(
+                f"max_num_batched_tokens is {config.max_num_batched_tokens}, less than the model length of "
+                f"{config.max_model_len}, and chunked prefill is off: the longest prompts could never be computed; "
+                f"raise the first or turn chunked prefill on"
+            )
+        self.config = config
+        self.cache = cache
+        self.num_preemptions = 0
+        self._waiting = WaitingQueue(config.max_waiting)
+        self._running: list[Request] = []  # by priority, then number: whoever is preempted comes last
+        self._in_flight = InFlight()
+        self._live: dict[str, list[Request]] = {}  # by id: samples that have not finished
+        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
+        self._released: list[int] = []  # rows given back since the last plan
+        self._num_asking = 0  # running requests that want logprobs
+        self._next_number = 0
+        self._next_admission = 0
+        self._next_step = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def has_work(self) -> bool:
+        """Whether there is anything to plan or to commit."""
+        return bool(self._running or self._waiting or self._in_flight)
+
+    # Coming and going
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """The samples of one prompt, mostly just one. The first computes it, the others wait and share its pages.
+
+        Refuses here and now what could not run however long it waited.
+        """
+        leader = requests[0]
+        if leader.id in self._live:
+            raise UserError(f"a request {leader.id!r} is being served already; give each its own id")
+        self._check_fits(leader)
+        self._waiting.check_room(len(requests))
+        number = self._next_number
+        self._next_number += len(requests)
+        self._live[leader.id] = list(requests)
+        for offset, request in enumerate(requests):
+            request.number = number + offset
+        self._waiting.push(leader)
+        leader.siblings = list(requests[1:])
+        for sibling in leader.siblings:
+            sibling.leader = leader
+            self._waiting.park(sibling)
+
+    def abort(self, request_id: str, sample: int | None = None) -> list[Request]:
+        """Forget a request, or one sample of it, whatever it is doing. Returns those that were still alive."""
+        aborted = [request for request in self._live.get(request_id, ()) if sample in (None, request.sample)]
+        for request in aborted:
+            self._finish(request)
+        return aborted
+
+    def _check_fits(self, request: Request) -> None:
+        limit = self.config.max_model_len
+        if request.num_prompt == 0:
+            raise InvalidPrompt("the prompt has no tokens; give at least one")
+        if request.num_prompt + 1 > limit:
+            raise PromptTooLong(
+                f"the prompt has {request.num_prompt} tokens, which leaves no room for output within the model "
+                f"length of {limit}; shorten it or raise --max-model-len"
+            )
+        assert request.num_prompt < request.max_length <= limit, f"{request} has a max_length of {request.max_length}"
+        length = request.max_length - 1  # the last token is never computed
+        if not self.cache.can_ever_fit(length):
+            raise RequestTooLarge(
+                f"the prompt's {request.num_prompt} tokens and up to {request.max_length - request.num_prompt} of "
+                f"output need {self.cache.pages_for(length)} cache pages, there are {self.cache.num_usable} in all; "
+                f"lower max_tokens or give the cache more memory"
+            )
+
+    # Planning
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None if there is nothing to compute before another result is seen."""
+        builder = PlanBuilder(self._next_step, len(self.cache.groups))
+        budget = Budget(self.config, len(self._free_rows))
+        if self._plan_running(builder, budget):
+            self._plan_waiting(builder, budget)
+        if not builder:
+            return None  # rows released meanwhile are told to the device with the next plan
+        sampling = builder.sort()
+        num_logprobs = None
+        if self._num_asking:
+            asked = [request.params.logprobs for request in sampling if request.params.logprobs is not None]
+            num_logprobs = max(asked, default=None)
+        plan = builder.build(self._released, num_logprobs)
+        self._in_flight.launch(self._next_step, sampling)
+        self._released = []
+        self._next_step += 1
+        for chunk in builder.chunks:
+            # from the next plan on: copies of a page are made before the step's own writes
+            if chunk.samples and chunk.request.siblings:
+                self._let_siblings_go(chunk.request)
+        return plan
+
+    def _plan_running(self, builder: PlanBuilder, budget: Budget) -> bool:
+        """Give running requests their tokens. False if one had to make room: then nobody should be let in."""
+        running, decodes = self._running, builder.decodes
+        num_preemptions = self.num_preemptions
+        left = budget.tokens  # after chunks; decodes are taken off at the end
+        set_aside = -1  # tokens for decodes, which chunks must leave them; counted when first needed
+        # Whoever lacks pages takes them from the end of this list, from requests not planned yet.
+        for request in islice(running, left):
+            start = request.computed
+            if start >= request.runway:
+                if start < request.num_known:
+                    if set_aside < 0:
+                        set_aside = sum(1 for other in running if other.computed >= other.num_known)
+                    num = min(request.num_known - start, left - set_aside)
+                    if num <= 0:
+                        continue
+                    if start + num > request.capacity and not self._make_room(request, start + num, builder):
+                        break
+                    self._plan_chunk(request, num, builder)
+                    left -= num
+                    continue
+                if start + 1 >= request.max_length:
+                    continue  # its last token is on the way
+                if not self._make_room(request, start + 1, builder):
+                    break
+                self._set_runway(request)
+            # All known tokens are launched, so exactly one is wanted: the token it drew last.
+            request.computed = start + 1
+            request.pending += 1
+            decodes.append(request)
+        budget.tokens = left - len(decodes)
+        return self.num_preemptions == num_preemptions
+
+    def _plan_waiting(self, builder: PlanBuilder, budget: Budget) -> None:
+        """Let newcomers in, in their order: nobody overtakes the head because it is smaller."""
+        cache = self.cache
+        while budget.tokens and budget.rows:
+            request = self._waiting.head()
+            # every running row may ask for a page in each step that can be launched before a result is seen
+            watermark = len(self._running) * (self.config.depth + 1)
+            if request is None or cache.num_free <= watermark:
+                return
+            known = len(request.tokens)
+            hit = self._hit(request)
+            num = known - hit.length
+            if num > budget.tokens:
+                if not self.config.chunked_prefill:
+                    return
+                num = budget.tokens
+            length = hit.length + num
+            places = cache.places_for(length)
+            history = known if request.params.has_penalties else 0
+            if not budget.can_stage(places, history):
+                return
+            rest = cache.pages_for(known) - cache.pages_for(length)  # for its later chunks
+            added = cache.reserve(request, length, hit, keep=watermark + rest)
+            if added is None:
+                return
+            budget.admit(num, places, history)
+            self._waiting.remove(request)
+            self._seat(request, hit, builder)
+            builder.add_pages(request.row, added)
+            self._plan_chunk(request, num, builder)
+
+    def _hit(self, request: Request) -> Hit:
+        """What a newcomer need not compute."""
+        leader = request.leader
+        if (
+            leader is not None
+            and leader.status is Status.RUNNING
+            and leader.computed >= leader.num_known
+            # launched by an earlier plan: copies are made before the step's own writes
+            and leader.caught_up < self._next_step
+        ):
+            return self.cache.fork(request, leader)
+        return self.cache.match(request)
+
+    def _seat(self, request: Request, hit: Hit, builder: PlanBuilder) -> None:
+        """A new admission, with its pages reserved."""
+        for group, page in enumerate(hit.partial):
+            builder.copies.append((group, page, request.pages[group][len(hit.pages[group])]))
+        params, known = request.params, len(request.tokens)
+        if not request.num_preemptions:
+            request.num_cached = hit.length
+        request.leader = None
+        request.status = Status.RUNNING
+        request.row = self._free_rows.pop()
+        request.admission = self._next_admission
+        request.num_known = known
+        request.computed = hit.length
+        self._next_admission += 1
+        self._num_asking += params.logprobs is not None
+        insort(self._running, request, key=_rank)
+        builder.admitted.append(
+            Admission(
+                row=request.row,
+                number=request.admission,
+                num_prompt_tokens=request.num_prompt,
+                num_known=known,
+                num_cached=hit.length,
+                params=params,
+                seed=request.seed,
+                sample=request.sample,
+                stop_ids=tuple(request.stop_ids) if params.min_tokens > 0 else (),
+                history=np.array(request.tokens, np.int32) if params.has_penalties else None,
+            )
+        )
+
+    def _plan_chunk(self, request: Request, num: int, builder: PlanBuilder) -> None:
+        """Compute `num` known tokens. Their pages may be found at once: in a step, writes come before reads."""
+        start = request.computed
+        request.computed = start + num
+        samples = request.computed == request.num_known
+        if samples:
+            request.pending += 1
+            request.caught_up = self._next_step
+            self._set_runway(request)
+        builder.chunks.append(Chunk(request, start, num, samples))
+        self.cache.publish(request)
+
+    def _set_runway(self, request: Request) -> None:
+        request.runway = min(request.capacity, request.max_length - 1)
+
+    def _make_room(self, request: Request, length: int, builder: PlanBuilder) -> bool:
+        """Reserve pages, preempting from the end until there are enough; False if it came to the request itself."""
+        while (added := self.cache.reserve(request, length)) is None:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is request:
+                return False
+        builder.add_pages(request.row, added)
+        return True
+
+    def _preempt(self, request: Request) -> None:
+        """Back to waiting, at its old place. Tokens in flight are still its own, and it returns once they are known."""
+        self._leave_row(request)
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+        request.status = Status.WAITING
+        if request.pending:
+            self._waiting.park(request)
+        else:
+            self._waiting.push(request)
+        self._let_siblings_go(request)
+
+    # Committing
+
+    def commit(self, result: StepResult) -> list[Output]:
+        """Learn the result of the oldest plan in flight. Costs as much as it has sampling rows, long or short."""
+        launched = self._in_flight.oldest()
+        drawn: list[int] = result.tokens.tolist()
+        assert len(drawn) == len(launched.requests), (
+            f"step {launched.step} samples {len(launched.requests)} rows, its result has {len(drawn)}"
+        )
+        failed = result.failed.tolist() if result.failed.any() else None
+        logprobs = result.logprobs
+        outputs: list[Output] = []
+        index = -1
+        for request, admission, token in zip(launched.requests, launched.admissions, drawn, strict=True):
+            index += 1
+            request.pending -= 1
+            if request.admission != admission and request.status is Status.FINISHED:
+                continue  # launched once more before its end was known
+            if failed is not None and failed[index]:
+                outputs.append(self._fail(request))
+                continue
+            tokens = request.tokens
+            tokens.append(token)
+            reason = stop_token = None
+            if token in request.stop_ids or len(tokens) >= request.max_length:
+                reason, stop_token = check_stop(request, token)
+            top = None if logprobs is None else _logprobs(request, logprobs, index)
+            outputs.append(Output(request.id, request.sample, [token], top, reason, stop_token, request.num_cached))
+            if reason is not None:
+                self._finish(request)
+            elif len(tokens) > request.publish_after:
+                self.cache.publish(request)
+            elif request.admission != admission and not request.pending:
+                self._waiting.unpark(request)  # preempted, and now all its tokens are known
+        return outputs
+
+    def _fail(self, request: Request) -> Output:
+        position = len(request.tokens)
+        self._finish(request, spoiled=True)
+        return Output(
+            request.id,
+            request.sample,
+            [],
+            finish_reason=FinishReason.ERROR,
+            num_cached_tokens=request.num_cached,
+            error=f"the model gave values that are not numbers for token {position} of this request; "
+            f"others are not affected",
+        )
+
+    def _finish(self, request: Request, *, spoiled: bool = False) -> None:
+        """The end, from any state. Tokens still in flight will be dropped."""
+        if request.status is Status.RUNNING:
+            self._leave_row(request, spoiled=spoiled)
+        else:
+            self._waiting.remove(request)
+        request.status = Status.FINISHED
+        if request.leader is not None:
+            if request in request.leader.siblings:
+                request.leader.siblings.remove(request)
+            request.leader = None
+        self._let_siblings_go(request)
+        samples = self._live[request.id]
+        samples.remove(request)
+        if not samples:
+            del self._live[request.id]
+
+    def _leave_row(self, request: Request, *, spoiled: bool = False) -> None:
+        """Row and pages are free at once: whatever is in flight runs before the plan that uses them next."""
+        del self._running[bisect_left(self._running, _rank(request), key=_rank)]
+        self._num_asking -= request.params.logprobs is not None
+        self._free_rows.append(request.row)
+        self._released.append(request.row)
+        self.cache.release(request, spoiled=spoiled)
+        request.row = request.admission = -1
+        request.computed = request.num_known = request.runway = 0
+
+    def _let_siblings_go(self, leader: Request) -> None:
+        """They need not wait for their leader any longer, for better or worse."""
+        for sibling in leader.siblings:
+            self._waiting.unpark(sibling)
+        leader.siblings = []
+
+    def check(self) -> None:
+        """Assert every invariant of scheduler and cache; for tests."""
+        self.cache.check()
+        live = [request for samples in self._live.values() for request in samples]
+        self._in_flight.check(live)
+        assert self._running == sorted(self._running, key=_rank), "running requests are out of order"
+        running = [request for request in live if request.status is Status.RUNNING]
+        waiting = [request for request in live if request.status is Status.WAITING]
+        assert len(running) + len(waiting) == len(live), "a finished request is still listed"
+        assert set(running) == set(self._running), "running requests and their list differ"
+        rows = [request.row for request in running]
+        assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs)), f"rows are lost: {rows}"
+        assert self._num_asking == sum(request.params.logprobs is not None for request in running)
+        assert len(self._waiting) == len(waiting), f"{len(self._waiting)} in the queue, {len(waiting)} waiting"
+        for request in waiting:
+            assert request in self._waiting and request.row < 0 and not request.pages, f"{request} waits badly"
+        for request in running:
+            target = len(request.tokens) + request.pending
+            assert request.computed <= target <= request.max_length, f"{request} ran ahead"
+            assert request.computed < request.num_known or request.computed + 1 == target, f"{request} lost a token"
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.priority, request.number
+
+
+def _logprobs(request: Request, logprobs: StepLogprobs, index: int) -> list[TokenLogprobs] | None:
+    """Cut to what this request asked for; the step reports as many as the most curious of its rows wants."""
+    count = request.params.logprobs
+    if count is None:
+        return None
+    return [
+        TokenLogprobs(
+            float(logprobs.chosen[index]),
+            int(logprobs.rank[index]),
+            logprobs.top_ids[index, :count].tolist(),
+            logprobs.top[index, :count].tolist(),
+        )
+    ]

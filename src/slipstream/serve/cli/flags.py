@@ -1,0 +1,116 @@
+"""Command-line flags made from `Options` and `SamplingParams`, so that a knob is described in one place.
+
+A flag that was not given is absent from the result: defaults stay where they are settled.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from slipstream.config.options import Options, describe_type
+from slipstream.params import SamplingParams
+
+# SamplingParams fields that have a flag. `seed` is the engine's flag: it makes a whole run repeatable.
+SAMPLING_HELP = {
+    "temperature": "divides the logits; 0 takes the most likely token",
+    "top_p": "keep the fewest tokens whose probabilities sum to this",
+    "top_k": "keep this many most likely tokens; 0 keeps all",
+    "min_p": "keep tokens at least this fraction as likely as the likeliest",
+    "repetition_penalty": "over 1 discourages tokens seen in prompt or output",
+    "presence_penalty": "subtracted once from the logit of any token in the output",
+    "frequency_penalty": "subtracted from a token's logit each time it is in the output",
+    "max_tokens": "tokens to generate at most",
+    "min_tokens": "tokens before which the text may not end",
+    "stop": "a string that ends the text; may be given several times",
+    "ignore_eos": "go on past the model's end token",
+}
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for every field of Options."""
+    group = parser.add_argument_group("engine")
+    hints = get_type_hints(Options, include_extras=True)
+    for field in msgspec.structs.fields(Options):
+        hint = hints[field.name]
+        assert get_origin(hint) is Annotated, f"Options.{field.name} has no description"
+        kind, meta = get_args(hint)
+        _add_flag(group, field.name, kind, meta.description, field.default)
+
+
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine options that were given."""
+    return _given(args, Options.__struct_fields__)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+    group = parser.add_argument_group("sampling", "What is not given follows the model's generation config.")
+    hints = get_type_hints(SamplingParams)
+    for name, text in SAMPLING_HELP.items():
+        if name == "stop":
+            group.add_argument("--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS, help=text)
+        else:
+            _add_flag(group, name, hints[name], text, max_tokens if name == "max_tokens" else None)
+    parser.set_defaults(max_tokens=max_tokens)
+
+
+def sampling_changes(args: argparse.Namespace) -> dict[str, Any]:
+    """What was said about sampling, to be laid over the model's own defaults."""
+    return _given(args, (*SAMPLING_HELP, "n"))
+
+
+def _add_flag(group: argparse._ArgumentGroup, name: str, kind: Any, text: str, default: Any) -> None:
+    flag = "--" + name.replace("_", "-")
+    text = text.replace("%", "%%")
+    if default not in (None, msgspec.NODEFAULT):
+        text += f" (default: {_shown(default)})"
+    kinds = _alternatives(kind)
+    if kinds == [bool]:
+        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+    elif len(kinds) == 1 and get_origin(kinds[0]) is Literal:
+        group.add_argument(flag, choices=get_args(kinds[0]), default=argparse.SUPPRESS, help=text)
+    else:
+        group.add_argument(flag, type=_reader(kind), metavar=_metavar(kinds), default=argparse.SUPPRESS, help=text)
+
+
+def _alternatives(kind: Any) -> list[Any]:
+    """The members of a union, None left out: not giving the flag says that."""
+    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    return [member for member in members if member is not NoneType]
+
+
+def _reader(kind: Any) -> Callable[[str], Any]:
+    """Turns a flag's text into the first member of the union that takes it."""
+    kinds = _alternatives(kind)
+
+    def read(text: str) -> Any:
+        for member in kinds:
+            if get_origin(member) is Literal:
+                if text in get_args(member):
+                    return text
+                continue
+            try:
+                return member(text)
+            except ValueError:
+                continue
+        wanted = " or ".join(describe_type(member) for member in kinds)
+        raise argparse.ArgumentTypeError(f"{text!r} given; it takes {wanted}")
+
+    return read
+
+
+def _metavar(kinds: list[Any]) -> str:
+    names = {int: "N", float: "X", str: "TEXT"}
+    return "|".join("|".join(get_args(kind)) if get_origin(kind) is Literal else names[kind] for kind in kinds)
+
+
+def _shown(default: Any) -> str:
+    return {True: "yes", False: "no"}[default] if isinstance(default, bool) else str(default)
+
+
+def _given(args: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}

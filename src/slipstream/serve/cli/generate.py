@@ -1,0 +1,139 @@
+"""`slipstream generate`: many prompts at once, as text or as JSON lines."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import InvalidPrompt, UserError
+from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags
+from slipstream.serve.cli.run import OpenLLM, open_with
+
+if TYPE_CHECKING:
+    from slipstream.engine.results import RequestOutput
+
+Prompt = str | list[int]
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "generate",
+        help="complete prompts",
+        description="Completes prompts, all of them batched. They come as arguments, from --file, or from standard "
+        'input: one a line, or JSON lines with a "prompt" or "prompt_token_ids" each.',
+        usage="slipstream generate [PROMPT ...] [flags]",
+        allow_abbrev=False,
+    )
+    command.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
+    command.add_argument("--file", metavar="PATH", help="read prompts from a file; - is standard input")
+    command.add_argument("--json", action="store_true", help="print one JSON object a line for each text")
+    command.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template")
+    command.add_argument("--system", metavar="TEXT", help="with --chat, the system message")
+    command.add_argument("--n", type=int, metavar="N", default=1, help="texts for each prompt (default: 1)")
+    add_sampling_flags(command, max_tokens=256)
+    add_engine_flags(command)
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, opener: OpenLLM) -> int:
+    if args.system is not None and not args.chat:
+        raise UserError("--system needs --chat: a plain prompt has no system message")
+    prompts = read_prompts(args.prompts, args.file)
+    conversations = [_conversation(prompt, args.system) for prompt in prompts] if args.chat else None
+    llm, params = open_with(args, opener)
+    show_progress = sys.stderr.isatty()
+    with closing(llm):
+        if conversations is not None:
+            outputs = llm.chat(conversations, params, use_tqdm=show_progress)
+        else:
+            given = [{"prompt": p} if isinstance(p, str) else {"prompt_token_ids": p} for p in prompts]
+            outputs = llm.generate(given, params, use_tqdm=show_progress)
+    if args.json:
+        print_json(prompts, outputs)
+    else:
+        print_text(outputs)
+    return 0
+
+
+def read_prompts(arguments: list[str], file: str | None) -> list[Prompt]:
+    """From the arguments, else the file, else standard input."""
+    if arguments and file is not None:
+        raise UserError("prompts were given as arguments and with --file; choose one")
+    prompts: list[Prompt]
+    if arguments:
+        prompts = list(arguments)
+    elif file is not None and file != "-":
+        prompts = parse_prompts(_read(Path(file)), file)
+    elif file == "-" or not sys.stdin.isatty():
+        prompts = parse_prompts(sys.stdin.read(), "standard input")
+    else:
+        prompts = []
+    if not prompts:
+        raise InvalidPrompt("there is no prompt; give one as an argument, with --file or on standard input")
+    return prompts
+
+
+def parse_prompts(text: str, source: str) -> list[Prompt]:
+    """One prompt a line. When the first line is a JSON object, all are; empty lines are passed over."""
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines or not isinstance(_json_or_none(lines[0][1]), dict):
+        return [line.rstrip("\r") for _, line in lines]
+    return [_prompt_of(_json_or_none(line), f"{source} line {number}") for number, line in lines]
+
+
+def print_text(outputs: list[RequestOutput]) -> None:
+    """Texts in the order of their prompts, an empty line between two."""
+    print("\n\n".join(completion.text for output in outputs for completion in output.outputs))
+
+
+def print_json(prompts: list[Prompt], outputs: list[RequestOutput]) -> None:
+    for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        for completion in output.outputs:
+            record = {
+                "index": index,
+                "sample": completion.index,
+                "prompt": prompt if isinstance(prompt, str) else output.prompt,
+                "text": completion.text,
+                "token_ids": list(completion.token_ids),
+                "finish_reason": completion.finish_reason,
+                "stop_reason": completion.stop_reason,
+                "num_prompt_tokens": len(output.prompt_token_ids or ()),
+                "num_cached_tokens": output.num_cached_tokens,
+            }
+            print(json.dumps(record, ensure_ascii=False))
+
+
+def _conversation(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
+    if not isinstance(prompt, str):
+        raise InvalidPrompt("prompt_token_ids cannot go through a chat template; leave out --chat or give text")
+    opening = [] if system is None else [{"role": "system", "content": system}]
+    return [*opening, {"role": "user", "content": prompt}]
+
+
+def _prompt_of(record: Any, place: str) -> Prompt:
+    if isinstance(record, dict):
+        if isinstance(text := record.get("prompt"), str):
+            return text
+        ids = record.get("prompt_token_ids")
+        if isinstance(ids, list) and all(type(i) is int for i in ids):
+            return ids
+    raise InvalidPrompt(f'{place} is not a JSON object with a "prompt" or "prompt_token_ids"; each line must be one')
+
+
+def _json_or_none(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"cannot read prompts from {path}: {reason}") from None

@@ -1,0 +1,79 @@
+"""The `slipstream` command: its subcommands, and what a mistake looks like.
+
+A mistake of the user is one line on stderr and exit code 2; an engine that failed is one line and exit code 1.
+Nothing heavy is imported until a subcommand needs it: help comes at once and without torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from slipstream.errors import EngineClosed, EngineDead, SlipstreamError
+from slipstream.serve.cli import chat, generate, version
+from slipstream.serve.cli.run import OpenLLM, open_llm
+
+INTERRUPTED = 130  # as a shell reports a process that ended by SIGINT
+BROKEN_PIPE = 141  # and by SIGPIPE
+
+
+def main(argv: Sequence[str] | None = None, opener: OpenLLM = open_llm) -> int:
+    """Runs one command and returns its exit code. `opener` makes the LLM; tests bring their own."""
+    try:
+        code = _run(argv, opener)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        _discard_stdout()
+        return BROKEN_PIPE
+    except SlipstreamError as error:
+        print(f"slipstream: {one_line(error)}", file=sys.stderr)
+        return 1 if isinstance(error, EngineDead | EngineClosed) else 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="slipstream",
+        description="Runs language models. `slipstream COMMAND --help` tells more of each command.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=version.slipstream_line())
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    chat.add_command(commands)
+    generate.add_command(commands)
+    version.add_command(commands)
+    return parser
+
+
+def one_line(error: BaseException) -> str:
+    """An error and what caused it, without line breaks."""
+    text = str(error) or type(error).__name__
+    if error.__cause__ is not None:
+        text += f" ({type(error.__cause__).__name__}: {error.__cause__})"
+    return " ".join(text.split())
+
+
+def _run(argv: Sequence[str] | None, opener: OpenLLM) -> int:
+    try:
+        args = make_parser().parse_args(argv)
+    except SystemExit as end:  # help was shown, or a flag is wrong; argparse has said so
+        return int(end.code or 0)
+    code: int = args.run(args, opener)
+    return code
+
+
+def _discard_stdout() -> None:
+    """The reader has gone. What is still buffered would raise again when the interpreter ends."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # stdout is not a file
+        pass
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""What `chat` and `generate` share: opening the model they were told to run, and its sampling parameters."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any, Protocol
+
+from slipstream.serve.cli.flags import engine_options, sampling_changes
+
+if TYPE_CHECKING:
+    from slipstream.llm import LLM
+    from slipstream.params import SamplingParams
+
+
+class OpenLLM(Protocol):
+    """Makes an LLM from the options that were given."""
+
+    def __call__(self, **options: Any) -> LLM: ...
+
+
+def open_llm(**options: Any) -> LLM:
+    from slipstream.llm import LLM  # brings torch, which help and a mistaken flag need not wait for
+
+    return LLM(**options)
+
+
+def open_with(args: argparse.Namespace, opener: OpenLLM) -> tuple[LLM, SamplingParams]:
+    """The model, and how to draw from it. A bad sampling flag is found before the model is loaded."""
+    from slipstream.params import SamplingParams
+
+    changes = sampling_changes(args)
+    SamplingParams(**changes)
+    llm = opener(**engine_options(args))
+    try:
+        return llm, llm.default_sampling_params().with_changes(**changes)
+    except BaseException:
+        llm.close()
+        raise

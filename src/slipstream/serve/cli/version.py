@@ -1,0 +1,40 @@
+"""`slipstream version`: what is installed here. Asks the installed packages, so torch is not loaded."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import slipstream
+
+if TYPE_CHECKING:
+    from slipstream.serve.cli.run import OpenLLM
+
+PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "gguf")
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser("version", help="show versions", description="Shows what is installed here.")
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, opener: OpenLLM) -> int:
+    print(slipstream_line())
+    print(f"python {platform.python_version()}")
+    print(f"platform {platform.platform()}")
+    for name in PACKAGES:
+        print(f"{name} {_installed(name)}")
+    return 0
+
+
+def slipstream_line() -> str:
+    return f"slipstream {slipstream.__version__}"
+
+
+def _installed(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"

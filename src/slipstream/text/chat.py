@@ -1,0 +1,262 @@
+"""Chat templates: a conversation to the text of a prompt, by the Jinja template that the model brings.
+
+A template is foreign code: it runs in a sandbox, without files, modules or attributes of Python objects, and with a
+limit on the turns its loops and macros may take.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes as nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from slipstream.errors import BadTokenizer, InvalidPrompt
+
+_WAY_OUT = "pass chat_template=... with a Jinja template or the path of one"
+_MAX_TURNS = 200_000  # of all loops and macros in one rendering
+_MAX_REPEATED = 1_000_000  # length of a repeated string or list, digits of a power
+_MARK = "\ue000end of the message to continue\ue000"  # private-use characters: no text has them
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+def render_chat(
+    template: str | None,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = True,
+    continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    special_tokens: Mapping[str, str] | None = None,
+    **chat_template_kwargs: Any,
+) -> str:
+    """The prompt's text. It holds its own special tokens: encode it with `add_special_tokens=False`.
+
+    With `continue_final_message` it ends exactly where the last message's content ends, for the model to go on.
+    """
+    if template is None:
+        raise BadTokenizer(f"the model brings no chat template; {_WAY_OUT}, or give a plain prompt to generate")
+    conversation = [_checked(message, place) for place, message in enumerate(_listed(messages))]
+    if continue_final_message:
+        if add_generation_prompt:
+            raise InvalidPrompt(
+                "a final message cannot be continued and followed by a new one; set add_generation_prompt=False"
+            )
+        _mark_end(conversation[-1])
+    for name in _RESERVED:
+        if name in chat_template_kwargs:
+            raise InvalidPrompt(f"chat_template_kwargs may not hold {name!r}; give it as an argument of its own")
+    variables = {
+        **(special_tokens or {}),
+        "documents": None,
+        **chat_template_kwargs,
+        "messages": conversation,
+        "tools": _checked_tools(tools),
+        "add_generation_prompt": add_generation_prompt,
+    }
+    text = _render(template, variables)
+    return _cut_at_mark(text) if continue_final_message else text
+
+
+def load_chat_template(given: str) -> str:
+    """The option `chat_template`: a template itself, or the path of a file that holds one."""
+    if "{{" in given or "{%" in given:
+        return given
+    try:
+        return Path(given).expanduser().read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise BadTokenizer(f"chat_template={given!r} is neither a template nor a file we can read: {error}") from None
+
+
+def _listed(messages: Any) -> Sequence[Any]:
+    if not isinstance(messages, list | tuple):
+        raise InvalidPrompt(
+            f"messages are of type {type(messages).__name__}; give a list of messages with role and content"
+        )
+    if not messages:
+        raise InvalidPrompt("there are no messages; give at least one")
+    return messages
+
+
+def _checked(message: Any, place: int) -> dict[str, Any]:
+    """A copy with the content as one text, which is what templates of text models expect."""
+    if not isinstance(message, Mapping):
+        raise InvalidPrompt(
+            f"message {place} is of type {type(message).__name__}; give an object with role and content"
+        )
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise InvalidPrompt(f"message {place} has the role {role!r}; give a name like 'user'")
+    checked = dict(message)
+    calls = message.get("tool_calls")
+    if calls:
+        checked["tool_calls"] = [_with_parsed_arguments(call) for call in calls] if isinstance(calls, list) else calls
+    content = message.get("content")
+    if content is None and not calls:
+        raise InvalidPrompt(f"message {place} has no content; give a string or a list of text parts")
+    checked["content"] = _text(content, place)
+    return checked
+
+
+def _text(content: Any, place: int) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        kind = type(content).__name__
+        raise InvalidPrompt(f"message {place} has content of type {kind}; give a string or a list of text parts")
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
+        if not isinstance(text, str):
+            raise InvalidPrompt(
+                f'message {place} holds the part {part!r}; we take {{"type": "text", "text": ...}} only'
+            )
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _with_parsed_arguments(call: Any) -> Any:
+    """Clients send a call's arguments as JSON in a string; templates want the object."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _checked_tools(tools: Any) -> list[Mapping[str, Any]] | None:
+    if tools is None:
+        return None
+    if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
+        raise InvalidPrompt("tools must be a list of JSON schemas of functions, as the OpenAI API has them")
+    return list(tools) or None
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    if not isinstance(message["content"], str):
+        raise InvalidPrompt(
+            "the final message has no content to continue; give it one or set continue_final_message=False"
+        )
+    message["content"] += _MARK
+
+
+def _cut_at_mark(text: str) -> str:
+    end = text.rfind(_MARK)
+    if end < 0:
+        raise InvalidPrompt("the chat template does not show the final message's content, so it cannot be continued")
+    return text[:end].replace(_MARK, "")
+
+
+def _render(template: str, variables: Mapping[str, Any]) -> str:
+    compiled = _compile(template)
+    token = _turns.set([0])
+    try:
+        return compiled.render(variables)
+    except jinja2.TemplateError as error:
+        raise InvalidPrompt(
+            f"the chat template refused the messages: {error.message or type(error).__name__}"
+        ) from None
+    except Exception as error:  # foreign code: an index, a type, a depth of recursion ...
+        raise InvalidPrompt(f"the chat template failed on these messages: {type(error).__name__}: {error}") from None
+    finally:
+        _turns.reset(token)
+
+
+@lru_cache(maxsize=16)
+def _compile(template: str) -> jinja2.Template:
+    try:
+        return _environment().from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        raise BadTokenizer(f"the chat template is broken in line {error.lineno}: {error.message}; {_WAY_OUT}") from None
+    except RecursionError:
+        raise BadTokenizer(f"the chat template is nested too deep; {_WAY_OUT}") from None
+
+
+@lru_cache(maxsize=1)
+def _environment() -> _Sandbox:
+    environment = _Sandbox(
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _GenerationTag], cache_size=0
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    del environment.globals["lipsum"]  # text of any length for one call
+    return environment
+
+
+_turns: ContextVar[list[int]] = ContextVar("turns of the rendering now going on")
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, and bounds on time and memory: each turn of a loop and each call of a macro is counted."""
+
+    intercepted_binops = frozenset(("*", "**"))
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+            count = nodes.Call(nodes.EnvironmentAttribute("count_turn"), [], [], None, None)
+            node.body.insert(0, nodes.ExprStmt(count).set_lineno(node.lineno))  # type: ignore[attr-defined]
+        return tree
+
+    def count_turn(self) -> None:
+        turns = _turns.get()
+        turns[0] += 1
+        if turns[0] > _MAX_TURNS:
+            raise jinja2.TemplateRuntimeError(f"its loops took more than {_MAX_TURNS:,} turns")
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if _size_of(operator, left, right) > _MAX_REPEATED:
+            raise jinja2.TemplateRuntimeError(f"{operator} would make a value of more than {_MAX_REPEATED:,} parts")
+        return super().call_binop(context, operator, left, right)
+
+
+def _size_of(operator: str, left: Any, right: Any) -> int:
+    if operator == "**":
+        exact = isinstance(left, int) and isinstance(right, int)
+        return left.bit_length() * right if exact else 0
+    for sequence, times in ((left, right), (right, left)):
+        if isinstance(sequence, str | list | tuple) and isinstance(times, int):
+            return len(sequence) * times
+    return 0
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """{% generation %} marks what the model wrote, for training; here it is only its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> list[nodes.Node]:
+        next(parser.stream)
+        body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return body
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Plain JSON: a prompt is not a web page, so nothing is escaped for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

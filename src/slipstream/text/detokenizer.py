@@ -1,0 +1,216 @@
+"""Detokenizer: token ids to text, in increments that never change afterwards.
+
+A tokenizer turns pieces of its vocabulary into text by a chain of small decoders. Here each of the usual ones has a
+form that takes pieces one by one and gives text as soon as nothing that follows can alter it. All increments together
+are exactly what decoding all ids at once gives, and each token costs the same, however long the output.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Any, Protocol
+
+from slipstream.text.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """The text of one output."""
+
+    __slots__ = ("_tokenizer", "_skipped", "_steps", "_unmodelled")
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._steps = _steps(tokenizer.decoder_spec)
+        # a decoder that we cannot follow piece by piece decodes once, at the end
+        self._unmodelled: list[int] | None = [] if self._steps is None else None
+
+    def push(self, ids: list[int]) -> str:
+        """The text that these ids made certain."""
+        kept = [token for token in ids if token not in self._skipped] if self._skipped else ids
+        if self._steps is None:
+            assert self._unmodelled is not None
+            self._unmodelled.extend(kept)
+            return ""
+        pieces: Iterable[str] = [piece for token in kept if (piece := self._tokenizer.piece(token)) is not None]
+        for step in self._steps:
+            pieces = step.push(pieces)
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        """No more ids will come: the rest."""
+        if self._steps is None:
+            assert self._unmodelled is not None
+            return self._tokenizer.decode(self._unmodelled, skip_special_tokens=False)
+        rest: list[str] = []
+        for step in self._steps:
+            rest = [*step.push(rest), *step.finish()]
+        return "".join(rest)
+
+
+class _Step(Protocol):
+    """One decoder of the chain. `push` takes pieces in order and gives those that are certain."""
+
+    def push(self, pieces: Iterable[str]) -> Iterable[str]: ...
+    def finish(self) -> Iterable[str]: ...
+
+
+def _steps(spec: dict[str, Any] | None) -> list[_Step] | None:
+    """The chain for a decoder of tokenizer.json, or None if it holds one that is not modelled here."""
+    if spec is None:
+        return [_Spaced()]
+    chain = spec["decoders"] if spec["type"] == "Sequence" else [spec]
+    steps: list[_Step] = []
+    is_fused = False  # from here on all pieces count as one
+    for part in chain:
+        step = _step(part, is_fused)
+        if step is None:
+            return None
+        steps.append(step)
+        is_fused = is_fused or part["type"] in ("Fuse", "ByteLevel")
+    return steps
+
+
+def _step(spec: dict[str, Any], is_fused: bool) -> _Step | None:
+    match spec:
+        case {"type": "Fuse"}:
+            return _Fuse()
+        case {"type": "ByteLevel"} if not is_fused:
+            return _ByteLevel()
+        case {"type": "ByteFallback"} if not is_fused:
+            return _ByteFallback()
+        case {"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme} if not is_fused:
+            return _Metaspace(mark, scheme)
+        case {"type": "Replace", "pattern": {"String": old}, "content": new} if old and (len(old) == 1 or not is_fused):
+            return _Replace(old, new)
+        case {"type": "Strip", "content": character, "start": count, "stop": 0} if is_fused:
+            return _StripStart(character, count)
+    return None
+
+
+class _Stateless:
+    def finish(self) -> Iterable[str]:
+        return ()
+
+
+class _Fuse(_Stateless):
+    """Joins pieces; the text is the same, only what follows sees it as one."""
+
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        return pieces
+
+
+class _Replace(_Stateless):
+    def __init__(self, old: str, new: str) -> None:
+        self.old, self.new = old, new
+
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        return [piece.replace(self.old, self.new) for piece in pieces]
+
+
+class _Spaced(_Stateless):
+    """No decoder at all: pieces with spaces between."""
+
+    def __init__(self) -> None:
+        self.space = ""
+
+    def push(self, pieces: Iterable[str]) -> Iterator[str]:
+        for piece in pieces:
+            yield self.space + piece
+            self.space = " "
+
+
+class _Metaspace(_Stateless):
+    """Marks are spaces; those of the first piece were only put there by encoding."""
+
+    def __init__(self, mark: str, scheme: str) -> None:
+        self.mark = mark
+        self.space = " " if scheme == "never" else ""
+
+    def push(self, pieces: Iterable[str]) -> Iterator[str]:
+        for piece in pieces:
+            yield piece.replace(self.mark, self.space)
+            self.space = " "
+
+
+class _StripStart(_Stateless):
+    """Takes up to `count` characters from the beginning of the text."""
+
+    def __init__(self, character: str, count: int) -> None:
+        self.character, self.count = character, count
+
+    def push(self, pieces: Iterable[str]) -> Iterator[str]:
+        for piece in pieces:
+            while self.count and piece:
+                if piece[0] == self.character:
+                    piece = piece[1:]
+                    self.count -= 1
+                else:
+                    self.count = 0
+            yield piece
+
+
+class _ByteLevel:
+    """Each character of a piece is a byte; a character split over pieces appears when its last byte comes."""
+
+    def __init__(self) -> None:
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, pieces: Iterable[str]) -> Iterable[str]:
+        return (self.decoder.decode(b"".join(map(_piece_bytes, pieces))),)
+
+    def finish(self) -> Iterable[str]:
+        return (self.decoder.decode(b"", final=True),)
+
+
+class _ByteFallback:
+    """Pieces like <0xE2> are bytes. A run of them is valid as a whole or not at all, so it is held until it ends."""
+
+    def __init__(self) -> None:
+        self.run = bytearray()
+
+    def push(self, pieces: Iterable[str]) -> Iterator[str]:
+        for piece in pieces:
+            if (byte := _fallback_byte(piece)) is not None:
+                self.run.append(byte)
+                continue
+            yield from self.finish()
+            yield piece
+
+    def finish(self) -> Iterator[str]:
+        if self.run:
+            try:
+                yield self.run.decode()
+            except UnicodeDecodeError:
+                yield "\ufffd" * len(self.run)
+            self.run.clear()
+
+
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # the library's number parser lets a plus sign through
+
+
+def _fallback_byte(piece: str) -> int | None:
+    found = _FALLBACK.fullmatch(piece) if len(piece) == 6 else None
+    return int(found[1], 16) if found else None
+
+
+@lru_cache(maxsize=65_536)
+def _piece_bytes(piece: str) -> bytes:
+    """A piece that is not wholly in byte letters (an added token) stands for its own text."""
+    try:
+        return bytes(_BYTES[character] for character in piece)
+    except KeyError:
+        return piece.encode()
+
+
+def _byte_letters() -> dict[str, int]:
+    """Byte-level vocabularies write printable Latin-1 bytes as themselves and the others from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()

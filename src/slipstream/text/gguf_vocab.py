@@ -1,0 +1,188 @@
+"""A GGUF's own vocabulary and merges as a `tokenizers.Tokenizer`.
+
+Two kinds are known: "gpt2", byte-level BPE with merges, and "llama", SentencePiece pieces with scores and byte
+fallback. A file names its way of splitting text before merging in `tokenizer.ggml.pre`; an unknown one is refused,
+because a wrong split gives wrong tokens in silence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from slipstream.errors import BadTokenizer
+
+_WAY_OUT = "pass tokenizer=... with the folder or tokenizer.json of the same model, or skip_tokenizer_init=True"
+
+# tokenizer.ggml.token_type
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+
+
+def gguf_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
+    """Build it from the fields `tokenizer.ggml.*`; special tokens in a text are recognised."""
+    kind = fields.get("tokenizer.ggml.model")
+    build = {"gpt2": _byte_level, "llama": _sentence_piece}.get(str(kind))
+    if build is None:
+        raise BadTokenizer(f"the GGUF's vocabulary is of kind {kind!r}, we read 'gpt2' and 'llama'; {_WAY_OUT}")
+    tokens = _list(fields, "tokens", str)
+    types = _list(fields, "token_type", int) if "tokenizer.ggml.token_type" in fields else [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise _broken(f"{len(tokens)} tokens have {len(types)} types")
+    try:
+        tokenizer = build(fields, tokens, types)
+    except BadTokenizer:
+        raise
+    except Exception as error:  # the library raises plain Exceptions, for example on a merge it cannot look up
+        raise _broken(str(error)) from None
+    _add_marked_tokens(tokenizer, tokens, types)
+    _add_ends(tokenizer, fields, tokens)
+    return tokenizer
+
+
+def special_token(fields: Mapping[str, Any], name: str) -> tuple[str, int] | None:
+    """The text and id of `bos`, `eos` ... as the file names it."""
+    number = fields.get(f"tokenizer.ggml.{name}_token_id")
+    tokens = fields.get("tokenizer.ggml.tokens") or []
+    if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(tokens):
+        return None
+    return tokens[number], number
+
+
+# Splits on what these models' own tokenizer.json says. The first is GPT-2's, built into ByteLevel.
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = _WORDS + r"|\p{N}{1,3}" + _REST
+_QWEN2 = _WORDS + r"|\p{N}" + _REST
+
+
+def _gpt2_split() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+def _digits_split() -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_split()])
+
+
+def _regex_split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+_SPLITS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    "default": _gpt2_split,
+    "gpt-2": _gpt2_split,
+    "smollm": _digits_split,
+    "starcoder": _digits_split,
+    "llama-bpe": lambda: _regex_split(_LLAMA3),
+    "llama3": lambda: _regex_split(_LLAMA3),
+    "llama-v3": lambda: _regex_split(_LLAMA3),
+    "qwen2": lambda: _regex_split(_QWEN2),
+    "deepseek-r1-qwen": lambda: _regex_split(_QWEN2),
+}
+_WHOLE_WORDS_FIRST = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+)  # a word that is a token is taken whole, whatever the merges say
+_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # text is brought to composed form (NFC) first
+
+
+def _byte_level(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+    split = str(fields.get("tokenizer.ggml.pre", "default"))
+    if split not in _SPLITS:
+        raise BadTokenizer(f"the GGUF splits text by {split!r}, we know {', '.join(_SPLITS)}; {_WAY_OUT}")
+    merges = [_pair(merge) for merge in _list(fields, "merges", str)]
+    model = models.BPE(
+        vocab=_numbered(tokens),
+        merges=merges,
+        ignore_merges=split in _WHOLE_WORDS_FIRST,
+    )
+    tokenizer = Tokenizer(model)
+    if split in _COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _SPLITS[split]()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+    """Neighbours merge into the piece with the best score; what no piece covers falls back to bytes."""
+    scores = _list(fields, "scores", float)
+    if len(scores) != len(tokens):
+        raise _broken(f"{len(tokens)} tokens have {len(scores)} scores")
+    vocab = _numbered(tokens)
+    normal = [
+        i for i, kind in enumerate(types) if kind not in (_UNKNOWN, _CONTROL, _USER_DEFINED) and len(tokens[i]) > 1
+    ]
+    merges: list[tuple[str, str]] = []
+    for i in sorted(normal, key=lambda i: -scores[i]):  # stable: of equal scores the lower id merges first
+        token = tokens[i]
+        halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        merges.extend((left, right) for left, right in halves if left in vocab and right in vocab)
+    unknown = special_token(fields, "unknown") or next(
+        ((tokens[i], i) for i, kind in enumerate(types) if kind == _UNKNOWN), None
+    )
+    model = models.BPE(
+        vocab=vocab, merges=merges, unk_token=unknown[0] if unknown else None, fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    add_space = bool(fields.get("tokenizer.ggml.add_space_prefix", True))
+    spaces_to_marks = normalizers.Replace(" ", "▁")
+    steps: list[decoders.Decoder] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if add_space:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces_to_marks])
+        steps.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = spaces_to_marks
+    tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
+    """Control tokens are special; user-defined ones are found whole in a text but are text themselves."""
+    special = [tokens[i] for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)]
+    plain = [tokens[i] for i, kind in enumerate(types) if kind == _USER_DEFINED]
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special if text])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain if text])
+
+
+def _add_ends(tokenizer: Tokenizer, fields: Mapping[str, Any], tokens: list[str]) -> None:
+    """The tokens that an encoded text begins and ends with, if the file asks for them."""
+    # files that do not say: SentencePiece and Llama 3 models begin every text with bos
+    pre, kind = fields.get("tokenizer.ggml.pre"), fields.get("tokenizer.ggml.model")
+    begins = fields.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in _WHOLE_WORDS_FIRST)
+    bos = special_token(fields, "bos") if begins else None
+    eos = special_token(fields, "eos") if fields.get("tokenizer.ggml.add_eos_token", False) else None
+    if bos is None and eos is None:
+        return
+    template = [*([bos[0]] if bos else []), "$A", *([eos[0]] if eos else [])]
+    named = [pair for pair in (bos, eos) if pair is not None]
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=named)
+
+
+def _numbered(tokens: list[str]) -> dict[str, int]:
+    vocab = {text: i for i, text in enumerate(tokens)}
+    if len(vocab) != len(tokens):
+        twice = next(text for i, text in enumerate(tokens) if vocab[text] != i)
+        raise _broken(f"the token {twice!r} is there twice")
+    return vocab
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not (left and space and right):
+        raise _broken(f"the merge {merge!r} is not two tokens")
+    return left, right
+
+
+def _list(fields: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+    values = fields.get(f"tokenizer.ggml.{name}")
+    if not isinstance(values, list) or not values or not isinstance(values[0], kind):
+        raise _broken(f"field tokenizer.ggml.{name} is missing or of the wrong kind")
+    return values
+
+
+def _broken(what: str) -> BadTokenizer:
+    return BadTokenizer(f"the GGUF's vocabulary is broken: {what}; {_WAY_OUT}")

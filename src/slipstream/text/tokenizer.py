@@ -1,0 +1,224 @@
+"""Tokenizer: text to token ids and back, over the `tokenizers` library.
+
+Loaded from a folder in Hugging Face layout, a tokenizer.json, or a GGUF's own vocabulary. It does to a text what the
+model's makers did: special tokens in the text are recognised, and the tokens that begin or end a text are added.
+The text of a chat template brings its own: encode it with `add_special_tokens=False`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, processors
+from tokenizers import Tokenizer as Backend
+
+from slipstream.config.gguf_file import GgufFile
+from slipstream.errors import BadTokenizer, InvalidPrompt
+from slipstream.text.gguf_vocab import gguf_tokenizer, special_token
+
+_WAY_OUT = "pass tokenizer=... with a folder that has one, or skip_tokenizer_init=True and prompts as token ids"
+_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """The methods are safe to call from several threads."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_templates: Mapping[str, str] | None = None,
+    ) -> None:
+        # whatever was baked in: the engine itself decides on lengths
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        self.special_tokens = dict(special_tokens or {})  # bos_token, eos_token ... as templates name them
+        self.chat_templates = dict(chat_templates or {})
+        _make_special(backend, self.special_tokens.values())
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
+        # how pieces become text, in the words of tokenizer.json; None joins them by spaces
+        self.decoder_spec: dict[str, Any] | None = backend.decoder and json.loads(backend.decoder.__getstate__())
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """From a folder, a tokenizer.json or a .gguf file."""
+        path = Path(path).expanduser()
+        if path.is_dir():
+            return cls.from_folder(path)
+        if not path.exists():
+            raise BadTokenizer(f"there is no tokenizer at {path}; {_WAY_OUT}")
+        return cls.from_gguf(GgufFile(path)) if path.suffix.lower() == ".gguf" else cls.from_file(path)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        if not (folder / "tokenizer.json").is_file():
+            raise BadTokenizer(f"{folder} has no tokenizer.json{_what_else(folder)}; {_WAY_OUT}")
+        config = _read_object(folder / "tokenizer_config.json")
+        names = {**_special_texts(_read_object(folder / "special_tokens_map.json")), **_special_texts(config)}
+        backend = _read_backend(folder / "tokenizer.json")
+        _declare_added(backend, config.get("added_tokens_decoder"))
+        tokenizer = cls(backend, names, _chat_templates(folder, config))
+        if "add_bos_token" in config or "add_eos_token" in config:
+            tokenizer._set_ends(bool(config.get("add_bos_token")), bool(config.get("add_eos_token")))
+        return tokenizer
+
+    @classmethod
+    def from_file(cls, path: Path) -> Tokenizer:
+        """A lone tokenizer.json: the files that belong to it are looked for beside it."""
+        if path.name == "tokenizer.json":
+            return cls.from_folder(path.parent)
+        return cls(_read_backend(path))
+
+    @classmethod
+    def from_gguf(cls, file: GgufFile) -> Tokenizer:
+        fields = file.fields
+        named = {f"{short}_token": special_token(fields, long) for short, long in _GGUF_NAMES.items()}
+        template = fields.get("tokenizer.chat_template")
+        return cls(
+            gguf_tokenizer(fields),
+            {name: token[0] for name, token in named.items() if token},
+            {"default": template} if isinstance(template, str) else {},
+        )
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        for text in texts:
+            if not isinstance(text, str):
+                raise InvalidPrompt(f"a prompt is of type {type(text).__name__}; give a string")
+        try:
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        except UnicodeEncodeError:
+            raise InvalidPrompt("a prompt holds half of a surrogate pair, which is no character; remove it") from None
+        except (
+            Exception
+        ) as error:  # the library raises plain Exceptions, for example for a character it has no token for
+            raise InvalidPrompt(f"the tokenizer refused a prompt: {error}; change its text") from None
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Ids that have no token are passed over."""
+        text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def is_special(self, token: int) -> bool:
+        return token in self.special_ids
+
+    def piece(self, token: int) -> str | None:
+        """The token as the vocabulary writes it, before decoding; None if there is no such token."""
+        piece: str | None = self.backend.id_to_token(token)
+        return piece
+
+    def chat_template(self, with_tools: bool = False) -> str | None:
+        """A few models have one for requests that bring tools."""
+        default = self.chat_templates.get("default")
+        return self.chat_templates.get("tool_use", default) if with_tools else default
+
+    def _special_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None else self.backend.token_to_id(text)
+
+    def _set_ends(self, bos: bool, eos: bool) -> None:
+        """What tokenizer_config.json says of the two ends counts more than tokenizer.json."""
+        begin = (self.special_tokens["bos_token"], self.bos_token_id) if bos and self.bos_token_id is not None else None
+        end = (self.special_tokens["eos_token"], self.eos_token_id) if eos and self.eos_token_id is not None else None
+        template = [*([begin[0]] if begin else []), "$A", *([end[0]] if end else [])]
+        named = list(dict.fromkeys(pair for pair in (begin, end) if pair))
+        self.backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=named)
+
+
+_GGUF_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}  # spelt so there
+
+
+def _read_backend(path: Path) -> Backend:
+    try:
+        return Backend.from_buffer(path.read_bytes())
+    except Exception as error:  # the library raises plain Exceptions
+        raise BadTokenizer(f"{path} cannot be read as a tokenizer: {error}; download it again, or {_WAY_OUT}") from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; an absent file is an empty one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise BadTokenizer(f"{path} cannot be read: {error}; download it again, or {_WAY_OUT}") from None
+    if not isinstance(value, dict):
+        raise BadTokenizer(f"{path} does not hold an object; download it again, or {_WAY_OUT}")
+    return value
+
+
+def _special_texts(config: Mapping[str, Any]) -> dict[str, str]:
+    """bos_token and its like: a text, or an object with the text as content."""
+    texts = {}
+    for name in _NAMES:
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            texts[name] = text
+    return texts
+
+
+def _declare_added(backend: Backend, declared: Any) -> None:
+    """tokenizer_config.json may mark tokens that tokenizer.json does not; their ids must be what both mean."""
+    if not isinstance(declared, dict):
+        return
+    known = backend.get_added_tokens_decoder()
+    for number, entry in sorted(declared.items(), key=lambda item: int(item[0]) if item[0].isdecimal() else -1):
+        if not isinstance(entry, dict) or not isinstance(entry.get("content"), str) or not number.isdecimal():
+            raise BadTokenizer(
+                f"tokenizer_config.json: added token {number!r} is broken; download it again, or {_WAY_OUT}"
+            )
+        special = bool(entry.get("special"))
+        if int(number) in known and known[int(number)].special == special:
+            continue
+        flags = {name: bool(entry.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized")}
+        token = AddedToken(entry["content"], special=special, **flags)
+        if special:
+            backend.add_special_tokens([token])
+        else:
+            backend.add_tokens([token])
+
+
+def _make_special(backend: Backend, texts: Any) -> None:
+    """Tokens with a role are special even where tokenizer.json forgot to say so. None is invented."""
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    missing = [text for text in dict.fromkeys(texts) if text not in special and backend.token_to_id(text) is not None]
+    backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
+
+
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """A file of its own counts more than tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    try:
+        template: Any = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        template = _read_object(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+    except (OSError, ValueError) as error:
+        raise BadTokenizer(f"{path} cannot be read: {error}; download it again, or pass chat_template=...") from None
+    if isinstance(template, str):
+        return {"default": template}
+    named = template if isinstance(template, list) else []
+    return {
+        entry["name"]: entry["template"]
+        for entry in named
+        if isinstance(entry, dict) and {"name", "template"} <= set(entry)
+    }
+
+
+def _what_else(folder: Path) -> str:
+    for name in ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"):
+        if (folder / name).exists():
+            return f" (its {name} must be converted: save the tokenizer once with transformers)"
+    return ""

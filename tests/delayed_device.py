@@ -1,0 +1,38 @@
+"""A device that is late: its streams are threads that sleep at random, and what is handed back is poisoned.
+
+Races that a GPU has, and that an inline CPU hides, show up as wrong tokens here.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+from slipstream.device.device import Bytes, Device
+from slipstream.device.streams import ThreadedStream
+
+POISON = 0xA5
+
+
+class LateStream(ThreadedStream):
+    def __init__(self, name: str, seed: int, longest: float, prepare=None) -> None:
+        self.random = random.Random(seed)
+        self.longest = longest
+        super().__init__(name, prepare)
+
+    def before(self) -> None:
+        if self.random.random() < 0.3:
+            time.sleep(self.random.random() * self.longest)
+
+
+class DelayedDevice(Device):
+    """Copies run on a stream of their own, so that they may come late too."""
+
+    def __init__(self, depth: int, seed: int = 0, longest: float = 0.002) -> None:
+        super().__init__(0, 1)
+        self.depth = depth
+        self.compute = LateStream("late-compute", seed, longest, self._enter_thread)
+        self.copy = LateStream("late-copy", seed + 1, longest)
+
+    def handed_back(self, buffer: Bytes) -> None:
+        buffer[:] = POISON

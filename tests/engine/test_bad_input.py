@@ -1,0 +1,226 @@
+"""Every mistake gives one clear error, and the engine goes on serving others."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+
+import pytest
+from tiny import write_tiny
+
+from slipstream import LLM, SamplingParams
+from slipstream.errors import (
+    BadCheckpoint,
+    BadTokenizer,
+    EngineClosed,
+    InvalidOption,
+    InvalidParams,
+    InvalidPrompt,
+    ModelNotFound,
+    NotEnoughMemory,
+    PromptTooLong,
+    SlipstreamError,
+    UnsupportedModel,
+)
+
+SMALL = dict(use_tqdm_on_load=False, max_model_len=64, num_pages=32, max_num_seqs=4, num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny(tmp_path_factory.mktemp("tiny"), "llama")
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(str(folder), **SMALL) as llm:
+        yield llm
+
+
+def changed(folder, tmp_path, **config):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    path = copy / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "says"),
+    [
+        ([1] * 64, PromptTooLong, "64 tokens"),
+        ([1] * 5000, PromptTooLong, "5000 tokens"),
+        ("", InvalidPrompt, "no tokens"),
+        ([[]], InvalidPrompt, "no tokens"),
+        ([1, 99999], InvalidPrompt, "99999"),
+        ([1, -1], InvalidPrompt, "-1"),
+        ([[1, "x"]], InvalidPrompt, "'x'"),
+        ({"text": "hi"}, InvalidPrompt, "prompt_token_ids"),
+        ({"prompt_token_ids": "abc"}, InvalidPrompt, "list of token ids"),
+        (3.5, InvalidPrompt, "float"),
+    ],
+)
+def test_a_bad_prompt_is_refused_and_others_are_served(llm, prompt, error, says):
+    with pytest.raises(error, match=says):
+        llm.generate(prompt)
+    assert len(llm.generate([5, 6, 7], SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 3
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        dict(temperature=-1),
+        dict(temperature=math.nan),
+        dict(temperature=math.inf),
+        dict(temperature="hot"),
+        dict(top_p=0),
+        dict(top_p=1.1),
+        dict(top_p=math.nan),
+        dict(top_k=-2),
+        dict(top_k=1.5),
+        dict(min_p=-0.1),
+        dict(n=0),
+        dict(n=True),
+        dict(max_tokens=0),
+        dict(min_tokens=-1),
+        dict(min_tokens=20, max_tokens=10),
+        dict(repetition_penalty=0),
+        dict(presence_penalty=3),
+        dict(frequency_penalty=-2.5),
+        dict(seed=1.0),
+        dict(stop=[""]),
+        dict(stop=[1]),
+        dict(stop_token_ids=["a"]),
+        dict(stop_token_ids=[-1]),
+        dict(ignore_eos="yes"),
+        dict(logprobs=-2),
+    ],
+)
+def test_bad_sampling_params_fail_where_they_are_built(bad):
+    with pytest.raises(InvalidParams, match=next(iter(bad))):
+        SamplingParams(**bad)
+
+
+def test_params_are_checked_against_the_vocabulary(llm):
+    with pytest.raises(InvalidParams, match="stop_token_ids holds 100000"):
+        llm.generate([1], SamplingParams(stop_token_ids=[100000]))
+    with pytest.raises(InvalidParams, match="logprobs is 100000"):
+        llm.generate([1], SamplingParams(logprobs=100000))
+
+
+def test_as_many_params_as_prompts(llm):
+    with pytest.raises(InvalidParams, match="2 prompts and 3"):
+        llm.generate([[1], [2]], [SamplingParams()] * 3)
+
+
+def test_one_bad_prompt_among_good_ones_runs_none(llm):
+    with pytest.raises(InvalidPrompt):
+        llm.generate([[1], [99999]])
+    assert not llm.core.has_work()
+
+
+def test_unknown_option_names_a_near_one(folder):
+    with pytest.raises(InvalidOption, match="did you mean max_model_len"):
+        LLM(str(folder), max_modellen=3)
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (dict(tensor_parallel_size=2), "use 1"),
+        (dict(quantization="awq"), "gguf"),
+        (dict(kv_cache_dtype="fp8"), "auto"),
+        (dict(trust_remote_code=True), "never run"),
+        (dict(dtype="int3"), "bfloat16"),
+        (dict(max_num_seqs=0), "from 1 up"),
+        (dict(max_num_seqs="many"), "whole number"),
+        (dict(depth=-1), "0 to 8"),
+        (dict(kv_cache_memory="lots"), "512MiB"),
+        (dict(gpu_memory_utilization=1.5), "up to 1"),
+        (dict(max_model_len=10**6), "was made for"),
+        (dict(max_num_batched_tokens=8, enable_chunked_prefill=False), "chunked prefill"),
+        (dict(load_format="gguf"), "folder"),
+    ],
+)
+def test_options_that_cannot_be_honoured_name_the_way_out(folder, option, says):
+    with pytest.raises(InvalidOption, match=says):
+        LLM(str(folder), **(dict(use_tqdm_on_load=False) | option))
+
+
+def test_carried_over_options_that_change_nothing_pass(folder):
+    carried = dict(tensor_parallel_size=1, quantization=None, kv_cache_dtype="auto", trust_remote_code=False)
+    with LLM(str(folder), **SMALL, **carried, served_model_name="tiny") as llm:
+        assert llm.config.model.name == "tiny"
+
+
+def test_no_memory(folder):
+    with pytest.raises(NotEnoughMemory, match="kv_cache_memory"):
+        LLM(str(folder), use_tqdm_on_load=False, num_pages=2)
+    with pytest.raises(NotEnoughMemory):
+        LLM(str(folder), use_tqdm_on_load=False, max_model_len="auto", kv_cache_memory=1)
+
+
+def test_auto_length_fits_the_memory(folder):
+    for auto in ("auto", -1):
+        with LLM(str(folder), use_tqdm_on_load=False, num_pages=3, page_size=4, max_model_len=auto) as llm:
+            assert llm.config.scheduler.max_model_len == llm.inputs.max_model_len == 12
+            with pytest.raises(PromptTooLong, match="takes 12"):
+                llm.generate([1] * 12)
+            assert len(llm.generate([1] * 8, SamplingParams(max_tokens=99, ignore_eos=True))[0].outputs[0].token_ids) == 4
+
+
+def test_unknown_architecture_lists_what_is_supported(folder, tmp_path):
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM"):
+        LLM(str(changed(folder, tmp_path, architectures=["MammothForCausalLM"])), **SMALL)
+
+
+def test_broken_config(folder, tmp_path):
+    copy = changed(folder, tmp_path)
+    (copy / "config.json").write_text("{")
+    with pytest.raises(BadCheckpoint, match="cannot be read"):
+        LLM(str(copy), **SMALL)
+    (copy / "config.json").unlink()
+    with pytest.raises(SlipstreamError):
+        LLM(str(copy), **SMALL)
+
+
+def test_truncated_weights(folder, tmp_path):
+    copy = changed(folder, tmp_path)
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(BadCheckpoint):
+        LLM(str(copy), **SMALL)
+
+
+def test_truncated_gguf(tmp_path):
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF\x03\x00\x00\x00")
+    with pytest.raises(BadCheckpoint):
+        LLM(str(path), **SMALL)
+
+
+def test_missing_model():
+    with pytest.raises(ModelNotFound):
+        LLM("no/such/model/anywhere", **SMALL)
+
+
+def test_missing_tokenizer(folder, tmp_path):
+    copy = changed(folder, tmp_path)
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(BadTokenizer, match="skip_tokenizer_init"):
+        LLM(str(copy), **SMALL)
+    with LLM(str(copy), skip_tokenizer_init=True, **SMALL) as llm:
+        assert len(llm.generate([3, 4], SamplingParams(max_tokens=2, ignore_eos=True))[0].outputs[0].token_ids) == 2
+        with pytest.raises(BadTokenizer, match="token ids"):
+            llm.generate("text")
+        with pytest.raises(InvalidParams, match="stop_token_ids"):
+            llm.generate([1], SamplingParams(stop="x"))
+
+
+def test_closed_engine(folder):
+    llm = LLM(str(folder), **SMALL)
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineClosed):
+        llm.generate([1])

@@ -1,0 +1,119 @@
+"""AsyncEngine: many streams at once, aborts at any moment."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tiny import write_tiny
+
+from slipstream import LLM, AsyncEngine, SamplingParams
+from slipstream.errors import EngineClosed, EngineDead, PromptTooLong, UserError
+
+SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
+PARAMS = SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_tiny(tmp_path_factory.mktemp("tiny"), "llama"))
+
+
+def run(folder, scenario, **options):
+    async def main():
+        engine = AsyncEngine(folder, **(SMALL | options))
+        try:
+            return await asyncio.wait_for(scenario(engine), 60)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+async def last(stream):
+    async for result in stream:
+        final = result
+    return final
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_streams_side_by_side_equal_the_script_api(folder, depth):
+    prompts = [[i, i + 1, i + 2] for i in range(1, 10)]
+
+    async def scenario(engine):
+        return await asyncio.gather(*(last(engine.generate(prompt, PARAMS)) for prompt in prompts))
+
+    with LLM(folder, use_tqdm_on_load=False, **SMALL) as llm:
+        wanted = [r.outputs[0].token_ids for r in llm.generate(prompts, PARAMS)]
+    assert [r.outputs[0].token_ids for r in run(folder, scenario, depth=depth)] == wanted
+
+
+def test_leaving_a_stream_aborts_it_and_others_go_on(folder):
+    async def scenario(engine):
+        async for result in engine.generate([1, 2], PARAMS.with_changes(max_tokens=50), "left"):
+            assert not result.finished
+            break
+        assert (await last(engine.generate([3, 4], PARAMS))).finished
+        return engine
+
+    engine = run(folder, scenario)
+    assert engine._core.core.scheduler.num_running == 0
+
+
+def test_abort_ends_a_stream_with_what_there_is(folder):
+    async def scenario(engine):
+        async for result in engine.generate([1, 2], PARAMS.with_changes(max_tokens=60), "mine"):
+            await engine.abort("mine")
+        return result
+
+    result = run(folder, scenario)
+    assert result.finished and result.outputs[0].finish_reason == "abort"
+
+
+def test_bad_requests_harm_nobody(folder):
+    async def scenario(engine):
+        good = asyncio.create_task(last(engine.generate([1, 2], PARAMS, "taken")))
+        await asyncio.sleep(0)
+        with pytest.raises(PromptTooLong):
+            await last(engine.generate([1] * 64, PARAMS))
+        with pytest.raises(UserError, match="in use"):
+            await last(engine.generate([1], PARAMS, "taken"))
+        return await good
+
+    assert run(folder, scenario).finished
+
+
+def test_a_dead_core_tells_every_reader(folder):
+    async def scenario(engine):
+        engine._core.core.executor.model.logits = None
+        tasks = [asyncio.create_task(last(engine.generate([i], PARAMS))) for i in (1, 2)]
+        for task in tasks:
+            with pytest.raises((EngineDead, EngineClosed)):
+                await task
+        with pytest.raises((EngineDead, EngineClosed)):
+            await last(engine.generate([1], PARAMS))
+
+    run(folder, scenario)
+
+
+def test_a_closed_engine_says_so(folder):
+    async def scenario(engine):
+        await engine.close()
+        with pytest.raises(EngineClosed):
+            await last(engine.generate([1], PARAMS))
+
+    run(folder, scenario)
+
+
+def test_stop_strings_in_a_stream_are_never_shown(folder):
+    async def scenario(engine):
+        full = (await last(engine.generate([1, 2], PARAMS))).outputs[0].text
+        stop = full[3:6]
+        seen = []
+        async for result in engine.generate([1, 2], PARAMS.with_changes(stop=stop)):
+            seen.append(result.outputs[0].text)
+        return full, stop, seen
+
+    full, stop, seen = run(folder, scenario)
+    assert seen[-1] == full[: full.index(stop)]
+    assert all(seen[-1].startswith(text) for text in seen)

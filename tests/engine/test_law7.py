@@ -1,0 +1,164 @@
+"""Scheduling never changes tokens (law 7), in float64: exactly the same tokens, logprobs within 1e-9."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from delayed_device import DelayedDevice
+from tiny import write_tiny
+
+from slipstream import LLM, SamplingParams
+
+SHARED = list(range(40, 75))
+PROMPTS = [
+    [7, 9, 11],
+    SHARED + [100, 101],
+    SHARED + [100, 102, 103, 104, 105, 106, 107],
+    [200],
+    list(range(120, 167)),
+    SHARED[:16],
+]
+MAX_LEN = 96
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_tiny(tmp_path_factory.mktemp("tiny"), "llama"))
+
+
+def make(model, *, batched=True, chunked=False, cached=False, preempted=False, depth=0, late=False):
+    """An LLM for one cell of the matrix."""
+    return LLM(
+        model,
+        dtype="float64",
+        skip_tokenizer_init=False,
+        use_tqdm_on_load=False,
+        max_model_len=MAX_LEN,
+        max_num_seqs=8 if batched else 1,
+        max_num_batched_tokens=11 if chunked else 512,
+        enable_prefix_caching=cached,
+        page_size=4,
+        num_pages=26 if preempted else 400,
+        depth=depth,
+        num_threads=1,
+        _device=DelayedDevice(depth) if late else None,
+    )
+
+
+def flat(results):
+    """Everything a caller sees that must not depend on scheduling."""
+    rows = []
+    for result in results:
+        for sample in result.outputs:
+            rows.append((sample.token_ids, sample.text, sample.finish_reason, sample.stop_reason))
+    return rows
+
+
+def logprobs(results):
+    return [
+        {token: entry.logprob for token, entry in step.items()}
+        for result in results
+        for sample in result.outputs
+        for step in sample.logprobs or []
+    ]
+
+
+def assert_same(got, wanted):
+    assert flat(got) == flat(wanted)
+    ours, theirs = logprobs(got), logprobs(wanted)
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.keys() == b.keys()
+        assert all(abs(a[token] - b[token]) < 1e-9 for token in a)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3)
+
+
+@pytest.fixture(scope="module")
+def wanted(model):
+    with make(model, batched=False) as llm:
+        results = llm.generate(PROMPTS, GREEDY)
+    assert len({tuple(r.outputs[0].token_ids) for r in results}) == len(PROMPTS)  # the model says something
+    return results
+
+
+CELLS = list(itertools.product((True, False), (True, False), (True, False), (True, False), (0, 1, 2)))
+
+
+@pytest.mark.parametrize(("batched", "chunked", "cached", "preempted", "depth"), CELLS)
+def test_greedy_tokens_do_not_depend_on_scheduling(model, wanted, batched, chunked, cached, preempted, depth):
+    with make(model, batched=batched, chunked=chunked, cached=cached, preempted=preempted, depth=depth) as llm:
+        for _ in range(2):  # the second time the cache is warm
+            assert_same(llm.generate(PROMPTS, GREEDY), wanted)
+        if preempted and batched:
+            assert llm.core.scheduler.num_preemptions > 0
+        llm.core.scheduler.cache.check()
+
+
+FEATURES = {
+    "temperature": SamplingParams(temperature=0.9, max_tokens=20, logprobs=2),
+    "seed": SamplingParams(temperature=1.3, seed=1234, max_tokens=20),
+    "top_p": SamplingParams(top_p=0.7, max_tokens=20),
+    "top_k": SamplingParams(top_k=5, max_tokens=20),
+    "min_p": SamplingParams(min_p=0.2, max_tokens=20),
+    "all truncations": SamplingParams(temperature=1.5, top_p=0.9, top_k=20, min_p=0.01, max_tokens=20),
+    "n": SamplingParams(n=3, temperature=1.0, max_tokens=12, logprobs=0),
+    "repetition": SamplingParams(temperature=0, repetition_penalty=1.4, max_tokens=24, logprobs=1),
+    "presence": SamplingParams(temperature=0.7, presence_penalty=1.1, max_tokens=24),
+    "frequency": SamplingParams(temperature=0.7, frequency_penalty=0.8, max_tokens=24),
+    "min_tokens": SamplingParams(temperature=1.0, min_tokens=10, stop_token_ids=list(range(0, 256, 3)), max_tokens=20),
+    "stop ids": SamplingParams(temperature=1.0, stop_token_ids=list(range(0, 256, 9)), max_tokens=40),
+    "stop strings": SamplingParams(temperature=1.0, stop=["a", "e", "zz"], max_tokens=40),
+    "mixed": [
+        SamplingParams(temperature=0, max_tokens=9),
+        SamplingParams(temperature=0.8, repetition_penalty=1.2, top_k=9, max_tokens=30, logprobs=5),
+        SamplingParams(n=2, seed=5, max_tokens=17),
+        SamplingParams(temperature=0, frequency_penalty=1.0, max_tokens=25),
+        SamplingParams(top_p=0.5, max_tokens=30, logprobs=1),
+        SamplingParams(min_tokens=8, stop_token_ids=list(range(256)), max_tokens=16),
+    ],
+}
+
+# every pair of values of every two factors comes up
+PAIRWISE = [
+    dict(batched=True, chunked=True, cached=True, preempted=True, depth=2),
+    dict(batched=True, chunked=False, cached=False, preempted=True, depth=1),
+    dict(batched=True, chunked=False, cached=True, preempted=False, depth=0),
+    dict(batched=False, chunked=True, cached=False, preempted=False, depth=2),
+    dict(batched=False, chunked=False, cached=True, preempted=True, depth=1),
+    dict(batched=True, chunked=True, cached=False, preempted=True, depth=0),
+    dict(batched=True, chunked=False, cached=False, preempted=False, depth=2),
+    dict(batched=False, chunked=True, cached=True, preempted=False, depth=1),
+    dict(batched=False, chunked=False, cached=False, preempted=False, depth=0),
+]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_sampled_tokens_do_not_depend_on_scheduling(model, feature):
+    params = FEATURES[feature]
+    with make(model, batched=False) as llm:
+        wanted = llm.generate(PROMPTS, params)
+    for cell in PAIRWISE:
+        with make(model, **cell) as llm:
+            assert_same(llm.generate(PROMPTS, params), wanted)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_late_device_changes_nothing(model, depth):
+    for params in (GREEDY, FEATURES["mixed"]):
+        with make(model, batched=False) as llm:
+            wanted = llm.generate(PROMPTS, params)
+        with make(model, chunked=True, cached=True, preempted=True, depth=depth, late=True) as llm:
+            assert_same(llm.generate(PROMPTS, params), wanted)
+
+
+def test_depth_runs_ahead(model):
+    """At depth 2 three steps are under way before the first result is asked for."""
+    with make(model, depth=2) as llm:
+        most = 0
+        for result in llm.stream(PROMPTS[0], GREEDY):
+            most = max(most, len(llm.core.in_flight))
+        assert most == 2  # looked at after a commit
+        assert result.finished

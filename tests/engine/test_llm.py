@@ -1,0 +1,170 @@
+"""LLM: the shapes people know."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+from tiny import write_tiny
+
+from slipstream import LLM, SamplingParams
+from slipstream.errors import EngineDead, QueueFull
+
+SMALL = dict(use_tqdm_on_load=False, max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_tiny(tmp_path_factory.mktemp("tiny"), "llama"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(folder, **SMALL) as llm:
+        yield llm
+
+
+FOUR = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+
+
+def test_every_form_of_prompt_gives_the_same(llm):
+    ids = llm.tokenizer.encode("Hello")
+    forms = ["Hello", ids, {"prompt": "Hello"}, {"prompt_token_ids": ids}, tuple(ids)]
+    results = [llm.generate(form, FOUR)[0] for form in forms]
+    assert len({tuple(r.outputs[0].token_ids) for r in results}) == 1
+    together = llm.generate(forms, FOUR)
+    assert [r.outputs[0].token_ids for r in together] == [r.outputs[0].token_ids for r in results]
+    assert results[0].prompt == "Hello"
+    assert results[0].prompt_token_ids == ids
+
+
+def test_result_fields(llm):
+    result = llm.generate("abc", SamplingParams(temperature=0, max_tokens=4, logprobs=2, ignore_eos=True))[0]
+    sample = result.outputs[0]
+    assert result.finished and sample.finish_reason == "length" and sample.stop_reason is None
+    assert sample.index == 0 and len(sample.logprobs) == 4
+    chosen = [step[token] for step, token in zip(sample.logprobs, sample.token_ids, strict=True)]
+    assert all(entry.rank == 1 for entry in chosen)
+    assert sample.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in chosen))
+    metrics = result.metrics
+    assert metrics.arrival_time > 1e9
+    assert metrics.last_token_ts >= metrics.first_token_ts > 0 < metrics.first_token_latency
+
+
+def test_the_text_is_the_decoded_tokens(llm):
+    for sample in llm.generate(["abc", "xyz"], SamplingParams(temperature=1.0, max_tokens=12, n=2))[0].outputs:
+        ended = sample.finish_reason == "stop"
+        assert sample.text == llm.tokenizer.decode(sample.token_ids[:-1] if ended else sample.token_ids)
+
+
+def test_streamed_text_only_grows_and_ends_as_the_whole(llm):
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True)
+    whole = llm.generate("abc", params)[0].outputs[0]
+    so_far = ""
+    for result in llm.stream("abc", params):
+        assert result.outputs[0].text.startswith(so_far)
+        so_far = result.outputs[0].text
+    assert so_far == whole.text
+    assert result.outputs[0].token_ids == whole.token_ids
+
+
+def test_leaving_a_stream_early_frees_its_row(llm):
+    for _ in llm.stream("abc", SamplingParams(max_tokens=40, ignore_eos=True)):
+        break
+    while llm.core.has_work():
+        llm.core.step()
+    assert llm.core.scheduler.num_running == 0
+    llm.core.scheduler.cache.check()
+
+
+def test_stop_string_cuts_the_text(llm):
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=40, ignore_eos=True)
+    full = llm.generate("abc", params)[0].outputs[0].text
+    stop = full[5:7]
+    place = full.index(stop)
+    cut = llm.generate("abc", params.with_changes(stop=[stop]))[0].outputs[0]
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (full[:place], "stop", stop)
+    kept = llm.generate("abc", params.with_changes(stop=stop, include_stop_str_in_output=True))[0].outputs[0]
+    assert kept.text == full[:place] + stop
+
+
+def test_stop_token_ends_the_output_and_is_named(llm):
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=10, ignore_eos=True)
+    tokens = llm.generate("abc", params)[0].outputs[0].token_ids
+    cut = llm.generate("abc", params.with_changes(stop_token_ids=[tokens[4]]))[0].outputs[0]
+    assert cut.token_ids == tokens[: tokens.index(tokens[4]) + 1]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", tokens[4])
+
+
+def test_the_model_length_ends_the_output(llm):
+    sample = llm.generate([5] * 60, SamplingParams(max_tokens=None, ignore_eos=True))[0].outputs[0]
+    assert len(sample.token_ids) == 4 and sample.finish_reason == "length"
+
+
+def test_samples_of_one_prompt_differ_and_repeat(llm):
+    params = SamplingParams(n=4, temperature=1.5, seed=9, max_tokens=8)
+    first, again = (llm.generate("abc", params)[0].outputs for _ in range(2))
+    assert [s.token_ids for s in first] == [s.token_ids for s in again]
+    assert [s.index for s in first] == [0, 1, 2, 3]
+    assert len({tuple(s.token_ids) for s in first}) > 1
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(llm):
+    prompt = list(range(30, 53))
+    llm.generate(prompt, FOUR)
+    assert llm.generate(prompt, FOUR)[0].num_cached_tokens == 20
+
+
+def test_chat_renders_the_template(llm):
+    messages = [{"role": "user", "content": "hi"}]
+    result = llm.chat(messages, FOUR)[0]
+    assert result.prompt == llm.inputs.render_chat(messages)
+    both = llm.chat([messages, messages], FOUR)
+    assert [r.outputs[0].token_ids for r in both] == [result.outputs[0].token_ids] * 2
+
+
+def test_more_prompts_than_may_wait(folder):
+    with LLM(folder, **SMALL, max_waiting=3) as llm:
+        results = llm.generate([[i + 1] for i in range(20)], FOUR)
+        assert len(results) == 20 and all(r.finished for r in results)
+        with pytest.raises(QueueFull):
+            llm.generate([1], SamplingParams(n=9, max_tokens=2))
+
+
+def test_closing_frees_the_cache(folder):
+    llm = LLM(folder, **SMALL)
+    cache = weakref.ref(llm.core.executor.store.caches[0][0])
+    llm.close()
+    gc.collect()
+    assert cache() is None
+
+
+def test_a_failure_of_the_device_is_told_with_its_cause(folder):
+    for depth in (0, 1, 2):
+        with LLM(folder, **SMALL, depth=depth) as llm:
+            llm.core.executor.model.logits = None  # not callable
+            with pytest.raises(EngineDead, match="start a new one") as caught:
+                llm.generate([1, 2], FOUR)
+            assert isinstance(caught.value.__cause__, TypeError)
+            with pytest.raises(EngineDead):
+                llm.generate([1, 2], FOUR)
+
+
+def test_a_row_of_nan_ends_alone(folder):
+    with LLM(folder, **SMALL) as llm:
+        model = llm.core.executor.model
+        logits = model.logits
+        wanted = llm.generate([[1], [2], [3]], FOUR)
+
+        def poisoned(hidden):
+            out = logits(hidden)
+            if len(out) == 3:
+                out[1] = float("nan")
+            return out
+
+        model.logits = poisoned
+        results = llm.generate([[1], [2], [3]], FOUR)
+        assert [r.outputs[0].finish_reason for r in results] == ["length", "error", "length"]
+        assert results[0].outputs[0].token_ids == wanted[0].outputs[0].token_ids
+        assert results[2].outputs[0].token_ids == wanted[2].outputs[0].token_ids

@@ -1,0 +1,89 @@
+"""A batch made by hand: rows, pages and a BatchView with no runner, filled with garbage wherever nothing was written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from slipstream.nn.attention.sdpa import SdpaAttention
+from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.models.decoder import Decoder
+
+GARBAGE = 1e4
+
+
+@dataclass
+class HandRow:
+    pages: list[int]
+    length: int = 0
+
+
+@dataclass
+class HandRunner:
+    """Runs chunks of rows through a model, keeping each row's pages in a scattered order."""
+
+    model: Decoder
+    dtype: torch.dtype = torch.float32
+    page_size: int = 4
+    num_pages: int = 64
+    slack: int = 0  # how far the host's upper bounds lie above the truth
+    rows: dict[str, HandRow] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        specs = self.model.cache_specs(self.page_size, self.dtype.itemsize)
+        self.caches = [
+            tuple(
+                torch.full(
+                    (self.num_pages, self.page_size, spec.num_kv_heads, spec.head_dim), GARBAGE, dtype=self.dtype
+                )
+                for _ in range(2)
+            )
+            for spec in specs
+        ]
+        self.attention = SdpaAttention(self.page_size, self.dtype)
+        # page 0 is nobody's; the others are handed out in no order
+        self.free = (np.random.default_rng(0).permutation(self.num_pages - 1) + 1).tolist()
+
+    def batch(self, chunks: dict[str, list[int]]) -> BatchView:
+        """The next tokens of some rows; those with one token must come first."""
+        counts = [len(ids) for ids in chunks.values()]
+        num_single = next((i for i, count in enumerate(counts) if count > 1), len(counts))
+        ids, positions, slots, lengths = [], [], [], []
+        for name, tokens in chunks.items():
+            row = self.rows.setdefault(name, HandRow([]))
+            for token in tokens:
+                if row.length == len(row.pages) * self.page_size:
+                    row.pages.append(self.free.pop())
+                ids.append(token)
+                positions.append(row.length)
+                slots.append(row.pages[row.length // self.page_size] * self.page_size + row.length % self.page_size)
+                row.length += 1
+            lengths.append(row.length)
+        max_lengths = np.array(lengths, np.int32) + self.slack
+        width = -(-int(max_lengths.max()) // self.page_size)
+        table = np.zeros((len(chunks), width), np.int64)
+        for place, name in enumerate(chunks):
+            pages = self.rows[name].pages
+            table[place, : len(pages)] = pages
+        return BatchView(
+            ids=torch.tensor(ids),
+            positions=torch.tensor(positions),
+            lengths=torch.tensor(lengths),
+            slots=(torch.tensor(slots),),
+            page_tables=(torch.from_numpy(table),),
+            num_tokens=np.array(counts, np.int32),
+            max_lengths=max_lengths,
+            num_single=num_single,
+        )
+
+    def context(self, batch: BatchView) -> ForwardContext:
+        plan = self.attention.plan(batch)
+        return ForwardContext(batch, self.attention, plan, self.caches, (0,) * len(self.caches))
+
+    def run(self, chunks: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+        """Logits of every token, by row."""
+        context = self.context(self.batch(chunks))
+        logits = self.model.logits(self.model(context))
+        return dict(zip(chunks, logits.split([len(ids) for ids in chunks.values()]), strict=True))

@@ -1,0 +1,23 @@
+"""Loads a checkpoint without an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from slipstream.config.config import ModelConfig
+from slipstream.config.gguf_file import GgufFile
+from slipstream.config.gguf_info import gguf_model_info
+from slipstream.config.model_info import read_model_info
+from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.models.load import load_model
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32, load_format: str = "", seed: int = 0) -> Decoder:
+    """From a folder or a .gguf file, onto the CPU, for contexts of up to 256 tokens."""
+    is_file = path.suffix == ".gguf"
+    info = gguf_model_info(GgufFile(path)) if is_file else read_model_info(path)
+    load_format = load_format or ("gguf" if is_file else "safetensors")
+    name = str(dtype).removeprefix("torch.")
+    return load_model(ModelConfig(info, str(path), "tiny", load_format, name, False, 256, seed), torch.device("cpu"))

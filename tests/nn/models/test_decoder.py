@@ -1,0 +1,134 @@
+"""Tiny models against transformers on the same weights: whole, chunked, and several rows at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hand_batch import HandRunner
+from hand_load import load
+from tiny import LLAMA3_ROPE, write_tiny
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from slipstream.errors import UnsupportedModel
+
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mha": ("llama", {"num_key_value_heads": 4}),
+    "gqa": ("llama", {}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "biased": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}}),
+    "yarn": ("llama", {"rope_parameters": YARN_ROPE}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 tied": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+}
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
+
+
+def oracle(folder: Path, dtype: torch.dtype, prompts: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    if dtype is torch.float64:
+        norm_in_float64(model)
+    with torch.no_grad():
+        return {name: model(torch.tensor([ids])).logits[0] for name, ids in prompts.items()}
+
+
+def norm_in_float64(model: nn.Module) -> None:
+    """transformers' norms compute in float32 whatever they are given; to compare 1e-9 they must not."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+
+            def forward(x: torch.Tensor, norm: nn.Module = module) -> torch.Tensor:
+                return norm.weight * x / (x.square().mean(-1, keepdim=True) + norm.variance_epsilon).sqrt()
+
+            module.forward = forward
+
+
+def prompts(**lengths: int) -> dict[str, list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randint(0, 300, (n,), generator=generator).tolist() for name, n in lengths.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers(variant: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    family, overrides = VARIANTS[variant]
+    folder = write_tiny(tmp_path, family, dtype, **overrides)
+    texts = prompts(long=61, short=7)
+    expected = oracle(folder, dtype, texts)
+    whole = HandRunner(load(folder, dtype), dtype).run(texts)
+    chunked = run_in_steps(HandRunner(load(folder, dtype), dtype, slack=3), texts)
+    for name in texts:
+        assert expected[name].std() > 0.5
+        torch.testing.assert_close(whole[name], expected[name], rtol=0, atol=TOLERANCE[dtype])
+        torch.testing.assert_close(chunked[name], expected[name], rtol=0, atol=TOLERANCE[dtype])
+
+
+def run_in_steps(runner: HandRunner, texts: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+    """Odd chunks: rows enter late, decode beside others' chunks, single tokens first."""
+    done: dict[str, list[torch.Tensor]] = {name: [] for name in texts}
+    place = dict.fromkeys(texts, 0)
+    sizes = [{"long": 5}, {"short": 1, "long": 13}, {"long": 1, "short": 4}, {"short": 1, "long": 1}]
+    while any(place[name] < len(texts[name]) for name in texts):
+        for step in sizes:
+            chunks = {name: texts[name][place[name] : place[name] + size] for name, size in step.items()}
+            chunks = {name: ids for name, ids in chunks.items() if ids}
+            chunks = dict(sorted(chunks.items(), key=lambda item: len(item[1]) > 1))
+            if chunks:
+                for name, logits in runner.run(chunks).items():
+                    done[name].append(logits)
+                    place[name] += len(logits)
+    return {name: torch.cat(parts) for name, parts in done.items()}
+
+
+def test_many_decodes_of_unlike_lengths_equal_transformers(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    texts = prompts(a=3, b=90, c=4, d=5, e=120, f=2, g=33)
+    expected = oracle(folder, torch.float64, texts)
+    runner = HandRunner(load(folder, torch.float64), torch.float64, num_pages=128)
+    for name, ids in texts.items():
+        runner.run({name: ids[:-1]})
+    last = runner.run({name: ids[-1:] for name, ids in texts.items()})
+    for name in texts:
+        torch.testing.assert_close(last[name][0], expected[name][-1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # torch's way to say this CPU has no bfloat16
+def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    texts = prompts(a=20)
+    exact = HandRunner(load(folder)).run(texts)["a"]
+    rough = HandRunner(load(folder, torch.bfloat16), torch.bfloat16).run(texts)["a"]
+    assert rough.dtype is torch.bfloat16
+    assert (rough.float() - exact).abs().mean() < 0.05 * exact.abs().mean()
+
+
+def test_unknown_architecture_names_those_we_run(tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    text = (folder / "config.json").read_text().replace("LlamaForCausalLM", "GPT2LMHeadModel")
+    (folder / "config.json").write_text(text)
+    with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel.*LlamaForCausalLM, Qwen3ForCausalLM"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic.*default, linear"),
+        ({"hidden_act": "relu"}, "relu.*silu"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+    ],
+)
+def test_unsupported_facts_are_refused_by_name(overrides: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        load(write_tiny(tmp_path, **overrides))
+
+
+def test_sliding_window_qwen3_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="sliding window"):
+        load(write_tiny(tmp_path, "qwen3", use_sliding_window=True, sliding_window=8))

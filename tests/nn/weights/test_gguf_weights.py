@@ -1,0 +1,117 @@
+"""GGUF files written by the gguf library give the same model as the safetensors they were made from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from hand_batch import HandRunner
+from hand_load import load
+from tiny import tiny_weights, write_tiny
+
+from slipstream.errors import BadCheckpoint
+from slipstream.nn.weights.gguf import halves_from_pairs
+
+THEIRS = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+PROMPT = {"a": [3, 1, 4, 1, 5, 9, 2, 6]}
+
+
+def write_gguf(folder: Path, kind: gguf.GGMLQuantizationType, extra: dict[str, np.ndarray] | None = None) -> Path:
+    """The folder's model as one file, with q and k in rotary pairs where llama.cpp has them so."""
+    config = json.loads((folder / "config.json").read_text())
+    arch = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}[config["architectures"][0]]
+    path = folder / "model.gguf"
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(10_000.0)
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    for name, tensor in tiny_weights(folder).items():
+        stem, suffix = name.rsplit(".", 1)
+        block = ""
+        if stem.startswith("model.layers."):
+            _, _, number, stem = stem.split(".", 3)
+            block = f"blk.{number}."
+        stem = THEIRS[stem]
+        if arch == "llama" and stem in heads:
+            tensor = pairs_from_halves(tensor, heads[stem])
+        array = tensor.numpy()
+        as_kind = kind if array.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(f"{block}{stem}.{suffix}", gguf.quants.quantize(array, as_kind), raw_dtype=as_kind)
+    for name, array in (extra or {}).items():
+        writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def pairs_from_halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """Dimension i and i + half side by side."""
+    out = torch.empty_like(rows)
+    dim = len(rows) // num_heads
+    for head in range(num_heads):
+        for i in range(dim // 2):
+            out[head * dim + 2 * i] = rows[head * dim + i]
+            out[head * dim + 2 * i + 1] = rows[head * dim + i + dim // 2]
+    return out
+
+
+def test_rows_in_pairs_are_put_back() -> None:
+    rows = torch.randn(24, 5)
+    assert halves_from_pairs(pairs_from_halves(rows, 3), 3).equal(rows)
+    bias = torch.randn(24)
+    assert halves_from_pairs(pairs_from_halves(bias, 3), 3).equal(bias)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True], ids=["head", "tied"])
+def test_float32_file_gives_the_same_weights(family: str, tied: bool, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, family, tie_word_embeddings=tied, attention_bias=family == "llama")
+    expected = load(folder).state_dict()
+    found = load(write_gguf(folder, gguf.GGMLQuantizationType.F32)).state_dict()
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name].equal(expected[name]), name
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])
+def test_packed_weights_stay_near(kind: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path)
+    expected = HandRunner(load(folder)).run(PROMPT)["a"]
+    found = HandRunner(load(write_gguf(folder, gguf.GGMLQuantizationType[kind]))).run(PROMPT)["a"]
+    error = (found - expected).square().mean().sqrt() / expected.std()
+    assert 1e-6 < error < {"F16": 0.005, "BF16": 0.03, "Q8_0": 0.05, "Q4_1": 0.5}[kind]
+
+
+def test_unknown_tensors_are_named_as_the_file_has_them(tmp_path: Path) -> None:
+    path = write_gguf(write_tiny(tmp_path), gguf.GGMLQuantizationType.F32, {"blk.0.odd": np.zeros(3, np.float32)})
+    with pytest.raises(BadCheckpoint, match=r"1 unexpected \(blk.0.odd\)"):
+        load(path)

@@ -1,0 +1,137 @@
+"""A sampler with nothing around it: plans by hand, logits from the test, and the stages again in plain numpy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+
+from slipstream.device.device import Device
+from slipstream.params import SamplingParams
+from slipstream.runner.batch.staging import HostRing
+from slipstream.runner.sampling.sampler import SampleOutput, Sampler
+from slipstream.runner.sampling.stage import SampleBatch
+from slipstream.step import NO_INTS, Admission, StepPlan
+
+GREEDY = SamplingParams(temperature=0)
+
+
+def admission(row, params, prompt=(1, 2), output=(), *, seed=0, sample=0, stop_ids=(), number=0) -> Admission:
+    history = np.array([*prompt, *output], np.int32)
+    return Admission(
+        row=row,
+        number=number,
+        num_prompt_tokens=len(prompt),
+        num_known=len(history),
+        num_cached=0,
+        params=params,
+        seed=seed,
+        sample=sample,
+        stop_ids=tuple(stop_ids),
+        history=history if params.has_penalties else None,
+    )
+
+
+def make_plan(rows, admitted=(), released=(), num_logprobs=None, step=0) -> StepPlan:
+    count = len(rows)
+    return StepPlan(
+        step=step,
+        released=np.array(released, np.int32),
+        admitted=tuple(admitted),
+        rows=np.array(rows, np.int32),
+        num_tokens=np.ones(count, np.int32),
+        lengths=np.ones(count, np.int32),
+        samples=np.ones(count, np.bool_),
+        num_given=np.zeros(count, np.int32),
+        tokens=NO_INTS,
+        new_pages=(),
+        num_logprobs=num_logprobs,
+    )
+
+
+class Harness:
+    """Steps of a sampler, as a runner would take them."""
+
+    def __init__(self, num_rows, vocab_size, dtype=torch.float64, device=None, num_slots=4, capacity=1 << 20) -> None:
+        self.device = device or Device(0, 1)
+        self.dtype = dtype
+        self.sampler = Sampler(num_rows, vocab_size, self.device, dtype)
+        self.ring = HostRing(num_slots, capacity, self.device)
+
+    def launch(self, plan: StepPlan, positions, logits, deliver) -> None:
+        """Queue one step. `logits` is a tensor, or makes one from the SampleBatch on the device."""
+        self.sampler.apply(plan)
+        upload = self.ring.open()
+        self.sampler.flush(upload)
+        sample = self.sampler.prepare(plan, upload)
+        rows_span = upload.put(plan.rows.astype(np.int64))
+        positions_span = upload.put(np.array(positions, np.int64))
+        upload.send(self.device.compute)
+        self.staged = upload._used
+
+        def run() -> None:
+            batch = SampleBatch(upload.tensor(rows_span).clone(), upload.tensor(positions_span).clone())
+            deliver(sample(logits(batch) if callable(logits) else logits.clone(), batch))
+
+        self.device.compute.run(run)
+
+    def step(self, rows, positions, logits, admitted=(), released=(), num_logprobs=None) -> SampleOutput:
+        outputs: list[SampleOutput] = []
+        plan = make_plan(rows, admitted, released, num_logprobs)
+        logits = logits if callable(logits) else torch.as_tensor(np.array(logits)).to(self.dtype)
+        self.launch(plan, positions, logits, outputs.append)
+        self.device.compute.record().wait()
+        return outputs[0]
+
+    def edited(self, rows, positions, logits, admitted=(), released=()) -> np.ndarray:
+        """The logits as the draw would see them; nothing is drawn."""
+        seen = []
+        draw = self.sampler.draw.prepare
+        self.sampler.draw.prepare = lambda rows, upload: (
+            lambda logits, batch: seen.append(logits.clone()) or draw(rows, upload)(logits, batch)
+        )
+        try:
+            self.step(rows, positions, logits, admitted, released)
+        finally:
+            del self.sampler.draw.prepare
+        return seen[0].numpy()
+
+
+def penalized(logits, prompt, output, params: SamplingParams):
+    """One row, one token at a time."""
+    result = np.array(logits, np.float64)
+    for token in range(len(result)):
+        count = list(output).count(token)
+        if token in prompt or count:
+            if result[token] > 0:
+                result[token] /= params.repetition_penalty
+            else:
+                result[token] *= params.repetition_penalty
+        result[token] -= params.frequency_penalty * count
+        result[token] -= params.presence_penalty * (count > 0)
+    return result
+
+
+def truncated(logits, params: SamplingParams):
+    """One row: temperature, min-p, top-k, top-p, in that order and by the book."""
+    scaled = np.array(logits, np.float64) / params.temperature
+    order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
+    best = scaled[order[0]]
+    if params.min_p > 0:
+        order = [i for i in order if scaled[i] >= best + math.log(params.min_p)]
+    if params.top_k > 0:
+        order = order[: params.top_k]
+    if params.top_p < 1:
+        weights = [math.exp(scaled[i] - best) for i in order]
+        before, count = 0.0, 0
+        while count < len(order) and before < params.top_p * math.fsum(weights):
+            before += weights[count]
+            count += 1
+        order = order[:count]
+    return np.where(scaled >= scaled[order[-1]], scaled, -np.inf)
+
+
+def softmax(logits):
+    weights = np.exp(logits - logits.max())
+    return weights / weights.sum()

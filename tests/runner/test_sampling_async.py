@@ -1,0 +1,166 @@
+"""The sampler while the host runs ahead: no look at a value, and no field read late."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+from sampling_harness import GREEDY, Harness, admission, make_plan
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from slipstream.device.device import Device
+from slipstream.params import SamplingParams
+from slipstream.runner.sampling.stage import StageWork
+
+EVERY_FEATURE = [
+    GREEDY,
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(top_k=5),
+    SamplingParams(min_p=0.1),
+    SamplingParams(temperature=0, repetition_penalty=1.3),
+    SamplingParams(temperature=1.3, top_k=9, top_p=0.9, min_p=0.01, frequency_penalty=0.5, min_tokens=2),
+    SamplingParams(temperature=0, presence_penalty=1.0, min_tokens=3),
+]
+
+
+def fake_steps(plant=None):
+    """A few steps with every feature, mixed and alone, on tensors that hold no values."""
+    vocab, num = 1000, len(EVERY_FEATURE)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        harness = Harness(num + 1, vocab, torch.float32, Device(0, 1))
+        if plant is not None:
+            harness.sampler.stages.insert(1, plant)
+        outputs = []
+        admitted = [admission(row, params, stop_ids=(3, 4)) for row, params in enumerate(EVERY_FEATURE)]
+        for step in range(2):
+            for rows in [list(range(num)), *([[row] for row in range(num)] if step else [])]:
+                plan = make_plan(rows, admitted, num_logprobs=step or None)
+                harness.launch(plan, [2 + step] * len(rows), torch.randn(len(rows), vocab), outputs.append)
+                admitted = []
+        # one leaves, another takes its row and slot, the table grows
+        admitted = [admission(6, EVERY_FEATURE[6], prompt=(1,), output=(4, 5), stop_ids=range(9))]
+        harness.launch(
+            make_plan([6], admitted, released=[6], num_logprobs=5), [3], torch.randn(1, vocab), outputs.append
+        )
+    return outputs
+
+
+def test_no_value_is_read_on_the_host():
+    outputs = fake_steps()
+    assert outputs[0].tokens.shape == (len(EVERY_FEATURE),)
+    assert outputs[-1].logprobs.top.shape == (1, 5)
+
+
+class Planted:
+    """A stage that does with the logits what the test says."""
+
+    def __init__(self, edit) -> None:
+        self.edit = edit
+
+    def apply(self, plan) -> None:
+        pass
+
+    def flush(self, upload) -> None:
+        pass
+
+    def prepare(self, rows, upload):
+        return StageWork(self.edit)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda logits, batch: logits.max().item(),
+        lambda logits, batch: bool((logits > 0).any()),
+        lambda logits, batch: int(batch.positions[0]),
+        lambda logits, batch: torch.multinomial(logits.softmax(-1), 1).tolist(),
+        lambda logits, batch: logits[logits > 0],
+        lambda logits, batch: batch.rows.nonzero(),
+    ],
+)
+def test_a_planted_look_is_caught(look):
+    with pytest.raises((DataDependentOutputException, RuntimeError, NotImplementedError)):
+        fake_steps(Planted(look))
+
+
+def story(seed, vocab=100, num_rows=9, num_steps=60):
+    """Requests that come and go in rows, as plans and positions; two rows may change hands in one step."""
+    rng = np.random.default_rng(seed)
+    free, running, plans, released = list(range(num_rows - 1)), {}, [], []
+    for step in range(num_steps):
+        admitted = []
+        while free and rng.random() < 0.5:
+            row = free.pop(int(rng.integers(len(free))))
+            params = EVERY_FEATURE[int(rng.integers(len(EVERY_FEATURE)))]
+            prompt = rng.integers(0, vocab, int(rng.integers(1, 6))).tolist()
+            output = rng.integers(0, vocab, int(rng.integers(0, 3))).tolist()
+            stop_ids = rng.integers(0, vocab, int(rng.integers(1, 7))).tolist()
+            admitted.append(admission(row, params, prompt, output, seed=step, sample=row, stop_ids=stop_ids))
+            running[row] = len(prompt) + len(output)
+        rows = [row for row in running if rng.random() < 0.8]
+        positions = [running[row] for row in rows]
+        plans.append((make_plan(rows, admitted, released, num_logprobs=[None, 0, 3][step % 3], step=step), positions))
+        for row in rows:
+            running[row] += 1
+        released = [row for row in running if rng.random() < 0.15]
+        for row in released:
+            del running[row]
+            free.append(row)
+    return plans
+
+
+def tell(plans, device, ahead, vocab=100, num_rows=9):
+    """Run a story, in groups of steps that the device is held back from until the host has launched them all.
+
+    Each step's logits depend on the tokens drawn before, as a model's would.
+    """
+    harness = Harness(num_rows, vocab, torch.float64, device, num_slots=ahead + 2)
+    table = torch.as_tensor(np.random.default_rng(0).normal(0, 2, (101, vocab)))
+    last = torch.zeros(num_rows, dtype=torch.int64)
+    outputs = []
+
+    def logits(batch):
+        return table[(last[batch.rows] + 7 * batch.positions) % 101]
+
+    def keep(rows):
+        def deliver(output):
+            last[torch.as_tensor(rows.astype(np.int64))] = output.tokens
+            outputs.append(output)
+
+        return deliver
+
+    for first in range(0, len(plans), ahead + 1):
+        gate = threading.Event()
+        if ahead:
+            device.compute.run(gate.wait)
+        for plan, positions in plans[first : first + ahead + 1]:
+            harness.launch(plan, positions, logits, keep(plan.rows))
+        gate.set()
+        device.compute.record().wait()
+    device.close()
+    return outputs
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_two_steps_ahead_gives_the_same_tokens(seed):
+    plans = story(seed)
+    inline, ahead = tell(plans, Device(0, 1), 0), tell(plans, Device(2, 1), 2)
+    assert len(inline) == len(ahead) == len(plans)
+    assert sum(len(output.tokens) for output in inline) > 150
+    for a, b in zip(inline, ahead, strict=True):
+        assert torch.equal(a.tokens, b.tokens)
+        assert (a.logprobs is None) == (b.logprobs is None)
+        if a.logprobs is not None:
+            for x, y in zip(a.logprobs, b.logprobs, strict=True):
+                assert torch.equal(x, y)
+
+
+def test_a_step_stages_little():
+    """The arena is sized by rows: no feature may send more than this, histories and stop ids apart."""
+    num = 64
+    params = EVERY_FEATURE[6]
+    harness = Harness(num + 1, 100)
+    admitted = [admission(row, params, prompt=(1,), stop_ids=(2,)) for row in range(num)]
+    harness.step(range(num), [1] * num, np.zeros((num, 100)), admitted)
+    assert harness.staged < 256 * num + 1024

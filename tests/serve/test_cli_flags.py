@@ -1,0 +1,82 @@
+import argparse
+
+import msgspec
+import pytest
+
+from slipstream.config.options import Options
+from slipstream.params import SamplingParams
+from slipstream.serve.cli.flags import (
+    SAMPLING_HELP,
+    add_engine_flags,
+    add_sampling_flags,
+    engine_options,
+    sampling_changes,
+)
+
+
+@pytest.fixture
+def parser():
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_engine_flags(parser)
+    add_sampling_flags(parser, max_tokens=99)
+    return parser
+
+
+def test_every_option_has_a_flag_with_its_description(parser):
+    text = " ".join(parser.format_help().split())
+    for name in Options.__struct_fields__:
+        assert f"--{name.replace('_', '-')}" in text
+    assert "positions in one page of the cache (default: 16)" in text
+    assert "share them by content (default: yes)" in text
+    assert "--dtype {auto,float32,float64,bfloat16,float16}" in text
+    assert "--max-model-len N|auto" in text
+
+
+def test_flags_that_are_not_given_are_left_to_their_defaults(parser):
+    args = parser.parse_args([])
+    assert engine_options(args) == {}
+    assert sampling_changes(args) == {"max_tokens": 99}
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        (["--model", "m"], {"model": "m"}),
+        (["--page-size", "32"], {"page_size": 32}),
+        (["--gpu-memory-utilization", "0.5"], {"gpu_memory_utilization": 0.5}),
+        (["--no-enable-prefix-caching"], {"enable_prefix_caching": False}),
+        (["--dequantize", "--dtype", "float64"], {"dequantize": True, "dtype": "float64"}),
+        (["--max-model-len", "auto"], {"max_model_len": "auto"}),
+        (["--max-model-len", "-1"], {"max_model_len": -1}),
+        (["--kv-cache-memory", "2GiB"], {"kv_cache_memory": "2GiB"}),
+        (["--kv-cache-memory", "4096"], {"kv_cache_memory": 4096}),
+        (["--depth", "0", "--seed", "3"], {"depth": 0, "seed": 3}),
+    ],
+)
+def test_flags_become_options(parser, flags, options):
+    given = engine_options(parser.parse_args(flags))
+    assert given == options
+    assert msgspec.structs.replace(Options(), **given) == Options(**options)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--page-size", "many"], "'many' given; it takes a whole number"),
+        (["--max-model-len", "long"], "'long' given; it takes a whole number or 'auto'"),
+        (["--temperature", "hot"], "'hot' given; it takes a number"),
+        (["--dtype", "float8"], "invalid choice: 'float8'"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_named(parser, flags, message):
+    with pytest.raises(argparse.ArgumentError, match=message):
+        parser.parse_args(flags)
+
+
+def test_sampling_flags_are_fields_of_sampling_params(parser):
+    assert set(SAMPLING_HELP) <= set(SamplingParams.__struct_fields__)
+    assert not set(SAMPLING_HELP) & set(Options.__struct_fields__)
+    flags = ["--temperature", "0.5", "--top-k", "-1", "--stop", "a", "--stop", "b", "--ignore-eos", "--max-tokens", "3"]
+    changes = sampling_changes(parser.parse_args(flags))
+    assert changes == {"temperature": 0.5, "top_k": -1, "stop": ["a", "b"], "ignore_eos": True, "max_tokens": 3}
+    assert SamplingParams(**changes).stop_strings == ("a", "b")

@@ -1,0 +1,99 @@
+import json
+
+import pytest
+
+from slipstream.serve.cli.generate import parse_prompts
+
+
+def test_prompts_as_arguments_come_back_in_order(terminal):
+    code, out, err = terminal.run("generate", "one", "two", "--max-tokens", "5", "--model", "m")
+    assert (code, out, err) == (0, "echo: one\n\necho: two\n", "")
+    assert terminal.llm.prompts == [{"prompt": "one"}, {"prompt": "two"}]
+    (params,) = terminal.llm.params  # one call: they run batched
+    assert (params.max_tokens, params.temperature) == (5, 0.25)
+    assert terminal.llm.options == {"model": "m"} and terminal.llm.closed
+
+
+def test_json_lines_tell_everything_of_each_text(terminal):
+    _, out, _ = terminal.run("generate", "naïve", "b", "--json", "--n", "2")
+    records = [json.loads(line) for line in out.splitlines()]
+    assert [(r["index"], r["sample"], r["text"]) for r in records] == [
+        (0, 0, "echo: naïve"),
+        (0, 1, "echo: naïve!"),
+        (1, 0, "echo: b"),
+        (1, 1, "echo: b!"),
+    ]
+    assert records[0] == {
+        "index": 0,
+        "sample": 0,
+        "prompt": "naïve",
+        "text": "echo: naïve",
+        "token_ids": [1, 2, 3],
+        "finish_reason": "stop",
+        "stop_reason": None,
+        "num_prompt_tokens": 2,
+        "num_cached_tokens": 0,
+    }
+    assert "naïve" in out  # written as it is, not escaped
+
+
+def test_a_file_holds_one_prompt_a_line(terminal, tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("first\n\n  second\r\n")
+    terminal.run("generate", "--file", str(path))
+    assert terminal.llm.prompts == [{"prompt": "first"}, {"prompt": "  second"}]
+
+
+def test_a_file_may_hold_json_lines(terminal, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "two\\nlines"}\n{"prompt_token_ids": [3, 4]}\n')
+    _, out, _ = terminal.run("generate", "--file", str(path), "--json")
+    assert terminal.llm.prompts == [{"prompt": "two\nlines"}, {"prompt_token_ids": [3, 4]}]
+    assert json.loads(out.splitlines()[1])["prompt"] is None
+
+
+@pytest.mark.parametrize("argv", [["generate"], ["generate", "--file", "-"]])
+def test_standard_input_is_read_like_a_file(terminal, argv):
+    assert terminal.run(*argv, stdin="a\nb\n")[1] == "echo: a\n\necho: b\n"
+
+
+def test_chat_puts_prompts_through_the_template(terminal):
+    _, out, _ = terminal.run("generate", "hi", "--chat", "--system", "be brief", "--json")
+    assert terminal.llm.conversations == [
+        [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    ]
+    assert json.loads(out)["prompt"] == "hi"
+
+
+def test_a_first_line_that_only_looks_like_json_is_text():
+    assert parse_prompts("{name} said\n3\n", "f") == ["{name} said", "3"]
+
+
+@pytest.mark.parametrize("line", ["plain", '{"prompt": 3}', '{"text": "x"}', '{"prompt_token_ids": [1, "2"]}', "[]"])
+def test_a_json_line_that_is_no_prompt_is_named(terminal, line):
+    code, _, err = terminal.run("generate", stdin='{"prompt": "fine"}\n\n' + line)
+    assert code == 2 and terminal.llm is None
+    assert err.startswith("slipstream: standard input line 3 is not a JSON object")
+
+
+@pytest.mark.parametrize(
+    ("argv", "stdin", "tty", "message"),
+    [
+        (["generate"], "", True, "there is no prompt"),
+        (["generate"], "\n\n", False, "there is no prompt"),
+        (["generate", "a", "--file", "b"], "", True, "choose one"),
+        (["generate", "--file", "no/such/file"], "", True, "cannot read prompts from no/such/file: No such file"),
+        (["generate", "a", "--system", "s"], "", True, "--system needs --chat"),
+        (["generate", "--chat"], '{"prompt_token_ids": [1]}', False, "cannot go through a chat template"),
+    ],
+)
+def test_a_mistake_is_named_before_the_model_is_loaded(terminal, argv, stdin, tty, message):
+    code, out, err = terminal.run(*argv, stdin=stdin, tty=tty)
+    assert (code, out) == (2, "") and terminal.llm is None
+    assert message in err and err.count("\n") == 1
+
+
+def test_a_file_that_is_not_text_is_named(terminal, tmp_path):
+    path = tmp_path / "weights.bin"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8 text" in terminal.run("generate", "--file", str(path))[2]

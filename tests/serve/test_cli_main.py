@@ -1,0 +1,92 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+import slipstream
+from slipstream.errors import BadCheckpoint, EngineDead, NotEnoughMemory
+from slipstream.serve.cli import version
+
+
+def test_help_lists_the_commands(terminal):
+    code, out, _ = terminal.run("--help")
+    assert code == 0
+    for command in ("chat", "generate", "version"):
+        assert f"\n    {command} " in out
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_the_help_of_a_command_shows_its_flags(terminal, command):
+    code, out, _ = terminal.run(command, "--help")
+    assert code == 0
+    assert "--temperature X" in out and "--page-size N" in out
+    assert out.startswith(f"usage: slipstream {command} [PROMPT")
+
+
+def test_version_is_told_without_a_model(terminal, monkeypatch):
+    monkeypatch.setattr(version, "PACKAGES", ("msgspec", "no-such-package"))
+    code, out, _ = terminal.run("version")
+    assert code == 0 and terminal.llm is None
+    assert out.startswith(f"slipstream {slipstream.__version__}\npython 3.")
+    assert out.endswith("no-such-package not installed\n")
+    assert terminal.run("--version")[1] == f"slipstream {slipstream.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["chat", "hi", "--page-sise", "3"], "unrecognized arguments: --page-sise"),
+        (["chat", "hi", "--temp", "3"], "unrecognized arguments: --temp"),
+        (["chat", "hi", "--page-size", "big"], "it takes a whole number"),
+        (["chat", "hi", "--temperature", "-1"], "temperature is -1.0; give at least 0.0"),
+        (["chat", "hi", "--temperature", "nan"], "temperature is nan; give a finite number"),
+        (["generate", "hi", "--min-tokens", "9", "--max-tokens", "3"], "min_tokens is 9, max_tokens 3"),
+        (["generate", "hi", "--n", "0"], "n is 0"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_and_loads_no_model(terminal, argv, message):
+    code, out, err = terminal.run(*argv)
+    assert code == 2 and out == "" and terminal.llm is None
+    assert message in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+def failing(error):
+    def make(**options):
+        raise error
+
+    return make
+
+
+@pytest.mark.parametrize(("kind", "code"), [(BadCheckpoint, 2), (NotEnoughMemory, 2), (EngineDead, 1)])
+def test_an_error_of_ours_is_one_line_and_a_code(terminal, kind, code):
+    error = kind("model.gguf is\ncut off")
+    error.__cause__ = RuntimeError("bad sector")
+    terminal.kind = failing(error)
+    got, out, err = terminal.run("chat", "hi")
+    assert (got, out) == (code, "")
+    assert err == "slipstream: model.gguf is cut off (RuntimeError: bad sector)\n"
+
+
+def test_a_bug_keeps_its_stack_trace(terminal):
+    terminal.kind = failing(AssertionError("page 3 released twice"))
+    with pytest.raises(AssertionError, match="released twice"):
+        terminal.run("chat", "hi")
+
+
+def test_an_interrupt_while_loading_ends_with_130(terminal):
+    terminal.kind = failing(KeyboardInterrupt())
+    assert terminal.run("chat", "hi") == (130, "", "\n")
+
+
+def test_a_reader_that_goes_away_is_no_error():
+    read_end, write_end = os.pipe()
+    os.close(read_end)  # gone before anything is written
+    command = [sys.executable, "-m", "slipstream.serve.cli.main", "generate", "--help"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (141, "")

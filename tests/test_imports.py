@@ -1,0 +1,92 @@
+"""The host half, the package and the command line load without torch. Modules are counted; nothing is timed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[1] / "src"
+
+PROBE = """
+import json, sys
+sys.path.insert(0, {src!r})
+
+class Forbid:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {forbidden!r}:
+            raise ImportError(f"{{name}} was imported")
+
+sys.meta_path.insert(0, Forbid())
+before = set(sys.modules)
+{code}
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def load(code: str, forbidden: tuple[str, ...] = ("torch", "triton", "transformers")) -> list[str]:
+    """Modules that `code` loads in a fresh interpreter in which `forbidden` cannot be imported."""
+    script = PROBE.format(src=str(SRC), forbidden=forbidden, code=code)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def modules_in(*places: str) -> list[str]:
+    """Names of all modules of some packages, and of single modules, under src/slipstream."""
+    names = []
+    for place in places:
+        path = SRC / "slipstream" / place
+        files = path.rglob("*.py") if path.is_dir() else [path.with_suffix(".py")]
+        for file in sorted(files):
+            assert file.exists(), file
+            names.append(".".join(file.relative_to(SRC).with_suffix("").parts).removesuffix(".__init__"))
+    assert names
+    return names
+
+
+def test_the_hook_catches_an_import_of_torch():
+    with pytest.raises(AssertionError, match="torch was imported"):
+        load("import torch")
+
+
+def test_importing_slipstream_loads_next_to_nothing():
+    loaded = load("import slipstream", ("torch", "numpy", "msgspec", "rich"))
+    assert [name for name in loaded if name.startswith("slipstream")] == ["slipstream"]
+    assert len(loaded) < 40, loaded
+
+
+def test_sampling_params_come_without_torch():
+    load("from slipstream import SamplingParams, RequestOutput, CompletionOutput; SamplingParams(temperature=0.5)")
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        ("errors", "params", "request", "step", "cache_spec", "messages"),
+        ("config", "metrics"),
+        ("text",),
+        ("scheduler",),
+        ("engine/core", "engine/inputs", "engine/outputs", "engine/results", "engine/stream"),
+        ("serve",),
+    ],
+    ids=lambda places: places[0],
+)
+def test_the_host_half_loads_without_torch(places):
+    load("\n".join(f"import {name}" for name in modules_in(*places)))
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["chat", "--help"], ["generate", "--help"], ["version"], ["chat", "--x"]])
+def test_the_command_line_answers_without_anything_heavy(argv):
+    code = f"from slipstream.serve.cli.main import main\nmain({argv!r})"
+    loaded = load(code, ("torch", "numpy", "rich", "jinja2", "tokenizers", "gguf", "safetensors"))
+    assert len(loaded) < 200, len(loaded)
+
+
+def test_an_unknown_name_is_named():
+    import slipstream
+
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        slipstream.Nothing  # noqa: B018
+    assert {"LLM", "AsyncEngine", "SamplingParams"} <= set(dir(slipstream))

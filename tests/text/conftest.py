@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tiny_tokenizer import write_byte_tokenizer
+
+from slipstream.config.gguf_file import GgufFile
+from slipstream.config.locate import locate
+from slipstream.text.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="session")
+def smollm_file() -> GgufFile:
+    return GgufFile(locate(None).path)
+
+
+@pytest.fixture(scope="session")
+def smollm(smollm_file: GgufFile) -> Tokenizer:
+    return Tokenizer.from_gguf(smollm_file)
+
+
+@pytest.fixture
+def tiny_folder(tmp_path: Path) -> Path:
+    write_byte_tokenizer(tmp_path)
+    return tmp_path

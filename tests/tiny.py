@@ -1,0 +1,118 @@
+"""Tiny checkpoints for tests: two layers, random weights, complete down to the tokenizer. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tiny_tokenizer import END_OF_TEXT, IM_END, write_byte_tokenizer
+
+VOCAB_SIZE = 304  # more than the tokenizer has, as real checkpoints do
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+_COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+    "bos_token_id": END_OF_TEXT,
+    "eos_token_id": IM_END,
+}
+_FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "head_dim": 16, "rms_norm_eps": 1e-5},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24, "rms_norm_eps": 1e-6},
+}
+
+
+def write_tiny(
+    folder: Path,
+    family: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    shards: int = 1,
+    **overrides: Any,
+) -> Path:
+    """Write a checkpoint of the family into the folder. Overrides are fields of its config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {**_COMMON, **_FAMILIES[family], **overrides}
+    write_byte_tokenizer(folder)
+    _write_config(folder, family, settings, dtype)
+    write_weights(folder, tiny_weights(folder, dtype, seed), shards)
+    return folder
+
+
+def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Random tensors for the folder's config, spread widely enough that logits differ clearly."""
+    config = json.loads((folder / "config.json").read_text())
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int, spread: float = 0.15, middle: float = 0.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator, dtype=torch.float64) * spread + middle).to(dtype)
+
+    hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    attention_bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
+
+    weights = {"model.embed_tokens.weight": random(vocab, hidden, spread=0.3)}
+    for layer in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        products = {
+            "self_attn.q_proj": (queries, hidden, attention_bias),
+            "self_attn.k_proj": (keys, hidden, attention_bias),
+            "self_attn.v_proj": (keys, hidden, attention_bias),
+            "self_attn.o_proj": (hidden, queries, attention_bias),
+            "mlp.gate_proj": (ffn, hidden, mlp_bias),
+            "mlp.up_proj": (ffn, hidden, mlp_bias),
+            "mlp.down_proj": (hidden, ffn, mlp_bias),
+        }
+        for name, (num_rows, num_columns, bias) in products.items():
+            weights[f"{prefix}.{name}.weight"] = random(num_rows, num_columns)
+            if bias:
+                weights[f"{prefix}.{name}.bias"] = random(num_rows)
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        if config["architectures"] == ["Qwen3ForCausalLM"]:
+            norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim}
+        for name, size in norms.items():
+            weights[f"{prefix}.{name}.weight"] = random(size, middle=1.0)
+    weights["model.norm.weight"] = random(hidden, middle=1.0)
+    if not config["tie_word_embeddings"]:
+        weights["lm_head.weight"] = random(vocab, hidden, spread=0.3)
+    return weights
+
+
+def write_weights(folder: Path, weights: dict[str, torch.Tensor], shards: int = 1) -> None:
+    if shards == 1:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = list(weights)
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        mine = names[shard::shards]
+        save_file({name: weights[name] for name in mine}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(mine, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def _write_config(folder: Path, family: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
+    """Through the library's own classes, so that the file looks as real ones do."""
+    from transformers import LlamaConfig, Qwen3Config
+
+    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[family](**settings)
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.save_pretrained(folder)

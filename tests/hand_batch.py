@@ -1,4 +1,4 @@
-"""A batch made by hand: rows, pages and a BatchView with no runner, filled with garbage wherever nothing was written."""
+"""A batch made by hand: rows, pages and a BatchView with no runner; garbage lies wherever nothing was written."""
 
 from __future__ import annotations
 

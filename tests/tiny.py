@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
 from tiny_tokenizer import END_OF_TEXT, IM_END, write_byte_tokenizer
 
 VOCAB_SIZE = 304  # more than the tokenizer has, as real checkpoints do

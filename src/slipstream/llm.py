@@ -40,7 +40,11 @@ class LLM:
         _device: Device | None = None,
         **options: Any,
     ) -> None:
-        built = build(make_options(model=None if model is None else str(model), **options), progress=use_tqdm_on_load, device=_device)
+        built = build(
+            make_options(model=None if model is None else str(model), **options),
+            progress=use_tqdm_on_load,
+            device=_device,
+        )
         self.config = built.config
         self.core = built.core
         self.inputs = built.inputs
@@ -200,7 +204,7 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise InvalidPrompt(f"prompts is {type(prompts).__name__}; give a string, a list of token ids, or a list of prompts")
+        raise InvalidPrompt(f"prompts is {type(prompts).__name__}; give a string, token ids, or a list of prompts")
     if prompts and all(isinstance(item, int) for item in prompts):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
@@ -224,7 +228,13 @@ def _progress(total: int, shown: bool) -> Iterator[Callable[[Track], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.fields[rate]}"))
+    columns = (
+        TextColumn("prompts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[rate]}"),
+    )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total, rate="")
         start, num_tokens = time.monotonic(), 0

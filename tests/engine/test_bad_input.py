@@ -167,7 +167,9 @@ def test_auto_length_fits_the_memory(folder):
             assert llm.config.scheduler.max_model_len == llm.inputs.max_model_len == 12
             with pytest.raises(PromptTooLong, match="takes 12"):
                 llm.generate([1] * 12)
-            assert len(llm.generate([1] * 8, SamplingParams(max_tokens=99, ignore_eos=True))[0].outputs[0].token_ids) == 4
+            assert (
+                len(llm.generate([1] * 8, SamplingParams(max_tokens=99, ignore_eos=True))[0].outputs[0].token_ids) == 4
+            )
 
 
 def test_unknown_architecture_lists_what_is_supported(folder, tmp_path):

@@ -121,16 +121,11 @@ def test_penalties_follow_prompt_and_output(vocab, dtype):
             penalized(row, prompt, output, own)
             for row, prompt, output, own in zip(logits, prompts, outputs, params, strict=True)
         ]
-        seen = []
-
-        def look(batch, logits=logits):
-            seen.append(torch.as_tensor(logits).to(dtype))
-            return seen[0]
-
+        edited = torch.as_tensor(logits).to(dtype)
         positions = [len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)]
-        tokens = harness.step(rows, positions, look, admitted).tokens.tolist()
-        np.testing.assert_allclose(seen[0].numpy(), expected, rtol=1e-13, atol=2e-6 if dtype == torch.float32 else 0)
-        assert tokens == [int(row.argmax()) for row in seen[0].numpy()]
+        tokens = harness.step(rows, positions, lambda batch, own=edited: own, admitted).tokens.tolist()
+        np.testing.assert_allclose(edited.numpy(), expected, rtol=1e-13, atol=2e-6 if dtype == torch.float32 else 0)
+        assert tokens == [int(row.argmax()) for row in edited.numpy()]
         for output, token in zip(outputs, tokens, strict=True):
             output.append(token)
         admitted = ()

@@ -85,7 +85,7 @@ def test_an_interrupt_while_loading_ends_with_130(terminal):
 def test_a_reader_that_goes_away_is_no_error():
     read_end, write_end = os.pipe()
     os.close(read_end)  # gone before anything is written
-    command = [sys.executable, "-m", "slipstream.serve.cli.main", "generate", "--help"]
+    command = [sys.executable, "-m", "slipstream.serve.cli.main", "version"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, env=environment)
     os.close(write_end)

@@ -22,7 +22,7 @@ def fields(**given: Any) -> dict[str, Any]:
 def byte_level(**given: Any) -> dict[str, Any]:
     """The letters of all bytes, a few merges, two control tokens and a user-defined one."""
     vocab = sorted(byte_tokenizer().get_vocab(with_added_tokens=False).items(), key=lambda item: item[1])
-    tokens = [text for text, _ in vocab] + ["he", "12", "123", "Ġa", "<s>", "</s>", "<tool>"]
+    tokens = [text for text, _ in vocab] + ["he", "12", "123", "Ġa", "zz", "<s>", "</s>", "<tool>"]
     types = [1] * (len(tokens) - 3) + [3, 3, 4]
     base = dict(model="gpt2", pre="default", tokens=tokens, token_type=types, merges=["h e", "1 2", "12 3", "Ġ a"])
     return fields(**{**base, "bos_token_id": len(tokens) - 3, "eos_token_id": len(tokens) - 2, **given})
@@ -53,7 +53,9 @@ def test_smollm_ends_a_turn_with_im_end(smollm: Tokenizer) -> None:
         ("smollm", "he 123 a", ["he", "Ġ", "1", "2", "3", "Ġa"]),
         ("qwen2", "he123", ["he", "1", "2", "3"]),
         ("llama-bpe", "he123123", ["he", "123", "123"]),
-        ("llama-bpe", "he1212312", ["he", "12", "1", "2", "3", "12"]),
+        ("llama-bpe", "he1212312", ["he", "12", "1", "2", "3", "1", "2"]),
+        ("llama-bpe", "zz", ["zz"]),  # a whole word needs no merges there
+        ("default", "zz", ["z", "z"]),
         ("gpt-2", "he<tool>he<s>", ["he", "<tool>", "he", "<s>"]),
     ],
 )

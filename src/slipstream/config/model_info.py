@@ -49,7 +49,9 @@ def read_model_info(folder: Path) -> ModelInfo:
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError:
-        raise BadCheckpoint(f"{folder} has no config.json; give a folder in Hugging Face layout or a .gguf file") from None
+        raise BadCheckpoint(
+            f"{folder} has no config.json; give a folder in Hugging Face layout or a .gguf file"
+        ) from None
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"{path} cannot be read: {error}; download the model again") from None
     if not isinstance(config, dict):
@@ -60,7 +62,7 @@ def read_model_info(folder: Path) -> ModelInfo:
 def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
     architectures = config.get("architectures") or []
     if not architectures:
-        raise BadCheckpoint("config.json names no architecture; add \"architectures\", for example [\"LlamaForCausalLM\"]")
+        raise BadCheckpoint('config.json names no architecture; add "architectures", for example ["LlamaForCausalLM"]')
     architecture = architectures[0]
     try:
         heads = int(config["num_attention_heads"])

@@ -19,11 +19,14 @@ def _doc(text: str) -> msgspec.Meta:
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
-        str | None, _doc("a folder in Hugging Face layout, a .gguf file or a hub name; the embedded SmolLM2 if not given")
+        str | None,
+        _doc("a folder in Hugging Face layout, a .gguf file or a hub name; the embedded SmolLM2 if not given"),
     ] = None
     tokenizer: Annotated[str | None, _doc("a folder or tokenizer.json to use instead of the model's own")] = None
     skip_tokenizer_init: Annotated[bool, _doc("work on token ids alone; prompts must be lists of ids")] = False
-    chat_template: Annotated[str | None, _doc("a Jinja chat template, or the path of one, instead of the model's")] = None
+    chat_template: Annotated[str | None, _doc("a Jinja chat template, or the path of one, instead of the model's")] = (
+        None
+    )
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"], _doc("where weights come from; dummy makes seeded random ones")
     ] = "auto"
@@ -61,7 +64,10 @@ _FOREIGN: dict[str, tuple[tuple[Any, ...], str]] = {
     "tensor_parallel_size": ((None, 1), "one device runs the whole model; use 1"),
     "pipeline_parallel_size": ((None, 1), "one device runs the whole model; use 1"),
     "data_parallel_size": ((None, 1), "start one engine per device; use 1"),
-    "quantization": ((None, "gguf"), "the checkpoint itself says how it is quantised; leave it out, or give a .gguf file"),
+    "quantization": (
+        (None, "gguf"),
+        "the checkpoint itself says how it is quantised; leave it out, or give a .gguf file",
+    ),
     "kv_cache_dtype": ((None, "auto"), "the cache has the model's dtype; use auto"),
     "trust_remote_code": ((None, False), "code from a checkpoint is never run; leave it out"),
     "disable_log_stats": ((None, True, False), ""),

@@ -73,7 +73,7 @@ def resolve(
         raise NotEnoughMemory(
             f"the cache holds {length} positions ({num_pages - 1} pages of {page_size}, "
             f"{num_pages * page_bytes / 2**20:.0f} MiB), max_model_len is {wanted}; give max_model_len={length} or less, "
-            "max_model_len=\"auto\", or more kv_cache_memory"
+            'max_model_len="auto", or more kv_cache_memory'
         )
     if length < 2:
         raise NotEnoughMemory(

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.device.streams import CudaStream, InlineStream, Stream, ThreadedStream
 from slipstream.config.resolve import Machine
+from slipstream.device.streams import CudaStream, InlineStream, Stream, ThreadedStream
 from slipstream.errors import InvalidOption
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -83,7 +83,9 @@ def device_facts(kind: str) -> Machine:
     """The machine's facts for `cpu`, `cuda`, or `auto`: a GPU if there is one."""
     has_cuda = torch.cuda.is_available()
     if kind == "cuda" and not has_cuda:
-        raise InvalidOption("device is cuda, and torch finds no CUDA GPU; use device=\"cpu\" or install a CUDA build of torch")
+        raise InvalidOption(
+            'device is cuda, and torch finds no CUDA GPU; use device="cpu" or install a CUDA build of torch'
+        )
     if kind in ("cuda", "auto") and has_cuda:
         free, total = torch.cuda.mem_get_info()
         return Machine("cuda", free, total, default_threads(), ("bfloat16", "float16", "float32"))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-
 import msgspec
 
 from slipstream.config.config import EngineConfig
 from slipstream.config.generation import GenerationDefaults, read_generation_defaults
 from slipstream.config.gguf_file import GgufFile
-from slipstream.config.gguf_info import model_info_from_gguf
+from slipstream.config.gguf_info import gguf_model_info
 from slipstream.config.locate import LocatedModel, locate
 from slipstream.config.model_info import ModelInfo, read_model_info
 from slipstream.config.options import Options
@@ -18,7 +17,8 @@ from slipstream.engine.core import EngineCore
 from slipstream.engine.inputs import InputProcessor
 from slipstream.runner.assemble import build_runner, layer_specs
 from slipstream.scheduler.cache.layout import group_layers
-from slipstream.text.tokenizer import Tokenizer, load_tokenizer
+from slipstream.text.chat import load_chat_template
+from slipstream.text.tokenizer import Tokenizer
 
 
 class Built(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ def build(options: Options, *, progress: bool = False, device: Device | None = N
     located = locate(options.model, options.revision)
     info, defaults = _read(located)
     config = settle(options, located, info)
-    tokenizer = None if options.skip_tokenizer_init else load_tokenizer(located, options.tokenizer, options.chat_template)
+    tokenizer = None if options.skip_tokenizer_init else _load_tokenizer(options, located)
     core = EngineCore(config, build_runner(config, progress=progress, device=device))
     inputs = InputProcessor(tokenizer, defaults, config.scheduler.max_model_len, info.vocab_size, config.model.name)
     return Built(config, core, inputs, tokenizer)
@@ -42,13 +42,20 @@ def build(options: Options, *, progress: bool = False, device: Device | None = N
 
 def _read(located: LocatedModel) -> tuple[ModelInfo, GenerationDefaults]:
     if located.kind == "gguf":
-        return model_info_from_gguf(GgufFile(located.path)), GenerationDefaults()
+        return gguf_model_info(GgufFile(located.path)), GenerationDefaults()
     info = read_model_info(located.path)
     defaults = read_generation_defaults(located.path)
     if defaults.eos_token_ids:
         ends = dict.fromkeys((*info.eos_token_ids, *defaults.eos_token_ids))
         info = msgspec.structs.replace(info, eos_token_ids=tuple(ends))
     return info, defaults
+
+
+def _load_tokenizer(options: Options, located: LocatedModel) -> Tokenizer:
+    tokenizer = Tokenizer.load(options.tokenizer or located.path)
+    if options.chat_template is not None:
+        tokenizer.chat_templates["default"] = load_chat_template(options.chat_template)
+    return tokenizer
 
 
 def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineConfig:
@@ -66,5 +73,3 @@ def _weight_bytes(info: ModelInfo, dtype: str) -> int:
     ffn = 3 * info.hidden_size * info.ffn_size
     embeddings = info.vocab_size * info.hidden_size * (1 if info.tied_embeddings else 2)
     return (info.num_layers * (attention + ffn) + embeddings) * ITEMSIZE[dtype]
-
-

@@ -53,9 +53,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        async for result in self._stream(
-            prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt
-        ):
+        async for result in self._stream(prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt):
             yield result
 
     async def chat(

@@ -71,7 +71,7 @@ class InputProcessor:
     ) -> str:
         tokenizer = self._need_tokenizer("messages")
         return render_chat(
-            tokenizer.chat_template,
+            tokenizer.chat_template(with_tools=bool(tools)),
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -104,7 +104,7 @@ class InputProcessor:
                 raise InvalidPrompt(f"token id {token!r} is not a whole number")
             token = token.__index__()
             if not 0 <= token < self.vocab_size:
-                raise InvalidPrompt(f"token id {token} is not in the vocabulary; {self.model_name} has 0 to {self.vocab_size - 1}")
+                raise InvalidPrompt(f"token id {token} is unknown; {self.model_name} has 0 to {self.vocab_size - 1}")
             checked.append(token)
         return checked
 
@@ -115,11 +115,11 @@ class InputProcessor:
             if token >= self.vocab_size:
                 raise InvalidParams(f"stop_token_ids holds {token}; {self.model_name} has 0 to {self.vocab_size - 1}")
         if params.logprobs is not None and params.logprobs > self.vocab_size:
-            raise InvalidParams(f"logprobs is {params.logprobs}; the vocabulary has {self.vocab_size} tokens, ask for fewer")
+            raise InvalidParams(f"logprobs is {params.logprobs}; the vocabulary has {self.vocab_size}, ask for fewer")
         if params.stop_strings and self.tokenizer is None:
             raise InvalidParams("stop strings need a tokenizer, and there is none; use stop_token_ids")
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
-            raise BadTokenizer(f"the prompt is {what} and skip_tokenizer_init is set; give token ids, or load the tokenizer")
+            raise BadTokenizer(f"the prompt is {what} and skip_tokenizer_init is set; give token ids or unset it")
         return self.tokenizer

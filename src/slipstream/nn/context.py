@@ -34,6 +34,8 @@ class BatchView:
     max_lengths: NDArray[np.int32]  # host [B], at least `lengths`
     num_single: int  # host: leading rows that have one token
 
+    query_starts: torch.Tensor | None = None  # [B + 1] int32, first token of each row; None: one token a row
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:

@@ -7,6 +7,7 @@ checkpoint is opened, since a file may mix several. A low-bit format joins as on
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,20 +31,20 @@ class Piece(Protocol):
         """As plain numbers, in whatever dtype and place the checkpoint has them; not to be written to."""
 
 
-class Weight(nn.Module):
+class Weight(nn.Module, ABC):
     """A matrix [rows, columns] in some format, filled piece by piece."""
 
+    @abstractmethod
     def fill(self, first_row: int, piece: Piece) -> None:
         """Put a piece of the checkpoint at these rows."""
-        raise NotImplementedError
 
+    @abstractmethod
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., columns] to [..., rows]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows by their numbers: [T] to [T, columns]."""
-        raise NotImplementedError
 
 
 class WeightFormat(Protocol):

@@ -129,6 +129,10 @@ class ResultSlot:
         slot, size = self._slot, self._shape.num_bytes
         copy = self._device.copy
         copy.wait_for(self._device.compute.record())
-        copy.run(lambda: slot.host_tensor[:size].copy_(slot.on_device[:size], non_blocking=True) and None)
+
+        def bring_out() -> None:
+            slot.host_tensor[:size].copy_(slot.on_device[:size], non_blocking=True)
+
+        copy.run(bring_out)
         slot.copied = copy.record()
         return StepHandle(slot.copied, self._shape, slot.host)

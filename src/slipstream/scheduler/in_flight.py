@@ -9,11 +9,8 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import attrgetter
 
 from slipstream.request import Request, Status
-
-_admission = attrgetter("admission")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,7 @@ class InFlight:
 
     def launch(self, step: int, requests: list[Request]) -> None:
         """`requests` sample in this step, and each has counted its token as pending."""
-        self._steps.append(Launched(step, requests, list(map(_admission, requests))))
+        self._steps.append(Launched(step, requests, [request.admission for request in requests]))
 
     def oldest(self) -> Launched:
         """The plan whose result is due, taken out."""

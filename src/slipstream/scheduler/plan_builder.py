@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -12,8 +11,6 @@ from slipstream.scheduler.cache.manager import Added
 from slipstream.step import NO_INTS, NO_PAGES, Admission, Ints, PageUpdates, StepPlan
 
 _NO_COPIES: Ints = np.zeros((0, 3), np.int32)
-_row = attrgetter("row")
-_computed = attrgetter("computed")
 
 
 class Chunk(NamedTuple):
@@ -46,9 +43,10 @@ class PlanBuilder:
 
     def add_pages(self, row: int, added: list[Added]) -> None:
         for (rows, places, pages), (start, new) in zip(self._updates, added, strict=True):
-            rows += [row] * len(new)
-            places += range(start, start + len(new))
-            pages += new
+            for place, page in enumerate(new, start):
+                rows.append(row)
+                places.append(place)
+                pages.append(page)
 
     def sort(self) -> list[Request]:
         """Bring the rows into the plan's order; returns those that sample."""
@@ -57,17 +55,19 @@ class PlanBuilder:
         self.chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
         return self.decodes + [chunk.request for chunk in self.chunks if chunk.samples]
 
-    def build(self, released: list[int], num_logprobs: int | None) -> StepPlan:
+    def build(self, released: list[int], num_logprobs: int | None, arrays: DecodeArrays) -> StepPlan:
+        """Hand the plan over; rows must be in order, and `arrays` those of the plan before."""
         chunks, num_decodes = self.chunks, len(self.decodes)
         total = num_decodes + len(chunks)
-        planned = self.decodes + [chunk.request for chunk in chunks] if chunks else self.decodes
-        rows = np.fromiter(map(_row, planned), np.int32, total)
-        lengths = np.fromiter(map(_computed, planned), np.int32, total)
+        arrays.advance(self.decodes)
+        rows, lengths = arrays.rows, arrays.lengths
         num_tokens = np.ones(total, np.int32)
         num_given = np.zeros(total, np.int32)
         samples = np.ones(total, np.bool_)
         tokens = NO_INTS
         if chunks:
+            rows = np.concatenate([rows, np.array([chunk.request.row for chunk in chunks], np.int32)])
+            lengths = np.concatenate([lengths, np.array([chunk.request.computed for chunk in chunks], np.int32)])
             num_tokens[num_decodes:] = num_given[num_decodes:] = [chunk.num_tokens for chunk in chunks]
             samples[num_decodes:] = [chunk.samples for chunk in chunks]
             given: list[int] = []
@@ -91,6 +91,24 @@ class PlanBuilder:
             copies=np.array(self.copies, np.int32) if self.copies else _NO_COPIES,
             num_logprobs=num_logprobs,
         )
+
+
+class DecodeArrays:
+    """Rows and lengths of a plan's decodes. Mostly the next plan decodes the same requests, each one longer."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.rows: Ints = NO_INTS
+        self.lengths: Ints = NO_INTS
+
+    def advance(self, requests: list[Request]) -> None:
+        """From one plan to the next. To leave its row and come back, a request needs a plan in between without it."""
+        if requests == self.requests:
+            self.lengths = self.lengths + 1
+        else:
+            self.requests = requests
+            self.rows = np.array([request.row for request in requests], np.int32)
+            self.lengths = np.array([request.computed for request in requests], np.int32)
 
 
 def _ints(values: list[int]) -> Ints:

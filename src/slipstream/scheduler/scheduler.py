@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from itertools import islice
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from slipstream.request import FinishReason, Request, Status
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager, Hit
 from slipstream.scheduler.in_flight import InFlight
-from slipstream.scheduler.plan_builder import Chunk, PlanBuilder
+from slipstream.scheduler.plan_builder import Chunk, DecodeArrays, PlanBuilder
 from slipstream.scheduler.stopping import check_stop
 from slipstream.scheduler.waiting import WaitingQueue
 from slipstream.step import Admission, StepLogprobs, StepPlan, StepResult
@@ -44,6 +43,7 @@ class Scheduler:
         self._waiting = WaitingQueue(config.max_waiting)
         self._running: list[Request] = []  # by priority, then number: whoever is preempted comes last
         self._in_flight = InFlight()
+        self._arrays = DecodeArrays()
         self._live: dict[str, list[Request]] = {}  # by id: samples that have not finished
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []  # rows given back since the last plan
@@ -131,7 +131,7 @@ class Scheduler:
         if self._num_asking:
             asked = [request.params.logprobs for request in sampling if request.params.logprobs is not None]
             num_logprobs = max(asked, default=None)
-        plan = builder.build(self._released, num_logprobs)
+        plan = builder.build(self._released, num_logprobs, self._arrays)
         self._in_flight.launch(self._next_step, sampling)
         self._released = []
         self._next_step += 1
@@ -145,18 +145,22 @@ class Scheduler:
         """Give running requests their tokens. False if one had to make room: then nobody should be let in."""
         running, decodes = self._running, builder.decodes
         num_preemptions = self.num_preemptions
-        left = budget.tokens  # after chunks; decodes are taken off at the end
-        set_aside = -1  # tokens for decodes, which chunks must leave them; counted when first needed
+        left = budget.tokens
+        num_decodes = -1  # of all running; chunks leave them their tokens. Counted when first needed
         # Whoever lacks pages takes them from the end of this list, from requests not planned yet.
-        for request in islice(running, left):
+        for request in running:
+            if not left:
+                break
             start = request.computed
             if start >= request.runway:
                 if start < request.num_known:
-                    if set_aside < 0:
-                        set_aside = sum(1 for other in running if other.computed >= other.num_known)
-                    num = min(request.num_known - start, left - set_aside)
+                    if num_decodes < 0:
+                        num_decodes = sum(1 for other in running if other.computed >= other.num_known)
+                    num = min(request.num_known - start, left - (num_decodes - len(decodes)))
                     if num <= 0:
-                        continue
+                        if builder:
+                            continue
+                        num = 1  # the first in line always moves
                     if start + num > request.capacity and not self._make_room(request, start + num, builder):
                         break
                     self._plan_chunk(request, num, builder)
@@ -171,7 +175,8 @@ class Scheduler:
             request.computed = start + 1
             request.pending += 1
             decodes.append(request)
-        budget.tokens = left - len(decodes)
+            left -= 1
+        budget.tokens = left
         return self.num_preemptions == num_preemptions
 
     def _plan_waiting(self, builder: PlanBuilder, budget: Budget) -> None:

@@ -97,11 +97,9 @@ class Tokenizer:
                 raise InvalidPrompt(f"a prompt is of type {type(text).__name__}; give a string")
         try:
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        except UnicodeEncodeError:
-            raise InvalidPrompt("a prompt holds half of a surrogate pair, which is no character; remove it") from None
-        except (
-            Exception
-        ) as error:  # the library raises plain Exceptions, for example for a character it has no token for
+        except Exception as error:  # the library raises plain Exceptions, for example for a character without a token
+            if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+                raise InvalidPrompt("a prompt holds half of a surrogate pair, which is no character; remove it") from None
             raise InvalidPrompt(f"the tokenizer refused a prompt: {error}; change its text") from None
         return [encoding.ids for encoding in encodings]
 

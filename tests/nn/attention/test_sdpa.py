@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hand_batch import HandRunner
-from hand_load import load
-from tiny import write_tiny
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hand_batch import HandRunner
+from hand_load import load
 from slipstream.nn.attention.sdpa import split_by_width
 from slipstream.nn.context import BatchView
+from tiny import write_tiny
 
 
 def test_rows_of_like_width_share_a_call() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from hand_batch import HandRunner
-from hand_load import load
-from tiny import LLAMA3_ROPE, write_tiny
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from hand_batch import HandRunner
+from hand_load import load
 from slipstream.errors import UnsupportedModel
+from tiny import LLAMA3_ROPE, write_tiny
 
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

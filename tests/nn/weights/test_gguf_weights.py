@@ -9,12 +9,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+
 from hand_batch import HandRunner
 from hand_load import load
-from tiny import tiny_weights, write_tiny
-
 from slipstream.errors import BadCheckpoint
 from slipstream.nn.weights.gguf import halves_from_pairs
+from tiny import tiny_weights, write_tiny
 
 THEIRS = {
     "model.embed_tokens": "token_embd",

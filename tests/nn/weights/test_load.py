@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from hand_batch import HandRunner
 from hand_load import load
-from tiny import tiny_weights, write_tiny, write_weights
-
 from slipstream.errors import BadCheckpoint
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.weights.load import find_places
 from slipstream.nn.weights.rules import Rules
+from tiny import tiny_weights, write_tiny, write_weights
 
 PROMPT = {"a": [3, 1, 4, 1, 5, 9, 2, 6]}
 

@@ -74,7 +74,12 @@ class Upload:
         stream.run(upload)
         slot.copied = stream.record()
         if after:
-            stream.run(lambda: [work() for work in after] and None)
+            stream.run(lambda: _run_all(after))
+
+
+def _run_all(works: list[Callable[[], None]]) -> None:
+    for work in works:
+        work()
 
 
 class _Slot:

@@ -33,7 +33,7 @@ class Truncate:
     def __init__(self, num_rows: int, vocab_size: int, device: Device, dtype: np.dtype[Any]) -> None:
         self.vocab_size = vocab_size
         self.group = np.full(num_rows, _NONE, np.int8)
-        self.top_k = np.zeros(num_rows, np.int64)  # of rows in group _TOP_K
+        self.top_k = np.zeros(num_rows, np.int64)  # the vocabulary where there is none
         self.values = StagedTensor((num_rows, 3), dtype, device)  # log of min_p, top_k, top_p
 
     def apply(self, plan: StepPlan) -> None:

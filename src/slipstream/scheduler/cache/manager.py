@@ -102,29 +102,17 @@ class CacheManager:
 
         A newcomer comes with its hit and holds those pages from here on. `keep` pages of each group stay free.
         """
-        if hit is None:
-            added = self._grow(request, length, keep)
-        else:
-            added = self._seat(request, length, hit, keep)
-        if added is not None:
-            request.capacity = min(
-                (group.positions_in(len(held)) for group, held in zip(self.groups, request.pages, strict=True)),
-                default=NEVER,
-            )
-        return added
-
-    def _grow(self, request: Request, length: int, keep: int) -> list[Added] | None:
-        needs = []
+        if hit is not None:
+            return self._seat(request, length, hit, keep)
         for group, held in zip(self.groups, request.pages, strict=True):
-            need = group.pages_for(length) - len(held)
-            if need > group.pool.num_free - keep:
+            if group.pages_for(length) - len(held) > group.pool.num_free - keep:
                 return None
-            needs.append(need)
         added = []
-        for group, held, need in zip(self.groups, request.pages, needs, strict=True):
-            pages = group.pool.take(need) if need > 0 else []
+        for group, held in zip(self.groups, request.pages, strict=True):
+            pages = group.pool.take(group.pages_for(length) - len(held))
             added.append((len(held), pages))
             held += pages
+        self._set_capacity(request)
         return added
 
     def _seat(self, request: Request, length: int, hit: Hit, keep: int) -> list[Added] | None:
@@ -139,11 +127,12 @@ class CacheManager:
         added = []
         for group, shared in zip(self.groups, hit.pages, strict=True):
             group.pool.share(shared)  # before taking, which could take these very pages
-            pages = shared + group.pool.take(max(0, group.pages_for(length) - len(shared)))
+            pages = shared + group.pool.take(group.pages_for(length) - len(shared))
             request.pages.append(pages)
             added.append((0, list(pages)))
         self._holders.add(request)
         request.num_published = len(hit.pages[0]) if self.groups else 0
+        self._set_capacity(request)
         self._set_mark(request)
         return added
 
@@ -178,6 +167,14 @@ class CacheManager:
         request.capacity = 0
         request.num_published = 0
         request.publish_after = NEVER
+
+    def _set_capacity(self, request: Request) -> None:
+        capacity = NEVER
+        for group, held in zip(self.groups, request.pages, strict=True):
+            positions = group.positions_in(len(held))
+            if positions < capacity:
+                capacity = positions
+        request.capacity = capacity
 
     def _set_mark(self, request: Request) -> None:
         # the last known token may not have been launched, so a page counts once the token after it is known

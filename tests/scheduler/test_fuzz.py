@@ -1,0 +1,110 @@
+"""Random days of a scheduler: whatever comes, invariants hold and every request gets the tokens it gets alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from scripted import VOCAB, Bench, alone
+from slipstream.errors import QueueFull, RequestTooLarge
+from slipstream.request import Request, Status
+
+
+class Day:
+    def __init__(self, seed: int, depth: int) -> None:
+        rng = self.rng = random.Random(seed * 3 + depth)
+        page_size = rng.choice([1, 1, 2, 4, 8])
+        chunked = rng.random() < 0.7
+        self.max_model_len = rng.choice([24, 48])
+        longest = -(-self.max_model_len // page_size)
+        self.bench = Bench(
+            depth=rng.choice([0, 0, depth]),  # sets the watermark: a low one makes pages run out more often
+            page_size=page_size,
+            num_pages=1 + rng.randint(longest - longest // 4, 2 * longest),
+            prefix_caching=rng.random() < 0.7,
+            num_groups=rng.choice([1, 1, 2]),
+            max_num_seqs=rng.choice([1, 4, 8, 8]),
+            max_num_batched_tokens=rng.choice([1, 3, 7, 16, 40]) if chunked else self.max_model_len,
+            max_model_len=self.max_model_len,
+            max_waiting=rng.choice([4, 30]),
+            chunked_prefill=chunked,
+            staged_ints=rng.choice([1, 60, 4096]),
+        )
+        self.bench.depth = depth
+        self.roots = [[rng.randrange(VOCAB) for _ in range(30)] for _ in range(3)]
+        self.aborted: set[Request] = set()
+        self.refused = 0
+
+    def submit(self) -> None:
+        rng = self.rng
+        root = rng.choice(self.roots)[: rng.choice([0, 2, 5, 9, 20])]
+        prompt = root + [rng.randrange(VOCAB) for _ in range(rng.randint(not root, 3))]
+        try:
+            self.bench.submit(
+                prompt,
+                n=rng.choice([1, 1, 1, 2, 3]),
+                max_tokens=rng.choice([1, 4, 15, 40, 40]),
+                stop=rng.sample(range(VOCAB), rng.choice([0, 2, 8])),
+                min_tokens=rng.choice([0, 0, 1]),
+                seed=rng.randrange(3),
+                priority=rng.choice([0, 0, 0, 1, 2]),
+                salt=rng.choice(["", "", "x"]),
+                presence_penalty=rng.choice([0.0, 0.0, 0.5]),
+                logprobs=rng.choice([None, None, 0, 2]),
+            )
+        except (QueueFull, RequestTooLarge):
+            self.refused += 1
+
+    def abort(self) -> None:
+        """Also of requests that are done, and of samples that never were."""
+        if self.bench.requests:
+            request = self.rng.choice(self.bench.requests[-12:])
+            sample = self.rng.choice([None, 0, 1])
+            gone = self.bench.scheduler.abort(request.id, sample)
+            assert all(r.status is Status.FINISHED and r.id == request.id for r in gone)
+            assert not self.bench.scheduler.abort(request.id, sample)
+            self.aborted.update(gone)
+
+    def run(self, steps: int) -> None:
+        bench, rng = self.bench, self.rng
+        rush = 0.5
+        for step in range(steps):
+            if step % 25 == 0:
+                rush = rng.choice([0.0, 0.2, 0.6, 0.9])
+            if rng.random() < rush:
+                self.submit()
+            if rng.random() < 0.08:
+                self.abort()
+            bench.step()
+            if bench.scheduler.num_in_flight and rng.random() < 0.1:
+                bench.commit()
+            if step % 4 == 0:
+                bench.scheduler.check()
+        bench.run()
+        for request in bench.requests:
+            assert request.status is Status.FINISHED
+            got, (expected, _reason) = bench.output_of(request), alone(request)
+            if request in self.aborted:
+                assert got == expected[: len(got)]
+            else:
+                bench.check_tokens(request)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(14))
+def test_a_random_day_changes_no_tokens(seed: int, depth: int) -> None:
+    Day(seed, depth).run(120)
+
+
+def test_the_days_are_eventful() -> None:
+    """The fuzz is worth something only if all of it happens."""
+    days = [Day(seed, depth=2) for seed in range(14)]
+    for day in days:
+        day.run(120)
+    assert sum(day.bench.scheduler.num_preemptions for day in days) > 30
+    assert sum(day.bench.cache.num_hits for day in days) > 100
+    assert sum(day.refused for day in days) > 5
+    assert sum(len(day.aborted) for day in days) > 20
+    assert sum(len(plan.copies) for day in days for plan in day.bench.plans) > 10
+    assert any(request.num_preemptions > 1 for day in days for request in day.bench.requests)

@@ -1,0 +1,279 @@
+"""A device that invents tokens: the oracle for "scheduling never changes tokens".
+
+It keeps what the real one keeps, a row table, page tables and the content of every page, and plays plans in order. A
+slot holds the (token, position) written into it. A drawn token is a pure function of the tokens that the row sees
+through its pages, so any mistake in rows, pages, positions or given tokens shows as an assertion or as a wrong token.
+Plans are played when their result is asked for, so a plan that is changed after it was handed over shows too.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from slipstream.cache_spec import CacheGroup, PagedSpec
+from slipstream.config.config import CacheConfig, SchedulerConfig
+from slipstream.messages import Output
+from slipstream.params import SamplingParams
+from slipstream.request import FinishReason, Request
+from slipstream.scheduler.cache.manager import CacheManager
+from slipstream.scheduler.scheduler import Scheduler
+from slipstream.step import NULL_PAGE, Admission, StepLogprobs, StepPlan, StepResult
+
+VOCAB = 97
+
+
+def draw(tokens: Sequence[int], seed: int, sample: int) -> int:
+    """The next token of this history."""
+    return hash((seed, sample, *tokens)) % VOCAB
+
+
+class _Row:
+    def __init__(self, admission: Admission, num_groups: int) -> None:
+        self.admission = admission
+        self.tables: list[dict[int, int]] = [{} for _ in range(num_groups)]
+        self.length = admission.num_cached
+        self.last_token: int | None = None
+
+
+class ScriptedExecutor:
+    def __init__(self, page_size: int, num_groups: int = 1, max_num_seqs: int = 1 << 30) -> None:
+        self.page_size = page_size
+        self.num_groups = num_groups
+        self.max_num_seqs = max_num_seqs
+        self.rows: dict[int, _Row] = {}
+        self.slots: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in range(num_groups)]
+        self.num_admissions = 0
+        self.num_computed = 0
+        self.fail: Callable[[Admission, int], bool] = lambda admission, length: False
+        self._queue: deque[StepPlan] = deque()
+        self._last_step = -1
+
+    def launch(self, plan: StepPlan) -> None:
+        self._queue.append(plan)
+
+    def wait(self) -> StepResult:
+        """Play the oldest plan."""
+        plan = self._queue.popleft()
+        assert plan.step == self._last_step + 1
+        self._last_step = plan.step
+        self._release_and_admit(plan)
+        self._update_pages(plan)
+        self._write(plan)
+        return self._sample(plan)
+
+    def _release_and_admit(self, plan: StepPlan) -> None:
+        for row in plan.released.tolist():
+            del self.rows[row]
+        for admission in plan.admitted:
+            assert admission.row not in self.rows, f"row {admission.row} has an owner"
+            assert 0 <= admission.row < self.max_num_seqs
+            assert admission.number == self.num_admissions
+            assert 0 <= admission.num_cached < admission.num_known
+            self.num_admissions += 1
+            self.rows[admission.row] = _Row(admission, self.num_groups)
+
+    def _update_pages(self, plan: StepPlan) -> None:
+        assert len(plan.new_pages) == self.num_groups
+        for group, updates in enumerate(plan.new_pages):
+            for row, place, page in zip(updates.rows, updates.places, updates.pages, strict=True):
+                assert page != NULL_PAGE
+                table = self.rows[int(row)].tables[group]
+                assert int(place) == len(table), "a page was put where one is, or left a gap"
+                table[int(place)] = int(page)
+        for group, source, target in plan.copies.tolist():
+            for offset in range(self.page_size):
+                content = self.slots[group].get((source, offset))
+                if content is not None:
+                    self.slots[group][target, offset] = content
+
+    def _write(self, plan: StepPlan) -> None:
+        """Every row's tokens into its slots, before anyone reads: so does each layer of a model."""
+        given = iter(plan.tokens.tolist())
+        written = set()
+        singles = plan.num_tokens == 1
+        assert singles.tolist() == sorted(singles.tolist(), reverse=True), "rows of one token come first"
+        assert len(set(plan.rows.tolist())) == len(plan.rows) > 0, "a row is planned twice"
+        for row, num, length, num_given in zip(plan.rows, plan.num_tokens, plan.lengths, plan.num_given, strict=True):
+            state = self.rows[int(row)]
+            assert num >= 1 and length == state.length + num, f"row {row} is at {state.length}, planned to {length}"
+            for index, position in enumerate(range(state.length, int(length))):
+                known = index < num_given
+                assert known == (position < state.admission.num_known), f"row {row}: who gives token {position}?"
+                token = next(given) if known else state.last_token
+                assert token is not None, f"row {row} reads a token it has not drawn"
+                place, offset = divmod(position, self.page_size)
+                for group, table in enumerate(state.tables):
+                    slot = table[place], offset
+                    assert (group, slot) not in written, f"two rows write slot {slot}"
+                    written.add((group, slot))
+                    self.slots[group][slot] = token, position
+            state.length = int(length)
+            self.num_computed += int(num)
+        assert next(given, None) is None, "more tokens given than planned"
+
+    def _sample(self, plan: StepPlan) -> StepResult:
+        tokens, failed = [], []
+        for row, samples in zip(plan.rows.tolist(), plan.samples.tolist(), strict=True):
+            state = self.rows[row]
+            seen = self._read(state)
+            assert samples == (state.length >= state.admission.num_known)
+            if not samples:
+                continue
+            state.last_token = draw(seen, state.admission.seed, state.admission.sample)
+            tokens.append(state.last_token)
+            failed.append(self.fail(state.admission, state.length))
+            if state.admission.history is not None and state.length == state.admission.num_known:
+                assert state.admission.history.tolist() == seen
+        count = len(tokens)
+        logprobs = None
+        if (k := plan.num_logprobs) is not None:
+            ids = np.arange(count * k, dtype=np.int32).reshape(count, k)
+            chosen = -np.array(tokens, np.float64) - 1
+            logprobs = StepLogprobs(chosen, np.arange(1, count + 1, dtype=np.int32), ids, -ids - 0.5)
+        return StepResult(np.array(tokens, np.int32), np.array(failed, np.bool_), logprobs)
+
+    def _read(self, state: _Row) -> list[int]:
+        """The row's tokens as its pages hold them; every group must hold the same, at the right positions."""
+        seen: list[int] = []
+        for group, table in enumerate(state.tables):
+            tokens = []
+            for position in range(state.length):
+                place, offset = divmod(position, self.page_size)
+                token, written_for = self.slots[group][table[place], offset]
+                assert written_for == position, f"position {position} reads what was written for {written_for}"
+                tokens.append(token)
+            assert group == 0 or tokens == seen
+            seen = tokens
+        return seen
+
+
+def make_config(page_size: int = 4, num_pages: int = 64, prefix_caching: bool = True, num_groups: int = 1) -> CacheConfig:
+    groups = tuple(CacheGroup(PagedSpec(1, 8 * (g + 1), 4, page_size), (g,)) for g in range(num_groups))
+    return CacheConfig(page_size, num_pages, prefix_caching, groups)
+
+
+class Bench:
+    """Scheduler and scripted device, driven as the core drives them."""
+
+    def __init__(
+        self,
+        depth: int = 0,
+        page_size: int = 4,
+        num_pages: int = 64,
+        prefix_caching: bool = True,
+        num_groups: int = 1,
+        max_num_seqs: int = 8,
+        max_num_batched_tokens: int = 64,
+        max_model_len: int = 64,
+        max_waiting: int = 1000,
+        chunked_prefill: bool = True,
+        staged_ints: int = 4096,
+    ) -> None:
+        self.depth = depth
+        self.cache = CacheManager(make_config(page_size, num_pages, prefix_caching, num_groups))
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=max_num_batched_tokens,
+                max_model_len=max_model_len,
+                max_waiting=max_waiting,
+                chunked_prefill=chunked_prefill,
+                depth=depth,
+                seed=0,
+                staged_ints=staged_ints,
+            ),
+            self.cache,
+        )
+        self.executor = ScriptedExecutor(page_size, num_groups, max_num_seqs)
+        self.plans: list[StepPlan] = []
+        self.outputs: list[Output] = []
+        self.requests: list[Request] = []
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        *,
+        id: str | None = None,
+        n: int = 1,
+        max_tokens: int = 8,
+        stop: Sequence[int] = (),
+        seed: int = 0,
+        priority: int = 0,
+        salt: str = "",
+        **params: object,
+    ) -> list[Request]:
+        id = f"r{len(self.requests)}" if id is None else id
+        sampling = SamplingParams(n=n, max_tokens=max_tokens, **params)  # type: ignore[arg-type]
+        length = min(len(prompt) + max_tokens, self.scheduler.config.max_model_len)
+        requests = [
+            Request(
+                id, list(prompt), sampling, sample=k, priority=priority, cache_salt=salt,
+                stop_ids=tuple(stop), max_length=length, seed=seed,
+            )
+            for k in range(n)
+        ]  # fmt: skip
+        self.scheduler.submit(requests)
+        self.requests += requests
+        return requests
+
+    def plan(self) -> StepPlan | None:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.plans.append(plan)
+            self.executor.launch(plan)
+        return plan
+
+    def commit(self) -> list[Output]:
+        outputs = self.scheduler.commit(self.executor.wait())
+        self.outputs += outputs
+        return outputs
+
+    def step(self) -> list[Output]:
+        plan = self.plan()
+        if self.scheduler.num_in_flight and (plan is None or self.scheduler.num_in_flight > self.depth):
+            return self.commit()
+        assert plan is not None or not self.scheduler.has_work(), "work, nothing planned and nothing in flight: a hang"
+        return []
+
+    def run(self, max_steps: int = 10_000) -> None:
+        for _ in range(max_steps):
+            if not self.scheduler.has_work():
+                break
+            self.step()
+            self.scheduler.check()
+        assert not self.scheduler.has_work(), f"still busy after {max_steps} steps"
+        self.check_empty()
+
+    def check_empty(self) -> None:
+        self.scheduler.check()
+        assert self.cache.num_free == self.cache.num_usable
+        assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.num_in_flight) == (0, 0, 0)
+        assert all(request.pending == 0 for request in self.requests)
+
+    def output_of(self, request: Request) -> list[int]:
+        """What the outputs said, put together."""
+        mine = [output for output in self.outputs if (output.request_id, output.sample) == (request.id, request.sample)]
+        return [token for output in mine for token in output.token_ids]
+
+    def check_tokens(self, request: Request, finish: FinishReason | None = None) -> None:
+        """What came out is what it would have got alone."""
+        tokens, reason = alone(request)
+        assert request.tokens[request.num_prompt :] == self.output_of(request) == tokens
+        last = [o for o in self.outputs if (o.request_id, o.sample) == (request.id, request.sample)][-1]
+        assert last.finish_reason is reason and (finish is None or reason is finish)
+
+
+def alone(request: Request) -> tuple[list[int], FinishReason]:
+    """What this request gets on a machine of its own."""
+    tokens = list(request.tokens[: request.num_prompt])
+    while True:
+        token = draw(tokens, request.seed, request.sample)
+        tokens.append(token)
+        count = len(tokens) - request.num_prompt
+        if token in request.stop_ids and count >= request.params.min_tokens:
+            return tokens[request.num_prompt :], FinishReason.STOP
+        if len(tokens) >= request.max_length:
+            return tokens[request.num_prompt :], FinishReason.LENGTH

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_tokenizer import CHATML
+
+from slipstream.errors import BadTokenizer, InvalidPrompt
+from slipstream.text.chat import load_chat_template, render_chat
+from slipstream.text.tokenizer import Tokenizer
+
+HI = [{"role": "user", "content": "Hi"}]
+
+
+def render(template: str, messages: Any = None, **given: Any) -> str:
+    return render_chat(template, HI if messages is None else messages, **given)
+
+
+def test_the_models_template_gives_its_known_prompt(smollm: Tokenizer) -> None:
+    text = render_chat(smollm.chat_template(), HI, special_tokens=smollm.special_tokens)
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    assert text == f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    ids = smollm.encode(text, add_special_tokens=False)
+    assert ids[:2] == [1, 9690] and ids.count(1) == 3 and ids.count(2) == 2
+
+
+def test_the_generation_prompt_may_be_left_out() -> None:
+    assert render(CHATML, add_generation_prompt=False) == "<|im_start|>user\nHi<|im_end|>\n"
+
+
+def test_blocks_leave_no_blank_lines_and_loops_may_break() -> None:
+    template = "{% for m in messages %}\n    {% if loop.index > 1 %}\n{% break %}\n    {% endif %}\n{{ m.content }};\n{% endfor %}\n"
+    assert render(template, HI * 3) == "Hi;\n"
+
+
+def test_json_is_not_escaped_for_web_pages() -> None:
+    tools = [{"name": "a<b>&'ü"}]
+    assert render("{{ tools[0] | tojson }}", tools=tools) == '{"name": "a<b>&\'ü"}'
+    assert render("{{ tools | tojson(indent=2) }}", tools=tools) == '[\n  {\n    "name": "a<b>&\'ü"\n  }\n]'
+
+
+def test_a_template_knows_special_tokens_the_date_and_its_own_arguments() -> None:
+    template = "{{ bos_token }}{{ strftime_now('%Y') | length }}{{ enable_thinking }}{{ tools is none }}"
+    assert render(template, special_tokens={"bos_token": "<s>"}, enable_thinking=False) == "<s>4FalseTrue"
+
+
+def test_the_generation_tag_of_training_templates_is_only_its_body() -> None:
+    assert render("a{% generation %}{{ messages[0].content }}{% endgeneration %}b") == "aHib"
+
+
+def test_text_parts_become_one_text_and_the_callers_list_is_left_alone() -> None:
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages = [{"role": "user", "content": parts}]
+    assert render("{{ messages[0].content }}", messages) == "one\ntwo"
+    assert messages == [{"role": "user", "content": parts}]
+
+
+def test_arguments_of_tool_calls_reach_the_template_as_objects() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+    messages = [{"role": "assistant", "tool_calls": [call]}]
+    template = "{{ messages[0].tool_calls[0].function.arguments.x[0] }}{{ messages[0].content is none }}"
+    assert render(template, messages) == "1True"
+    assert call["function"]["arguments"] == '{"x": [1]}'  # type: ignore[index]
+
+
+@pytest.mark.parametrize("content", ["I am", "ends in space  ", "", "Hi", "{{ 7 * 7 }}<|im_end|>"])
+@pytest.mark.parametrize("trim", ["", " | trim"])
+def test_a_continued_message_ends_exactly_with_its_content(content: str, trim: str) -> None:
+    template = CHATML.replace("message['content']", f"(message['content']{trim})")
+    text = render(
+        template,
+        [*HI, {"role": "assistant", "content": content}],
+        continue_final_message=True,
+        add_generation_prompt=False,
+    )
+    assert text == f"<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n{content}"
+
+
+def test_what_cannot_be_continued_is_refused() -> None:
+    with pytest.raises(InvalidPrompt, match="add_generation_prompt=False"):
+        render(CHATML, continue_final_message=True)
+    with pytest.raises(InvalidPrompt, match="does not show the final message"):
+        render("nothing", continue_final_message=True, add_generation_prompt=False)
+    silent = [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]
+    with pytest.raises(InvalidPrompt, match="no content to continue"):
+        render(CHATML, silent, continue_final_message=True, add_generation_prompt=False)
+
+
+@pytest.mark.parametrize(
+    "messages, words",
+    [
+        ("Hi", "messages are of type str"),
+        ([], "no messages"),
+        (["Hi"], "message 0 is of type str"),
+        ([*HI, {"content": "x"}], "message 1 has the role None"),
+        ([{"role": "user"}], "message 0 has no content"),
+        ([{"role": "user", "content": 5}], "content of type int"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "image_url"),
+        ([{"role": "user", "content": [{"type": "text", "text": 3}]}], "we take"),
+    ],
+)
+def test_wrong_messages_are_named(messages: Any, words: str) -> None:
+    with pytest.raises(InvalidPrompt, match=words):
+        render(CHATML, messages)
+
+
+def test_tools_and_reserved_arguments_are_checked() -> None:
+    with pytest.raises(InvalidPrompt, match="tools must be a list"):
+        render(CHATML, tools=[print])
+    with pytest.raises(InvalidPrompt, match="may not hold 'documents'"):
+        render(CHATML, documents=[])
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[5].content.x }}", "no element 5"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ cycler.__init__.__globals__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "not safely callable|unsafe"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{{ 'a' * 10 ** 9 }}", "would make a value"),
+        ("{{ 9 ** (9 ** 9) }}", "would make a value"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "turns"),
+        ("{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}", "turns"),
+    ],
+)
+def test_a_template_that_fails_hangs_or_breaks_out_is_stopped(template: str, words: str) -> None:
+    with pytest.raises(InvalidPrompt, match=words):
+        render(template)
+
+
+def test_one_long_rendering_does_not_use_up_the_turns_of_the_next() -> None:
+    template = "{% for i in range(70000) %}{% endfor %}ok"
+    assert [render(template) for _ in range(4)] == ["ok"] * 4
+
+
+def test_no_template_or_a_broken_one_names_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(BadTokenizer, match="chat_template="):
+        render_chat(None, HI)
+    with pytest.raises(BadTokenizer, match="line 2.*chat_template="):
+        render("\n{% if %}")
+
+
+def test_a_template_may_be_given_as_text_or_as_a_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jinja"
+    path.write_text("{{ messages[0].role }}")
+    assert render(load_chat_template(str(path))) == "user"
+    assert load_chat_template("{{ x }}") == "{{ x }}"
+    with pytest.raises(BadTokenizer, match="neither a template nor a file"):
+        load_chat_template(str(tmp_path / "absent.jinja"))

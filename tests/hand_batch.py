@@ -28,6 +28,7 @@ class HandRunner:
     dtype: torch.dtype = torch.float32
     page_size: int = 4
     num_pages: int = 64
+    device: str = "cpu"
     slack: int = 0  # how far the host's upper bounds lie above the truth
     rows: dict[str, HandRow] = field(default_factory=dict)
 
@@ -36,7 +37,10 @@ class HandRunner:
         self.caches = [
             tuple(
                 torch.full(
-                    (self.num_pages, self.page_size, spec.num_kv_heads, spec.head_dim), GARBAGE, dtype=self.dtype
+                    (self.num_pages, self.page_size, spec.num_kv_heads, spec.head_dim),
+                    GARBAGE,
+                    dtype=self.dtype,
+                    device=self.device,
                 )
                 for _ in range(2)
             )
@@ -68,11 +72,11 @@ class HandRunner:
             pages = self.rows[name].pages
             table[place, : len(pages)] = pages
         return BatchView(
-            ids=torch.tensor(ids),
-            positions=torch.tensor(positions),
-            lengths=torch.tensor(lengths),
-            slots=(torch.tensor(slots),),
-            page_tables=(torch.from_numpy(table),),
+            ids=torch.tensor(ids, device=self.device),
+            positions=torch.tensor(positions, device=self.device),
+            lengths=torch.tensor(lengths, device=self.device),
+            slots=(torch.tensor(slots, device=self.device),),
+            page_tables=(torch.from_numpy(table).to(self.device),),
             num_tokens=np.array(counts, np.int32),
             max_lengths=max_lengths,
             num_single=num_single,

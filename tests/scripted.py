@@ -150,7 +150,9 @@ class ScriptedExecutor:
         return seen
 
 
-def make_config(page_size: int = 4, num_pages: int = 64, prefix_caching: bool = True, num_groups: int = 1) -> CacheConfig:
+def make_config(
+    page_size: int = 4, num_pages: int = 64, prefix_caching: bool = True, num_groups: int = 1
+) -> CacheConfig:
     groups = tuple(CacheGroup(PagedSpec(1, 8 * (g + 1), 4, page_size), (g,)) for g in range(num_groups))
     return CacheConfig(page_size, num_pages, prefix_caching, groups)
 

@@ -25,7 +25,7 @@ def test_what_the_sampler_knows_is_taken_and_the_rest_left(tmp_path: Path) -> No
         tmp_path,
         {
             "do_sample": True, "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1,
-            "max_new_tokens": 300, "eos_token_id": [7, 9, 7], "bos_token_id": 1, "transformers_version": "5", "max_length": 20,
+            "max_new_tokens": 300, "eos_token_id": [7, 9, 7], "bos_token_id": 1, "max_length": 20,
         },
     )  # fmt: skip
     assert found.eos_token_ids == (7, 9)

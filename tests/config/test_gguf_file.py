@@ -75,9 +75,15 @@ def text(value: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
+def oracle_value(field: Any) -> Any:
+    if field.types == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING]:  # contents() is slow on a vocabulary
+        return [field.parts[place].tobytes().decode() for place in field.data]
+    return field.contents()
+
+
 def assert_same_as_oracle(path: Path) -> None:
     ours, oracle = GgufFile(path), gguf.GGUFReader(path)
-    theirs = {key: field.contents() for key, field in oracle.fields.items() if not key.startswith("GGUF.")}
+    theirs = {key: oracle_value(field) for key, field in oracle.fields.items() if not key.startswith("GGUF.")}
     assert list(ours.fields) == list(theirs)
     for key, value in theirs.items():
         assert ours.fields[key] == value, key
@@ -142,32 +148,36 @@ def test_version_2_nested_arrays_and_another_alignment(tmp_path: Path) -> None:
 
 def test_a_file_cut_anywhere_is_refused(tmp_path: Path, tiny_bytes: bytes) -> None:
     path = tmp_path / "cut.gguf"
-    last = GgufFile(write_tiny(tmp_path / "whole.gguf")).tensors["packed"].raw
-    needed = tiny_bytes.index(last.tobytes()) + len(last)  # padding may follow
-    for size in range(needed):
+    tensors = GgufFile(write_tiny(tmp_path / "whole.gguf")).tensors
+    data_start = tiny_bytes.index(tensors["plain"].raw.tobytes())
+    needed = tiny_bytes.index(tensors["packed"].raw.tobytes()) + len(tensors["packed"].raw)  # padding may follow
+    for size in (*range(data_start + 4), *range(data_start + 4, needed, 29), needed - 1):
         path.write_bytes(tiny_bytes[:size])
         with pytest.raises(BadCheckpoint, match="cut.gguf.*download it again"):
             GgufFile(path)
 
 
-@pytest.mark.parametrize("claim", [2**64 - 1, 2**63, 2**40, 2**31, 10**6])
-def test_a_huge_number_anywhere_is_refused_or_harmless(tmp_path: Path, tiny_bytes: bytes, claim: int) -> None:
+@pytest.mark.parametrize("claim, step", [(2**64 - 1, 1), (2**40, 5)])
+def test_a_huge_number_anywhere_is_refused_or_harmless(
+    tmp_path: Path, tiny_bytes: bytes, claim: int, step: int
+) -> None:
     path = tmp_path / "huge.gguf"
     data_start = tiny_bytes.index(GgufFile(write_tiny(tmp_path / "whole.gguf")).tensors["plain"].raw.tobytes())
     num_refused = 0
-    for place in range(4, data_start - 8):
+    places = range(4, data_start - 8, step)
+    for place in places:
         path.write_bytes(tiny_bytes[:place] + struct.pack("<Q", claim) + tiny_bytes[place + 8 :])
         try:
             read_all(path)
         except ModelError:
             num_refused += 1
-    assert num_refused > data_start // 3
+    assert num_refused > len(places) // 3
 
 
 def test_random_damage_gives_an_error_of_ours_or_none(tmp_path: Path, tiny_bytes: bytes) -> None:
     rng = random.Random(0)
     path = tmp_path / "damaged.gguf"
-    for _ in range(1500):
+    for _ in range(700):
         data = bytearray(tiny_bytes)
         for _ in range(rng.randrange(1, 5)):
             data[rng.randrange(len(data))] = rng.randrange(256)
@@ -188,8 +198,14 @@ def test_random_damage_gives_an_error_of_ours_or_none(tmp_path: Path, tiny_bytes
         (hand_made(num_fields=2**60), "claims 1,152,921,504,606,846,976 fields"),
         (hand_made(num_tensors=2**60), "1,152,921,504,606,846,976 tensors"),
         (hand_made(text("k") + struct.pack("<I", 99) + bytes(20), num_fields=1), "unknown type 99"),
-        (hand_made(text("k") + struct.pack("<IIQ", 9, 8, 2**50) + bytes(20), num_fields=1), "claims 1,125,899,906,842,624"),
-        (hand_made(text("k") + struct.pack("<IIQ", 9, 77, 1) + bytes(20), num_fields=1), "array of the unknown type 77"),
+        (
+            hand_made(text("k") + struct.pack("<IIQ", 9, 8, 2**50) + bytes(20), num_fields=1),
+            "claims 1,125,899,906,842,624",
+        ),
+        (
+            hand_made(text("k") + struct.pack("<IIQ", 9, 77, 1) + bytes(20), num_fields=1),
+            "array of the unknown type 77",
+        ),
         (hand_made(text("k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 9, num_fields=1), "nests arrays"),
         (hand_made((text("k") + struct.pack("<II", 4, 1)) * 2, num_fields=2), "field k is there twice"),
         (hand_made(struct.pack("<Q", 2) + b"\xff\xfe" + struct.pack("<II", 4, 1), num_fields=1), "is not UTF-8"),

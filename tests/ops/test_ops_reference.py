@@ -34,6 +34,13 @@ def test_rms_norm_in_bfloat16_sums_in_float32() -> None:
     assert rms_norm(x, torch.ones(4096, dtype=torch.bfloat16), 0.0).eq(1).all()
 
 
+def test_rms_norm_takes_a_weight_for_each_head() -> None:
+    x, weight = torch.randn(5, 3, 8), torch.randn(3, 8)
+    out = rms_norm(x, weight, 1e-5)
+    for head in range(3):
+        torch.testing.assert_close(out[:, head], rms_norm(x[:, head], weight[head], 1e-5))
+
+
 def test_rms_norm_of_zeros_is_zero() -> None:
     assert rms_norm(torch.zeros(2, 8), torch.ones(8), 1e-6).eq(0).all()
 

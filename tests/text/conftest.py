@@ -3,11 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_tokenizer import write_byte_tokenizer
 
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.locate import locate
 from slipstream.text.tokenizer import Tokenizer
+from tiny_tokenizer import write_byte_tokenizer
 
 
 @pytest.fixture(scope="session")

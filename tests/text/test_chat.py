@@ -4,11 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_tokenizer import CHATML
 
 from slipstream.errors import BadTokenizer, InvalidPrompt
 from slipstream.text.chat import load_chat_template, render_chat
 from slipstream.text.tokenizer import Tokenizer
+from tiny_tokenizer import CHATML
 
 HI = [{"role": "user", "content": "Hi"}]
 
@@ -30,7 +30,8 @@ def test_the_generation_prompt_may_be_left_out() -> None:
 
 
 def test_blocks_leave_no_blank_lines_and_loops_may_break() -> None:
-    template = "{% for m in messages %}\n    {% if loop.index > 1 %}\n{% break %}\n    {% endif %}\n{{ m.content }};\n{% endfor %}\n"
+    leave = "    {% if loop.index > 1 %}\n{% break %}\n    {% endif %}\n"
+    template = "{% for m in messages %}\n" + leave + "{{ m.content }};\n{% endfor %}\n"
     assert render(template, HI * 3) == "Hi;\n"
 
 

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_tokenizer import byte_tokenizer
 
 from slipstream.errors import BadTokenizer
 from slipstream.text.gguf_vocab import gguf_tokenizer
 from slipstream.text.tokenizer import Tokenizer
+from tiny_tokenizer import byte_tokenizer
 
 CASES = json.loads((Path(__file__).parent.parent / "data" / "smollm2_tokens.json").read_text())["cases"]
 
@@ -126,7 +126,9 @@ def merge_by_score(text: str, tokens: list[str], scores: list[float]) -> list[in
     score_of = dict(zip(tokens, scores, strict=True))
     parts = list(text)
     while True:
-        joins = [(score_of[a + b], -i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in score_of]
+        joins = [
+            (score_of[a + b], -i) for i, (a, b) in enumerate(zip(parts, parts[1:], strict=False)) if a + b in score_of
+        ]
         if not joins:
             break
         place = -max(joins)[1]

@@ -60,8 +60,8 @@ def read_model_info(folder: Path) -> ModelInfo:
 
 
 def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
-    architectures = config.get("architectures") or []
-    if not architectures:
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
         raise BadCheckpoint('config.json names no architecture; add "architectures", for example ["LlamaForCausalLM"]')
     architecture = architectures[0]
     try:
@@ -93,7 +93,7 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
             f"{architecture}: config.json lacks {missing}, so it is not a decoder we know; "
             "run a Llama or Qwen3 style checkpoint"
         ) from None
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise BadCheckpoint(f"config.json of {architecture} holds a value of the wrong kind: {error}") from None
 
 

@@ -54,7 +54,7 @@ def _read(located: LocatedModel) -> tuple[ModelInfo, GenerationDefaults]:
 def _load_tokenizer(options: Options, located: LocatedModel) -> Tokenizer:
     tokenizer = Tokenizer.load(options.tokenizer or located.path)
     if options.chat_template is not None:
-        tokenizer.chat_templates["default"] = load_chat_template(options.chat_template)
+        tokenizer.chat_templates = {"default": load_chat_template(options.chat_template)}
     return tokenizer
 
 

@@ -32,14 +32,13 @@ class GenerateHead:
 
     def prepare(self, plan: StepPlan, upload: Upload) -> Head | None:
         """Host: stage what the draw needs; None when no row draws in this step."""
-        num_samples = int(plan.samples.sum())
+        num_samples = int(np.count_nonzero(plan.samples))
         if not num_samples:
             return None
-        last = np.cumsum(plan.num_tokens) - 1
-        every_token = num_samples == len(plan.rows) == int(last[-1]) + 1
         picked = None
-        if not every_token:
+        if num_samples < plan.total_tokens:
             which = np.flatnonzero(plan.samples)
+            last = np.cumsum(plan.num_tokens) - 1
             picked = upload.put(np.stack([last[which], which, plan.rows[which]]).astype(np.int64))
         sample = self.sampler.prepare(plan, upload)
         shape = ResultShape(num_samples, plan.num_logprobs, self._numpy_dtype)

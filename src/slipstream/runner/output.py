@@ -6,6 +6,8 @@ A slot is written again only after its copy; if that must wait, the device's str
 
 from __future__ import annotations
 
+import functools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,33 +29,37 @@ class ResultShape:
     num_logprobs: int | None
     logit_dtype: Any  # numpy's
 
-    def fields(self) -> list[tuple[str, tuple[int, ...], Any]]:
-        rows = self.num_samples
-        fields: list[tuple[str, tuple[int, ...], Any]] = [
-            ("tokens", (rows,), np.int64),
-            ("failed", (rows,), np.bool_),
-        ]
-        if self.num_logprobs is not None:
-            fields += [
-                ("chosen", (rows,), self.logit_dtype),
-                ("rank", (rows,), np.int64),
-                ("top_ids", (rows, self.num_logprobs), np.int64),
-                ("top", (rows, self.num_logprobs), self.logit_dtype),
-            ]
-        return fields
-
-    def places(self) -> list[tuple[str, int, int, tuple[int, ...], Any]]:
-        """(name, start, stop, shape, dtype) of each field, in bytes."""
-        places, start = [], 0
-        for name, shape, dtype in self.fields():
-            stop = start + int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
-            places.append((name, start, stop, shape, dtype))
-            start = -(-stop // _ALIGN) * _ALIGN
-        return places
+    @property
+    def fields(self) -> tuple[_Field, ...]:
+        return _lay_out(self)
 
     @property
     def num_bytes(self) -> int:
-        return self.places()[-1][2]
+        return self.fields[-1].stop
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    name: str
+    start: int  # in bytes
+    stop: int
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+@functools.lru_cache(4096)
+def _lay_out(shape: ResultShape) -> tuple[_Field, ...]:
+    rows, real = (shape.num_samples,), shape.logit_dtype
+    wanted = [("tokens", rows, np.int64), ("failed", rows, np.bool_)]
+    if shape.num_logprobs is not None:
+        top = (shape.num_samples, shape.num_logprobs)
+        wanted += [("chosen", rows, real), ("rank", rows, np.int64), ("top_ids", top, np.int64), ("top", top, real)]
+    fields, start = [], 0
+    for name, dims, dtype in wanted:
+        stop = start + math.prod(dims) * np.dtype(dtype).itemsize
+        fields.append(_Field(name, start, stop, dims, dtype))
+        start = -(-stop // _ALIGN) * _ALIGN
+    return tuple(fields)
 
 
 class StepHandle:
@@ -73,8 +79,8 @@ class StepHandle:
             return StepResult(np.zeros(0, np.int32), np.zeros(0, np.bool_))
         # copies: the slot will be written again
         read = {
-            name: self._host[start:stop].view(dtype).reshape(shape).copy()
-            for name, start, stop, shape, dtype in self._shape.places()
+            field.name: self._host[field.start : field.stop].view(field.dtype).reshape(field.shape).copy()
+            for field in self._shape.fields
         }
         logprobs = None
         if self._shape.num_logprobs is not None:
@@ -120,9 +126,9 @@ class ResultSlot:
 
     def write(self, results: dict[str, torch.Tensor]) -> None:
         """Device: put the results into the slot."""
-        for name, start, stop, _, _ in self._shape.places():
-            value = results[name]
-            self._slot.on_device[start:stop].view(value.dtype).copy_(value.reshape(-1))
+        for field in self._shape.fields:
+            value = results[field.name]
+            self._slot.on_device[field.start : field.stop].view(value.dtype).copy_(value.reshape(-1))
 
     def leave(self) -> StepHandle:
         """Host: queue the copy out, beside what the device computes next."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from itertools import repeat
 
 import numpy as np
 
@@ -300,28 +301,29 @@ class Scheduler:
         assert len(drawn) == len(launched.requests), (
             f"step {launched.step} samples {len(launched.requests)} rows, its result has {len(drawn)}"
         )
-        failed = result.failed.tolist() if result.failed.any() else None
-        logprobs = result.logprobs
+        count = len(drawn)
+        failed = result.failed.tolist() if result.failed.any() else repeat(False, count)
+        tops = repeat(None, count) if result.logprobs is None else _logprobs(launched.requests, result.logprobs)
         outputs: list[Output] = []
-        index = -1
-        for request, admission, token in zip(launched.requests, launched.admissions, drawn, strict=True):
-            index += 1
+        for request, admission, token, bad, top in zip(
+            launched.requests, launched.admissions, drawn, failed, tops, strict=True
+        ):
             request.pending -= 1
             if request.admission != admission and request.status is Status.FINISHED:
                 continue  # launched once more before its end was known
-            if failed is not None and failed[index]:
+            if bad:
                 outputs.append(self._fail(request))
                 continue
             tokens = request.tokens
             tokens.append(token)
-            reason = stop_token = None
             if token in request.stop_ids or len(tokens) >= request.max_length:
-                reason, stop_token = check_stop(request, token)
-            top = None if logprobs is None else _logprobs(request, logprobs, index)
-            outputs.append(Output(request.id, request.sample, [token], top, reason, stop_token, request.num_cached))
-            if reason is not None:
-                self._finish(request)
-            elif len(tokens) > request.publish_after:
+                reason, stop = check_stop(request, token)
+                if reason is not None:
+                    outputs.append(Output(request.id, request.sample, [token], top, reason, stop, request.num_cached))
+                    self._finish(request)
+                    continue
+            outputs.append(Output(request.id, request.sample, [token], top, None, None, request.num_cached))
+            if len(tokens) > request.publish_after:
                 self.cache.publish(request)
             elif request.admission != admission and not request.pending:
                 self._waiting.unpark(request)  # preempted, and now all its tokens are known
@@ -399,16 +401,13 @@ def _rank(request: Request) -> tuple[int, int]:
     return request.priority, request.number
 
 
-def _logprobs(request: Request, logprobs: StepLogprobs, index: int) -> list[TokenLogprobs] | None:
-    """Cut to what this request asked for; the step reports as many as the most curious of its rows wants."""
-    count = request.params.logprobs
-    if count is None:
-        return None
+def _logprobs(requests: list[Request], logprobs: StepLogprobs) -> list[list[TokenLogprobs] | None]:
+    """For each request what it asked for; the step reports as many as the most curious of its rows wants."""
+    chosen, rank = logprobs.chosen.tolist(), logprobs.rank.tolist()
+    top_ids, top = logprobs.top_ids.tolist(), logprobs.top.tolist()
     return [
-        TokenLogprobs(
-            float(logprobs.chosen[index]),
-            int(logprobs.rank[index]),
-            logprobs.top_ids[index, :count].tolist(),
-            logprobs.top[index, :count].tolist(),
-        )
+        None
+        if (k := request.params.logprobs) is None
+        else [TokenLogprobs(chosen[i], rank[i], top_ids[i][:k], top[i][:k])]
+        for i, request in enumerate(requests)
     ]

@@ -1,7 +1,8 @@
 """Tokenizer: text to token ids and back, over the `tokenizers` library.
 
 Loaded from a folder in Hugging Face layout, a tokenizer.json, or a GGUF's own vocabulary. It does to a text what the
-model's makers did: special tokens in the text are recognised, and the tokens that begin or end a text are added.
+model's makers did: special tokens in the text are recognised, and the tokens that begin or end a text are added where
+the file's post-processor says so (add_bos_token in tokenizer_config.json is a leftover that transformers ignores too).
 The text of a chat template brings its own: encode it with `add_special_tokens=False`.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from slipstream.config.gguf_file import GgufFile
@@ -65,10 +66,7 @@ class Tokenizer:
         names = {**_special_texts(_read_object(folder / "special_tokens_map.json")), **_special_texts(config)}
         backend = _read_backend(folder / "tokenizer.json")
         _declare_added(backend, config.get("added_tokens_decoder"))
-        tokenizer = cls(backend, names, _chat_templates(folder, config))
-        if "add_bos_token" in config or "add_eos_token" in config:
-            tokenizer._set_ends(bool(config.get("add_bos_token")), bool(config.get("add_eos_token")))
-        return tokenizer
+        return cls(backend, names, _chat_templates(folder, config))
 
     @classmethod
     def from_file(cls, path: Path) -> Tokenizer:
@@ -99,7 +97,9 @@ class Tokenizer:
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except Exception as error:  # the library raises plain Exceptions, for example for a character without a token
             if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
-                raise InvalidPrompt("a prompt holds half of a surrogate pair, which is no character; remove it") from None
+                raise InvalidPrompt(
+                    "a prompt holds half of a surrogate pair, which is no character; remove it"
+                ) from None
             raise InvalidPrompt(f"the tokenizer refused a prompt: {error}; change its text") from None
         return [encoding.ids for encoding in encodings]
 
@@ -124,14 +124,6 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         text = self.special_tokens.get(name)
         return None if text is None else self.backend.token_to_id(text)
-
-    def _set_ends(self, bos: bool, eos: bool) -> None:
-        """What tokenizer_config.json says of the two ends counts more than tokenizer.json."""
-        begin = (self.special_tokens["bos_token"], self.bos_token_id) if bos and self.bos_token_id is not None else None
-        end = (self.special_tokens["eos_token"], self.eos_token_id) if eos and self.eos_token_id is not None else None
-        template = [*([begin[0]] if begin else []), "$A", *([end[0]] if end else [])]
-        named = list(dict.fromkeys(pair for pair in (begin, end) if pair))
-        self.backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=named)
 
 
 _GGUF_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}  # spelt so there

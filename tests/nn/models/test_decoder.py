@@ -98,6 +98,19 @@ def test_many_decodes_of_unlike_lengths_equal_transformers(tmp_path: Path) -> No
         torch.testing.assert_close(last[name][0], expected[name][-1], rtol=0, atol=1e-9)
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_cuda_gives_what_the_cpu_gives(family: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, family)
+    texts = prompts(long=61, short=7)
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.bfloat16, 1.0)):
+        expected = run_in_steps(HandRunner(load(folder, torch.float64), torch.float64), texts)
+        runner = HandRunner(load(folder, dtype, device="cuda"), dtype, device="cuda", slack=3)
+        for name, logits in run_in_steps(runner, texts).items():
+            torch.testing.assert_close(logits.cpu().double(), expected[name], rtol=0, atol=tolerance)
+
+
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # torch's way to say this CPU has no bfloat16
 def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path)

@@ -201,7 +201,7 @@ def _split_kernel(
     mask = (lane < GROUP)[:, None] & (dim < DIM)[None, :]
     num_items = tl.load(totals) * KV_HEADS
     for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        place = (item // KV_HEADS).to(tl.int64)
+        place = tl.cast(item // KV_HEADS, tl.int64)
         kv_head = item % KV_HEADS
         record = work + place * RECORD
         row = tl.load(record).to(tl.int64)
@@ -361,7 +361,7 @@ def _tile_kernel(
         item = turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
         if item < num_items:
             kv_head = item % KV_HEADS
-            record = work + (item // KV_HEADS).to(tl.int64) * RECORD
+            record = work + tl.cast(item // KV_HEADS, tl.int64) * RECORD
             row = tl.load(record).to(tl.int64)
             start = tl.load(record + 1).to(tl.int64)
             count = tl.load(record + 2)
@@ -473,15 +473,16 @@ def _attend(
         factor = LOG2E * soft_cap
     else:
         factor = LOG2E * scale
+    lowest = tl.min(position, 0)
+    # one block ahead: a load whose address comes out of a load of the same turn would not be overlapped
+    page = tl.load(table + (begin + lane) // PAGE, mask=_in_reach(begin + lane, end, lowest, WINDOW), other=0)
     for start in range(begin, end, BLOCK_N):
         key = start + lane
-        if MASKED:
-            there = key < end
-            page = tl.load(table + key // PAGE, mask=there, other=0)
-        else:
-            page = tl.load(table + key // PAGE)
         offset = (page * page_stride + key % PAGE * slot_stride)[:, None] + dim[None, :]
+        ahead = key + BLOCK_N
+        page = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
         if MASKED:
+            there = _in_reach(key, end, lowest, WINDOW)
             inside = there[:, None] & (dim < DIM)[None, :]
             k = tl.load(keys + offset, mask=inside, other=0.0)
             v = tl.load(values + offset, mask=inside, other=0.0)
@@ -512,6 +513,15 @@ def _attend(
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=PRECISION)
         top = higher
     return acc, top, total
+
+
+@triton.jit
+def _in_reach(key, end, lowest, WINDOW: tl.constexpr):
+    """Keys that some query sees. Those before a window may have lost their page."""
+    inside = key < end
+    if WINDOW:
+        inside = inside & (key > lowest - WINDOW)
+    return inside
 
 
 def _pad(head_dim: int) -> int:

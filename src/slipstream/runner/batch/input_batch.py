@@ -33,12 +33,12 @@ class InputBatch:
     def prepare(self, plan: StepPlan, upload: Upload) -> Callable[[], Gathered]:
         """Host: stage the counts; the closure gathers on the device."""
         num_tokens = plan.num_tokens
-        total = int(num_tokens.sum())
+        total = plan.total_tokens
         all_single = total == len(plan.rows)
         rows = upload.put(plan.rows.astype(np.int64))
-        counts = upload.put(num_tokens.astype(np.int64))
-        token_rows, offsets = rows, None
+        token_rows, offsets, counts = rows, None, None
         if not all_single:
+            counts = upload.put(num_tokens.astype(np.int64))
             starts = np.cumsum(num_tokens) - num_tokens
             offset_of = np.arange(total) - np.repeat(starts, num_tokens)
             token_rows = upload.put(np.repeat(plan.rows, num_tokens).astype(np.int64))
@@ -71,7 +71,7 @@ class InputBatch:
                 if given is not None:
                     known = upload.tensor(given)
                     ids = torch.where(known >= 0, known, ids)
-            if all_single:
+            if counts is None:
                 lengths = positions + 1
             else:
                 lengths = table.computed.index_select(0, row_index) + upload.tensor(counts)

@@ -104,15 +104,20 @@ class CacheManager:
         """
         if hit is not None:
             return self._seat(request, length, hit, keep)
-        for group, held in zip(self.groups, request.pages, strict=True):
-            if group.pages_for(length) - len(held) > group.pool.num_free - keep:
+        held_by = request.pages
+        for index, group in enumerate(self.groups):
+            if group.pages_for(length) - len(held_by[index]) > group.pool.num_free - keep:
                 return None
         added = []
-        for group, held in zip(self.groups, request.pages, strict=True):
-            pages = group.pool.take(group.pages_for(length) - len(held))
-            added.append((len(held), pages))
+        capacity = NEVER
+        for index, group in enumerate(self.groups):
+            held = held_by[index]
+            place = len(held)
+            pages = group.pool.take(group.pages_for(length) - place)
             held += pages
-        self._set_capacity(request)
+            added.append((place, pages))
+            capacity = min(capacity, group.positions_in(len(held)))
+        request.capacity = capacity
         return added
 
     def _seat(self, request: Request, length: int, hit: Hit, keep: int) -> list[Added] | None:
@@ -125,14 +130,16 @@ class CacheManager:
             self.num_queries += len(request.tokens)
             self.num_hits += hit.length
         added = []
+        capacity = NEVER
         for group, shared in zip(self.groups, hit.pages, strict=True):
             group.pool.share(shared)  # before taking, which could take these very pages
             pages = shared + group.pool.take(group.pages_for(length) - len(shared))
             request.pages.append(pages)
             added.append((0, list(pages)))
+            capacity = min(capacity, group.positions_in(len(pages)))
         self._holders.add(request)
         request.num_published = len(hit.pages[0]) if self.groups else 0
-        self._set_capacity(request)
+        request.capacity = capacity
         self._set_mark(request)
         return added
 
@@ -167,14 +174,6 @@ class CacheManager:
         request.capacity = 0
         request.num_published = 0
         request.publish_after = NEVER
-
-    def _set_capacity(self, request: Request) -> None:
-        capacity = NEVER
-        for group, held in zip(self.groups, request.pages, strict=True):
-            positions = group.positions_in(len(held))
-            if positions < capacity:
-                capacity = positions
-        request.capacity = capacity
 
     def _set_mark(self, request: Request) -> None:
         # the last known token may not have been launched, so a page counts once the token after it is known

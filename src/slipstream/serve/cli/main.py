@@ -51,9 +51,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def one_line(error: BaseException) -> str:
-    """An error and what caused it, without line breaks."""
+    """An error without line breaks. That the engine died says nothing without its cause; other errors say it all."""
     text = str(error) or type(error).__name__
-    if error.__cause__ is not None:
+    if isinstance(error, EngineDead) and error.__cause__ is not None:
         text += f" ({type(error.__cause__).__name__}: {error.__cause__})"
     return " ".join(text.split())
 

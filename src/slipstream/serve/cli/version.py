@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import platform
-from importlib import metadata
 from typing import TYPE_CHECKING
 
 import slipstream
@@ -34,6 +33,8 @@ def slipstream_line() -> str:
 
 
 def _installed(name: str) -> str:
+    from importlib import metadata  # a quarter of the time help takes, and only needed here
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.config.model_info import ModelInfo, model_info_from_config, read_model_info
+from slipstream.errors import BadCheckpoint, ModelError, UnsupportedModel
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "max_position_embeddings": 512,
+}
+
+
+def info(**changes: Any) -> ModelInfo:
+    return model_info_from_config({**CONFIG, **changes})
+
+
+def test_a_folder_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "eos_token_id": [1, 2], "torch_dtype": "bfloat16"}))
+    found = read_model_info(tmp_path)
+    assert (found.architecture, found.head_dim, found.num_kv_heads) == ("LlamaForCausalLM", 16, 4)
+    assert (found.eos_token_ids, found.dtype, found.tied_embeddings) == ((1, 2), "bfloat16", False)
+
+
+def test_old_and_new_ways_to_write_rope_mean_the_same() -> None:
+    scaling = {"rope_type": "llama3", "factor": 8.0}
+    old = info(rope_theta=5e5, rope_scaling=scaling).rope
+    new = info(rope_parameters={**scaling, "rope_theta": 5e5}).rope
+    assert old == new
+    assert (old.theta, old.kind, old.factors) == (5e5, "llama3", {"factor": 8.0})
+    assert info(rope_scaling=None).rope.kind == "default"
+
+
+@pytest.mark.parametrize(
+    "changes, kind, words",
+    [
+        ({"architectures": []}, BadCheckpoint, "names no architecture"),
+        ({"architectures": "LlamaForCausalLM"}, BadCheckpoint, "names no architecture"),
+        ({"vocab_size": "many"}, BadCheckpoint, "wrong kind"),
+        ({"num_attention_heads": 0}, BadCheckpoint, "wrong kind"),
+        ({"rope_scaling": [8]}, BadCheckpoint, "wrong kind"),
+    ],
+)
+def test_wrong_values_are_named(changes: dict[str, Any], kind: type[ModelError], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        info(**changes)
+
+
+def test_a_missing_fact_means_a_model_we_do_not_know() -> None:
+    with pytest.raises(UnsupportedModel, match="lacks 'hidden_size'"):
+        model_info_from_config({key: value for key, value in CONFIG.items() if key != "hidden_size"})
+
+
+@pytest.mark.parametrize("content, words", [(None, "no config.json"), (b"{", "cannot be read"), (b"[]", "an object")])
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(BadCheckpoint, match=words):
+        read_model_info(tmp_path)

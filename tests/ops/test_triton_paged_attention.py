@@ -1,0 +1,271 @@
+"""Paged attention and cache writes in Triton against plain float64, interpreted without a GPU, compiled with one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+CUDA = torch.cuda.is_available()
+if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("no GPU, and triton was imported before its interpreter could be chosen", allow_module_level=True)
+
+from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
+from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
+from slipstream.ops.cache_write.triton import write_cache  # noqa: E402
+from slipstream.ops.paged_attention.work import list_work, most_splits  # noqa: E402
+
+# the interpreter's own use of numpy
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]
+
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+@dataclass
+class Case:
+    """Rows with `counts` new tokens at the end of `lengths` positions; a length of 0 is padding."""
+
+    lengths: list[int]
+    counts: list[int]
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    page_size: int = 16
+    dtype: torch.dtype = torch.float32
+    window: int = 0
+    soft_cap: float = 0.0
+    loose: int = 0  # tokens of no row at the end
+    slack: int = 0  # how far the host's upper bounds lie above the truth
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        random = torch.Generator().manual_seed(self.seed)
+        self.scale = self.dim**-0.5
+        per_row = [-(-length // self.page_size) for length in self.lengths]
+        num_pages = sum(per_row) + 4
+        order = (torch.randperm(num_pages - 1, generator=random) + 1).tolist()
+        width = max([1, *per_row, -(-(max(self.lengths) + self.slack) // self.page_size)])
+        # beyond a row's pages the table holds what must not be read
+        table = torch.full((len(self.lengths), width), 2**40)
+        shape = (num_pages, self.page_size, self.kv_heads, self.dim)
+        cache = [torch.full(shape, float("nan"), dtype=self.dtype) for _ in range(2)]
+        rows, slots = [], []
+        for row, (length, count) in enumerate(zip(self.lengths, self.counts, strict=True)):
+            if length == 0:
+                table[row] = 0
+                slots += [0] * count
+                rows.append(None)
+                continue
+            pages = torch.tensor([order.pop() for _ in range(per_row[row])])
+            table[row, : len(pages)] = pages
+            places = torch.arange(length)
+            at = (pages[places // self.page_size], places % self.page_size)
+            k, v = (torch.randn(length, self.kv_heads, self.dim, generator=random).to(self.dtype) for _ in range(2))
+            for held, new in zip(cache, (k, v), strict=True):
+                held[at[0][: length - count], at[1][: length - count]] = new[: length - count]
+            slots += (at[0] * self.page_size + at[1])[length - count :].tolist()
+            rows.append((k, v))
+        slots += [0] * self.loose
+        self.rows = rows
+        total = sum(self.counts) + self.loose
+        # one projection gives all three: neither is contiguous
+        fused = torch.randn(total, self.heads + 2 * self.kv_heads, self.dim, generator=random).to(self.dtype)
+        self.starts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
+        for row, pair in enumerate(rows):
+            if pair is not None:
+                begin, end = self.starts[row], self.starts[row + 1]
+                fused[begin:end, self.heads : self.heads + self.kv_heads] = pair[0][-self.counts[row] :]
+                fused[begin:end, self.heads + self.kv_heads :] = pair[1][-self.counts[row] :]
+        fused = fused.to(DEVICE)
+        self.query, self.key, self.value = fused.split([self.heads, self.kv_heads, self.kv_heads], 1)
+        self.cache = tuple(held.to(DEVICE) for held in cache)
+        single = next((row for row, count in enumerate(self.counts) if count != 1), len(self.counts))
+        self.batch = BatchView(
+            ids=torch.zeros(total, dtype=torch.int64, device=DEVICE),
+            positions=torch.zeros(total, dtype=torch.int64, device=DEVICE),
+            lengths=torch.tensor(self.lengths, device=DEVICE),
+            slots=(torch.tensor(slots, device=DEVICE),),
+            page_tables=(table.to(DEVICE),),
+            num_tokens=np.array(self.counts, np.int32),
+            max_lengths=np.array(self.lengths, np.int32) + self.slack,
+            num_single=single,
+            query_starts=torch.from_numpy(self.starts).to(DEVICE),
+        )
+
+    def run(self) -> torch.Tensor:
+        backend = TritonAttention(
+            self.page_size, self.heads, self.kv_heads, self.dim, self.dtype, (self.window,), self.soft_cap
+        )
+        context = ForwardContext(self.batch, backend, backend.plan(self.batch), [self.cache], (0,))
+        return backend.forward(self.query, self.key, self.value, 0, self.scale, context)
+
+    def expected(self) -> torch.Tensor:
+        out = torch.zeros(self.query.shape, dtype=torch.float64, device=DEVICE)
+        for row, pair in enumerate(self.rows):
+            if pair is not None:
+                begin, end = int(self.starts[row]), int(self.starts[row + 1])
+                out[begin:end] = attend(self.query[begin:end], *pair, self.scale, self.window, self.soft_cap)
+        return out
+
+    def check(self) -> None:
+        out, expected = self.run().double(), self.expected()
+        assert torch.isfinite(out).all()
+        assert (out - expected).norm() <= TOLERANCE[self.dtype] * expected.norm()
+        # no token hides behind the others
+        assert ((out - expected).abs().amax((1, 2)) <= 20 * TOLERANCE[self.dtype]).all()
+
+
+def attend(query, key, value, scale, window=0, soft_cap=0.0) -> torch.Tensor:
+    """The last tokens of one row over all its keys, in float64."""
+    count, heads, _ = query.shape
+    key, value = (x.to(query.device).double().repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), key) * scale
+    if soft_cap:
+        scores = soft_cap * torch.tanh(scores / soft_cap)
+    places = torch.arange(len(key), device=query.device)
+    last = places[len(key) - count :, None]
+    hidden = places > last
+    if window:
+        hidden |= places <= last - window
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value)
+
+
+ODD = [1, 15, 16, 17, 63, 100, 257]
+
+
+def singles(lengths: list[int], **kwargs) -> Case:
+    return Case(lengths, [1] * len(lengths), **kwargs)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 80), ((3, 1), 64), ((8, 8), 16)])
+def test_rows_of_one_token(heads, dim):
+    singles(ODD, heads=heads[0], kv_heads=heads[1], dim=dim, slack=3).check()
+
+
+@pytest.mark.parametrize(("heads", "dim"), [((4, 2), 80), ((3, 1), 64), ((8, 8), 16)])
+def test_chunks_with_and_without_context(heads, dim):
+    Case([17, 100, 257, 64], [17, 63, 2, 33], heads=heads[0], kv_heads=heads[1], dim=dim).check()
+
+
+def test_mixed_rows_with_padding():
+    Case([100, 0, 257, 0, 30, 300, 0], [1, 1, 1, 1, 30, 130, 0], loose=5, dtype=torch.float16).check()
+
+
+def test_padding_alone_is_zero():
+    case = singles([0, 0, 0])
+    assert (case.run() == 0).all()
+
+
+def test_row_that_lies_in_page_zero_is_padding():
+    case = singles([20, 20])
+    case.batch.page_tables[0][1] = 0
+    case.cache[0][0], case.cache[1][0] = 1.0, 1.0
+    case.batch.slots[0][1] = 3
+    out = case.run()
+    assert (out[1] == 0).all() and (out[0] != 0).any()
+
+
+@pytest.mark.parametrize("window", [1, 16, 100])
+def test_window(window):
+    Case([5, 700, 90, 400], [1, 1, 90, 50], window=window).check()
+
+
+def test_window_may_have_lost_its_first_pages():
+    case = singles([300], window=20)
+    case.batch.page_tables[0][0, :17] = 0
+    case.check()
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+def test_soft_cap(soft_cap):
+    case = Case([100, 257, 90], [1, 1, 50], soft_cap=soft_cap)
+    case.query *= 30  # scores far beyond the cap
+    case.check()
+
+
+def test_large_pages_and_half_precision():
+    Case([100, 300, 200], [1, 1, 100], page_size=64, dtype=torch.float16, dim=64).check()
+
+
+def test_long_rows_are_cut_into_few_splits():
+    singles([9000, 256, 513], heads=1, kv_heads=1).check()
+    assert most_splits(1_000_000) == 32
+
+
+@pytest.mark.parametrize("counts", [[1, 1, 1, 1], [1, 1, 40, 9]])
+def test_a_row_is_bit_equal_alone_and_among_others(counts):
+    lengths = [600, 33, 290, 77]
+    case = Case(lengths, counts)
+    together = case.run()
+    for row, count in enumerate(counts):
+        alone = Case([lengths[row]], [count])
+        alone.cache = case.cache
+        begin, end = int(case.starts[row]), int(case.starts[row + 1])
+        alone.query, alone.key, alone.value = (x[begin:end] for x in (case.query, case.key, case.value))
+        alone.batch.slots[0][:] = case.batch.slots[0][begin:end]
+        width = alone.batch.page_tables[0].shape[1]
+        alone.batch.page_tables[0][:] = case.batch.page_tables[0][row : row + 1, :width]
+        assert torch.equal(alone.run(), together[begin:end])
+
+
+def test_forward_twice_on_one_plan():
+    case = singles([600, 33])
+    backend = TritonAttention(16, 4, 2, 16, torch.float32)
+    context = ForwardContext(case.batch, backend, backend.plan(case.batch), [case.cache], (0,))
+    args = (case.query, case.key, case.value, 0, case.scale, context)
+    assert torch.equal(backend.forward(*args), backend.forward(*args))
+
+
+def test_groups_have_their_own_tables_and_windows():
+    full, narrow = Case([300, 40], [1, 30]), Case([300, 40], [1, 30], window=30, seed=1)
+    batch = BatchView(
+        **{
+            **{name: getattr(full.batch, name) for name in BatchView.__slots__},
+            "slots": full.batch.slots + narrow.batch.slots,
+            "page_tables": full.batch.page_tables + narrow.batch.page_tables,
+        }
+    )
+    backend = TritonAttention(16, 4, 2, 16, torch.float32, windows=(0, 30))
+    context = ForwardContext(batch, backend, backend.plan(batch), [narrow.cache, full.cache], (1, 0))
+    for layer, case in enumerate((narrow, full)):
+        out = backend.forward(case.query, case.key, case.value, layer, case.scale, context).double()
+        assert (out - case.expected()).norm() <= 2e-6 * out.norm()
+
+
+def test_work_covers_every_key_and_query_once():
+    lengths, counts = [1, 256, 257, 20_000, 700], [1, 1, 1, 1, 300]
+    starts = torch.tensor([0, 1, 2, 3, 4, 304], dtype=torch.int32, device=DEVICE)
+    table = torch.ones(5, 1250, dtype=torch.int64, device=DEVICE)
+    work = list_work(torch.tensor(lengths, device=DEVICE), starts, table, 310, 20_000, 6, 2, 16, tile=64)
+    num_splits, num_tiles = work.totals.tolist()
+    assert num_splits <= len(work.splits) and num_tiles <= len(work.tiles)
+    keys = {row: [] for row in range(4)}
+    for row, token, begin, end, index, splits, length, _ in work.splits[:num_splits].tolist():
+        assert token == row and length == lengths[row] and index == len(keys[row]) and index < splits
+        keys[row].append((begin, end))
+    for row, cuts in keys.items():
+        assert [begin for begin, _ in cuts] == [0, *(end for _, end in cuts[:-1])] and cuts[-1][1] == lengths[row]
+    tiles = [record[:5] for record in work.tiles[:num_tiles].tolist()]
+    chunk = [[4, 4, 300, first, 700] for first in range(0, counts[4] * 3, 64)]
+    loose = [[5, 304, 6, 0, 0]]
+    assert tiles == chunk[::-1] + loose
+    assert (work.arrived == 0).all()
+
+
+@pytest.mark.parametrize("dim", [16, 80])
+def test_cache_write_leaves_other_slots_alone(dim):
+    torch.manual_seed(0)
+    fused = torch.randn(5, 6, dim, device=DEVICE)
+    key, value = fused[:, :3], fused[:, 3:]
+    keys, values = (torch.randn(7, 16, 3, dim, device=DEVICE) for _ in range(2))
+    slots = torch.tensor([100, 17, 3, 33, 111], device=DEVICE)
+    expected = [x.clone().flatten(0, 1).index_copy_(0, slots, y) for x, y in ((keys, key), (values, value))]
+    write_cache(key, value, keys, values, slots)
+    assert torch.equal(keys.flatten(0, 1), expected[0]) and torch.equal(values.flatten(0, 1), expected[1])

@@ -35,7 +35,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[float]
 
 
-class Output(msgspec.Struct, frozen=True, tag=True, gc=False):
+class Output(msgspec.Struct, frozen=True, tag=True):
     """What one step gave one sample of one request."""
 
     request_id: str

@@ -7,7 +7,6 @@ import math
 import shutil
 
 import pytest
-from tiny import write_tiny
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import (
@@ -23,6 +22,7 @@ from slipstream.errors import (
     SlipstreamError,
     UnsupportedModel,
 )
+from tiny import write_tiny
 
 SMALL = dict(use_tqdm_on_load=False, max_model_len=64, num_pages=32, max_num_seqs=4, num_threads=1)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from tiny import write_tiny
 
 from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.errors import EngineClosed, EngineDead, PromptTooLong, UserError
+from tiny import write_tiny
 
 SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
 PARAMS = SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True)
@@ -62,8 +62,10 @@ def test_leaving_a_stream_aborts_it_and_others_go_on(folder):
 
 def test_abort_ends_a_stream_with_what_there_is(folder):
     async def scenario(engine):
-        async for result in engine.generate([1, 2], PARAMS.with_changes(max_tokens=60), "mine"):
+        result = None
+        async for newest in engine.generate([1, 2], PARAMS.with_changes(max_tokens=60), "mine"):
             await engine.abort("mine")
+            result = newest
         return result
 
     result = run(folder, scenario)

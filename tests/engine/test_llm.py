@@ -6,10 +6,10 @@ import gc
 import weakref
 
 import pytest
-from tiny import write_tiny
 
 from slipstream import LLM, SamplingParams
 from slipstream.errors import EngineDead, QueueFull
+from tiny import write_tiny
 
 SMALL = dict(use_tqdm_on_load=False, max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from delayed_device import POISON, DelayedDevice
-from tiny import write_tiny
 
+from delayed_device import POISON, DelayedDevice
 from slipstream import LLM, SamplingParams
 from slipstream.device.streams import PASSED
 from slipstream.runner import output
 from slipstream.runner.batch import staging
+from tiny import write_tiny
 
 PROMPTS = [[i, i + 3, i + 5] for i in range(1, 7)]
 PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)

@@ -45,16 +45,16 @@ class Case:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        random = torch.Generator().manual_seed(self.seed)
+        random = torch.Generator(DEVICE).manual_seed(self.seed)
         self.scale = self.dim**-0.5
         per_row = [-(-length // self.page_size) for length in self.lengths]
         num_pages = sum(per_row) + 4
-        order = (torch.randperm(num_pages - 1, generator=random) + 1).tolist()
+        order = (np.random.default_rng(self.seed).permutation(num_pages - 1) + 1).tolist()
         width = max([1, *per_row, -(-(max(self.lengths) + self.slack) // self.page_size)])
         # beyond a row's pages the table holds what must not be read
         table = torch.full((len(self.lengths), width), 2**40)
         shape = (num_pages, self.page_size, self.kv_heads, self.dim)
-        cache = [torch.full(shape, float("nan"), dtype=self.dtype) for _ in range(2)]
+        self.cache = tuple(torch.full(shape, float("nan"), dtype=self.dtype, device=DEVICE) for _ in range(2))
         rows, slots = [], []
         for row, (length, count) in enumerate(zip(self.lengths, self.counts, strict=True)):
             if length == 0:
@@ -66,25 +66,24 @@ class Case:
             table[row, : len(pages)] = pages
             places = torch.arange(length)
             at = (pages[places // self.page_size], places % self.page_size)
-            k, v = (torch.randn(length, self.kv_heads, self.dim, generator=random).to(self.dtype) for _ in range(2))
-            for held, new in zip(cache, (k, v), strict=True):
-                held[at[0][: length - count], at[1][: length - count]] = new[: length - count]
+            k, v = (self.draw(random, length, self.kv_heads, self.dim) for _ in range(2))
+            for held, new in zip(self.cache, (k, v), strict=True):
+                old = [index[: length - count].to(DEVICE) for index in at]
+                held[old[0], old[1]] = new[: length - count]
             slots += (at[0] * self.page_size + at[1])[length - count :].tolist()
             rows.append((k, v))
         slots += [0] * self.loose
         self.rows = rows
         total = sum(self.counts) + self.loose
         # one projection gives all three: neither is contiguous
-        fused = torch.randn(total, self.heads + 2 * self.kv_heads, self.dim, generator=random).to(self.dtype)
+        fused = self.draw(random, total, self.heads + 2 * self.kv_heads, self.dim)
         self.starts = np.concatenate([[0], np.cumsum(self.counts)]).astype(np.int32)
         for row, pair in enumerate(rows):
             if pair is not None:
                 begin, end = self.starts[row], self.starts[row + 1]
                 fused[begin:end, self.heads : self.heads + self.kv_heads] = pair[0][-self.counts[row] :]
                 fused[begin:end, self.heads + self.kv_heads :] = pair[1][-self.counts[row] :]
-        fused = fused.to(DEVICE)
         self.query, self.key, self.value = fused.split([self.heads, self.kv_heads, self.kv_heads], 1)
-        self.cache = tuple(held.to(DEVICE) for held in cache)
         single = next((row for row, count in enumerate(self.counts) if count != 1), len(self.counts))
         self.batch = BatchView(
             ids=torch.zeros(total, dtype=torch.int64, device=DEVICE),
@@ -97,6 +96,9 @@ class Case:
             num_single=single,
             query_starts=torch.from_numpy(self.starts).to(DEVICE),
         )
+
+    def draw(self, random: torch.Generator, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random, device=DEVICE).to(self.dtype)
 
     def run(self) -> torch.Tensor:
         backend = TritonAttention(
@@ -124,7 +126,7 @@ class Case:
 def attend(query, key, value, scale, window=0, soft_cap=0.0) -> torch.Tensor:
     """The last tokens of one row over all its keys, in float64."""
     count, heads, _ = query.shape
-    key, value = (x.to(query.device).double().repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
+    key, value = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query.double(), key) * scale
     if soft_cap:
         scores = soft_cap * torch.tanh(scores / soft_cap)
@@ -199,20 +201,24 @@ def test_long_rows_are_cut_into_few_splits():
     assert most_splits(1_000_000) == 32
 
 
+def row_alone(case: Case, row: int) -> torch.Tensor:
+    """What a row gives when it is the whole batch."""
+    alone = Case([case.lengths[row]], [case.counts[row]], case.heads, case.kv_heads, case.dim, dtype=case.dtype)
+    alone.cache = case.cache
+    mine = slice(int(case.starts[row]), int(case.starts[row + 1]))
+    alone.query, alone.key, alone.value = (x[mine] for x in (case.query, case.key, case.value))
+    alone.batch.slots[0][:] = case.batch.slots[0][mine]
+    table = alone.batch.page_tables[0]
+    table[:] = case.batch.page_tables[0][row : row + 1, : table.shape[1]]
+    return alone.run()
+
+
 @pytest.mark.parametrize("counts", [[1, 1, 1, 1], [1, 1, 40, 9]])
 def test_a_row_is_bit_equal_alone_and_among_others(counts):
-    lengths = [600, 33, 290, 77]
-    case = Case(lengths, counts)
-    together = case.run()
-    for row, count in enumerate(counts):
-        alone = Case([lengths[row]], [count])
-        alone.cache = case.cache
-        begin, end = int(case.starts[row]), int(case.starts[row + 1])
-        alone.query, alone.key, alone.value = (x[begin:end] for x in (case.query, case.key, case.value))
-        alone.batch.slots[0][:] = case.batch.slots[0][begin:end]
-        width = alone.batch.page_tables[0].shape[1]
-        alone.batch.page_tables[0][:] = case.batch.page_tables[0][row : row + 1, :width]
-        assert torch.equal(alone.run(), together[begin:end])
+    case = Case([600, 33, 290, 77], counts)
+    together = case.run().split(counts)
+    for row, expected in enumerate(together):
+        assert torch.equal(row_alone(case, row), expected)
 
 
 def test_forward_twice_on_one_plan():
@@ -269,3 +275,75 @@ def test_cache_write_leaves_other_slots_alone(dim):
     expected = [x.clone().flatten(0, 1).index_copy_(0, slots, y) for x, y in ((keys, key), (values, value))]
     write_cache(key, value, keys, values, slots)
     assert torch.equal(keys.flatten(0, 1), expected[0]) and torch.equal(values.flatten(0, 1), expected[1])
+
+
+def ragged(num_rows: int, longest: int) -> list[int]:
+    lengths = np.exp(np.random.default_rng(0).uniform(0, np.log(longest), num_rows)).astype(int).tolist()
+    return [longest, *lengths[1:]]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_ragged_decode_at_real_size(dtype):
+    case = singles(ragged(256, 8192), heads=32, kv_heads=8, dim=128, dtype=dtype)
+    case.check()
+    together = case.run()
+    for row in (0, 1, 100, 255):
+        assert torch.equal(row_alone(case, row)[0], together[row])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+def test_mixed_rows_at_real_size(dim):
+    lengths = [*ragged(60, 4096), 0, 5000, 2048, 700, 3]
+    counts = [1] * 61 + [1000, 2048, 130, 3]
+    case = Case(lengths, counts, heads=32, kv_heads=8, dim=dim, dtype=torch.bfloat16, loose=13)
+    case.check()
+    together = case.run().split([*counts, 13])
+    for row in (0, 61, 62, 64):
+        assert torch.equal(row_alone(case, row), together[row])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("window", "soft_cap"), [(1024, 0.0), (0, 50.0), (300, 30.0)])
+def test_window_and_soft_cap_at_real_size(window, soft_cap):
+    lengths, counts = [*ragged(30, 4096), 3000, 900], [1] * 30 + [700, 900]
+    Case(lengths, counts, 8, 4, 256, dtype=torch.bfloat16, window=window, soft_cap=soft_cap).check()
+
+
+@pytest.mark.cuda
+def test_float32_at_real_size():
+    Case([*ragged(20, 2048), 900], [1] * 20 + [500], heads=16, kv_heads=4, dim=128).check()
+
+
+@pytest.mark.cuda
+def test_captured_plan_serves_other_lengths():
+    case = Case([1, 1, 3, 4, 0], [1, 1, 3, 4, 0], heads=8, kv_heads=2, dim=64, dtype=torch.bfloat16, slack=2000)
+    real = Case([900, 30, 1500, 0, 0], [1, 1, 6, 0, 0], heads=8, kv_heads=2, dim=64, dtype=torch.bfloat16, loose=1)
+    backend = TritonAttention(16, 8, 2, 64, torch.bfloat16)
+
+    def step() -> torch.Tensor:
+        context = ForwardContext(case.batch, backend, backend.plan(case.batch), [real.cache], (0,))
+        return backend.forward(case.query, case.key, case.value, 0, case.scale, context)
+
+    def fill() -> None:
+        case.batch.lengths.copy_(real.batch.lengths)
+        case.batch.query_starts.copy_(real.batch.query_starts)
+        case.batch.slots[0].copy_(real.batch.slots[0])
+        width = real.batch.page_tables[0].shape[1]
+        case.batch.page_tables[0][:, :width].copy_(real.batch.page_tables[0])
+        for mine, theirs in zip((case.query, case.key, case.value), (real.query, real.key, real.value), strict=True):
+            mine.copy_(theirs)
+
+    case.batch.lengths.zero_()
+    case.batch.slots[0].zero_()
+    step()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    fill()
+    graph.replay()
+    expected = real.expected()
+    assert torch.isfinite(out).all()
+    assert (out.double() - expected).norm() <= 1e-2 * expected.norm()

@@ -63,7 +63,7 @@ def resolve(
         wanted = _positive("max_model_len", options.max_model_len)
         if wanted > info.max_positions:
             raise InvalidOption(
-                f"max_model_len is {wanted}, {source.name} was made for {info.max_positions} positions; give at most that"
+                f"max_model_len is {wanted}, {source.name} was made for {info.max_positions}; give at most that"
             )
 
     page_bytes = sum(group.bytes_per_page for group in groups)
@@ -72,7 +72,7 @@ def resolve(
     if length < wanted and not fit_length:
         raise NotEnoughMemory(
             f"the cache holds {length} positions ({num_pages - 1} pages of {page_size}, "
-            f"{num_pages * page_bytes / 2**20:.0f} MiB), max_model_len is {wanted}; give max_model_len={length} or less, "
+            f"{num_pages * page_bytes / 2**20:.0f} MiB), max_model_len is {wanted}; give {length} or less, "
             'max_model_len="auto", or more kv_cache_memory'
         )
     if length < 2:
@@ -88,8 +88,8 @@ def resolve(
     _positive("max_num_batched_tokens", batched)
     if not options.enable_chunked_prefill and batched < length:
         raise InvalidOption(
-            f"max_num_batched_tokens is {batched} and max_model_len {length}: without chunked prefill a prompt must fit "
-            "one step; raise the first, lower the second, or leave enable_chunked_prefill on"
+            f"max_num_batched_tokens is {batched} and max_model_len {length}: without chunked prefill a "
+            "prompt must fit one step; raise the first, lower the second, or leave enable_chunked_prefill on"
         )
     if batched < max_num_seqs:
         # every running row wants a token a step

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
 from slipstream.cache_spec import CacheGroup
 from slipstream.device.device import Device
 from slipstream.errors import NotEnoughMemory
-from slipstream.runner.batch.staging import Upload
+from slipstream.runner.batch.staging import Span, Upload
 from slipstream.step import StepPlan
 
 
@@ -50,10 +52,11 @@ class KVStore:
             if len(of_group):
                 source = upload.put(of_group[:, 1].astype(np.int64))
                 target = upload.put(of_group[:, 2].astype(np.int64))
-                upload.then(lambda g=group, a=source, b=target: self._copy(g, upload.tensor(a), upload.tensor(b)))
+                upload.then(functools.partial(self._copy, group, upload, source, target))
 
-    def _copy(self, group: CacheGroup, source: torch.Tensor, target: torch.Tensor) -> None:
+    def _copy(self, group: CacheGroup, upload: Upload, source: Span, target: Span) -> None:
         """Device: duplicate pages, for samples that part ways inside one."""
+        from_pages, to_pages = upload.tensor(source), upload.tensor(target)
         for layer in group.layers:
             for cache in self.caches[layer]:
-                cache.index_copy_(0, target, cache.index_select(0, source))
+                cache.index_copy_(0, to_pages, cache.index_select(0, from_pages))

@@ -50,7 +50,7 @@ class _Field:
 @functools.lru_cache(4096)
 def _lay_out(shape: ResultShape) -> tuple[_Field, ...]:
     rows, real = (shape.num_samples,), shape.logit_dtype
-    wanted = [("tokens", rows, np.int64), ("failed", rows, np.bool_)]
+    wanted: list[tuple[str, tuple[int, ...], Any]] = [("tokens", rows, np.int64), ("failed", rows, np.bool_)]
     if shape.num_logprobs is not None:
         top = (shape.num_samples, shape.num_logprobs)
         wanted += [("chosen", rows, real), ("rank", rows, np.int64), ("top_ids", top, np.int64), ("top", top, real)]

@@ -357,7 +357,7 @@ def _tile_kernel(
     dim = tl.arange(0, BLOCK_D)
     num_items = tl.load(totals + 1) * KV_HEADS
     num_turns = tl.cdiv(num_items, num_programs)
-    for turn in range(0, num_turns):
+    for turn in range(num_turns):
         item = turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
         if item < num_items:
             kv_head = item % KV_HEADS
@@ -475,14 +475,17 @@ def _attend(
         factor = LOG2E * scale
     lowest = tl.min(position, 0)
     # one block ahead: a load whose address comes out of a load of the same turn would not be overlapped
-    page = tl.load(table + (begin + lane) // PAGE, mask=_in_reach(begin + lane, end, lowest, WINDOW), other=0)
+    page = tl.load(table + (begin + lane) // PAGE, mask=begin + lane < end, other=0)
     for start in range(begin, end, BLOCK_N):
         key = start + lane
         offset = (page * page_stride + key % PAGE * slot_stride)[:, None] + dim[None, :]
         ahead = key + BLOCK_N
         page = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
         if MASKED:
-            there = _in_reach(key, end, lowest, WINDOW)
+            there = key < end
+            if WINDOW:
+                # pages before the window may be gone
+                there = there & (key > lowest - WINDOW)
             inside = there[:, None] & (dim < DIM)[None, :]
             k = tl.load(keys + offset, mask=inside, other=0.0)
             v = tl.load(values + offset, mask=inside, other=0.0)
@@ -513,15 +516,6 @@ def _attend(
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=PRECISION)
         top = higher
     return acc, top, total
-
-
-@triton.jit
-def _in_reach(key, end, lowest, WINDOW: tl.constexpr):
-    """Keys that some query sees. Those before a window may have lost their page."""
-    inside = key < end
-    if WINDOW:
-        inside = inside & (key > lowest - WINDOW)
-    return inside
 
 
 def _pad(head_dim: int) -> int:

@@ -5,11 +5,13 @@ The scheduler owns the truth; this is the device's copy, kept up by diffs.
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.runner.batch.staging import Upload
+from slipstream.runner.batch.staging import Span, Upload
 from slipstream.step import NULL_PAGE, PageUpdates, StepPlan
 
 
@@ -32,7 +34,7 @@ class PageTables:
             if len(update.rows):
                 places = upload.put(update.rows.astype(np.int64) * self.width + update.places)
                 pages = upload.put(update.pages.astype(np.int64))
-                upload.then(lambda t=table, a=places, b=pages: _write(t, upload.tensor(a), upload.tensor(b)))
+                upload.then(functools.partial(_write, table, upload, places, pages))
 
     def slots(self, group: int, token_rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Device: [T] where in the pages each token's keys go."""
@@ -46,5 +48,5 @@ class PageTables:
         return self.tables[group][:, :width].index_select(0, rows)
 
 
-def _write(table: torch.Tensor, places: torch.Tensor, pages: torch.Tensor) -> None:
-    table.view(-1).index_copy_(0, places, pages)
+def _write(table: torch.Tensor, upload: Upload, places: Span, pages: Span) -> None:
+    table.view(-1).index_copy_(0, upload.tensor(places), upload.tensor(pages))

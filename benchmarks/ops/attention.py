@@ -1,0 +1,327 @@
+"""Paged attention on a GPU: is it right, and how far from the floor is it.
+
+    python benchmarks/ops/attention.py [--quick] [--page-size 16] [--json FILE]
+
+Every variant is first compared with float64, then timed by replaying a captured graph (median). Decode is measured
+against the bytes of keys and values, prefill against the products below the diagonal. Where a step's pages are small
+next to the L2, several copies take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from slipstream.ops.cache_write.triton import write_cache
+from slipstream.ops.paged_attention.triton import KernelShape, attend_splits, attend_tiles, make_partials
+from slipstream.ops.paged_attention.work import Work, list_work
+
+COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device copy on an H200
+COLD_BYTES = 1 << 30  # of keys and values read in one turn over all copies
+
+HEADS = {"0.6B": (16, 8, 128), "8B": (32, 8, 128)}
+DECODE = [(256, 1024), (64, 4096), (16, 8192), (1, 32768), (256, 384), (1, 1024), (1, 256)]
+PREFILL = [([4096] * 2, [4096] * 2), ([8192], [8192]), ([4096] * 8, [4096] * 8), ([8192] * 2, [2048] * 2)]
+DECODE_SHAPES = [
+    KernelShape(keys=64, warps=4, stages=3, programs_per_sm=3),
+    KernelShape(keys=64, warps=4, stages=2, programs_per_sm=4),
+    KernelShape(keys=64, warps=4, stages=4, programs_per_sm=2),
+    KernelShape(keys=32, warps=4, stages=4, programs_per_sm=4),
+    KernelShape(keys=32, warps=2, stages=4, programs_per_sm=4),
+    KernelShape(keys=128, warps=4, stages=2, programs_per_sm=2),
+    KernelShape(keys=128, warps=8, stages=3, programs_per_sm=1),
+]
+PREFILL_SHAPES = [
+    KernelShape(keys=64, warps=8, stages=3, programs_per_sm=1, tile=128),
+    KernelShape(keys=64, warps=8, stages=2, programs_per_sm=1, tile=128),
+    KernelShape(keys=128, warps=8, stages=2, programs_per_sm=1, tile=128),
+    KernelShape(keys=64, warps=4, stages=3, programs_per_sm=2, tile=64),
+    KernelShape(keys=64, warps=4, stages=2, programs_per_sm=2, tile=128),
+    KernelShape(keys=32, warps=8, stages=4, programs_per_sm=1, tile=128),
+]
+SPLITS = [(256, 32), (512, 32), (512, 64), (128, 64)]
+
+
+@dataclass
+class Inputs:
+    """Rows over pages in no order, and several copies of the pages."""
+
+    query: torch.Tensor
+    caches: list[tuple[torch.Tensor, torch.Tensor]]
+    table: torch.Tensor
+    lengths: torch.Tensor
+    starts: torch.Tensor
+    out: torch.Tensor
+    rows: list[tuple[int, int]]  # length, tokens
+    scale: float
+
+    @property
+    def bytes(self) -> int:
+        """Of keys and values that a call must read."""
+        _, _, kv_heads, dim = self.caches[0][0].shape
+        return sum(length for length, _ in self.rows) * kv_heads * dim * 2 * self.query.element_size()
+
+    @property
+    def flops(self) -> int:
+        seen = sum(count * length - count * (count - 1) // 2 for length, count in self.rows)
+        return 4 * seen * self.query.shape[1] * self.query.shape[2]
+
+
+def make_inputs(heads: int, kv_heads: int, dim: int, page_size: int, rows: list[tuple[int, int]]) -> Inputs:
+    widths = [-(-length // page_size) for length, _ in rows]
+    pages = torch.randperm(sum(widths)) + 1
+    table = torch.zeros(len(rows), max(widths), dtype=torch.int64)
+    for row, mine in enumerate(pages.split(widths)):
+        table[row, : len(mine)] = mine
+    shape = (sum(widths) + 1, page_size, kv_heads, dim)
+    counts = [count for _, count in rows]
+    once = 2 * 2 * shape[0] * page_size * kv_heads * dim
+    copies = max(1, min(16, COLD_BYTES // once)) if max(counts) == 1 else 1
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    query = torch.randn(sum(counts), heads, dim, **options)
+    return Inputs(
+        query,
+        [(torch.randn(shape, **options), torch.randn(shape, **options)) for _ in range(copies)],
+        table.cuda(),
+        torch.tensor([length for length, _ in rows], device="cuda"),
+        torch.tensor([0, *torch.tensor(counts).cumsum(0)], dtype=torch.int32, device="cuda"),
+        torch.empty_like(query),
+        rows,
+        dim**-0.5,
+    )
+
+
+def list_inputs(inputs: Inputs, tile: int, splits: tuple[int, int] = SPLITS[0]) -> Work:
+    heads = inputs.query.shape[1]
+    _, page_size, kv_heads, _ = inputs.caches[0][0].shape
+    longest = max(length for length, _ in inputs.rows)
+    starts = None if len(inputs.query) == len(inputs.rows) else inputs.starts
+    return list_work(
+        inputs.lengths,
+        starts,
+        inputs.table,
+        len(inputs.query),
+        longest,
+        heads,
+        kv_heads,
+        page_size,
+        tile,
+        min_split=splits[0],
+        max_splits=splits[1],
+    )
+
+
+def error(inputs: Inputs) -> float:
+    """Relative distance of `out` from float64 on the first, a middle and the last row, and only on the last tokens."""
+    keys, values = inputs.caches[-1]
+    worst = 0.0
+    for row in {0, len(inputs.rows) // 2, len(inputs.rows) - 1}:
+        length, count = inputs.rows[row]
+        some = min(count, 64)
+        end = int(inputs.starts[row + 1])
+        query = inputs.query[end - some : end].double()
+        group = query.shape[1] // keys.shape[2]
+        k, v = (
+            x[inputs.table[row]].flatten(0, 1)[:length].double().repeat_interleave(group, 1) for x in (keys, values)
+        )
+        scores = torch.einsum("qhd,khd->hqk", query, k) * inputs.scale
+        places = torch.arange(length, device="cuda")
+        weights = scores.masked_fill(places > places[length - some :, None], -torch.inf).softmax(-1)
+        expected = torch.einsum("hqk,khd->qhd", weights, v)
+        worst = max(worst, float((inputs.out[end - some : end].double() - expected).norm() / expected.norm()))
+    return worst
+
+
+def seconds(call: Callable[[], None], calls: int, replays: int) -> float:
+    """Of one call, median over replays of a graph of `calls` of them."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(replays):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3 / calls)
+    return statistics.median(times)
+
+
+def bench_decode(name: str, inputs: Inputs, shape: KernelShape, splits: tuple[int, int], replays: int) -> dict:
+    work = list_inputs(inputs, tile=128, splits=splits)
+    partials = make_partials(work, inputs.query.shape[1], inputs.query.shape[2])
+
+    def call() -> None:
+        for keys, values in inputs.caches:
+            attend_splits(
+                inputs.out, inputs.query, keys, values, inputs.table, work, partials, inputs.scale, shape=shape
+            )
+
+    return measure(name, inputs, shape, call, len(inputs.caches), replays) | {"splits": f"{splits[0]}x{splits[1]}"}
+
+
+def bench_prefill(name: str, inputs: Inputs, shape: KernelShape, replays: int) -> dict:
+    work = list_inputs(inputs, tile=shape.tile)
+
+    def call() -> None:
+        for keys, values in inputs.caches:
+            attend_tiles(inputs.out, inputs.query, keys, values, inputs.table, work, inputs.scale, shape=shape)
+
+    return measure(name, inputs, shape, call, len(inputs.caches), replays)
+
+
+def measure(
+    name: str, inputs: Inputs, shape: KernelShape, call: Callable[[], None], calls: int, replays: int
+) -> dict[str, Any]:
+    inputs.out.fill_(float("nan"))
+    result: dict[str, Any] = {"case": name, **asdict(shape)}
+    try:
+        call()
+    except Exception as refused:  # a shape that needs more shared memory than there is
+        return result | {"error": f"{type(refused).__name__}: {str(refused)[:60]}"}
+    off = error(inputs)
+    time = seconds(call, calls, replays)
+    return result | {
+        "off": off,
+        "us": time * 1e6,
+        "TB/s": inputs.bytes / time / 1e12,
+        "of copy": inputs.bytes / time / COPY_BANDWIDTH,
+        "TFLOP/s": inputs.flops / time / 1e12,
+    }
+
+
+def bench_library(name: str, inputs: Inputs, replays: int) -> list[dict[str, Any]]:
+    """What torch's own kernels take for whole rows of one length that lie in one piece, with no pages."""
+    length, count = inputs.rows[0]
+    if length != count:
+        return []
+    batch, (_, heads, dim) = len(inputs.rows), inputs.query.shape
+    kv_heads = inputs.caches[0][0].shape[2]
+    query = inputs.query.view(batch, length, heads, dim).transpose(1, 2)
+    key, value = (
+        torch.randn(batch, length, kv_heads, dim, device="cuda", dtype=query.dtype).transpose(1, 2) for _ in range(2)
+    )
+    results = []
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+
+        def call(backend: SDPBackend = backend) -> None:
+            with sdpa_kernel(backend):
+                F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+        try:
+            time = seconds(call, 1, replays)
+        except Exception as refused:
+            results.append({"case": f"{name} torch {backend.name}", "error": str(refused)[:60]})
+            continue
+        results.append(
+            {"case": f"{name} torch {backend.name}", "us": time * 1e6, "TFLOP/s": inputs.flops / time / 1e12}
+        )
+    return results
+
+
+def bench_rest(page_size: int, replays: int) -> list[dict[str, Any]]:
+    """The kernels around attention: the work list, once a step, and the cache write, once a layer."""
+    results = []
+    for rows in (1, 256, 1024):
+        inputs = make_inputs(32, 8, 128, page_size, [(256, 1)] * rows)
+        time = seconds(lambda inputs=inputs: [list_inputs(inputs, 128) for _ in range(8)] and None, 8, replays)  # type: ignore[misc]
+        results.append({"case": f"work list of {rows} rows", "us": time * 1e6})
+    for tokens in (1, 256, 8192):
+        inputs = make_inputs(32, 8, 128, page_size, [(tokens, tokens)])
+        keys, values = inputs.caches[0]
+        key, value = (torch.randn(tokens, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        slots = torch.randperm(tokens, device="cuda") + page_size
+
+        def call(args: tuple[torch.Tensor, ...] = (key, value, keys, values, slots)) -> None:
+            for _ in range(8):
+                write_cache(*args)
+
+        time = seconds(call, 8, replays)
+        results.append(
+            {"case": f"cache write of {tokens} tokens", "us": time * 1e6, "TB/s": 4 * key.nbytes / time / 1e12}
+        )
+    return results
+
+
+COLUMNS = ["case", "tile", "keys", "warps", "stages", "programs_per_sm", "splits", "off", "us", "TB/s", "of copy"]
+COLUMNS += ["TFLOP/s", "error"]
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        cells = []
+        for column in COLUMNS:
+            value = result.get(column)
+            if value is None or (column == "tile" and value == 0):
+                continue
+            cells.append(
+                f"{value}"
+                if column == "case"
+                else f"{column} {value:.4g}"
+                if isinstance(value, float)
+                else f"{column} {value}"
+            )
+        print(" | ".join(cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="the first variant of each only")
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--replays", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA GPU here; the kernels are checked without one by tests/ops/test_triton_paged_attention.py")
+    torch.manual_seed(0)
+    results: list[dict[str, Any]] = []
+    best: list[dict[str, Any]] = []
+
+    def add(some: list[dict[str, Any]], rank: bool = True) -> None:
+        show(some)
+        results.extend(some)
+        timed = [result for result in some if "us" in result]
+        if rank and timed:
+            best.append(min(timed, key=lambda result: result["us"]))
+
+    for model, (heads, kv_heads, dim) in HEADS.items():
+        for rows, length in DECODE:
+            inputs = make_inputs(heads, kv_heads, dim, args.page_size, [(length, 1)] * rows)
+            name = f"decode {model} {rows} x {length}"
+            shapes = DECODE_SHAPES[:1] if args.quick else DECODE_SHAPES
+            some = [bench_decode(name, inputs, shape, SPLITS[0], args.replays) for shape in shapes]
+            if not args.quick:
+                some += [bench_decode(name, inputs, shapes[0], splits, args.replays) for splits in SPLITS[1:]]
+            add(some)
+            del inputs
+        for lengths, counts in PREFILL:
+            inputs = make_inputs(heads, kv_heads, dim, args.page_size, list(zip(lengths, counts, strict=True)))
+            name = f"prefill {model} {len(lengths)} x {counts[0]} of {lengths[0]}"
+            shapes = PREFILL_SHAPES[:1] if args.quick else PREFILL_SHAPES
+            add([bench_prefill(name, inputs, shape, args.replays) for shape in shapes])
+            add(bench_library(name, inputs, args.replays), rank=False)
+            del inputs
+    add(bench_rest(args.page_size, args.replays), rank=False)
+    print("\nbest of each")
+    show(best)
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The FakeTensor net: plan, launch and finish with tensors that have no values.
+
+Whatever looks at a value on the way to the device raises here, at any depth of calls: `.item()`, `bool(t)`, `x[mask]`,
+`nonzero`, `unique`, a count for `repeat_interleave`.
+"""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from slipstream import LLM, SamplingParams
+from slipstream.messages import Submit
+from slipstream.step import StepResult
+from tiny import write_tiny
+
+FEATURES = {
+    "greedy": SamplingParams(temperature=0, max_tokens=6),
+    "random": SamplingParams(temperature=0.8, max_tokens=6),
+    "truncated": SamplingParams(top_k=5, top_p=0.8, min_p=0.05, max_tokens=6),
+    "top_p": SamplingParams(top_p=0.8, max_tokens=6),
+    "penalties": SamplingParams(repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5, max_tokens=6),
+    "min_tokens": SamplingParams(min_tokens=4, stop_token_ids=[1, 2, 3], max_tokens=6),
+    "logprobs": SamplingParams(logprobs=4, max_tokens=6),
+    "samples": SamplingParams(n=3, seed=1, max_tokens=6),
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def folder(request, tmp_path_factory):
+    return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param))
+
+
+def drive(folder, params, *, num_pages=64, break_model=None) -> int:
+    """Run an engine whose device has no values; the tokens are invented. Returns the number of steps."""
+    options = dict(use_tqdm_on_load=False, max_model_len=64, page_size=4, max_num_seqs=4, max_num_batched_tokens=8)
+    with LLM(folder, **options, num_pages=num_pages, num_threads=1) as llm:
+        core, runner = llm.core, llm.core.executor
+        if break_model is not None:
+            break_model(runner)
+        for i, one in enumerate(params):
+            core.submit(Submit(f"r{i}", list(range(3 + i, 14 + 2 * i)), one, time.time()))
+        steps = 0
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            while (plan := core.scheduler.plan()) is not None:
+                runner.launch(plan)
+                handle = runner.finish()
+                result = handle.wait()  # the slot's memory, which nothing wrote
+                count = int(plan.samples.sum())
+                core.scheduler.commit(
+                    StepResult(result.tokens * 0 + 5, result.failed & False, result.logprobs)
+                    if count
+                    else StepResult(result.tokens, result.failed)
+                )
+                steps += 1
+        assert not core.scheduler.has_work()
+        return steps
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_no_step_looks_at_a_value(folder, feature):
+    assert drive(folder, [FEATURES[feature]]) > 5
+
+
+def test_all_features_together_with_preemption(folder):
+    assert drive(folder, list(FEATURES.values()), num_pages=16) > 20
+
+
+PLANTED = {
+    "item": lambda x: x * x.sum().item(),
+    "bool": lambda x: x if bool(x.sum() > 0) else -x,
+    "mask": lambda x: x[x > 0],
+    "nonzero": lambda x: x.nonzero(),
+    "unique": lambda x: x.unique(),
+    "repeat": lambda x: torch.repeat_interleave(x, (x[:, 0] > 0).long() + 1, dim=0),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_look_at_a_value_is_caught(folder, bug):
+    def plant(runner):
+        block = runner.model.layers[1]
+        forward = block.mlp.forward
+        block.mlp.forward = lambda *args: (PLANTED[bug](args[0]), forward(*args))[1]
+
+    with pytest.raises(
+        Exception, match=r"(?i)data.dependent|dynamic|_local_scalar_dense|nonzero|unique|repeat_interleave"
+    ):
+        drive(folder, [FEATURES["greedy"]], break_model=plant)

@@ -1,0 +1,206 @@
+import pytest
+
+from scripted import make_config
+from slipstream.params import SamplingParams
+from slipstream.request import Request
+from slipstream.scheduler.cache.manager import CacheManager
+
+
+def make(**config: object) -> CacheManager:
+    return CacheManager(make_config(**config))  # type: ignore[arg-type]
+
+
+def request(tokens: list[int], id: str = "a", salt: str = "") -> Request:
+    return Request(id, tokens, SamplingParams(), cache_salt=salt, max_length=64)
+
+
+def admit(cache: CacheManager, req: Request) -> int:
+    """All its known tokens at once; returns how many were found."""
+    hit = cache.match(req)
+    assert cache.reserve(req, len(req.tokens), hit) is not None
+    req.computed = len(req.tokens)
+    cache.publish(req)
+    return hit.length
+
+
+def test_a_prompt_finds_the_pages_of_the_one_before_while_it_runs_and_after():
+    cache = make()
+    first, second, third = (request(list(range(10)), id) for id in "abc")
+    assert admit(cache, first) == 0
+    assert admit(cache, second) == 8
+    assert second.pages[0][:2] == first.pages[0][:2] and second.pages[0][2] != first.pages[0][2]
+    cache.check()
+    cache.release(first)
+    cache.release(second)
+    assert admit(cache, third) == 8
+    cache.check()
+
+
+def test_a_hit_leaves_a_token_to_compute():
+    cache = make()
+    admit(cache, request(list(range(8)), "a"))
+    assert cache.match(request(list(range(8)), "b")).length == 4
+
+
+def test_no_hits_across_salts_or_without_prefix_caching():
+    cache = make()
+    admit(cache, request(list(range(10)), "a", salt="x"))
+    assert cache.match(request(list(range(10)), "b")).length == 0
+    assert cache.match(request(list(range(10)), "b", salt="x")).length == 8
+    off = make(prefix_caching=False)
+    admit(off, request(list(range(10)), "a"))
+    assert off.match(request(list(range(10)), "b")).length == 0
+
+
+def test_groups_agree_on_the_shortest_of_their_matches():
+    cache = make(num_groups=2)
+    first = request(list(range(20)), "a")
+    admit(cache, first)
+    cache.groups[1].pool.forget(first.pages[1][3])
+    hit = cache.match(request(list(range(20)), "b"))
+    assert hit.length == 12
+    assert [len(pages) for pages in hit.pages] == [3, 3]
+
+
+def test_reserve_gives_what_is_missing_or_changes_nothing():
+    cache = make(num_pages=5)
+    req = request(list(range(6)))
+    assert cache.reserve(req, 6, cache.match(req)) == [(0, req.pages[0])]
+    assert req.capacity == 8
+    assert cache.reserve(req, 9) == [(2, req.pages[0][2:])]
+    before = list(req.pages[0])
+    assert cache.reserve(req, 17) is None
+    assert req.pages[0] == before and cache.num_free == 1 and req.capacity == 12
+    cache.check()
+
+
+def test_reserve_keeps_pages_free_when_told_to():
+    cache = make(num_pages=5)
+    req = request(list(range(8)))
+    assert cache.reserve(req, 8, cache.match(req), keep=3) is None
+    assert not req.pages
+    assert cache.reserve(req, 8, cache.match(req), keep=2) is not None
+
+
+def test_found_pages_that_are_free_are_not_counted_twice():
+    """Three found and free, three to take, five in all: it only looks as if that would fit."""
+    cache = make(num_pages=6)
+    first = request(list(range(13)), "a")
+    admit(cache, first)
+    cache.release(first)
+    second = request(list(range(12)) + [50] * 12, "b")
+    hit = cache.match(second)
+    assert hit.length == 12 and cache.num_free == 5
+    assert cache.reserve(second, 24, hit) is None
+    cache.check()
+    assert cache.reserve(second, 20, hit) is not None
+    assert second.pages[0][:3] == hit.pages[0]
+    cache.check()
+
+
+def test_only_launched_and_known_pages_are_published():
+    cache = make()
+    req = request(list(range(12)))
+    cache.reserve(req, 12, cache.match(req))
+    req.computed = 7
+    cache.publish(req)
+    assert req.num_published == 1
+    assert cache.match(request(list(range(12)), "b")).length == 4
+    req.computed = 12
+    cache.publish(req)
+    assert cache.match(request(list(range(13)), "b")).length == 12
+
+
+def test_generated_pages_can_be_found_after_release():
+    cache = make()
+    req = request([1, 2, 3])
+    cache.reserve(req, 9, cache.match(req))
+    req.tokens += [4, 5, 6, 7, 8, 9]
+    req.computed = 9
+    cache.release(req)
+    assert cache.match(request([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], "b")).length == 8
+
+
+def test_spoiled_pages_are_not_found_again():
+    cache = make()
+    req = request(list(range(10)))
+    admit(cache, req)
+    cache.release(req, spoiled=True)
+    assert cache.match(request(list(range(10)), "b")).length == 0
+    cache.check()
+
+
+@pytest.mark.parametrize(("num_prompt", "shared", "copied"), [(1, 0, 0), (4, 0, 1), (5, 1, 0), (6, 1, 1), (9, 2, 0)])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_fork_shares_whole_pages_and_copies_the_last(num_prompt: int, shared: int, copied: int, caching: bool):
+    cache = make(prefix_caching=caching)
+    leader, sibling = request(list(range(num_prompt))), request(list(range(num_prompt)))
+    admit(cache, leader)
+    hit = cache.fork(sibling, leader)
+    assert hit.length == num_prompt - 1
+    assert hit.pages == [leader.pages[0][:shared]]
+    assert list(hit.partial) == leader.pages[0][shared : shared + copied]
+    cache.reserve(sibling, num_prompt, hit)
+    assert len(sibling.pages[0]) == len(leader.pages[0])
+    assert sibling.pages[0][-1] != leader.pages[0][-1]
+    cache.check()
+    cache.release(leader)
+    cache.check()
+    cache.release(sibling)
+    assert cache.num_free == cache.num_usable
+
+
+def test_the_least_recently_used_prompt_is_forgotten_from_its_end():
+    cache = make(num_pages=8)  # seven to hand out
+    old, new = request([1] * 12, "a"), request([2] * 12, "b")
+    admit(cache, old)
+    admit(cache, new)
+    cache.release(old)
+    cache.release(new)
+    admit(cache, request([3] * 8, "c"))  # takes the page never used and the last of the old
+    assert cache.match(request([1] * 13, "d")).length == 8
+    assert cache.match(request([2] * 13, "d")).length == 12
+
+
+def test_can_ever_fit_counts_all_pages_but_the_null_page():
+    cache = make(num_pages=5)
+    assert cache.can_ever_fit(16) and not cache.can_ever_fit(17)
+
+
+def test_counters_count_tokens_of_first_admissions():
+    cache = make()
+    admit(cache, request(list(range(10)), "a"))
+    again = request(list(range(10)), "b")
+    admit(cache, again)
+    assert (cache.num_queries, cache.num_hits) == (20, 8)
+    cache.release(again)
+    again.num_preemptions = 1
+    admit(cache, again)
+    assert (cache.num_queries, cache.num_hits) == (20, 8)
+
+
+def test_a_long_prompt_that_misses_at_once_is_not_hashed_to_its_end():
+    cache = make(num_pages=600)
+    long = request(list(range(2000)), "a")
+    cache.match(long)
+    assert len(long.hashes) <= 16
+
+
+def test_a_model_without_cache_groups_needs_no_pages():
+    cache = make(num_groups=0)
+    req = request(list(range(10)))
+    assert admit(cache, req) == 0
+    assert cache.can_ever_fit(10**6) and req.capacity > 10**6
+    cache.release(req)
+    cache.check()
+
+
+def test_check_sees_a_page_held_by_strangers():
+    cache = make(prefix_caching=False)
+    one, two = request([1] * 4, "a"), request([2] * 4, "b")
+    admit(cache, one)
+    admit(cache, two)
+    cache.groups[0].pool.share(one.pages[0])
+    two.pages[0] += one.pages[0]
+    with pytest.raises(AssertionError, match="shared by strangers"):
+        cache.check()

@@ -249,6 +249,12 @@ class Bench:
         assert not self.scheduler.has_work(), f"still busy after {max_steps} steps"
         self.check_empty()
 
+    def run_until_preempted(self, request: Request) -> None:
+        """Up to and including the plan that does it, before anything more is committed."""
+        while self.plan() is not None and not request.num_preemptions:
+            if self.scheduler.num_in_flight > self.depth:
+                self.commit()
+
     def check_empty(self) -> None:
         self.scheduler.check()
         assert self.cache.num_free == self.cache.num_usable

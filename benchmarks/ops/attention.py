@@ -46,7 +46,7 @@ PREFILL_SHAPES = [
     KernelShape(keys=64, warps=8, stages=2, programs_per_sm=1, tile=128),
     KernelShape(keys=128, warps=8, stages=2, programs_per_sm=1, tile=128),
     KernelShape(keys=64, warps=4, stages=3, programs_per_sm=2, tile=64),
-    KernelShape(keys=64, warps=4, stages=2, programs_per_sm=2, tile=128),
+    KernelShape(keys=64, warps=8, stages=4, programs_per_sm=1, tile=128),
     KernelShape(keys=32, warps=8, stages=4, programs_per_sm=1, tile=128),
 ]
 SPLITS = [(256, 32), (512, 32), (512, 64), (128, 64)]

@@ -79,6 +79,9 @@ PLANTED = {
 }
 
 
+LOOKED = r"(?i)data.dependent|dynamic|_local_scalar_dense|nonzero|unique|repeat_interleave"
+
+
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_look_at_a_value_is_caught(folder, bug):
     def plant(runner):
@@ -86,7 +89,5 @@ def test_a_planted_look_at_a_value_is_caught(folder, bug):
         forward = block.mlp.forward
         block.mlp.forward = lambda *args: (PLANTED[bug](args[0]), forward(*args))[1]
 
-    with pytest.raises(
-        Exception, match=r"(?i)data.dependent|dynamic|_local_scalar_dense|nonzero|unique|repeat_interleave"
-    ):
+    with pytest.raises(Exception, match=LOOKED):
         drive(folder, [FEATURES["greedy"]], break_model=plant)

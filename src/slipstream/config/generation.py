@@ -1,4 +1,4 @@
-"""Sampling defaults that a model brings in generation_config.json."""
+"""Sampling defaults that a model brings in generation_config.json, and those of the embedded default model."""
 
 from __future__ import annotations
 
@@ -27,6 +27,10 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
 
     params: dict[str, Any] = {}  # fields of SamplingParams
     eos_token_ids: tuple[int, ...] = ()  # end tokens besides those of config.json
+
+
+EMBEDDED_DEFAULTS = GenerationDefaults(params={"temperature": 0.2, "top_p": 0.9})
+"""Of the embedded SmolLM2: its file brings none, and its makers recommend these."""
 
 
 def read_generation_defaults(folder: Path) -> GenerationDefaults:

@@ -24,6 +24,7 @@ class LocatedModel:
     path: Path
     kind: Literal["folder", "gguf"]
     name: str  # what to call it
+    embedded: bool = False  # the default model, which nobody named
 
 
 def locate(model: str | None, revision: str | None = None) -> LocatedModel:
@@ -46,7 +47,7 @@ def _embedded() -> LocatedModel:
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     for place in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(place).glob("*.gguf")):
-            return LocatedModel(path, "gguf", path.stem)
+            return LocatedModel(path, "gguf", path.stem, embedded=True)
     raise ModelNotFound(f"the default model is not installed; run: {INSTALL_DEFAULT}")
 
 

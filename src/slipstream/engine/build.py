@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from slipstream.config.config import EngineConfig
-from slipstream.config.generation import GenerationDefaults, read_generation_defaults
+from slipstream.config.generation import EMBEDDED_DEFAULTS, GenerationDefaults, read_generation_defaults
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.gguf_info import gguf_model_info
 from slipstream.config.locate import LocatedModel, locate
@@ -42,7 +42,8 @@ def build(options: Options, *, progress: bool = False, device: Device | None = N
 
 def _read(located: LocatedModel) -> tuple[ModelInfo, GenerationDefaults]:
     if located.kind == "gguf":
-        return gguf_model_info(GgufFile(located.path)), GenerationDefaults()
+        defaults = EMBEDDED_DEFAULTS if located.embedded else GenerationDefaults()
+        return gguf_model_info(GgufFile(located.path)), defaults
     info = read_model_info(located.path)
     defaults = read_generation_defaults(located.path)
     if defaults.eos_token_ids:

@@ -13,7 +13,7 @@ import torch
 
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.ops.cache_write.triton import write_cache
-from slipstream.ops.paged_attention.triton import Partials, attend_splits, attend_tiles, make_partials, varlen_shape
+from slipstream.ops.paged_attention.triton import Partials, attend_splits, attend_tiles, make_partials, query_tile
 from slipstream.ops.paged_attention.work import Work, list_work
 
 
@@ -49,7 +49,7 @@ class TritonAttention:
         self.head_dim = head_dim
         self.windows = windows
         self.soft_cap = soft_cap
-        self.tile = varlen_shape(head_dim, dtype.itemsize).tile
+        self.tile = query_tile(head_dim, dtype.itemsize)
 
     def plan(self, batch: BatchView) -> TritonPlan:
         num_tokens, num_rows = len(batch.ids), len(batch.lengths)

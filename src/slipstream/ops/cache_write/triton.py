@@ -41,7 +41,7 @@ def write_cache(
 
 
 # grid: (tokens,)
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _write_kernel(
     key,
     value,

@@ -31,17 +31,28 @@ class KernelShape:
 
 
 def decode_shape(head_dim: int, itemsize: int) -> KernelShape:
-    wide = _pad(head_dim) * itemsize > 256
-    return KernelShape(keys=32 if wide else 64, warps=4, stages=2, programs_per_sm=4)
+    width = _pad(head_dim) * itemsize  # bytes of one key
+    return KernelShape(keys=64 if width <= 256 else 32, warps=4, stages=3 if width <= 512 else 2, programs_per_sm=3)
 
 
-def varlen_shape(head_dim: int, itemsize: int) -> KernelShape:
+def query_tile(head_dim: int, itemsize: int) -> int:
+    """Rows of queries in one tile, a row being one head of one token."""
+    if itemsize <= 2:
+        return 128
+    # no matrix unit takes float32 as it is: tiles small enough for plain arithmetic
+    return 64 if _pad(head_dim) <= 128 else 32
+
+
+def varlen_shape(head_dim: int, itemsize: int, shared_memory: int) -> KernelShape:
+    tile = query_tile(head_dim, itemsize)
     width = _pad(head_dim) * itemsize
-    if width > 512:  # float32 of large heads
-        return KernelShape(keys=32, warps=8, stages=1, programs_per_sm=1, tile=64)
-    if width > 256:
-        return KernelShape(keys=64, warps=8, stages=2, programs_per_sm=1, tile=64 if itemsize > 2 else 128)
-    return KernelShape(keys=128 if itemsize <= 2 else 64, warps=8, stages=2, programs_per_sm=1, tile=128)
+    keys, stages = (64, 3) if itemsize <= 2 else (32, 2)
+    while (tile + 2 * stages * keys) * width > shared_memory and keys > 16:
+        if stages > 1:
+            stages -= 1
+        else:
+            keys //= 2
+    return KernelShape(keys=keys, warps=8, stages=stages, programs_per_sm=1, tile=tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +140,7 @@ def attend_tiles(
     """Rows of several tokens, each seeing the keys up to its own; and zeros for tokens of no row."""
     num_heads, dim = query.shape[1:]
     page_size, num_kv_heads = keys.shape[1:3]
-    shape = shape or varlen_shape(dim, keys.element_size())
+    shape = shape or varlen_shape(dim, keys.element_size(), _device_facts(out.device)[1])
     _check(out, query, keys, values)
     _tile_kernel[(_num_programs(out.device, shape, len(work.tiles) * num_kv_heads),)](
         out,
@@ -164,7 +175,7 @@ def attend_tiles(
 
 
 # grid: (k x SMs,) over (split, kv head)
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table"])
 def _split_kernel(
     out,
     query,
@@ -323,7 +334,7 @@ def _join(
 
 
 # grid: (k x SMs,) over (tile, kv head); every second turn runs backwards, so that no program always gets the longer one
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table"])
 def _tile_kernel(
     out,
     query,
@@ -529,11 +540,13 @@ def _check(out: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: t
 
 
 def _num_programs(device: torch.device, shape: KernelShape, most: int) -> int:
-    return min(most, shape.programs_per_sm * _num_sms(device))
+    return min(most, shape.programs_per_sm * _device_facts(device)[0])
 
 
 @cache
-def _num_sms(device: torch.device) -> int:
+def _device_facts(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors, and bytes of shared memory a program may have."""
     if device.type != "cuda":  # the interpreter
-        return 2
-    return torch.cuda.get_device_properties(device).multi_processor_count
+        return 2, 232448
+    facts = torch.cuda.get_device_properties(device)
+    return facts.multi_processor_count, facts.shared_memory_per_block_optin

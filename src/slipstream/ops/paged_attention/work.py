@@ -98,7 +98,10 @@ ALIGN = tl.constexpr(128)  # a window's first split begins at a multiple of it; 
 
 # grid: (rows + 1,); program b counts the work of the rows before row b and lists row b's. The last one takes tokens
 # that belong to no row.
-@triton.jit(do_not_specialize=["table_stride", "num_rows", "num_tokens"])
+@triton.jit(
+    do_not_specialize=["table_stride", "num_rows", "num_tokens"],
+    do_not_specialize_on_alignment=["lengths", "starts", "table"],
+)
 def _list_work_kernel(
     splits_out,
     tiles_out,

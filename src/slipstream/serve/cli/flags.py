@@ -6,7 +6,7 @@ A flag that was not given is absent from the result: defaults stay where they ar
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -47,15 +47,20 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return _given(args, Options.__struct_fields__)
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
+def add_sampling_flags(
+    parser: argparse.ArgumentParser, *, max_tokens: int | None, names: Iterable[str] = tuple(SAMPLING_HELP)
+) -> None:
+    """Flags for these fields. Without `max_tokens` there is no default for it."""
     group = parser.add_argument_group("sampling", "What is not given follows the model's generation config.")
     hints = get_type_hints(SamplingParams)
-    for name, text in SAMPLING_HELP.items():
+    for name in names:
+        text = SAMPLING_HELP[name]
         if name == "stop":
             group.add_argument("--stop", action="append", metavar="TEXT", default=argparse.SUPPRESS, help=text)
         else:
             _add_flag(group, name, hints[name], text, max_tokens if name == "max_tokens" else None)
-    parser.set_defaults(max_tokens=max_tokens)
+    if max_tokens is not None:
+        parser.set_defaults(max_tokens=max_tokens)
 
 
 def sampling_changes(args: argparse.Namespace) -> dict[str, Any]:

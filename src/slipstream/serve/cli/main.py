@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from slipstream.errors import EngineClosed, EngineDead, SlipstreamError
-from slipstream.serve.cli import chat, generate, version
+from slipstream.serve.cli import bench, chat, doctor, generate, plan, version
 from slipstream.serve.cli.run import OpenLLM, open_llm
 
 INTERRUPTED = 130  # as a shell reports a process that ended by SIGINT
@@ -46,6 +46,9 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     chat.add_command(commands)
     generate.add_command(commands)
+    bench.add_command(commands)
+    plan.add_command(commands)
+    doctor.add_command(commands)
     version.add_command(commands)
     return parser
 

@@ -1,0 +1,132 @@
+"""Throughput and latency of a model over a table of shapes, all prompts at once, on any device.
+
+    python benchmarks/offline.py --model DIR --load-format dummy --shapes bs1 offline decode --json out.json
+
+Prompts are random tokens, drawing is greedy unless the shape says otherwise, texts go on past the end token, no text
+is made unless --detokenize. The best of --repeats trials counts, each with prompts of its own; a trial of the shape's
+first request comes before. The engine's flags are those of `slipstream bench`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import SlipstreamError
+from slipstream.serve.bench.measure import Trial, measure
+from slipstream.serve.bench.workload import Workload
+from slipstream.serve.cli.bench import bench_options, bench_params, engine_facts, progress
+from slipstream.serve.cli.flags import add_engine_flags, engine_options
+
+
+def _shape(num_prompts: int, input_len: int, output_len: int, range_ratio: float = 1.0, **params: Any) -> Any:
+    workload = Workload(
+        num_prompts=num_prompts, input_len=input_len, output_len=output_len, range_ratio=range_ratio
+    )
+    return workload, params
+
+
+SHAPES: dict[str, tuple[Workload, dict[str, Any]]] = {
+    "bs1": _shape(1, 128, 256),
+    "bs16": _shape(16, 1024, 256),
+    "offline": _shape(256, 512, 128),
+    "decode": _shape(256, 128, 512),
+    "nano": _shape(256, 1024, 1024, range_ratio=100 / 1024),
+    "prefill": _shape(64, 4096, 16),
+    "sample": _shape(256, 128, 256, temperature=0.8, top_p=0.95, top_k=50),
+    "logprobs": _shape(64, 128, 256, logprobs=5),
+    "pen512": _shape(128, 64, 512, repetition_penalty=1.1),
+    "long": _shape(128, 64, 4096),
+    "longpen": _shape(128, 64, 4096, repetition_penalty=1.1, presence_penalty=0.2),
+}
+COLUMNS = f"{'shape':<10}{'out/s':>10}{'total/s':>11}{'ms/token':>10}{'itl p50':>9}{'p99':>8}{'ttft p50':>10}{'steps':>7}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, "all"], default=["bs1"], help="(default: bs1)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="trials of a shape (default: 3)")
+    parser.add_argument("--detokenize", action="store_true", help="make text too; needs the model's tokenizer")
+    parser.add_argument("--json", metavar="PATH", help="write the figures there too, after each shape")
+    add_engine_flags(parser)
+    args = parser.parse_args()
+    try:
+        return run(args)
+    except SlipstreamError as error:
+        print(f"benchmarks/offline.py: {error}", file=sys.stderr)
+        return 2
+
+
+def run(args: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    from slipstream.llm import LLM  # timed: it brings torch
+
+    imported = time.perf_counter()
+    llm = LLM(**bench_options(engine_options(args), detokenize=args.detokenize))
+    ready = time.perf_counter()
+    facts: dict[str, Any] = {
+        "machine": machine_facts(llm.config.device.kind),
+        "engine": engine_facts(llm.config),
+        "import_seconds": imported - start,
+        "start_seconds": ready - imported,
+        "shapes": {},
+    }
+    print(f"import {imported - start:.2f} s, start {ready - imported:.2f} s, {facts['machine']}, {facts['engine']}")
+    print(COLUMNS, flush=True)
+    with llm:
+        for name in SHAPES if "all" in args.shapes else args.shapes:
+            workload, changes = SHAPES[name]
+            try:
+                with progress(workload.num_prompts * args.repeats) as advance:
+                    trials = measure(
+                        llm,
+                        workload,
+                        bench_params(**changes),
+                        repeats=args.repeats,
+                        detokenize=args.detokenize,
+                        advance=advance,
+                    )
+            except SlipstreamError as error:  # longer than this engine takes, say: the other shapes may do
+                print(f"{name:<10}{error}", flush=True)
+                facts["shapes"][name] = {"error": str(error)}
+                if llm.core.has_work():
+                    raise
+                continue
+            print(line(name, trials[0]), flush=True)
+            facts["shapes"][name] = (
+                {"workload": workload.facts(), "params": changes}
+                | trials[0].facts()
+                | {"trial_seconds": [trial.seconds for trial in trials]}
+            )
+            if args.json:
+                Path(args.json).write_text(json.dumps(facts, indent=1))
+    return 0
+
+
+def line(name: str, best: Trial) -> str:
+    """ms/token is the whole call's time over the tokens of one text."""
+    per_token = 1000 * best.seconds * best.num_requests / best.output_tokens
+    gaps = best.itl_ms
+    between = f"{gaps.p50:>9.2f}{gaps.p99:>8.2f}" if gaps else " " * 17
+    return (
+        f"{name:<10}{best.output_per_second:>10.0f}{best.total_per_second:>11.0f}{per_token:>10.3f}{between}"
+        f"{best.ttft_ms.p50:>10.1f}{best.num_steps:>7}"
+    )
+
+
+def machine_facts(kind: str) -> dict[str, Any]:
+    import torch
+
+    name = torch.cuda.get_device_name() if kind == "cuda" else platform.processor() or platform.machine()
+    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

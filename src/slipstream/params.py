@@ -1,13 +1,14 @@
 """SamplingParams: what one request may ask of the sampler.
 
 Frozen, and checked where it is built: a bad value fails in the caller's hands, never inside a step.
-What needs the model to be checked (ids against the vocabulary) is checked by `engine/inputs.py`.
+What needs the model to be checked (ids against the vocabulary) is checked by `engine/inputs.py`, which also settles
+what only the model can say: -1 for the whole vocabulary, and bad words as token ids.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -16,6 +17,7 @@ from slipstream.errors import InvalidParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this draw the most likely token
 MAX_SEED = 2**64 - 1
+MAX_BIAS = 100.0
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -52,7 +54,29 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     include_stop_str_in_output: bool = False
     """Leave the stop string in the text."""
     logprobs: int | None = None
-    """Return the chosen token's logprob and this many of the likeliest; None returns none."""
+    """Return the chosen token's logprob and this many of the likeliest; -1 means the whole vocabulary."""
+    prompt_logprobs: int | None = None
+    """The same for each token of the prompt but the first. Such a prompt is computed whole, cached or not."""
+    logprob_token_ids: Sequence[int] | None = None
+    """Return the logprobs of these tokens at every step, beside the chosen one's."""
+    logit_bias: Mapping[int, float] | None = None
+    """Added to the logits of these tokens."""
+    allowed_token_ids: Sequence[int] | None = None
+    """Draw nothing but these tokens."""
+    bad_words: Sequence[str] | None = None
+    """Texts that may not come, with or without a space before; one that the prompt has begun may not be completed."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+    spaces_between_special_tokens: bool = True
+    """Where special tokens are shown and the tokenizer puts spaces between tokens, put them between those too."""
+    detokenize: bool = True
+    """Make text at all; False leaves it empty."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many tokens of the prompt, the last ones; -1 keeps as many as fit the model length."""
+    priority: int = 0
+    """Requests with a lower number go first."""
+    cache_salt: str = ""
+    """Prompts share cached pages only within one salt."""
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, 1024)
@@ -73,12 +97,33 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
                 f"min_tokens is {self.min_tokens}, max_tokens {self.max_tokens}; lower the first or raise the second"
             )
         self._freeze("stop", _strings("stop", self.stop))
+        self._freeze("bad_words", _strings("bad_words", self.bad_words))
         self._freeze("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
-        for name in ("ignore_eos", "include_stop_str_in_output"):
+        self._freeze("logprob_token_ids", _ids("logprob_token_ids", self.logprob_token_ids))
+        if self.allowed_token_ids is not None:
+            self._freeze("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise InvalidParams("allowed_token_ids is empty, so no token could be drawn; give at least one or None")
+        if self.logit_bias is not None:
+            self._freeze("logit_bias", _bias(self.logit_bias))
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParams(f"{name} is {getattr(self, name)!r}; give True or False")
-        if self.logprobs is not None:
-            _whole("logprobs", self.logprobs, 0, None)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _whole(name, getattr(self, name), -1, None)
+        if self.stop and not self.detokenize:
+            raise InvalidParams(
+                f"stop is {list(self.stop)} and detokenize False: without text no string is found; "
+                "use stop_token_ids or leave detokenize on"
+            )
+        if self.truncate_prompt_tokens is not None:
+            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None)
+            if self.truncate_prompt_tokens == 0:
+                raise InvalidParams("truncate_prompt_tokens is 0, which leaves no prompt; give 1 or more, or -1")
+        _whole("priority", self.priority, -(2**62), 2**62)
+        if not isinstance(self.cache_salt, str):
+            raise InvalidParams(f"cache_salt is {self.cache_salt!r}; give a string")
 
     def _freeze(self, name: str, value: object) -> None:
         msgspec.structs.force_setattr(self, name, value)
@@ -96,8 +141,22 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.stop_token_ids  # type: ignore[return-value]
 
     @property
+    def given_ids(self) -> tuple[int, ...]:
+        return self.logprob_token_ids  # type: ignore[return-value]
+
+    @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether choosing a token takes the tokens before it."""
+        return self.has_penalties or bool(self.bad_words)
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The likeliest tokens to report with each token drawn; None if nothing at all is to be reported."""
+        return 0 if self.logprobs is None and self.given_ids else self.logprobs
 
     def with_changes(self, **changes: Any) -> SamplingParams:
         """A copy that differs in these fields, checked again."""
@@ -127,6 +186,15 @@ def _range(low: float | None, high: float | None, open_low: bool) -> str:
     return f"more than {low} and at most {high}" if open_low else f"{low} to {high}"
 
 
+_SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
+)
+
+
 def _strings(name: str, value: object) -> tuple[str, ...]:
     if value is None:
         return ()
@@ -134,9 +202,9 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
         value = (value,)
     if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
         raise InvalidParams(f"{name} is {value!r}; give a string or a list of strings")
-    if any(not text for text in value):
-        raise InvalidParams(f"{name} holds an empty string, which would end every text at once; leave it out")
-    return tuple(value)
+    if any(not text.strip() if name == "bad_words" else not text for text in value):
+        raise InvalidParams(f"{name} holds an empty string, which is in every text; leave it out")
+    return tuple(dict.fromkeys(value))
 
 
 def _ids(name: str, value: object) -> tuple[int, ...]:
@@ -144,7 +212,23 @@ def _ids(name: str, value: object) -> tuple[int, ...]:
         return ()
     if not isinstance(value, list | tuple | set | frozenset):
         raise InvalidParams(f"{name} is {value!r}; give a list of token ids")
-    ids = tuple(value)
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
-        raise InvalidParams(f"{name} is {list(ids)!r}; token ids are whole numbers from 0 up")
-    return ids
+    for i in value:
+        if isinstance(i, bool) or not isinstance(i, int) or i < 0:
+            raise InvalidParams(f"{name} holds {i!r}; token ids are whole numbers from 0 up")
+    return tuple(dict.fromkeys(value))
+
+
+def _bias(value: object) -> dict[int, float] | None:
+    """Ids may be written as texts, as JSON does."""
+    if not isinstance(value, Mapping):
+        raise InvalidParams(f"logit_bias is {value!r}; give a dict of token ids and numbers")
+    bias: dict[int, float] = {}
+    for key, number in value.items():
+        token = int(key) if isinstance(key, str) and key.isdecimal() else key
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise InvalidParams(f"logit_bias holds {key!r}; token ids are whole numbers from 0 up")
+        if token in bias:
+            raise InvalidParams(f"logit_bias holds {token} twice, as a number and as a text; leave one out")
+        _real(f"logit_bias of {token}", number, -MAX_BIAS, MAX_BIAS)
+        bias[token] = float(number)
+    return bias or None

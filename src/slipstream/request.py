@@ -13,7 +13,7 @@ class FinishReason(enum.StrEnum):
     STOP = "stop"  # end token, stop token or stop string
     LENGTH = "length"  # max_tokens or the model length
     ABORT = "abort"  # the caller gave up
-    ERROR = "error"  # its logits were not numbers
+    ERROR = "error"  # its logits were not numbers, or its parameters forbade every token
 
 
 class Status(enum.Enum):
@@ -30,9 +30,9 @@ class Request:
     """
 
     __slots__ = (
-        "id", "sample", "number", "params", "priority", "cache_salt", "arrival_time", "stop_ids", "seed",
+        "id", "sample", "number", "params", "priority", "cache_salt", "arrival_time", "stop_ids", "bad_words", "seed",
         "tokens", "num_prompt", "max_length", "status", "row", "admission", "num_known", "computed", "pending",
-        "runway", "num_cached", "num_preemptions", "caught_up", "leader", "siblings",
+        "runway", "num_cached", "num_preemptions", "caught_up", "leader", "siblings", "unscored", "num_staged_ids",
         "pages", "capacity", "hashes", "num_published", "publish_after",
     )  # fmt: skip
 
@@ -47,6 +47,7 @@ class Request:
         cache_salt: str = "",
         arrival_time: float = 0.0,
         stop_ids: tuple[int, ...] = (),
+        bad_words: tuple[tuple[int, ...], ...] = (),
         max_length: int,
         seed: int = 0,
     ) -> None:
@@ -58,6 +59,7 @@ class Request:
         self.cache_salt = cache_salt
         self.arrival_time = arrival_time
         self.stop_ids = frozenset(stop_ids)  # every token that ends it: end tokens unless ignored, and its own
+        self.bad_words = bad_words  # token sequences
         self.seed = seed
         self.tokens = list(prompt)  # all known tokens, prompt first
         self.num_prompt = len(prompt)
@@ -73,6 +75,17 @@ class Request:
         self.num_cached = 0  # positions found in the cache when it was first admitted
         self.num_preemptions = 0
         self.caught_up = -1  # the step that launched the last of its known tokens
+        # the next prompt token whose logprob is to be asked for; NEVER when there is none. It only goes up: what was
+        # launched before a preemption is still delivered. Of a prompt's samples the first asks for all
+        self.unscored = NEVER if params.prompt_logprobs is None or sample or len(prompt) < 2 else 1
+        # numbers an admission of it brings to the device beside its pages and its history
+        self.num_staged_ids = (
+            (len(self.stop_ids) if params.min_tokens else 0)
+            + len(params.allowed_token_ids or ())
+            + 3 * len(params.logit_bias or ())  # an id, and a value of up to 8 bytes
+            + 2 * sum(map(len, bad_words))  # an id and its place
+            + len(params.given_ids)
+        )
 
         # the samples of one prompt: the first leads, the others wait for its pages
         self.leader: Request | None = None  # until this one is admitted

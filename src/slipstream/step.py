@@ -34,7 +34,8 @@ class Admission:
     seed: int  # 64 bits: the request's own, or made from the engine's seed and the request's number
     sample: int  # which of the prompt's n samples this is
     stop_ids: tuple[int, ...]  # tokens that may not come before min_tokens
-    history: Ints | None  # all known tokens, for rows whose parameters look back (penalties); else None
+    history: Ints | None  # all known tokens, for rows whose parameters look back (penalties, bad words); else None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not come
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,15 @@ class PageUpdates:
 
 
 NO_PAGES = PageUpdates(NO_INTS, NO_INTS, NO_INTS)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Prompt tokens whose logprobs this step shall report, each from the position before it."""
+
+    places: Ints  # [scored] those positions, counted over all tokens of the step
+    tokens: Ints  # [scored] the prompt tokens that follow; the next chunk's first is among them
+    num_logprobs: int  # likeliest tokens to report beside each
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,7 @@ class StepPlan:
     new_pages: tuple[PageUpdates, ...]  # one a cache group
     copies: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int32))  # (group, from page, to page)
     num_logprobs: int | None = None  # likeliest tokens to report for each sampling row; None: no logprobs at all
+    scores: PromptScores | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -78,12 +89,13 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepLogprobs:
-    """Of the raw logits. Row i belongs to the i-th sampling row of the plan."""
+    """Of the raw logits. Entry i belongs to the plan's i-th sampling row, or to its i-th scored prompt token."""
 
-    chosen: Floats  # [sampling]
-    rank: Ints  # [sampling] 1 is the likeliest
-    top_ids: Ints  # [sampling, k]
-    top: Floats  # [sampling, k]
+    chosen: Floats  # [entries]
+    rank: Ints  # [entries] 1 is the likeliest
+    top_ids: Ints  # [entries, k]
+    top: Floats  # [entries, k]
+    given: Floats | None = None  # [asking, most ids] for sampling rows with logprob_token_ids, those alone, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,5 +103,6 @@ class StepResult:
     """What the device drew: one entry for each sampling row, in the plan's order."""
 
     tokens: Ints  # [sampling]
-    failed: Bools  # [sampling] the row's logits held NaN; its token means nothing
+    failed: Bools  # [sampling] the row's logits held NaN, or left no token to draw; its token means nothing
     logprobs: StepLogprobs | None = None
+    prompt_logprobs: StepLogprobs | None = None  # one entry for each of the plan's scored prompt tokens

@@ -4,7 +4,14 @@ import importlib.util
 import os
 import sys
 
+import pytest
 import torch
 
 if "triton" not in sys.modules and importlib.util.find_spec("triton") and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def kernel_device() -> torch.device:
+    """Where kernels run in these tests: the GPU if there is one, else the CPU through the interpreter."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

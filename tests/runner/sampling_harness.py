@@ -17,7 +17,7 @@ from slipstream.step import NO_INTS, Admission, StepPlan
 GREEDY = SamplingParams(temperature=0)
 
 
-def admission(row, params, prompt=(1, 2), output=(), *, seed=0, sample=0, stop_ids=(), number=0) -> Admission:
+def admission(row, params, prompt=(1, 2), output=(), *, seed=0, sample=0, stop_ids=(), number=0, bad_words=()) -> Admission:
     history = np.array([*prompt, *output], np.int32)
     return Admission(
         row=row,
@@ -29,7 +29,8 @@ def admission(row, params, prompt=(1, 2), output=(), *, seed=0, sample=0, stop_i
         seed=seed,
         sample=sample,
         stop_ids=tuple(stop_ids),
-        history=history if params.has_penalties else None,
+        history=history if params.needs_history else None,
+        bad_words=tuple(map(tuple, bad_words)),
     )
 
 

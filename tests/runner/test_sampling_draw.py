@@ -214,10 +214,10 @@ def test_nan_ends_its_row_alone(params):
 
 
 @pytest.mark.parametrize("params", [GREEDY, *PARAMS, EVERYTHING], ids=str)
-def test_a_row_with_nothing_left_gives_token_0(params):
+def test_a_row_with_nothing_left_fails_with_token_0(params):
     out = Harness(2, 100).step([0], [2], np.full((1, 100), -np.inf), [admission(0, params, stop_ids=(1,))])
     assert out.tokens.tolist() == [0]
-    assert out.failed.tolist() == [False]
+    assert out.failed.tolist() == [True]
 
 
 @pytest.mark.parametrize("params", [GREEDY, *PARAMS, EVERYTHING], ids=str)

@@ -6,9 +6,15 @@ import torch
 from sampling_harness import GREEDY, Harness, admission, penalized, truncated
 
 from slipstream.params import SamplingParams
+from slipstream.runner.sampling.min_tokens import MinTokens
+from slipstream.runner.sampling.penalties import Penalties
 
 VOCABULARIES = [7, 100, 1000]
 NULL = 5  # the last of six rows
+
+
+def stage_of(harness, kind):
+    return next(stage for stage in harness.sampler.stages if isinstance(stage, kind))
 
 
 def random_logits(rng, rows, vocab):
@@ -59,7 +65,7 @@ def test_accepted_drafts_end_min_tokens_before_the_host_thinks_so():
 
 def test_min_tokens_costs_nothing_once_reached():
     harness = Harness(2, 7)
-    stage = harness.sampler.stages[0]
+    stage = stage_of(harness, MinTokens)
     harness.step([0], [2], np.zeros((1, 7)), [admission(0, GREEDY.with_changes(min_tokens=1), stop_ids=(0,))])
     assert stage.prepare(np.array([0], np.int32), harness.ring.open()) is None
 
@@ -149,7 +155,7 @@ def test_a_slot_forgets_who_held_it():
     # the slot goes to another row in the very step in which it was given back
     got = harness.edited([1], [1], logits, [admission(1, params, prompt=(5,))], released=[0])
     assert np.array_equal(got, logits)
-    assert harness.sampler.stages[1].counts.tensor.shape[0] == 3
+    assert stage_of(harness, Penalties).counts.tensor.shape[0] == 3
 
 
 def test_a_row_without_penalties_after_one_with_them():
@@ -178,14 +184,14 @@ def test_the_table_grows_and_keeps_what_it_had():
         assert tokens == expected
         for row in rows:
             outputs[row].append(tokens[row])
-        sizes.append(harness.sampler.stages[1].counts.tensor.shape[0])
+        sizes.append(stage_of(harness, Penalties).counts.tensor.shape[0])
     assert sorted(set(sizes)) == [4, 8, 16, 21]
 
 
 def test_rows_without_penalties_take_no_slot():
     harness = Harness(6, 100)
     harness.step([0, 1], [2, 2], np.zeros((2, 100)), [admission(0, GREEDY), admission(1, SamplingParams())])
-    assert harness.sampler.stages[1].counts.tensor.shape[0] == 0
+    assert stage_of(harness, Penalties).counts.tensor.shape[0] == 0
 
 
 # temperature and truncation

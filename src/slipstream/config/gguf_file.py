@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
+import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,22 @@ class GgufFile:
         self.version, num_tensors, num_fields = _read_header(reader)
         self.fields = _Fields(reader, num_fields)
         self.tensors = _read_tensors(reader, num_tensors, self.fields)
+
+    @classmethod
+    def open(cls, path: str | Path) -> GgufFile:
+        """The file as someone else has it open already, unless it changed: its header takes time to read."""
+        try:
+            facts = Path(path).stat()
+        except OSError:
+            return cls(path)  # says what is wrong
+        key = (str(path), facts.st_mtime_ns, facts.st_size)
+        file = _open_files.get(key)
+        if file is None:
+            file = _open_files[key] = cls(path)
+        return file
+
+
+_open_files: weakref.WeakValueDictionary[tuple[str, int, int], GgufFile] = weakref.WeakValueDictionary()
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,11 +59,34 @@ def read_model_info(folder: Path) -> ModelInfo:
     return model_info_from_config(config)
 
 
+# What a config.json leaves out of a family whose own defaults are not the usual ones.
+_GEMMA3 = {
+    "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0,
+    "rope_local_base_freq": 10_000.0, "query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+_GEMMA2 = {
+    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+}  # fmt: skip
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MistralForCausalLM": {"sliding_window": 4096},
+    "Qwen2ForCausalLM": {"sliding_window": 4096},
+    "Qwen3ForCausalLM": {"sliding_window": 4096, "head_dim": 128},
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Phi3ForCausalLM": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
+}
+
+
 def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
         raise BadCheckpoint('config.json names no architecture; add "architectures", for example ["LlamaForCausalLM"]')
     architecture = architectures[0]
+    config = _DEFAULTS.get(architecture, {}) | _text_part(config)
     try:
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
@@ -78,7 +101,7 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
             ffn_size=int(config["intermediate_size"]),
             max_positions=int(config["max_position_embeddings"]),
             norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            activation=config.get("hidden_act") or config.get("hidden_activation") or "silu",
+            activation=config.get("hidden_activation") or config.get("hidden_act") or "silu",
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
@@ -91,18 +114,35 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
     except KeyError as missing:
         raise UnsupportedModel(
             f"{architecture}: config.json lacks {missing}, so it is not a decoder we know; "
-            "run a Llama or Qwen3 style checkpoint"
+            "run a checkpoint that continues text, of Llama's style for example"
         ) from None
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise BadCheckpoint(f"config.json of {architecture} holds a value of the wrong kind: {error}") from None
 
 
+def _text_part(config: dict[str, Any]) -> dict[str, Any]:
+    """A model of text and pictures keeps the facts of its text apart."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    return config | {key: value for key, value in text.items() if value is not None and key != "architectures"}
+
+
 def _rope(config: dict[str, Any]) -> RopeInfo:
     """Old configs have rope_theta and rope_scaling, new ones rope_parameters with both."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # where kinds of layers have their own, this is the one of full attention
+    return rope_info(config, scaling.get("full_attention", scaling))
+
+
+def rope_info(config: dict[str, Any], scaling: dict[str, Any]) -> RopeInfo:
+    """From a rope_parameters or rope_scaling object; the rest of the config fills in what older ones keep there."""
     theta = scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     factors = {k: v for k, v in scaling.items() if k not in ("rope_theta", "rope_type", "type")}
+    for key in ("partial_rotary_factor", "original_max_position_embeddings"):
+        if config.get(key) is not None:
+            factors.setdefault(key, config[key])
     return RopeInfo(theta=float(theta), kind=kind, factors=factors)
 
 

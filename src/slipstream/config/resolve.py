@@ -11,11 +11,12 @@ import msgspec
 
 from slipstream.cache_spec import CacheGroup
 from slipstream.config.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from slipstream.config.memory import activation_bytes
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.options import Options
 from slipstream.errors import InvalidOption, NotEnoughMemory
 
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}  # of one step
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -67,7 +68,16 @@ def resolve(
             )
 
     page_bytes = sum(group.bytes_per_page for group in groups)
-    num_pages = _num_pages(options, wanted, max_num_seqs, page_bytes, source.num_bytes, machine)
+    beside = activation_bytes(
+        info,
+        dtype,
+        on_cpu=on_cpu,
+        rows=max_num_seqs,
+        tokens=options.max_num_batched_tokens or DEFAULT_TOKENS[machine.kind],
+        length=wanted,
+    )
+    taken = source.num_bytes + max(beside[0] + beside[1], beside[2])
+    num_pages = _num_pages(options, wanted, max_num_seqs, page_bytes, taken, machine)
     length = min(wanted, (num_pages - 1) * page_size)
     if length < wanted and not fit_length:
         raise NotEnoughMemory(
@@ -82,7 +92,7 @@ def resolve(
 
     batched = options.max_num_batched_tokens
     if batched is None:
-        batched = 512 if on_cpu else 8192
+        batched = DEFAULT_TOKENS[machine.kind]
         if not options.enable_chunked_prefill:
             batched = max(batched, length)
     _positive("max_num_batched_tokens", batched)
@@ -104,16 +114,7 @@ def resolve(
             max_num_seqs = batched
 
     return EngineConfig(
-        model=ModelConfig(
-            info=info,
-            path=source.path,
-            name=options.served_model_name or source.name,
-            load_format=_load_format(options, source),
-            dtype=dtype,
-            dequantize=options.dequantize,
-            max_model_len=length,
-            seed=options.seed,
-        ),
+        model=model_config(options, info, source, dtype, length),
         cache=CacheConfig(page_size, num_pages, options.enable_prefix_caching, groups),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
@@ -133,6 +134,19 @@ def resolve(
     )
 
 
+def model_config(options: Options, info: ModelInfo, source: Source, dtype: str, max_model_len: int) -> ModelConfig:
+    return ModelConfig(
+        info=info,
+        path=source.path,
+        name=options.served_model_name or source.name,
+        load_format=_load_format(options, source),
+        dtype=dtype,
+        dequantize=options.dequantize,
+        max_model_len=max_model_len,
+        seed=options.seed,
+    )
+
+
 def staged_ints(max_length: int, page_size: int, max_num_seqs: int, batched: int, num_groups: int) -> int:
     """What the admissions of one step may stage: at least the longest request alone, pages and history."""
     alone = max_length + 3 * num_groups * -(-max_length // page_size)
@@ -140,8 +154,9 @@ def staged_ints(max_length: int, page_size: int, max_num_seqs: int, batched: int
 
 
 def _num_pages(
-    options: Options, length: int, max_num_seqs: int, page_bytes: int, weight_bytes: int, machine: Machine
+    options: Options, length: int, max_num_seqs: int, page_bytes: int, other_bytes: int, machine: Machine
 ) -> int:
+    """`other_bytes`: weights and activations, which come before the cache."""
     if options.num_pages is not None:
         return _positive("num_pages", options.num_pages) + 1  # the null page comes on top
     per_request = -(-length // options.page_size)
@@ -152,13 +167,13 @@ def _num_pages(
         raise InvalidOption(f"gpu_memory_utilization is {share}; give a share above 0 and up to 1")
     if machine.kind == "cuda":
         taken = machine.total_memory - machine.free_memory
-        # activations and the library's own workspaces
-        room = int(machine.total_memory * (share or 0.9)) - taken - weight_bytes - 2 * 2**30
+        # a GiB for the libraries' own workspaces and captured graphs
+        room = int(machine.total_memory * (share or 0.9)) - taken - other_bytes - 2**30
     else:
         # a fifth of what is free: a laptop has other things to do
-        room = int((machine.free_memory - weight_bytes) * (share or 0.2))
+        room = int((machine.free_memory - other_bytes) * (share or 0.2))
     pages = min(per_request * max_num_seqs, max(room, 0) // page_bytes) + 1
-    affordable = max(machine.free_memory - weight_bytes, 0) // page_bytes
+    affordable = max(machine.free_memory - other_bytes, 0) // page_bytes
     if pages <= per_request and options.max_model_len is None and affordable > per_request:
         pages = per_request + 1  # the model's own length, asked for by nobody: take it while it fits at all
     return max(pages, 1)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from slipstream.config.resolve import Machine
-from slipstream.device.streams import CudaStream, InlineStream, Stream, ThreadedStream
+from slipstream.device.streams import CudaStream, InlineStream, Stream, ThreadedStream, Work
 from slipstream.errors import InvalidOption
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+T = TypeVar("T")
 
 
 class Device:
@@ -44,8 +47,17 @@ class Device:
         array = np.zeros(num_bytes, np.uint8)
         return array, torch.from_numpy(array)
 
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Zeros that take memory page by page as they are first written to, where torch would write them all now."""
+        array = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(array).view(dtype).view(shape)
+
     def handed_back(self, buffer: Bytes) -> None:
         """A buffer is about to be written anew; a test device poisons it."""
+
+    def capture(self, work: Callable[[], T]) -> tuple[Work, T]:
+        """Record what `work` launches, without running it: how to replay it, and the result it then writes."""
+        raise NotImplementedError(f"{self.kind} has no graphs")
 
     def close(self) -> None:
         self.compute.close()
@@ -57,6 +69,7 @@ class CudaDevice(Device):
     """One CUDA GPU. Results leave on a stream of their own; host buffers are pinned where the platform lets us."""
 
     kind = "cuda"
+    can_graph = True
 
     def __init__(self, depth: int) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
@@ -64,12 +77,22 @@ class CudaDevice(Device):
         self.num_threads = 1
         self.can_pin = _pinning_works()
         torch.set_grad_enabled(False)
-        self.compute = CudaStream(torch.cuda.Stream())
-        self.copy = CudaStream(torch.cuda.Stream())
+        self.compute: CudaStream = CudaStream(torch.cuda.Stream())
+        self.copy: CudaStream = CudaStream(torch.cuda.Stream())
+        self._graph_memory = torch.cuda.graph_pool_handle()  # shared: graphs of one stream never run at once
 
     def host_buffer(self, num_bytes: int) -> tuple[Bytes, torch.Tensor]:
         tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.can_pin)
         return tensor.numpy(), tensor
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+
+    def capture(self, work: Callable[[], T]) -> tuple[Work, T]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._graph_memory, stream=self.compute.stream):
+            result = work()
+        return graph.replay, result
 
 
 def _pinning_works() -> bool:

@@ -9,12 +9,14 @@ from slipstream.config.generation import EMBEDDED_DEFAULTS, GenerationDefaults, 
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.gguf_info import gguf_model_info
 from slipstream.config.locate import LocatedModel, locate
+from slipstream.config.memory import MemoryPlan, plan_memory
 from slipstream.config.model_info import ModelInfo, read_model_info
 from slipstream.config.options import Options
-from slipstream.config.resolve import ITEMSIZE, Source, resolve, resolve_dtype
+from slipstream.config.resolve import Source, model_config, resolve, resolve_dtype
 from slipstream.device.device import Device, device_facts
 from slipstream.engine.core import EngineCore
 from slipstream.engine.inputs import InputProcessor
+from slipstream.nn.models.measure import weight_bytes
 from slipstream.runner.assemble import build_runner, layer_specs
 from slipstream.scheduler.cache.layout import group_layers
 from slipstream.text.chat import load_chat_template
@@ -43,7 +45,7 @@ def build(options: Options, *, progress: bool = False, device: Device | None = N
 def _read(located: LocatedModel) -> tuple[ModelInfo, GenerationDefaults]:
     if located.kind == "gguf":
         defaults = EMBEDDED_DEFAULTS if located.embedded else GenerationDefaults()
-        return gguf_model_info(GgufFile(located.path)), defaults
+        return gguf_model_info(GgufFile.open(located.path)), defaults
     info = read_model_info(located.path)
     defaults = read_generation_defaults(located.path)
     if defaults.eos_token_ids:
@@ -64,13 +66,15 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     machine = device_facts(options.device)
     dtype = resolve_dtype(options, info, machine)
     groups = group_layers(layer_specs(info, options.page_size, dtype))
-    source = Source(str(located.path), located.kind, located.name, _weight_bytes(info, dtype))
-    return resolve(options, info, source, groups, dtype, machine)
+    source = Source(str(located.path), located.kind, located.name, 0)
+    # at the model's full length: the length itself is settled from what the weights leave
+    num_bytes = weight_bytes(model_config(options, info, source, dtype, info.max_positions), machine.kind)
+    return resolve(options, info, msgspec.structs.replace(source, num_bytes=num_bytes), groups, dtype, machine)
 
 
-def _weight_bytes(info: ModelInfo, dtype: str) -> int:
-    """Of the whole model once loaded."""
-    attention = info.hidden_size * info.head_dim * 2 * (info.num_heads + info.num_kv_heads)
-    ffn = 3 * info.hidden_size * info.ffn_size
-    embeddings = info.vocab_size * info.hidden_size * (1 if info.tied_embeddings else 2)
-    return (info.num_layers * (attention + ffn) + embeddings) * ITEMSIZE[dtype]
+def foresee(options: Options) -> tuple[EngineConfig, MemoryPlan]:
+    """What `build` would settle on and the memory it would take. Nothing is loaded."""
+    located = locate(options.model, options.revision)
+    info, _ = _read(located)
+    config = settle(options, located, info)
+    return config, plan_memory(config, weight_bytes(config.model, config.device.kind))

@@ -1,8 +1,8 @@
 """WeightFormat: how a weight is stored and multiplied.
 
 `Linear` and `Embedding` hold a `Weight` and know nothing of its format. The format is chosen per weight when the
-checkpoint is opened, since a file may mix several. A low-bit format joins as one more `WeightFormat` here, whose
-`Weight.fill` keeps the checkpoint's blocks instead of reading them as numbers.
+checkpoint is opened, since a file may mix several. A format joins as one more `WeightFormat`: `Plain` is here, and
+`nn/low_bit.py` has one whose `Weight.fill` keeps the checkpoint's blocks instead of reading them as numbers.
 """
 
 from __future__ import annotations
@@ -30,6 +30,10 @@ class Piece(Protocol):
     def read(self) -> torch.Tensor:
         """As plain numbers, in whatever dtype and place the checkpoint has them; not to be written to."""
 
+    @property
+    def blocks(self) -> Callable[[], torch.Tensor] | None:
+        """Reads the packed bytes of a GGUF kind instead, [rows, bytes of a row] uint8; None where there are none."""
+
 
 class Weight(nn.Module, ABC):
     """A matrix [rows, columns] in some format, filled piece by piece."""
@@ -45,6 +49,10 @@ class Weight(nn.Module, ABC):
     @abstractmethod
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows by their numbers: [T] to [T, columns]."""
+
+    def num_bytes(self, piece: Piece) -> int:
+        """Memory that filling takes for this piece, beyond the parameters that are laid out already."""
+        return 0
 
 
 class WeightFormat(Protocol):
@@ -62,6 +70,7 @@ class Place:
 
     shape: tuple[int, ...]
     fill: Callable[[Piece], None]
+    num_bytes: Callable[[Piece], int] = lambda piece: 0  # as `Weight.num_bytes`
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +101,16 @@ class PlainWeight(Weight):
 def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
     """Unfilled, and never trained."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+
+
+def take_memory(model: nn.Module, device: torch.device) -> None:
+    """Give a model that was laid out on the meta device memory that holds nothing yet.
+
+    `Module.to_empty` does the same; it goes through torch's symbolic shapes, whose imports take over a second.
+    """
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            with device:
+                setattr(module, name, new_parameter(*parameter.shape, dtype=parameter.dtype))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))

@@ -6,10 +6,10 @@ import torch
 
 from slipstream.cache_spec import CacheSpec
 from slipstream.config.config import EngineConfig
+from slipstream.config.memory import ITEMSIZE, arena_bytes, result_bytes
 from slipstream.config.model_info import ModelInfo
-from slipstream.config.resolve import ITEMSIZE
 from slipstream.device.device import Device, open_device
-from slipstream.nn.attention.sdpa import SdpaAttention
+from slipstream.nn.attention.choose import choose_attention
 from slipstream.nn.models.load import load_model
 from slipstream.nn.models.registry import cache_specs
 from slipstream.runner.batch.input_batch import InputBatch
@@ -21,8 +21,6 @@ from slipstream.runner.kv_store import KVStore
 from slipstream.runner.output import ResultRing
 from slipstream.runner.runner import ModelRunner
 from slipstream.runner.sampling.sampler import Sampler
-
-USUAL_LOGPROBS = 20  # result slots are sized for this many; a step that reports more gets a larger one
 
 
 def layer_specs(info: ModelInfo, page_size: int, dtype: str) -> list[CacheSpec]:
@@ -44,25 +42,15 @@ def build_runner(config: EngineConfig, *, progress: bool = False, device: Device
     tables = PageTables(len(cache.groups), num_rows, scheduler.max_model_len, cache.page_size, device)
     store = KVStore(cache.groups, cache.num_pages, dtype, device)
     sampler = Sampler(num_rows, config.model.info.vocab_size, device, logit_dtype)
-    results = ResultRing(num_slots, num_rows * 24 * (USUAL_LOGPROBS + 2), device)
+    results = ResultRing(num_slots, result_bytes(config), device)
     return ModelRunner(
         model=model,
         device=device,
-        attention=SdpaAttention(cache.page_size, dtype),
+        attention=choose_attention(device.torch_device, config.model.info, cache.page_size, dtype),
         store=store,
         rows=rows,
         input_batch=InputBatch(rows, tables),
         head=GenerateHead(model, rows, sampler, results, logit_dtype),
         row_states=(rows, tables, store, sampler),
-        ring=HostRing(num_slots, _arena_bytes(config), device),
+        ring=HostRing(num_slots, arena_bytes(config), device),
     )
-
-
-def _arena_bytes(config: EngineConfig) -> int:
-    """An upper bound of what one step may stage, so that nothing is allocated while serving."""
-    scheduler = config.scheduler
-    tokens = scheduler.max_num_batched_tokens
-    per_token = 3 * 8  # row, offset, given id
-    new_pages = (tokens // config.cache.page_size + scheduler.max_num_seqs) * len(config.cache.groups) * 2 * 8
-    per_row = 1024  # counts, picked rows, sampling parameters, copies
-    return tokens * per_token + new_pages + (scheduler.max_num_seqs + 1) * per_row + scheduler.staged_ints * 8 + 65536

@@ -11,7 +11,9 @@ from slipstream.nn.models.base import CausalLM
 from slipstream.runner.batch.input_batch import Gathered
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.output import ResultRing, ResultShape, StepHandle
+from slipstream.ops.sample import TopLogprobs
+from slipstream.runner.output import PROMPT, ResultRing, StepHandle, result_shape
+from slipstream.runner.sampling.logprobs import prepare_scores
 from slipstream.runner.sampling.sampler import Sampler
 from slipstream.runner.sampling.stage import SampleBatch
 from slipstream.step import StepPlan
@@ -31,35 +33,55 @@ class GenerateHead:
         self._numpy_dtype = np.float64 if logit_dtype is torch.float64 else np.float32
 
     def prepare(self, plan: StepPlan, upload: Upload) -> Head | None:
-        """Host: stage what the draw needs; None when no row draws in this step."""
-        num_samples = int(np.count_nonzero(plan.samples))
-        if not num_samples:
-            return None
+        """Host: stage what the draw needs; None when no row draws in this step and no prompt is scored."""
+        num_samples, scores = len(plan.rows), plan.scores
         picked = None
-        if num_samples < plan.total_tokens:
+        if plan.tokens.size:  # else all rows decode, and all sample
             which = np.flatnonzero(plan.samples)
-            last = np.cumsum(plan.num_tokens) - 1
-            picked = upload.put(np.stack([last[which], which, plan.rows[which]]).astype(np.int64))
-        sample = self.sampler.prepare(plan, upload)
-        shape = ResultShape(num_samples, plan.num_logprobs, self._numpy_dtype)
+            num_samples = len(which)
+            if not num_samples and scores is None:
+                return None
+            if num_samples < plan.total_tokens:
+                last = np.cumsum(plan.num_tokens) - 1
+                picked = upload.put(np.stack([last[which], which, plan.rows[which]]).astype(np.int64))
+        sample = self.sampler.prepare(plan, upload) if num_samples else None
+        score = None if scores is None else prepare_scores(scores, self._logits, upload)
+        shape = result_shape(
+            num_samples,
+            plan.num_logprobs if num_samples else None,
+            self._numpy_dtype,
+            None if sample is None or sample.given is None else sample.given.shape,
+            None if scores is None else (len(scores.places), scores.num_logprobs),
+        )
         slot = self.results.open(shape)
 
         def run(batch: Gathered, hidden: torch.Tensor) -> None:
-            rows, positions = batch.rows, batch.view.lengths
-            if picked is not None:
-                last_tokens, places, rows = upload.tensor(picked).unbind(0)
-                hidden = hidden.index_select(0, last_tokens)
-                positions = positions.index_select(0, places)
-            logits = self.model.logits(hidden).to(self.logit_dtype)
-            drawn = sample(logits, SampleBatch(rows, positions))
-            self.rows.draw(rows, drawn.tokens)
-            results = {"tokens": drawn.tokens, "failed": drawn.failed}
-            if drawn.logprobs is not None:
-                top = drawn.logprobs
-                results |= {"chosen": top.chosen, "rank": top.rank, "top_ids": top.top_ids, "top": top.top}
+            results = _named(PROMPT, score(hidden)) if score is not None else {}
+            if sample is not None:
+                rows, positions = batch.rows, batch.view.lengths
+                if picked is not None:
+                    last_tokens, places, rows = upload.tensor(picked).unbind(0)
+                    hidden = hidden.index_select(0, last_tokens)
+                    positions = positions.index_select(0, places)
+                drawn = sample(self._logits(hidden), SampleBatch(rows, positions))
+                self.rows.draw(rows, drawn.tokens)
+                results["tokens"], results["failed"] = drawn.tokens, drawn.failed
+                if drawn.logprobs is not None:
+                    results |= _named("", drawn.logprobs)
+                if drawn.given is not None:
+                    results["given"] = drawn.given
             slot.write(results)
 
         return Head(run, slot.leave)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Device: in the dtype that is sampled from."""
+        return self.model.logits(hidden).to(self.logit_dtype)
+
+
+def _named(prefix: str, of: TopLogprobs) -> dict[str, torch.Tensor]:
+    """As the result slot names them."""
+    return {f"{prefix}{name}": value for name, value in of._asdict().items()}
 
 
 class Head:

@@ -29,10 +29,7 @@ class KVStore:
                 group_of_layer[layer] = number
                 try:
                     # zeros, so that a masked slot of a fresh page is a number
-                    self.caches[layer] = (
-                        torch.zeros(shape, dtype=dtype, device=device.torch_device),
-                        torch.zeros(shape, dtype=dtype, device=device.torch_device),
-                    )
+                    self.caches[layer] = (device.zeros(shape, dtype), device.zeros(shape, dtype))
                 except (RuntimeError, MemoryError):
                     need = sum(g.bytes_per_page for g in groups) * num_pages
                     raise NotEnoughMemory(

@@ -22,44 +22,62 @@ _ALIGN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class ResultShape:
-    """How one step's results lie in a slot."""
-
-    num_samples: int
-    num_logprobs: int | None
-    logit_dtype: Any  # numpy's
-
-    @property
-    def fields(self) -> tuple[_Field, ...]:
-        return _lay_out(self)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.fields[-1].stop
-
-
-@dataclass(frozen=True, slots=True)
 class _Field:
     name: str
     start: int  # in bytes
     stop: int
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: np.dtype[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ResultShape:
+    """How one step's results lie in a slot."""
+
+    fields: tuple[_Field, ...]
+    num_bytes: int
+
+
+NO_RESULTS = ResultShape((), 0)
 
 
 @functools.lru_cache(4096)
-def _lay_out(shape: ResultShape) -> tuple[_Field, ...]:
-    rows, real = (shape.num_samples,), shape.logit_dtype
-    wanted: list[tuple[str, tuple[int, ...], Any]] = [("tokens", rows, np.int64), ("failed", rows, np.bool_)]
-    if shape.num_logprobs is not None:
-        top = (shape.num_samples, shape.num_logprobs)
-        wanted += [("chosen", rows, real), ("rank", rows, np.int64), ("top_ids", top, np.int64), ("top", top, real)]
+def result_shape(
+    num_samples: int,
+    num_logprobs: int | None,
+    logit_dtype: Any,  # numpy's
+    given: tuple[int, int] | None = None,  # of the logprobs of given ids
+    scores: tuple[int, int] | None = None,  # scored prompt tokens, and the likeliest reported of each
+) -> ResultShape:
+    wanted: list[tuple[str, tuple[int, ...], Any]] = [
+        ("tokens", (num_samples,), np.int64),
+        ("failed", (num_samples,), np.bool_),
+    ]
+    if num_logprobs is not None:
+        wanted += _logprob_fields("", num_samples, num_logprobs, logit_dtype)
+    if given is not None:
+        wanted.append(("given", given, logit_dtype))
+    if scores is not None:
+        wanted += _logprob_fields(PROMPT, *scores, logit_dtype)
     fields, start = [], 0
     for name, dims, dtype in wanted:
         stop = start + math.prod(dims) * np.dtype(dtype).itemsize
-        fields.append(_Field(name, start, stop, dims, dtype))
+        fields.append(_Field(name, start, stop, dims, np.dtype(dtype)))
         start = -(-stop // _ALIGN) * _ALIGN
-    return tuple(fields)
+    return ResultShape(tuple(fields), start)
+
+
+PROMPT = "prompt_"
+"""Begins the names of fields that are about prompt tokens."""
+
+
+def _logprob_fields(prefix: str, num: int, k: int, real: Any) -> list[tuple[str, tuple[int, ...], Any]]:
+    return [
+        (f"{prefix}chosen", (num,), real),
+        (f"{prefix}rank", (num,), np.int64),
+        (f"{prefix}top_ids", (num, k), np.int64),
+        (f"{prefix}top", (num, k), real),
+    ]
 
 
 class StepHandle:
@@ -77,15 +95,19 @@ class StepHandle:
         self._ready.wait()
         if self._host is None:
             return StepResult(np.zeros(0, np.int32), np.zeros(0, np.bool_))
-        # copies: the slot will be written again
-        read = {
-            field.name: self._host[field.start : field.stop].view(field.dtype).reshape(field.shape).copy()
-            for field in self._shape.fields
-        }
-        logprobs = None
-        if self._shape.num_logprobs is not None:
-            logprobs = StepLogprobs(read["chosen"], read["rank"], read["top_ids"], read["top"])
-        return StepResult(read["tokens"], read["failed"], logprobs)
+        shape = self._shape
+        own = self._host[: shape.num_bytes].copy()  # the slot will be written again
+        read = {field.name: np.ndarray(field.shape, field.dtype, own, field.start) for field in shape.fields}
+        if len(read) == 2:
+            return StepResult(read["tokens"], read["failed"])
+        return StepResult(read["tokens"], read["failed"], _logprobs(read, ""), _logprobs(read, PROMPT))
+
+
+def _logprobs(read: dict[str, np.ndarray[Any, Any]], prefix: str) -> StepLogprobs | None:
+    if f"{prefix}chosen" not in read:
+        return None
+    of = (read[f"{prefix}{name}"] for name in ("chosen", "rank", "top_ids", "top"))
+    return StepLogprobs(*of, given=None if prefix else read.get("given"))
 
 
 class _Slot:
@@ -127,6 +149,8 @@ class ResultSlot:
     def write(self, results: dict[str, torch.Tensor]) -> None:
         """Device: put the results into the slot."""
         for field in self._shape.fields:
+            if field.start == field.stop:
+                continue
             value = results[field.name]
             self._slot.on_device[field.start : field.stop].view(value.dtype).copy_(value.reshape(-1))
 

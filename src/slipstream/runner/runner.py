@@ -16,7 +16,7 @@ from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.generate import GenerateHead, Head
 from slipstream.runner.kv_store import KVStore
-from slipstream.runner.output import ResultShape, StepHandle
+from slipstream.runner.output import NO_RESULTS, StepHandle
 from slipstream.step import StepPlan
 
 
@@ -70,7 +70,7 @@ class ModelRunner:
         (step, head), self._launched = self._launched, None
         compute = self.device.compute
         if head is None:
-            return StepHandle(compute.record(), ResultShape(0, None, None), None)
+            return StepHandle(compute.record(), NO_RESULTS, None)
         run = head.run
         compute.run(lambda: run(step.batch, step.hidden))
         return head.leave()

@@ -20,6 +20,7 @@ class Launched:
     step: int
     requests: list[Request]
     admissions: list[int]
+    scored: list[tuple[Request, int]]  # prompts it scores, and how many tokens of each
 
 
 class InFlight:
@@ -29,9 +30,9 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def launch(self, step: int, requests: list[Request]) -> None:
+    def launch(self, step: int, requests: list[Request], scored: list[tuple[Request, int]] | None = None) -> None:
         """`requests` sample in this step, and each has counted its token as pending."""
-        self._steps.append(Launched(step, requests, [request.admission for request in requests]))
+        self._steps.append(Launched(step, requests, [request.admission for request in requests], scored or []))
 
     def oldest(self) -> Launched:
         """The plan whose result is due, taken out."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from slipstream.request import Request
 from slipstream.scheduler.cache.manager import Added
-from slipstream.step import NO_INTS, NO_PAGES, Admission, Ints, PageUpdates, StepPlan
+from slipstream.step import NO_INTS, NO_PAGES, Admission, Ints, PageUpdates, PromptScores, StepPlan
 
 _NO_COPIES: Ints = np.zeros((0, 3), np.int32)
 
@@ -20,6 +20,8 @@ class Chunk(NamedTuple):
     start: int
     num_tokens: int
     samples: bool
+    first_scored: int = 0  # prompt tokens whose logprobs are asked for: from this one on
+    num_scored: int = 0
 
 
 class PlanBuilder:
@@ -71,8 +73,8 @@ class PlanBuilder:
             num_tokens[num_decodes:] = num_given[num_decodes:] = [chunk.num_tokens for chunk in chunks]
             samples[num_decodes:] = [chunk.samples for chunk in chunks]
             given: list[int] = []
-            for request, start, num, _samples in chunks:
-                given += request.tokens[start : start + num]
+            for chunk in chunks:
+                given += chunk.request.tokens[chunk.start : chunk.start + chunk.num_tokens]
             tokens = np.array(given, np.int32)
         return StepPlan(
             step=self.step,
@@ -90,7 +92,27 @@ class PlanBuilder:
             ),
             copies=np.array(self.copies, np.int32) if self.copies else _NO_COPIES,
             num_logprobs=num_logprobs,
+            scores=self._scores(),
         )
+
+    def scored(self) -> list[tuple[Request, int]]:
+        """Whose prompts are scored, and how many tokens of each; rows must be in order."""
+        return [(chunk.request, chunk.num_scored) for chunk in self.chunks if chunk.num_scored]
+
+    def _scores(self) -> PromptScores | None:
+        places: list[int] = []
+        tokens: list[int] = []
+        num_logprobs = 0
+        offset = len(self.decodes)  # of the chunk's tokens among all tokens of the step
+        for chunk in self.chunks:
+            if chunk.num_scored:
+                first = chunk.first_scored
+                place = offset + first - 1 - chunk.start
+                places += range(place, place + chunk.num_scored)
+                tokens += chunk.request.tokens[first : first + chunk.num_scored]
+                num_logprobs = max(num_logprobs, chunk.request.params.prompt_logprobs or 0)
+            offset += chunk.num_tokens
+        return PromptScores(_ints(places), _ints(tokens), num_logprobs) if places else None
 
 
 class DecodeArrays:

@@ -12,7 +12,7 @@ whatever is still in flight. And results are handed out by `InFlight`'s list, ne
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -20,7 +20,7 @@ import numpy as np
 from slipstream.config.config import SchedulerConfig
 from slipstream.errors import InvalidOption, InvalidPrompt, PromptTooLong, RequestTooLarge, UserError
 from slipstream.messages import Output, TokenLogprobs
-from slipstream.request import FinishReason, Request, Status
+from slipstream.request import NEVER, FinishReason, Request, Status
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager, Hit
 from slipstream.scheduler.in_flight import InFlight
@@ -28,6 +28,9 @@ from slipstream.scheduler.plan_builder import Chunk, DecodeArrays, PlanBuilder
 from slipstream.scheduler.stopping import check_stop
 from slipstream.scheduler.waiting import WaitingQueue
 from slipstream.step import Admission, StepLogprobs, StepPlan, StepResult
+
+
+_SCORED_AT_ONCE = 2**20  # prompt logprobs that one request reports in one step, where its prompt may be cut
 
 
 class Scheduler:
@@ -130,10 +133,10 @@ class Scheduler:
         sampling = builder.sort()
         num_logprobs = None
         if self._num_asking:
-            asked = [request.params.logprobs for request in sampling if request.params.logprobs is not None]
+            asked = [k for request in sampling if (k := request.params.num_logprobs) is not None]
             num_logprobs = max(asked, default=None)
         plan = builder.build(self._released, num_logprobs, self._arrays)
-        self._in_flight.launch(self._next_step, sampling)
+        self._in_flight.launch(self._next_step, sampling, None if plan.scores is None else builder.scored())
         self._released = []
         self._next_step += 1
         for chunk in builder.chunks:
@@ -157,7 +160,7 @@ class Scheduler:
                 if start < request.num_known:
                     if num_decodes < 0:
                         num_decodes = sum(1 for other in running if other.computed >= other.num_known)
-                    num = min(request.num_known - start, left - (num_decodes - len(decodes)))
+                    num = min(self._wanted(request, start, request.num_known), left - (num_decodes - len(decodes)))
                     if num <= 0:
                         if builder:
                             continue
@@ -191,21 +194,21 @@ class Scheduler:
                 return
             known = len(request.tokens)
             hit = self._hit(request)
-            num = known - hit.length
+            num = self._wanted(request, hit.length, known)
             if num > budget.tokens:
                 if not self.config.chunked_prefill:
                     return
                 num = budget.tokens
             length = hit.length + num
             places = cache.places_for(length)
-            history = known if request.params.has_penalties else 0
-            if not budget.can_stage(places, history):
+            numbers = request.num_staged_ids + (known if request.params.needs_history else 0)
+            if not budget.can_stage(places, numbers):
                 return
             rest = cache.pages_for(known) - cache.pages_for(length)  # for its later chunks
             added = cache.reserve(request, length, hit, keep=watermark + rest)
             if added is None:
                 return
-            budget.admit(num, places, history)
+            budget.admit(num, places, numbers)
             self._waiting.remove(request)
             self._seat(request, hit, builder)
             builder.add_pages(request.row, added)
@@ -213,6 +216,8 @@ class Scheduler:
 
     def _hit(self, request: Request) -> Hit:
         """What a newcomer need not compute."""
+        if request.unscored != NEVER:
+            return self.cache.nothing  # logprobs come from hidden states, which nobody keeps
         leader = request.leader
         if (
             leader is not None
@@ -238,7 +243,7 @@ class Scheduler:
         request.num_known = known
         request.computed = hit.length
         self._next_admission += 1
-        self._num_asking += params.logprobs is not None
+        self._num_asking += params.num_logprobs is not None
         insort(self._running, request, key=_rank)
         builder.admitted.append(
             Admission(
@@ -251,7 +256,8 @@ class Scheduler:
                 seed=request.seed,
                 sample=request.sample,
                 stop_ids=tuple(request.stop_ids) if params.min_tokens > 0 else (),
-                history=np.array(request.tokens, np.int32) if params.has_penalties else None,
+                history=np.array(request.tokens, np.int32) if params.needs_history else None,
+                bad_words=request.bad_words,
             )
         )
 
@@ -264,8 +270,20 @@ class Scheduler:
             request.pending += 1
             request.caught_up = self._next_step
             self._set_runway(request)
-        builder.chunks.append(Chunk(request, start, num, samples))
+        first, num_scored = 0, 0
+        if request.unscored != NEVER:
+            first = request.unscored
+            num_scored = max(0, min(request.computed, request.num_prompt - 1) + 1 - first)
+            request.unscored = first + num_scored if first + num_scored < request.num_prompt else NEVER
+        builder.chunks.append(Chunk(request, start, num, samples, first, num_scored))
         self.cache.publish(request)
+
+    def _wanted(self, request: Request, start: int, known: int) -> int:
+        """The known tokens it has not computed; those of a long report only so many at a time."""
+        num = known - start
+        if request.unscored != NEVER and self.config.chunked_prefill:
+            num = min(num, max(1, _SCORED_AT_ONCE // max(1, request.params.prompt_logprobs or 0)))
+        return num
 
     def _set_runway(self, request: Request) -> None:
         request.runway = min(request.capacity, request.max_length - 1)
@@ -305,6 +323,8 @@ class Scheduler:
         failed = result.failed.tolist() if result.failed.any() else repeat(False, count)
         tops = repeat(None, count) if result.logprobs is None else _logprobs(launched.requests, result.logprobs)
         outputs: list[Output] = []
+        if result.prompt_logprobs is not None:
+            outputs += _prompt_logprobs(launched.scored, result.prompt_logprobs)
         for request, admission, token, bad, top in zip(
             launched.requests, launched.admissions, drawn, failed, tops, strict=True
         ):
@@ -338,8 +358,8 @@ class Scheduler:
             [],
             finish_reason=FinishReason.ERROR,
             num_cached_tokens=request.num_cached,
-            error=f"the model gave values that are not numbers for token {position} of this request; "
-            f"others are not affected",
+            error=f"no token could be drawn for position {position} of this request: the model gave values that are "
+            f"not numbers, or the parameters forbid every token; others are not affected",
         )
 
     def _finish(self, request: Request, *, spoiled: bool = False) -> None:
@@ -362,7 +382,7 @@ class Scheduler:
     def _leave_row(self, request: Request, *, spoiled: bool = False) -> None:
         """Row and pages are free at once: whatever is in flight runs before the plan that uses them next."""
         del self._running[bisect_left(self._running, _rank(request), key=_rank)]
-        self._num_asking -= request.params.logprobs is not None
+        self._num_asking -= request.params.num_logprobs is not None
         self._free_rows.append(request.row)
         self._released.append(request.row)
         self.cache.release(request, spoiled=spoiled)
@@ -387,7 +407,7 @@ class Scheduler:
         assert set(running) == set(self._running), "running requests and their list differ"
         rows = [request.row for request in running]
         assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs)), f"rows are lost: {rows}"
-        assert self._num_asking == sum(request.params.logprobs is not None for request in running)
+        assert self._num_asking == sum(request.params.num_logprobs is not None for request in running)
         assert len(self._waiting) == len(waiting), f"{len(self._waiting)} in the queue, {len(waiting)} waiting"
         for request in waiting:
             assert request in self._waiting and request.row < 0 and not request.pages, f"{request} waits badly"
@@ -404,10 +424,32 @@ def _rank(request: Request) -> tuple[int, int]:
 def _logprobs(requests: list[Request], logprobs: StepLogprobs) -> list[list[TokenLogprobs] | None]:
     """For each request what it asked for; the step reports as many as the most curious of its rows wants."""
     chosen, rank = logprobs.chosen.tolist(), logprobs.rank.tolist()
-    top_ids, top = logprobs.top_ids.tolist(), logprobs.top.tolist()
-    return [
-        None
-        if (k := request.params.logprobs) is None
-        else [TokenLogprobs(chosen[i], rank[i], top_ids[i][:k], top[i][:k])]
-        for i, request in enumerate(requests)
-    ]
+    top_ids, top = logprobs.top_ids, logprobs.top
+    given = iter(() if logprobs.given is None else logprobs.given)
+    reports: list[list[TokenLogprobs] | None] = []
+    for i, request in enumerate(requests):
+        k = request.params.num_logprobs
+        if k is None:
+            reports.append(None)
+            continue
+        num_given = len(request.params.given_ids)
+        own = next(given)[:num_given].tolist() if num_given else []
+        reports.append([TokenLogprobs(chosen[i], rank[i], top_ids[i, :k].tolist(), top[i, :k].tolist(), own)])
+    return reports
+
+
+def _prompt_logprobs(scored: list[tuple[Request, int]], logprobs: StepLogprobs) -> Iterator[Output]:
+    """What a step says of prompts, for those that still want to hear it."""
+    chosen, rank = logprobs.chosen.tolist(), logprobs.rank.tolist()
+    start = 0
+    for request, num in scored:
+        places = range(start, start + num)
+        start += num
+        if request.status is Status.FINISHED:
+            continue
+        k = request.params.prompt_logprobs or 0
+        report = [
+            TokenLogprobs(chosen[i], rank[i], logprobs.top_ids[i, :k].tolist(), logprobs.top[i, :k].tolist())
+            for i in places
+        ]
+        yield Output(request.id, request.sample, [], num_cached_tokens=request.num_cached, prompt_logprobs=report)

@@ -56,7 +56,7 @@ class Tokenizer:
             return cls.from_folder(path)
         if not path.exists():
             raise BadTokenizer(f"there is no tokenizer at {path}; {_WAY_OUT}")
-        return cls.from_gguf(GgufFile(path)) if path.suffix.lower() == ".gguf" else cls.from_file(path)
+        return cls.from_gguf(GgufFile.open(path)) if path.suffix.lower() == ".gguf" else cls.from_file(path)
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:

@@ -17,21 +17,26 @@ from tiny import write_tiny
 
 
 def test_rows_of_like_width_share_a_call() -> None:
-    assert split_by_width([], 16) == []
-    assert split_by_width([7], 16) == [(0, 1, 7)]
-    assert split_by_width([7, 3, 9, 8], 16) == [(0, 4, 9)]
+    assert split_by_width([], 16, 10**6) == []
+    assert split_by_width([7], 16, 10**6) == [(0, 1, 7)]
+    assert split_by_width([7, 3, 9, 8], 16, 10**6) == [(0, 4, 9)]
 
 
 def test_a_long_row_gets_its_own_call_when_padding_costs_more() -> None:
-    assert split_by_width([2, 2, 500, 2, 2], 16) == [(0, 2, 2), (2, 3, 500), (3, 5, 2)]
-    assert split_by_width([500, 499, 2], 16) == [(0, 2, 500), (2, 3, 2)]
+    assert split_by_width([2, 2, 500, 2, 2], 16, 10**6) == [(0, 2, 2), (2, 3, 500), (3, 5, 2)]
+    assert split_by_width([500, 499, 2], 16, 10**6) == [(0, 2, 500), (2, 3, 2)]
+
+
+def test_no_call_gathers_more_than_its_share_unless_one_row_does():
+    assert split_by_width([40, 40, 40, 41, 90], 10**6, 90) == [(0, 2, 40), (2, 4, 41), (4, 5, 90)]
+    assert split_by_width([100, 100], 10**6, 90) == [(0, 1, 100), (1, 2, 100)]
 
 
 def test_every_row_is_in_exactly_one_run_that_is_wide_enough() -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
         widths = torch.randint(1, 400, (37,), generator=generator).tolist()
-        runs = split_by_width(widths, 16)
+        runs = split_by_width(widths, 16, 10**6)
         assert [row for start, stop, _ in runs for row in range(start, stop)] == list(range(37))
         assert all(width == max(widths[start:stop]) for start, stop, width in runs)
 

@@ -1,7 +1,8 @@
 """SdpaAttention: attention over pages by torch's scaled dot product, on any device torch has.
 
 Rows with one token go together in few calls, longer ones each in their own. Shapes come from the host's counts,
-masks from the device's lengths and positions; no device value is read on the host.
+masks from the device's lengths and positions; no device value is read on the host. Layers with a window have a plan
+of their own, which gathers no more pages than the window can touch.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.config.memory import GATHERED_KEYS
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.ops.cache_write import write_cache
 from slipstream.ops.paged_attention import attend_chunk, attend_pages, attend_single
 
 # One more call costs about as much as this many masked key positions.
 CALL_COST = 256
+# Tokens of a row that go together where each sees another window.
+WINDOW_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,49 +29,107 @@ class _Singles:
     """Neighbouring rows of one token each that are gathered to one width."""
 
     tokens: slice
-    pages: tuple[torch.Tensor, ...]  # per group [rows * width]
+    pages: torch.Tensor  # [rows * width]
     mask: torch.Tensor  # [rows, 1, 1, width * page_size]
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """One row of several tokens. With no pages it begins at position 0 and sees its own keys alone."""
+    """Several tokens of one row. With no pages they begin at position 0 and see their own keys alone."""
 
     tokens: slice
-    pages: tuple[torch.Tensor, ...] | None  # per group [width]
+    pages: torch.Tensor | None  # [width]
     mask: torch.Tensor | None  # [tokens, width * page_size]
+
+
+Parts = tuple[_Singles | _Chunk, ...]
+"""In the order of the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
-    parts: tuple[_Singles | _Chunk, ...]  # in the order of the tokens
+    groups: tuple[Parts, ...]  # per cache group
 
 
 class SdpaAttention:
-    def __init__(self, page_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, page_size: int, dtype: torch.dtype, windows: tuple[int, ...] = (0,), score_cap: float = 0.0
+    ) -> None:
+        """`windows`: per cache group, how many keys a token sees, itself among them; 0 means all. Scores are bounded
+        to `score_cap` by tanh unless it is 0."""
         self.page_size = page_size
         self.dtype = dtype  # of queries: masks have it, so that no layer converts them
+        self.windows = windows
+        self.score_cap = score_cap
 
     def plan(self, batch: BatchView) -> SdpaPlan:
+        return SdpaPlan(
+            tuple(
+                self._plan_group(batch, table, window)
+                for table, window in zip(batch.page_tables, self.windows, strict=True)
+            )
+        )
+
+    def _plan_group(self, batch: BatchView, table: torch.Tensor, window: int) -> Parts:
         widths: NDArray[np.int32] = -(-batch.max_lengths // self.page_size)
         single = batch.num_single
         parts: list[_Singles | _Chunk] = []
-        for start, stop, width in split_by_width(widths[:single].tolist(), CALL_COST // self.page_size):
-            pages = tuple(table[start:stop, :width].reshape(-1) for table in batch.page_tables)
-            mask = self._mask(batch.lengths[start:stop] - 1, width)
-            parts.append(_Singles(slice(start, stop), pages, mask.view(stop - start, 1, 1, -1)))
+        if window:
+            widths_single = np.minimum(widths[:single], self._touched(window, 1))
+        else:
+            widths_single = widths[:single]
+        for start, stop, width in split_by_width(
+            widths_single.tolist(), CALL_COST // self.page_size, GATHERED_KEYS // self.page_size
+        ):
+            last = batch.lengths[start:stop] - 1
+            pages, mask = self._see(table[start:stop], last, last, width, window)
+            parts.append(_Singles(slice(start, stop), pages.reshape(-1), mask.view(stop - start, 1, 1, -1)))
         start = single
         for row in range(single, len(widths)):
-            num_tokens = int(batch.num_tokens[row])
-            tokens = slice(start, start + num_tokens)
-            start += num_tokens
-            if num_tokens == batch.max_lengths[row]:
-                parts.append(_Chunk(tokens, None, None))
+            num_tokens, length = int(batch.num_tokens[row]), int(batch.max_lengths[row])
+            stop = start + num_tokens
+            if num_tokens == length and not (window and num_tokens > window) and not self.score_cap:
+                parts.append(_Chunk(slice(start, stop), None, None))
             else:
-                width = int(widths[row])
-                pages = tuple(table[row, :width] for table in batch.page_tables)
-                parts.append(_Chunk(tokens, pages, self._mask(batch.positions[tokens], width)))
-        return SdpaPlan(tuple(parts))
+                at_once = WINDOW_TOKENS if window else num_tokens
+                for first in range(start, stop, at_once):
+                    tokens = slice(first, min(first + at_once, stop))
+                    width = int(widths[row])
+                    if window:
+                        width = min(width, self._touched(window, tokens.stop - first))
+                    positions = batch.positions[tokens]
+                    pages, mask = self._see(table[row : row + 1], positions[:1], positions, width, window)
+                    parts.append(_Chunk(tokens, pages.reshape(-1), mask))
+            start = stop
+        return tuple(parts)
+
+    def _touched(self, window: int, num_tokens: int) -> int:
+        """Pages that this many tokens in a row may see keys in."""
+        return -(-(window + num_tokens - 2) // self.page_size) + 1
+
+    def _see(
+        self, table: torch.Tensor, first: torch.Tensor, positions: torch.Tensor, width: int, window: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pages of each row that its tokens see, and the mask over them.
+
+        `first` [rows] are the rows' first positions, `positions` [queries] those of all their tokens: as many as rows,
+        or any number of a single one. Returns [rows, width] and [queries, width * page_size]: 0 for a key that is seen,
+        minus infinity otherwise.
+        """
+        places = torch.arange(width * self.page_size, device=positions.device)
+        queries = positions.unsqueeze(1)
+        if not window:
+            hidden = places > queries
+            pages = table[:, :width]
+        else:
+            # the page of the first key seen; past the table's end the last page stands in, wholly masked
+            begin = (first - (window - 1)).clamp_(min=0) // self.page_size
+            index = begin.unsqueeze(1) + torch.arange(width, device=begin.device)
+            pages = table.gather(1, index.clamp_(max=table.shape[1] - 1))
+            keys = begin.unsqueeze(1) * self.page_size + places
+            hidden = (keys > queries).logical_or_(keys <= queries - window)
+        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=positions.device)
+        return pages, mask.masked_fill_(hidden, -torch.inf)
 
     def forward(
         self,
@@ -82,37 +144,32 @@ class SdpaAttention:
         group = context.group_of_layer[layer]
         write_cache(key, value, keys, values, context.batch.slots[group])
         plan: SdpaPlan = context.plan
+        cap = self.score_cap
         outs = []
-        for part in plan.parts:
+        for part in plan.groups[group]:
             mine = query[part.tokens]
             if isinstance(part, _Singles):
-                out = attend_single(mine, keys, values, part.pages[group], part.mask, scale)
+                out = attend_single(mine, keys, values, part.pages, part.mask, scale, cap)
             elif part.pages is None or part.mask is None:
                 out = attend_chunk(mine, key[part.tokens], value[part.tokens], scale)
             else:
-                out = attend_pages(mine, keys, values, part.pages[group], part.mask, scale)
+                out = attend_pages(mine, keys, values, part.pages, part.mask, scale, cap)
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _mask(self, last: torch.Tensor, width: int) -> torch.Tensor:
-        """[queries, width * page_size]: 0 for keys up to each query's last, minus infinity after it."""
-        places = torch.arange(width * self.page_size, device=last.device)
-        hidden = places > last.unsqueeze(1)
-        return torch.zeros(hidden.shape, dtype=self.dtype, device=last.device).masked_fill_(hidden, -torch.inf)
 
-
-def split_by_width(widths: list[int], call_cost: int) -> list[tuple[int, int, int]]:
+def split_by_width(widths: list[int], call_cost: int, most: int) -> list[tuple[int, int, int]]:
     """Runs (start, stop, width) of neighbours, each gathered to its widest row.
 
-    A row joins the run before it unless that would pad more pages than one more call is worth. Greedy: exact
-    grouping would cost the host more than it saves the device.
+    A row joins the run before it unless that would pad more pages than one more call is worth, or gather more than
+    `most`. Greedy: exact grouping would cost the host more than it saves the device.
     """
     runs: list[tuple[int, int, int]] = []
     start = widest = total = padding = 0
     for row, width in enumerate(widths):
         wider = max(widest, width)
         joined = wider * (row + 1 - start) - (total + width)
-        if row > start and joined - padding > call_cost:
+        if row > start and (joined - padding > call_cost or wider * (row + 1 - start) > most):
             runs.append((start, row, widest))
             start, widest, total, padding = row, width, width, 0
         else:

@@ -7,7 +7,7 @@ from torch import nn
 
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import HeadNorm
+from slipstream.nn.layers.norm import HeadNorm, WholeNorm
 from slipstream.nn.quant import FormatOf
 from slipstream.ops.rope import apply_rope
 
@@ -26,7 +26,9 @@ class Attention(nn.Module):
         head_dim: int,
         qkv_bias: bool,
         output_bias: bool,
-        qk_norm_eps: float | None,  # None: no norm
+        fused: bool,  # the checkpoint has q, k and v as one tensor
+        scale: float,
+        qk_norm: HeadNorm | WholeNorm | None,
         format_of: FormatOf,
         dtype: torch.dtype,
     ) -> None:
@@ -35,13 +37,12 @@ class Attention(nn.Module):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.scale = head_dim**-0.5
+        self.scale = scale
         sizes = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
-        self.qkv = Linear(hidden_size, sizes, qkv_bias, format_of(f"{name}.qkv"), dtype)
+        parts = {"": sum(sizes.values())} if fused else sizes
+        self.qkv = Linear(hidden_size, parts, qkv_bias, format_of(f"{name}.qkv"), dtype)
         self.output = Linear(sizes["q"], {"": hidden_size}, output_bias, format_of(f"{name}.output"), dtype)
-        self.norm: HeadNorm | None = None
-        if qk_norm_eps is not None:
-            self.norm = HeadNorm({"q": num_heads, "k": num_kv_heads}, head_dim, qk_norm_eps, dtype)
+        self.norm = qk_norm
 
     def forward(self, x: torch.Tensor, rotary: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """x [T, hidden]; rotary is the rope table's rows for the step's positions."""

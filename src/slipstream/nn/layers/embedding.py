@@ -26,4 +26,4 @@ class Embedding(nn.Module):
         return self.weight.multiply(hidden, None)
 
     def places(self) -> Iterator[tuple[str, Place]]:
-        yield "weight", Place((self.num_tokens, self.size), partial(self.weight.fill, 0))
+        yield "weight", Place((self.num_tokens, self.size), partial(self.weight.fill, 0), self.weight.num_bytes)

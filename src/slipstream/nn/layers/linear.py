@@ -35,7 +35,8 @@ class Linear(nn.Module):
         first = 0
         for part, size in self.outputs.items():
             prefix = f"{part}." if part else ""
-            yield f"{prefix}weight", Place((size, self.num_inputs), partial(self.weight.fill, first))
+            fill = partial(self.weight.fill, first)
+            yield f"{prefix}weight", Place((size, self.num_inputs), fill, self.weight.num_bytes)
             if self.bias is not None:
                 yield f"{prefix}bias", Place((size,), partial(self._fill_bias, first))
             first += size

@@ -30,6 +30,7 @@ class Mlp(nn.Module):
         ffn_size: int,
         activation: str,
         bias: bool,
+        fused: bool,  # the checkpoint has gate and up as one tensor
         format_of: FormatOf,
         dtype: torch.dtype,
     ) -> None:
@@ -37,7 +38,7 @@ class Mlp(nn.Module):
         if activation not in ACTIVATIONS:
             raise UnsupportedModel(f"the activation {activation} is not one we have: {', '.join(ACTIVATIONS)}")
         self.activation = ACTIVATIONS[activation]
-        gate_up = {"gate": ffn_size, "up": ffn_size}
+        gate_up = {"": 2 * ffn_size} if fused else {"gate": ffn_size, "up": ffn_size}
         self.gate_up = Linear(hidden_size, gate_up, bias, format_of(f"{name}.gate_up"), dtype)
         self.down = Linear(ffn_size, {"": hidden_size}, bias, format_of(f"{name}.down"), dtype)
 

@@ -1,4 +1,4 @@
-"""RMSNorm, over a hidden state or over each head of queries and keys."""
+"""RMSNorm, over a hidden state, over each head of queries and keys, or over all their heads together."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from slipstream.ops.norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+    """`offset` is added to the checkpoint's weights: some families store how far they are from 1."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, offset: float = 0.0) -> None:
         super().__init__()
         self.eps = eps
+        self.offset = offset
         self.weight = new_parameter(size, dtype=dtype)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,16 +31,27 @@ class RMSNorm(nn.Module):
         yield "weight", Place(tuple(self.weight.shape), self._fill)
 
     def _fill(self, piece: Piece) -> None:
-        self.weight.copy_(piece.read())
+        self.weight.copy_(_shifted(piece, self.offset))
+
+
+class Sum(nn.Module):
+    """Where a family has no norm: the sum alone."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x if residual is None else x + residual
+        return total, total
 
 
 class HeadNorm(nn.Module):
     """Norms of queries and keys, which lie side by side, in one go: the weights are kept once per head."""
 
-    def __init__(self, num_heads: Mapping[str, int], head_dim: int, eps: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, num_heads: Mapping[str, int], head_dim: int, eps: float, dtype: torch.dtype, offset: float = 0.0
+    ) -> None:
         super().__init__()
         self.num_heads = dict(num_heads)
         self.eps = eps
+        self.offset = offset
         self.weight = new_parameter(sum(self.num_heads.values()), head_dim, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,4 +65,28 @@ class HeadNorm(nn.Module):
             first += count
 
     def _fill(self, first: int, count: int, piece: Piece) -> None:
-        self.weight[first : first + count].copy_(piece.read())
+        self.weight[first : first + count].copy_(_shifted(piece, self.offset))
+
+
+class WholeNorm(nn.Module):
+    """Norms of queries and of keys, each over all its heads together."""
+
+    def __init__(
+        self, num_heads: Mapping[str, int], head_dim: int, eps: float, dtype: torch.dtype, offset: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.num_heads = dict(num_heads)
+        for kind, count in self.num_heads.items():
+            self.add_module(kind, RMSNorm(count * head_dim, eps, dtype, offset))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x is [T, heads of all kinds, head dim]."""
+        parts = x.split(list(self.num_heads.values()), 1)
+        normed = [norm(part.flatten(1))[0] for norm, part in zip(self.children(), parts, strict=True)]
+        return torch.cat(normed, 1).view(x.shape)
+
+
+def _shifted(piece: Piece, offset: float) -> torch.Tensor:
+    """In float32 at least: 1 + w in bfloat16 would be rounded twice."""
+    weight = piece.read()
+    return weight if offset == 0.0 else weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset

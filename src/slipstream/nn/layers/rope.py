@@ -22,7 +22,7 @@ class Rope(nn.Module):
     ) -> None:
         """`max_positions` is what the model was made for, `num_positions` how many the table must hold."""
         super().__init__()
-        self.frequencies, self.scale = rope_frequencies(info, head_dim, max_positions)
+        self.frequencies, self.scale = rope_frequencies(info, head_dim, max_positions, num_positions)
         self.register_buffer("table", torch.empty(num_positions, 2, 2 * len(self.frequencies), dtype=dtype))
 
     table: torch.Tensor
@@ -41,7 +41,7 @@ class Rope(nn.Module):
 Frequencies = tuple[torch.Tensor, float]
 
 
-def rope_frequencies(info: RopeInfo, head_dim: int, max_positions: int) -> Frequencies:
+def rope_frequencies(info: RopeInfo, head_dim: int, max_positions: int, num_positions: int) -> Frequencies:
     if info.kind not in KINDS:
         raise UnsupportedModel(f"rope scaling of kind {info.kind} is not one we have: {', '.join(KINDS)}")
     rotary_dim = int(head_dim * info.factors.get("partial_rotary_factor", 1.0))
@@ -49,21 +49,21 @@ def rope_frequencies(info: RopeInfo, head_dim: int, max_positions: int) -> Frequ
         # on the host even while a model is being laid out on the meta device: a few numbers, needed at once
         with torch.device("cpu"):
             plain = 1.0 / info.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
-            return KINDS[info.kind](plain, info, max_positions)
+            return KINDS[info.kind](plain, info, max_positions, num_positions)
     except KeyError as missing:
         raise BadCheckpoint(f"rope scaling of kind {info.kind} lacks {missing} in config.json") from None
 
 
-def _default(plain: torch.Tensor, info: RopeInfo, max_positions: int) -> Frequencies:
+def _default(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
     return plain, 1.0
 
 
-def _linear(plain: torch.Tensor, info: RopeInfo, max_positions: int) -> Frequencies:
+def _linear(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
     """Positions squeezed together by one factor."""
     return plain / info.factors["factor"], 1.0
 
 
-def _llama3(plain: torch.Tensor, info: RopeInfo, max_positions: int) -> Frequencies:
+def _llama3(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
     """Slow turns are squeezed, fast ones kept, those between blended by how often they turn in the old context."""
     factors = info.factors
     low, high = factors["low_freq_factor"], factors["high_freq_factor"]
@@ -72,7 +72,7 @@ def _llama3(plain: torch.Tensor, info: RopeInfo, max_positions: int) -> Frequenc
     return kept * plain + (1 - kept) * plain / factors["factor"], 1.0
 
 
-def _yarn(plain: torch.Tensor, info: RopeInfo, max_positions: int) -> Frequencies:
+def _yarn(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
     """As llama3, with the blend linear in the dimension; attention is sharpened to make up for the longer context."""
     factors = info.factors
     original = factors["original_max_position_embeddings"]
@@ -92,6 +92,24 @@ def _yarn(plain: torch.Tensor, info: RopeInfo, max_positions: int) -> Frequencie
     return squeezed * plain / factor + (1 - squeezed) * plain, _yarn_scale(factors, factor)
 
 
+def _longrope(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
+    """Each frequency has its own divisor: one set for short contexts, one for long.
+
+    One set serves all requests of an engine, the long one if it runs contexts longer than the model was first trained
+    for. Choosing by a request's present length would turn keys that are in the cache already the wrong way.
+    """
+    factors = info.factors
+    original = factors["original_max_position_embeddings"]
+    divisors = torch.tensor(factors["long_factor" if num_positions > original else "short_factor"])
+    if len(divisors) != len(plain):
+        raise BadCheckpoint(f"rope scaling of kind longrope has {len(divisors)} factors for {len(plain)} frequencies")
+    scale = factors.get("attention_factor")
+    if scale is None:
+        stretch = factors.get("factor") or max_positions / original
+        scale = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return plain / divisors, float(scale)
+
+
 def _yarn_scale(factors: dict[str, Any], factor: float) -> float:
     given = factors.get("attention_factor")
     if given is not None:
@@ -106,9 +124,10 @@ def _yarn_scale(factors: dict[str, Any], factor: float) -> float:
     return sharpening(1.0)
 
 
-KINDS: dict[str, Callable[[torch.Tensor, RopeInfo, int], Frequencies]] = {
+KINDS: dict[str, Callable[[torch.Tensor, RopeInfo, int, int], Frequencies]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,
+    "longrope": _longrope,
 }

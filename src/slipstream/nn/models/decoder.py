@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
 
-from slipstream.cache_spec import CacheSpec, PagedSpec
+from slipstream.cache_spec import CacheSpec, PagedSpec, WindowSpec
 from slipstream.config.model_info import RopeInfo
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.attention import Attention
 from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp
-from slipstream.nn.layers.norm import RMSNorm
+from slipstream.nn.layers.norm import HeadNorm, RMSNorm, Sum, WholeNorm
 from slipstream.nn.layers.rope import Rope
-from slipstream.nn.quant import FormatOf
+from slipstream.nn.quant import FormatOf, take_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +36,26 @@ class DecoderShape:
     rope: RopeInfo
     max_positions: int  # that the model was made for
     tied: bool  # the embedding is the head
-    qk_norm: bool = False
+    fused: bool = False  # the checkpoint has q, k and v as one tensor, gate and up as another
+    qk_norm: Literal["none", "heads", "whole"] = "none"  # of queries and keys: each head, or all heads together
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    norm_before: bool = True  # of what goes into attention and feed-forward
+    norm_after: bool = False  # of what comes out of them
+    norm_offset: float = 0.0  # added to the checkpoint's norm weights
+    scale: float | None = None  # of attention scores; None: by the head's size
+    score_cap: float = 0.0  # attention scores are bounded to this by tanh; 0: they are not
+    logit_cap: float = 0.0  # likewise logits
+    embedding_scale: float = 1.0
+    windows: tuple[int, ...] = ()  # by layer, how many positions a token sees, itself among them; 0: all
+    local_rope: RopeInfo | None = None  # of layers with a window, where they have their own
 
     def cache_specs(self, page_size: int, itemsize: int) -> list[CacheSpec]:
         """In layer order."""
-        return [PagedSpec(self.num_kv_heads, self.head_dim, itemsize, page_size)] * self.num_layers
+        sizes = (self.num_kv_heads, self.head_dim, itemsize, page_size)
+        windows = self.windows or (0,) * self.num_layers
+        return [WindowSpec(*sizes, window) if window else PagedSpec(*sizes) for window in windows]
 
 
 class Decoder(nn.Module):
@@ -52,11 +65,16 @@ class Decoder(nn.Module):
         """`num_positions` is the longest context that will be run."""
         super().__init__()
         self.shape = shape
+        # rounded as the weights are, which is how it was in training
+        self.embedding_scale = float(torch.tensor(shape.embedding_scale).to(dtype))
         with torch.device("meta"):
             self.embedding = Embedding(shape.vocab_size, shape.hidden_size, format_of("embedding"))
             self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions, num_positions, dtype)
+            self.local_rope: Rope | None = None
+            if shape.local_rope is not None:
+                self.local_rope = Rope(shape.local_rope, shape.head_dim, shape.max_positions, num_positions, dtype)
             self.layers = nn.ModuleList(Block(layer, shape, dtype, format_of) for layer in range(shape.num_layers))
-            self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, dtype)
+            self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, dtype, shape.norm_offset)
             self.head: Linear | None = None
             if not shape.tied:
                 self.head = Linear(shape.hidden_size, {"": shape.vocab_size}, False, format_of("head"), dtype)
@@ -64,36 +82,46 @@ class Decoder(nn.Module):
 
     def materialize(self, device: torch.device) -> None:
         """Take memory on the device. Parameters hold nothing yet."""
-        self.to_empty(device=device)
+        take_memory(self, device)
         self.rope.fill()
+        if self.local_rope is not None:
+            self.local_rope.fill()
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         batch = context.batch
         x = self.embedding(batch.ids)
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
         rotary = self.rope(batch.positions)
+        local = rotary if self.local_rope is None else self.local_rope(batch.positions)
         residual = None
         for block in self.layers:
-            x, residual = block(x, residual, rotary, context)
+            x, residual = block(x, residual, local if block.window else rotary, context)
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.head is None:
-            return self.embedding.logits(hidden)
-        logits: torch.Tensor = self.head(hidden)
-        return logits
+        logits: torch.Tensor = self.embedding.logits(hidden) if self.head is None else self.head(hidden)
+        cap = self.shape.logit_cap
+        return logits if not cap else torch.tanh(logits / cap) * cap
 
     def cache_specs(self, page_size: int, itemsize: int) -> list[CacheSpec]:
         return self.shape.cache_specs(page_size, itemsize)
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward, each after a norm. The residual travels beside x and is added inside the norms."""
+    """Attention and a feed-forward, with norms before or after each. The residual travels beside x and is added inside
+    the norms before."""
 
     def __init__(self, layer: int, shape: DecoderShape, dtype: torch.dtype, format_of: FormatOf) -> None:
         super().__init__()
         name = f"layers.{layer}"
-        self.attention_norm = RMSNorm(shape.hidden_size, shape.norm_eps, dtype)
+        self.window = shape.windows[layer] if shape.windows else 0
+
+        def norm(wanted: bool) -> nn.Module | None:
+            return RMSNorm(shape.hidden_size, shape.norm_eps, dtype, shape.norm_offset) if wanted else None
+
+        self.attention_norm = norm(shape.norm_before) or Sum()
         self.attention = Attention(
             f"{name}.attention",
             layer,
@@ -103,19 +131,43 @@ class Block(nn.Module):
             head_dim=shape.head_dim,
             qkv_bias=shape.qkv_bias,
             output_bias=shape.output_bias,
-            qk_norm_eps=shape.norm_eps if shape.qk_norm else None,
+            fused=shape.fused,
+            scale=shape.head_dim**-0.5 if shape.scale is None else shape.scale,
+            qk_norm=_qk_norm(shape, dtype),
             format_of=format_of,
             dtype=dtype,
         )
-        self.mlp_norm = RMSNorm(shape.hidden_size, shape.norm_eps, dtype)
+        self.attention_out_norm = norm(shape.norm_after)
+        self.mlp_norm = norm(shape.norm_before) or Sum()
         self.mlp = Mlp(
-            f"{name}.mlp", shape.hidden_size, shape.ffn_size, shape.activation, shape.mlp_bias, format_of, dtype
+            f"{name}.mlp",
+            shape.hidden_size,
+            shape.ffn_size,
+            shape.activation,
+            shape.mlp_bias,
+            shape.fused,
+            format_of,
+            dtype,
         )
+        self.mlp_out_norm = norm(shape.norm_after)
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotary: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
         x, residual = self.attention_norm(x, residual)
         x = self.attention(x, rotary, context)
+        if self.attention_out_norm is not None:
+            x, _ = self.attention_out_norm(x)
         x, residual = self.mlp_norm(x, residual)
-        return self.mlp(x), residual
+        x = self.mlp(x)
+        if self.mlp_out_norm is not None:
+            x, _ = self.mlp_out_norm(x)
+        return x, residual
+
+
+def _qk_norm(shape: DecoderShape, dtype: torch.dtype) -> HeadNorm | WholeNorm | None:
+    if shape.qk_norm == "none":
+        return None
+    kind = HeadNorm if shape.qk_norm == "heads" else WholeNorm
+    num_heads = {"q": shape.num_heads, "k": shape.num_kv_heads}
+    return kind(num_heads, shape.head_dim, shape.norm_eps, dtype, shape.norm_offset)

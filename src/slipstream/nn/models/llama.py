@@ -1,6 +1,9 @@
-"""The Llama family: Llama 2 and 3, SmolLM2 and all that share their architecture."""
+"""The Llama family: Llama 2 and 3, SmolLM2, Mistral and all that share their architecture."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from slipstream.config.model_info import ModelInfo
 from slipstream.nn.models.decoder import DecoderShape
@@ -8,6 +11,7 @@ from slipstream.nn.weights.rules import Rules
 
 
 def llama_shape(info: ModelInfo) -> DecoderShape:
+    """Also what every other family begins with."""
     return DecoderShape(
         vocab_size=info.vocab_size,
         hidden_size=info.hidden_size,
@@ -27,20 +31,32 @@ def llama_shape(info: ModelInfo) -> DecoderShape:
     )
 
 
-def llama_rules(shape: DecoderShape) -> Rules:
-    """Also of every family that names its tensors the same way."""
-    return Rules(
-        {
-            "model.embed_tokens.weight": "embedding.weight",
-            "model.norm.weight": "norm.weight",
-            "lm_head.weight": None if shape.tied else "head.weight",  # some tied checkpoints carry it all the same
-            "model.layers.{n}.input_layernorm.weight": "layers.{n}.attention_norm.weight",
-            "model.layers.{n}.post_attention_layernorm.weight": "layers.{n}.mlp_norm.weight",
-            "model.layers.{n}.self_attn.o_proj.{kind}": "layers.{n}.attention.output.{kind}",
-            "model.layers.{n}.self_attn.{part}_proj.{kind}": "layers.{n}.attention.qkv.{part}.{kind}",
-            "model.layers.{n}.self_attn.{part}_norm.weight": "layers.{n}.attention.norm.{part}.weight",
-            "model.layers.{n}.mlp.down_proj.{kind}": "layers.{n}.mlp.down.{kind}",
-            "model.layers.{n}.mlp.{part}_proj.{kind}": "layers.{n}.mlp.gate_up.{part}.{kind}",
-            "model.layers.{n}.self_attn.rotary_emb.inv_freq": None,  # old checkpoints; we compute it
-        }
-    )
+def mistral_shape(info: ModelInfo) -> DecoderShape:
+    """Llama's; early releases attend within a window in every layer, later ones say null."""
+    window = info.extra.get("sliding_window") or 0
+    return replace(llama_shape(info), windows=(int(window),) * info.num_layers)
+
+
+def llama_rules(
+    shape: DecoderShape, others: Mapping[str, str | None] | None = None, roots: Sequence[str] = ("model",)
+) -> Rules:
+    """Of every family that names its tensors the same way; `others` are a family's own, and count first.
+
+    `roots` are what its checkpoints may write in place of the leading "model".
+    """
+    names: dict[str, str | None] = {
+        **(others or {}),
+        "model.embed_tokens.weight": "embedding.weight",
+        "model.norm.weight": "norm.weight",
+        "lm_head.weight": None if shape.tied else "head.weight",  # some tied checkpoints carry it all the same
+        "model.layers.{n}.input_layernorm.weight": "layers.{n}.attention_norm.weight",
+        "model.layers.{n}.post_attention_layernorm.weight": "layers.{n}.mlp_norm.weight",
+        "model.layers.{n}.self_attn.o_proj.{kind}": "layers.{n}.attention.output.{kind}",
+        "model.layers.{n}.self_attn.{part}_proj.{kind}": "layers.{n}.attention.qkv.{part}.{kind}",
+        "model.layers.{n}.self_attn.{part}_norm.weight": "layers.{n}.attention.norm.{part}.weight",
+        "model.layers.{n}.mlp.down_proj.{kind}": "layers.{n}.mlp.down.{kind}",
+        "model.layers.{n}.mlp.{part}_proj.{kind}": "layers.{n}.mlp.gate_up.{part}.{kind}",
+        "model.layers.{n}.self_attn.rotary_emb.inv_freq": None,  # old checkpoints; we compute it
+    }
+    names |= others or {}
+    return Rules({name.replace("model", root, 1): place for root in roots for name, place in names.items()})

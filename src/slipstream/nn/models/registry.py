@@ -9,8 +9,11 @@ from slipstream.cache_spec import CacheSpec
 from slipstream.config.model_info import ModelInfo
 from slipstream.errors import UnsupportedModel
 from slipstream.nn.models.decoder import DecoderShape
-from slipstream.nn.models.llama import llama_rules, llama_shape
-from slipstream.nn.models.qwen import qwen3_shape
+from slipstream.nn.models.gemma import gemma2_shape, gemma3_shape, gemma_rules, gemma_text_rules
+from slipstream.nn.models.llama import llama_rules, llama_shape, mistral_shape
+from slipstream.nn.models.olmo import olmo2_rules, olmo2_shape
+from slipstream.nn.models.phi import phi3_rules, phi3_shape
+from slipstream.nn.models.qwen import qwen2_shape, qwen3_shape
 from slipstream.nn.weights.rules import Rules
 
 
@@ -22,7 +25,14 @@ class Family:
 
 FAMILIES = {
     "LlamaForCausalLM": Family(llama_shape, llama_rules),
+    "MistralForCausalLM": Family(mistral_shape, llama_rules),
+    "Qwen2ForCausalLM": Family(qwen2_shape, llama_rules),
     "Qwen3ForCausalLM": Family(qwen3_shape, llama_rules),
+    "Gemma2ForCausalLM": Family(gemma2_shape, gemma_rules),
+    "Gemma3ForCausalLM": Family(gemma3_shape, gemma_rules),
+    "Gemma3ForConditionalGeneration": Family(gemma3_shape, gemma_text_rules),
+    "Phi3ForCausalLM": Family(phi3_shape, phi3_rules),
+    "Olmo2ForCausalLM": Family(olmo2_shape, olmo2_rules),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -12,6 +13,9 @@ from slipstream.config.gguf_file import GgufFile, GgufTensor
 from slipstream.errors import UnsupportedModel
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.source import SourceTensor
+from slipstream.ops.dequant import KINDS, dequantize
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 NAMES = Rules(
     {
@@ -44,29 +48,44 @@ class GgufSource:
             except KeyError:
                 name = tensor.name  # the loader names it as unexpected
             if name is not None:
-                yield SourceTensor(name, tensor.shape, tensor.kind, partial(self._read, tensor))
+                blocks = partial(self._blocks, tensor) if tensor.kind in KINDS else None
+                yield SourceTensor(name, tensor.shape, tensor.kind, partial(self._read, tensor), blocks)
 
     def _read(self, tensor: GgufTensor) -> torch.Tensor:
-        numbers = dequantize(tensor)
+        return self._in_our_order(tensor, read_numbers(tensor))
+
+    def _blocks(self, tensor: GgufTensor) -> torch.Tensor:
+        return self._in_our_order(tensor, _raw_rows(tensor))
+
+    def _in_our_order(self, tensor: GgufTensor, rows: torch.Tensor) -> torch.Tensor:
         for part, num_heads in self.paired_heads.items():
             if f".{part}." in tensor.name:
-                return halves_from_pairs(numbers, num_heads)
-        return numbers
+                return halves_from_pairs(rows, num_heads)
+        return rows
 
 
-def dequantize(tensor: GgufTensor) -> torch.Tensor:
+def read_numbers(tensor: GgufTensor) -> torch.Tensor:
+    """Any kind as numbers: the common ones by torch, the others by the `gguf` library, which is slow and knows all."""
+    if tensor.kind in _PLAIN:
+        return torch.from_numpy(tensor.raw).view(_PLAIN[tensor.kind]).view(tensor.shape)
+    if tensor.kind in KINDS:
+        return dequantize(_raw_rows(tensor), tensor.kind).view(tensor.shape)
     from gguf import GGMLQuantizationType  # only users of such files pay for the import
     from gguf.quants import dequantize as to_float32
 
-    rows = tensor.raw.reshape(*tensor.shape[:-1], -1)
     try:
-        numbers = to_float32(rows, GGMLQuantizationType[tensor.kind])
+        numbers = to_float32(tensor.raw.reshape(*tensor.shape[:-1], -1), GGMLQuantizationType[tensor.kind])
     except (KeyError, NotImplementedError):
         raise UnsupportedModel(
             f"{tensor.name} is stored as {tensor.kind}, which we cannot read; "
             "use a file quantised as Q4_0, Q4_1, Q8_0, a K-quant, F16 or F32"
         ) from None
     return torch.from_numpy(np.ascontiguousarray(numbers)).view(tensor.shape)
+
+
+def _raw_rows(tensor: GgufTensor) -> torch.Tensor:
+    """[rows, bytes of a row], a view of the file."""
+    return torch.from_numpy(tensor.raw).view(math.prod(tensor.shape[:-1]), -1)
 
 
 def halves_from_pairs(rows: torch.Tensor, num_heads: int) -> torch.Tensor:

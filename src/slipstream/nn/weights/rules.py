@@ -1,7 +1,8 @@
 """Rules: a checkpoint's tensor names to the places of our model.
 
-A rule is a pair of names in which `{n}` stands for one part between dots; None as the second means the tensor is
-not needed. Merged projections need no rule of their own: each part has its own place (`attention.qkv.q.weight`).
+A rule is a pair of names in which `{n}` stands for one part between dots and `*` for anything at all; None as the
+second means the tensor is not needed. The first rule that fits counts. Merged projections need no rule of their own:
+each part has its own place (`attention.qkv.q.weight`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,12 @@ class Rules:
     def __init__(self, names: Mapping[str, str | None]) -> None:
         self._rules = [(_pattern(theirs), ours) for theirs, ours in names.items()]
 
+    def __or__(self, others: Rules) -> Rules:
+        """These first, then the others."""
+        both = Rules({})
+        both._rules = self._rules + others._rules
+        return both
+
     def rename(self, name: str) -> str | None:
         """The place of a tensor, or None where it is to be skipped. Asking for a name no rule knows is a KeyError."""
         for pattern, ours in self._rules:
@@ -23,4 +30,4 @@ class Rules:
 
 
 def _pattern(name: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^.]+)", re.escape(name)))
+    return re.compile(re.sub(r"\\{(\w+)\\}", r"(?P<\1>[^.]+)", re.escape(name)).replace(r"\*", ".*"))

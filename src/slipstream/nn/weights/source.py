@@ -17,6 +17,7 @@ class SourceTensor:
     shape: tuple[int, ...]
     kind: str
     read: Callable[[], torch.Tensor]
+    blocks: Callable[[], torch.Tensor] | None = None
 
     @property
     def num_elements(self) -> int:

@@ -1,4 +1,4 @@
-"""Attention over pages by torch's scaled dot product.
+"""Attention over pages by torch's scaled dot product, or step by step where scores are bounded.
 
 Pages are gathered into one stretch of keys a row, the last page's unused slots are masked. Masks are added to the
 scores, in the query's dtype: 0 where a key is seen, minus infinity where not. What lies in a masked slot must be
@@ -18,15 +18,18 @@ def attend_single(
     pages: torch.Tensor,  # [B * width] int64, the rows' page tables one after another
     mask: torch.Tensor,  # [B, 1, 1, width * page_size]
     scale: float,
+    score_cap: float = 0.0,  # scores are bounded to this by tanh; 0: they are not
 ) -> torch.Tensor:
-    """One token of each row over all its keys. Returns [B, heads, dim]."""
+    """One token of each row over its keys. Returns [B, heads, dim]."""
     num_rows, num_heads, dim = query.shape
     num_kv_heads = keys.shape[2]
     # heads that share keys stand in for a sequence of queries: each key is read once, and nothing is repeated
     grouped = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
-    out = F.scaled_dot_product_attention(
-        grouped, _gather(keys, pages, num_rows), _gather(values, pages, num_rows), attn_mask=mask, scale=scale
-    )
+    found, worth = _gather(keys, pages, num_rows), _gather(values, pages, num_rows)
+    if score_cap:
+        out = _attend_bounded(grouped, found, worth, mask, scale, score_cap)
+    else:
+        out = F.scaled_dot_product_attention(grouped, found, worth, attn_mask=mask, scale=scale)
     return out.reshape(num_rows, num_heads, dim)
 
 
@@ -37,8 +40,16 @@ def attend_pages(
     pages: torch.Tensor,  # [width] int64
     mask: torch.Tensor,  # [T, width * page_size]
     scale: float,
+    score_cap: float = 0.0,
 ) -> torch.Tensor:
     """Several tokens of one row over its pages. Returns [T, heads, dim]."""
+    if score_cap:
+        num_tokens, num_heads, dim = query.shape
+        # the heads that share a key head are one more dimension: [kv heads, sharing, T, dim]
+        grouped = query.view(num_tokens, keys.shape[2], -1, dim).permute(1, 2, 0, 3)
+        found, worth = _gather(keys, pages, 1)[0].unsqueeze(1), _gather(values, pages, 1)[0].unsqueeze(1)
+        out = _attend_bounded(grouped, found, worth, mask, scale, score_cap)
+        return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, dim)
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
         _gather(keys, pages, 1),
@@ -55,6 +66,15 @@ def attend_chunk(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sc
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
+
+
+def _attend_bounded(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float, score_cap: float
+) -> torch.Tensor:
+    """score_cap * tanh(score / score_cap) for each score, then as ever. [..., Q, dim] by [..., K, dim]."""
+    scores = (query @ key.transpose(-1, -2)).mul_(scale / score_cap).tanh_().mul_(score_cap).add_(mask)
+    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
+    return weights @ value
 
 
 def _gather(cache: torch.Tensor, pages: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -124,6 +124,24 @@ def forbid_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor, active
     logits.index_put_(places, logits[places].masked_fill_(active[:, None], -torch.inf))
 
 
+def match_words(words: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
+    """[R, W] bool: whether the word's last token would complete it now.
+
+    words [R, W, L] are written backwards, the last token first, and padded with -1. tail [R, at least L - 1] holds
+    the row's tokens likewise, the newest first, padded with any other negative number.
+    """
+    before = words[..., 1:]
+    met = (before == tail[:, None, : before.shape[2]]) | (before < 0)
+    return met.all(-1) & (words[..., 0] >= 0)
+
+
+def forbid_matched_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor, matched: torch.Tensor) -> None:
+    """Put -inf at logits[index[i], ids[i, j]] where matched[i, j]; an id may come more than once. Others are negative."""
+    change = torch.zeros_like(ids, dtype=logits.dtype).masked_fill_(matched, -torch.inf)
+    # added, so that an id that two words end with does not depend on which of them comes last
+    logits.index_put_((index[:, None], ids.clamp(min=0)), change, accumulate=True)
+
+
 def penalize(
     logits: torch.Tensor,
     counts: torch.Tensor,  # [R, V] how often a token is in the output
@@ -185,3 +203,8 @@ def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> TopLogpr
     rank = (logits >= chosen).sum(-1)
     top, top_ids = logits.topk(k, -1)
     return TopLogprobs((chosen - total).squeeze(1), rank, top_ids, top - total)
+
+
+def logprobs_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[R, V] and ids [R, J] to [R, J]: log-softmax at these ids."""
+    return logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)

@@ -36,10 +36,12 @@ class InputBatch:
         total = plan.total_tokens
         all_single = total == len(plan.rows)
         rows = upload.put(plan.rows.astype(np.int64))
-        token_rows, offsets, counts = rows, None, None
+        token_rows, offsets, counts, query_starts = rows, None, None, None
         if not all_single:
             counts = upload.put(num_tokens.astype(np.int64))
-            starts = np.cumsum(num_tokens) - num_tokens
+            ends = np.cumsum(num_tokens, dtype=np.int32)
+            starts = ends - num_tokens
+            query_starts = upload.put(np.concatenate([starts[:1], ends]))
             offset_of = np.arange(total) - np.repeat(starts, num_tokens)
             token_rows = upload.put(np.repeat(plan.rows, num_tokens).astype(np.int64))
             offsets = upload.put(offset_of)
@@ -85,6 +87,7 @@ class InputBatch:
                 num_tokens=num_tokens,
                 max_lengths=plan.lengths,
                 num_single=num_single,
+                query_starts=None if query_starts is None else upload.tensor(query_starts),
             )
             return Gathered(view, row_index)
 

@@ -22,12 +22,15 @@ class Draw:
 
     def __init__(self, num_rows: int, device: Device) -> None:
         self.random = np.zeros(num_rows, np.bool_)
+        self._users: set[int] = set()  # rows that draw at random
         self.keys = StagedTensor((num_rows,), np.int64, device)
 
     def apply(self, plan: StepPlan) -> None:
+        self._users.difference_update(plan.released.tolist())
         for admission in plan.admitted:
             self.random[admission.row] = random = not admission.params.is_greedy
             if random:
+                self._users.add(admission.row)
                 self.keys.write(admission.row, row_key(admission.seed, admission.sample))
 
     def flush(self, upload: Upload) -> None:
@@ -35,9 +38,11 @@ class Draw:
 
     def prepare(self, rows: Ints, upload: Upload) -> Callable[[torch.Tensor, SampleBatch], torch.Tensor]:
         """Host: the work that turns logits [S, V] into tokens [S]. Noise is made for the random rows alone."""
+        if not self._users:
+            return _greedy
         random = self.random[rows]
         if not random.any():
-            return lambda logits, batch: likeliest(logits)
+            return _greedy
         keys = self.keys.device
         if random.all():
             return lambda logits, batch: draw(logits, _keys(keys, batch.rows, batch.positions))
@@ -49,6 +54,10 @@ class Draw:
             return likeliest(logits).index_copy_(0, index, draw(logits.index_select(0, index), own))
 
         return mixed
+
+
+def _greedy(logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
+    return likeliest(logits)
 
 
 def _keys(keys: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from slipstream.ops.sample import TopLogprobs, top_logprobs
+from slipstream.device.device import Device
+from slipstream.ops.sample import TopLogprobs, logprobs_of, top_logprobs
+from slipstream.runner.batch.staging import Upload
+from slipstream.runner.sampling.slots import Slots, SlotTable
+from slipstream.step import Ints, PromptScores, StepPlan
+
+_ROWS_AT_ONCE = 64  # of prompt logits: what they take is bounded, however long the chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +31,73 @@ class Logprobs:
     def report(self, raw: torch.Tensor, tokens: torch.Tensor) -> TopLogprobs:
         """Device, after the draw."""
         return top_logprobs(raw, tokens, self.k)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenWork:
+    """What one step reports of given ids."""
+
+    shape: tuple[int, int]  # rows that ask, and the most ids that one of them asks for
+    report: Callable[[torch.Tensor], torch.Tensor]  # device: raw logits [S, V] to logprobs of that shape
+
+
+class GivenLogprobs:
+    """logprob_token_ids: the ids of the rows that ask are kept on the device. A RowState, but it edits nothing."""
+
+    def __init__(self, num_rows: int, device: Device) -> None:
+        self.slots = Slots(num_rows)
+        self.num_ids = np.zeros(num_rows, np.int64)
+        self.ids = SlotTable(num_rows, 0, torch.int32, device)
+        self._new: list[tuple[int, tuple[int, ...]]] = []
+
+    def apply(self, plan: StepPlan) -> None:
+        for row in plan.released:
+            self.slots.release(row)
+        for admission in plan.admitted:
+            if ids := admission.params.given_ids:
+                self.num_ids[admission.row] = len(ids)
+                self._new.append((self.slots.take(admission.row), ids))
+
+    def flush(self, upload: Upload) -> None:
+        for slot, ids in self._new:
+            self.ids.reserve(slot + 1, len(ids), upload)
+            self._write(slot, ids, upload)
+        self._new = []
+
+    def _write(self, slot: int, ids: tuple[int, ...], upload: Upload) -> None:
+        table, span, num = self.ids, upload.put(np.array(ids, np.int32)), len(ids)
+
+        def write() -> None:
+            table.tensor[slot].zero_()[:num].copy_(upload.tensor(span))
+
+        upload.then(write)
+
+    def prepare(self, rows: Ints, upload: Upload) -> GivenWork | None:
+        users = self.slots.users(rows, upload)
+        if users is None:
+            return None
+        table, most = self.ids, int(self.num_ids[users.rows].max())
+
+        def report(raw: torch.Tensor) -> torch.Tensor:
+            ids = table.tensor[:, :most].index_select(0, upload.tensor(users.slots))
+            return logprobs_of(raw.index_select(0, upload.tensor(users.index)), ids.long())
+
+        return GivenWork((len(users.rows), most), report)
+
+
+def prepare_scores(
+    scores: PromptScores, logits_of: Callable[[torch.Tensor], torch.Tensor], upload: Upload
+) -> Callable[[torch.Tensor], TopLogprobs]:
+    """Host: the work that turns a step's hidden states [T, hidden] into logprobs of prompt tokens."""
+    place_span, token_span = upload.put(scores.places.astype(np.int64)), upload.put(scores.tokens.astype(np.int64))
+    k = scores.num_logprobs
+
+    def score(hidden: torch.Tensor) -> TopLogprobs:
+        places, tokens = upload.tensor(place_span), upload.tensor(token_span)
+        parts = [
+            top_logprobs(logits_of(hidden.index_select(0, some)), own, k)
+            for some, own in zip(places.split(_ROWS_AT_ONCE), tokens.split(_ROWS_AT_ONCE), strict=True)
+        ]
+        return TopLogprobs(*map(torch.cat, zip(*parts, strict=True)))
+
+    return score

@@ -25,9 +25,8 @@ class MinTokens:
         self.slots = Slots(num_rows)
         self.missing = np.zeros(num_rows, np.int64)  # draws for which the row still needs the stage
         self.limit = np.zeros(num_rows, np.int64)  # first position at which the text may end
-        self.ids = SlotTable(
-            num_rows, 0, torch.int64, device
-        )  # each slot's stop ids; the rest of the columns repeat the first
+        # each slot's stop ids; the rest of the columns repeat the first
+        self.ids = SlotTable(num_rows, 0, torch.int64, device, fill=None)
         self._new: list[tuple[int, list[int]]] = []
 
     def apply(self, plan: StepPlan) -> None:

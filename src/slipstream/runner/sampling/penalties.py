@@ -61,13 +61,10 @@ class Penalties:
         upload.then(write)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        if not len(self.slots):
+        users = self.slots.users(rows, upload)
+        if users is None:
             return None
-        slots = self.slots.of_row[rows]
-        index = np.flatnonzero(slots >= 0)
-        if not len(index):
-            return None
-        index_span, slot_span = upload.put(index), upload.put(slots[index])
+        index_span, slot_span = users.index, users.slots
         counts, in_prompt, values, vocab_size = self.counts, self.in_prompt, self.values.device, self.vocab_size
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:

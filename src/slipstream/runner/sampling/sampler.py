@@ -12,12 +12,14 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import TopLogprobs
 from slipstream.runner.batch.staging import Upload
+from slipstream.runner.sampling.bad_words import BadWords
+from slipstream.runner.sampling.bias import Bias
 from slipstream.runner.sampling.draw import Draw
-from slipstream.runner.sampling.logprobs import Logprobs
+from slipstream.runner.sampling.logprobs import GivenLogprobs, GivenWork, Logprobs
 from slipstream.runner.sampling.min_tokens import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
 from slipstream.runner.sampling.scale import Scale
-from slipstream.runner.sampling.stage import SampleBatch, Stage
+from slipstream.runner.sampling.stage import SampleBatch, Stage, StageWork
 from slipstream.runner.sampling.truncate import Truncate
 from slipstream.step import StepPlan
 
@@ -29,12 +31,38 @@ class SampleOutput:
     """What a step drew, on the device."""
 
     tokens: torch.Tensor  # [S] int64
-    failed: torch.Tensor  # [S] bool: the row's logits held NaN; its token is 0
+    failed: torch.Tensor  # [S] bool: the row's logits held NaN, or no token was left; its token is 0
     logprobs: TopLogprobs | None  # of the raw logits
+    given: torch.Tensor | None = None  # likewise, for rows that gave ids
 
 
-Sample = Callable[[torch.Tensor, SampleBatch], SampleOutput]
-"""Device: logits [S, vocabulary] to tokens. The logits may be changed."""
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One step's sampling. The host knows its shape, the device runs it."""
+
+    works: list[StageWork]
+    draw: Callable[[torch.Tensor, SampleBatch], torch.Tensor]
+    logprobs: Logprobs | None
+    given: GivenWork | None
+
+    def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> SampleOutput:
+        """Device: logits [S, vocabulary] to tokens. The logits may be changed."""
+        failed = (logits.amax(-1) > -torch.inf).logical_not_()  # NaN is not greater either
+        raw = logits if self.logprobs is None else self.logprobs.keep(logits)
+        for work in self.works:
+            work.edit(logits, batch)
+        tokens = self.draw(logits, batch)
+        if self.works:
+            # parameters can contradict each other and leave nothing to draw
+            failed |= logits.gather(1, tokens[:, None]).squeeze(1) == -torch.inf
+        tokens.masked_fill_(failed, 0)
+        for work in self.works:
+            if work.drawn is not None:
+                work.drawn(tokens, batch)
+        if self.logprobs is None:
+            return SampleOutput(tokens, failed, None)
+        given = None if self.given is None else self.given.report(raw)
+        return SampleOutput(tokens, failed, self.logprobs.report(raw, tokens), given)
 
 
 class Sampler:
@@ -45,39 +73,35 @@ class Sampler:
         assert logits_dtype in _NUMPY, f"logits are sampled in float32 or float64, not {logits_dtype}"
         dtype = _NUMPY[logits_dtype]
         self.stages: list[Stage] = [
+            Bias(num_rows, vocab_size, device, dtype, logits_dtype),
             MinTokens(num_rows, vocab_size, device),
             Penalties(num_rows, vocab_size, device, dtype),
+            BadWords(num_rows, device),
             Scale(num_rows, device, dtype),
             Truncate(num_rows, vocab_size, device, dtype),
         ]
         self.draw = Draw(num_rows, device)
+        self.given = GivenLogprobs(num_rows, device)
+        self._changed = False  # whether anyone came or went in this step
 
     def apply(self, plan: StepPlan) -> None:
-        for stage in self.stages:
-            stage.apply(plan)
-        self.draw.apply(plan)
+        self._changed = bool(plan.admitted) or len(plan.released) > 0
+        if self._changed:
+            for state in (*self.stages, self.draw, self.given):
+                state.apply(plan)
 
     def flush(self, upload: Upload) -> None:
-        for stage in self.stages:
-            stage.flush(upload)
-        self.draw.flush(upload)
+        if self._changed:
+            for state in (*self.stages, self.draw, self.given):
+                state.flush(upload)
 
     def prepare(self, plan: StepPlan, upload: Upload) -> Sample:
         """Host, after `apply` and `flush`: this step's device work, for logits of the plan's sampling rows."""
-        rows = plan.rows[plan.samples]
+        rows, num_logprobs = plan.rows, plan.num_logprobs
+        if plan.tokens.size:  # else all rows decode, and all sample
+            rows = rows[plan.samples]
         works = [work for stage in self.stages if (work := stage.prepare(rows, upload)) is not None]
         draw = self.draw.prepare(rows, upload)
-        logprobs = None if plan.num_logprobs is None else Logprobs(plan.num_logprobs, edited=bool(works))
-
-        def sample(logits: torch.Tensor, batch: SampleBatch) -> SampleOutput:
-            failed = logits.amax(-1).isnan()
-            raw = logits if logprobs is None else logprobs.keep(logits)
-            for work in works:
-                work.edit(logits, batch)
-            tokens = draw(logits, batch).masked_fill_(failed, 0)
-            for work in works:
-                if work.drawn is not None:
-                    work.drawn(tokens, batch)
-            return SampleOutput(tokens, failed, None if logprobs is None else logprobs.report(raw, tokens))
-
-        return sample
+        if num_logprobs is None:
+            return Sample(works, draw, None, None)
+        return Sample(works, draw, Logprobs(num_logprobs, edited=bool(works)), self.given.prepare(rows, upload))

@@ -18,12 +18,16 @@ class Scale:
 
     def __init__(self, num_rows: int, device: Device, dtype: np.dtype[Any]) -> None:
         self.temperature = np.ones(num_rows)
+        self._users: set[int] = set()  # rows with another temperature than 1
         self.staged = StagedTensor((num_rows,), dtype, device, fill=1)
 
     def apply(self, plan: StepPlan) -> None:
+        self._users.difference_update(plan.released.tolist())
         for admission in plan.admitted:
             row, params = admission.row, admission.params
             temperature = 1.0 if params.is_greedy else params.temperature
+            if temperature != 1.0:
+                self._users.add(row)
             if temperature != self.temperature[row]:
                 self.temperature[row] = temperature
                 self.staged.write(row, temperature)
@@ -32,7 +36,7 @@ class Scale:
         self.staged.flush(upload)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        if (self.temperature[rows] == 1.0).all():
+        if not self._users or (self.temperature[rows] == 1.0).all():
             return None
         temperature = self.staged.device
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.runner.batch.staging import Upload
+from slipstream.runner.batch.staging import Span, Upload
+from slipstream.step import Ints
 
 _FIRST = 4  # slots and columns of a table's first size
+
+
+@dataclass(frozen=True, slots=True)
+class Users:
+    """The sampling rows of one step that have a slot, staged: which of the step's rows, and their slots."""
+
+    index: Span
+    slots: Span
+    rows: Ints
 
 
 class Slots:
@@ -35,6 +46,16 @@ class Slots:
         self.of_row[row] = slot
         return slot
 
+    def users(self, rows: Ints, upload: Upload) -> Users | None:
+        """Host: those of a step's sampling rows that have a slot; None if none has."""
+        if self._num == len(self._free):
+            return None
+        slots = self.of_row[rows]
+        index = np.flatnonzero(slots >= 0)
+        if not len(index):
+            return None
+        return Users(upload.put(index), upload.put(slots[index]), rows[index])
+
     def release(self, row: int) -> None:
         """Give the row's slot back, if it has one. Safe to hand on at once: the device runs steps in order."""
         if self.of_row[row] >= 0:
@@ -43,32 +64,36 @@ class Slots:
 
 
 class SlotTable:
-    """A device tensor [slots, width] that grows on the stream when the host hands out a place beyond it.
+    """A device tensor [slots, width, ...] that grows on the stream when the host hands out a place beyond it.
 
     `tensor` belongs to the stream: only closures read or replace it.
     """
 
-    def __init__(self, max_slots: int, width: int, dtype: torch.dtype, device: Device) -> None:
-        self.tensor = torch.zeros((0, width), dtype=dtype, device=device.torch_device)
+    def __init__(
+        self, max_slots: int, width: int | tuple[int, ...], dtype: torch.dtype, device: Device, fill: int | None = 0
+    ) -> None:
+        """New places hold `fill`; None, for lists of ids: new columns of a slot repeat its first."""
+        widths = width if isinstance(width, tuple) else (width,)
+        self.shape = (0, *widths)  # the host's idea of it, steps ahead
+        self.tensor = torch.zeros(self.shape, dtype=dtype, device=device.torch_device)
         self._max_slots = max_slots
-        self._shape = (0, width)  # the host's idea of it, steps ahead
+        self._fill = fill
 
-    def reserve(self, slots: int, width: int, upload: Upload) -> None:
-        """Host: from this step on there are at least this many slots and columns.
-
-        New slots hold 0. New columns of a slot repeat its first, as a list of ids padded with one of its own.
-        """
-        shape = (min(_grown(self._shape[0], slots), self._max_slots), _grown(self._shape[1], width))
-        if shape == self._shape:
+    def reserve(self, slots: int, width: int | tuple[int, ...], upload: Upload) -> None:
+        """Host: from this step on there are at least this many slots and columns."""
+        widths = width if isinstance(width, tuple) else (width,)
+        shape = (min(_grown(self.shape[0], slots), self._max_slots), *map(_grown, self.shape[1:], widths))
+        if shape == self.shape:
             return
-        self._shape = shape
+        self.shape = shape
+        fill = self._fill
 
         def grow() -> None:
             old = self.tensor
-            self.tensor = torch.zeros(shape, dtype=old.dtype, device=old.device)
-            slots, width = old.shape
-            self.tensor[:slots, :width].copy_(old)
-            if slots:
+            self.tensor = old.new_full(shape, fill or 0)
+            self.tensor[tuple(slice(size) for size in old.shape)].copy_(old)
+            if fill is None and old.shape[0]:
+                slots, width = old.shape
                 self.tensor[:slots, width:].copy_(old[:, :1].expand(-1, shape[1] - width))
 
         upload.then(grow)

@@ -33,15 +33,18 @@ class Truncate:
     def __init__(self, num_rows: int, vocab_size: int, device: Device, dtype: np.dtype[Any]) -> None:
         self.vocab_size = vocab_size
         self.group = np.full(num_rows, _NONE, np.int8)
+        self._users: set[int] = set()  # rows that are in a group
         self.top_k = np.zeros(num_rows, np.int64)  # the vocabulary where there is none
         self.values = StagedTensor((num_rows, 3), dtype, device)  # log of min_p, top_k, top_p
 
     def apply(self, plan: StepPlan) -> None:
+        self._users.difference_update(plan.released.tolist())
         for admission in plan.admitted:
             row, params = admission.row, admission.params
             self.group[row] = group = self._group_of(params)
             if group == _NONE:
                 continue
+            self._users.add(row)
             self.top_k[row] = top_k = params.top_k if group == _TOP_K else self.vocab_size
             log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
             self.values.write(row, (log_min_p, top_k, params.top_p if params.top_p < 1 else _NO_TOP_P))
@@ -59,6 +62,8 @@ class Truncate:
         self.values.flush(upload)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
+        if not self._users:
+            return None
         group = self.group[rows]
         if not group.any():
             return None

@@ -41,7 +41,7 @@ class CacheManager:
         self.groups = tuple(make_group(group.spec, config.num_pages) for group in config.groups)
         self.num_queries = 0  # tokens of requests admitted for the first time
         self.num_hits = 0  # of those, tokens found in the cache
-        self._nothing = Hit(0, [[] for _ in self.groups])
+        self.nothing = Hit(0, [[] for _ in self.groups])
         self._holders: set[Request] = set()
 
     @property
@@ -68,7 +68,7 @@ class CacheManager:
     def match(self, request: Request) -> Hit:
         """The longest prefix that all groups agree on. At least one token is left to compute, to have logits."""
         if not self.prefix_caching or not self.groups:
-            return self._nothing
+            return self.nothing
         tokens, hashes, page_size, salt = request.tokens, request.hashes, self.page_size, request.cache_salt
         limit = (len(tokens) - 1) // page_size
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from slipstream.errors import InvalidOption
 from slipstream.params import SamplingParams
 from slipstream.serve.bench.workload import Item, Workload
 
 if TYPE_CHECKING:
+    from slipstream.engine.outputs import Track
     from slipstream.llm import LLM
 
 Advance = Callable[[int], None]
@@ -78,6 +80,12 @@ def measure(
     advance: Advance = lambda tokens: None,
 ) -> list[Trial]:
     """`repeats` trials, best first. A warm-up of one short request lets first-use costs fall outside them."""
+    limit = llm.config.scheduler.max_model_len
+    if workload.longest > limit:
+        raise InvalidOption(
+            f"a request of {workload.input_len} + {workload.output_len} tokens is longer than max_model_len {limit}; "
+            "shorten it, or raise max_model_len or the cache's memory"
+        )
     vocab_size = llm.config.model.info.vocab_size
     if warmup:
         first = workload.items(vocab_size, -1)[0]
@@ -99,7 +107,7 @@ def _run(
     limit = len(items) if concurrency is None else concurrency
     submitted: dict[str, float] = {}
     token_times: dict[str, list[float]] = {}
-    tracks = []
+    tracks: list[Track] = []
     first_step = core.num_steps
     waiting = iter(enumerate(items))
     active = 0

@@ -29,7 +29,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             if (value := getattr(self, name)) < 1:
                 raise InvalidOption(f"{name} is {value}; give a whole number from 1 up")
         if not 0 < self.range_ratio <= 1:
-            raise InvalidOption(f"range_ratio is {self.range_ratio}; give more than 0 and at most 1, where 1 is no spread")
+            raise InvalidOption(
+                f"range_ratio is {self.range_ratio}; give more than 0 and at most 1, where 1 is no spread"
+            )
 
     @property
     def longest(self) -> int:

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     print(f"python {platform.python_version()}")
     print(f"platform {platform.platform()}")
     for name in PACKAGES:
-        print(f"{name} {_installed(name)}")
+        print(f"{name} {installed(name) or 'not installed'}")
     return 0
 
 
@@ -32,10 +32,11 @@ def slipstream_line() -> str:
     return f"slipstream {slipstream.__version__}"
 
 
-def _installed(name: str) -> str:
+def installed(name: str) -> str | None:
+    """The version of a package, without importing it."""
     from importlib import metadata  # a quarter of the time help takes, and only needed here
 
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return "not installed"
+        return None

@@ -1,0 +1,119 @@
+"""What an engine's memory will be, before anything is loaded.
+
+The one place that knows: the runner sizes its buffers by it, `resolve` leaves room for it, `slipstream plan` shows it.
+Weights and cache are exact. Activations are those of the largest step a plan can hold, by the eager path, and an
+upper bound: most steps take a fraction.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from slipstream.config.config import EngineConfig
+from slipstream.config.model_info import ModelInfo
+
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+GATHERED_KEYS = 65_536
+"""Key positions of several rows that one attention call on the CPU gathers at most; a longer row goes alone."""
+
+USUAL_LOGPROBS = 20
+"""Result slots are sized for this many; a step that reports more gets a larger one."""
+
+PENALTY_BYTES = 5  # for each token of the vocabulary: a count and whether the prompt has it
+SORTED_BYTES = 8  # an index beside each sorted logit
+
+
+class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes. On a GPU `staging_host` and `results_host` are pinned memory of the host, all else is the device's."""
+
+    weights: int  # parameters and the rope table
+    cache: int
+    tables: int  # page tables, lengths, sampling parameters of all rows
+    penalties: int  # counts, if every row asked for penalties at once
+    staging: int
+    staging_host: int
+    results: int
+    results_host: int
+    hidden: int  # of the largest step, inside one block
+    attention: int  # gathered keys and masks, inside one block
+    logits: int  # from the head's product to the drawn tokens, every sampling feature in use
+
+    @property
+    def activations(self) -> int:
+        """The body's are gone when the head's are made."""
+        return max(self.hidden + self.attention, self.logits)
+
+    @property
+    def total(self) -> int:
+        rings = self.staging + self.staging_host + self.results + self.results_host
+        return self.weights + self.cache + self.tables + self.penalties + rings + self.activations
+
+
+def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
+    """`weights` as the model laid out without memory says."""
+    scheduler, cache, info = config.scheduler, config.cache, config.model.info
+    rows = scheduler.max_num_seqs + 1
+    slots = scheduler.depth + 2
+    staging, results = arena_bytes(config), result_bytes(config)
+    on_cpu = config.device.kind == "cpu"
+    hidden, attention, logits = activation_bytes(
+        info,
+        config.model.dtype,
+        on_cpu=on_cpu,
+        rows=scheduler.max_num_seqs,
+        tokens=scheduler.max_num_batched_tokens,
+        length=scheduler.max_model_len,
+    )
+    return MemoryPlan(
+        weights=weights,
+        cache=cache.num_pages * sum(group.bytes_per_page for group in cache.groups),
+        tables=rows * (len(cache.groups) * 8 * -(-scheduler.max_model_len // cache.page_size) + 256),
+        # a table grows by doubling, and while it does the old one is there too
+        penalties=3 * rows * info.vocab_size * PENALTY_BYTES // 2,
+        staging=staging,
+        staging_host=slots * staging,
+        results=slots * results,
+        results_host=slots * results,
+        hidden=hidden,
+        attention=attention,
+        logits=logits,
+    )
+
+
+def activation_bytes(
+    info: ModelInfo, dtype: str, *, on_cpu: bool, rows: int, tokens: int, length: int
+) -> tuple[int, int, int]:
+    """Hidden states, attention's own and logits of the largest step: (hidden, attention, logits)."""
+    size, real = ITEMSIZE[dtype], max(ITEMSIZE[dtype], 4)  # logits are float32 at least
+    queries, keys = info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
+    stream = 4 * info.hidden_size  # x, its norm, the residual before and after
+    # projections, their normed and turned copies, the output; or gate and up, and their product
+    widest = max(4 * queries + 5 * keys, 3 * info.ffn_size)
+    rotary = 3 * info.head_dim  # table rows and their index
+    hidden = tokens * (stream + widest + rotary) * size + tokens * 64
+    attention = 0
+    if on_cpu:
+        gathered = min(max(GATHERED_KEYS, length), rows * length)
+        masked = rows * length + tokens * length  # a mask for each single row and for each token of chunks
+        attention = 2 * gathered * keys * size + masked * (size + 1)
+    # the product, its copy in the logits' dtype, one kept for logprobs, one edited, noise, two sorted or masked
+    per_logit = size + 6 * real + SORTED_BYTES + PENALTY_BYTES
+    logits = min(rows, tokens) * info.vocab_size * per_logit + tokens * info.hidden_size * size
+    return hidden, attention, logits
+
+
+def arena_bytes(config: EngineConfig) -> int:
+    """An upper bound of what one step may stage, so that nothing is allocated while serving."""
+    scheduler = config.scheduler
+    tokens = scheduler.max_num_batched_tokens
+    per_token = 3 * 8  # row, offset, given id
+    new_pages = (tokens // config.cache.page_size + scheduler.max_num_seqs) * len(config.cache.groups) * 2 * 8
+    per_row = 1024  # counts, picked rows, sampling parameters, copies
+    wanted = tokens * per_token + new_pages + (scheduler.max_num_seqs + 1) * per_row + scheduler.staged_ints * 8 + 65536
+    return -(-wanted // 16) * 16
+
+
+def result_bytes(config: EngineConfig) -> int:
+    """Of one slot: token, flag, logprob, rank and the usual number of alternatives for each row."""
+    return (config.scheduler.max_num_seqs + 1) * 24 * (USUAL_LOGPROBS + 2)

@@ -1,0 +1,119 @@
+"""LowBit: weights that a GGUF file has as Q4_0, Q4_1 or Q8_0 and that stay so.
+
+One matrix may be merged of parts that the file has in different kinds. Neighbours of one kind are packed together
+and multiplied together; what is not low-bit lies between them as plain numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.nn.quant import Piece, Weight
+from slipstream.ops.dequant import KINDS, dequantize
+from slipstream.ops.low_bit import Kernel, Packed, make_planes
+
+
+@dataclass(frozen=True, slots=True)
+class LowBit:
+    """Keeps what it can at 4 or 8 bits; activations are float32."""
+
+    kernel: Kernel
+
+    def new_weight(self, num_rows: int, num_columns: int) -> Weight:
+        return LowBitWeight(num_rows, self.kernel)
+
+
+class LowBitWeight(Weight):
+    """Nothing is read before the last piece is there: what a matrix takes depends on its pieces."""
+
+    def __init__(self, num_rows: int, kernel: Kernel) -> None:
+        super().__init__()
+        self.kernel = kernel
+        self.runs: list[_Run] = []
+        self._pieces: dict[int, Piece] = {}
+        self._missing = num_rows
+
+    def fill(self, first_row: int, piece: Piece) -> None:
+        self._pieces[first_row] = piece
+        self._missing -= piece.shape[0]
+        if self._missing == 0:
+            pieces = [self._pieces[first] for first in sorted(self._pieces)]
+            self.runs = [self._pack(kind, list(run)) for kind, run in groupby(pieces, _packed_kind)]
+            self._pieces = {}
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        flat = x.flatten(0, -2)
+        if len(self.runs) == 1:
+            out = self.runs[0].multiply(flat)
+        else:
+            out = torch.cat([run.multiply(flat) for run in self.runs], -1)
+        if bias is not None:
+            out = out.add_(bias)
+        return out.unflatten(0, x.shape[:-1])
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        assert len(self.runs) == 1, f"rows are looked up in one tensor, not in {len(self.runs)} of different kinds"
+        return self.runs[0].lookup(ids)
+
+    def num_bytes(self, piece: Piece) -> int:
+        num_rows, num_columns = piece.shape
+        kind = _packed_kind(piece)
+        return num_rows * num_columns * 4 if kind is None else self.kernel.num_bytes(kind, num_rows, num_columns)
+
+    def _pack(self, kind: str | None, pieces: list[Piece]) -> _Run:
+        if kind is None:
+            return _PlainRows(_joined([piece.read().float() for piece in pieces]))
+        raw = _joined([_blocks(piece) for piece in pieces])
+        packed = self.kernel.pack(make_planes(raw, kind))
+        return _PackedRows(packed, kind, raw if len(pieces) == 1 else None)
+
+
+class _Run(Protocol):
+    """Neighbouring rows that are multiplied together."""
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor: ...
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedRows:
+    packed: Packed
+    kind: str
+    raw: torch.Tensor | None  # [rows, bytes of a row], a view of the file; merged ones would be a copy
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return self.packed.multiply(x)
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        assert self.raw is not None, "rows are looked up in one tensor, not in merged ones"
+        return dequantize(self.raw.index_select(0, ids), self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class _PlainRows:
+    rows: torch.Tensor
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.rows)
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.rows.index_select(0, ids)
+
+
+def _packed_kind(piece: Piece) -> str | None:
+    """The kind under which a piece stays low-bit, or None."""
+    return piece.kind if piece.kind in KINDS and piece.blocks is not None else None
+
+
+def _blocks(piece: Piece) -> torch.Tensor:
+    assert piece.blocks is not None
+    return piece.blocks()
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

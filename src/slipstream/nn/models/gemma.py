@@ -1,0 +1,72 @@
+"""The Gemma family: Gemma 2 and the text of Gemma 3.
+
+Norms before and after, stored as their distance from 1; scaled embeddings; layers with a window between full ones.
+Gemma 2 bounds scores and logits; Gemma 3 norms queries and keys and turns the positions of window layers by a base of
+their own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from slipstream.config.model_info import ModelInfo, rope_info
+from slipstream.errors import UnsupportedModel
+from slipstream.nn.models.decoder import DecoderShape
+from slipstream.nn.models.llama import llama_rules, llama_shape
+from slipstream.nn.models.windows import layer_windows
+from slipstream.nn.weights.rules import Rules
+
+
+def gemma2_shape(info: ModelInfo) -> DecoderShape:
+    """Every second layer is full, beginning with the second."""
+    return replace(
+        _gemma_shape(info, pattern=2),
+        score_cap=float(info.extra.get("attn_logit_softcapping") or 0.0),
+    )
+
+
+def gemma3_shape(info: ModelInfo) -> DecoderShape:
+    """Mostly every sixth layer is full."""
+    extra = info.extra
+    ropes = extra.get("rope_parameters") or {}
+    local = ropes.get("sliding_attention") or {"rope_theta": extra.get("rope_local_base_freq")}
+    return replace(
+        _gemma_shape(info, pattern=extra.get("sliding_window_pattern") or 6),
+        qk_norm="heads",
+        local_rope=rope_info({}, local),
+    )
+
+
+def _gemma_shape(info: ModelInfo, pattern: int) -> DecoderShape:
+    extra = info.extra
+    if extra.get("use_bidirectional_attention"):
+        raise UnsupportedModel("this Gemma sees in both directions, it makes embeddings and no text; run another one")
+    return replace(
+        llama_shape(info),
+        norm_after=True,
+        norm_offset=1.0,
+        scale=float(extra.get("query_pre_attn_scalar") or 256) ** -0.5,
+        logit_cap=float(extra.get("final_logit_softcapping") or 0.0),
+        embedding_scale=math.sqrt(info.hidden_size),
+        windows=layer_windows(info, lambda layer: (layer + 1) % pattern != 0),
+    )
+
+
+_NORMS: dict[str, str | None] = {
+    "model.layers.{n}.post_attention_layernorm.weight": "layers.{n}.attention_out_norm.weight",
+    "model.layers.{n}.pre_feedforward_layernorm.weight": "layers.{n}.mlp_norm.weight",
+    "model.layers.{n}.post_feedforward_layernorm.weight": "layers.{n}.mlp_out_norm.weight",
+}
+
+
+def gemma_rules(shape: DecoderShape) -> Rules:
+    return llama_rules(shape, _NORMS)
+
+
+def gemma_text_rules(shape: DecoderShape) -> Rules:
+    """Of a checkpoint that also sees pictures: its text part, as older and newer releases name it."""
+    pictures = {f"{root}{part}.*": None for root in ("", "model.") for part in ("vision_tower", "multi_modal_projector")}
+    text = llama_rules(shape, _NORMS, roots=("language_model.model", "model.language_model"))
+    head = {"language_model.lm_head.weight": None if shape.tied else "head.weight"}
+    return Rules(pictures | head) | text

@@ -1,0 +1,23 @@
+"""How much memory a model's tensors take, from its layout alone: no weight is read, nothing is allocated."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+
+from slipstream.config.config import ModelConfig
+from slipstream.nn.models.load import find_tensors, lay_out
+from slipstream.nn.weights.load import find_places
+
+
+def weight_bytes(config: ModelConfig, device_kind: str) -> int:
+    """Of parameters and buffers, once loaded, and of low-bit weights, whose size depends on the file."""
+    device = torch.device(device_kind)
+    model = lay_out(config, device)
+    plain = sum(tensor.numel() * tensor.element_size() for tensor in chain(model.parameters(), model.buffers()))
+    if config.load_format != "gguf":
+        return plain
+    places = find_places(model)
+    tensors = find_tensors(config, model, places, device)
+    return plain + sum(places[name].num_bytes(tensor) for name, tensor in tensors.items())

@@ -1,0 +1,161 @@
+"""The 4-bit kernels of torch, which differ by machine: what each takes, and which one works here.
+
+Neither is asked by name of the machine alone: a small product must come out right first.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import platform
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from slipstream.ops.dequant import BLOCK
+from slipstream.ops.low_bit.planes import PLANES, Planes
+from slipstream.ops.low_bit.reference import add_group_sums, multiply
+
+log = logging.getLogger(__name__)
+
+
+class Packed(Protocol):
+    """Weights as a kernel wants them."""
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, columns] float32 to [T, rows]."""
+
+
+class Kernel(Protocol):
+    name: str
+
+    def works(self) -> bool:
+        """Whether this machine has it, and fast."""
+
+    def pack(self, planes: Planes) -> Packed: ...
+
+    def num_bytes(self, kind: str, num_rows: int, num_columns: int) -> int:
+        """What weights of a GGUF kind take once packed."""
+
+
+class DynamicQuant:
+    """ARM: activations become 8-bit numbers, a scale for each row of x, so a row's result is its own alone.
+
+    Scales are kept in bfloat16. Offsets are not something it knows: they are a product of their own.
+    """
+
+    name = "dynamic quant"
+
+    def works(self) -> bool:
+        on_arm = platform.machine().lower() in ("aarch64", "arm64")
+        # without this library torch computes the same by a plain loop
+        return on_arm and torch.backends.kleidiai.is_available() and _gives_right_product(self)
+
+    def pack(self, planes: Planes) -> Packed:
+        size = (planes.num_columns, planes.num_rows)
+        packed = tuple(
+            torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, scale.bfloat16(), None, BLOCK, *size)
+            for pairs, scale in zip(planes.pairs, planes.scales, strict=True)
+        )
+        return _DynamicQuantWeight(packed, planes.offset, *size)
+
+    def num_bytes(self, kind: str, num_rows: int, num_columns: int) -> int:
+        groups = num_columns // BLOCK
+        of_plane = groups * (BLOCK // 2 + 2) + 8  # numbers and scales, and two numbers of the kernel's own
+        return num_rows * (PLANES[kind] * of_plane + (0 if kind == "Q4_0" else groups * 4))
+
+
+@dataclass(frozen=True, slots=True)
+class _DynamicQuantWeight:
+    planes: tuple[torch.Tensor, ...]
+    offset: torch.Tensor | None
+    num_columns: int
+    num_rows: int
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()  # the kernel reads rows as if they followed one another
+        product = torch.ops.aten._dyn_quant_matmul_4bit
+        out: torch.Tensor = product(x, self.planes[0], BLOCK, self.num_columns, self.num_rows)
+        for plane in self.planes[1:]:
+            out.add_(product(x, plane, BLOCK, self.num_columns, self.num_rows))
+        return out if self.offset is None else add_group_sums(out, x, self.offset)
+
+
+class Int4Pack:
+    """x86: activations stay as they are, offsets are part of the kernel."""
+
+    name = "int4 pack"
+    _CHUNK = 4096  # rows packed at a time: the kernel wants each number in 32 bits first
+    _ROWS = 16  # the kernel wants a multiple
+
+    def works(self) -> bool:
+        on_x86 = platform.machine().lower() in ("x86_64", "amd64")
+        # without vectors torch computes the same by a plain loop
+        return on_x86 and torch.backends.cpu.get_cpu_capability() != "DEFAULT" and _gives_right_product(self)
+
+    def pack(self, planes: Planes) -> Packed:
+        packed = []
+        for number, (pairs, scale) in enumerate(zip(planes.pairs, planes.scales, strict=True)):
+            offset = planes.offset if number == 0 and planes.offset is not None else torch.zeros_like(scale)
+            scales = torch.stack((_padded(scale, self._ROWS), _padded(offset, self._ROWS)), -1)
+            packed.append((self._pack_pairs(_padded(pairs, self._ROWS)), scales.transpose(0, 1).contiguous()))
+        return _Int4PackWeight(tuple(packed), planes.num_rows)
+
+    def num_bytes(self, kind: str, num_rows: int, num_columns: int) -> int:
+        of_plane = num_columns // 2 + num_columns // BLOCK * 8
+        return -(-num_rows // self._ROWS) * self._ROWS * PLANES[kind] * of_plane
+
+    def _pack_pairs(self, pairs: torch.Tensor) -> torch.Tensor:
+        chunks = []
+        for some in pairs.split(self._CHUNK):
+            numbers = torch.stack((some & 15, some >> 4), -1).flatten(1).int()
+            chunks.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1))
+        return torch.cat(chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Int4PackWeight:
+    planes: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    num_rows: int  # without padding
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        product = torch.ops.aten._weight_int4pack_mm_for_cpu
+        weight, scales = self.planes[0]
+        out: torch.Tensor = product(x, weight, BLOCK, scales)
+        for weight, scales in self.planes[1:]:
+            out.add_(product(x, weight, BLOCK, scales))
+        return out[:, : self.num_rows]
+
+
+@functools.cache
+def find_kernel() -> Kernel | None:
+    """The kernel of this machine, or None, which is said once in the log."""
+    kernels: tuple[Kernel, ...] = (DynamicQuant(), Int4Pack())
+    for kernel in kernels:
+        if kernel.works():
+            return kernel
+    log.warning("torch has no 4-bit product for this machine; low-bit weights are turned into plain ones")
+    return None
+
+
+def _gives_right_product(kernel: Kernel) -> bool:
+    """By trying it on a few numbers."""
+    rows = torch.arange(BLOCK)
+    columns = torch.arange(2 * BLOCK)
+    pairs = (rows.unsqueeze(1) * 37 + columns[:BLOCK] * 11).remainder(256).to(torch.uint8)
+    scale = (1 + rows.unsqueeze(1) + torch.arange(2)) / 64
+    planes = Planes((pairs, pairs.flip(0)), (scale, 2 * scale), scale.flip(0))
+    x = (columns * 0.7).sin().expand(3, -1) * torch.tensor([[1.0], [-2.0], [0.5]])
+    try:
+        found = kernel.pack(planes).multiply(x)
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    expected = multiply(x, planes)
+    return bool((found - expected).norm() < 0.03 * expected.norm())
+
+
+def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:
+    missing = -len(rows) % multiple
+    return rows if not missing else torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))

@@ -1,0 +1,72 @@
+"""Bias: allowed ids and logit bias, as one number to add for each token of the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.device.device import Device
+from slipstream.params import SamplingParams
+from slipstream.runner.batch.staging import Upload
+from slipstream.runner.sampling.slots import Slots, SlotTable
+from slipstream.runner.sampling.stage import SampleBatch, StageWork
+from slipstream.step import Ints, StepPlan
+
+
+class Bias:
+    """A row that asks for it has a line of the table: -inf for what is not allowed, else the bias, mostly 0."""
+
+    def __init__(
+        self, num_rows: int, vocab_size: int, device: Device, dtype: np.dtype[Any], torch_dtype: torch.dtype
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.dtype = dtype
+        self.slots = Slots(num_rows)
+        self.table = SlotTable(num_rows, vocab_size, torch_dtype, device)
+        self._new: list[tuple[int, SamplingParams]] = []
+
+    def apply(self, plan: StepPlan) -> None:
+        for row in plan.released:
+            self.slots.release(row)
+        for admission in plan.admitted:
+            params = admission.params
+            if params.allowed_token_ids is not None or params.logit_bias is not None:
+                self._new.append((self.slots.take(admission.row), params))
+
+    def flush(self, upload: Upload) -> None:
+        for slot, params in self._new:
+            self.table.reserve(slot + 1, self.vocab_size, upload)
+            self._write(slot, params, upload)
+        self._new = []
+
+    def _write(self, slot: int, params: SamplingParams, upload: Upload) -> None:
+        table = self.table
+        allowed = bias = values = None
+        if params.allowed_token_ids is not None:
+            allowed = upload.put(np.array(params.allowed_token_ids, np.int32))
+        if params.logit_bias is not None:
+            bias = upload.put(np.array(list(params.logit_bias), np.int32))
+            values = upload.put(np.array(list(params.logit_bias.values()), self.dtype))
+
+        def write() -> None:
+            line = table.tensor[slot]
+            line.fill_(0 if allowed is None else -torch.inf)
+            if allowed is not None:
+                line.index_fill_(0, upload.tensor(allowed).long(), 0)
+            if bias is not None and values is not None:
+                line.index_add_(0, upload.tensor(bias).long(), upload.tensor(values))
+
+        upload.then(write)
+
+    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
+        users = self.slots.users(rows, upload)
+        if users is None:
+            return None
+        table = self.table
+
+        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+            logits.index_add_(0, upload.tensor(users.index), table.tensor.index_select(0, upload.tensor(users.slots)))
+
+        return StageWork(edit)

@@ -1,0 +1,206 @@
+"""`slipstream doctor`: what is here, what is missing and the line that installs it, and where a short run waits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from slipstream.config.locate import INSTALL_DEFAULT, locate
+from slipstream.config.options import make_options
+from slipstream.errors import ModelNotFound
+from slipstream.params import SamplingParams
+from slipstream.serve.cli.flags import add_engine_flags, engine_options
+from slipstream.serve.cli.run import OpenLLM
+from slipstream.serve.cli.version import installed, slipstream_line
+
+if TYPE_CHECKING:
+    from slipstream.device.sync_check import Sync
+
+# package -> what it is for; all of them come with `pip install slipstream`
+NEEDED = {
+    "torch": "runs models",
+    "numpy": "the host's numbers",
+    "msgspec": "plain data",
+    "tokenizers": "text to token ids",
+    "safetensors": "reads checkpoints",
+    "gguf": "reads low-bit files",
+    "jinja2": "chat templates",
+    "rich": "progress bars",
+}
+OPTIONAL = {
+    "triton": ("kernels on a GPU", "pip install triton"),
+    "huggingface_hub": ("models by hub name", "pip install huggingface_hub"),
+}
+# torch's products with low-bit weights on the CPU
+LOW_BIT = ("_weight_int4pack_mm_for_cpu", "_weight_int8pack_mm", "_dyn_quant_matmul_4bit")
+
+# what the short run asks for, so that every stage of sampling has its turn
+RUN = (
+    dict(temperature=0.0),
+    dict(temperature=0.8, top_p=0.9, top_k=40, min_p=0.02, seed=1),
+    dict(temperature=1.0, top_p=0.9),
+    dict(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.2, min_tokens=4),
+    dict(temperature=0.5, logprobs=3, n=2),
+)
+SMALL = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 256,
+    "vocab_size": 512,
+}
+
+
+class Finding(msgspec.Struct, frozen=True):
+    name: str
+    found: str
+    fix: str | None = None  # the line to run, where something is missing
+    needed: bool = True  # whether Slipstream cannot do without
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "doctor",
+        help="check this machine, and a short run for waits",
+        description="Tells what is here, what is missing and the line that installs it. Then runs a few prompts and "
+        "reports each place where the host waited for the device, with its stack. Runs a small random model unless "
+        "--model names one. On the CPU it sees operations that read a value; plain memory reads are no operation "
+        "there and stay unseen. On CUDA it sees copies and the driver's synchronising calls too.",
+        usage="slipstream doctor [flags]",
+        allow_abbrev=False,
+    )
+    command.add_argument("--no-run", action="store_true", help="leave out the short run")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    add_engine_flags(command)
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, opener: OpenLLM) -> int:
+    options = engine_options(args)
+    make_options(**options)
+    findings = [*check_packages()]
+    if not any(finding.fix for finding in findings if finding.name == "torch"):
+        findings += check_machine()
+    findings += check_tools()
+    broken = any(finding.fix and finding.needed for finding in findings)
+    syncs: list[Sync] | None = None
+    if not args.no_run and not broken:
+        syncs = short_run(options, opener)
+    if args.json:
+        facts: dict[str, Any] = {"findings": msgspec.to_builtins(findings)}
+        if syncs is not None:
+            facts["syncs"] = [
+                {"what": s.what, "count": s.count, "seconds": s.seconds, "allowed": s.allowed, "stack": s.stack}
+                for s in syncs
+            ]
+        print(json.dumps(facts))
+    else:
+        print_findings(findings)
+        if syncs is not None:
+            print_syncs(syncs)
+    waits = [sync for sync in syncs or () if sync.allowed is None]
+    return 1 if broken or waits else 0
+
+
+def check_packages() -> Iterator[Finding]:
+    python = platform.python_version()
+    yield Finding("slipstream", slipstream_line().split()[1])
+    yield Finding("python", python, None if sys.version_info >= (3, 11) else "install Python 3.11 or newer")
+    yield Finding("platform", platform.platform())
+    for name, purpose in NEEDED.items():
+        version = installed(name)
+        yield Finding(name, version or f"missing ({purpose})", None if version else f"pip install {name}")
+    for name, (purpose, line) in OPTIONAL.items():
+        version = installed(name)
+        yield Finding(name, version or f"not here ({purpose})", None if version else line, needed=False)
+
+
+def check_machine() -> Iterator[Finding]:
+    import torch
+
+    from slipstream.device.device import device_facts  # brings torch
+
+    facts = device_facts("auto")
+    gib = f"{facts.free_memory / 2**30:.1f} of {facts.total_memory / 2**30:.1f} GiB free"
+    if facts.kind == "cuda":
+        yield Finding("device", f"cuda: {torch.cuda.get_device_name()}, {gib}")
+    else:
+        yield Finding("device", f"cpu: {facts.num_threads} threads, {gib}")
+    yield Finding("fast dtypes", ", ".join(facts.fast_dtypes))
+    kernels = [name for name in LOW_BIT if _has_cpu_kernel(name)]
+    yield Finding("low-bit products", ", ".join(kernels) or "none in this torch: low-bit files run dequantised")
+
+
+def _has_cpu_kernel(name: str) -> bool:
+    import torch
+
+    try:
+        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU"))
+    except RuntimeError:  # no such operator
+        return False
+
+
+def check_tools() -> Iterator[Finding]:
+    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    yield Finding(
+        "compiler", compiler or "none (kernels compiled here)", None if compiler else "install g++", needed=False
+    )
+    try:
+        yield Finding("default model", str(locate(None).path))
+    except ModelNotFound:
+        yield Finding("default model", "not installed", INSTALL_DEFAULT, needed=False)
+
+
+def short_run(options: dict[str, Any], opener: OpenLLM) -> list[Sync]:
+    """The syncs of a few prompts, the loading of the model not counted."""
+    from slipstream.device.sync_check import watch  # brings torch
+
+    with tempfile.TemporaryDirectory() as folder:
+        if "model" not in options:
+            (Path(folder) / "config.json").write_text(json.dumps(SMALL))
+            options = {"model": folder, "load_format": "dummy"} | options
+        # inline on the CPU: what runs in a thread of its own cannot be watched from here
+        usual = {"skip_tokenizer_init": True, "max_model_len": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 8}
+        if options.get("device") == "cpu" or not _has_cuda():
+            usual["depth"] = 0
+        llm = opener(**(usual | options))
+        with closing(llm):
+            prompts = [[1 + (number * 7 + place) % 100 for place in range(12)] for number in range(len(RUN))]
+            params = [SamplingParams(max_tokens=8, ignore_eos=True, **one) for one in RUN]  # type: ignore[arg-type]
+            with watch() as log:
+                llm.generate(prompts, params, use_tqdm=False)
+    return [*log.found, *log.allowed]
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
+
+
+def print_findings(findings: list[Finding]) -> None:
+    for finding in findings:
+        print(f"{finding.name:<20}{finding.found}")
+        if finding.fix:
+            print(f"{'':<20}-> {finding.fix}")
+
+
+def print_syncs(syncs: list[Sync]) -> None:
+    waits = [sync for sync in syncs if sync.allowed is None]
+    allowed = f", {len(syncs) - len(waits)} places allowed" if len(syncs) > len(waits) else ""
+    print(f"{'waits of a run':<20}{len(waits) or 'none'}{allowed}")
+    for sync in syncs:
+        print(f"  {sync}")

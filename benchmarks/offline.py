@@ -96,13 +96,13 @@ def run(args: argparse.Namespace) -> int:
             except InvalidOption as error:  # too long for this engine; the other shapes may do
                 print(f"{name:<10}{error}", flush=True)
                 facts["shapes"][name] = {"error": str(error)}
-                continue
-            print(line(name, trials[0]), flush=True)
-            facts["shapes"][name] = (
-                {"workload": workload.facts(), "params": changes}
-                | trials[0].facts()
-                | {"trial_seconds": [trial.seconds for trial in trials]}
-            )
+            else:
+                print(line(name, trials[0]), flush=True)
+                facts["shapes"][name] = (
+                    {"workload": workload.facts(), "params": changes}
+                    | trials[0].facts()
+                    | {"trial_seconds": [trial.seconds for trial in trials]}
+                )
             if args.json:
                 Path(args.json).write_text(json.dumps(facts, indent=1))
     return 0

@@ -15,11 +15,19 @@ from slipstream.nn.models.load import load_model
 
 
 def load(
-    path: Path, dtype: torch.dtype = torch.float32, load_format: str = "", seed: int = 0, device: str = "cpu"
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    load_format: str = "",
+    seed: int = 0,
+    device: str = "cpu",
+    num_positions: int = 256,
+    dequantize: bool = True,
 ) -> Decoder:
-    """From a folder or a .gguf file, for contexts of up to 256 tokens."""
+    """From a folder or a .gguf file, for contexts of up to `num_positions` tokens."""
     is_file = path.suffix == ".gguf"
     info = gguf_model_info(GgufFile(path)) if is_file else read_model_info(path)
     load_format = load_format or ("gguf" if is_file else "safetensors")
     name = str(dtype).removeprefix("torch.")
-    return load_model(ModelConfig(info, str(path), "tiny", load_format, name, False, 256, seed), torch.device(device))
+    return load_model(
+        ModelConfig(info, str(path), "tiny", load_format, name, dequantize, num_positions, seed), torch.device(device)
+    )

@@ -14,11 +14,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from slipstream.cache_spec import CacheGroup, PagedSpec
+from slipstream.cache_spec import CacheGroup, PagedSpec, WindowSpec
 from slipstream.config.config import CacheConfig, SchedulerConfig
 from slipstream.messages import Output
 from slipstream.params import SamplingParams
-from slipstream.request import FinishReason, Request
+from slipstream.request import NEVER, FinishReason, Request
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.step import NULL_PAGE, Admission, StepLogprobs, StepPlan, StepResult
@@ -35,19 +35,22 @@ class _Row:
     def __init__(self, admission: Admission, num_groups: int) -> None:
         self.admission = admission
         self.tables: list[dict[int, int]] = [{} for _ in range(num_groups)]
-        self.length = admission.num_cached
+        self.length = self.start = admission.num_cached  # after and before the present step
         self.last_token: int | None = None
 
 
 class ScriptedExecutor:
-    def __init__(self, page_size: int, num_groups: int = 1, max_num_seqs: int = 1 << 30) -> None:
+    def __init__(self, page_size: int, windows: Sequence[int] = (0,), max_num_seqs: int = 1 << 30) -> None:
+        """`windows`: per group, the positions a token sees, itself among them; 0 means all."""
         self.page_size = page_size
-        self.num_groups = num_groups
+        self.windows = windows
+        self.num_groups = num_groups = len(windows)
         self.max_num_seqs = max_num_seqs
         self.rows: dict[int, _Row] = {}
         self.slots: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in range(num_groups)]
         self.num_admissions = 0
         self.num_computed = 0
+        self.num_given_back = 0  # pages, by running requests
         self.fail: Callable[[Admission, int], bool] = lambda admission, length: False
         self._queue: deque[StepPlan] = deque()
         self._last_step = -1
@@ -80,9 +83,15 @@ class ScriptedExecutor:
         assert len(plan.new_pages) == self.num_groups
         for group, updates in enumerate(plan.new_pages):
             for row, place, page in zip(updates.rows, updates.places, updates.pages, strict=True):
-                assert page != NULL_PAGE
-                table = self.rows[int(row)].tables[group]
-                assert int(place) == len(table), "a page was put where one is, or left a gap"
+                state = self.rows[int(row)]
+                table = state.tables[group]
+                if page == NULL_PAGE:
+                    window = self.windows[group]
+                    assert window and (place + 1) * self.page_size <= state.length - window + 1, "a needed page is gone"
+                    assert int(place) <= len(table)
+                    self.num_given_back += int(place) < len(table)
+                else:
+                    assert int(place) == len(table), "a page was put where one is, or left a gap"
                 table[int(place)] = int(page)
         for group, source, target in plan.copies.tolist():
             for offset in range(self.page_size):
@@ -108,10 +117,11 @@ class ScriptedExecutor:
                 place, offset = divmod(position, self.page_size)
                 for group, table in enumerate(state.tables):
                     slot = table[place], offset
+                    assert table[place] != NULL_PAGE
                     assert (group, slot) not in written, f"two rows write slot {slot}"
                     written.add((group, slot))
                     self.slots[group][slot] = token, position
-            state.length = int(length)
+            state.start, state.length = state.length, int(length)
             self.num_computed += int(num)
         assert next(given, None) is None, "more tokens given than planned"
 
@@ -119,7 +129,7 @@ class ScriptedExecutor:
         tokens, failed = [], []
         for row, samples in zip(plan.rows.tolist(), plan.samples.tolist(), strict=True):
             state = self.rows[row]
-            seen = self._read(state)
+            seen = self._see(state)
             assert samples == (state.length >= state.admission.num_known)
             if not samples:
                 continue
@@ -127,7 +137,7 @@ class ScriptedExecutor:
             tokens.append(state.last_token)
             failed.append(self.fail(state.admission, state.length))
             if state.admission.history is not None and state.length == state.admission.num_known:
-                assert state.admission.history.tolist() == seen
+                assert state.admission.history.tolist()[-len(seen) :] == seen
         count = len(tokens)
         logprobs = None
         if (k := plan.num_logprobs) is not None:
@@ -159,26 +169,45 @@ class ScriptedExecutor:
         ids = np.arange(count * k, dtype=np.int32).reshape(count, k)
         return StepLogprobs(-plan.scores.tokens.astype(np.float64), np.array(ranks, np.int32), ids, -ids - 0.5)
 
-    def _read(self, state: _Row) -> list[int]:
-        """The row's tokens as its pages hold them; every group must hold the same, at the right positions."""
-        seen: list[int] = []
-        for group, table in enumerate(state.tables):
-            tokens = []
-            for position in range(state.length):
+    def _see(self, state: _Row) -> list[int]:
+        """What the row's last token is drawn from: all tokens, or those of the widest window."""
+        seen = self._read(state)
+        return [seen[position] for position in range(state.length) if position in seen][-horizon(self.windows) :]
+
+    def _read(self, state: _Row) -> dict[int, int]:
+        """The row's tokens as its pages hold them, by position, as far as the step's tokens see them. Every group must
+        hold the same, at the right positions."""
+        seen: dict[int, int] = {}
+        for table, window, slots in zip(state.tables, self.windows, self.slots, strict=True):
+            for position in range(max(0, state.start - window + 1) if window else 0, state.length):
                 place, offset = divmod(position, self.page_size)
-                token, written_for = self.slots[group][table[place], offset]
+                assert table[place] != NULL_PAGE, f"the page of position {position} was given back too early"
+                token, written_for = slots[table[place], offset]
                 assert written_for == position, f"position {position} reads what was written for {written_for}"
-                tokens.append(token)
-            assert group == 0 or tokens == seen
-            seen = tokens
+                assert seen.setdefault(position, token) == token
         return seen
 
 
+def horizon(windows: Sequence[int]) -> int:
+    """How far back a token depends on others."""
+    return NEVER if 0 in windows else max(windows, default=NEVER)
+
+
 def make_config(
-    page_size: int = 4, num_pages: int = 64, prefix_caching: bool = True, num_groups: int = 1
+    page_size: int = 4,
+    num_pages: int = 64,
+    prefix_caching: bool = True,
+    num_groups: int = 1,
+    windows: Sequence[int] = (),
+    step_tokens: int = 64,
+    window_pages: int | None = None,  # of groups with a window, if not the same number
 ) -> CacheConfig:
-    groups = tuple(CacheGroup(PagedSpec(1, 8 * (g + 1), 4, page_size), (g,)) for g in range(num_groups))
-    return CacheConfig(page_size, num_pages, prefix_caching, groups)
+    groups = tuple(
+        CacheGroup(WindowSpec(1, 8 * (g + 1), 4, page_size, w) if w else PagedSpec(1, 8 * (g + 1), 4, page_size), (g,))
+        for g, w in enumerate(windows or (0,) * num_groups)
+    )
+    pages = tuple(num_pages if window_pages is None or not group.window else window_pages for group in groups)
+    return CacheConfig(page_size, num_pages, prefix_caching, groups, pages, step_tokens)
 
 
 class Bench:
@@ -191,6 +220,8 @@ class Bench:
         num_pages: int = 64,
         prefix_caching: bool = True,
         num_groups: int = 1,
+        windows: Sequence[int] = (),
+        window_pages: int | None = None,
         max_num_seqs: int = 8,
         max_num_batched_tokens: int = 64,
         max_model_len: int = 64,
@@ -199,7 +230,11 @@ class Bench:
         staged_ints: int = 4096,
     ) -> None:
         self.depth = depth
-        self.cache = CacheManager(make_config(page_size, num_pages, prefix_caching, num_groups))
+        windows = windows or (0,) * num_groups
+        self.horizon = horizon(windows)
+        step_tokens = min(max_num_batched_tokens, max_model_len)
+        config = make_config(page_size, num_pages, prefix_caching, num_groups, windows, step_tokens, window_pages)
+        self.cache = CacheManager(config)
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -213,7 +248,7 @@ class Bench:
             ),
             self.cache,
         )
-        self.executor = ScriptedExecutor(page_size, num_groups, max_num_seqs)
+        self.executor = ScriptedExecutor(page_size, windows, max_num_seqs)
         self.plans: list[StepPlan] = []
         self.outputs: list[Output] = []
         self.requests: list[Request] = []
@@ -281,7 +316,7 @@ class Bench:
 
     def check_empty(self) -> None:
         self.scheduler.check()
-        assert self.cache.num_free == self.cache.num_usable
+        assert all(group.pool.num_free == group.pool.num_usable for group in self.cache.groups)
         assert (self.scheduler.num_running, self.scheduler.num_waiting, self.scheduler.num_in_flight) == (0, 0, 0)
         assert all(request.pending == 0 for request in self.requests)
 
@@ -292,17 +327,17 @@ class Bench:
 
     def check_tokens(self, request: Request, finish: FinishReason | None = None) -> None:
         """What came out is what it would have got alone."""
-        tokens, reason = alone(request)
+        tokens, reason = alone(request, self.horizon)
         assert request.tokens[request.num_prompt :] == self.output_of(request) == tokens
         last = [o for o in self.outputs if (o.request_id, o.sample) == (request.id, request.sample)][-1]
         assert last.finish_reason is reason and (finish is None or reason is finish)
 
 
-def alone(request: Request) -> tuple[list[int], FinishReason]:
+def alone(request: Request, horizon: int = NEVER) -> tuple[list[int], FinishReason]:
     """What this request gets on a machine of its own."""
     tokens = list(request.tokens[: request.num_prompt])
     while True:
-        token = draw(tokens, request.seed, request.sample)
+        token = draw(tokens[-horizon:], request.seed, request.sample)
         tokens.append(token)
         count = len(tokens) - request.num_prompt
         if token in request.stop_ids and count >= request.params.min_tokens:

@@ -77,7 +77,15 @@ def test_the_host_half_loads_without_torch(places):
     load("\n".join(f"import {name}" for name in modules_in(*places)))
 
 
-@pytest.mark.parametrize("argv", [["--help"], ["chat", "--help"], ["generate", "--help"], ["version"], ["chat", "--x"]])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--help"],
+        *([name, "--help"] for name in ("chat", "generate", "bench", "plan", "doctor")),
+        ["version"],
+        ["chat", "--x"],
+    ],
+)
 def test_the_command_line_answers_without_anything_heavy(argv):
     code = f"from slipstream.serve.cli.main import main\nmain({argv!r})"
     loaded = load(code, ("torch", "numpy", "rich", "jinja2", "tokenizers", "gguf", "safetensors"))

@@ -13,7 +13,7 @@ import statistics
 import torch
 
 from slipstream.ops.linear.reference import linear
-from slipstream.ops.linear.triton import few_rows
+from slipstream.ops.linear.triton import few_rows, some_rows
 
 SHAPES = {  # name: (out, in)
     "0.6B qkv": (4096, 1024),
@@ -27,7 +27,17 @@ SHAPES = {  # name: (out, in)
     "8B down": (4096, 12288),
     "8B head": (151936, 4096),
 }
-TILES = [(16, 256, 4), (8, 512, 4), (8, 256, 4), (4, 1024, 4), (4, 512, 4), (2, 1024, 4), (1, 1024, 4), (4, 512, 8), (8, 1024, 8), (2, 2048, 8), (1, 4096, 4)]  # fmt: skip
+FEW_TILES = [(4, 1024, 4), (4, 512, 4), (2, 1024, 4), (1, 1024, 4), (2, 2048, 8), (1, 4096, 4)]
+SOME_TILES = [
+    (16, 128, 4, 5),
+    (16, 256, 4, 3),
+    (16, 256, 4, 4),
+    (16, 512, 4, 3),
+    (32, 128, 4, 5),
+    (32, 256, 4, 3),
+    (64, 128, 4, 4),
+    (16, 512, 8, 3),
+]
 
 
 def time_us(work, weights) -> float:
@@ -53,7 +63,7 @@ def time_us(work, weights) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
     args = parser.parse_args()
     for name, (num_out, num_in) in SHAPES.items():
         count = max(2, min(28, int(2e9 // (num_out * num_in * 2))))
@@ -61,13 +71,14 @@ def main() -> None:
         floor = num_out * num_in * 2 / 4.2e6
         for rows in args.rows:
             x = torch.randn(rows, num_in, device="cuda", dtype=torch.bfloat16)
+            ours, tiles = (few_rows, FEW_TILES) if rows <= 2 else (some_rows, SOME_TILES)
             exact = linear(x.double(), weights[0].double())
-            off = (few_rows(x, weights[0]).double() - exact).norm() / exact.norm()
+            off = (ours(x, weights[0]).double() - exact).norm() / exact.norm()
             library = time_us(lambda w, x=x: linear(x, w), weights)
-            own = time_us(lambda w, x=x: few_rows(x, w), weights)
-            best = min((time_us(lambda w, x=x, t=t: few_rows(x, w, tile=t), weights), t) for t in TILES)
+            own = time_us(lambda w, x=x, f=ours: f(x, w), weights)
+            best = min((time_us(lambda w, x=x, t=t, f=ours: f(x, w, tile=t), weights), t) for t in tiles)
             print(
-                f"{name:<14} rows {rows} | floor {floor:6.2f} us | library {library:6.2f} | ours {own:6.2f} | "
+                f"{name:<14} rows {rows:>2} | floor {floor:6.2f} us | library {library:6.2f} | ours {own:6.2f} | "
                 f"best tile {best[0]:6.2f} {best[1]} | off {off:.4f}",
                 flush=True,
             )

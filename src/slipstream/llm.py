@@ -59,11 +59,15 @@ class LLM:
         sampling_params: Params = None,
         use_tqdm: bool = True,
         *,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
+        cache_salt: str | Sequence[str] | None = None,
     ) -> list[RequestOutput]:
-        """Answer all prompts, batched as the machine allows. Results come in the order of the prompts."""
+        """Answer all prompts, batched as the machine allows. Results come in the order of the prompts.
+
+        `priority` and `cache_salt`, one for all or one each, count more than those of the parameters.
+        """
         batch = _as_batch(prompts)
-        return self._run(batch, sampling_params, use_tqdm, priority, add_special_tokens=True)
+        return self._run(batch, sampling_params, use_tqdm, priority, cache_salt, add_special_tokens=True)
 
     def chat(
         self,
@@ -90,7 +94,7 @@ class LLM:
             for conversation in conversations
         ]
         # the template has put the special tokens where it wants them
-        return self._run(texts, sampling_params, use_tqdm, 0, add_special_tokens=False)
+        return self._run(texts, sampling_params, use_tqdm, None, None, add_special_tokens=False)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """One prompt, its results as they grow. Leaving the loop early aborts it."""
@@ -128,19 +132,26 @@ class LLM:
         prompts: Sequence[Prompt],
         sampling_params: Params,
         use_tqdm: bool,
-        priority: int | Sequence[int],
+        priority: int | Sequence[int] | None,
+        cache_salt: str | Sequence[str] | None,
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
         self._check_open()
         params = _spread("sampling_params", sampling_params, len(prompts))
         priorities = _spread("priority", priority, len(prompts))
+        salts = _spread("cache_salt", cache_salt, len(prompts))
         # every prompt is checked before any runs
         submits = [
             self.inputs.submit(
-                f"request-{next(self._numbers)}", prompt, p, priority=rank, add_special_tokens=add_special_tokens
+                f"request-{next(self._numbers)}",
+                prompt,
+                p,
+                priority=rank,
+                cache_salt=salt,
+                add_special_tokens=add_special_tokens,
             )
-            for prompt, p, rank in zip(prompts, params, priorities, strict=True)
+            for prompt, p, rank, salt in zip(prompts, params, priorities, salts, strict=True)
         ]
         tracks: list[Track] = []
         waiting = iter(submits)

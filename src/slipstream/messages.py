@@ -28,7 +28,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """The chosen token's logprob and rank, then the likeliest tokens, then those of logprob_token_ids in their order."""
+    """The chosen token's logprob and rank, the likeliest tokens, and those of logprob_token_ids in their order."""
 
     chosen: float
     rank: int

@@ -18,6 +18,8 @@ from slipstream.errors import InvalidParams
 GREEDY_BELOW = 1e-5  # temperatures under this draw the most likely token
 MAX_SEED = 2**64 - 1
 MAX_BIAS = 100.0
+MAX_BAD_WORD = 32  # tokens of one bad word
+MAX_BAD_WORDS = 2**15  # tokens of all bad words of a request
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):

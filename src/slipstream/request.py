@@ -31,9 +31,9 @@ class Request:
 
     __slots__ = (
         "id", "sample", "number", "params", "priority", "cache_salt", "arrival_time", "stop_ids", "bad_words", "seed",
-        "tokens", "num_prompt", "max_length", "status", "row", "admission", "num_known", "computed", "pending",
-        "runway", "num_cached", "num_preemptions", "caught_up", "leader", "siblings", "unscored", "num_staged_ids",
-        "pages", "capacity", "hashes", "num_published", "publish_after",
+        "tokens", "num_prompt", "max_length", "status", "row", "admission", "num_known", "computed", "committed",
+        "pending", "runway", "num_cached", "num_preemptions", "caught_up", "leader", "siblings", "unscored",
+        "num_staged_ids", "pages", "capacity", "hashes", "num_published", "publish_after",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +70,7 @@ class Request:
         self.admission = -1  # number of the present admission; -1 without a row
         self.num_known = 0  # tokens known when it was admitted; later ones are read on the device
         self.computed = 0
+        self.committed = 0  # of those, before its first token is drawn: see `num_committed`
         self.pending = 0
         self.runway = 0  # until `computed` gets there it decodes one by one and the scheduler need not look closer
         self.num_cached = 0  # positions found in the cache when it was first admitted
@@ -97,6 +98,12 @@ class Request:
         self.hashes: list[bytes] = []  # of its leading full pages of known tokens
         self.num_published = 0  # leading pages that others may find
         self.publish_after = NEVER  # once it knows more tokens than this there are pages to publish
+
+    @property
+    def num_committed(self) -> int:
+        """Positions of this admission whose step the host has seen the result of."""
+        num_tokens = len(self.tokens)
+        return num_tokens - 1 if num_tokens > self.num_known else self.committed
 
     @property
     def num_output(self) -> int:

@@ -146,10 +146,10 @@ def test_the_scaling_of_llama_3_is_recognised_by_its_numbers(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "given, words",
     [
-        (dict(arch="mamba"), "architecture 'mamba'; we run llama, qwen3"),
+        (dict(arch="mamba"), "architecture 'mamba'; we run llama, qwen2, qwen3"),
         (dict(expert_count=8), "mixture of 8 experts"),
         (dict(split__count=3), "one of 3 parts"),
-        (dict(attention__sliding_window=32), "window of 32"),
+        (dict(arch="qwen2", attention__sliding_window=32), "window of 32"),
         (dict(rope__dimension_count=2), "rotates 2 of 4"),
         (dict(feed_forward_length=[24, 48]), "layers that differ in llama.feed_forward_length"),
         (dict(rope__scaling__type="longrope"), "'longrope'"),

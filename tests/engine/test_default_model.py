@@ -46,3 +46,10 @@ def test_it_answers_a_question() -> None:
         answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
     assert "Paris" in answer.text
     assert answer.finish_reason == "stop"
+
+
+def test_it_has_defaults_of_its_own_for_sampling_when_nobody_names_it() -> None:
+    with LLM(use_tqdm_on_load=False, max_model_len=64, num_pages=8) as llm:
+        assert llm.default_sampling_params() == SamplingParams(temperature=0.2, top_p=0.9)
+    with LLM(str(PATH), use_tqdm_on_load=False, max_model_len=64, num_pages=8) as llm:
+        assert llm.default_sampling_params() == SamplingParams()

@@ -27,6 +27,12 @@ def model(tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), "llama"))
 
 
+@pytest.fixture(scope="module", params=["gemma2", "mistral"])
+def window_model(request, tmp_path_factory):
+    """Layers with a window of two pages, beside full ones or alone."""
+    return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param))
+
+
 def make(model, *, batched=True, chunked=False, cached=False, preempted=False, depth=0, late=False):
     """An LLM for one cell of the matrix."""
     return LLM(
@@ -56,16 +62,17 @@ def flat(results):
 
 
 def logprobs(results):
-    return [
-        {token: entry.logprob for token, entry in step.items()}
-        for result in results
-        for sample in result.outputs
-        for step in sample.logprobs or []
-    ]
+    steps = [step for result in results for sample in result.outputs for step in sample.logprobs or []]
+    steps += [step for result in results for step in result.prompt_logprobs or [] if step is not None]
+    return [{token: entry.logprob for token, entry in step.items()} for step in steps]
 
 
 def assert_same(got, wanted):
     assert flat(got) == flat(wanted)
+    for ours, theirs in zip(got, wanted, strict=True):
+        assert ours.prompt_token_ids == theirs.prompt_token_ids
+        assert (ours.prompt_logprobs is None) == (theirs.prompt_logprobs is None)
+        assert len(ours.prompt_logprobs or ours.prompt_token_ids) == len(ours.prompt_token_ids)
     ours, theirs = logprobs(got), logprobs(wanted)
     assert len(ours) == len(theirs)
     for a, b in zip(ours, theirs, strict=True):
@@ -97,6 +104,34 @@ def test_greedy_tokens_do_not_depend_on_scheduling(model, wanted, batched, chunk
         llm.core.scheduler.cache.check()
 
 
+WORDS = [*map(chr, range(33, 100, 2)), "th", "ee", "x y", *(a + b for a in "abcdefgh" for b in "ijklmnop")]
+EVERYTHING = dict(
+    n=2,
+    temperature=1.1,
+    top_p=0.95,
+    top_k=60,
+    min_p=0.001,
+    seed=99,
+    repetition_penalty=1.1,
+    presence_penalty=0.2,
+    frequency_penalty=0.3,
+    max_tokens=18,
+    min_tokens=6,
+    stop=["qq"],
+    stop_token_ids=[1, 2, 3, 4, 100, 101, 102],
+    logprobs=3,
+    prompt_logprobs=2,
+    logprob_token_ids=[8, 9],
+    logit_bias={70: 3.0, 71: 2.0, 1: 4.0},
+    allowed_token_ids=list(range(200)),
+    bad_words=WORDS,
+    skip_special_tokens=False,
+    spaces_between_special_tokens=False,
+    truncate_prompt_tokens=40,
+    priority=1,
+    cache_salt="salt",
+)
+
 FEATURES = {
     "temperature": SamplingParams(temperature=0.9, max_tokens=20, logprobs=2),
     "seed": SamplingParams(temperature=1.3, seed=1234, max_tokens=20),
@@ -111,6 +146,27 @@ FEATURES = {
     "min_tokens": SamplingParams(temperature=1.0, min_tokens=10, stop_token_ids=list(range(0, 256, 3)), max_tokens=20),
     "stop ids": SamplingParams(temperature=1.0, stop_token_ids=list(range(0, 256, 9)), max_tokens=40),
     "stop strings": SamplingParams(temperature=1.0, stop=["a", "e", "zz"], max_tokens=40),
+    "logit_bias": SamplingParams(temperature=0.8, logit_bias={65: 5.0, 66: 4.5, 300: -100.0, 0: 3.0}, max_tokens=20),
+    "allowed ids": SamplingParams(allowed_token_ids=list(range(0, 256, 7)), max_tokens=20, logprobs=1),
+    "bad words": SamplingParams(bad_words=WORDS, max_tokens=30),
+    "prompt logprobs": SamplingParams(temperature=0, prompt_logprobs=3, max_tokens=8),
+    "prompt logprobs of samples": SamplingParams(n=2, prompt_logprobs=0, max_tokens=8),
+    "given ids": SamplingParams(logprob_token_ids=[3, 250, 17], max_tokens=10),
+    "whole vocabulary": SamplingParams(logprobs=-1, prompt_logprobs=-1, logprob_token_ids=[1], max_tokens=5),
+    "shown special tokens": SamplingParams(
+        logit_bias={256: 8.0, 257: 8.0}, skip_special_tokens=False, spaces_between_special_tokens=False
+    ),
+    "no text": SamplingParams(detokenize=False, logprobs=1),
+    "truncated": SamplingParams(truncate_prompt_tokens=9, prompt_logprobs=1, cache_salt="s", priority=2),
+    "everything": SamplingParams(**EVERYTHING),
+    "everything among others": [
+        SamplingParams(**EVERYTHING),
+        SamplingParams(temperature=0, prompt_logprobs=0, max_tokens=12),
+        SamplingParams(bad_words=["e", "a"], repetition_penalty=1.3, max_tokens=25, logprobs=2),
+        SamplingParams(n=2, allowed_token_ids=[5, 6, 7, 8], logit_bias={6: 2.0}, prompt_logprobs=1, max_tokens=9),
+        SamplingParams(**EVERYTHING | dict(seed=3, logprobs=None, n=1)),
+        SamplingParams(temperature=0, logprob_token_ids=[9], max_tokens=20),
+    ],
     "mixed": [
         SamplingParams(temperature=0, max_tokens=9),
         SamplingParams(temperature=0.8, repetition_penalty=1.2, top_k=9, max_tokens=30, logprobs=5),
@@ -145,9 +201,33 @@ def test_sampled_tokens_do_not_depend_on_scheduling(model, feature):
             assert_same(llm.generate(PROMPTS, params), wanted)
 
 
+@pytest.mark.parametrize("feature", ["greedy", "n"])
+def test_windows_change_no_tokens(window_model, feature):
+    """Pages before the window are given back while requests run, shared, cached and preempted."""
+    params = GREEDY if feature == "greedy" else FEATURES["n"]
+    with make(window_model, batched=False) as llm:
+        wanted = llm.generate(PROMPTS, params)
+    assert len({tuple(r.outputs[0].token_ids) for r in wanted}) == len(PROMPTS)
+    for cell in PAIRWISE if feature == "greedy" else PAIRWISE[:3]:
+        with make(window_model, **cell) as llm:
+            for _ in range(2 if feature == "greedy" else 1):  # the second time the cache is warm
+                assert_same(llm.generate(PROMPTS, params), wanted)
+            if cell["cached"] and not cell["preempted"] and feature == "greedy":
+                assert llm.core.scheduler.cache.num_hits > 100  # most of the second round
+            llm.core.scheduler.cache.check()
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_late_device_changes_no_window_tokens(window_model, depth):
+    with make(window_model, batched=False) as llm:
+        wanted = llm.generate(PROMPTS, GREEDY)
+    with make(window_model, chunked=True, cached=True, preempted=True, depth=depth, late=True) as llm:
+        assert_same(llm.generate(PROMPTS, GREEDY), wanted)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_late_device_changes_nothing(model, depth):
-    for params in (GREEDY, FEATURES["mixed"]):
+    for params in (GREEDY, FEATURES["mixed"], FEATURES["everything among others"]):
         with make(model, batched=False) as llm:
             wanted = llm.generate(PROMPTS, params)
         with make(model, chunked=True, cached=True, preempted=True, depth=depth, late=True) as llm:

@@ -6,14 +6,11 @@ Whatever looks at a value on the way to the device raises here, at any depth of 
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from slipstream import LLM, SamplingParams
-from slipstream.messages import Submit
 from slipstream.step import StepResult
 from tiny import write_tiny
 
@@ -26,10 +23,35 @@ FEATURES = {
     "min_tokens": SamplingParams(min_tokens=4, stop_token_ids=[1, 2, 3], max_tokens=6),
     "logprobs": SamplingParams(logprobs=4, max_tokens=6),
     "samples": SamplingParams(n=3, seed=1, max_tokens=6),
+    "allowed": SamplingParams(allowed_token_ids=[5, 6, 7], max_tokens=6),
+    "bias": SamplingParams(logit_bias={5: 2.0, 9: -3.0}, max_tokens=6),
+    "bad words": SamplingParams(bad_words=["a", "the cat", "xyz"], max_tokens=6),
+    "prompt logprobs": SamplingParams(prompt_logprobs=2, max_tokens=6),
+    "given": SamplingParams(logprob_token_ids=[3, 4], max_tokens=6),
+    "whole vocabulary": SamplingParams(logprobs=-1, prompt_logprobs=-1, max_tokens=6),
+    "everything": SamplingParams(
+        n=2,
+        temperature=0.7,
+        top_k=9,
+        top_p=0.9,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        presence_penalty=0.1,
+        frequency_penalty=0.1,
+        min_tokens=3,
+        stop_token_ids=[1],
+        logprobs=2,
+        prompt_logprobs=1,
+        max_tokens=6,
+        logprob_token_ids=[7],
+        logit_bias={5: 1.0},
+        allowed_token_ids=list(range(90)),
+        bad_words=["ab", "c"],
+    ),  # fmt: skip
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2"])
 def folder(request, tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param))
 
@@ -42,7 +64,7 @@ def drive(folder, params, *, num_pages=64, break_model=None) -> int:
         if break_model is not None:
             break_model(runner)
         for i, one in enumerate(params):
-            core.submit(Submit(f"r{i}", list(range(3 + i, 14 + 2 * i)), one, time.time()))
+            core.submit(llm.inputs.submit(f"r{i}", list(range(3 + i, 14 + i)), one)[0])
         steps = 0
         with FakeTensorMode(allow_non_fake_inputs=True):
             while (plan := core.scheduler.plan()) is not None:
@@ -51,9 +73,9 @@ def drive(folder, params, *, num_pages=64, break_model=None) -> int:
                 result = handle.wait()  # the slot's memory, which nothing wrote
                 count = int(plan.samples.sum())
                 core.scheduler.commit(
-                    StepResult(result.tokens * 0 + 5, result.failed & False, result.logprobs)
+                    StepResult(result.tokens * 0 + 5, result.failed & False, result.logprobs, result.prompt_logprobs)
                     if count
-                    else StepResult(result.tokens, result.failed)
+                    else StepResult(result.tokens, result.failed, None, result.prompt_logprobs)
                 )
                 steps += 1
         assert not core.scheduler.has_work()

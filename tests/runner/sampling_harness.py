@@ -17,7 +17,9 @@ from slipstream.step import NO_INTS, Admission, StepPlan
 GREEDY = SamplingParams(temperature=0)
 
 
-def admission(row, params, prompt=(1, 2), output=(), *, seed=0, sample=0, stop_ids=(), number=0, bad_words=()) -> Admission:
+def admission(
+    row, params, prompt=(1, 2), output=(), *, seed=0, sample=0, stop_ids=(), number=0, bad_words=()
+) -> Admission:
     history = np.array([*prompt, *output], np.int32)
     return Admission(
         row=row,

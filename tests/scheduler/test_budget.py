@@ -1,6 +1,10 @@
 import msgspec
+import pytest
 
+from scripted import Bench
 from slipstream.config.config import SchedulerConfig
+from slipstream.params import SamplingParams
+from slipstream.request import Request
 from slipstream.scheduler.budget import Budget
 
 CONFIG = SchedulerConfig(
@@ -28,3 +32,31 @@ def test_a_step_starts_with_all_there_is():
     config = msgspec.structs.replace(CONFIG, staged_ints=7, max_num_batched_tokens=3)
     budget = Budget(config, free_rows=1)
     assert (budget.tokens, budget.rows, budget.ints) == (3, 1, 7)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        dict(allowed_token_ids=list(range(3000))),
+        dict(logit_bias=dict.fromkeys(range(1000), 1.0)),
+        dict(logprob_token_ids=list(range(3000))),
+        dict(stop=list(range(1000, 4000)), min_tokens=2),
+    ],
+    ids=lambda params: next(iter(params)),
+)
+def test_lists_of_ids_are_counted(params):
+    """Two of these do not fit one upload, so the second comes a step later."""
+    bench = Bench(staged_ints=4096)
+    for token in (1, 2):
+        bench.submit([token] * 4, max_tokens=3, **params)
+    assert [len(bench.plan().admitted) for _ in range(2)] == [1, 1]
+    light = Bench(staged_ints=4096)
+    for token in (1, 2):
+        light.submit([token] * 4, max_tokens=3, stop=list(range(1000, 4000)))  # without min_tokens they stay here
+    assert len(light.plan().admitted) == 2
+
+
+def test_bad_words_cost_two_numbers_a_token():
+    words = tuple((1, 2, 3) for _ in range(500))
+    request = Request("a", [1, 2], SamplingParams(bad_words=["x"]), bad_words=words, max_length=9)
+    assert request.num_staged_ids == 3000

@@ -104,7 +104,7 @@ def test_a_request_that_fails_fails_alone(depth: int):
     bench.check_tokens(good)
     last = [output for output in bench.outputs if output.request_id == bad.id][-1]
     assert last.finish_reason is FinishReason.ERROR and last.token_ids == []
-    assert last.error is not None and "token 11" in last.error
+    assert last.error is not None and "position 11" in last.error
     bench.executor.fail = lambda admission, length: False
     (again,) = bench.submit([2] * 9, max_tokens=2)
     bench.run()

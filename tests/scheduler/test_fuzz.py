@@ -18,12 +18,15 @@ class Day:
         chunked = rng.random() < 0.7
         self.max_model_len = rng.choice([24, 48])
         longest = -(-self.max_model_len // page_size)
+        narrow, wide = rng.randint(1, 6), rng.randint(5, 20)
+        windows = rng.choice([(0,), (0,), (0, 0), (wide,), (narrow, 0), (0, wide, narrow)])
         self.bench = Bench(
             depth=rng.choice([0, 0, depth]),  # sets the watermark: a low one makes pages run out more often
             page_size=page_size,
             num_pages=1 + rng.randint(longest - longest // 4, 2 * longest),
             prefix_caching=rng.random() < 0.7,
-            num_groups=rng.choice([1, 1, 2]),
+            windows=windows,
+            window_pages=1 + rng.randint(longest // 2, 2 * longest),
             max_num_seqs=rng.choice([1, 4, 8, 8]),
             max_num_batched_tokens=rng.choice([1, 3, 7, 16, 40]) if chunked else self.max_model_len,
             max_model_len=self.max_model_len,
@@ -84,7 +87,7 @@ class Day:
         bench.run()
         for request in bench.requests:
             assert request.status is Status.FINISHED
-            got, (expected, _reason) = bench.output_of(request), alone(request)
+            got, (expected, _reason) = bench.output_of(request), alone(request, bench.horizon)
             if request in self.aborted:
                 assert got == expected[: len(got)]
             else:
@@ -107,4 +110,5 @@ def test_the_days_are_eventful() -> None:
     assert sum(day.refused for day in days) > 5
     assert sum(len(day.aborted) for day in days) > 20
     assert sum(len(plan.copies) for day in days for plan in day.bench.plans) > 10
+    assert sum(day.bench.executor.num_given_back for day in days) > 100
     assert any(request.num_preemptions > 1 for day in days for request in day.bench.requests)

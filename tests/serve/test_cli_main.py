@@ -12,7 +12,7 @@ from slipstream.serve.cli import version
 def test_help_lists_the_commands(terminal):
     code, out, _ = terminal.run("--help")
     assert code == 0
-    for command in ("chat", "generate", "version"):
+    for command in ("chat", "generate", "bench", "plan", "doctor", "version"):
         assert f"\n    {command} " in out
 
 

@@ -115,3 +115,18 @@ def test_a_llama_word_streams_without_its_leading_space() -> None:
     the, first = (tokenizer.backend.token_to_id(piece) for piece in ("▁the", "<0xE2>"))
     detokenizer = Detokenizer(tokenizer)
     assert [detokenizer.push([token]) for token in (the, the, first, the)] == ["the", " the", "", "\ufffd the"]
+
+
+def test_spaces_between_special_tokens() -> None:
+    """A tokenizer that joins tokens by spaces; two special tokens in a row may do without."""
+    backend = Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    tokenizer = Tokenizer(backend)
+    ids = [2, 3, 0, 1, 3, 2, 2, 0]
+    for spaces, text in ((True, "<s> </s> a b </s> <s> <s> a"), (False, "<s></s> a b </s><s><s> a")):
+        whole = Detokenizer(tokenizer, skip_special_tokens=False, spaces_between_special_tokens=spaces)
+        assert whole.push(ids) + whole.finish() == text
+        single = Detokenizer(tokenizer, skip_special_tokens=False, spaces_between_special_tokens=spaces)
+        assert "".join(single.push([token]) for token in ids) + single.finish() == text
+    hidden = Detokenizer(tokenizer, skip_special_tokens=True, spaces_between_special_tokens=False)
+    assert hidden.push(ids) + hidden.finish() == "a b a"

@@ -21,9 +21,15 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 class CacheConfig(msgspec.Struct, frozen=True):
     page_size: int
-    num_pages: int  # of each group, the null page counted
+    num_pages: int  # of a group that keeps every position, the null page counted
     prefix_caching: bool
     groups: tuple[CacheGroup, ...]
+    group_pages: tuple[int, ...]  # of each group: those with a window need fewer
+    step_tokens: int  # the most positions that one step adds to a request
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(group.bytes_per_page * num for group, num in zip(self.groups, self.group_pages, strict=True))
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True):

@@ -12,7 +12,18 @@ from slipstream.config.model_info import ModelInfo, RopeInfo
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
 # general.architecture -> what config.json would call it
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+}
+_WINDOWED = ("llama", "gemma2", "gemma3", "phi3")
+# the largest Gemma 2 and 3, told by their layers: their scores are scaled by hidden size over heads, not by head size
+_LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 
 
 def gguf_model_info(file: GgufFile) -> ModelInfo:
@@ -38,13 +49,17 @@ class _Facts:
         head_dim = self.count("attention.key_length", hidden // heads)
         vocab_size = self._vocab_size(hidden)
         rotated = self.count("rope.dimension_count", head_dim)
-        if rotated != head_dim:
+        if rotated != head_dim and self.architecture != "phi3":
             raise UnsupportedModel(
                 f"{self.name} rotates {rotated} of {head_dim} values of a head; we rotate all or none"
             )
         tensors = self.file.tensors
+        extra = self._scalars() | self._family_facts(hidden, heads, head_dim)
+        architecture = ARCHITECTURES[str(self.architecture)]
+        if self.architecture == "llama" and "sliding_window" in extra:
+            architecture = "MistralForCausalLM"  # which comes under Llama's name
         return ModelInfo(
-            architecture=ARCHITECTURES[str(self.architecture)],
+            architecture=architecture,
             vocab_size=vocab_size,
             hidden_size=hidden,
             num_layers=self.count("block_count"),
@@ -54,14 +69,14 @@ class _Facts:
             ffn_size=self.count("feed_forward_length"),
             max_positions=self.count("context_length"),
             norm_eps=self.real("attention.layer_norm_rms_epsilon", 1e-6),
-            activation="silu",
+            activation="gelu_pytorch_tanh" if str(self.architecture).startswith("gemma") else "silu",
             tied_embeddings="output.weight" not in tensors,
             attention_bias="blk.0.attn_q.bias" in tensors,
             mlp_bias="blk.0.ffn_up.bias" in tensors,
-            rope=self._rope(head_dim),
+            rope=self._rope(head_dim, rotated),
             eos_token_ids=self._end_tokens(),
             bos_token_id=self._token("bos_token_id"),
-            extra=self._scalars(),
+            extra=extra,
         )
 
     def get(self, key: str) -> Any:
@@ -99,9 +114,38 @@ class _Facts:
             raise UnsupportedModel(
                 f"{self.name} is a mixture of {self.get('expert_count')} experts; we run dense models"
             )
+        if self.architecture not in _WINDOWED and (window := self._window()):
+            raise UnsupportedModel(
+                f"{self.name} attends within a window of {window} tokens, which we do not know of {self.architecture}; "
+                "run the same model from safetensors"
+            )
+
+    def _window(self) -> int | None:
+        """None if it is as wide as the context."""
         window = self.get("attention.sliding_window")
-        if isinstance(window, int) and 0 < window < self.count("context_length"):
-            raise UnsupportedModel(f"{self.name} attends within a window of {window} tokens; we run full attention")
+        return window if isinstance(window, int) and 0 < window < self.count("context_length") else None
+
+    def _family_facts(self, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
+        """What families look for in `ModelInfo.extra`, by its config.json name."""
+        facts: dict[str, Any] = {}
+        if (window := self._window()) is not None:
+            facts["sliding_window"] = window
+        if self.architecture not in _LARGEST_GEMMA:
+            return facts
+        facts.setdefault("sliding_window", self.count("context_length"))
+        largest = self.count("block_count") == _LARGEST_GEMMA[self.architecture]
+        facts["query_pre_attn_scalar"] = hidden // heads if largest else head_dim
+        if self.architecture == "gemma2":
+            facts["attn_logit_softcapping"] = self.real("attn_logit_softcapping", 50.0)
+            facts["final_logit_softcapping"] = self.real("final_logit_softcapping", 30.0)
+            return facts
+        facts["rope_local_base_freq"] = self.real("rope.freq_base_swa", 10_000.0)
+        pattern = self.get("attention.sliding_window_pattern")
+        if isinstance(pattern, list):  # for each layer, whether it has a window
+            facts["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
+        else:
+            facts["sliding_window_pattern"] = self.count("attention.sliding_window_pattern", 6)
+        return facts
 
     def _vocab_size(self, hidden: int) -> int:
         embedding = self.file.tensors.get("token_embd.weight")
@@ -124,19 +168,36 @@ class _Facts:
         value = self.file.fields.get(f"tokenizer.ggml.{name}")
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
-    def _rope(self, head_dim: int) -> RopeInfo:
-        theta = self.real("rope.freq_base", 10_000.0)
+    def _rope(self, head_dim: int, rotated: int) -> RopeInfo:
+        theta = self.real("rope.freq_base", 1_000_000.0 if self.architecture == "gemma3" else 10_000.0)
+        partial: dict[str, Any] = {} if rotated == head_dim else {"partial_rotary_factor": rotated / head_dim}
+        if "rope_factors_long.weight" in self.file.tensors:
+            return RopeInfo(theta=theta, kind="longrope", factors=self._long_factors(rotated) | partial)
         if "rope_freqs.weight" in self.file.tensors:
             return RopeInfo(theta=theta, kind="llama3", factors=self._llama3_factors(theta, head_dim))
         kind = self.get("rope.scaling.type") or ("linear" if self.get("rope.scale_linear") else "none")
         if kind == "none":
-            return RopeInfo(theta=theta)
+            return RopeInfo(theta=theta, factors=partial)
         factor = self.real("rope.scaling.factor", self.real("rope.scale_linear", 1.0))
         if kind == "linear":
             return RopeInfo(theta=theta, kind="linear", factors={"factor": factor})
         if kind == "yarn":
             return RopeInfo(theta=theta, kind="yarn", factors=self._yarn_factors(factor))
         raise UnsupportedModel(f"{self.name} scales its positions by {kind!r}; we know none, linear, yarn and llama3")
+
+    def _long_factors(self, rotated: int) -> dict[str, Any]:
+        factors: dict[str, Any] = {
+            "original_max_position_embeddings": self.count("rope.scaling.original_context_length"),
+        }
+        if self.get("rope.scaling.attn_factor") is not None:
+            factors["attention_factor"] = self.real("rope.scaling.attn_factor", 1.0)
+        for which in ("long", "short"):
+            name = f"rope_factors_{which}.weight"
+            tensor = self.file.tensors.get(name)
+            if tensor is None or tensor.kind != "F32" or tensor.shape != (rotated // 2,):
+                raise BadCheckpoint(f"{self.name}: tensor {name} is missing or not F32 [{rotated // 2}]")
+            factors[f"{which}_factor"] = tensor.raw.view("<f4").tolist()
+        return factors
 
     def _yarn_factors(self, factor: float) -> dict[str, Any]:
         factors: dict[str, Any] = {"factor": factor}

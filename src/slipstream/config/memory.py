@@ -30,7 +30,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     weights: int  # parameters and the rope table
     cache: int
     tables: int  # page tables, lengths, sampling parameters of all rows
-    penalties: int  # counts, if every row asked for penalties at once
+    features: int  # penalties' counts and biases, if every row asked for them at once
     staging: int
     staging_host: int
     results: int
@@ -47,7 +47,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total(self) -> int:
         rings = self.staging + self.staging_host + self.results + self.results_host
-        return self.weights + self.cache + self.tables + self.penalties + rings + self.activations
+        return self.weights + self.cache + self.tables + self.features + rings + self.activations
 
 
 def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
@@ -57,6 +57,7 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     slots = scheduler.depth + 2
     staging, results = arena_bytes(config), result_bytes(config)
     on_cpu = config.device.kind == "cpu"
+    logit_size = max(ITEMSIZE[config.model.dtype], 4)
     hidden, attention, logits = activation_bytes(
         info,
         config.model.dtype,
@@ -64,13 +65,14 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
         rows=scheduler.max_num_seqs,
         tokens=scheduler.max_num_batched_tokens,
         length=scheduler.max_model_len,
+        groups=len(cache.groups),
     )
     return MemoryPlan(
         weights=weights,
-        cache=cache.num_pages * sum(group.bytes_per_page for group in cache.groups),
+        cache=cache.num_bytes,
         tables=rows * (len(cache.groups) * 8 * -(-scheduler.max_model_len // cache.page_size) + 256),
         # a table grows by doubling, and while it does the old one is there too
-        penalties=3 * rows * info.vocab_size * PENALTY_BYTES // 2,
+        features=3 * rows * info.vocab_size * (PENALTY_BYTES + logit_size) // 2,
         staging=staging,
         staging_host=slots * staging,
         results=slots * results,
@@ -82,7 +84,7 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
 
 
 def activation_bytes(
-    info: ModelInfo, dtype: str, *, on_cpu: bool, rows: int, tokens: int, length: int
+    info: ModelInfo, dtype: str, *, on_cpu: bool, rows: int, tokens: int, length: int, groups: int
 ) -> tuple[int, int, int]:
     """Hidden states, attention's own and logits of the largest step: (hidden, attention, logits)."""
     size, real = ITEMSIZE[dtype], max(ITEMSIZE[dtype], 4)  # logits are float32 at least
@@ -95,8 +97,10 @@ def activation_bytes(
     attention = 0
     if on_cpu:
         gathered = min(max(GATHERED_KEYS, length), rows * length)
-        masked = rows * length + tokens * length  # a mask for each single row and for each token of chunks
+        masked = groups * (rows + tokens) * length  # a mask for each single row and for each token of chunks
         attention = 2 * gathered * keys * size + masked * (size + 1)
+        if info.extra.get("attn_logit_softcapping"):  # bounded scores are made in full
+            attention += 3 * info.num_heads * max(tokens * length, gathered) * size
     # the product, its copy in the logits' dtype, one kept for logprobs, one edited, noise, two sorted or masked
     per_logit = size + 6 * real + SORTED_BYTES + PENALTY_BYTES
     logits = min(rows, tokens) * info.vocab_size * per_logit + tokens * info.hidden_size * size
@@ -107,9 +111,12 @@ def arena_bytes(config: EngineConfig) -> int:
     """An upper bound of what one step may stage, so that nothing is allocated while serving."""
     scheduler = config.scheduler
     tokens = scheduler.max_num_batched_tokens
-    per_token = 3 * 8  # row, offset, given id
-    new_pages = (tokens // config.cache.page_size + scheduler.max_num_seqs) * len(config.cache.groups) * 2 * 8
-    per_row = 1024  # counts, picked rows, sampling parameters, copies
+    per_token = 5 * 8  # row, offset, given id; place and token of a scored prompt
+    cache = config.cache
+    new_pages = (tokens // cache.page_size + scheduler.max_num_seqs) * len(cache.groups) * 2 * 8
+    # pages that windows give back, all of them at once at worst
+    new_pages += sum(num * 2 * 8 for group, num in zip(cache.groups, cache.group_pages, strict=True) if group.window)
+    per_row = 2048  # counts, picked rows, sampling parameters, copies
     wanted = tokens * per_token + new_pages + (scheduler.max_num_seqs + 1) * per_row + scheduler.staged_ints * 8 + 65536
     return -(-wanted // 16) * 16
 

@@ -10,11 +10,13 @@ import re
 import msgspec
 
 from slipstream.cache_spec import CacheGroup
+from slipstream.config.cache_size import CacheSize
 from slipstream.config.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from slipstream.config.memory import activation_bytes
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.options import Options
 from slipstream.errors import InvalidOption, NotEnoughMemory
+from slipstream.params import MAX_BAD_WORDS
 
 DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}  # of one step
 
@@ -67,22 +69,25 @@ def resolve(
                 f"max_model_len is {wanted}, {source.name} was made for {info.max_positions}; give at most that"
             )
 
-    page_bytes = sum(group.bytes_per_page for group in groups)
+    tokens = options.max_num_batched_tokens or DEFAULT_TOKENS[machine.kind]
+    step_tokens = max(tokens, max_num_seqs) if options.enable_chunked_prefill else max(tokens, wanted)
+    size = CacheSize(groups, wanted, max_num_seqs, step_tokens, options.enable_prefix_caching)
     beside = activation_bytes(
         info,
         dtype,
         on_cpu=on_cpu,
         rows=max_num_seqs,
-        tokens=options.max_num_batched_tokens or DEFAULT_TOKENS[machine.kind],
+        tokens=tokens,
         length=wanted,
+        groups=len(groups),
     )
     taken = source.num_bytes + max(beside[0] + beside[1], beside[2])
-    num_pages = _num_pages(options, wanted, max_num_seqs, page_bytes, taken, machine)
-    length = min(wanted, (num_pages - 1) * page_size)
+    num_pages = _num_pages(options, size, taken, machine)
+    length = size.longest(num_pages)
     if length < wanted and not fit_length:
         raise NotEnoughMemory(
             f"the cache holds {length} positions ({num_pages - 1} pages of {page_size}, "
-            f"{num_pages * page_bytes / 2**20:.0f} MiB), max_model_len is {wanted}; give {length} or less, "
+            f"{size.num_bytes(num_pages) / 2**20:.0f} MiB), max_model_len is {wanted}; give {length} or less, "
             'max_model_len="auto", or more kv_cache_memory'
         )
     if length < 2:
@@ -115,7 +120,14 @@ def resolve(
 
     return EngineConfig(
         model=model_config(options, info, source, dtype, length),
-        cache=CacheConfig(page_size, num_pages, options.enable_prefix_caching, groups),
+        cache=CacheConfig(
+            page_size=page_size,
+            num_pages=num_pages,
+            prefix_caching=options.enable_prefix_caching,
+            groups=groups,
+            group_pages=size.group_pages(num_pages),
+            step_tokens=min(batched, length),
+        ),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=batched,
@@ -124,7 +136,7 @@ def resolve(
             chunked_prefill=options.enable_chunked_prefill,
             depth=depth,
             seed=options.seed,
-            staged_ints=staged_ints(length, page_size, max_num_seqs, batched, len(groups)),
+            staged_ints=staged_ints(length, page_size, max_num_seqs, len(groups), info.vocab_size),
         ),
         device=DeviceConfig(
             kind=machine.kind,
@@ -147,21 +159,20 @@ def model_config(options: Options, info: ModelInfo, source: Source, dtype: str, 
     )
 
 
-def staged_ints(max_length: int, page_size: int, max_num_seqs: int, batched: int, num_groups: int) -> int:
-    """What the admissions of one step may stage: at least the longest request alone, pages and history."""
+def staged_ints(max_length: int, page_size: int, max_num_seqs: int, num_groups: int, vocab_size: int) -> int:
+    """What the admissions of one step may stage: at least the largest request alone, its pages, history and ids."""
     alone = max_length + 3 * num_groups * -(-max_length // page_size)
-    return 2 * alone + 16 * max_num_seqs
+    # no list of ids is longer than the vocabulary; see Request.num_staged_ids
+    ids = (1 + 1 + 3 + 1) * vocab_size + 2 * MAX_BAD_WORDS
+    return 2 * alone + 16 * max_num_seqs + ids
 
 
-def _num_pages(
-    options: Options, length: int, max_num_seqs: int, page_bytes: int, other_bytes: int, machine: Machine
-) -> int:
+def _num_pages(options: Options, size: CacheSize, other_bytes: int, machine: Machine) -> int:
     """`other_bytes`: weights and activations, which come before the cache."""
     if options.num_pages is not None:
         return _positive("num_pages", options.num_pages) + 1  # the null page comes on top
-    per_request = -(-length // options.page_size)
     if options.kv_cache_memory is not None:
-        return max(parse_bytes(options.kv_cache_memory) // page_bytes, 1)
+        return max(size.pages_in(parse_bytes(options.kv_cache_memory)), 1)
     share = options.gpu_memory_utilization
     if share is not None and not 0 < share <= 1:
         raise InvalidOption(f"gpu_memory_utilization is {share}; give a share above 0 and up to 1")
@@ -172,10 +183,10 @@ def _num_pages(
     else:
         # a fifth of what is free: a laptop has other things to do
         room = int((machine.free_memory - other_bytes) * (share or 0.2))
-    pages = min(per_request * max_num_seqs, max(room, 0) // page_bytes) + 1
-    affordable = max(machine.free_memory - other_bytes, 0) // page_bytes
-    if pages <= per_request and options.max_model_len is None and affordable > per_request:
-        pages = per_request + 1  # the model's own length, asked for by nobody: take it while it fits at all
+    pages = min(size.enough, size.pages_in(max(room, 0)))
+    affordable = size.num_bytes(size.least) <= machine.free_memory - other_bytes
+    if pages < size.least and options.max_model_len is None and affordable:
+        pages = size.least  # the model's own length, asked for by nobody: take it while it fits at all
     return max(pages, 1)
 
 

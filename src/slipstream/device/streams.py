@@ -29,6 +29,8 @@ class Event(Protocol):
 
 
 class Stream(Protocol):
+    """Used by one thread. What is queued may be held back until `flush`, or until that thread waits for an event."""
+
     def run(self, work: Work) -> None:
         """Queue `work` after all that was queued before."""
 
@@ -37,6 +39,9 @@ class Stream(Protocol):
 
     def wait_for(self, event: Event) -> None:
         """What is queued from now on runs after `event`. The host does not wait."""
+
+    def flush(self) -> None:
+        """Hand over what is held back."""
 
     def close(self) -> None: ...
 
@@ -65,47 +70,87 @@ class InlineStream:
     def wait_for(self, event: Event) -> None:
         event.wait()
 
+    def flush(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
 
-class _Reached:
-    """An event of a threaded stream."""
+class _Mark:
+    """An event of a threaded stream: how many pieces it will have been through by then."""
 
-    def __init__(self, stream: ThreadedStream) -> None:
+    __slots__ = ("stream", "count")
+
+    def __init__(self, stream: ThreadedStream, count: int) -> None:
         self.stream = stream
-        self.flag = threading.Event()
+        self.count = count
 
     def wait(self) -> None:
-        self.flag.wait()
+        """By the thread that queues."""
+        self.stream.flush()
+        self.sleep()
+
+    def sleep(self) -> None:
+        """By another stream: its own thread may not hand over what this one holds back."""
+        self.stream.sleep_until(self.count)
         if self.stream.failure is not None:
             raise self.stream.failure
 
     def done(self) -> bool:
-        return self.flag.is_set()
+        return self.stream.passed >= self.count
 
 
 class ThreadedStream:
-    """A worker thread. After work raised, the rest of the queue is skipped and every event raises that error."""
+    """A worker thread. After work raised, the rest of the queue is skipped and every event raises that error.
+
+    Waking the thread costs more than any of the rest, so work is held back and handed over a step at a time; events
+    are counts, and only whoever sleeps on one needs a lock.
+    """
 
     def __init__(self, name: str, prepare: Work | None = None) -> None:
-        self.queue: queue.SimpleQueue[Work | _Reached | None] = queue.SimpleQueue()
+        self.queue: queue.SimpleQueue[list[Work] | None] = queue.SimpleQueue()
         self.failure: BaseException | None = None
+        self.passed = 0  # pieces of work that are behind us, whether they ran or were skipped
+        self._held: list[Work] = []
+        self._num_queued = 0
+        self._lock = threading.Lock()
+        self._sleepers: list[tuple[int, threading.Lock]] = []  # whoever waits until this many are behind us
         self.thread = threading.Thread(target=self._serve, args=(prepare,), name=name, daemon=True)
         self.thread.start()
 
     def run(self, work: Work) -> None:
-        self.queue.put(work)
+        self._held.append(work)
+        self._num_queued += 1
 
     def record(self) -> Event:
-        event = _Reached(self)
-        self.queue.put(event)
-        return event
+        return _Mark(self, self._num_queued)
 
     def wait_for(self, event: Event) -> None:
-        self.queue.put(event.wait)
+        if not isinstance(event, _Mark):
+            self.run(event.wait)
+        elif event.stream is not self:  # else it comes before in any case
+            event.stream.flush()
+            self.run(event.sleep)
+
+    def flush(self) -> None:
+        if self._held:
+            self.queue.put(self._held)
+            self._held = []
+
+    def sleep_until(self, count: int) -> None:
+        if self.passed >= count:
+            return
+        gate = threading.Lock()
+        gate.acquire()
+        with self._lock:
+            if self.passed >= count:
+                return
+            self._sleepers.append((count, gate))
+        gate.acquire()  # the worker opens it
 
     def close(self) -> None:
+        self.flush()
         self.queue.put(None)
         self.thread.join()
 
@@ -115,15 +160,25 @@ class ThreadedStream:
     def _serve(self, prepare: Work | None) -> None:
         if prepare is not None:
             prepare()
-        while (item := self.queue.get()) is not None:
-            if isinstance(item, _Reached):
-                item.flag.set()
-            elif self.failure is None:
-                try:
-                    self.before()
-                    item()
-                except BaseException as error:  # handed to whoever waits on an event
-                    self.failure = error
+        while (works := self.queue.get()) is not None:
+            for work in works:
+                if self.failure is None:
+                    try:
+                        self.before()
+                        work()
+                    except BaseException as error:  # handed to whoever waits on an event
+                        self.failure = error
+                with self._lock:
+                    self.passed += 1
+                    if self._sleepers:
+                        self._wake()
+
+    def _wake(self) -> None:
+        for sleeper in list(self._sleepers):
+            count, gate = sleeper
+            if count <= self.passed:
+                self._sleepers.remove(sleeper)
+                gate.release()
 
 
 class _CudaEvent:
@@ -155,6 +210,9 @@ class CudaStream:
     def wait_for(self, event: Event) -> None:
         if isinstance(event, _CudaEvent):
             self.stream.wait_event(event.event)
+
+    def flush(self) -> None:
+        pass
 
     def close(self) -> None:
         self.stream.synchronize()

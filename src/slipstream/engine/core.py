@@ -43,6 +43,7 @@ class EngineCore:
         """Take a prompt in, or refuse it with an exception; nobody else notices."""
         self._check_alive()
         params = message.params
+        assert -1 not in (params.logprobs, params.prompt_logprobs), "inputs settle what the whole vocabulary is"
         limit = self.config.scheduler.max_model_len
         length = len(message.prompt_token_ids)
         max_length = limit if params.max_tokens is None else min(limit, length + params.max_tokens)
@@ -50,6 +51,7 @@ class EngineCore:
         self._num_submitted += 1
         seed = _mix(self.config.scheduler.seed, number) if params.seed is None else params.seed & (2**64 - 1)
         end_ids = () if params.ignore_eos else self.config.model.info.eos_token_ids
+        bad_words = tuple(map(tuple, message.bad_words))
         self.scheduler.submit(
             [
                 Request(
@@ -61,6 +63,7 @@ class EngineCore:
                     cache_salt=message.cache_salt,
                     arrival_time=message.arrival_time,
                     stop_ids=(*end_ids, *params.stop_ids),
+                    bad_words=bad_words,
                     max_length=max_length,
                     seed=seed,
                 )

@@ -50,8 +50,8 @@ class AsyncEngine:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
-        priority: int = 0,
-        cache_salt: str = "",
+        priority: int | None = None,
+        cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
         async for result in self._stream(prompt, sampling_params, request_id, priority=priority, cache_salt=cache_salt):
             yield result

@@ -9,12 +9,16 @@ from typing import Any
 from slipstream.config.generation import GenerationDefaults
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong
 from slipstream.messages import Submit
-from slipstream.params import SamplingParams
+from slipstream.params import MAX_BAD_WORD, MAX_BAD_WORDS, SamplingParams
 from slipstream.text.chat import render_chat
 from slipstream.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+
+MAX_REPORTED = 2**24  # logprobs in one answer
+_FEW = 100  # logprobs a token that nobody need think about
+_BYTES_EACH = 250  # about what one takes in the answer: a key, a number, a rank, a text
 
 
 class InputProcessor:
@@ -42,14 +46,29 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams | None,
         *,
-        priority: int = 0,
-        cache_salt: str = "",
+        priority: int | None = None,
+        cache_salt: str | None = None,
         add_special_tokens: bool = True,
     ) -> tuple[Submit, str | None]:
-        """The message for the core, and the prompt's text if it was given as one."""
+        """The message for the core, and the prompt's text if it was given as one.
+
+        A priority or salt given here counts more than one in the prompt object, and that more than the parameters'.
+        """
         params = self.default_params() if params is None else params
         self._check_params(params)
+        if cache_salt is None and isinstance(prompt, Mapping):
+            cache_salt = prompt.get("cache_salt")
+        changes = {"priority": priority, "cache_salt": cache_salt}
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(params, name) == -1:
+                changes[name] = self.vocab_size
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if changes:
+            params = params.with_changes(**changes)
         text, ids = self._tokens(prompt, add_special_tokens)
+        if params.truncate_prompt_tokens is not None:
+            keep = params.truncate_prompt_tokens
+            ids = ids[-(keep if keep > 0 else self.max_model_len - 1) :]
         if not ids:
             raise InvalidPrompt("the prompt has no tokens; give at least one")
         if len(ids) >= self.max_model_len:
@@ -57,7 +76,9 @@ class InputProcessor:
                 f"the prompt has {len(ids)} tokens, {self.model_name} takes {self.max_model_len} with at least one "
                 "of them for the answer; shorten the prompt or raise max_model_len"
             )
-        message = Submit(request_id, ids, params, time.time(), priority, cache_salt)
+        self._check_report(params, len(ids))
+        bad_words = self._bad_words(params)
+        message = Submit(request_id, ids, params, time.time(), params.priority, params.cache_salt, bad_words)
         return message, text
 
     def render_chat(
@@ -111,13 +132,60 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
             raise InvalidParams(f"sampling_params is {type(params).__name__}; give SamplingParams or a list of them")
-        for token in params.stop_ids:
-            if token >= self.vocab_size:
-                raise InvalidParams(f"stop_token_ids holds {token}; {self.model_name} has 0 to {self.vocab_size - 1}")
-        if params.logprobs is not None and params.logprobs > self.vocab_size:
-            raise InvalidParams(f"logprobs is {params.logprobs}; the vocabulary has {self.vocab_size}, ask for fewer")
+        for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
+            # the largest stands for all: they are whole numbers from 0 up, each there once
+            if (ids := getattr(params, name)) and (token := max(ids)) >= self.vocab_size:
+                raise InvalidParams(f"{name} holds {token}; {self.model_name} has 0 to {self.vocab_size - 1}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (getattr(params, name) or 0) > self.vocab_size:
+                raise InvalidParams(
+                    f"{name} is {getattr(params, name)}; the vocabulary has {self.vocab_size}, "
+                    "ask for fewer, or for -1 to have it whole"
+                )
         if params.stop_strings and self.tokenizer is None:
             raise InvalidParams("stop strings need a tokenizer, and there is none; use stop_token_ids")
+        if params.bad_words and self.tokenizer is None:
+            raise InvalidParams("bad_words need a tokenizer, and there is none; use logit_bias to keep tokens away")
+
+    def _check_report(self, params: SamplingParams, num_prompt: int) -> None:
+        """Refuse what would fill the memory with logprobs, before anything runs."""
+        each = (params.logprobs or 0) + len(params.given_ids)
+        num_new = self.max_model_len - num_prompt
+        if params.max_tokens is not None:
+            num_new = min(num_new, params.max_tokens)
+        of_prompt = params.prompt_logprobs or 0
+        total = (params.n * num_new * each if each > _FEW else 0) + (num_prompt * of_prompt if of_prompt > _FEW else 0)
+        if total > MAX_REPORTED:
+            raise InvalidParams(
+                f"logprobs would come to {total:,}, about {total * _BYTES_EACH / 2**30:.1f} GiB: {each} for each of up "
+                f"to {params.n * num_new} new tokens, {of_prompt} for each of {num_prompt} prompt tokens; an answer "
+                f"takes {MAX_REPORTED:,}; lower logprobs, prompt_logprobs, max_tokens or n"
+            )
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Each word as it is at the beginning of a text and as it is after a space."""
+        if not params.bad_words:
+            return []
+        assert self.tokenizer is not None
+        bare = [word.lstrip() for word in params.bad_words]
+        plain = self.tokenizer.encode_batch(bare, add_special_tokens=False)
+        spaced = self.tokenizer.encode_batch([" " + word for word in bare], add_special_tokens=False)
+        found: dict[tuple[int, ...], None] = {}
+        for alone, after_space in zip(plain, spaced, strict=True):
+            found[tuple(alone)] = None
+            # where the space is a token of its own the word is there already
+            if after_space[-len(alone) :] != alone:
+                found[tuple(after_space)] = None
+        words = [list(word) for word in found if word]
+        for word in words:
+            if len(word) > MAX_BAD_WORD:
+                text = self.tokenizer.decode(word)
+                raise InvalidParams(
+                    f"bad_words: {text!r} has {len(word)} tokens, {MAX_BAD_WORD} are the most; give a part of it"
+                )
+        if (total := sum(map(len, words))) > MAX_BAD_WORDS:
+            raise InvalidParams(f"bad_words come to {total} tokens, {MAX_BAD_WORDS} are the most; leave some out")
+        return words
 
     def _need_tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:

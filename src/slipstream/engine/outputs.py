@@ -7,6 +7,7 @@ comes and never taken back.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from slipstream.engine.results import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from slipstream.messages import Abort, Output, Submit, TokenLogprobs
@@ -43,7 +44,8 @@ class OutputProcessor:
                 continue  # dropped while its last step was in flight
             if track.take(output, now):
                 aborts.append(Abort(output.request_id, output.sample))
-            moved[output.request_id] = track
+            if output.token_ids or output.finish_reason is not None:
+                moved[output.request_id] = track
             if track.finished:
                 del self.tracks[output.request_id]
         return list(moved.values()), aborts
@@ -58,6 +60,11 @@ class Track:
         self.prompt = prompt
         self.samples = [_Sample(i, message, tokenizer, stream=stream) for i in range(message.params.n)]
         self.num_cached = 0
+        self.decoded = _decoded(tokenizer if message.params.detokenize else None)
+        # the first has nothing before it
+        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if message.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
         self.metrics = RequestMetrics(message.arrival_time)
         self._submitted = time.monotonic()
 
@@ -68,6 +75,10 @@ class Track:
     def take(self, output: Output, now: float) -> bool:
         """Returns whether a stop string ended a sample that the core still runs."""
         metrics = self.metrics
+        if output.prompt_logprobs is not None and self.prompt_logprobs is not None:
+            for of_token in output.prompt_logprobs:
+                token = self.message.prompt_token_ids[len(self.prompt_logprobs)]
+                self.prompt_logprobs.append(_entry(token, of_token, (), self.decoded))
         if output.token_ids:
             if not metrics.first_token_ts:
                 metrics.first_token_ts = now
@@ -89,6 +100,7 @@ class Track:
             prompt_token_ids=self.message.prompt_token_ids,
             outputs=[sample.result() for sample in self.samples],
             finished=self.finished,
+            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
             num_cached_tokens=self.num_cached,
             metrics=self.metrics,
         )
@@ -97,18 +109,26 @@ class Track:
 class _Sample:
     def __init__(self, index: int, message: Submit, tokenizer: Tokenizer | None, *, stream: bool) -> None:
         params = message.params
+        if not params.detokenize:
+            tokenizer = None
         self.index = index
         self.tokenizer = tokenizer
+        self.params = params
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.logprobs: list[dict[int, Logprob]] | None = [] if params.logprobs is not None else None
+        self.logprobs: list[dict[int, Logprob]] | None = [] if params.num_logprobs is not None else None
         self.cumulative = 0.0
         self._own_stops = frozenset(params.stop_ids)
-        # only when text is looked at before the end
-        watched = tokenizer is not None and (stream or bool(params.stop_strings))
-        self._detokenizer = Detokenizer(tokenizer) if watched and tokenizer is not None else None
+        self._decoded = _decoded(tokenizer)
+        # only when text is looked at before the end, or is not what the tokenizer itself makes
+        watched = stream or bool(params.stop_strings) or not params.spaces_between_special_tokens
+        self._detokenizer = (
+            Detokenizer(tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
+            if watched and tokenizer is not None
+            else None
+        )
         self._matcher = (
             StopMatcher(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
         )
@@ -121,8 +141,7 @@ class _Sample:
             self.token_ids.append(token)
             if self.logprobs is not None and output.logprobs is not None:
                 self._take_logprobs(token, output.logprobs[place])
-            # the end token is no text
-            is_end = output.stop_token is not None and place == len(output.token_ids) - 1
+            is_end = self._hides_last(output) and place == len(output.token_ids) - 1
             if self._detokenizer is not None and not is_end and self._watch(self._detokenizer.push([token])):
                 stopped = True
                 break
@@ -152,8 +171,8 @@ class _Sample:
             if self._matcher is not None:
                 self.text += self._matcher.finish()
         elif self.tokenizer is not None:
-            shown = self.token_ids[:-1] if output.stop_token is not None else self.token_ids
-            self.text = self.tokenizer.decode(shown)
+            shown = self.token_ids[:-1] if self._hides_last(output) else self.token_ids
+            self.text = self.tokenizer.decode(shown, self.params.skip_special_tokens)
         self.finish_reason = output.finish_reason.value
         if output.stop_token in self._own_stops:
             self.stop_reason = output.stop_token
@@ -162,15 +181,12 @@ class _Sample:
 
     def _take_logprobs(self, token: int, of_token: TokenLogprobs) -> None:
         assert self.logprobs is not None
-        entry = {token: self._logprob(token, of_token.chosen, of_token.rank)}
-        for rank, (other, value) in enumerate(zip(of_token.top_ids, of_token.top, strict=True), 1):
-            entry.setdefault(other, self._logprob(other, value, rank))
-        self.logprobs.append(entry)
+        self.logprobs.append(_entry(token, of_token, self.params.given_ids, self._decoded))
         self.cumulative += of_token.chosen
 
-    def _logprob(self, token: int, value: float, rank: int) -> Logprob:
-        text = None if self.tokenizer is None else self.tokenizer.decode([token], skip_special_tokens=False)
-        return Logprob(value, rank, text)
+    def _hides_last(self, output: Output) -> bool:
+        """The token that ended it is no text, unless it is asked for."""
+        return output.stop_token is not None and not self.params.include_stop_str_in_output
 
     def result(self) -> CompletionOutput:
         return CompletionOutput(
@@ -182,3 +198,21 @@ class _Sample:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
+
+
+def _decoded(tokenizer: Tokenizer | None) -> Callable[[int], str | None]:
+    return (lambda token: None) if tokenizer is None else tokenizer.text_of
+
+
+def _entry(
+    token: int, of_token: TokenLogprobs, given_ids: tuple[int, ...], decoded: Callable[[int], str | None]
+) -> dict[int, Logprob]:
+    """The token itself first, then the likeliest, then the given ones, whose rank nobody counted."""
+    entry = {token: Logprob(of_token.chosen, of_token.rank, decoded(token))}
+    for rank, (other, value) in enumerate(zip(of_token.top_ids, of_token.top, strict=True), 1):
+        if other != token:
+            entry[other] = Logprob(value, rank, decoded(other))
+    for other, value in zip(given_ids, of_token.given, strict=True):
+        if other not in entry:
+            entry[other] = Logprob(value, None, decoded(other))
+    return entry

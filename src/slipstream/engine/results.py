@@ -7,7 +7,7 @@ import msgspec
 
 class Logprob(msgspec.Struct, frozen=True):
     logprob: float
-    rank: int | None = None  # 1 is the likeliest
+    rank: int | None = None  # 1 is the likeliest; None for a token of logprob_token_ids that is not among them
     decoded_token: str | None = None
 
 
@@ -25,7 +25,8 @@ class CompletionOutput(msgspec.Struct):
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None  # a token: the chosen one first, then the likeliest
+    # a token: the chosen one first, then the likeliest, then those of logprob_token_ids
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # stop, length, abort or error
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for the end token
 
@@ -41,6 +42,6 @@ class RequestOutput(msgspec.Struct):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # a prompt token; None for the first
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None

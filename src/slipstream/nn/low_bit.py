@@ -11,11 +11,11 @@ from itertools import groupby
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 
 from slipstream.nn.quant import Piece, Weight
 from slipstream.ops.dequant import KINDS, dequantize
-from slipstream.ops.low_bit import Kernel, Packed, make_planes
+from slipstream.ops.linear import linear
+from slipstream.ops.low_bit import Kernel, Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,11 @@ class LowBitWeight(Weight):
             self._pieces = {}
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        flat = x.flatten(0, -2)
         if len(self.runs) == 1:
-            out = self.runs[0].multiply(flat)
+            out = self.runs[0].multiply(x)
         else:
-            out = torch.cat([run.multiply(flat) for run in self.runs], -1)
-        if bias is not None:
-            out = out.add_(bias)
-        return out.unflatten(0, x.shape[:-1])
+            out = torch.cat([run.multiply(x) for run in self.runs], -1)
+        return out if bias is None else out.add_(bias)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         assert len(self.runs) == 1, f"rows are looked up in one tensor, not in {len(self.runs)} of different kinds"
@@ -69,7 +66,7 @@ class LowBitWeight(Weight):
         if kind is None:
             return _PlainRows(_joined([piece.read().float() for piece in pieces]))
         raw = _joined([_blocks(piece) for piece in pieces])
-        packed = self.kernel.pack(make_planes(raw, kind))
+        packed = self.kernel.pack(raw, kind)
         return _PackedRows(packed, kind, raw if len(pieces) == 1 else None)
 
 
@@ -99,7 +96,7 @@ class _PlainRows:
     rows: torch.Tensor
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.rows)
+        return linear(x, self.rows)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return self.rows.index_select(0, ids)

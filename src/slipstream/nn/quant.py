@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+
+from slipstream.ops.linear import linear
 
 
 class Piece(Protocol):
@@ -44,7 +45,7 @@ class Weight(nn.Module, ABC):
 
     @abstractmethod
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [..., columns] to [..., rows]."""
+        """x [T, columns] to [T, rows]."""
 
     @abstractmethod
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
@@ -92,7 +93,7 @@ class PlainWeight(Weight):
         self.data[first_row : first_row + piece.shape[0]].copy_(piece.read())
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.linear(x, self.data, bias)
+        return linear(x, self.data, bias)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return self.data.index_select(0, ids)

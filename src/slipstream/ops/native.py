@@ -1,6 +1,6 @@
 """Fused CPU kernels in C, where the machine has a compiler: many small torch calls become one.
 
-Each op folder may hold a `native.c`. All of them are compiled together, in the background, when the first decode step
+Each op folder may hold a `native.c`. They are compiled in the background, when the first decode step
 asks for it, so no first token ever waits; until then, and without a compiler, the references serve. The result is
 kept in the user's cache folder under a name made of sources, flags and processor. Kernels take float32 on the CPU.
 
@@ -103,7 +103,8 @@ def _load(path: Path) -> ctypes.CDLL:
     found = ctypes.CDLL(str(path))
     for name, arguments in SIGNATURES.items():
         function: Any = getattr(found, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes = arguments
+        function.restype = INT if name.endswith("_works") else None
     return found
 
 
@@ -112,15 +113,16 @@ def _compile(target: Path) -> None:
     assert compiler is not None
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        joined = Path(folder) / "all.c"
-        joined.write_text("".join(f'#include "{source}"\n' for source in _sources()))
-        object_file, result = Path(folder) / "all.o", Path(folder) / "all.so"
         run = functools.partial(
             subprocess.run, check=True, capture_output=True, timeout=_COMPILE_LIMIT, preexec_fn=lambda: os.nice(10)
         )
-        run([compiler, *_flags(), "-c", str(joined), "-o", str(object_file)])
+        objects = []
+        for source in _sources():
+            objects.append(os.path.join(folder, f"{source.parent.name}.o"))
+            run([compiler, *_flags(), "-c", str(source), "-o", objects[-1]])
+        result = os.path.join(folder, "all.so")
         # the OpenMP runtime is left open: torch's own serves, so that there is one pool of threads
-        run([compiler, "-shared", str(object_file), "-o", str(result)])
+        run([compiler, "-shared", *objects, "-o", result])
         os.replace(result, target)
 
 
@@ -190,6 +192,8 @@ SIGNATURES: dict[str, list[Any]] = {
     "slip_rope": [POINTER, POINTER, POINTER, INT, INT, INT, INT, INT],
     "slip_silu_and_mul": [POINTER, POINTER, INT, INT],
     "slip_write_cache": [POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT],
-    "slip_attend_decode": [POINTER] * 6 + [FLOAT] + [INT] * 7,
-    "slip_add_group_sums": [POINTER, POINTER, POINTER, INT, INT, INT],
+    "slip_attend_decode": [POINTER] * 6 + [FLOAT] * 2 + [INT] * 8,
+    "slip_few_tokens": [POINTER] * 3 + [INT] * 3,
+    "slip_low_bit": [POINTER] * 5 + [INT] * 4,
+    "slip_low_bit_works": [],
 }

@@ -25,4 +25,6 @@ static inline float slip_exp(float x) {
     return p * scale;
 }
 
+static inline float slip_tanh(float x) { return 1.0f - 2.0f / (slip_exp(2.0f * x) + 1.0f); }
+
 #endif

@@ -40,13 +40,20 @@ def build_runner(config: EngineConfig, *, progress: bool = False, device: Device
     num_slots = scheduler.depth + 2
     rows = RowTable(num_rows, device)
     tables = PageTables(len(cache.groups), num_rows, scheduler.max_model_len, cache.page_size, device)
-    store = KVStore(cache.groups, cache.num_pages, dtype, device)
+    store = KVStore(cache.groups, cache.group_pages, dtype, device)
     sampler = Sampler(num_rows, config.model.info.vocab_size, device, logit_dtype)
     results = ResultRing(num_slots, result_bytes(config), device)
     return ModelRunner(
         model=model,
         device=device,
-        attention=choose_attention(device.torch_device, config.model.info, cache.page_size, dtype),
+        attention=choose_attention(
+            device.torch_device,
+            config.model.info,
+            cache.page_size,
+            dtype,
+            windows=tuple(group.window for group in cache.groups),
+            score_cap=model.shape.score_cap,
+        ),
         store=store,
         rows=rows,
         input_batch=InputBatch(rows, tables),

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from slipstream.nn.models.base import CausalLM
+from slipstream.ops.sample import TopLogprobs
 from slipstream.runner.batch.input_batch import Gathered
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
-from slipstream.ops.sample import TopLogprobs
 from slipstream.runner.output import PROMPT, ResultRing, StepHandle, result_shape
 from slipstream.runner.sampling.logprobs import prepare_scores
 from slipstream.runner.sampling.sampler import Sampler

@@ -17,23 +17,25 @@ from slipstream.step import StepPlan
 class KVStore:
     """`caches[layer]` is (keys, values), each [pages, page_size, kv heads, head dim]. Page 0 stays zero."""
 
-    def __init__(self, groups: tuple[CacheGroup, ...], num_pages: int, dtype: torch.dtype, device: Device) -> None:
+    def __init__(
+        self, groups: tuple[CacheGroup, ...], group_pages: tuple[int, ...], dtype: torch.dtype, device: Device
+    ) -> None:
         num_layers = sum(len(group.layers) for group in groups)
         self.groups = groups
         self.caches: list[tuple[torch.Tensor, torch.Tensor]] = [None] * num_layers  # type: ignore[list-item]
         group_of_layer = [0] * num_layers
         for number, group in enumerate(groups):
             spec = group.spec
-            shape = (num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
+            shape = (group_pages[number], spec.page_size, spec.num_kv_heads, spec.head_dim)
             for layer in group.layers:
                 group_of_layer[layer] = number
                 try:
                     # zeros, so that a masked slot of a fresh page is a number
                     self.caches[layer] = (device.zeros(shape, dtype), device.zeros(shape, dtype))
                 except (RuntimeError, MemoryError):
-                    need = sum(g.bytes_per_page for g in groups) * num_pages
+                    need = sum(g.bytes_per_page * n for g, n in zip(groups, group_pages, strict=True))
                     raise NotEnoughMemory(
-                        f"the cache of {num_pages} pages takes {need / 2**20:.0f} MiB, more than the machine gives; "
+                        f"the cache takes {need / 2**20:.0f} MiB, more than the machine gives; "
                         "lower max_model_len, max_num_seqs or kv_cache_memory"
                     ) from None
         self.group_of_layer = tuple(group_of_layer)

@@ -97,17 +97,21 @@ class StepHandle:
             return StepResult(np.zeros(0, np.int32), np.zeros(0, np.bool_))
         shape = self._shape
         own = self._host[: shape.num_bytes].copy()  # the slot will be written again
+        if len(shape.fields) == 2:  # mostly
+            tokens, failed = shape.fields
+            return StepResult(
+                np.ndarray(tokens.shape, tokens.dtype, own),
+                np.ndarray(failed.shape, failed.dtype, own, failed.start),
+            )
         read = {field.name: np.ndarray(field.shape, field.dtype, own, field.start) for field in shape.fields}
-        if len(read) == 2:
-            return StepResult(read["tokens"], read["failed"])
         return StepResult(read["tokens"], read["failed"], _logprobs(read, ""), _logprobs(read, PROMPT))
 
 
 def _logprobs(read: dict[str, np.ndarray[Any, Any]], prefix: str) -> StepLogprobs | None:
     if f"{prefix}chosen" not in read:
         return None
-    of = (read[f"{prefix}{name}"] for name in ("chosen", "rank", "top_ids", "top"))
-    return StepLogprobs(*of, given=None if prefix else read.get("given"))
+    chosen, rank, top_ids, top = (read[f"{prefix}{name}"] for name in ("chosen", "rank", "top_ids", "top"))
+    return StepLogprobs(chosen, rank, top_ids, top, None if prefix else read.get("given"))
 
 
 class _Slot:

@@ -63,6 +63,7 @@ class ModelRunner:
             step.hidden = self._forward(step.batch)
 
         self.device.compute.run(body)
+        self.device.compute.flush()
         self._launched = (step, head)
 
     def finish(self) -> StepHandle:
@@ -73,7 +74,10 @@ class ModelRunner:
             return StepHandle(compute.record(), NO_RESULTS, None)
         run = head.run
         compute.run(lambda: run(step.batch, step.hidden))
-        return head.leave()
+        handle = head.leave()
+        compute.flush()
+        self.device.copy.flush()
+        return handle
 
     def _forward(self, batch: Gathered) -> torch.Tensor:
         """Device: the network, once, over all tokens of the step."""

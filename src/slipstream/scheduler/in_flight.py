@@ -21,6 +21,7 @@ class Launched:
     requests: list[Request]
     admissions: list[int]
     scored: list[tuple[Request, int]]  # prompts it scores, and how many tokens of each
+    chunks: list[tuple[Request, int, int]]  # requests that compute and do not sample, their admissions and lengths
 
 
 class InFlight:
@@ -30,9 +31,16 @@ class InFlight:
     def __len__(self) -> int:
         return len(self._steps)
 
-    def launch(self, step: int, requests: list[Request], scored: list[tuple[Request, int]] | None = None) -> None:
+    def launch(
+        self,
+        step: int,
+        requests: list[Request],
+        scored: list[tuple[Request, int]] | None = None,
+        chunks: list[tuple[Request, int, int]] | None = None,
+    ) -> None:
         """`requests` sample in this step, and each has counted its token as pending."""
-        self._steps.append(Launched(step, requests, [request.admission for request in requests], scored or []))
+        admissions = [request.admission for request in requests]
+        self._steps.append(Launched(step, requests, admissions, scored or [], chunks or []))
 
     def oldest(self) -> Launched:
         """The plan whose result is due, taken out."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from slipstream.request import Request
-from slipstream.scheduler.cache.manager import Added
-from slipstream.step import NO_INTS, NO_PAGES, Admission, Ints, PageUpdates, PromptScores, StepPlan
+from slipstream.scheduler.cache.manager import Run
+from slipstream.step import NO_INTS, NO_PAGES, Admission, Bools, Ints, PageUpdates, PromptScores, StepPlan
 
 _NO_COPIES: Ints = np.zeros((0, 3), np.int32)
 
@@ -43,8 +44,9 @@ class PlanBuilder:
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
 
-    def add_pages(self, row: int, added: list[Added]) -> None:
-        for (rows, places, pages), (start, new) in zip(self._updates, added, strict=True):
+    def change_pages(self, row: int, changed: list[Run]) -> None:
+        for group, start, new in changed:
+            rows, places, pages = self._updates[group]
             for place, page in enumerate(new, start):
                 rows.append(row)
                 places.append(place)
@@ -63,11 +65,12 @@ class PlanBuilder:
         total = num_decodes + len(chunks)
         arrays.advance(self.decodes)
         rows, lengths = arrays.rows, arrays.lengths
-        num_tokens = np.ones(total, np.int32)
-        num_given = np.zeros(total, np.int32)
-        samples = np.ones(total, np.bool_)
+        num_tokens, num_given, samples = _all_decode(num_decodes)
         tokens = NO_INTS
         if chunks:
+            num_tokens = np.ones(total, np.int32)
+            num_given = np.zeros(total, np.int32)
+            samples = np.ones(total, np.bool_)
             rows = np.concatenate([rows, np.array([chunk.request.row for chunk in chunks], np.int32)])
             lengths = np.concatenate([lengths, np.array([chunk.request.computed for chunk in chunks], np.int32)])
             num_tokens[num_decodes:] = num_given[num_decodes:] = [chunk.num_tokens for chunk in chunks]
@@ -92,8 +95,13 @@ class PlanBuilder:
             ),
             copies=np.array(self.copies, np.int32) if self.copies else _NO_COPIES,
             num_logprobs=num_logprobs,
-            scores=self._scores(),
+            scores=self._scores() if chunks else None,
         )
+
+    def unsampled(self) -> list[tuple[Request, int, int]]:
+        """Those that compute and do not sample: nobody would tell when their positions are done."""
+        requests = [chunk.request for chunk in self.chunks if not chunk.samples]
+        return [(request, request.admission, request.computed) for request in requests]
 
     def scored(self) -> list[tuple[Request, int]]:
         """Whose prompts are scored, and how many tokens of each; rows must be in order."""
@@ -135,3 +143,9 @@ class DecodeArrays:
 
 def _ints(values: list[int]) -> Ints:
     return np.array(values, np.int32) if values else NO_INTS
+
+
+@lru_cache(1024)
+def _all_decode(count: int) -> tuple[Ints, Ints, Bools]:
+    """What a plan of decodes alone says of each: one position, no token given, a token drawn. Nobody changes them."""
+    return np.ones(count, np.int32), np.zeros(count, np.int32), np.ones(count, np.bool_)

@@ -29,7 +29,6 @@ from slipstream.scheduler.stopping import check_stop
 from slipstream.scheduler.waiting import WaitingQueue
 from slipstream.step import Admission, StepLogprobs, StepPlan, StepResult
 
-
 _SCORED_AT_ONCE = 2**20  # prompt logprobs that one request reports in one step, where its prompt may be cut
 
 
@@ -136,7 +135,12 @@ class Scheduler:
             asked = [k for request in sampling if (k := request.params.num_logprobs) is not None]
             num_logprobs = max(asked, default=None)
         plan = builder.build(self._released, num_logprobs, self._arrays)
-        self._in_flight.launch(self._next_step, sampling, None if plan.scores is None else builder.scored())
+        self._in_flight.launch(
+            self._next_step,
+            sampling,
+            None if plan.scores is None else builder.scored(),
+            builder.unsampled() if self.cache.forgets else None,
+        )
         self._released = []
         self._next_step += 1
         for chunk in builder.chunks:
@@ -166,14 +170,14 @@ class Scheduler:
                             continue
                         num = 1  # the first in line always moves
                     if start + num > request.capacity and not self._make_room(request, start + num, builder):
-                        break
+                        return False
                     self._plan_chunk(request, num, builder)
                     left -= num
                     continue
                 if start + 1 >= request.max_length:
                     continue  # its last token is on the way
                 if not self._make_room(request, start + 1, builder):
-                    break
+                    return False
                 self._set_runway(request)
             # All known tokens are launched, so exactly one is wanted: the token it drew last.
             request.computed = start + 1
@@ -204,14 +208,13 @@ class Scheduler:
             numbers = request.num_staged_ids + (known if request.params.needs_history else 0)
             if not budget.can_stage(places, numbers):
                 return
-            rest = cache.pages_for(known) - cache.pages_for(length)  # for its later chunks
-            added = cache.reserve(request, length, hit, keep=watermark + rest)
-            if added is None:
+            changed = cache.reserve(request, length, hit, keep=watermark, known=known)
+            if changed is None:
                 return
             budget.admit(num, places, numbers)
             self._waiting.remove(request)
             self._seat(request, hit, builder)
-            builder.add_pages(request.row, added)
+            builder.change_pages(request.row, changed)
             self._plan_chunk(request, num, builder)
 
     def _hit(self, request: Request) -> Hit:
@@ -226,7 +229,9 @@ class Scheduler:
             # launched by an earlier plan: copies are made before the step's own writes
             and leader.caught_up < self._next_step
         ):
-            return self.cache.fork(request, leader)
+            hit = self.cache.fork(request, leader)
+            if hit is not None:
+                return hit
         return self.cache.match(request)
 
     def _seat(self, request: Request, hit: Hit, builder: PlanBuilder) -> None:
@@ -241,7 +246,7 @@ class Scheduler:
         request.row = self._free_rows.pop()
         request.admission = self._next_admission
         request.num_known = known
-        request.computed = hit.length
+        request.computed = request.committed = hit.length
         self._next_admission += 1
         self._num_asking += params.num_logprobs is not None
         insort(self._running, request, key=_rank)
@@ -289,13 +294,18 @@ class Scheduler:
         request.runway = min(request.capacity, request.max_length - 1)
 
     def _make_room(self, request: Request, length: int, builder: PlanBuilder) -> bool:
-        """Reserve pages, preempting from the end until there are enough; False if it came to the request itself."""
-        while (added := self.cache.reserve(request, length)) is None:
+        """Reserve pages, preempting from the end until there are enough; False if it came to the request itself.
+
+        If it did, and steps in flight hold pages that it will give back, it keeps its row and waits for them.
+        """
+        while (changed := self.cache.reserve(request, length)) is None:
             victim = self._running[-1]
+            if victim is request and self.cache.will_give_back(request):
+                return False
             self._preempt(victim)
             if victim is request:
                 return False
-        builder.add_pages(request.row, added)
+        builder.change_pages(request.row, changed)
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -315,12 +325,15 @@ class Scheduler:
     def commit(self, result: StepResult) -> list[Output]:
         """Learn the result of the oldest plan in flight. Costs as much as it has sampling rows, long or short."""
         launched = self._in_flight.oldest()
+        for request, admission, length in launched.chunks:
+            if request.admission == admission:
+                request.committed = length
         drawn: list[int] = result.tokens.tolist()
         assert len(drawn) == len(launched.requests), (
             f"step {launched.step} samples {len(launched.requests)} rows, its result has {len(drawn)}"
         )
         count = len(drawn)
-        failed = result.failed.tolist() if result.failed.any() else repeat(False, count)
+        failed = result.failed.tolist() if np.count_nonzero(result.failed) else repeat(False, count)
         tops = repeat(None, count) if result.logprobs is None else _logprobs(launched.requests, result.logprobs)
         outputs: list[Output] = []
         if result.prompt_logprobs is not None:
@@ -387,7 +400,7 @@ class Scheduler:
         self._released.append(request.row)
         self.cache.release(request, spoiled=spoiled)
         request.row = request.admission = -1
-        request.computed = request.num_known = request.runway = 0
+        request.computed = request.committed = request.num_known = request.runway = 0
 
     def _let_siblings_go(self, leader: Request) -> None:
         """They need not wait for their leader any longer, for better or worse."""

@@ -17,13 +17,22 @@ from slipstream.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """The text of one output."""
+    """The text of one output.
 
-    __slots__ = ("_tokenizer", "_skipped", "_steps", "_unmodelled")
+    Some decoders put a space between tokens. Where special tokens are shown, `spaces_between_special_tokens=False`
+    leaves it out between two of them; byte-level tokenizers never had it.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    __slots__ = ("_tokenizer", "_skipped", "_steps", "_unmodelled", "_joined", "_last_joined")
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
+        # a special token directly after another is written as it is
+        self._joined: frozenset[int] = frozenset() if spaces_between_special_tokens else tokenizer.special_ids
+        self._last_joined = False
         self._steps = _steps(tokenizer.decoder_spec)
         # a decoder that we cannot follow piece by piece decodes once, at the end
         self._unmodelled: list[int] | None = [] if self._steps is None else None
@@ -35,7 +44,18 @@ class Detokenizer:
             assert self._unmodelled is not None
             self._unmodelled.extend(kept)
             return ""
-        pieces: Iterable[str] = [piece for token in kept if (piece := self._tokenizer.piece(token)) is not None]
+        if self._joined:
+            return "".join(map(self._push_one, kept))
+        return self._push(kept)
+
+    def _push_one(self, token: int) -> str:
+        joined = token in self._joined
+        as_it_is, self._last_joined = joined and self._last_joined, joined
+        return (self._tokenizer.piece(token) or "") if as_it_is else self._push([token])
+
+    def _push(self, ids: list[int]) -> str:
+        assert self._steps is not None
+        pieces: Iterable[str] = [piece for token in ids if (piece := self._tokenizer.piece(token)) is not None]
         for step in self._steps:
             pieces = step.push(pieces)
         return "".join(pieces)

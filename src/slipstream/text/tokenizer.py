@@ -45,6 +45,7 @@ class Tokenizer:
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
         # how pieces become text, in the words of tokenizer.json; None joins them by spaces
         self.decoder_spec: dict[str, Any] | None = backend.decoder and json.loads(backend.decoder.__getstate__())
+        self._texts: dict[int, str] = {}  # of tokens asked for one by one
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
 
@@ -106,6 +107,13 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids that have no token are passed over."""
         text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def text_of(self, token: int) -> str:
+        """The text of one token by itself, special or not."""
+        text = self._texts.get(token)
+        if text is None:
+            text = self._texts[token] = self.decode([token], skip_special_tokens=False)
         return text
 
     def is_special(self, token: int) -> bool:

@@ -40,7 +40,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 capped": ("gemma3", {"final_logit_softcapping": 5.0}),
     "phi3": ("phi3", {}),
     "phi3 window": ("phi3", {"sliding_window": 9}),
-    "phi4 mini": ("phi3", {"rope_parameters": LONG_ROPE, "tie_word_embeddings": True}),
+    "phi4 mini": ("phi3", {"rope_parameters": LONG_ROPE, "tie_word_embeddings": True}),  # short enough for both
     "olmo2": ("olmo2", {}),
 }
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -90,6 +90,19 @@ def test_logits_equal_transformers(variant: str, dtype: torch.dtype, tmp_path: P
         assert expected[name].std() > 0.5
         torch.testing.assert_close(whole[name], expected[name], rtol=0, atol=TOLERANCE[dtype])
         torch.testing.assert_close(chunked[name], expected[name], rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(("num_positions", "length"), [(256, 61), (32, 31)], ids=["long", "short"])
+def test_long_rope_chooses_its_factors_by_the_longest_context(num_positions: int, length: int, tmp_path: Path) -> None:
+    """transformers chooses by each prompt, which agrees for prompts longer than the first training length, and for
+    engines that run none."""
+    rope = {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 32}
+    folder = write_tiny(tmp_path, "phi3", torch.float64, **rope)
+    ids = prompts(a=length)["a"]
+    expected = oracle(folder, torch.float64, {"a": ids})["a"]
+    runner = HandRunner(load(folder, torch.float64, num_positions=num_positions), torch.float64)
+    found = torch.cat([runner.run({"a": ids[:20]})["a"], runner.run({"a": ids[20:]})["a"]])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
 
 
 def run_in_steps(runner: HandRunner, texts: dict[str, list[int]]) -> dict[str, torch.Tensor]:

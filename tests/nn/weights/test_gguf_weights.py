@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -14,7 +15,7 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.errors import BadCheckpoint
 from slipstream.nn.weights.gguf import halves_from_pairs
-from tiny import tiny_weights, write_tiny
+from tiny import LONG_ROPE, tiny_weights, write_tiny
 
 THEIRS = {
     "model.embed_tokens": "token_embd",
@@ -32,13 +33,20 @@ THEIRS = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+AROUND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
+GEMMA = AROUND | {"pre_feedforward_layernorm": "ffn_norm"}
+PHI = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
+OWN_THEIRS = {"gemma2": GEMMA, "gemma3": GEMMA, "olmo2": AROUND, "phi3": PHI}
 PROMPT = {"a": [3, 1, 4, 1, 5, 9, 2, 6]}
 
 
 def write_gguf(folder: Path, kind: gguf.GGMLQuantizationType, extra: dict[str, np.ndarray] | None = None) -> Path:
     """The folder's model as one file, with q and k in rotary pairs where llama.cpp has them so."""
     config = json.loads((folder / "config.json").read_text())
-    arch = {"LlamaForCausalLM": "llama", "Qwen3ForCausalLM": "qwen3"}[config["architectures"][0]]
+    family = config["architectures"][0].removesuffix("ForCausalLM").lower()
+    arch = "llama" if family == "mistral" else family
+    theirs = THEIRS | (OWN_THEIRS.get(arch) or {})
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(config["num_hidden_layers"])
@@ -47,10 +55,10 @@ def write_gguf(folder: Path, kind: gguf.GGMLQuantizationType, extra: dict[str, n
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(config["head_dim"])
-    writer.add_value_length(config["head_dim"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(10_000.0)
+    add_family_facts(writer, arch, config, head_dim)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for name, tensor in tiny_weights(folder).items():
         stem, suffix = name.rsplit(".", 1)
@@ -58,7 +66,9 @@ def write_gguf(folder: Path, kind: gguf.GGMLQuantizationType, extra: dict[str, n
         if stem.startswith("model.layers."):
             _, _, number, stem = stem.split(".", 3)
             block = f"blk.{number}."
-        stem = THEIRS[stem]
+        stem = theirs[stem]
+        if arch.startswith("gemma") and stem.endswith("norm"):
+            tensor = tensor + 1
         if arch == "llama" and stem in heads:
             tensor = pairs_from_halves(tensor, heads[stem])
         array = tensor.numpy()
@@ -71,6 +81,31 @@ def write_gguf(folder: Path, kind: gguf.GGMLQuantizationType, extra: dict[str, n
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_family_facts(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any], head_dim: int) -> None:
+    """As llama.cpp's converter does."""
+    rope = config["rope_parameters"]
+    full = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(full["rope_theta"])
+    if full["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(full["factor"])
+    if config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    if arch == "gemma3":
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if arch == "phi3":
+        rotated = int(head_dim * rope["partial_rotary_factor"])
+        writer.add_rope_dimension_count(rotated)
+        if rope["rope_type"] == "longrope":
+            writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
+            for which in ("long", "short"):
+                writer.add_tensor(f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"], np.float32))
 
 
 def pairs_from_halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -100,6 +135,30 @@ def test_float32_file_gives_the_same_weights(family: str, tied: bool, tmp_path: 
     assert found.keys() == expected.keys()
     for name in expected:
         assert found[name].equal(expected[name]), name
+
+
+# scores scaled by the head's size, as a GGUF has it
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 24}),
+    "gemma3": ("gemma3", {"query_pre_attn_scalar": 24}),
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "phi4 mini": ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 32}),
+    "olmo2": ("olmo2", {}),
+}
+
+
+@pytest.mark.parametrize("variant", FAMILIES)
+def test_every_family_gives_the_same_logits(variant: str, tmp_path: Path) -> None:
+    family, overrides = FAMILIES[variant]
+    folder = write_tiny(tmp_path, family, torch.float64, **overrides)
+    text = {"a": list(range(5, 45))}
+    expected = HandRunner(load(folder, torch.float64), torch.float64).run(text)["a"]
+    path = write_gguf(folder, gguf.GGMLQuantizationType.F32)
+    found = HandRunner(load(path, torch.float64), torch.float64).run(text)["a"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)  # the file's numbers are float32
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_1"])

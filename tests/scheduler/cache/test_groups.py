@@ -1,6 +1,8 @@
 import pytest
 
-from slipstream.scheduler.cache.groups import FullGroup
+from slipstream.cache_spec import WindowSpec
+from slipstream.scheduler.cache.groups import FullGroup, WindowGroup
+from slipstream.step import NULL_PAGE
 
 
 @pytest.mark.parametrize(("length", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
@@ -22,3 +24,45 @@ def test_match_stops_at_the_first_page_that_is_missing_and_asks_no_further():
     assert group.match(hash_at, 4) == pages[:2]
     assert asked == [0, 1, 2]
     assert group.match(hash_at, 1) == pages[:1]
+
+
+def window_group(window: int, num_pages: int = 16) -> WindowGroup:
+    return WindowGroup(WindowSpec(1, 8, 4, 4, window), num_pages, step_tokens=8)
+
+
+@pytest.mark.parametrize(
+    ("window", "length", "place"), [(8, 0, 0), (8, 7, 0), (8, 10, 0), (8, 11, 1), (8, 15, 2), (1, 7, 1), (1, 8, 2)]
+)
+def test_the_next_position_of_a_window_needs_pages_from_here(window: int, length: int, place: int):
+    assert window_group(window).first_needed(length) == place
+
+
+def test_a_window_holds_no_more_than_it_sees_and_a_step():
+    group = window_group(8)
+    assert [group.pages_for(n) for n in (1, 4, 5, 16, 1000)] == [1, 1, 2, 4, 5]
+    for committed in range(60):  # whatever a step of eight adds
+        held = -(-(committed + 8) // 4) - group.first_needed(committed)
+        assert held <= group.pages_for(1000)
+
+
+@pytest.mark.parametrize(
+    ("there", "limit", "expected"),
+    [
+        ("11111", 5, "00011"),
+        ("00011", 5, "00011"),  # what lies before the window may be gone
+        ("11101", 5, "011"),
+        ("10110", 5, "0011"),
+        ("11000", 5, "11"),
+        ("01001", 5, ""),
+        ("11111", 1, "1"),
+        ("11111", 0, ""),
+    ],
+)
+def test_a_window_matches_the_longest_prefix_whose_last_window_is_there(there: str, limit: int, expected: str):
+    group = window_group(8)
+    pages = group.pool.take(5)
+    for place, published in enumerate(there):
+        if published == "1":
+            group.pool.publish(pages[place], bytes([place]))
+    found = group.match(lambda place: bytes([place]), limit)
+    assert found == [page if kept == "1" else NULL_PAGE for page, kept in zip(pages, expected, strict=False)]

@@ -4,6 +4,7 @@ from scripted import make_config
 from slipstream.params import SamplingParams
 from slipstream.request import Request
 from slipstream.scheduler.cache.manager import CacheManager
+from slipstream.step import NULL_PAGE
 
 
 def make(**config: object) -> CacheManager:
@@ -65,9 +66,9 @@ def test_groups_agree_on_the_shortest_of_their_matches():
 def test_reserve_gives_what_is_missing_or_changes_nothing():
     cache = make(num_pages=5)
     req = request(list(range(6)))
-    assert cache.reserve(req, 6, cache.match(req)) == [(0, req.pages[0])]
+    assert cache.reserve(req, 6, cache.match(req)) == [(0, 0, req.pages[0])]
     assert req.capacity == 8
-    assert cache.reserve(req, 9) == [(2, req.pages[0][2:])]
+    assert cache.reserve(req, 9) == [(0, 2, req.pages[0][2:])]
     before = list(req.pages[0])
     assert cache.reserve(req, 17) is None
     assert req.pages[0] == before and cache.num_free == 1 and req.capacity == 12
@@ -204,3 +205,75 @@ def test_check_sees_a_page_held_by_strangers():
     two.pages[0] += one.pages[0]
     with pytest.raises(AssertionError, match="shared by strangers"):
         cache.check()
+
+
+def run_to(cache: CacheManager, req: Request, committed: int, launched: int) -> None:
+    """As if it had decoded: tokens known to one past the committed positions, the rest in flight."""
+    req.tokens += range(1000, 1000 + committed + 1 - len(req.tokens))
+    req.computed = launched
+
+
+def test_pages_before_the_window_are_given_back_by_committed_length():
+    cache = make(windows=(8, 0))
+    req = request(list(range(10)))
+    admit(cache, req)
+    req.num_known = 10
+    first = list(req.pages[0])
+    run_to(cache, req, committed=11, launched=19)  # launched, it would need nothing before position 12
+    changed = cache.reserve(req, 20)
+    assert changed is not None and changed[0] == (0, 0, [NULL_PAGE])
+    assert req.pages[0][:3] == [NULL_PAGE, *first[1:]] and NULL_PAGE not in req.pages[1]
+    assert [len(pages) for pages in req.pages] == [5, 5] and req.capacity == 20
+    cache.check()
+    cache.release(req)
+    assert all(group.pool.num_free == group.pool.num_usable for group in cache.groups)
+
+
+def test_pages_given_back_make_room_in_the_same_call():
+    cache = make(windows=(8,), window_pages=5, step_tokens=4)  # four to hand out
+    req = request(list(range(4)))
+    assert cache.can_ever_fit(64)
+    admit(cache, req)
+    req.num_known = 4
+    for committed in range(4, 60):
+        run_to(cache, req, committed, committed)
+        assert cache.reserve(req, committed + 1) is not None
+        req.computed = committed + 1
+        cache.check()
+    assert not make(windows=(8,), window_pages=4, step_tokens=4).can_ever_fit(64)
+
+
+def test_a_request_that_waits_for_its_steps_in_flight_knows():
+    cache = make(windows=(8,))
+    req = request(list(range(10)))
+    admit(cache, req)
+    req.num_known = 10
+    run_to(cache, req, committed=11, launched=14)
+    assert not cache.will_give_back(req)
+    req.computed = 15
+    assert cache.will_give_back(req)
+
+
+def test_all_groups_agree_where_a_window_has_what_it_needs():
+    cache = make(windows=(8, 0))
+    first = request(list(range(24)))
+    admit(cache, first)
+    cache.groups[0].pool.forget(first.pages[0][4])
+    hit = cache.match(request(list(range(25)), "b"))
+    assert hit.length == 16  # 20 and 24 need the page that is gone
+    assert hit.pages[0] == [NULL_PAGE] * 2 + first.pages[0][2:4]
+    assert hit.pages[1] == first.pages[1][:4]
+    cache.groups[1].pool.forget(first.pages[1][1])
+    assert cache.match(request(list(range(25)), "b")).length == 4
+
+
+def test_a_leader_that_ran_on_cannot_be_forked():
+    cache = make(windows=(4, 0))
+    leader, sibling = request(list(range(10))), request(list(range(10)))
+    admit(cache, leader)
+    leader.num_known = 10
+    hit = cache.fork(sibling, leader)
+    assert hit is not None and hit.pages[0] == [NULL_PAGE, leader.pages[0][1]]
+    run_to(cache, leader, committed=15, launched=15)
+    assert cache.reserve(leader, 17) is not None
+    assert cache.fork(sibling, leader) is None

@@ -11,10 +11,19 @@ from slipstream.nn.attention.backend import AttentionBackend
 from slipstream.nn.attention.sdpa import SdpaAttention
 
 
-def choose_attention(device: torch.device, info: ModelInfo, page_size: int, dtype: torch.dtype) -> AttentionBackend:
+def choose_attention(
+    device: torch.device,
+    info: ModelInfo,
+    page_size: int,
+    dtype: torch.dtype,
+    windows: tuple[int, ...],
+    score_cap: float,
+) -> AttentionBackend:
     """Our kernels on CUDA, where Triton is there to compile them; torch's own attention everywhere else."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from slipstream.nn.attention.triton import TritonAttention
 
-        return TritonAttention(page_size, info.num_heads, info.num_kv_heads, info.head_dim, dtype)
-    return SdpaAttention(page_size, dtype)
+        return TritonAttention(
+            page_size, info.num_heads, info.num_kv_heads, info.head_dim, dtype, windows, soft_cap=score_cap
+        )
+    return SdpaAttention(page_size, dtype, windows, score_cap)

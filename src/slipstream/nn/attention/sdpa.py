@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from slipstream.config.memory import GATHERED_KEYS
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.ops.cache_write import write_cache
-from slipstream.ops.paged_attention import attend_chunk, attend_pages, attend_single
+from slipstream.ops.paged_attention import attend_chunk, attend_decode, attend_pages, attend_single, serves_decode
 
 # One more call costs about as much as this many masked key positions.
 CALL_COST = 256
@@ -34,6 +34,16 @@ class _Singles:
 
 
 @dataclass(frozen=True, slots=True)
+class _Decode:
+    """All rows of one token each, where a kernel reads their pages in place."""
+
+    tokens: slice
+    table: torch.Tensor  # [rows, width]
+    lengths: torch.Tensor  # [rows]
+    window: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Chunk:
     """Several tokens of one row. With no pages they begin at position 0 and see their own keys alone."""
 
@@ -42,7 +52,8 @@ class _Chunk:
     mask: torch.Tensor | None  # [tokens, width * page_size]
 
 
-Parts = tuple[_Singles | _Chunk, ...]
+Part = _Singles | _Decode | _Chunk
+Parts = tuple[Part, ...]
 """In the order of the tokens."""
 
 
@@ -73,13 +84,16 @@ class SdpaAttention:
     def _plan_group(self, batch: BatchView, table: torch.Tensor, window: int) -> Parts:
         widths: NDArray[np.int32] = -(-batch.max_lengths // self.page_size)
         single = batch.num_single
-        parts: list[_Singles | _Chunk] = []
+        parts: list[Part] = []
+        grouped = single  # rows of one token that are gathered
+        if single and serves_decode(batch.lengths, self.dtype):
+            parts.append(_Decode(slice(0, single), table[:single], batch.lengths[:single], window))
+            grouped = 0
+        touched: NDArray[np.int32] = widths[:grouped]
         if window:
-            widths_single = np.minimum(widths[:single], self._touched(window, 1))
-        else:
-            widths_single = widths[:single]
+            touched = np.minimum(touched, self._touched(window, 1))
         for start, stop, width in split_by_width(
-            widths_single.tolist(), CALL_COST // self.page_size, GATHERED_KEYS // self.page_size
+            touched.tolist(), CALL_COST // self.page_size, GATHERED_KEYS // self.page_size
         ):
             last = batch.lengths[start:stop] - 1
             pages, mask = self._see(table[start:stop], last, last, width, window)
@@ -150,6 +164,8 @@ class SdpaAttention:
             mine = query[part.tokens]
             if isinstance(part, _Singles):
                 out = attend_single(mine, keys, values, part.pages, part.mask, scale, cap)
+            elif isinstance(part, _Decode):
+                out = attend_decode(mine, keys, values, part.table, part.lengths, scale, cap, part.window)
             elif part.pages is None or part.mask is None:
                 out = attend_chunk(mine, key[part.tokens], value[part.tokens], scale)
             else:

@@ -107,7 +107,7 @@ def _longrope(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_posit
     if scale is None:
         stretch = factors.get("factor") or max_positions / original
         scale = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-    return plain / divisors, float(scale)
+    return 1.0 / (divisors * (1.0 / plain)), float(scale)
 
 
 def _yarn_scale(factors: dict[str, Any], factor: float) -> float:

@@ -66,7 +66,8 @@ def gemma_rules(shape: DecoderShape) -> Rules:
 
 def gemma_text_rules(shape: DecoderShape) -> Rules:
     """Of a checkpoint that also sees pictures: its text part, as older and newer releases name it."""
-    pictures = {f"{root}{part}.*": None for root in ("", "model.") for part in ("vision_tower", "multi_modal_projector")}
+    parts = ("vision_tower", "multi_modal_projector")
+    pictures = {f"{root}{part}.*": None for root in ("", "model.") for part in parts}
     text = llama_rules(shape, _NORMS, roots=("language_model.model", "model.language_model"))
     head = {"language_model.lm_head.weight": None if shape.tied else "head.weight"}
     return Rules(pictures | head) | text

@@ -17,7 +17,8 @@ def layer_windows(info: ModelInfo, is_local: Callable[[int], bool]) -> tuple[int
         kinds = [LOCAL if is_local(layer) else FULL for layer in range(info.num_layers)]
     if not isinstance(kinds, list) or len(kinds) != info.num_layers or not {*kinds} <= {LOCAL, FULL}:
         raise BadCheckpoint(
-            f"layer_types of config.json is {kinds!r}; it must say {LOCAL} or {FULL} for each of {info.num_layers} layers"
+            f"layer_types of config.json is {kinds!r}; "
+            f"it must say {LOCAL} or {FULL} for each of {info.num_layers} layers"
         )
     if LOCAL not in kinds:
         return (0,) * info.num_layers

@@ -33,18 +33,38 @@ NAMES = Rules(
     }
 )
 
+_NORMS_AROUND: dict[str, str | None] = {
+    "blk.{n}.post_attention_norm.weight": "model.layers.{n}.post_attention_layernorm.weight",
+    "blk.{n}.ffn_norm.weight": "model.layers.{n}.pre_feedforward_layernorm.weight",
+    "blk.{n}.post_ffw_norm.weight": "model.layers.{n}.post_feedforward_layernorm.weight",
+}
+# by general.architecture: names that mean something else there
+_OWN_NAMES: dict[str, dict[str, str | None]] = {
+    "gemma2": _NORMS_AROUND,
+    "gemma3": _NORMS_AROUND,
+    "olmo2": _NORMS_AROUND,
+    "phi3": {
+        "rope_factors_{which}.weight": None,  # became part of ModelInfo.rope
+        "blk.{n}.attn_qkv.weight": "model.layers.{n}.self_attn.qkv_proj.weight",
+        "blk.{n}.ffn_up.weight": "model.layers.{n}.mlp.gate_up_proj.weight",
+    },
+}
+
 
 class GgufSource:
     def __init__(self, file: GgufFile, num_heads: int, num_kv_heads: int) -> None:
         self.file = file
+        architecture = str(file.fields.get("general.architecture"))
+        self.names = Rules(_OWN_NAMES.get(architecture, {})) | NAMES
         # Files of the llama architecture have the rows of q and k in the order of rotary pairs.
-        paired = file.fields.get("general.architecture") == "llama"
-        self.paired_heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if paired else {}
+        self.paired_heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if architecture == "llama" else {}
+        # Gemma's norms are stored as they are multiplied, not as their distance from 1.
+        self.norm_offset = 1.0 if architecture in ("gemma2", "gemma3") else 0.0
 
     def __iter__(self) -> Iterator[SourceTensor]:
         for tensor in self.file.tensors.values():
             try:
-                name = NAMES.rename(tensor.name)
+                name = self.names.rename(tensor.name)
             except KeyError:
                 name = tensor.name  # the loader names it as unexpected
             if name is not None:
@@ -52,7 +72,10 @@ class GgufSource:
                 yield SourceTensor(name, tensor.shape, tensor.kind, partial(self._read, tensor), blocks)
 
     def _read(self, tensor: GgufTensor) -> torch.Tensor:
-        return self._in_our_order(tensor, read_numbers(tensor))
+        numbers = self._in_our_order(tensor, read_numbers(tensor))
+        if self.norm_offset and tensor.name.endswith("norm.weight"):
+            return numbers - self.norm_offset
+        return numbers
 
     def _blocks(self, tensor: GgufTensor) -> torch.Tensor:
         return self._in_our_order(tensor, _raw_rows(tensor))

@@ -1,5 +1,9 @@
 """Activations of gated feed-forwards, on a gate and an up projection made by one product."""
 
-from slipstream.ops.activation.reference import gelu_tanh_and_mul, silu_and_mul
+from slipstream.ops.activation import native, reference
+from slipstream.ops.dispatch import by_device
+
+silu_and_mul = by_device(native.silu_and_mul, "slipstream.ops.activation.triton")
+gelu_tanh_and_mul = by_device(reference.gelu_tanh_and_mul, "slipstream.ops.activation.triton")
 
 __all__ = ["gelu_tanh_and_mul", "silu_and_mul"]

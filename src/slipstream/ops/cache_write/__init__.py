@@ -1,5 +1,5 @@
 """Writes a step's keys and values into their pages."""
 
-from slipstream.ops.cache_write.reference import write_cache
+from slipstream.ops.cache_write.native import write_cache
 
 __all__ = ["write_cache"]

@@ -31,7 +31,9 @@ def split(raw: torch.Tensor, kind: str) -> Blocks:
     head, size = KINDS[kind]
     blocks = raw.view(raw.shape[0], -1, size)
     numbers = blocks[..., :head].contiguous().view(torch.float16).float()
-    return Blocks(numbers[..., :1], numbers[..., 1:] if head > 2 else None, blocks[..., head:].contiguous())
+    # copies also where a view would do, so that they begin at an address which wider numbers may be read from
+    weights = blocks[..., head:].clone(memory_format=torch.contiguous_format)
+    return Blocks(numbers[..., :1], numbers[..., 1:] if head > 2 else None, weights)
 
 
 def dequantize(raw: torch.Tensor, kind: str) -> torch.Tensor:

@@ -6,6 +6,7 @@ import importlib.util
 
 import torch
 
+from slipstream.ops.linear import native as few
 from slipstream.ops.linear.reference import linear as _reference
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -18,4 +19,6 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         from slipstream.ops.linear.triton import few_rows
 
         return few_rows(x, weight, bias)
+    if few.serves(x, weight):
+        return few.few_tokens(x, weight, bias)
     return _reference(x, weight, bias)

@@ -1,42 +1,15 @@
-"""The 4-bit kernels of torch, which differ by machine: what each takes, and which one works here.
-
-Neither is asked by name of the machine alone: a small product must come out right first.
-"""
+"""The 4-bit kernels of torch, which differ by machine, and what each takes."""
 
 from __future__ import annotations
 
-import functools
-import logging
 import platform
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from slipstream.ops.dequant import BLOCK
-from slipstream.ops.low_bit.planes import PLANES, Planes
-from slipstream.ops.low_bit.reference import add_group_sums, multiply
-
-log = logging.getLogger(__name__)
-
-
-class Packed(Protocol):
-    """Weights as a kernel wants them."""
-
-    def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, columns] float32 to [T, rows]."""
-
-
-class Kernel(Protocol):
-    name: str
-
-    def works(self) -> bool:
-        """Whether this machine has it, and fast."""
-
-    def pack(self, planes: Planes) -> Packed: ...
-
-    def num_bytes(self, kind: str, num_rows: int, num_columns: int) -> int:
-        """What weights of a GGUF kind take once packed."""
+from slipstream.ops.low_bit.planes import PLANES, make_planes
+from slipstream.ops.low_bit.reference import add_group_sums
 
 
 class DynamicQuant:
@@ -47,18 +20,20 @@ class DynamicQuant:
 
     name = "dynamic quant"
 
-    def works(self) -> bool:
+    def belongs(self) -> bool:
         on_arm = platform.machine().lower() in ("aarch64", "arm64")
         # without this library torch computes the same by a plain loop
-        return on_arm and torch.backends.kleidiai.is_available() and _gives_right_product(self)
+        return on_arm and torch.backends.kleidiai.is_available()
 
-    def pack(self, planes: Planes) -> Packed:
+    def pack(self, raw: torch.Tensor, kind: str) -> _DynamicQuantWeight:
+        planes = make_planes(raw, kind)
         size = (planes.num_columns, planes.num_rows)
         packed = tuple(
             torch.ops.aten._dyn_quant_pack_4bit_weight(pairs, scale.bfloat16(), None, BLOCK, *size)
             for pairs, scale in zip(planes.pairs, planes.scales, strict=True)
         )
-        return _DynamicQuantWeight(packed, planes.offset, *size)
+        offset = None if planes.offset is None else planes.offset.t().contiguous()
+        return _DynamicQuantWeight(packed, offset, *size)
 
     def num_bytes(self, kind: str, num_rows: int, num_columns: int) -> int:
         groups = num_columns // BLOCK
@@ -69,7 +44,7 @@ class DynamicQuant:
 @dataclass(frozen=True, slots=True)
 class _DynamicQuantWeight:
     planes: tuple[torch.Tensor, ...]
-    offset: torch.Tensor | None
+    offset: torch.Tensor | None  # [groups, rows]
     num_columns: int
     num_rows: int
 
@@ -89,12 +64,13 @@ class Int4Pack:
     _CHUNK = 4096  # rows packed at a time: the kernel wants each number in 32 bits first
     _ROWS = 16  # the kernel wants a multiple
 
-    def works(self) -> bool:
+    def belongs(self) -> bool:
         on_x86 = platform.machine().lower() in ("x86_64", "amd64")
         # without vectors torch computes the same by a plain loop
-        return on_x86 and torch.backends.cpu.get_cpu_capability() != "DEFAULT" and _gives_right_product(self)
+        return on_x86 and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
 
-    def pack(self, planes: Planes) -> Packed:
+    def pack(self, raw: torch.Tensor, kind: str) -> _Int4PackWeight:
+        planes = make_planes(raw, kind)
         packed = []
         for number, (pairs, scale) in enumerate(zip(planes.pairs, planes.scales, strict=True)):
             offset = planes.offset if number == 0 and planes.offset is not None else torch.zeros_like(scale)
@@ -127,33 +103,6 @@ class _Int4PackWeight:
         for weight, scales in self.planes[1:]:
             out.add_(product(x, weight, BLOCK, scales))
         return out[:, : self.num_rows]
-
-
-@functools.cache
-def find_kernel() -> Kernel | None:
-    """The kernel of this machine, or None, which is said once in the log."""
-    kernels: tuple[Kernel, ...] = (DynamicQuant(), Int4Pack())
-    for kernel in kernels:
-        if kernel.works():
-            return kernel
-    log.warning("torch has no 4-bit product for this machine; low-bit weights are turned into plain ones")
-    return None
-
-
-def _gives_right_product(kernel: Kernel) -> bool:
-    """By trying it on a few numbers."""
-    rows = torch.arange(BLOCK)
-    columns = torch.arange(2 * BLOCK)
-    pairs = (rows.unsqueeze(1) * 37 + columns[:BLOCK] * 11).remainder(256).to(torch.uint8)
-    scale = (1 + rows.unsqueeze(1) + torch.arange(2)) / 64
-    planes = Planes((pairs, pairs.flip(0)), (scale, 2 * scale), scale.flip(0))
-    x = (columns * 0.7).sin().expand(3, -1) * torch.tensor([[1.0], [-2.0], [0.5]])
-    try:
-        found = kernel.pack(planes).multiply(x)
-    except (RuntimeError, AttributeError, NotImplementedError):
-        return False
-    expected = multiply(x, planes)
-    return bool((found - expected).norm() < 0.03 * expected.norm())
 
 
 def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:

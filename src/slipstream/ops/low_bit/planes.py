@@ -17,7 +17,6 @@ import torch
 
 from slipstream.ops.dequant import split
 
-
 PLANES = {"Q4_0": 1, "Q4_1": 1, "Q8_0": 2}
 
 

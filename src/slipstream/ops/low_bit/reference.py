@@ -21,5 +21,5 @@ def multiply(x: torch.Tensor, planes: Planes) -> torch.Tensor:
 
 
 def add_group_sums(out: torch.Tensor, x: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """What the offsets [rows, groups] add to a product, into out [T, rows]: each times the sum of its columns of x."""
-    return out.addmm_(x.view(x.shape[0], -1, BLOCK).sum(-1), offset.t())
+    """What the offsets [groups, rows] add to a product, into out [T, rows]: each times the sum of its columns of x."""
+    return out.addmm_(x.view(x.shape[0], -1, BLOCK).sum(-1), offset)

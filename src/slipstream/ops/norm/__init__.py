@@ -1,5 +1,9 @@
 """Root mean square norm, alone or joined with the residual add before it."""
 
-from slipstream.ops.norm.reference import add_rms_norm, rms_norm
+from slipstream.ops.dispatch import by_device
+from slipstream.ops.norm import native
+
+rms_norm = by_device(native.rms_norm, "slipstream.ops.norm.triton")
+add_rms_norm = by_device(native.add_rms_norm, "slipstream.ops.norm.triton")
 
 __all__ = ["add_rms_norm", "rms_norm"]

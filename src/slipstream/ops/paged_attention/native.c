@@ -8,7 +8,8 @@
 #define STRETCH 64
 
 static void attend_head(const float *query, float *out, const float *keys, const float *values, const int64_t *pages,
-                        int64_t length, int64_t group, int64_t dim, int64_t page_size, int64_t slot_stride, float scale) {
+                        int64_t first, int64_t length, int64_t group, int64_t dim, int64_t page_size, int64_t slot_stride,
+                        float scale, float cap) {
     float scores[STRETCH], best[group], total[group];
     const float *k[STRETCH + 3], *v[STRETCH + 3];
     for (int64_t g = 0; g < group; g++) {
@@ -16,7 +17,7 @@ static void attend_head(const float *query, float *out, const float *keys, const
         total[g] = 0;
         for (int64_t d = 0; d < dim; d++) out[g * dim + d] = 0;
     }
-    for (int64_t start = 0; start < length; start += STRETCH) {
+    for (int64_t start = first; start < length; start += STRETCH) {
         int64_t count = length - start < STRETCH ? length - start : STRETCH;
         for (int64_t i = 0; i < count; i++) {
             int64_t place = start + i;
@@ -48,6 +49,8 @@ static void attend_head(const float *query, float *out, const float *keys, const
                 scores[i + 2] = s2 * scale;
                 scores[i + 3] = s3 * scale;
             }
+            if (cap > 0)
+                for (int64_t i = 0; i < padded; i++) scores[i] = cap * slip_tanh(scores[i] / cap);
 #pragma omp simd reduction(max : highest)
             for (int64_t i = 0; i < count; i++) highest = scores[i] > highest ? scores[i] : highest;
 #pragma omp simd
@@ -59,7 +62,7 @@ static void attend_head(const float *query, float *out, const float *keys, const
             float shrink = best[g] == -INFINITY ? 0 : slip_exp(best[g] - highest);
             best[g] = highest;
             total[g] = total[g] * shrink + sum;
-            if (start && shrink != 1.0f)
+            if (start > first && shrink != 1.0f)
                 for (int64_t d = 0; d < dim; d++) o[d] *= shrink;
             for (int64_t i = 0; i < padded; i += 4) {
                 const float *v0 = v[i], *v1 = v[i + 1], *v2 = v[i + 2], *v3 = v[i + 3];
@@ -75,15 +78,19 @@ static void attend_head(const float *query, float *out, const float *keys, const
     }
 }
 
-// query [rows, heads, dim] with a stride between rows; keys, values [pages, page_size, kv heads, dim]
+// query [rows, heads, dim] with a stride between rows; keys, values [pages, page_size, kv heads, dim];
+// window: how many keys are seen, 0 for all; cap: bound of the scores, 0 for none
 void slip_attend_decode(const float *query, float *out, const float *keys, const float *values, const int64_t *tables,
-                        const int64_t *lengths, float scale, int64_t num_rows, int64_t num_heads, int64_t num_kv_heads,
-                        int64_t dim, int64_t page_size, int64_t query_stride, int64_t table_stride) {
+                        const int64_t *lengths, float scale, float cap, int64_t window, int64_t num_rows, int64_t num_heads,
+                        int64_t num_kv_heads, int64_t dim, int64_t page_size, int64_t query_stride,
+                        int64_t table_stride) {
     int64_t group = num_heads / num_kv_heads;
 #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (int64_t row = 0; row < num_rows; row++)
-        for (int64_t head = 0; head < num_kv_heads; head++)
+        for (int64_t head = 0; head < num_kv_heads; head++) {
+            int64_t first = window && lengths[row] > window ? lengths[row] - window : 0;
             attend_head(query + row * query_stride + head * group * dim, out + (row * num_heads + head * group) * dim,
-                        keys + head * dim, values + head * dim, tables + row * table_stride, lengths[row], group, dim,
-                        page_size, num_kv_heads * dim, scale);
+                        keys + head * dim, values + head * dim, tables + row * table_stride, first, lengths[row], group,
+                        dim, page_size, num_kv_heads * dim, scale, cap);
+        }
 }

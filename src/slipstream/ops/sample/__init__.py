@@ -1,47 +1,52 @@
 """Sampling on the device: noise, truncation, penalties, logprobs. No function here reads a value on the host."""
 
+from slipstream.ops.dispatch import by_device
+from slipstream.ops.sample import reference
 from slipstream.ops.sample.reference import (
     ACCEPT,
     DRAFT,
     DRAW,
     RESAMPLE,
+    Choice,
     TopLogprobs,
-    draw,
-    drop_below_,
-    forbid_,
-    forbid_matched_,
-    likeliest,
-    logprobs_of,
     match_words,
-    min_p_floor,
-    noise_bits,
-    penalize,
     row_key,
-    step_keys,
-    top_floor,
-    top_logprobs,
     uniform,
 )
+
+_KERNELS = "slipstream.ops.sample.triton"
+
+draw = by_device(reference.draw, _KERNELS)
+drop_below_ = by_device(reference.drop_below_, _KERNELS)
+find_floor = by_device(reference.find_floor, _KERNELS)
+forbid_ = by_device(reference.forbid_, _KERNELS)
+forbid_matched_ = by_device(reference.forbid_matched_, _KERNELS)
+likeliest = by_device(reference.likeliest, _KERNELS)
+logprobs_of = by_device(reference.logprobs_of, _KERNELS)
+noise_bits = by_device(reference.noise_bits, _KERNELS)
+penalize_ = by_device(reference.penalize_, _KERNELS)
+step_keys = by_device(reference.step_keys, _KERNELS)
+top_logprobs = by_device(reference.top_logprobs, _KERNELS)
 
 __all__ = [
     "ACCEPT",
     "DRAFT",
     "DRAW",
     "RESAMPLE",
+    "Choice",
     "TopLogprobs",
     "draw",
     "drop_below_",
+    "find_floor",
     "forbid_",
     "forbid_matched_",
     "likeliest",
     "logprobs_of",
     "match_words",
-    "min_p_floor",
     "noise_bits",
-    "penalize",
+    "penalize_",
     "row_key",
     "step_keys",
-    "top_floor",
     "top_logprobs",
     "uniform",
 ]

@@ -28,6 +28,7 @@ and a small u keeps all its bits in float32, so the choice of log1p over log mat
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -103,19 +104,35 @@ def uniform(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return u.add_(0.5).mul_(2.0**-32).clamp_(max=1 - torch.finfo(dtype).eps / 2)
 
 
-def draw(logits: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """[R, V] logits and [R] step keys to [R] tokens, each with its softmax probability.
+class Choice(NamedTuple):
+    tokens: torch.Tensor  # [R] int64, 0 where failed
+    failed: torch.Tensor  # [R] bool: the row holds NaN, or nothing but -inf
 
-    A token at -inf is never drawn, unless the whole row is: then it is token 0.
-    """
+
+def draw(
+    logits: torch.Tensor,
+    keys: torch.Tensor,  # [R] int64 step keys
+    random: torch.Tensor | None = None,  # [R] bool, rows that get noise; None: all
+    temperature: torch.Tensor | None = None,  # [R], over 0; None: the logits are scaled already
+    floor: torch.Tensor | None = None,  # [R], what `find_floor` says; None: logits under it are -inf already
+) -> Choice:
+    """[R, V] logits to [R] tokens, each with its softmax probability. A token at -inf is never drawn."""
+    if temperature is not None:
+        logits = logits / temperature[:, None]
+    if floor is not None:
+        logits = logits.masked_fill(logits < floor[:, None], -torch.inf)
     noise = uniform(noise_bits(keys, logits.shape[1]), logits.dtype)
-    exponential = noise.neg_().log1p_().neg_()
-    return likeliest(logits - exponential.log_())
+    gumbel = noise.neg_().log1p_().neg_().log_().neg_()
+    if random is not None:
+        gumbel.masked_fill_(~random[:, None], 0)
+    return likeliest(gumbel.add_(logits))
 
 
-def likeliest(logits: torch.Tensor) -> torch.Tensor:
+def likeliest(logits: torch.Tensor) -> Choice:
     """[R, V] to [R] tokens: the first of the largest. `max` says the same as `argmax` and is faster on the CPU."""
-    return logits.max(-1).indices
+    best, tokens = logits.max(-1)
+    failed = (best > -torch.inf).logical_not_()  # NaN is not greater either
+    return Choice(tokens.masked_fill_(failed, 0), failed)
 
 
 def forbid_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor, active: torch.Tensor) -> None:
@@ -136,26 +153,55 @@ def match_words(words: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
 
 
 def forbid_matched_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor, matched: torch.Tensor) -> None:
-    """Put -inf at logits[index[i], ids[i, j]] where matched[i, j]; an id may come more than once. Others are negative."""
+    """Put -inf at logits[index[i], ids[i, j]] where matched[i, j]. An id may come twice, and be -1 where not matched."""
     change = torch.zeros_like(ids, dtype=logits.dtype).masked_fill_(matched, -torch.inf)
     # added, so that an id that two words end with does not depend on which of them comes last
     logits.index_put_((index[:, None], ids.clamp(min=0)), change, accumulate=True)
 
 
-def penalize(
+def penalize_(
     logits: torch.Tensor,
-    counts: torch.Tensor,  # [R, V] how often a token is in the output
-    in_prompt: torch.Tensor,  # [R, V] bool
-    repetition: torch.Tensor,  # [R]
-    presence: torch.Tensor,  # [R]
-    frequency: torch.Tensor,  # [R]
-) -> torch.Tensor:
+    index: torch.Tensor,  # [N] which rows of the logits
+    counts: torch.Tensor,  # [slots, V] int32, how often a token is in the output
+    in_prompt: torch.Tensor,  # [slots, V] bool
+    slots: torch.Tensor,  # [N] where these rows have their counts
+    values: torch.Tensor,  # [N, 3] repetition, presence, frequency
+) -> None:
     """Repetition for tokens of prompt and output, then frequency and presence for those of the output."""
+    repetition, presence, frequency = values[:, :, None].unbind(1)
+    own, counts = logits.index_select(0, index), counts.index_select(0, slots)
     in_output = counts > 0
-    factor = torch.where(in_prompt | in_output, repetition[:, None], 1)
-    logits = torch.where(logits > 0, logits / factor, logits * factor)
-    logits.sub_(frequency[:, None] * counts)
-    return logits.sub_(presence[:, None] * in_output)
+    factor = torch.where(in_prompt.index_select(0, slots) | in_output, repetition, 1)
+    own = torch.where(own > 0, own / factor, own * factor)
+    own.sub_(frequency * counts)
+    logits.index_copy_(0, index, own.sub_(presence * in_output))
+
+
+def find_floor(
+    logits: torch.Tensor,
+    limits: torch.Tensor,  # [R, 3] log of min_p, top_k, top_p; (-inf, V or more, over 1) keeps all
+    order: Sequence[tuple[torch.Tensor, int]],  # index [N] of rows, and how many of their largest to put in order
+    temperature: torch.Tensor | None = None,  # [R], over 0; None: the logits are scaled already
+) -> torch.Tensor:
+    """[R] smallest logits that min-p, then top-k, then top-p keep; -inf for a row of which all stay.
+
+    `order` is the host's help for a sort: the most a top_k of these rows asks for, V for top-p without top-k, 0 for
+    min-p alone. Rows it does not name keep all. A version that needs no sort goes by the limits and ignores it.
+    """
+    if temperature is not None:
+        logits = logits / temperature[:, None]
+    floor = torch.full_like(logits[:, 0], -torch.inf)
+    for index, most in order:
+        log_min_p, top_k, top_p = limits.index_select(0, index).unbind(1)
+        own = logits.index_select(0, index)
+        if most == 0:
+            found = min_p_floor(own.amax(-1), log_min_p)
+        else:
+            whole = most >= own.shape[1]
+            ordered = own.sort(-1, descending=True).values if whole else own.topk(most, -1).values
+            found = top_floor(ordered, min_p_floor(ordered[:, 0], log_min_p), top_k, top_p)
+        floor.index_copy_(0, index, found)
+    return floor
 
 
 def min_p_floor(best: torch.Tensor, log_min_p: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from slipstream.nn.context import BatchView
+from slipstream.ops.rows import gather_rows
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
@@ -33,10 +34,11 @@ class InputBatch:
     def prepare(self, plan: StepPlan, upload: Upload) -> Callable[[], Gathered]:
         """Host: stage the counts; the closure gathers on the device."""
         num_tokens = plan.num_tokens
-        total = plan.total_tokens
+        num_given = len(plan.tokens)
+        total = plan.total_tokens if num_given else len(plan.rows)  # without given tokens all rows decode
         all_single = total == len(plan.rows)
         rows = upload.put(plan.rows.astype(np.int64))
-        token_rows, offsets, counts, query_starts = rows, None, None, None
+        token_rows, offsets, counts, query_starts = None, None, None, None
         if not all_single:
             counts = upload.put(num_tokens.astype(np.int64))
             ends = np.cumsum(num_tokens, dtype=np.int32)
@@ -46,7 +48,6 @@ class InputBatch:
             token_rows = upload.put(np.repeat(plan.rows, num_tokens).astype(np.int64))
             offsets = upload.put(offset_of)
         given = None
-        num_given = len(plan.tokens)
         if num_given:
             ids = np.full(total, -1, np.int64)
             if num_given == total:
@@ -57,33 +58,26 @@ class InputBatch:
                 ids[offset_of < np.repeat(plan.num_given, num_tokens)] = plan.tokens
             given = upload.put(ids)
         num_single = int((num_tokens == 1).argmin()) if not all_single else len(plan.rows)
-        longest = int(plan.lengths.max())
+        longest = int(plan.lengths[plan.lengths.argmax()])  # a third of what max() costs
         table, pages = self.rows, self.page_tables
 
         def gather() -> Gathered:
             row_index = upload.tensor(rows)
-            token_index = upload.tensor(token_rows)
-            positions = table.computed.index_select(0, token_index)
-            if offsets is not None:
-                positions += upload.tensor(offsets)
-            if num_given == total:
-                ids = upload.tensor(given)  # type: ignore[arg-type]
-            else:
-                ids = table.last_token.index_select(0, token_index)
-                if given is not None:
-                    known = upload.tensor(given)
-                    ids = torch.where(known >= 0, known, ids)
-            if counts is None:
-                lengths = positions + 1
-            else:
-                lengths = table.computed.index_select(0, row_index) + upload.tensor(counts)
-            groups = range(len(pages.tables))
+            inputs = gather_rows(
+                table.computed,
+                table.last_token,
+                pages.tables,
+                pages.page_size,
+                pages.width_of(longest),
+                row_index,
+                *(None if span is None else upload.tensor(span) for span in (counts, token_rows, offsets, given)),
+            )
             view = BatchView(
-                ids=ids,
-                positions=positions,
-                lengths=lengths,
-                slots=tuple(pages.slots(g, token_index, positions) for g in groups),
-                page_tables=tuple(pages.pages(g, row_index, longest) for g in groups),
+                ids=inputs.ids,
+                positions=inputs.positions,
+                lengths=inputs.lengths,
+                slots=inputs.slots.unbind(0),
+                page_tables=inputs.pages.unbind(0),
                 num_tokens=num_tokens,
                 max_lengths=plan.lengths,
                 num_single=num_single,

@@ -19,33 +19,24 @@ class PageTables:
     def __init__(self, num_groups: int, num_rows: int, max_length: int, page_size: int, device: Device) -> None:
         self.page_size = page_size
         self.width = -(-max_length // page_size)
-        # per group [num_rows, width]
-        self.tables = [
-            torch.full((num_rows, self.width), NULL_PAGE, dtype=torch.int64, device=device.torch_device)
-            for _ in range(num_groups)
-        ]
+        shape = (num_groups, num_rows, self.width)
+        self.tables = torch.full(shape, NULL_PAGE, dtype=torch.int64, device=device.torch_device)
+        self._of_group = self.tables.unbind(0)
         self._updates: tuple[PageUpdates, ...] = ()
 
     def apply(self, plan: StepPlan) -> None:
         self._updates = plan.new_pages
 
     def flush(self, upload: Upload) -> None:
-        for table, update in zip(self.tables, self._updates, strict=True):
+        for table, update in zip(self._of_group, self._updates, strict=True):
             if len(update.rows):
                 places = upload.put(update.rows.astype(np.int64) * self.width + update.places)
                 pages = upload.put(update.pages.astype(np.int64))
                 upload.then(functools.partial(_write, table, upload, places, pages))
 
-    def slots(self, group: int, token_rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Device: [T] where in the pages each token's keys go."""
-        page_index = positions // self.page_size
-        pages = self.tables[group].view(-1).index_select(0, token_rows * self.width + page_index)
-        return pages * self.page_size + (positions - page_index * self.page_size)
-
-    def pages(self, group: int, rows: torch.Tensor, max_length: int) -> torch.Tensor:
-        """Device: [B, pages of max_length] of these rows."""
-        width = -(-max_length // self.page_size)
-        return self.tables[group][:, :width].index_select(0, rows)
+    def width_of(self, max_length: int) -> int:
+        """Pages that a row of this length takes."""
+        return -(-max_length // self.page_size)
 
 
 def _write(table: torch.Tensor, upload: Upload, places: Span, pages: Span) -> None:

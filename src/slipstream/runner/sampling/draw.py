@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.ops.sample import DRAW, draw, likeliest, row_key, step_keys
+from slipstream.ops.sample import DRAW, Choice, draw, likeliest, row_key, step_keys
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.stage import SampleBatch
 from slipstream.step import Ints, StepPlan
@@ -36,7 +36,7 @@ class Draw:
     def flush(self, upload: Upload) -> None:
         self.keys.flush(upload)
 
-    def prepare(self, rows: Ints, upload: Upload) -> Callable[[torch.Tensor, SampleBatch], torch.Tensor]:
+    def prepare(self, rows: Ints, upload: Upload) -> Callable[[torch.Tensor, SampleBatch], Choice]:
         """Host: the work that turns logits [S, V] into tokens [S]. Noise is made for the random rows alone."""
         if not self._users:
             return _greedy
@@ -48,15 +48,17 @@ class Draw:
             return lambda logits, batch: draw(logits, _keys(keys, batch.rows, batch.positions))
         span = upload.put(np.flatnonzero(random))
 
-        def mixed(logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
+        def mixed(logits: torch.Tensor, batch: SampleBatch) -> Choice:
             index = upload.tensor(span)
             own = _keys(keys, batch.rows.index_select(0, index), batch.positions.index_select(0, index))
-            return likeliest(logits).index_copy_(0, index, draw(logits.index_select(0, index), own))
+            choice = likeliest(logits)
+            choice.tokens.index_copy_(0, index, draw(logits.index_select(0, index), own).tokens)
+            return choice
 
         return mixed
 
 
-def _greedy(logits: torch.Tensor, batch: SampleBatch) -> torch.Tensor:
+def _greedy(logits: torch.Tensor, batch: SampleBatch) -> Choice:
     return likeliest(logits)
 
 

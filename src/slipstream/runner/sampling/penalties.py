@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.ops.sample import penalize
+from slipstream.ops.sample import penalize_
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.slots import Slots, SlotTable
 from slipstream.runner.sampling.stage import SampleBatch, StageWork
@@ -69,16 +69,8 @@ class Penalties:
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
             index, slots = upload.tensor(index_span), upload.tensor(slot_span)
-            repetition, presence, frequency = values.index_select(0, batch.rows.index_select(0, index)).unbind(1)
-            penalized = penalize(
-                logits.index_select(0, index),
-                counts.tensor.index_select(0, slots),
-                in_prompt.tensor.index_select(0, slots),
-                repetition,
-                presence,
-                frequency,
-            )
-            logits.index_copy_(0, index, penalized)
+            own = values.index_select(0, batch.rows.index_select(0, index))
+            penalize_(logits, index, counts.tensor, in_prompt.tensor, slots, own)
 
         def drawn(tokens: torch.Tensor, batch: SampleBatch) -> None:
             places = upload.tensor(slot_span) * vocab_size + tokens.index_select(0, upload.tensor(index_span))

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.ops.sample import TopLogprobs
+from slipstream.ops.sample import Choice, TopLogprobs
+from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.bad_words import BadWords
 from slipstream.runner.sampling.bias import Bias
@@ -36,26 +37,22 @@ class SampleOutput:
     given: torch.Tensor | None = None  # likewise, for rows that gave ids
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made in every step: a frozen one costs twice as much
 class Sample:
     """One step's sampling. The host knows its shape, the device runs it."""
 
     works: list[StageWork]
-    draw: Callable[[torch.Tensor, SampleBatch], torch.Tensor]
+    draw: Callable[[torch.Tensor, SampleBatch], Choice]
     logprobs: Logprobs | None
     given: GivenWork | None
 
     def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> SampleOutput:
         """Device: logits [S, vocabulary] to tokens. The logits may be changed."""
-        failed = (logits.amax(-1) > -torch.inf).logical_not_()  # NaN is not greater either
         raw = logits if self.logprobs is None else self.logprobs.keep(logits)
         for work in self.works:
             work.edit(logits, batch)
-        tokens = self.draw(logits, batch)
-        if self.works:
-            # parameters can contradict each other and leave nothing to draw
-            failed |= logits.gather(1, tokens[:, None]).squeeze(1) == -torch.inf
-        tokens.masked_fill_(failed, 0)
+        # a row may fail by its parameters too: they can contradict each other and leave nothing to draw
+        tokens, failed = self.draw(logits, batch)
         for work in self.works:
             if work.drawn is not None:
                 work.drawn(tokens, batch)
@@ -82,17 +79,18 @@ class Sampler:
         ]
         self.draw = Draw(num_rows, device)
         self.given = GivenLogprobs(num_rows, device)
+        self._states: list[RowState] = [*self.stages, self.draw, self.given]
         self._changed = False  # whether anyone came or went in this step
 
     def apply(self, plan: StepPlan) -> None:
         self._changed = bool(plan.admitted) or len(plan.released) > 0
         if self._changed:
-            for state in (*self.stages, self.draw, self.given):
+            for state in self._states:
                 state.apply(plan)
 
     def flush(self, upload: Upload) -> None:
         if self._changed:
-            for state in (*self.stages, self.draw, self.given):
+            for state in self._states:
                 state.flush(upload)
 
     def prepare(self, plan: StepPlan, upload: Upload) -> Sample:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.ops.sample import drop_below_, min_p_floor, top_floor
+from slipstream.ops.sample import drop_below_, find_floor
 from slipstream.params import SamplingParams
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.stage import SampleBatch, StageWork
@@ -35,19 +34,25 @@ class Truncate:
         self.group = np.full(num_rows, _NONE, np.int8)
         self._users: set[int] = set()  # rows that are in a group
         self.top_k = np.zeros(num_rows, np.int64)  # the vocabulary where there is none
-        self.values = StagedTensor((num_rows, 3), dtype, device)  # log of min_p, top_k, top_p
+        self.limits = StagedTensor((num_rows, 3), dtype, device)  # log of min_p, top_k, top_p
+        self._keep_all = (-math.inf, vocab_size, _NO_TOP_P)
+        for column, value in zip(self.limits.device.unbind(1), self._keep_all, strict=True):
+            column.fill_(value)
 
     def apply(self, plan: StepPlan) -> None:
         self._users.difference_update(plan.released.tolist())
         for admission in plan.admitted:
             row, params = admission.row, admission.params
-            self.group[row] = group = self._group_of(params)
+            before, group = self.group[row], self._group_of(params)
+            self.group[row] = group
             if group == _NONE:
+                if before != _NONE:
+                    self.limits.write(row, self._keep_all)
                 continue
             self._users.add(row)
             self.top_k[row] = top_k = params.top_k if group == _TOP_K else self.vocab_size
             log_min_p = math.log(params.min_p) if params.min_p > 0 else -math.inf
-            self.values.write(row, (log_min_p, top_k, params.top_p if params.top_p < 1 else _NO_TOP_P))
+            self.limits.write(row, (log_min_p, top_k, params.top_p if params.top_p < 1 else _NO_TOP_P))
 
     def _group_of(self, params: SamplingParams) -> int:
         if params.is_greedy:
@@ -59,7 +64,7 @@ class Truncate:
         return _BEST if params.min_p > 0 else _NONE
 
     def flush(self, upload: Upload) -> None:
-        self.values.flush(upload)
+        self.limits.flush(upload)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
         if not self._users:
@@ -67,37 +72,16 @@ class Truncate:
         group = self.group[rows]
         if not group.any():
             return None
-        floors = []
+        groups = []
         for which in (_BEST, _TOP_K, _ALL):
             index = np.flatnonzero(group == which)
             if len(index):
-                max_k = int(self.top_k[rows[index]].max())
-                floors.append(_find_floor(which, index, max_k, self.values.device, upload))
+                most = 0 if which == _BEST else int(self.top_k[rows[index]].max())
+                groups.append((upload.put(index), most))
+        limits = self.limits.device
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
-            floor = torch.full_like(batch.rows, -torch.inf, dtype=logits.dtype)
-            for find in floors:
-                find(floor, logits, batch)
-            drop_below_(logits, floor)
+            order = [(upload.tensor(index), most) for index, most in groups]
+            drop_below_(logits, find_floor(logits, limits.index_select(0, batch.rows), order))
 
         return StageWork(edit)
-
-
-def _find_floor(
-    group: int, index: np.ndarray[Any, np.dtype[np.int64]], max_k: int, values: torch.Tensor, upload: Upload
-) -> Callable[[torch.Tensor, torch.Tensor, SampleBatch], None]:
-    """Host: work that writes the floors of one group's rows."""
-    span = upload.put(index)
-
-    def find(floor: torch.Tensor, logits: torch.Tensor, batch: SampleBatch) -> None:
-        index = upload.tensor(span)
-        log_min_p, top_k, top_p = values.index_select(0, batch.rows.index_select(0, index)).unbind(1)
-        own = logits.index_select(0, index)
-        if group == _BEST:
-            found = min_p_floor(own.amax(-1), log_min_p)
-        else:
-            ordered = own.topk(max_k, -1).values if group == _TOP_K else own.sort(-1, descending=True).values
-            found = top_floor(ordered, min_p_floor(ordered[:, 0], log_min_p), top_k, top_p)
-        floor.index_copy_(0, index, found)
-
-    return find

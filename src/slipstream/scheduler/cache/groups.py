@@ -1,7 +1,8 @@
 """The policy of one cache group: which pages a request of some length must hold.
 
-A kind of memory that behaves otherwise (a window that forgets, a recurrent state) is another class with the same
-methods, chosen by its spec in `make_group`.
+A kind of memory that behaves otherwise (a recurrent state) is another class with the same methods, chosen by its spec
+in `make_group`. A request has a place for every page of its positions; where it holds none any more, the place has
+the null page.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from slipstream.cache_spec import CacheSpec
+from slipstream.cache_spec import CacheSpec, WindowSpec
 from slipstream.scheduler.cache.pages import PagePool
+from slipstream.step import NULL_PAGE
 
 HashAt = Callable[[int], bytes]
 """The hash of a request's n-th full page; made when first asked for."""
@@ -22,13 +24,13 @@ class Group(Protocol):
     pool: PagePool
 
     def pages_for(self, length: int) -> int:
-        """Pages a request holds once `length` positions are computed."""
+        """Pages a request of this length holds at once, at most."""
 
-    def positions_in(self, num_pages: int) -> int:
-        """Positions that can be computed before more pages are needed."""
+    def first_needed(self, length: int) -> int:
+        """The first place whose page is read by the position that follows `length` computed ones, or by later ones."""
 
     def match(self, hash_at: HashAt, limit: int) -> list[int]:
-        """Pages of the longest prefix that is in the cache, at most `limit` pages long."""
+        """Pages of the longest prefix that can be continued from the cache, at most `limit` pages long."""
 
 
 class FullGroup:
@@ -41,8 +43,8 @@ class FullGroup:
     def pages_for(self, length: int) -> int:
         return -(-length // self.page_size)
 
-    def positions_in(self, num_pages: int) -> int:
-        return num_pages * self.page_size
+    def first_needed(self, length: int) -> int:
+        return 0
 
     def match(self, hash_at: HashAt, limit: int) -> list[int]:
         find = self.pool.find
@@ -55,5 +57,38 @@ class FullGroup:
         return pages
 
 
-def make_group(spec: CacheSpec, num_pages: int) -> Group:
+class WindowGroup:
+    """A position sees the last `window` alone, itself among them, so pages wholly before that are given back."""
+
+    def __init__(self, spec: WindowSpec, num_pages: int, step_tokens: int) -> None:
+        self.spec = spec
+        self.step_tokens = step_tokens
+        self.pool = PagePool(num_pages)
+
+    def pages_for(self, length: int) -> int:
+        return self.spec.most_pages(length, self.step_tokens)
+
+    def first_needed(self, length: int) -> int:
+        return max(0, length - self.spec.window + 1) // self.spec.page_size
+
+    def match(self, hash_at: HashAt, limit: int) -> list[int]:
+        """Only the last window before the prefix's end must be there."""
+        find, page_size = self.pool.find, self.spec.page_size
+        found: list[int] = []  # of neighbouring places, the last first
+        end = limit
+        for place in range(limit - 1, -1, -1):
+            if place < self.first_needed(end * page_size):
+                break
+            page = find(hash_at(place))
+            if page is None:
+                found, end = [], place
+            else:
+                found.append(page)
+        return [NULL_PAGE] * (end - len(found)) + found[::-1]
+
+
+def make_group(spec: CacheSpec, num_pages: int, step_tokens: int) -> Group:
+    """`step_tokens`: the most positions that one step adds to a request."""
+    if isinstance(spec, WindowSpec):
+        return WindowGroup(spec, num_pages, step_tokens)
     return FullGroup(spec.page_size, num_pages)

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 
 from slipstream.config.config import CacheConfig
 from slipstream.request import NEVER, Request
-from slipstream.scheduler.cache.groups import make_group
+from slipstream.scheduler.cache.groups import FullGroup, Group, make_group
 from slipstream.scheduler.cache.hashing import extend_hashes
+from slipstream.step import NULL_PAGE
 
 PUBLISH_PAGES = 4  # generated pages published at once: few, so that a row's turn is short, but not singly
 
-Added = tuple[int, list[int]]
-"""What one group added to a request: the place of the first page in its table, and the pages."""
+Run = tuple[int, int, list[int]]
+"""Neighbouring places of a request's table that have changed: the group, the first place, its page and those after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Hit:
     """The part of a newcomer's tokens whose cache content exists already."""
 
     length: int  # positions
-    pages: Sequence[list[int]]  # per group: whole pages, to be held together with others
+    pages: Sequence[list[int]]  # per group: whole pages, to be held together with others; the null page if not needed
     partial: Sequence[int] = ()  # per group, if any: the page that holds the rest, to be copied into the next new page
 
 
@@ -38,7 +39,13 @@ class CacheManager:
             )
         self.page_size = config.page_size
         self.prefix_caching = config.prefix_caching
-        self.groups = tuple(make_group(group.spec, config.num_pages) for group in config.groups)
+        self.groups = tuple(
+            make_group(group.spec, num_pages, config.step_tokens)
+            for group, num_pages in zip(config.groups, config.group_pages, strict=True)
+        )
+        # those that need the most come first: what they do not have need not be looked for in the others
+        self._by_need = sorted(range(len(self.groups)), key=lambda n: not isinstance(self.groups[n], FullGroup))
+        self.forgets = any(not isinstance(group, FullGroup) for group in self.groups)
         self.num_queries = 0  # tokens of requests admitted for the first time
         self.num_hits = 0  # of those, tokens found in the cache
         self.nothing = Hit(0, [[] for _ in self.groups])
@@ -54,12 +61,12 @@ class CacheManager:
         return min((group.pool.num_usable for group in self.groups), default=NEVER)
 
     def pages_for(self, length: int) -> int:
-        """Pages a request of this length holds in the group that needs most."""
+        """Pages a request of this length holds at once in the group that needs most."""
         return max((group.pages_for(length) for group in self.groups), default=0)
 
     def places_for(self, length: int) -> int:
-        """The same over all groups: entries in page tables."""
-        return sum(group.pages_for(length) for group in self.groups)
+        """Entries in the page tables of all groups."""
+        return len(self.groups) * -(-length // self.page_size)
 
     def can_ever_fit(self, length: int) -> bool:
         """Whether one request of this length fits when it has the cache to itself."""
@@ -78,70 +85,102 @@ class CacheManager:
                 extend_hashes(hashes, tokens, min(limit, place + 16), page_size, salt)
             return hashes[place]
 
+        found: dict[int, list[int]] = {}
         while True:
-            found = [group.match(hash_at, limit) for group in self.groups]
-            agreed = min(map(len, found))
-            if all(len(pages) == agreed for pages in found):
-                return Hit(agreed * page_size, found)
+            agreed = limit
+            for index in self._by_need:
+                found[index] = self.groups[index].match(hash_at, agreed)
+                agreed = len(found[index])
+            if all(len(pages) == agreed for pages in found.values()):
+                return Hit(agreed * page_size, [found[index] for index in range(len(self.groups))])
             limit = agreed
 
-    def fork(self, request: Request, leader: Request) -> Hit:
+    def fork(self, request: Request, leader: Request) -> Hit | None:
         """All but the last token of a running leader's prompt, for another sample of it.
 
         Whole pages are shared. The page that holds the last token is copied, unless that token is its first: from
-        there on every sample writes its own. Works without prefix caching too.
+        there on every sample writes its own. Works without prefix caching too. None if the leader has run on and given
+        back pages that the sample would need.
         """
         length = leader.num_prompt - 1
         whole, rest = divmod(length, self.page_size)
+        pages = []
+        for group, held in zip(self.groups, leader.pages, strict=True):
+            first = group.first_needed(length)
+            if NULL_PAGE in held[first : whole + bool(rest)]:
+                return None
+            pages.append([NULL_PAGE] * first + held[first:whole])
         request.hashes = leader.hashes[:whole]  # the same tokens
-        pages = [held[:whole] for held in leader.pages]
         return Hit(length, pages, [held[whole] for held in leader.pages] if rest else ())
 
-    def reserve(self, request: Request, length: int, hit: Hit | None = None, keep: int = 0) -> list[Added] | None:
+    def reserve(
+        self, request: Request, length: int, hit: Hit | None = None, keep: int = 0, known: int = 0
+    ) -> list[Run] | None:
         """Give the request the pages for `length` positions; None, and nothing has changed, if they are not there.
 
-        A newcomer comes with its hit and holds those pages from here on. `keep` pages of each group stay free.
+        Pages that nothing will read again are given back first: those before the window of what is committed, since a
+        step in flight may still read what lies before the launched length. A newcomer comes with its hit and holds
+        those pages from here on; there must be room for all its `known` positions, and `keep` pages of each group
+        stay free.
         """
         if hit is not None:
-            return self._seat(request, length, hit, keep)
-        held_by = request.pages
-        for index, group in enumerate(self.groups):
-            if group.pages_for(length) - len(held_by[index]) > group.pool.num_free - keep:
+            return self._seat(request, length, hit, keep, known)
+        num_places = -(-length // self.page_size)
+        unneeded = [self._unneeded(request, index, group) for index, group in enumerate(self.groups)]
+        for group, held, (_, old) in zip(self.groups, request.pages, unneeded, strict=True):
+            if num_places - len(held) > group.pool.num_free + group.pool.num_held_once(old) - keep:
                 return None
-        added = []
-        capacity = NEVER
-        for index, group in enumerate(self.groups):
-            held = held_by[index]
-            place = len(held)
-            pages = group.pool.take(group.pages_for(length) - place)
-            held += pages
-            added.append((place, pages))
-            capacity = min(capacity, group.positions_in(len(held)))
-        request.capacity = capacity
-        return added
+        if any(old for _, old in unneeded):
+            self.publish(request)  # what is given back may still be found
+        changed: list[Run] = []
+        for index, (group, held, (first, old)) in enumerate(zip(self.groups, request.pages, unneeded, strict=True)):
+            if old:
+                group.pool.release(old[::-1])  # the earliest are taken for something else first
+                held[first : first + len(old)] = [NULL_PAGE] * len(old)
+                changed.append((index, first, [NULL_PAGE] * len(old)))
+            if num_places > len(held):
+                pages = group.pool.take(num_places - len(held))
+                changed.append((index, len(held), pages))
+                held += pages
+        request.capacity = num_places * self.page_size if self.groups else NEVER
+        return changed
 
-    def _seat(self, request: Request, length: int, hit: Hit, keep: int) -> list[Added] | None:
+    def _unneeded(self, request: Request, index: int, group: Group) -> tuple[int, list[int]]:
+        """The pages that nothing will read again, and the place of the first."""
+        held = request.pages[index]
+        stop = group.first_needed(request.num_committed)
+        first = stop
+        while first and held[first - 1] != NULL_PAGE:
+            first -= 1
+        return first, held[first:stop]
+
+    def will_give_back(self, request: Request) -> bool:
+        """Whether steps in flight keep pages of it from being given back."""
+        launched, committed = request.computed, request.num_committed
+        return any(group.first_needed(launched) > group.first_needed(committed) for group in self.groups)
+
+    def _seat(self, request: Request, length: int, hit: Hit, keep: int, known: int) -> list[Run] | None:
         assert not request.pages, f"{request} holds pages already"
+        num_places = -(-length // self.page_size)
         for group, shared in zip(self.groups, hit.pages, strict=True):
-            need = group.pages_for(length) - len(shared)
-            if need > group.pool.num_free - group.pool.num_idle(shared) - keep:
+            held = _real(shared)
+            need = max(num_places - len(shared), group.pages_for(known) - len(held))
+            if need > group.pool.num_free - group.pool.num_idle(held) - keep:
                 return None
         if not request.num_preemptions and self.prefix_caching:
             self.num_queries += len(request.tokens)
             self.num_hits += hit.length
-        added = []
-        capacity = NEVER
-        for group, shared in zip(self.groups, hit.pages, strict=True):
-            group.pool.share(shared)  # before taking, which could take these very pages
-            pages = shared + group.pool.take(group.pages_for(length) - len(shared))
+        changed: list[Run] = []
+        for index, (group, shared) in enumerate(zip(self.groups, hit.pages, strict=True)):
+            group.pool.share(_real(shared))  # before taking, which could take these very pages
+            pages = shared + group.pool.take(num_places - len(shared))
             request.pages.append(pages)
-            added.append((0, list(pages)))
-            capacity = min(capacity, group.positions_in(len(pages)))
+            changed.append((index, 0, list(pages)))
         self._holders.add(request)
         request.num_published = len(hit.pages[0]) if self.groups else 0
-        request.capacity = capacity
+        request.capacity = num_places * self.page_size if self.groups else NEVER
         self._set_mark(request)
-        return added
+        return changed
 
     def publish(self, request: Request) -> None:
         """Let others find the pages that lie wholly inside what is both known and launched."""
@@ -153,7 +192,8 @@ class CacheManager:
         extend_hashes(request.hashes, request.tokens, full, self.page_size, request.cache_salt)
         for group, held in zip(self.groups, request.pages, strict=True):
             for place in range(request.num_published, full):
-                group.pool.publish(held[place], request.hashes[place])
+                if held[place] != NULL_PAGE:
+                    group.pool.publish(held[place], request.hashes[place])
         request.num_published = full
         self._set_mark(request)
 
@@ -164,7 +204,8 @@ class CacheManager:
         """
         if not spoiled:
             self.publish(request)
-        for group, held in zip(self.groups, request.pages, strict=True):
+        for group, places in zip(self.groups, request.pages, strict=True):
+            held = _real(places)
             if spoiled:
                 for page in held:
                     group.pool.forget(page)
@@ -189,12 +230,15 @@ class CacheManager:
             places: dict[int, set[tuple[str, int]]] = {}
             for request in self._holders:
                 held = request.pages[index]
-                assert len(set(held)) == len(held), f"{request} holds a page twice: {held}"
+                needed = held[group.first_needed(request.num_committed) :]
+                assert NULL_PAGE not in needed, f"{request} gave back a page it needs: {held}"
+                assert len(set(_real(held))) == len(_real(held)), f"{request} holds a page twice: {held}"
                 for place, page in enumerate(held):
-                    holders[page] += 1
-                    places.setdefault(page, set()).add((request.id, place))
+                    if page != NULL_PAGE:
+                        holders[page] += 1
+                        places.setdefault(page, set()).add((request.id, place))
                 assert request.num_published <= len(held), f"{request} published {request.num_published} of {len(held)}"
-                assert group.positions_in(len(held)) >= request.capacity, f"{request} thinks it has more room"
+                assert len(held) * self.page_size >= request.capacity, f"{request} thinks it has more room"
                 assert request.computed <= request.capacity, f"{request} computed past its {request.capacity} positions"
             for page in range(1, pool.num_pages):
                 assert pool.refs[page] == holders[page], (
@@ -202,3 +246,8 @@ class CacheManager:
                 )
                 if holders[page] > 1 and not pool.is_published(page):
                     assert len(places[page]) == 1, f"page {page} is shared by strangers: {places[page]}"
+
+
+def _real(places: list[int]) -> list[int]:
+    """The pages among them, without the null page."""
+    return [page for page in places if page != NULL_PAGE]

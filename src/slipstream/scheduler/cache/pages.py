@@ -77,6 +77,11 @@ class PagePool:
         refs = self.refs
         return sum(1 for page in pages if refs[page] == 0)
 
+    def num_held_once(self, pages: Sequence[int]) -> int:
+        """How many of these would be free if one holder let go of them."""
+        refs = self.refs
+        return sum(1 for page in pages if refs[page] == 1)
+
     def publish(self, page: int, page_hash: bytes) -> None:
         """Let others find a held page by its content. If another page has that content already, that one stays."""
         assert self.refs[page] > 0, f"page {page} published while nobody holds it"

@@ -91,7 +91,7 @@ def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
         ("weights", memory.weights, f"{config.model.dtype}, rope table included"),
         ("cache", memory.cache, f"{config.cache.num_pages} pages, one of them the null page"),
         ("tables", memory.tables, f"of {scheduler.max_num_seqs} rows"),
-        ("penalties", memory.penalties, "when every row asks for them; nothing when none does"),
+        ("features", memory.features, "penalties and biases, when every row asks for them; nothing when none does"),
         ("staging", memory.staging + memory.staging_host, f"{scheduler.depth + 2} slots of the host and an arena"),
         ("results", memory.results + memory.results_host, f"{scheduler.depth + 2} slots on each side"),
         ("activations", memory.activations, "of the largest step: the larger of the next two"),

@@ -1,0 +1,19 @@
+"""Gated activations through the fused C kernel where it serves, else by the reference."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.ops import native
+from slipstream.ops.activation import reference
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    if not gate_up.is_contiguous() or not native.serves(gate_up):
+        return reference.silu_and_mul(gate_up)
+    library = native.library()
+    assert library is not None
+    size = gate_up.shape[-1] // 2
+    out = torch.empty(*gate_up.shape[:-1], size)
+    library.slip_silu_and_mul(gate_up.data_ptr(), out.data_ptr(), out.numel() // size, size)
+    return out

@@ -1,0 +1,43 @@
+"""Which low-bit kernel serves on this machine: the first whose small product comes out right."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+from slipstream.ops.dequant import BLOCK
+from slipstream.ops.low_bit.aten import DynamicQuant, Int4Pack
+from slipstream.ops.low_bit.interleaved import Interleaved
+from slipstream.ops.low_bit.kernel import Kernel
+from slipstream.ops.low_bit.planes import make_planes
+from slipstream.ops.low_bit.reference import multiply
+
+log = logging.getLogger(__name__)
+
+
+@functools.cache
+def find_kernel() -> Kernel | None:
+    """The kernel of this machine, or None, which is said once in the log."""
+    kernels: tuple[Kernel, ...] = (Interleaved(), DynamicQuant(), Int4Pack())
+    for kernel in kernels:
+        if kernel.belongs() and gives_right_product(kernel):
+            return kernel
+    log.warning("there is no 4-bit product for this machine; low-bit weights are turned into plain ones")
+    return None
+
+
+def gives_right_product(kernel: Kernel) -> bool:
+    """By trying it on a few numbers."""
+    rows, columns = torch.arange(BLOCK).unsqueeze(1), torch.arange(2 * BLOCK)
+    raw = (rows * 37 + torch.arange(40) * 11).remainder(256).to(torch.uint8)
+    heads = torch.tensor([0.25, -1.5], dtype=torch.float16).view(torch.uint8)
+    raw[:, :4] = raw[:, 20:24] = heads  # scale and minimum of two blocks
+    x = (0.4 + (columns * 0.7).sin()).expand(3, -1) * torch.tensor([[1.0], [-2.0], [0.5]])
+    try:
+        found = kernel.pack(raw, "Q4_1").multiply(x)
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    expected = multiply(x, make_planes(raw, "Q4_1"))
+    return bool((found - expected).norm() < 0.03 * expected.norm())

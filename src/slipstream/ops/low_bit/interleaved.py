@@ -1,0 +1,80 @@
+"""Low-bit products by our own C kernel, where it is compiled already and the processor has 8-bit dot products.
+
+Weights stay what they are in the file, bit for bit; only their order changes, four rows interleaved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.ops import native
+from slipstream.ops.dequant import BLOCK, split
+
+
+class Interleaved:
+    """Activations become 8-bit numbers, a scale for 32 of them, so a row's result is its own alone."""
+
+    name = "interleaved"
+    _ROWS = 4
+
+    def belongs(self) -> bool:
+        library = native.library()
+        return library is not None and bool(library.slip_low_bit_works())
+
+    def pack(self, raw: torch.Tensor, kind: str) -> _InterleavedWeight:
+        blocks = split(raw, kind)
+        groups = blocks.scale.shape[1]
+        offset = blocks.minimum
+        if kind == "Q4_0":
+            offset = blocks.scale * -8
+        return _InterleavedWeight(
+            # 4 columns of a row are one 32-bit number
+            _interleave(blocks.bytes.view(torch.int32)),
+            _interleave(blocks.scale.half()),
+            None if offset is None else _interleave(offset.half()),
+            groups * BLOCK,
+            len(raw),
+        )
+
+    def num_bytes(self, kind: str, num_rows: int, num_columns: int) -> int:
+        of_group = {"Q4_0": 20, "Q4_1": 20, "Q8_0": 34}[kind]
+        return -(-num_rows // self._ROWS) * self._ROWS * (num_columns // BLOCK) * of_group
+
+
+@dataclass(frozen=True, slots=True)
+class _InterleavedWeight:
+    numbers: torch.Tensor  # [rows / 4, groups, 4 or 8, 4] int32
+    scale: torch.Tensor  # [rows / 4, groups, 1, 4] float16
+    offset: torch.Tensor | None  # likewise; only 4-bit weights have them
+    num_columns: int
+    num_rows: int
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        library = native.library()
+        assert library is not None
+        if type(x) is not torch.Tensor:
+            return x.new_empty(x.shape[0], self.num_rows)  # a tensor that has a shape and no numbers
+        x = x.contiguous()
+        out = torch.empty(x.shape[0], self.num_rows)
+        library.slip_low_bit(
+            x.data_ptr(),
+            self.numbers.data_ptr(),
+            self.scale.data_ptr(),
+            None if self.offset is None else self.offset.data_ptr(),
+            out.data_ptr(),
+            4 if self.offset is not None else 8,
+            x.shape[0],
+            self.num_rows,
+            self.num_columns // BLOCK,
+        )
+        return out
+
+
+def _interleave(rows: torch.Tensor) -> torch.Tensor:
+    """[rows, groups, n] to [rows / 4, groups, n, 4 rows], padded with rows of zeros."""
+    missing = -len(rows) % 4
+    if missing:
+        rows = torch.cat((rows, rows.new_zeros(missing, *rows.shape[1:])))
+    return rows.unflatten(0, (-1, 4)).movedim(1, -1).contiguous()

@@ -1,0 +1,101 @@
+"""RMS norm on CUDA: in float32, rounded once; a sum with a residual is rounded before it is normed, as it is stored."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x over its root mean square along the last dimension, times weight: [size], or [heads, size] for x's heads."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, out, None, eps)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of x + residual, and the sum itself, which is the next residual."""
+    assert x.shape == residual.shape
+    residual = residual.contiguous()
+    out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    _launch(x, residual, weight, out, total, eps)
+    return out, total
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    total: torch.Tensor | None,
+    eps: float,
+) -> None:
+    size = x.shape[-1]
+    if x.dim() != 3 or x.stride(2) != 1:
+        assert weight.dim() == 1, f"a weight for each head takes x [tokens, heads, size], not {tuple(x.shape)}"
+        x = x.reshape(-1, 1, size).contiguous() if x.stride(-1) != 1 else x.reshape(-1, 1, size)
+    num, heads, _ = x.shape
+    if not num * heads:
+        return
+    assert weight.is_contiguous() and weight.shape[-1] == size
+    block = triton.next_power_of_2(size)
+    rows = max(1, min(16, 1024 // block))
+    _norm_kernel[(triton.cdiv(num * heads, rows),)](
+        x,
+        residual,
+        weight,
+        out,
+        total,
+        eps,
+        num * heads,
+        x.stride(0),
+        x.stride(1),
+        HEADS=heads,
+        SIZE=size,
+        PER_HEAD=weight.dim() == 2,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=max(1, min(8, rows * block // 256)),
+    )
+
+
+# grid: (groups of rows,), a row being one head of one token
+@triton.jit(do_not_specialize=["num_rows"])
+def _norm_kernel(
+    x,
+    residual,
+    weight,
+    out,
+    total,
+    eps,
+    num_rows,
+    token_stride,
+    head_stride,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PER_HEAD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (place < SIZE)[None, :]
+    head = row % HEADS
+    source = (row // HEADS) * token_stride + head * head_stride
+    target = row[:, None] * SIZE + place[None, :]
+    value = tl.load(x + source[:, None] + place[None, :], mask=mask, other=0.0).to(tl.float32)
+    if residual is not None:
+        value += tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
+        rounded = value.to(total.dtype.element_ty)
+        tl.store(total + target, rounded, mask=mask)
+        value = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)
+    if PER_HEAD:
+        factor = tl.load(weight + head[:, None] * SIZE + place[None, :], mask=mask, other=0.0)
+    else:
+        factor = tl.load(weight + place, mask=place < SIZE, other=0.0)[None, :]
+    value = value * scale[:, None] * factor.to(tl.float32)
+    tl.store(out + target, value.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,22 @@
+"""Rotary positions through the fused C kernel where it serves, else by the reference."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.ops import native
+from slipstream.ops.rope import reference
+
+
+def apply_rope(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    num_tokens, num_heads, dim = x.shape
+    packed = x.stride(2) == 1 and x.stride(1) == dim and rows.is_contiguous() and rows.dtype is x.dtype
+    if not packed or not native.serves(x):
+        return reference.apply_rope(x, rows)
+    library = native.library()
+    assert library is not None
+    out = torch.empty(num_tokens, num_heads, dim)
+    library.slip_rope(
+        x.data_ptr(), rows.data_ptr(), out.data_ptr(), num_tokens, num_heads, dim, rows.shape[-1], x.stride(0)
+    )
+    return out

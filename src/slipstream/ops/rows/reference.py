@@ -1,0 +1,56 @@
+"""A step's inputs in plain torch. T tokens of B rows, G groups of layers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class StepRows(NamedTuple):
+    ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64
+    lengths: torch.Tensor  # [B] int64, positions each row has after the step
+    slots: torch.Tensor  # [G, T] int64, page * page_size + place
+    pages: torch.Tensor  # [G, B, width] int64
+
+
+def gather_rows(
+    computed: torch.Tensor,  # [rows] int64, positions that are in the cache
+    last_token: torch.Tensor,  # [rows] int64
+    tables: torch.Tensor,  # [G, rows, pages of a row] int64
+    page_size: int,
+    width: int,  # pages wanted of each row
+    rows: torch.Tensor,  # [B] int64
+    counts: torch.Tensor | None = None,  # [B] int64, tokens of each row, 0 for padding; None: one token each
+    token_rows: torch.Tensor | None = None,  # [T] int64; None: one token each
+    offsets: torch.Tensor | None = None,  # [T] int64, place among the row's tokens; None: all are first
+    given: torch.Tensor | None = None,  # [T] int64 tokens, negative for one that only the device knows; None: all are
+    out: StepRows | None = None,  # where to write; its pages may be wider than `width`, the rest is left
+) -> StepRows:
+    if token_rows is None:
+        token_rows = rows
+    positions = computed.index_select(0, token_rows)
+    if offsets is not None:
+        positions += offsets
+    ids = last_token.index_select(0, token_rows)
+    if given is not None:
+        ids = torch.where(given >= 0, given, ids)
+    if counts is not None:
+        lengths = computed.index_select(0, rows) + counts
+    elif offsets is None and token_rows is rows:
+        lengths = positions + 1
+    else:
+        lengths = computed.index_select(0, rows) + 1
+    page_index = positions // page_size
+    places = positions - page_index * page_size
+    held = tables.flatten(1).index_select(1, token_rows * tables.shape[2] + page_index)
+    result = StepRows(
+        ids, positions, lengths, held.mul_(page_size).add_(places), tables[:, :, :width].index_select(1, rows)
+    )
+    if out is None:
+        return result
+    for target, source in zip(out[:4], result[:4], strict=True):
+        target.copy_(source)
+    out.pages[:, :, :width].copy_(result.pages)
+    return out

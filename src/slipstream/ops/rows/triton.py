@@ -1,0 +1,137 @@
+"""A step's inputs on CUDA, in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from slipstream.ops.rows.reference import StepRows
+
+_TOKENS = 128  # of one program
+_PAGES = 256  # of one turn
+
+
+def gather_rows(
+    computed: torch.Tensor,
+    last_token: torch.Tensor,
+    tables: torch.Tensor,
+    page_size: int,
+    width: int,
+    rows: torch.Tensor,
+    counts: torch.Tensor | None = None,
+    token_rows: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    given: torch.Tensor | None = None,
+    out: StepRows | None = None,
+) -> StepRows:
+    """As the reference, which says what the arguments are."""
+    if token_rows is None:
+        token_rows = rows
+    num_tokens, num_rows, num_groups = len(token_rows), len(rows), len(tables)
+    assert tables.is_contiguous() and width <= tables.shape[2], f"{width} pages of {tuple(tables.shape)}"
+    if out is None:
+        sizes = ((num_tokens,), (num_tokens,), (num_rows,), (num_groups, num_tokens), (num_groups, num_rows, width))
+        out = StepRows(*(torch.empty(size, dtype=torch.int64, device=rows.device) for size in sizes))
+    assert out.slots.is_contiguous() and out.pages.is_contiguous() and out.slots.shape == (num_groups, num_tokens)
+    assert len(out.ids) == num_tokens and out.pages.shape[1] == len(out.lengths) == num_rows
+    num_blocks = triton.cdiv(num_tokens, _TOKENS)
+    _gather_kernel[(num_blocks + num_rows,)](
+        computed,
+        last_token,
+        tables,
+        rows,
+        counts,
+        token_rows,
+        offsets,
+        given,
+        *out,
+        num_tokens,
+        num_rows,
+        num_blocks,
+        width,
+        tables.shape[1],
+        tables.shape[2],
+        out.pages.shape[2],
+        GROUPS=num_groups,
+        PAGE=page_size,
+        TOKENS=_TOKENS,
+        PAGES=_PAGES,
+        num_warps=4,
+    )
+    return out
+
+
+# grid: (blocks of tokens + rows,)
+@triton.jit(
+    do_not_specialize=[
+        "num_tokens",
+        "num_rows",
+        "num_blocks",
+        "width",
+        "table_rows",
+        "table_width",
+        "out_width",
+    ],
+    do_not_specialize_on_alignment=["rows", "counts", "token_rows", "offsets", "given"],
+)
+def _gather_kernel(
+    computed,
+    last_token,
+    tables,
+    rows,
+    counts,
+    token_rows,
+    offsets,
+    given,
+    ids,
+    positions,
+    lengths,
+    slots,
+    pages,
+    num_tokens,
+    num_rows,
+    num_blocks,
+    width,
+    table_rows,
+    table_width,
+    out_width,
+    GROUPS: tl.constexpr,
+    PAGE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    program = tl.program_id(0)
+    table_size = tl.cast(table_rows, tl.int64) * table_width
+    if program < num_blocks:
+        token = program * TOKENS + tl.arange(0, TOKENS)
+        mask = token < num_tokens
+        row = tl.load(token_rows + token, mask=mask, other=0)
+        position = tl.load(computed + row, mask=mask, other=0)
+        if offsets is not None:
+            position += tl.load(offsets + token, mask=mask, other=0)
+        tl.store(positions + token, position, mask=mask)
+        value = tl.load(last_token + row, mask=mask, other=0)
+        if given is not None:
+            known = tl.load(given + token, mask=mask, other=0)
+            value = tl.where(known >= 0, known, value)
+        tl.store(ids + token, value, mask=mask)
+        for group in range(GROUPS):
+            held = tl.load(tables + group * table_size + row * table_width + position // PAGE, mask=mask, other=0)
+            where = slots + tl.cast(group, tl.int64) * num_tokens + token
+            tl.store(where, held * PAGE + position % PAGE, mask=mask)
+    else:
+        place = program - num_blocks
+        own = tl.load(rows + place)
+        length = tl.load(computed + own)
+        if counts is not None:
+            length += tl.load(counts + place)
+        else:
+            length += 1
+        tl.store(lengths + place, length)
+        for group in range(GROUPS):
+            source = tables + group * table_size + own * table_width
+            target = pages + (tl.cast(group, tl.int64) * num_rows + place) * out_width
+            for start in range(0, width, PAGES):
+                page = start + tl.arange(0, PAGES)
+                tl.store(target + page, tl.load(source + page, mask=page < width), mask=page < width)

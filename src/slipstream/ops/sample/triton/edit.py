@@ -1,0 +1,127 @@
+"""Changes of logits in place."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 2048
+
+
+def penalize_(
+    logits: torch.Tensor,  # [R, V]
+    index: torch.Tensor,  # [N] int64
+    counts: torch.Tensor,  # [slots, V] int32
+    in_prompt: torch.Tensor,  # [slots, V] bool
+    slots: torch.Tensor,  # [N] int64
+    values: torch.Tensor,  # [N, 3]
+) -> None:
+    """As the reference; and an entry whose slot is negative changes nothing."""
+    assert logits.stride(1) == 1 and values.is_contiguous()
+    assert counts.is_contiguous() and in_prompt.is_contiguous() and counts.shape[1] == logits.shape[1]
+    size = logits.shape[1]
+    _penalize_kernel[(triton.cdiv(size, _BLOCK), len(index))](
+        logits, index, counts, in_prompt.view(torch.uint8), slots, values, logits.stride(0), size, BLOCK=_BLOCK
+    )
+
+
+# grid: (blocks, entries)
+@triton.jit(do_not_specialize_on_alignment=["index", "slots"])
+def _penalize_kernel(logits, index, counts, in_prompt, slots, values, stride, size, BLOCK: tl.constexpr):
+    entry = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + entry).to(tl.int64)
+    if slot >= 0:
+        token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        mask = token < size
+        where = logits + tl.load(index + entry).to(tl.int64) * stride + token
+        x = tl.load(where, mask=mask).to(tl.float32)
+        count = tl.load(counts + slot * size + token, mask=mask, other=0)
+        seen = tl.load(in_prompt + slot * size + token, mask=mask, other=0)
+        repetition = tl.load(values + entry * 3).to(tl.float32)
+        presence = tl.load(values + entry * 3 + 1).to(tl.float32)
+        frequency = tl.load(values + entry * 3 + 2).to(tl.float32)
+        factor = tl.where((seen != 0) | (count > 0), repetition, 1.0)
+        x = tl.where(x > 0, tl.div_rn(x, factor), x * factor)
+        x = x - frequency * count.to(tl.float32)
+        x = x - tl.where(count > 0, presence, 0.0)
+        tl.store(where, x.to(logits.dtype.element_ty), mask=mask)
+
+
+def forbid_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor, active: torch.Tensor) -> None:
+    """-inf at logits[index[i], ids[i, j]] where active[i]."""
+    _forbid(logits, index, ids, active[:, None].expand(ids.shape))
+
+
+def forbid_matched_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor, matched: torch.Tensor) -> None:
+    """-inf at logits[index[i], ids[i, j]] where matched[i, j]."""
+    _forbid(logits, index, ids, matched)
+
+
+def _forbid(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor, where: torch.Tensor) -> None:
+    assert logits.stride(1) == 1 and where.shape == ids.shape
+    num, width = ids.shape
+    if num and width:
+        _forbid_kernel[(num,)](
+            logits,
+            index,
+            ids,
+            where.view(torch.uint8),
+            logits.stride(0),
+            logits.shape[1],
+            width,
+            ids.stride(0),
+            ids.stride(1),
+            where.stride(0),
+            where.stride(1),
+            BLOCK=64,
+            num_warps=1,
+        )
+
+
+# grid: (entries,)
+@triton.jit(
+    do_not_specialize=["width", "ids_entry", "ids_place", "where_entry", "where_place"],
+    do_not_specialize_on_alignment=["index", "ids", "where"],
+)
+def _forbid_kernel(
+    logits,
+    index,
+    ids,
+    where,
+    stride,
+    size,
+    width,
+    ids_entry,
+    ids_place,
+    where_entry,
+    where_place,
+    BLOCK: tl.constexpr,
+):
+    entry = tl.program_id(0).to(tl.int64)
+    row = tl.load(index + entry).to(tl.int64)
+    for start in range(0, width, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        inside = place < width
+        token = tl.load(ids + entry * ids_entry + place * ids_place, mask=inside, other=-1).to(tl.int64)
+        out = tl.load(where + entry * where_entry + place * where_place, mask=inside, other=0) != 0
+        tl.store(logits + row * stride + token, float("-inf"), mask=inside & out & (token >= 0) & (token < size))
+
+
+def drop_below_(logits: torch.Tensor, floor: torch.Tensor) -> None:
+    """-inf at logits under their row's floor."""
+    assert logits.stride(1) == 1
+    num_rows, size = logits.shape
+    _drop_kernel[(triton.cdiv(size, _BLOCK), num_rows)](logits, floor, logits.stride(0), size, BLOCK=_BLOCK)
+
+
+# grid: (blocks, rows)
+@triton.jit
+def _drop_kernel(logits, floor, stride, size, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    lowest = tl.load(floor + row).to(tl.float32)
+    if lowest > float("-inf"):
+        token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        where = logits + row * stride + token
+        x = tl.load(where, mask=token < size, other=float("inf")).to(tl.float32)
+        tl.store(where, float("-inf"), mask=x < lowest)

@@ -1,0 +1,316 @@
+"""The smallest logit of each row that min-p, top-k and top-p keep, found without a sort.
+
+One pass over the logits notes the peak of every 128 of them, and sums. The peaks say where to look: if k peaks are
+over some value, so are k logits, hence the k-th largest lies in one of those k places, which hold a few thousand
+logits and not the whole vocabulary. Likewise when the peaks over a value have the share top-p asks for. What is left
+is a search for the largest value over which there is enough, by three pivots at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+_SPAN = 128  # logits of one peak
+_SPANS = 32  # of one chunk
+_TILE = 64  # spans looked at together
+
+
+def find_floor(
+    logits: torch.Tensor,  # [R, V]
+    limits: torch.Tensor,  # [R, 3] log of min_p, top_k, top_p
+    order: Sequence[tuple[torch.Tensor, int]] = (),  # for a sort, which this is not
+    temperature: torch.Tensor | None = None,  # [R]
+) -> torch.Tensor:
+    """[R] float32. Where no more than rounding decides, the sum of top-p may fall on the other side than a sort's."""
+    num_rows, size = logits.shape
+    assert logits.stride(1) == 1 and limits.is_contiguous() and limits.shape == (num_rows, 3)
+    num_spans = triton.cdiv(size, _SPAN)
+    num_chunks = triton.cdiv(num_spans, _SPANS)
+    device = logits.device
+    peaks = torch.empty(num_rows, num_spans, dtype=torch.float32, device=device)
+    stats = torch.empty(num_rows, 3, num_chunks, dtype=torch.float32, device=device)
+    listed = torch.empty(num_rows, num_spans, dtype=torch.int32, device=device)
+    floor = torch.empty(num_rows, dtype=torch.float32, device=device)
+    _survey_kernel[(num_chunks, num_rows)](
+        logits,
+        limits,
+        temperature,
+        peaks,
+        stats,
+        logits.stride(0),
+        size,
+        num_spans,
+        SPAN=_SPAN,
+        SPANS=_SPANS,
+        num_warps=4,
+    )
+    _floor_kernel[(num_rows,)](
+        logits,
+        limits,
+        temperature,
+        peaks,
+        stats,
+        listed,
+        floor,
+        logits.stride(0),
+        size,
+        num_spans,
+        num_chunks,
+        ALL_SPANS=triton.next_power_of_2(num_spans),
+        ALL_CHUNKS=triton.next_power_of_2(num_chunks),
+        SPAN=_SPAN,
+        TILE=_TILE,
+        num_warps=8,
+    )
+    return floor
+
+
+@triton.jit
+def _asks(limits, row, size):
+    """A row's limits, and whether there are any."""
+    log_min_p = tl.load(limits + row * 3).to(tl.float32)
+    top_k = tl.load(limits + row * 3 + 1).to(tl.int32)
+    top_p = tl.load(limits + row * 3 + 2).to(tl.float32)
+    has_min = log_min_p > float("-inf")
+    has_k = top_k < size
+    has_p = top_p <= 1.0
+    return log_min_p, top_k, top_p, has_min, has_k, has_p
+
+
+@triton.jit
+def _load_logits(row, offset, mask, temperature):
+    """Scaled; NaN, whose row gets no token, as if it were out."""
+    x = tl.load(row + offset, mask=mask, other=float("-inf")).to(tl.float32)
+    if temperature is not None:
+        x = tl.div_rn(x, tl.zeros_like(x) + temperature)
+    return tl.where(x == x, x, float("-inf"))
+
+
+# grid: (chunks, rows)
+@triton.jit
+def _survey_kernel(
+    logits,
+    limits,
+    temperature,
+    peaks,
+    stats,
+    stride,
+    size,
+    num_spans,
+    SPAN: tl.constexpr,
+    SPANS: tl.constexpr,
+):
+    """Of a chunk: each span's peak; the highest and lowest number that is not -inf, and the sum of exp(x - highest)."""
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    log_min_p, top_k, top_p, has_min, has_k, has_p = _asks(limits, row, size)
+    if has_min | has_k | has_p:
+        span = chunk * SPANS + tl.arange(0, SPANS)
+        offset = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+        if temperature is not None:
+            scale = tl.load(temperature + row)
+        else:
+            scale = None
+        x = _load_logits(logits + row * stride, offset, offset < size, scale)
+        peak = tl.max(x, 1)
+        tl.store(peaks + row * num_spans + span, peak, mask=span < num_spans)
+        top = tl.max(peak, 0)
+        there = x > float("-inf")
+        # +inf less itself is no number: such a row's sum is not used
+        weight = tl.where(there, tl.exp(x - tl.where(top > float("-inf"), top, 0.0)), 0.0)
+        low = tl.where(there, x, float("inf"))
+        num_chunks = tl.num_programs(0)
+        where = stats + row * 3 * num_chunks + chunk
+        tl.store(where, top)
+        tl.store(where + num_chunks, tl.sum(tl.sum(weight, 1), 0))
+        tl.store(where + 2 * num_chunks, tl.min(tl.min(low, 1), 0))
+
+
+# grid: (rows,)
+@triton.jit(do_not_specialize=["num_chunks"])
+def _floor_kernel(
+    logits,
+    limits,
+    temperature,
+    peaks,
+    stats,
+    listed,
+    floor,
+    stride,
+    size,
+    num_spans,
+    num_chunks,
+    ALL_SPANS: tl.constexpr,
+    ALL_CHUNKS: tl.constexpr,
+    SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    log_min_p, top_k, top_p, has_min, has_k, has_p = _asks(limits, row, size)
+    found = tl.full([], float("-inf"), tl.float32)
+    if has_min | has_k | has_p:
+        span = tl.arange(0, ALL_SPANS)
+        peak = tl.load(peaks + row * num_spans + span, mask=span < num_spans, other=float("-inf"))
+        best = tl.max(peak, 0)
+        found = best + log_min_p
+        if (best == float("inf")) | (best == float("-inf")):
+            # nothing can be compared with an infinite logit but others like it
+            found = best
+        elif has_k | has_p:
+            chunk = tl.arange(0, ALL_CHUNKS)
+            where = stats + row * 3 * num_chunks + chunk
+            top = tl.load(where, mask=chunk < num_chunks, other=float("-inf"))
+            total = tl.load(where + num_chunks, mask=chunk < num_chunks, other=0.0)
+            low = tl.load(where + 2 * num_chunks, mask=chunk < num_chunks, other=float("inf"))
+            total = tl.sum(total * tl.exp(top - best), 0)
+            bottom = tl.maximum(found, tl.min(low, 0))
+
+            # the floor is not under the largest value that enough peaks reach
+            top_p_alone = has_p & (has_k == 0) & (has_min == 0)
+            if has_k | top_p_alone:
+                reached = _reach_of_peaks(peak, best, has_k, top_k, top_p * total, TILE)
+                bottom = tl.maximum(bottom, reached)
+
+            # spans that hold a logit of at least that
+            active = (peak >= bottom) & (span < num_spans)
+            spans = listed + row * num_spans
+            tl.store(spans + tl.cumsum(active.to(tl.int32), 0) - 1, span, mask=active)
+            num_active = tl.sum(active.to(tl.int32), 0)
+            tl.debug_barrier()
+
+            own = logits + row * stride
+            if temperature is not None:
+                scale = tl.load(temperature + row)
+            else:
+                scale = None
+            count, mass = _measure(own, spans, num_active, size, scale, best, bottom, SPAN, TILE)
+            # first the k-th largest, then top-p among those that are left
+            for by_mass in range(2):
+                goal = top_k.to(tl.float32)
+                asked = has_k & (count > top_k)
+                if by_mass:
+                    # ties with the last of k stay, but only k count
+                    surplus = tl.maximum(count - top_k, 0).to(tl.float32) * tl.exp(bottom - best)
+                    goal = top_p * tl.where(top_p_alone, total, mass - surplus)
+                    asked = has_p
+                if asked:
+                    bottom, count, mass = _search(
+                        own, spans, num_active, size, scale, best, bottom, count, mass, goal, by_mass, SPAN, TILE
+                    )
+            found = bottom
+    tl.store(floor + row, found)
+
+
+@triton.jit
+def _reach_of_peaks(peak, best, by_count, count_goal, mass_goal, TILE: tl.constexpr):
+    """A value that as many peaks reach as the goal says, and few more; -inf if there is none."""
+    weight = tl.exp(peak - best)
+    low = tl.min(tl.where(peak > float("-inf"), peak, float("inf")), 0)
+    high = best
+    over = peak >= low
+    count = tl.sum(over.to(tl.int32), 0)
+    mass = tl.sum(tl.where(over, weight, 0.0), 0)
+    enough = (by_count & (count >= count_goal)) | ((by_count == 0) & (mass >= mass_goal))
+    reached = tl.where(enough, low, float("-inf"))
+    rounds = tl.where(enough, 24, 0)
+    while (rounds > 0) & (count > TILE):
+        middle = 0.5 * low + 0.5 * high
+        over = peak >= middle
+        num = tl.sum(over.to(tl.int32), 0)
+        mass = tl.sum(tl.where(over, weight, 0.0), 0)
+        enough = (by_count & (num >= count_goal)) | ((by_count == 0) & (mass >= mass_goal))
+        low = tl.where(enough, middle, low)
+        high = tl.where(enough, high, middle)
+        count = tl.where(enough, num, count)
+        reached = low
+        rounds -= 1
+    return reached
+
+
+@triton.jit
+def _load_spans(own, spans, start, num_active, size, scale, SPAN: tl.constexpr, TILE: tl.constexpr):
+    place = start + tl.arange(0, TILE)
+    span = tl.load(spans + place, mask=place < num_active, other=0)
+    offset = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+    return _load_logits(own, offset, (place < num_active)[:, None] & (offset < size), scale)
+
+
+@triton.jit
+def _measure(own, spans, num_active, size, scale, best, pivot, SPAN: tl.constexpr, TILE: tl.constexpr):
+    """How many logits reach the pivot, and the sum of their weights."""
+    count = tl.full([], 0, tl.int32)
+    mass = tl.full([], 0, tl.float32)
+    for start in range(0, num_active, TILE):
+        x = _load_spans(own, spans, start, num_active, size, scale, SPAN, TILE)
+        over = x >= pivot
+        count += tl.sum(tl.sum(over.to(tl.int32), 1), 0)
+        mass += tl.sum(tl.sum(tl.where(over, tl.exp(x - best), 0.0), 1), 0)
+    return count, mass
+
+
+@triton.jit
+def _search(
+    own,
+    spans,
+    num_active,
+    size,
+    scale,
+    best,
+    low,  # is reached by enough: `count` logits, of weight `mass`
+    count,
+    mass,
+    goal,
+    by_mass,
+    SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The largest value that enough logits reach; or one a little less, reached by the same. And what reaches it."""
+    high = best + tl.maximum(tl.abs(best) * 1e-6, 1e-30)  # is reached by too few
+    count_high = tl.full([], 0, tl.int32)
+    going = count > 1
+    while going:
+        middle = 0.5 * low + 0.5 * high
+        left = 0.5 * low + 0.5 * middle
+        right = 0.5 * middle + 0.5 * high
+        c1 = tl.full([], 0, tl.int32)
+        c2 = tl.full([], 0, tl.int32)
+        c3 = tl.full([], 0, tl.int32)
+        m1 = tl.full([], 0, tl.float32)
+        m2 = tl.full([], 0, tl.float32)
+        m3 = tl.full([], 0, tl.float32)
+        for start in range(0, num_active, TILE):
+            x = _load_spans(own, spans, start, num_active, size, scale, SPAN, TILE)
+            weight = tl.exp(x - best)
+            c1 += tl.sum(tl.sum((x >= left).to(tl.int32), 1), 0)
+            c2 += tl.sum(tl.sum((x >= middle).to(tl.int32), 1), 0)
+            c3 += tl.sum(tl.sum((x >= right).to(tl.int32), 1), 0)
+            m1 += tl.sum(tl.sum(tl.where(x >= left, weight, 0.0), 1), 0)
+            m2 += tl.sum(tl.sum(tl.where(x >= middle, weight, 0.0), 1), 0)
+            m3 += tl.sum(tl.sum(tl.where(x >= right, weight, 0.0), 1), 0)
+        enough1 = tl.where(by_mass != 0, m1, c1.to(tl.float32)) >= goal
+        enough2 = tl.where(by_mass != 0, m2, c2.to(tl.float32)) >= goal
+        enough3 = tl.where(by_mass != 0, m3, c3.to(tl.float32)) >= goal
+        going = (middle > low) & (middle < high)  # no number lies between two neighbours
+        between = count - count_high
+        low = tl.where(enough3, right, tl.where(enough2, middle, tl.where(enough1, left, low)))
+        count = tl.where(enough3, c3, tl.where(enough2, c2, tl.where(enough1, c1, count)))
+        mass = tl.where(enough3, m3, tl.where(enough2, m2, tl.where(enough1, m1, mass)))
+        high = tl.where(enough3, high, tl.where(enough2, right, tl.where(enough1, middle, left)))
+        count_high = tl.where(enough3, count_high, tl.where(enough2, c3, tl.where(enough1, c2, c1)))
+        # one logit between the two: it is the one looked for
+        going = going & (count - count_high > 1) & ((by_mass != 0) | (count.to(tl.float32) > goal))
+        if going & (count - count_high == between):
+            # perhaps they are all equal, as logits of few bits often are
+            first = tl.full([], float("inf"), tl.float32)
+            last = tl.full([], float("-inf"), tl.float32)
+            for start in range(0, num_active, TILE):
+                x = _load_spans(own, spans, start, num_active, size, scale, SPAN, TILE)
+                first = tl.minimum(first, tl.min(tl.min(tl.where(x >= low, x, float("inf")), 1), 0))
+                last = tl.maximum(last, tl.max(tl.max(tl.where(x < high, x, float("-inf")), 1), 0))
+            low = first
+            going = first < last
+    return low, count, mass

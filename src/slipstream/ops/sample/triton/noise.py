@@ -1,0 +1,73 @@
+"""The noise of ops/sample/reference.py, bit for bit."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 1024
+
+
+@triton.jit
+def noise_at(index, low, high):
+    """uint32 bits of a step key's index, the key as two uint32 halves."""
+    x = index.to(tl.uint32) + low
+    x = (x ^ (x >> 16)) * tl.full([], 0x7FEB352D, tl.uint32)
+    x = (x ^ (x >> 15)) ^ high
+    x = x * tl.full([], 0x846CA68B, tl.uint32)
+    x = (x ^ (x >> 16)) * tl.full([], 0x31848BAB, tl.uint32)
+    return x ^ (x >> 14)
+
+
+@triton.jit
+def halves(key):
+    """A step key's low and high 32 bits."""
+    bits = key.to(tl.uint64)
+    return (bits & 0xFFFFFFFF).to(tl.uint32), (bits >> 32).to(tl.uint32)
+
+
+@triton.jit
+def exponential_at(index, low, high):
+    """-log1p(-u) of the index's bits."""
+    u = (noise_at(index, low, high).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2**-32
+    u = tl.minimum(u, 0.99999994)  # the largest number under 1
+    # log1p by log: what the rounding of 1 - u loses, the quotient gives back
+    w = 1.0 - u
+    return tl.where(w == 1.0, u, tl.log(w) * (u / (w - 1.0)))
+
+
+def noise_bits(keys: torch.Tensor, num: int) -> torch.Tensor:
+    """[R] int64 step keys to [R, num] int32."""
+    out = torch.empty(len(keys), num, dtype=torch.int32, device=keys.device)
+    _bits_kernel[(triton.cdiv(num, _BLOCK), len(keys))](keys, out, num, BLOCK=_BLOCK)
+    return out
+
+
+# grid: (blocks, rows)
+@triton.jit
+def _bits_kernel(keys, out, num, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    low, high = halves(tl.load(keys + row))
+    tl.store(out + row * num + index, noise_at(index, low, high).to(tl.int32, bitcast=True), mask=index < num)
+
+
+def step_keys(row_keys: torch.Tensor, positions: torch.Tensor, purpose: int) -> torch.Tensor:
+    """[R] int64 keys of rows and [R] int64 positions to [R] int64 keys of this step."""
+    out = torch.empty_like(row_keys)
+    _keys_kernel[(triton.cdiv(len(out), _BLOCK),)](row_keys, positions, out, len(out), PURPOSE=purpose, BLOCK=_BLOCK)
+    return out
+
+
+# grid: (blocks of rows,)
+@triton.jit(do_not_specialize=["num"])
+def _keys_kernel(row_keys, positions, out, num, PURPOSE: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = row < num
+    z = tl.load(row_keys + row, mask=mask, other=0).to(tl.uint64)
+    step = tl.load(positions + row, mask=mask, other=0).to(tl.uint64) * 4 + (PURPOSE + 1)
+    z = z + step * tl.full([], 0x9E3779B97F4A7C15, tl.uint64)
+    z = (z ^ (z >> 30)) * tl.full([], 0xBF58476D1CE4E5B9, tl.uint64)
+    z = (z ^ (z >> 27)) * tl.full([], 0x94D049BB133111EB, tl.uint64)
+    tl.store(out + row, (z ^ (z >> 31)).to(tl.int64), mask=mask)

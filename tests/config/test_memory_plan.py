@@ -1,0 +1,48 @@
+"""The arithmetic of memory, without a device."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.cache_spec import CacheGroup, PagedSpec
+from slipstream.config.memory import activation_bytes, plan_memory
+from slipstream.config.model_info import ModelInfo, model_info_from_config
+from slipstream.config.options import make_options
+from slipstream.config.resolve import Machine, Source, resolve
+from small_model import CONFIG
+
+INFO: ModelInfo = model_info_from_config(CONFIG | {"vocab_size": 150_000, "max_position_embeddings": 32_768})
+GIB = 2**30
+
+
+def settle(machine: Machine, **options):
+    groups = (CacheGroup(PagedSpec(8, 128, 2, 16), tuple(range(28))),)
+    source = Source("there", "folder", "model", 2 * GIB)
+    return resolve(make_options(**options), INFO, source, groups, "bfloat16", machine)
+
+
+@pytest.mark.parametrize("rows", [8, 256, 1024])
+def test_weights_cache_and_activations_fit_the_share_of_a_gpu(rows):
+    machine = Machine("cuda", 79 * GIB, 80 * GIB, 8, ("bfloat16",))
+    config = settle(machine, gpu_memory_utilization=0.5, max_num_seqs=rows)
+    memory = plan_memory(config, 2 * GIB)
+    taken = machine.total_memory - machine.free_memory
+    # rings and tables come out of the GiB that is left for libraries
+    assert taken + memory.weights + memory.cache + memory.activations + GIB <= 0.5 * machine.total_memory
+    assert memory.cache > 0.5 * (40 * GIB - taken - memory.weights - memory.activations - GIB) or rows == 8
+
+
+def test_everything_is_counted_once():
+    memory = plan_memory(settle(Machine("cpu", 20 * GIB, 24 * GIB, 2, ("bfloat16",)), depth=2), 123)
+    assert memory.weights == 123
+    assert memory.staging_host == 4 * memory.staging  # depth + 2 slots
+    assert memory.results == memory.results_host
+    assert memory.total > memory.weights + memory.cache + memory.activations
+
+
+@pytest.mark.parametrize("more", ["rows", "tokens", "length"])
+def test_a_larger_step_takes_more(more):
+    size = dict(rows=8, tokens=64, length=256, groups=1, on_cpu=True)
+    assert sum(activation_bytes(INFO, "float32", **(size | {more: 4 * size[more]}))) > sum(
+        activation_bytes(INFO, "float32", **size)
+    )

@@ -1,0 +1,72 @@
+"""resolve: every default, in one pure function."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.cache_spec import CacheGroup, PagedSpec
+from slipstream.config.model_info import ModelInfo
+from slipstream.config.options import Options, make_options
+from slipstream.config.resolve import Machine, Source, parse_bytes, resolve, resolve_dtype
+from slipstream.errors import InvalidOption, NotEnoughMemory
+
+INFO = ModelInfo(
+    architecture="LlamaForCausalLM", vocab_size=100, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2,
+    head_dim=16, ffn_size=128, max_positions=1024, norm_eps=1e-6, activation="silu", tied_embeddings=True,
+    dtype="bfloat16",
+)  # fmt: skip
+GROUPS = (CacheGroup(PagedSpec(2, 16, 4, 16), (0, 1)),)
+PAGE_BYTES = GROUPS[0].bytes_per_page
+CPU = Machine("cpu", 8 * 2**30, 16 * 2**30, 4, ("float32",))
+GPU = Machine("cuda", 70 * 2**30, 80 * 2**30, 8, ("bfloat16", "float16", "float32"))
+
+
+def settle(machine=CPU, **options):
+    return resolve(make_options(**options), INFO, Source("/m", "folder", "m", 10**6), GROUPS, "float32", machine)
+
+
+def test_defaults_follow_the_machine():
+    cpu, gpu = settle(), settle(GPU)
+    assert (cpu.scheduler.depth, gpu.scheduler.depth) == (0, 1)
+    assert cpu.scheduler.max_num_batched_tokens < gpu.scheduler.max_num_batched_tokens
+    assert cpu.device.num_threads == 4
+    assert cpu.scheduler.max_model_len == 1024
+    assert cpu.model.load_format == "safetensors"
+
+
+def test_dtype_is_the_checkpoints_where_that_is_fast():
+    assert resolve_dtype(Options(), INFO, CPU) == "float32"
+    assert resolve_dtype(Options(), INFO, GPU) == "bfloat16"
+    assert resolve_dtype(Options(dtype="float64"), INFO, CPU) == "float64"
+    with pytest.raises(InvalidOption, match="CPU"):
+        resolve_dtype(Options(dtype="float64"), INFO, GPU)
+
+
+def test_cache_memory_counts_pages():
+    config = settle(kv_cache_memory=PAGE_BYTES * 65, max_model_len=1024)
+    assert config.cache.num_pages == 65  # one of them the null page
+    with pytest.raises(NotEnoughMemory, match="1008"):
+        settle(kv_cache_memory=PAGE_BYTES * 64, max_model_len=1024)
+    fitted = settle(kv_cache_memory=PAGE_BYTES * 64, max_model_len="auto")
+    assert fitted.scheduler.max_model_len == fitted.model.max_model_len == 63 * 16
+
+
+def test_rows_and_tokens_of_a_step_agree():
+    assert settle(max_num_seqs=2000).scheduler.max_num_batched_tokens == 2000
+    assert settle(max_num_batched_tokens=7).scheduler.max_num_seqs == 7
+    with pytest.raises(InvalidOption, match="fewer than"):
+        settle(max_num_batched_tokens=7, max_num_seqs=8)
+    assert settle(enable_chunked_prefill=False).scheduler.max_num_batched_tokens == 1024
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [(5, 5), ("5", 5), ("2GiB", 2**31), ("1.5 MiB", 1572864), ("3kb", 3000), ("1g", 10**9)]
+)
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "0", "2 TiB of it", "I"])
+def test_what_is_no_size(text):
+    with pytest.raises(InvalidOption, match="512MiB"):
+        parse_bytes(text)

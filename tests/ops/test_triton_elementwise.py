@@ -1,0 +1,101 @@
+"""Norms and gated activations in Triton against the reference in float64."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+CUDA = torch.cuda.is_available()
+if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("no GPU, and triton was imported before its interpreter could be chosen", allow_module_level=True)
+
+from slipstream.ops.activation import reference as activation  # noqa: E402
+from slipstream.ops.activation import triton as activation_kernels  # noqa: E402
+from slipstream.ops.norm import reference as norm  # noqa: E402
+from slipstream.ops.norm import triton as norm_kernels  # noqa: E402
+
+# the interpreter's own use of numpy
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]
+
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+SHAPES = [(1, 1), (3, 63), (33, 100), (2, 1025)]
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn(*shape) * 2).to(DEVICE, dtype)
+
+
+def check(mine: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[mine.dtype]
+    torch.testing.assert_close(mine.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_rms_norm(rows: int, size: int, dtype: torch.dtype) -> None:
+    x, weight = randn(rows, size, dtype=dtype), randn(size, dtype=dtype)
+    out = norm_kernels.rms_norm(x, weight, 1e-5)
+    assert out.dtype is dtype
+    check(out, norm.rms_norm(x.double(), weight.double(), 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_add_rms_norm_norms_the_sum_it_stores(rows: int, size: int, dtype: torch.dtype) -> None:
+    x, residual, weight = randn(rows, size, dtype=dtype), randn(rows, size, dtype=dtype), randn(size, dtype=dtype)
+    before = x.clone(), residual.clone()
+    out, total = norm_kernels.add_rms_norm(x, residual, weight, 1e-6)
+    if CUDA or dtype is not torch.bfloat16:
+        assert total.equal(x + residual)
+    else:  # the interpreter cuts bits off where a GPU rounds
+        check(total, (x + residual).double())
+    check(out, norm.rms_norm(total.double(), weight.double(), 1e-6))
+    assert x.equal(before[0]) and residual.equal(before[1])
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("per_head", [True, False])
+def test_heads_of_a_merged_projection(tokens: int, per_head: bool) -> None:
+    merged = randn(tokens, 5, 24)
+    x, weight = merged[:, 1:4, :20], randn(3, 20) if per_head else randn(20)
+    out = norm_kernels.rms_norm(x, weight, 1e-5)
+    assert out.is_contiguous() and out.shape == x.shape
+    check(out, norm.rms_norm(x.double(), weight.double(), 1e-5))
+
+
+def test_x_whose_last_dimension_is_not_in_one_piece() -> None:
+    x, weight = randn(24, 3).t(), randn(24)
+    check(norm_kernels.rms_norm(x, weight, 1e-5), norm.rms_norm(x.double(), weight.double(), 1e-5))
+
+
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_gated_activations(name: str, rows: int, size: int, dtype: torch.dtype) -> None:
+    gate_up = randn(rows, 2 * size, dtype=dtype)
+    kernel: Callable[[torch.Tensor], torch.Tensor] = getattr(activation_kernels, name)
+    check(kernel(gate_up), getattr(activation, name)(gate_up.double()))
+
+
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
+def test_gates_far_from_zero_stay_numbers(name: str) -> None:
+    gate_up = torch.tensor([[-1e4, 1e4, -90.0, 90.0, 2.0, 2.0, 2.0, 2.0]], device=DEVICE)
+    out = getattr(activation_kernels, name)(gate_up)
+    assert out.tolist() == [[pytest.approx(value, abs=1e-6) for value in (0.0, 2e4, 0.0, 180.0)]]
+
+
+@pytest.mark.cuda
+def test_real_sizes_in_bfloat16() -> None:
+    x, residual, weight = (randn(*shape, dtype=torch.bfloat16) for shape in ((8192, 4096), (8192, 4096), (4096,)))
+    out, total = norm_kernels.add_rms_norm(x, residual, weight, 1e-6)
+    check(out, norm.rms_norm(total.double(), weight.double(), 1e-6))
+    gate_up = randn(8192, 2 * 12_288, dtype=torch.bfloat16)
+    mine, expected = activation_kernels.silu_and_mul(gate_up).double(), activation.silu_and_mul(gate_up.double())
+    assert (mine - expected).norm() / expected.norm() < 3e-3

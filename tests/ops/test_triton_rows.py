@@ -1,0 +1,131 @@
+"""A step's inputs: the reference against slow, obvious code, and the kernel against the reference."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.ops.rows import StepRows, reference
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+PAGE = 4
+WIDTH = 300
+
+# the interpreter's own use of numpy
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def kernel_gather(*args: Any, **kwargs: Any) -> StepRows:
+    pytest.importorskip("triton", reason="triton is not installed")
+    if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
+    from slipstream.ops.rows.triton import gather_rows
+
+    return gather_rows(*args, **kwargs)
+
+
+GATHERS = pytest.mark.parametrize("gather", [reference.gather_rows, kernel_gather], ids=["reference", "kernel"])
+
+
+def tables(groups: int = 2, num_rows: int = 9) -> tuple[torch.Tensor, ...]:
+    """Row tables whose last row is null: nothing computed, and page 0 everywhere."""
+    computed = torch.randint(0, 900, (num_rows,))
+    last_token = torch.randint(0, 50_000, (num_rows,))
+    pages = torch.randint(1, 10_000, (groups, num_rows, WIDTH))
+    computed[-1] = last_token[-1] = 0
+    pages[:, -1] = 0
+    return tuple(x.to(DEVICE) for x in (computed, last_token, pages))
+
+
+def staged(rows: list[int], counts: list[int]) -> dict[str, torch.Tensor]:
+    arrays = {
+        "rows": rows,
+        "counts": counts,
+        "token_rows": [row for row, count in zip(rows, counts, strict=True) for _ in range(count)],
+        "offsets": [offset for count in counts for offset in range(count)],
+    }
+    return {name: torch.tensor(array, dtype=torch.int64, device=DEVICE) for name, array in arrays.items()}
+
+
+def check(out: StepRows, state: tuple[torch.Tensor, ...], rows: list[int], counts: list[int], given: Any) -> None:
+    computed, last_token, pages = (x.cpu() for x in state)
+    token = 0
+    for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+        assert out.lengths[place] == computed[row] + count
+        for offset in range(count):
+            position = int(computed[row]) + offset
+            assert out.positions[token] == position
+            expected = last_token[row] if given is None or given[token] < 0 else given[token]
+            assert out.ids[token] == expected
+            for group in range(len(pages)):
+                slot = pages[group, row, position // PAGE] * PAGE + position % PAGE
+                assert out.slots[group, token] == slot
+            token += 1
+        assert out.pages[:, place].cpu().equal(pages[:, row, : out.pages.shape[2]])
+    assert len(out.ids) == token
+
+
+@GATHERS
+@pytest.mark.parametrize("groups", [1, 2])
+def test_rows_of_one_token(gather: Any, groups: int) -> None:
+    state, rows = tables(groups), [5, 0, 3]
+    out = gather(*state, PAGE, 17, torch.tensor(rows, device=DEVICE))
+    check(out, state, rows, [1] * 3, None)
+    given = torch.tensor([-1, 77, -1], device=DEVICE)
+    check(gather(*state, PAGE, 17, torch.tensor(rows, device=DEVICE), given=given), state, rows, [1] * 3, given)
+
+
+@GATHERS
+@pytest.mark.parametrize("width", [1, 256, WIDTH])
+def test_rows_of_several_tokens(gather: Any, width: int) -> None:
+    state, rows, counts = tables(), [2, 7, 0, 4], [1, 1, 140, 9]
+    given = torch.full((151,), -1, device=DEVICE)
+    given[2:142] = torch.arange(140)
+    arrays = staged(rows, counts)
+    out = gather(*state, PAGE, width, **arrays, given=given)
+    check(out, state, rows, counts, given)
+    assert all(x.dtype is torch.int64 for x in out)
+
+
+@GATHERS
+def test_padding_rows_have_no_length_and_lie_in_page_zero(gather: Any) -> None:
+    state = tables()
+    rows = torch.tensor([3, 8, 8], device=DEVICE)
+    counts = torch.tensor([1, 0, 0], device=DEVICE)
+    out = gather(*state, PAGE, 5, rows, counts, rows)
+    assert out.lengths.tolist() == [int(state[0][3]) + 1, 0, 0]
+    assert (out.slots[:, 1:] < PAGE).all() and not out.pages[:, 1:].any()
+
+
+@GATHERS
+def test_results_go_where_they_are_asked_to(gather: Any) -> None:
+    state, rows = tables(), torch.tensor([1, 6], device=DEVICE)
+    sizes = ((2,), (2,), (2,), (2, 2), (2, 2, 40))
+    out = StepRows(*(torch.full(size, -7, device=DEVICE) for size in sizes))
+    expected = reference.gather_rows(*state, PAGE, 11, rows)
+    assert gather(*state, PAGE, 11, rows, out=out) is out
+    for mine, other in zip(out[:4], expected[:4], strict=True):
+        assert mine.equal(other)
+    assert out.pages[:, :, :11].equal(expected.pages) and (out.pages[:, :, 11:] == -7).all()
+
+
+@pytest.mark.cuda
+def test_a_step_of_many_rows_without_a_wait() -> None:
+    num_rows = 1025
+    computed = torch.randint(0, 30_000, (num_rows,), device="cuda")
+    last_token = torch.randint(0, 150_000, (num_rows,), device="cuda")
+    pages = torch.randint(1, 1 << 20, (2, num_rows, 2560), device="cuda")
+    rows = torch.randperm(num_rows, device="cuda")[:1024]
+    args = (computed, last_token, pages, 16, 2560, rows)
+    kernel_gather(*args)  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = kernel_gather(*args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for mine, other in zip(out, reference.gather_rows(*args), strict=True):
+        assert mine.equal(other)

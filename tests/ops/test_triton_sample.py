@@ -1,0 +1,415 @@
+"""Sampling in Triton against the reference, interpreted without a GPU, compiled with one."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+CUDA = torch.cuda.is_available()
+if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("no GPU, and triton was imported before its interpreter could be chosen", allow_module_level=True)
+
+from slipstream.ops.sample import reference  # noqa: E402
+from slipstream.ops.sample import triton as kernels  # noqa: E402
+
+# the interpreter's own use of numpy
+pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]
+
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+SHAPES = [(1, 7), (3, 100), (2, 1000), (3, 1025), (33, 7), (2, 4097)]
+
+
+def randn(*shape: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE)
+
+
+def keys_of(num: int, seed: int = 0) -> torch.Tensor:
+    row_keys = torch.tensor([reference.row_key(seed + i, i) for i in range(num)], device=DEVICE)
+    return reference.step_keys(row_keys, torch.arange(num, device=DEVICE) * 37, reference.DRAW)
+
+
+def order_of(limits: torch.Tensor, size: int) -> list[tuple[torch.Tensor, int]]:
+    """All rows by one sort; the reference keeps all of a row whose limits say so."""
+    return [(torch.arange(len(limits), device=limits.device), size)]
+
+
+# noise
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 7), (3, 1025)])
+def test_noise_is_the_references_bit_for_bit(rows: int, size: int) -> None:
+    keys = keys_of(rows)
+    assert kernels.noise_bits(keys, size).equal(reference.noise_bits(keys, size))
+
+
+@pytest.mark.parametrize("purpose", [reference.DRAW, reference.DRAFT])
+def test_step_keys_are_the_references(purpose: int) -> None:
+    row_keys = torch.tensor([reference.row_key(i, i + 1) for i in range(33)], device=DEVICE)
+    positions = torch.arange(33, device=DEVICE) * 131_071
+    assert kernels.step_keys(row_keys, positions, purpose).equal(reference.step_keys(row_keys, positions, purpose))
+
+
+# one token for each row
+
+
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_draw_takes_the_references_token(rows: int, size: int) -> None:
+    logits, keys = randn(rows, size), keys_of(rows)
+    assert kernels.draw(logits, keys).tokens.equal(reference.draw(logits, keys).tokens)
+
+
+def test_draw_scales_and_cuts_as_it_goes() -> None:
+    logits, keys = randn(33, 100), keys_of(33)
+    temperature = torch.linspace(0.3, 2.0, 33, device=DEVICE)
+    floor = torch.linspace(-8.0, 6.0, 33, device=DEVICE)
+    random = torch.arange(33, device=DEVICE) % 3 > 0
+    args = (logits, keys, random, temperature, floor)
+    before = logits.clone()
+    mine, expected = kernels.draw(*args), reference.draw(*args)
+    assert mine.tokens.equal(expected.tokens) and mine.failed.equal(expected.failed)
+    assert logits.equal(before)
+    assert expected.failed.any() and not expected.failed.all()
+    scaled = logits / temperature[:, None]
+    greedy = ~random & ~expected.failed
+    assert mine.tokens[greedy].equal(scaled.argmax(-1)[greedy])
+
+
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_likeliest_is_the_first_of_equals(rows: int, size: int, dtype: torch.dtype) -> None:
+    logits = randn(rows, size).round().to(dtype)  # many equals
+    mine = kernels.likeliest(logits)
+    assert mine.tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
+    assert not mine.failed.any()
+
+
+@pytest.mark.parametrize("size", [7, 4100])
+def test_rows_without_a_token_fail_alone(size: int) -> None:
+    logits = randn(5, size)
+    logits[1] = -math.inf
+    logits[2, size - 1] = math.nan
+    logits[3, :] = math.nan
+    logits[4, 5] = math.inf
+    for choice in (kernels.likeliest(logits), kernels.draw(logits, keys_of(5))):
+        assert choice.failed.tolist() == [False, True, True, True, False]
+        assert choice.tokens[1:].tolist() == [0, 0, 0, 5]
+
+
+def test_a_row_draws_the_same_alone_and_among_others() -> None:
+    logits, keys = randn(5, 1025), keys_of(5)
+    together = kernels.draw(logits, keys).tokens
+    alone = torch.cat([kernels.draw(logits[i : i + 1], keys[i : i + 1]).tokens for i in range(5)])
+    assert together.equal(alone)
+
+
+def test_a_row_of_a_wider_tensor_is_read_in_place() -> None:
+    wide, keys = randn(3, 150), keys_of(3)
+    narrow = wide[:, 20:120]
+    assert kernels.draw(narrow, keys).tokens.equal(kernels.draw(narrow.contiguous(), keys).tokens)
+
+
+# the floor
+
+LIMITS = [
+    (0.0, 0, 2.0),  # neutral
+    (0.0, 1, 2.0),
+    (0.0, 5, 2.0),
+    (0.0, 50, 2.0),
+    (0.0, 0, 0.9),
+    (0.0, 0, 0.01),
+    (0.0, 0, 0.999),
+    (0.2, 0, 2.0),
+    (1.0, 0, 2.0),
+    (0.0, 3, 0.5),
+    (0.0, 70, 0.95),
+    (0.05, 0, 0.8),
+    (0.3, 40, 2.0),
+    (0.001, 20, 0.9),
+]
+
+
+def limits_of(asks: list[tuple[float, int, float]], size: int) -> torch.Tensor:
+    rows = [(math.log(min_p) if min_p else -math.inf, top_k or size, top_p) for min_p, top_k, top_p in asks]
+    return torch.tensor(rows, dtype=torch.float32, device=DEVICE)
+
+
+def check_floor(logits: torch.Tensor, limits: torch.Tensor, temperature: torch.Tensor | None = None) -> None:
+    """The same tokens stay."""
+    size = logits.shape[1]
+    scaled = logits if temperature is None else logits / temperature[:, None]
+    floor = kernels.find_floor(logits, limits, (), temperature)
+    expected = reference.find_floor(logits, limits, order_of(limits, size), temperature)
+    there = scaled > -math.inf
+    kept, should = there & (scaled >= floor[:, None]), there & (scaled >= expected[:, None])
+    for row in range(len(logits)):
+        assert kept[row].equal(should[row]), (
+            f"limits {limits[row].tolist()}: {int(kept[row].sum())} stay and not {int(should[row].sum())}"
+        )
+
+
+@pytest.mark.parametrize("size", [7, 100, 1000, 1025, 9000])
+@pytest.mark.parametrize("scale", [0.3, 3.0])
+def test_the_floor_keeps_what_a_sort_keeps(size: int, scale: float) -> None:
+    limits = limits_of(LIMITS, size)
+    check_floor(randn(len(LIMITS), size, seed=size, scale=scale), limits)
+
+
+def test_the_floor_of_a_neutral_row_is_none() -> None:
+    logits = randn(1, 100)
+    assert kernels.find_floor(logits, limits_of([(0.0, 0, 2.0)], 100)).tolist() == [-math.inf]
+    assert kernels.find_floor(logits, limits_of([(0.0, 100, 2.0)], 100)).tolist() == [-math.inf]
+
+
+def test_ties_at_the_edge_stay() -> None:
+    logits = randn(len(LIMITS), 300, scale=2.0).round()
+    logits[:, 7] = 11.0  # above the ties, so that no sum decides by rounding
+    check_floor(logits, limits_of([(min_p, top_k, 2.0) for min_p, top_k, _ in LIMITS], 300))
+    # top-p over equal weights, exactly representable: half of 256 equals, and one more where it is not whole
+    flat = torch.zeros(2, 256, device=DEVICE)
+    floor = kernels.find_floor(flat, limits_of([(0.0, 0, 0.5), (0.0, 10, 0.3)], 256))
+    assert (flat >= floor[:, None]).all()
+
+
+@pytest.mark.parametrize("finite", [1, 3, 60])
+def test_the_floor_of_a_row_with_few_tokens_left(finite: int) -> None:
+    logits = torch.full((len(LIMITS), 1000), -math.inf, device=DEVICE)
+    places = torch.randperm(1000, generator=torch.Generator().manual_seed(1))[:finite].to(DEVICE)
+    logits[:, places] = randn(len(LIMITS), finite)
+    check_floor(logits, limits_of(LIMITS, 1000))
+
+
+def test_the_floor_when_all_large_logits_lie_together() -> None:
+    logits = randn(len(LIMITS), 4000)
+    logits[:, 128:400] += 40
+    check_floor(logits, limits_of(LIMITS, 4000))
+    check_floor(logits.sort(-1).values, limits_of(LIMITS, 4000))
+
+
+def test_the_floor_with_far_outliers_and_temperature() -> None:
+    logits = randn(len(LIMITS), 1000)
+    logits[:, 3] = -1e9
+    logits[:, 4] = 30.0
+    temperature = torch.linspace(0.05, 3.0, len(LIMITS), device=DEVICE)
+    check_floor(logits, limits_of(LIMITS, 1000), temperature)
+
+
+def test_a_floor_is_found_whatever_the_row_holds() -> None:
+    asks = [(0.0, 5, 0.9)] * 4
+    logits = randn(4, 300)
+    logits[0] = -math.inf
+    logits[1, 17] = math.nan
+    logits[2, [3, 200]] = math.inf
+    logits[3] = math.nan
+    floor = kernels.find_floor(logits, limits_of(asks, 300))
+    assert floor[0] == -math.inf and floor[2] == math.inf
+    kernels.drop_below_(logits, floor)
+    choice = kernels.draw(logits, keys_of(4))
+    assert choice.failed.tolist() == [True, True, False, True]
+    assert choice.tokens[2] in (3, 200)
+
+
+def test_the_floor_of_a_row_does_not_depend_on_the_batch() -> None:
+    logits, limits = randn(len(LIMITS), 1025), limits_of(LIMITS, 1025)
+    together = kernels.find_floor(logits, limits)
+    for row in range(len(LIMITS)):
+        assert kernels.find_floor(logits[row : row + 1], limits[row : row + 1]).equal(together[row : row + 1])
+
+
+def test_drop_below_is_the_references() -> None:
+    mine = randn(33, 100)
+    expected = mine.clone()
+    floor = torch.linspace(-9.0, 9.0, 33, device=DEVICE)
+    floor[3], floor[4] = -math.inf, math.nan
+    kernels.drop_below_(mine, floor)
+    reference.drop_below_(expected, floor)
+    assert mine.equal(expected)
+
+
+# edits
+
+
+@pytest.mark.parametrize("size", [7, 1025, 2049])
+def test_penalties_are_the_references(size: int) -> None:
+    mine = randn(5, size)
+    mine[2, 3] = -math.inf
+    expected, before = mine.clone(), mine.clone()
+    counts = torch.randint(0, 3, (4, size), dtype=torch.int32).to(DEVICE)
+    in_prompt = (torch.rand(4, size) > 0.5).to(DEVICE)
+    index, slots = torch.tensor([4, 0, 2], device=DEVICE), torch.tensor([1, 3, 0], device=DEVICE)
+    values = torch.tensor([[1.3, 0.5, 0.25], [1.0, 0.0, 0.0], [0.8, -0.5, 1.5]], device=DEVICE)
+    kernels.penalize_(mine, index, counts, in_prompt, slots, values)
+    reference.penalize_(expected, index, counts, in_prompt, slots, values)
+    torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
+    assert mine[[1, 3]].equal(before[[1, 3]])
+
+
+def test_a_penalty_entry_without_a_slot_changes_nothing() -> None:
+    logits = randn(2, 100)
+    before = logits.clone()
+    ones = torch.ones(1, 100, device=DEVICE)
+    values = torch.full((2, 3), 2.0, device=DEVICE)
+    index = torch.tensor([0, 1], device=DEVICE)
+    kernels.penalize_(logits, index, ones.int(), ones.bool(), torch.tensor([-1, 0], device=DEVICE), values)
+    assert logits[0].equal(before[0]) and not logits[1].isclose(before[1]).any()
+
+
+def test_forbidden_tokens_are_the_references() -> None:
+    index = torch.tensor([2, 0], device=DEVICE)
+    ids = torch.tensor([[3, 3, 99], [0, 50, 3]], device=DEVICE)
+    for name, where in {
+        "forbid_": torch.tensor([True, False]),
+        "forbid_matched_": torch.tensor([[True, False, False], [True, False, True]]),
+    }.items():
+        mine = randn(3, 100)
+        expected = mine.clone()
+        getattr(kernels, name)(mine, index, ids, where.to(DEVICE))
+        getattr(reference, name)(expected, index, ids, where.to(DEVICE))
+        assert mine.equal(expected) and mine.isinf().any(), name
+
+
+def test_negative_ids_are_padding() -> None:
+    logits = randn(2, 10)
+    ids = torch.tensor([[-1, 4]], device=DEVICE)
+    kernels.forbid_matched_(logits, torch.tensor([1], device=DEVICE), ids, torch.tensor([[True, True]], device=DEVICE))
+    assert logits.isinf().nonzero().tolist() == [[1, 4]]
+
+
+# logprobs
+
+
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+@pytest.mark.parametrize("k", [0, 1, 5, 20, 40])
+def test_top_logprobs_are_the_references(rows: int, size: int, k: int) -> None:
+    k = min(k, size)
+    logits = randn(rows, size)
+    tokens = torch.randint(0, size, (rows,), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    mine, expected = kernels.top_logprobs(logits, tokens, k), reference.top_logprobs(logits, tokens, k)
+    assert mine.rank.equal(expected.rank)
+    assert mine.top_ids.equal(expected.top_ids)
+    torch.testing.assert_close(mine.chosen, expected.chosen, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine.top, expected.top, rtol=1e-5, atol=1e-5)
+
+
+def test_equals_come_in_order_and_count_as_likelier() -> None:
+    logits = torch.zeros(1, 100, device=DEVICE)
+    logits[0, 50] = logits[0, 20] = 1.0
+    out = kernels.top_logprobs(logits, torch.tensor([50], device=DEVICE), 4)
+    assert out.top_ids.tolist() == [[20, 50, 0, 1]]
+    assert out.rank.tolist() == [2]
+
+
+def test_logprobs_of_rows_that_hold_minus_infinity() -> None:
+    logits = randn(2, 4500)
+    logits[:, :4400] = -math.inf
+    logits[1, 4401:] = -math.inf
+    tokens = torch.tensor([4450, 4400], device=DEVICE)
+    mine, expected = kernels.top_logprobs(logits, tokens, 5), reference.top_logprobs(logits, tokens, 5)
+    torch.testing.assert_close(mine.chosen, expected.chosen)
+    torch.testing.assert_close(mine.top, expected.top)
+    assert mine.top_ids[0].equal(expected.top_ids[0]) and mine.top_ids[1, 0] == 4400
+    assert len(set(mine.top_ids[1].tolist())) == 5
+
+
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_logprobs_of_given_ids(rows: int, size: int) -> None:
+    logits = randn(rows, size)
+    ids = torch.randint(0, size, (rows, 3), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    torch.testing.assert_close(
+        kernels.logprobs_of(logits, ids), reference.logprobs_of(logits, ids), rtol=1e-5, atol=1e-5
+    )
+
+
+# what only a GPU can say
+
+ROWS, VOCABULARY = 256, 151_936
+
+
+@pytest.fixture(scope="module")
+def large() -> torch.Tensor:
+    return torch.randn(ROWS, VOCABULARY, device="cuda", generator=torch.Generator("cuda").manual_seed(0)) * 2
+
+
+@pytest.mark.cuda
+def test_large_draws_are_nearly_all_the_references(large: torch.Tensor) -> None:
+    keys = keys_of(ROWS)
+    assert kernels.noise_bits(keys[:4], VOCABULARY).equal(reference.noise_bits(keys[:4], VOCABULARY))
+    # the last bits of a logarithm may decide between two of a hundred thousand
+    assert (kernels.draw(large, keys).tokens != reference.draw(large, keys).tokens).sum() <= 1
+    assert kernels.likeliest(large).tokens.equal(large.argmax(-1))
+
+
+@pytest.mark.cuda
+def test_large_floors_keep_what_a_sort_keeps(large: torch.Tensor) -> None:
+    asks = [(0.0, 50, 2.0), (0.0, 50, 0.95), (0.0, 0, 0.95), (0.1, 0, 2.0), (0.0, 2000, 0.9), (0.01, 0, 0.9)]
+    limits = limits_of([asks[row % len(asks)] for row in range(ROWS)], VOCABULARY)
+    for scale in (1.0, 4.0):
+        logits = large * scale
+        floor = kernels.find_floor(logits, limits)
+        expected = reference.find_floor(logits, limits, order_of(limits, VOCABULARY))
+        kept, should = (logits >= floor[:, None]).sum(-1), (logits >= expected[:, None]).sum(-1)
+        exact = limits[:, 2] > 1
+        assert kept[exact].equal(should[exact])
+        # sums of 150,000 weights in another order: the edge moves by a few tokens of tiny weight
+        assert ((kept - should).abs() <= 2 + should // 2000).all()
+
+
+@pytest.mark.cuda
+def test_a_large_draw_follows_its_distribution() -> None:
+    logits = torch.full((1, VOCABULARY), -math.inf, device="cuda")
+    places = torch.randperm(VOCABULARY, device="cuda")[:40]
+    logits[0, places] = torch.randn(40, device="cuda")
+    expected = logits[0, places].softmax(-1)
+    num = 1 << 14
+    row_key = torch.full((num,), reference.row_key(5, 0), device="cuda")
+    drawn = []
+    for start in range(0, num, 256):
+        keys = kernels.step_keys(row_key[:256], start + torch.arange(256, device="cuda"), reference.DRAW)
+        drawn.append(kernels.draw(logits.expand(256, -1), keys).tokens)
+    counts = torch.cat(drawn).bincount(minlength=VOCABULARY)
+    assert counts.sum() == counts[places].sum() == num
+    chi_square = ((counts[places] - expected * num).square() / (expected * num)).sum()
+    assert chi_square < 90  # 39 degrees of freedom: passed once in 200,000
+
+
+@pytest.mark.cuda
+def test_a_large_row_is_the_same_alone_and_among_others(large: torch.Tensor) -> None:
+    keys = keys_of(ROWS)
+    limits = limits_of([(0.0, 0, 0.9)] * ROWS, VOCABULARY)
+    tokens, floor = kernels.draw(large, keys).tokens, kernels.find_floor(large, limits)
+    top = kernels.top_logprobs(large, tokens, 5)
+    for row in (0, 17, 255):
+        own = slice(row, row + 1)
+        assert kernels.draw(large[own], keys[own]).tokens.equal(tokens[own])
+        assert kernels.find_floor(large[own], limits[own]).equal(floor[own])
+        mine = kernels.top_logprobs(large[own], tokens[own], 5)
+        assert all(a.equal(b[own]) for a, b in zip(mine, top, strict=True))
+
+
+@pytest.mark.cuda
+def test_nothing_waits_for_the_device(large: torch.Tensor) -> None:
+    logits, keys = large[:8].clone(), keys_of(8)
+    limits = limits_of([(0.01, 50, 0.9)] * 8, VOCABULARY)
+    index = torch.arange(8, device="cuda")
+    counts = torch.zeros(8, VOCABULARY, dtype=torch.int32, device="cuda")
+    values = torch.ones(8, 3, device="cuda")
+
+    def everything() -> None:
+        kernels.penalize_(logits, index, counts, counts.bool(), index, values)
+        kernels.forbid_(logits, index, index[:, None], index > 3)
+        floor = kernels.find_floor(logits, limits)
+        kernels.drop_below_(logits, floor)
+        tokens = kernels.draw(logits, kernels.step_keys(keys, index, 0), index > 4, limits[:, 2].contiguous()).tokens
+        kernels.top_logprobs(large[:8], tokens, 5)
+        kernels.logprobs_of(large[:8], tokens[:, None])
+
+    everything()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        everything()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

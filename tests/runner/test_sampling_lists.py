@@ -1,0 +1,155 @@
+"""Stages made of lists of ids: allowed ids, bias, bad words, given logprobs. Each against plain Python."""
+
+import numpy as np
+import pytest
+import torch
+from sampling_harness import GREEDY, Harness, admission
+
+from slipstream.params import SamplingParams
+from slipstream.runner.sampling.bad_words import BadWords
+from slipstream.runner.sampling.bias import Bias
+
+
+def stage_of(harness, kind):
+    return next(stage for stage in harness.sampler.stages if isinstance(stage, kind))
+
+
+def random_logits(rows, vocab, seed=0):
+    return np.random.default_rng(seed).normal(0, 3, (rows, vocab))
+
+
+# allowed ids and bias
+
+
+@pytest.mark.parametrize("vocab", [7, 100, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bias_is_added_and_what_is_not_allowed_is_out(vocab, dtype):
+    harness = Harness(6, vocab, dtype)
+    params = [
+        GREEDY.with_changes(logit_bias={0: 2.5, vocab - 1: -100.0}),
+        GREEDY,
+        GREEDY.with_changes(allowed_token_ids=[1, 3, 4]),
+        GREEDY.with_changes(allowed_token_ids=[2, vocab - 1], logit_bias={2: 1.5, 5: 9.0}),
+    ]
+    rows = [3, 0, 4, 1]
+    logits = random_logits(4, vocab).astype(np.float32).astype(np.float64)
+    expected = logits.copy()
+    expected[0, 0] += 2.5
+    expected[0, vocab - 1] -= 100
+    expected[2, [i for i in range(vocab) if i not in (1, 3, 4)]] = -np.inf
+    expected[3, [i for i in range(vocab) if i not in (2, vocab - 1)]] = -np.inf
+    expected[3, 2] += 1.5
+    admitted = [admission(row, own) for row, own in zip(rows, params, strict=True)]
+    for step in range(2):
+        got = harness.edited(rows, [2 + step] * 4, logits, admitted)
+        np.testing.assert_allclose(got, expected, rtol=1e-6 if dtype == torch.float32 else 1e-14)
+        admitted = ()
+
+
+def test_rows_without_lists_take_no_memory_and_slots_go_to_the_next():
+    harness = Harness(9, 50)
+    bias, words = stage_of(harness, Bias), stage_of(harness, BadWords)
+    harness.step([0, 1], [2, 2], np.zeros((2, 50)), [admission(0, GREEDY), admission(1, SamplingParams())])
+    assert bias.table.tensor.shape[0] == 0 and words.words.tensor.numel() == 0
+    params = GREEDY.with_changes(allowed_token_ids=[4])
+    assert harness.step([2], [2], np.zeros((1, 50)), [admission(2, params)]).tokens.tolist() == [4]
+    # another row, in the very step in which the slot was given back
+    other = admission(3, GREEDY.with_changes(logit_bias={7: 1.0}))
+    assert harness.step([3], [2], np.zeros((1, 50)), [other], released=[2]).tokens.tolist() == [7]
+    assert bias.table.tensor.shape[0] == 4
+
+
+def test_parameters_that_leave_nothing_fail_that_row_alone():
+    params = GREEDY.with_changes(allowed_token_ids=[4], bad_words=["x"])
+    admitted = [admission(0, params, bad_words=[[4]]), admission(1, GREEDY)]
+    out = Harness(3, 9).step([0, 1], [2, 2], np.eye(9)[[4, 5]], admitted)
+    assert out.failed.tolist() == [True, False] and out.tokens.tolist() == [0, 5]
+
+
+# bad words
+
+
+def forbidden(words, tokens):
+    """Tokens that would complete a word now."""
+    return {word[-1] for word in words if list(word[:-1]) == list(tokens[len(tokens) - len(word) + 1 :])}
+
+
+WORDS = [
+    [[3]],
+    [[1, 2], [2, 1], [4, 4]],
+    [[1, 1, 1], [5], [0, 2, 3, 1], [2, 3], [0, 3], [3, 3]],
+    [[0, 1, 2, 3, 4, 5, 0, 1, 2]],
+]
+
+
+@pytest.mark.parametrize("vocab", [6, 100])
+def test_a_bad_word_is_never_completed(vocab):
+    """Few tokens matter, so that words begin all the time, across the prompt's end too."""
+    rng = np.random.default_rng(vocab)
+    harness = Harness(6, vocab)
+    rows, params = [4, 0, 2, 1], GREEDY.with_changes(bad_words=["x"])
+    prompts = [[1], [4, 4, 1], [0, 2, 3], [0, 1, 2, 3, 4, 5, 0, 1]]
+    tokens = [list(prompt) for prompt in prompts]
+    hits = 0
+    for step in range(60):
+        admitted = []
+        if step < 4:  # one after another, so that the tables grow in both directions under those already there
+            admitted = [admission(rows[step], params, prompts[step], bad_words=WORDS[step])]
+        live = range(min(step + 1, 4))
+        logits = rng.normal(0, 1, (len(live), vocab))
+        logits[:, :6] += 9
+        expected = []
+        for i in live:
+            out = forbidden(WORDS[i], tokens[i])
+            hits += int(logits[i].argmax()) in out
+            expected.append(int(np.where([t in out for t in range(vocab)], -np.inf, logits[i]).argmax()))
+        positions = [len(tokens[i]) for i in live]
+        got = harness.step([rows[i] for i in live], positions, logits, admitted).tokens.tolist()
+        assert got == expected
+        for i in live:
+            tokens[i].append(got[i])
+    assert hits > 20
+
+
+def test_output_before_a_preemption_counts_as_begun_words():
+    params = GREEDY.with_changes(bad_words=["x"])
+    back = admission(0, params, prompt=(9,), output=(1, 2), bad_words=[[1, 2, 3]])
+    logits = np.eye(10)[[3]]
+    assert np.isneginf(Harness(2, 10).edited([0], [3], logits, [back])[0, 3])
+    other = admission(0, params, prompt=(9,), output=(2, 2), bad_words=[[1, 2, 3]])
+    assert np.array_equal(Harness(2, 10).edited([0], [3], logits, [other]), logits)
+
+
+def test_two_words_with_one_end_forbid_it_when_either_matches():
+    params = GREEDY.with_changes(bad_words=["x"])
+    for words in ([[1, 3], [2, 3]], [[2, 3], [1, 3]]):
+        got = Harness(2, 10).edited([0], [2], np.zeros((1, 10)), [admission(0, params, (5, 1), bad_words=words)])
+        assert np.flatnonzero(np.isneginf(got[0])).tolist() == [3]
+
+
+def test_a_slot_forgets_the_words_of_who_held_it():
+    harness = Harness(3, 10)
+    params = GREEDY.with_changes(bad_words=["x"])
+    harness.step([0], [2], np.zeros((1, 10)), [admission(0, params, (1, 2), bad_words=[[5], [2, 7, 1]])])
+    new = admission(1, params, (3,), bad_words=[[0, 8]])
+    assert np.array_equal(harness.edited([1], [1], np.zeros((1, 10)), [new], released=[0]), np.zeros((1, 10)))
+
+
+# logprobs of given ids
+
+
+def test_given_ids_are_reported_of_the_raw_logits():
+    harness = Harness(6, 50)
+    params = [
+        SamplingParams(temperature=0.5, logprob_token_ids=[7, 3]),
+        GREEDY.with_changes(logprobs=1),
+        GREEDY.with_changes(logprob_token_ids=[0, 49, 7, 8, 9], allowed_token_ids=[2], logprobs=2),
+    ]
+    logits = random_logits(3, 50)
+    admitted = [admission(row, own) for row, own in zip([4, 0, 2], params, strict=True)]
+    out = harness.step([4, 0, 2], [2] * 3, logits, admitted, num_logprobs=2)
+    exact = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert out.given.shape == (2, 5)
+    np.testing.assert_allclose(out.given[0, :2].numpy(), exact[0, [7, 3]], rtol=1e-12)
+    np.testing.assert_allclose(out.given[1].numpy(), exact[2, [0, 49, 7, 8, 9]], rtol=1e-12)
+    assert harness.step([0], [3], logits[:1], num_logprobs=1).given is None

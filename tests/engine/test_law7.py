@@ -8,6 +8,8 @@ import pytest
 
 from delayed_device import DelayedDevice
 from slipstream import LLM, SamplingParams
+from slipstream.device.device import Device
+from slipstream.runner.graphs import GraphPool
 from tiny import write_tiny
 
 SHARED = list(range(40, 75))
@@ -232,6 +234,24 @@ def test_a_late_device_changes_nothing(model, depth):
             wanted = llm.generate(PROMPTS, params)
         with make(model, chunked=True, cached=True, preempted=True, depth=depth, late=True) as llm:
             assert_same(llm.generate(PROMPTS, params), wanted)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_padding_to_a_size_that_could_be_captured_changes_nothing(model, depth, monkeypatch):
+    """Steps of single tokens are padded and read fixed addresses, as on a GPU; replaying them is running them."""
+    monkeypatch.setattr(Device, "can_graph", True)
+    sizes = []
+    monkeypatch.setattr(GraphPool, "run", lambda self, key, work: (sizes.append(key), work())[1])
+    plain = GREEDY.with_changes(logprobs=None)  # whose draw is captured too
+    for params in (plain, FEATURES["mixed"], FEATURES["everything among others"]):
+        with make(model, batched=False) as llm:
+            llm.core.executor.graphs.buckets = []
+            wanted = llm.generate(PROMPTS, params)
+        sizes.clear()
+        with make(model, chunked=True, cached=True, preempted=True, depth=depth) as llm:
+            assert_same(llm.generate(PROMPTS, params), wanted)
+        assert {("body", 1), ("body", 4)} <= set(sizes)
+        assert (("greedy", 4) in sizes) == (params is plain)
 
 
 def test_depth_runs_ahead(model):

@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from slipstream.device.device import Device
 from slipstream.runner.graphs import GraphPool, bucket_sizes
+from slipstream.step import NO_INTS, StepPlan
+
+
+def plan_of(num_rows: int, chunk: int = 1) -> StepPlan:
+    """Rows that decode, the last of them a chunk of given tokens if it is longer than one."""
+    num_tokens, num_given = np.ones(num_rows, np.int32), np.zeros(num_rows, np.int32)
+    if chunk > 1:
+        num_tokens[-1] = num_given[-1] = chunk
+    return StepPlan(
+        step=0,
+        released=NO_INTS,
+        admitted=(),
+        rows=np.arange(num_rows, dtype=np.int32),
+        num_tokens=num_tokens,
+        lengths=num_tokens,
+        samples=np.ones(num_rows, np.bool_),
+        num_given=num_given,
+        tokens=np.zeros(num_given.sum(), np.int32),
+        new_pages=(),
+    )
 
 
 class Recorder(Device):
@@ -38,7 +60,7 @@ def test_first_run_then_capture_then_replay():
 def test_eager_and_devices_without_graphs_just_run():
     for pool in (GraphPool(Recorder(), 8, eager=True), GraphPool(Device(0, 1), 8, eager=False)):
         assert [pool.run("a", lambda i=i: i) for i in range(3)] == [0, 1, 2]
-        assert pool.bucket(3) is None
+        assert pool.size_for(plan_of(3)) is None
 
 
 def test_buckets_cover_every_count_and_waste_little():
@@ -47,6 +69,12 @@ def test_buckets_cover_every_count_and_waste_little():
         assert sizes == sorted(set(sizes)) and sizes[-1] == most
     pool = GraphPool(Recorder(), 256, eager=False)
     for rows in range(1, 257):
-        bucket = pool.bucket(rows)
-        assert bucket is not None and rows <= bucket <= max(rows * 1.25, rows + 8, 2 * rows if rows < 16 else 0)
-    assert pool.bucket(257) is None
+        size = pool.size_for(plan_of(rows))
+        assert size is not None and rows <= size <= max(rows * 1.25, rows + 8, 2 * rows if rows < 16 else 0)
+    assert pool.size_for(plan_of(257)) is None
+
+
+def test_a_plan_with_a_chunk_runs_as_it_is():
+    pool = GraphPool(Recorder(), 8, eager=False)
+    assert pool.size_for(plan_of(3)) == 4
+    assert pool.size_for(plan_of(3, chunk=5)) is None

@@ -17,6 +17,7 @@ from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.generate import GenerateHead
+from slipstream.runner.graphs import GraphPool
 from slipstream.runner.kv_store import KVStore
 from slipstream.runner.output import ResultRing
 from slipstream.runner.runner import ModelRunner
@@ -42,6 +43,7 @@ def build_runner(config: EngineConfig, *, progress: bool = False, device: Device
     tables = PageTables(len(cache.groups), num_rows, scheduler.max_model_len, cache.page_size, device)
     store = KVStore(cache.groups, cache.group_pages, dtype, device)
     sampler = Sampler(num_rows, config.model.info.vocab_size, device, logit_dtype)
+    graphs = GraphPool(device, scheduler.max_num_seqs, eager=config.device.eager)
     results = ResultRing(num_slots, result_bytes(config), device)
     return ModelRunner(
         model=model,
@@ -57,7 +59,8 @@ def build_runner(config: EngineConfig, *, progress: bool = False, device: Device
         store=store,
         rows=rows,
         input_batch=InputBatch(rows, tables),
-        head=GenerateHead(model, rows, sampler, results, logit_dtype),
+        head=GenerateHead(model, rows, sampler, results, logit_dtype, graphs),
         row_states=(rows, tables, store, sampler),
         ring=HostRing(num_slots, arena_bytes(config), device),
+        graphs=graphs,
     )

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from slipstream.nn.models.base import CausalLM
-from slipstream.ops.sample import TopLogprobs
+from slipstream.ops.sample import TopLogprobs, likeliest
 from slipstream.runner.batch.input_batch import Gathered
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
+from slipstream.runner.graphs import GraphPool
 from slipstream.runner.output import PROMPT, ResultRing, StepHandle, result_shape
 from slipstream.runner.sampling.logprobs import prepare_scores
 from slipstream.runner.sampling.sampler import Sampler
@@ -23,17 +24,27 @@ Finish = Callable[[Gathered, torch.Tensor], None]
 
 class GenerateHead:
     def __init__(
-        self, model: CausalLM, rows: RowTable, sampler: Sampler, results: ResultRing, logit_dtype: torch.dtype
+        self,
+        model: CausalLM,
+        rows: RowTable,
+        sampler: Sampler,
+        results: ResultRing,
+        logit_dtype: torch.dtype,
+        graphs: GraphPool,
     ) -> None:
         self.model = model
         self.rows = rows
         self.sampler = sampler
         self.results = results
+        self.graphs = graphs
         self.logit_dtype = logit_dtype
         self._numpy_dtype = np.float64 if logit_dtype is torch.float64 else np.float32
 
-    def prepare(self, plan: StepPlan, upload: Upload) -> Head | None:
-        """Host: stage what the draw needs; None when no row draws in this step and no prompt is scored."""
+    def prepare(self, plan: StepPlan, upload: Upload, size: int | None = None) -> Head | None:
+        """Host: stage what the draw needs; None when no row draws in this step and no prompt is scored.
+
+        `size` says how many rows the body is padded to, if it is.
+        """
         num_samples, scores = len(plan.rows), plan.scores
         picked = None
         if plan.tokens.size:  # else all rows decode, and all sample
@@ -54,11 +65,18 @@ class GenerateHead:
             None if scores is None else (len(scores.places), scores.num_logprobs),
         )
         slot = self.results.open(shape)
+        num_rows = len(plan.rows)
 
         def run(batch: Gathered, hidden: torch.Tensor) -> None:
+            if size is not None and sample is not None and sample.is_plain and picked is None and score is None:
+                tokens, failed = self.graphs.run(("greedy", size), lambda: self._draw_greedy(batch, hidden))
+                slot.write({"tokens": tokens[:num_rows], "failed": failed[:num_rows]})
+                return
             results = _named(PROMPT, score(hidden)) if score is not None else {}
             if sample is not None:
                 rows, positions = batch.rows, batch.view.lengths
+                if size is not None and picked is None:
+                    hidden, rows, positions = hidden[:num_rows], rows[:num_rows], positions[:num_rows]
                 if picked is not None:
                     last_tokens, places, rows = upload.tensor(picked).unbind(0)
                     hidden = hidden.index_select(0, last_tokens)
@@ -73,6 +91,12 @@ class GenerateHead:
             slot.write(results)
 
         return Head(run, slot.leave)
+
+    def _draw_greedy(self, batch: Gathered, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Device: the likeliest token of every row, padding and all. The same from step to step, so it is captured."""
+        choice = likeliest(self._logits(hidden))
+        self.rows.draw(batch.rows, choice.tokens)
+        return choice.tokens, choice.failed
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Device: in the dtype that is sampled from."""

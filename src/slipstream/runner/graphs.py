@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 from slipstream.device.device import Device
+from slipstream.step import StepPlan
 
 T = TypeVar("T")
 
@@ -28,8 +29,11 @@ class GraphPool:
     def num_captured(self) -> int:
         return sum(entry is not None for entry in self._captured.values())
 
-    def bucket(self, num_rows: int) -> int | None:
-        """Rows to pad to, so that few sizes serve all; None: run it as it is."""
+    def size_for(self, plan: StepPlan) -> int | None:
+        """Rows to pad a plan to, so that few sizes serve all; None: run it as it is."""
+        num_rows = len(plan.rows)
+        if not self.enabled or (len(plan.tokens) and plan.total_tokens > num_rows):
+            return None
         return next((size for size in self.buckets if size >= num_rows), None)
 
     def run(self, key: Hashable, work: Callable[[], T]) -> T:

@@ -15,6 +15,7 @@ from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.generate import GenerateHead, Head
+from slipstream.runner.graphs import GraphPool
 from slipstream.runner.kv_store import KVStore
 from slipstream.runner.output import NO_RESULTS, StepHandle
 from slipstream.step import StepPlan
@@ -34,6 +35,7 @@ class ModelRunner:
         head: GenerateHead,
         row_states: Sequence[RowState],
         ring: HostRing,
+        graphs: GraphPool,
     ) -> None:
         self.model = model
         self.device = device
@@ -44,23 +46,31 @@ class ModelRunner:
         self.head = head
         self.row_states = row_states
         self.ring = ring
+        self.graphs = graphs
         self._launched: tuple[_Step, Head | None] | None = None
 
     def launch(self, plan: StepPlan) -> None:
         assert self._launched is None, "a step was launched before the one before it was finished"
         upload = self.ring.open()
+        size = self.graphs.size_for(plan)
+        if size is None:
+            gather = self.input_batch.prepare(plan, upload)
+        else:
+            gather = self.input_batch.prepare_padded(plan, upload, size)
         for state in self.row_states:
             state.apply(plan)
         for state in self.row_states:
             state.flush(upload)
-        gather = self.input_batch.prepare(plan, upload)
-        head = self.head.prepare(plan, upload)
+        head = self.head.prepare(plan, upload, size)
         upload.send(self.device.compute)
         step = _Step()
 
+        def forward() -> tuple[Gathered, torch.Tensor]:
+            batch = gather()
+            return batch, self._forward(batch)
+
         def body() -> None:
-            step.batch = gather()
-            step.hidden = self._forward(step.batch)
+            step.batch, step.hidden = forward() if size is None else self.graphs.run(("body", size), forward)
 
         self.device.compute.run(body)
         self.device.compute.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,108 +14,10 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.errors import BadCheckpoint
 from slipstream.nn.weights.gguf import halves_from_pairs
-from tiny import LONG_ROPE, tiny_weights, write_tiny
+from tiny import LONG_ROPE, write_tiny
+from tiny_gguf import pairs_from_halves, write_gguf
 
-THEIRS = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-AROUND = {"post_attention_layernorm": "post_attention_norm", "post_feedforward_layernorm": "post_ffw_norm"}
-GEMMA = AROUND | {"pre_feedforward_layernorm": "ffn_norm"}
-PHI = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
-OWN_THEIRS = {"gemma2": GEMMA, "gemma3": GEMMA, "olmo2": AROUND, "phi3": PHI}
 PROMPT = {"a": [3, 1, 4, 1, 5, 9, 2, 6]}
-
-
-def write_gguf(folder: Path, kind: gguf.GGMLQuantizationType, extra: dict[str, np.ndarray] | None = None) -> Path:
-    """The folder's model as one file, with q and k in rotary pairs where llama.cpp has them so."""
-    config = json.loads((folder / "config.json").read_text())
-    family = config["architectures"][0].removesuffix("ForCausalLM").lower()
-    arch = "llama" if family == "mistral" else family
-    theirs = THEIRS | (OWN_THEIRS.get(arch) or {})
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    path = folder / "model.gguf"
-    writer = gguf.GGUFWriter(path, arch)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    add_family_facts(writer, arch, config, head_dim)
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for name, tensor in tiny_weights(folder).items():
-        stem, suffix = name.rsplit(".", 1)
-        block = ""
-        if stem.startswith("model.layers."):
-            _, _, number, stem = stem.split(".", 3)
-            block = f"blk.{number}."
-        stem = theirs[stem]
-        if arch.startswith("gemma") and stem.endswith("norm"):
-            tensor = tensor + 1
-        if arch == "llama" and stem in heads:
-            tensor = pairs_from_halves(tensor, heads[stem])
-        array = tensor.numpy()
-        as_kind = kind if array.ndim == 2 else gguf.GGMLQuantizationType.F32
-        writer.add_tensor(f"{block}{stem}.{suffix}", gguf.quants.quantize(array, as_kind), raw_dtype=as_kind)
-    for name, array in (extra or {}).items():
-        writer.add_tensor(name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
-
-
-def add_family_facts(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any], head_dim: int) -> None:
-    """As llama.cpp's converter does."""
-    rope = config["rope_parameters"]
-    full = rope.get("full_attention", rope)
-    writer.add_rope_freq_base(full["rope_theta"])
-    if full["rope_type"] == "linear":
-        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(full["factor"])
-    if config.get("sliding_window"):
-        writer.add_sliding_window(config["sliding_window"])
-    if arch == "gemma2":
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
-        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
-    if arch == "gemma3":
-        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
-        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
-    if arch == "phi3":
-        rotated = int(head_dim * rope["partial_rotary_factor"])
-        writer.add_rope_dimension_count(rotated)
-        if rope["rope_type"] == "longrope":
-            writer.add_rope_scaling_orig_ctx_len(config["original_max_position_embeddings"])
-            for which in ("long", "short"):
-                writer.add_tensor(f"rope_factors_{which}.weight", np.array(rope[f"{which}_factor"], np.float32))
-
-
-def pairs_from_halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Dimension i and i + half side by side."""
-    out = torch.empty_like(rows)
-    dim = len(rows) // num_heads
-    for head in range(num_heads):
-        for i in range(dim // 2):
-            out[head * dim + 2 * i] = rows[head * dim + i]
-            out[head * dim + 2 * i + 1] = rows[head * dim + i + dim // 2]
-    return out
 
 
 def test_rows_in_pairs_are_put_back() -> None:

@@ -9,7 +9,7 @@ from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import HeadNorm, WholeNorm
 from slipstream.nn.quant import FormatOf
-from slipstream.ops.rope import apply_rope
+from slipstream.ops.rope import norm_rope
 
 
 class Attention(nn.Module):
@@ -50,9 +50,12 @@ class Attention(nn.Module):
         # queries and keys are treated alike up to here, so they go together
         query_key = heads[:, : -self.num_kv_heads]
         value = heads[:, -self.num_kv_heads :]
-        if self.norm is not None:
+        weight, eps = None, 0.0
+        if isinstance(self.norm, HeadNorm):
+            weight, eps = self.norm.weight, self.norm.eps
+        elif self.norm is not None:
             query_key = self.norm(query_key)
-        query_key = apply_rope(query_key, rotary)
+        query_key = norm_rope(query_key, weight, eps, rotary)
         query, key = query_key.split((self.num_heads, self.num_kv_heads), 1)
         out = context.attention.forward(query, key, value, self.layer, self.scale, context)
         projected: torch.Tensor = self.output(out.flatten(1))

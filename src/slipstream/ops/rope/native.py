@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from slipstream.ops import native
+from slipstream.ops.norm.native import rms_norm
 from slipstream.ops.rope import reference
 
 
@@ -20,3 +21,8 @@ def apply_rope(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         x.data_ptr(), rows.data_ptr(), out.data_ptr(), num_tokens, num_heads, dim, rows.shape[-1], x.stride(0)
     )
     return out
+
+
+def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rows: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, dim], normed per head by weight [heads, dim] if there is one, then turned."""
+    return apply_rope(x if weight is None else rms_norm(x, weight, eps), rows)

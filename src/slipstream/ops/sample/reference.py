@@ -153,7 +153,7 @@ def match_words(words: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
 
 
 def forbid_matched_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor, matched: torch.Tensor) -> None:
-    """Put -inf at logits[index[i], ids[i, j]] where matched[i, j]. An id may come twice, and be -1 where not matched."""
+    """Put -inf at logits[index[i], ids[i, j]] where matched[i, j]. An id may come twice, or be -1 where not."""
     change = torch.zeros_like(ids, dtype=logits.dtype).masked_fill_(matched, -torch.inf)
     # added, so that an id that two words end with does not depend on which of them comes last
     logits.index_put_((index[:, None], ids.clamp(min=0)), change, accumulate=True)

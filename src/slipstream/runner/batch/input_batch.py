@@ -31,6 +31,43 @@ class InputBatch:
         self.rows = rows
         self.page_tables = page_tables
 
+    def prepare_padded(self, plan: StepPlan, upload: Upload, size: int) -> Callable[[], Gathered]:
+        """Host: stage rows of one token each, padded to `size` by a row that is nobody's.
+
+        It must be the first to write into the upload: then all steps of one size read the same addresses and have the
+        same shapes, and what the closure does can be captured.
+        """
+        num_rows = len(plan.rows)
+        staged = np.zeros((3, size), np.int64)
+        staged[0, num_rows:] = len(self.rows.computed) - 1  # rows
+        staged[0, :num_rows] = plan.rows
+        staged[1, :num_rows] = 1  # counts
+        staged[2] = -1  # given
+        if len(plan.tokens):
+            staged[2, :num_rows][plan.num_given > 0] = plan.tokens
+        span = upload.put(staged)
+        assert span.start == 0, "a padded batch comes first in the upload"
+        table, pages = self.rows, self.page_tables
+
+        def gather() -> Gathered:
+            rows, counts, given = upload.tensor(span).unbind(0)
+            inputs = gather_rows(
+                table.computed, table.last_token, pages.tables, pages.page_size, pages.width, rows, counts, given=given
+            )
+            view = BatchView(
+                ids=inputs.ids,
+                positions=inputs.positions,
+                lengths=inputs.lengths,
+                slots=inputs.slots.unbind(0),
+                page_tables=inputs.pages.unbind(0),
+                num_tokens=np.ones(size, np.int32),
+                max_lengths=np.full(size, pages.width * pages.page_size, np.int32),
+                num_single=size,
+            )
+            return Gathered(view, rows)
+
+        return gather
+
     def prepare(self, plan: StepPlan, upload: Upload) -> Callable[[], Gathered]:
         """Host: stage the counts; the closure gathers on the device."""
         num_tokens = plan.num_tokens

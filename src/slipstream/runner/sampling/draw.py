@@ -39,10 +39,10 @@ class Draw:
     def prepare(self, rows: Ints, upload: Upload) -> Callable[[torch.Tensor, SampleBatch], Choice]:
         """Host: the work that turns logits [S, V] into tokens [S]. Noise is made for the random rows alone."""
         if not self._users:
-            return _greedy
+            return greedy
         random = self.random[rows]
         if not random.any():
-            return _greedy
+            return greedy
         keys = self.keys.device
         if random.all():
             return lambda logits, batch: draw(logits, _keys(keys, batch.rows, batch.positions))
@@ -58,7 +58,7 @@ class Draw:
         return mixed
 
 
-def _greedy(logits: torch.Tensor, batch: SampleBatch) -> Choice:
+def greedy(logits: torch.Tensor, batch: SampleBatch) -> Choice:
     return likeliest(logits)
 
 

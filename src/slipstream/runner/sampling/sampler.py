@@ -15,7 +15,7 @@ from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.bad_words import BadWords
 from slipstream.runner.sampling.bias import Bias
-from slipstream.runner.sampling.draw import Draw
+from slipstream.runner.sampling.draw import Draw, greedy
 from slipstream.runner.sampling.logprobs import GivenLogprobs, GivenWork, Logprobs
 from slipstream.runner.sampling.min_tokens import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
@@ -45,6 +45,11 @@ class Sample:
     draw: Callable[[torch.Tensor, SampleBatch], Choice]
     logprobs: Logprobs | None
     given: GivenWork | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the likeliest tokens are all that is asked for."""
+        return self.draw is greedy and not self.works and self.logprobs is None
 
     def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> SampleOutput:
         """Device: logits [S, vocabulary] to tokens. The logits may be changed."""

@@ -70,13 +70,18 @@ def test_nothing_is_watched_after_the_block():
 @pytest.mark.cuda
 def test_copies_that_block_are_found_on_cuda():
     pinned, pageable = torch.ones(4).pin_memory(), torch.ones(4)
-    with watch() as log:
-        on_device = pinned.to("cuda", non_blocking=True)
-        pageable.to("cuda", non_blocking=True)
-        on_device.cpu()
-        torch.tensor([1, 2], device="cuda")
-    assert [sync.what for sync in log.found] == [
-        "copy from cpu to cuda from memory that is not pinned",
-        "copy from cuda to cpu without non_blocking",
-        "copy from cpu to cuda without non_blocking",
-    ]
+    on_device = pinned.to("cuda", non_blocking=True)
+
+    def found(work):
+        with watch() as log:
+            work()
+        return [sync.what for sync in log.found]
+
+    assert found(lambda: pinned.to("cuda", non_blocking=True)) == []
+    assert found(lambda: on_device + 1) == []
+    assert "copy from cpu to cuda from memory that is not pinned" in found(
+        lambda: pageable.to("cuda", non_blocking=True)
+    )
+    assert "copy from cuda to cpu without non_blocking" in found(on_device.cpu)
+    assert found(lambda: torch.tensor([1, 2], device="cuda"))
+    assert "item()" in found(on_device[0].item)

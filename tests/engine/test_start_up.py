@@ -29,7 +29,7 @@ def test_a_first_token_imports_nothing_heavy_beside_torch(tmp_path) -> None:
     path = write_gguf(write_tiny(tmp_path), gguf.GGMLQuantizationType.Q4_1)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(path)],
-        env={**os.environ, "SLIPSTREAM_NATIVE": "0"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "SLIPSTREAM_NATIVE": "0"},
         capture_output=True,
         text=True,
         timeout=120,

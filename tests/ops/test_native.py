@@ -145,7 +145,11 @@ def test_without_a_compiler_or_when_turned_off_the_references_serve(tmp_path) ->
 
 def run_elsewhere(program: str, **environment: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **environment}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.device.device import Device
-from slipstream.runner.graphs import GraphPool, bucket_sizes
+from slipstream.runner.batch.input_batch import Size
+from slipstream.runner.graphs import GraphPool, sizes_up_to
 from slipstream.step import NO_INTS, StepPlan
 
 
@@ -46,9 +47,13 @@ class Recorder(Device):
         return replay, result
 
 
+def pool_on(device: Device, eager: bool = False) -> GraphPool:
+    return GraphPool(device, 256, 2048, eager=eager)
+
+
 def test_first_run_then_capture_then_replay():
     device, ran = Recorder(), []
-    pool = GraphPool(device, 8, eager=False)
+    pool = pool_on(device)
     for i in range(4):
         assert pool.run("a", lambda i=i: ran.append(i) or i) == (0 if i == 0 else 1)
     assert ran == [0, 1]  # once eagerly, once while captured
@@ -58,23 +63,28 @@ def test_first_run_then_capture_then_replay():
 
 
 def test_eager_and_devices_without_graphs_just_run():
-    for pool in (GraphPool(Recorder(), 8, eager=True), GraphPool(Device(0, 1), 8, eager=False)):
+    for pool in (pool_on(Recorder(), eager=True), pool_on(Device(0, 1))):
         assert [pool.run("a", lambda i=i: i) for i in range(3)] == [0, 1, 2]
         assert pool.size_for(plan_of(3)) is None
 
 
-def test_buckets_cover_every_count_and_waste_little():
+def test_sizes_cover_every_count_and_waste_little():
     for most in (1, 3, 17, 256, 1000):
-        sizes = bucket_sizes(most)
+        sizes = sizes_up_to(most, 8)
         assert sizes == sorted(set(sizes)) and sizes[-1] == most
-    pool = GraphPool(Recorder(), 256, eager=False)
+    pool = pool_on(Recorder())
     for rows in range(1, 257):
         size = pool.size_for(plan_of(rows))
-        assert size is not None and rows <= size <= max(rows * 1.25, rows + 8, 2 * rows if rows < 16 else 0)
+        assert size is not None and size.is_single
+        assert rows <= size.rows <= max(rows * 1.25, rows + 8, 2 * rows if rows < 16 else 0)
     assert pool.size_for(plan_of(257)) is None
 
 
-def test_a_plan_with_a_chunk_runs_as_it_is():
-    pool = GraphPool(Recorder(), 8, eager=False)
-    assert pool.size_for(plan_of(3)) == 4
-    assert pool.size_for(plan_of(3, chunk=5)) is None
+def test_a_plan_with_a_chunk_is_padded_by_tokens():
+    pool = pool_on(Recorder())
+    assert pool.size_for(plan_of(3)) == Size(4, 4)
+    assert pool.size_for(plan_of(3, chunk=5)) == Size(320, 256)
+    assert pool.size_for(plan_of(3, chunk=1200)) == Size(1280, 256)
+    assert pool.size_for(plan_of(3, chunk=2046)) == Size(2048, 256)
+    assert pool.size_for(plan_of(3, chunk=2047)) is None
+    assert not any(Size(n, 256).is_single for n in pool.token_sizes)

@@ -59,6 +59,7 @@ class Track:
         self.message = message
         self.prompt = prompt
         self.samples = [_Sample(i, message, tokenizer, stream=stream) for i in range(message.params.n)]
+        self.finished = False
         self.num_cached = 0
         self.decoded = _decoded(tokenizer if message.params.detokenize else None)
         # the first has nothing before it
@@ -67,10 +68,6 @@ class Track:
             self.prompt_logprobs = [None]
         self.metrics = RequestMetrics(message.arrival_time)
         self._submitted = time.monotonic()
-
-    @property
-    def finished(self) -> bool:
-        return all(sample.finish_reason is not None for sample in self.samples)
 
     def take(self, output: Output, now: float) -> bool:
         """Returns whether a stop string ended a sample that the core still runs."""
@@ -85,13 +82,21 @@ class Track:
                 metrics.first_token_latency = now - self._submitted
                 self.num_cached = output.num_cached_tokens
             metrics.last_token_ts = now
-        return self.samples[output.sample].take(output)
+        sample = self.samples[output.sample]
+        stopped = sample.take(output)
+        if sample.finish_reason is not None:
+            self._look_finished()
+        return stopped
+
+    def _look_finished(self) -> None:
+        self.finished = all(sample.finish_reason is not None for sample in self.samples)
 
     def abort(self) -> None:
         """The caller gave up: what has come so far is all there will be."""
         for sample in self.samples:
             if sample.finish_reason is None:
                 sample.finish_reason = FinishReason.ABORT.value
+        self.finished = True
 
     def result(self) -> RequestOutput:
         return RequestOutput(

@@ -43,7 +43,7 @@ def build_runner(config: EngineConfig, *, progress: bool = False, device: Device
     tables = PageTables(len(cache.groups), num_rows, scheduler.max_model_len, cache.page_size, device)
     store = KVStore(cache.groups, cache.group_pages, dtype, device)
     sampler = Sampler(num_rows, config.model.info.vocab_size, device, logit_dtype)
-    graphs = GraphPool(device, scheduler.max_num_seqs, eager=config.device.eager)
+    graphs = GraphPool(device, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, eager=config.device.eager)
     results = ResultRing(num_slots, result_bytes(config), device)
     return ModelRunner(
         model=model,

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.nn.models.base import CausalLM
 from slipstream.ops.sample import TopLogprobs, likeliest
-from slipstream.runner.batch.input_batch import Gathered
+from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.graphs import GraphPool
@@ -40,10 +40,10 @@ class GenerateHead:
         self.logit_dtype = logit_dtype
         self._numpy_dtype = np.float64 if logit_dtype is torch.float64 else np.float32
 
-    def prepare(self, plan: StepPlan, upload: Upload, size: int | None = None) -> Head | None:
+    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Head | None:
         """Host: stage what the draw needs; None when no row draws in this step and no prompt is scored.
 
-        `size` says how many rows the body is padded to, if it is.
+        `size` says what the body is padded to, if it is.
         """
         num_samples, scores = len(plan.rows), plan.scores
         picked = None
@@ -66,16 +66,18 @@ class GenerateHead:
         )
         slot = self.results.open(shape)
         num_rows = len(plan.rows)
+        is_padded = size is not None and size.is_single and picked is None  # all rows sample
+        can_replay = is_padded and score is None and sample is not None and sample.is_plain
 
         def run(batch: Gathered, hidden: torch.Tensor) -> None:
-            if size is not None and sample is not None and sample.is_plain and picked is None and score is None:
+            if can_replay:
                 tokens, failed = self.graphs.run(("greedy", size), lambda: self._draw_greedy(batch, hidden))
                 slot.write({"tokens": tokens[:num_rows], "failed": failed[:num_rows]})
                 return
             results = _named(PROMPT, score(hidden)) if score is not None else {}
             if sample is not None:
                 rows, positions = batch.rows, batch.view.lengths
-                if size is not None and picked is None:
+                if is_padded:
                     hidden, rows, positions = hidden[:num_rows], rows[:num_rows], positions[:num_rows]
                 if picked is not None:
                     last_tokens, places, rows = upload.tensor(picked).unbind(0)
@@ -94,7 +96,7 @@ class GenerateHead:
 
     def _draw_greedy(self, batch: Gathered, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Device: the likeliest token of every row, padding and all. The same from step to step, so it is captured."""
-        choice = likeliest(self._logits(hidden))
+        choice = likeliest(self.model.logits(hidden))
         self.rows.draw(batch.rows, choice.tokens)
         return choice.tokens, choice.failed
 

@@ -7,10 +7,12 @@ are written that way in `input_batch.py` and `generate.py`. This file knows noth
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 from slipstream.device.device import Device
+from slipstream.runner.batch.input_batch import Size
 from slipstream.step import StepPlan
 
 T = TypeVar("T")
@@ -19,22 +21,30 @@ T = TypeVar("T")
 class GraphPool:
     """What was captured, by key. On a device without graphs, or when eager is wanted, work is simply run."""
 
-    def __init__(self, device: Device, max_rows: int, *, eager: bool) -> None:
+    def __init__(self, device: Device, max_rows: int, max_tokens: int, *, eager: bool) -> None:
         self.device = device
         self.enabled = device.can_graph and not eager
-        self.buckets = bucket_sizes(max_rows) if self.enabled else []
+        self.max_rows = max_rows
+        self.row_sizes = sizes_up_to(max_rows, first_steps=8) if self.enabled else []
+        # more tokens than rows, so that no size of a mixed step looks like one of single tokens
+        self.token_sizes = [n for n in sizes_up_to(max_tokens, first_steps=64) if n > max_rows] if self.enabled else []
         self._captured: dict[Hashable, tuple[Callable[[], None], Any] | None] = {}
 
     @property
     def num_captured(self) -> int:
         return sum(entry is not None for entry in self._captured.values())
 
-    def size_for(self, plan: StepPlan) -> int | None:
-        """Rows to pad a plan to, so that few sizes serve all; None: run it as it is."""
-        num_rows = len(plan.rows)
-        if not self.enabled or (len(plan.tokens) and plan.total_tokens > num_rows):
+    def size_for(self, plan: StepPlan) -> Size | None:
+        """What to pad a plan to, so that few sizes serve all; None: run it as it is."""
+        if not self.enabled:
             return None
-        return next((size for size in self.buckets if size >= num_rows), None)
+        num_rows = len(plan.rows)
+        total = plan.total_tokens if len(plan.tokens) else num_rows
+        if total == num_rows:
+            at = bisect.bisect_left(self.row_sizes, num_rows)
+            return Size(self.row_sizes[at], self.row_sizes[at]) if at < len(self.row_sizes) else None
+        at = bisect.bisect_left(self.token_sizes, total)
+        return Size(self.token_sizes[at], self.max_rows) if at < len(self.token_sizes) else None
 
     def run(self, key: Hashable, work: Callable[[], T]) -> T:
         """Device: do `work`, or replay what it did when it was captured; its result lies where it lay then.
@@ -54,10 +64,10 @@ class GraphPool:
         return result
 
 
-def bucket_sizes(max_rows: int) -> list[int]:
-    """1, 2, 4, 8, then in steps that waste at most an eighth."""
+def sizes_up_to(most: int, first_steps: int) -> list[int]:
+    """1, 2, 4 and so on, then in steps that waste at most a fifth and are no smaller than `first_steps`."""
     sizes, size = [], 1
-    while size < max_rows:
+    while size < most:
         sizes.append(size)
-        size += size if size < 16 else max(8, 1 << (size.bit_length() - 3))
-    return [*sizes, max_rows]
+        size += size if size < 2 * first_steps else max(first_steps, 1 << (size.bit_length() - 3))
+    return [*sizes, most]

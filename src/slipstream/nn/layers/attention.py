@@ -48,15 +48,16 @@ class Attention(nn.Module):
         """x [T, hidden]; rotary is the rope table's rows for the step's positions."""
         heads = self.qkv(x).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         # queries and keys are treated alike up to here, so they go together
-        query_key = heads[:, : -self.num_kv_heads]
-        value = heads[:, -self.num_kv_heads :]
+        num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
+        query_key = heads.narrow(1, 0, num_heads + num_kv_heads)
+        value = heads.narrow(1, num_heads + num_kv_heads, num_kv_heads)
         weight, eps = None, 0.0
         if isinstance(self.norm, HeadNorm):
             weight, eps = self.norm.weight, self.norm.eps
         elif self.norm is not None:
             query_key = self.norm(query_key)
         query_key = norm_rope(query_key, weight, eps, rotary)
-        query, key = query_key.split((self.num_heads, self.num_kv_heads), 1)
+        query, key = query_key.narrow(1, 0, num_heads), query_key.narrow(1, num_heads, num_kv_heads)
         out = context.attention.forward(query, key, value, self.layer, self.scale, context)
         projected: torch.Tensor = self.output(out.flatten(1))
         return projected

@@ -28,10 +28,9 @@ class Rope(nn.Module):
     table: torch.Tensor
 
     def fill(self) -> None:
-        """Compute the table where it lies."""
-        num_positions = self.table.shape[0]
-        frequencies = self.frequencies.to(self.table.device)
-        self.table = rope_table(frequencies, num_positions, self.scale, self.table.dtype)
+        """Compute the table, on the host, so that all devices turn by the same angles to the last bit."""
+        num_positions, device = self.table.shape[0], self.table.device
+        self.table = rope_table(self.frequencies, num_positions, self.scale, self.table.dtype).to(device)
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         return self.table.index_select(0, positions)

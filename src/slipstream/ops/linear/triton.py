@@ -104,6 +104,12 @@ def _few_rows_kernel(
         tl.store(out + 3 * num_out + own, (tl.sum(sum3, 1) + shift).to(out.dtype.element_ty), mask=inside)
 
 
+def _dot_tile(num_out: int) -> tuple[int, int, int, int]:
+    if num_out >= 65536:
+        return 64, 128, 4, 4
+    return (32, 128, 4, 5) if num_out >= 2048 else (16, 512, 4, 3)
+
+
 def some_rows(
     x: torch.Tensor,  # [rows, in], up to 32 rows
     weight: torch.Tensor,  # [out, in]
@@ -115,7 +121,7 @@ def some_rows(
     num_out = weight.shape[0]
     assert weight.stride(1) == 1 and x.stride(1) == 1, "inputs must be contiguous"
     out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device)
-    block_out, block_in, warps, stages = tile or (16, 256, 4, 4)
+    block_out, block_in, warps, stages = tile or _dot_tile(num_out)
     _some_rows_kernel[(triton.cdiv(num_out, block_out),)](
         x,
         weight,

@@ -58,7 +58,7 @@ class _DynamicQuantWeight:
 
 
 class Int4Pack:
-    """x86: activations stay as they are, offsets are part of the kernel."""
+    """x86: activations and scales in bfloat16, the one dtype the kernel is fast in; offsets are part of it."""
 
     name = "int4 pack"
     _CHUNK = 4096  # rows packed at a time: the kernel wants each number in 32 bits first
@@ -74,12 +74,12 @@ class Int4Pack:
         packed = []
         for number, (pairs, scale) in enumerate(zip(planes.pairs, planes.scales, strict=True)):
             offset = planes.offset if number == 0 and planes.offset is not None else torch.zeros_like(scale)
-            scales = torch.stack((_padded(scale, self._ROWS), _padded(offset, self._ROWS)), -1)
+            scales = torch.stack((_padded(scale, self._ROWS), _padded(offset, self._ROWS)), -1).bfloat16()
             packed.append((self._pack_pairs(_padded(pairs, self._ROWS)), scales.transpose(0, 1).contiguous()))
         return _Int4PackWeight(tuple(packed), planes.num_rows)
 
     def num_bytes(self, kind: str, num_rows: int, num_columns: int) -> int:
-        of_plane = num_columns // 2 + num_columns // BLOCK * 8
+        of_plane = num_columns // 2 + num_columns // BLOCK * 4
         return -(-num_rows // self._ROWS) * self._ROWS * PLANES[kind] * of_plane
 
     def _pack_pairs(self, pairs: torch.Tensor) -> torch.Tensor:
@@ -96,13 +96,13 @@ class _Int4PackWeight:
     num_rows: int  # without padding
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
+        x = x.bfloat16().contiguous()
         product = torch.ops.aten._weight_int4pack_mm_for_cpu
         weight, scales = self.planes[0]
-        out: torch.Tensor = product(x, weight, BLOCK, scales)
+        out: torch.Tensor = product(x, weight, BLOCK, scales).float()
         for weight, scales in self.planes[1:]:
             out.add_(product(x, weight, BLOCK, scales))
-        return out[:, : self.num_rows]
+        return out if out.shape[1] == self.num_rows else out[:, : self.num_rows].contiguous()
 
 
 def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:

@@ -21,6 +21,18 @@ from slipstream.step import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
+class Size:
+    """What a step is padded to. With as many tokens as rows, each row has one."""
+
+    tokens: int
+    rows: int
+
+    @property
+    def is_single(self) -> bool:
+        return self.tokens == self.rows
+
+
+@dataclass(frozen=True, slots=True)
 class Gathered:
     view: BatchView
     rows: torch.Tensor  # [B] int64
@@ -31,28 +43,52 @@ class InputBatch:
         self.rows = rows
         self.page_tables = page_tables
 
-    def prepare_padded(self, plan: StepPlan, upload: Upload, size: int) -> Callable[[], Gathered]:
-        """Host: stage rows of one token each, padded to `size` by a row that is nobody's.
+    def prepare_padded(self, plan: StepPlan, upload: Upload, size: Size) -> Callable[[], Gathered]:
+        """Host: stage the counts, padded to `size` by tokens of a row that is nobody's.
 
         It must be the first to write into the upload: then all steps of one size read the same addresses and have the
         same shapes, and what the closure does can be captured.
         """
-        num_rows = len(plan.rows)
-        staged = np.zeros((3, size), np.int64)
-        staged[0, num_rows:] = len(self.rows.computed) - 1  # rows
-        staged[0, :num_rows] = plan.rows
-        staged[1, :num_rows] = 1  # counts
-        staged[2] = -1  # given
-        if len(plan.tokens):
-            staged[2, :num_rows][plan.num_given > 0] = plan.tokens
-        span = upload.put(staged)
-        assert span.start == 0, "a padded batch comes first in the upload"
+        num_rows, num_tokens = len(plan.rows), plan.num_tokens
+        null_row = len(self.rows.computed) - 1
+        by_row = np.zeros((2, size.rows), np.int64)  # rows, counts
+        by_row[0, num_rows:] = null_row
+        by_row[0, :num_rows] = plan.rows
+        by_row[1, :num_rows] = num_tokens
+        given = np.full(size.tokens, -1, np.int64)
+        by_token = starts = None
+        if size.is_single:
+            if len(plan.tokens):
+                given[:num_rows][plan.num_given > 0] = plan.tokens
+        else:
+            total = plan.total_tokens
+            ends = np.cumsum(num_tokens, dtype=np.int32)
+            by_token = np.zeros((2, size.tokens), np.int64)  # their rows, their places in them
+            by_token[0, total:] = null_row
+            by_token[0, :total] = np.repeat(plan.rows, num_tokens)
+            by_token[1, :total] = np.arange(total) - np.repeat(ends - num_tokens, num_tokens)
+            given[:total][by_token[1, :total] < np.repeat(plan.num_given, num_tokens)] = plan.tokens
+            starts = np.full(size.rows + 1, total, np.int32)
+            starts[0] = 0
+            starts[1 : num_rows + 1] = ends
+        spans = [None if array is None else upload.put(array) for array in (by_row, given, by_token, starts)]
+        assert spans[0] is not None and spans[0].start == 0, "a padded batch comes first in the upload"
         table, pages = self.rows, self.page_tables
 
         def gather() -> Gathered:
-            rows, counts, given = upload.tensor(span).unbind(0)
+            by_row, given, by_token, starts = (None if span is None else upload.tensor(span) for span in spans)
+            assert by_row is not None
             inputs = gather_rows(
-                table.computed, table.last_token, pages.tables, pages.page_size, pages.width, rows, counts, given=given
+                table.computed,
+                table.last_token,
+                pages.tables,
+                pages.page_size,
+                pages.width,
+                by_row[0],
+                by_row[1],
+                token_rows=None if by_token is None else by_token[0],
+                offsets=None if by_token is None else by_token[1],
+                given=given,
             )
             view = BatchView(
                 ids=inputs.ids,
@@ -60,11 +96,12 @@ class InputBatch:
                 lengths=inputs.lengths,
                 slots=inputs.slots.unbind(0),
                 page_tables=inputs.pages.unbind(0),
-                num_tokens=np.ones(size, np.int32),
-                max_lengths=np.full(size, pages.width * pages.page_size, np.int32),
-                num_single=size,
+                num_tokens=np.ones(size.rows, np.int32),
+                max_lengths=np.full(size.rows, pages.width * pages.page_size, np.int32),
+                num_single=size.rows if size.is_single else 0,
+                query_starts=starts,
             )
-            return Gathered(view, rows)
+            return Gathered(view, by_row[0])
 
         return gather
 

@@ -1,0 +1,73 @@
+"""The engine on a GPU: replayed or eager, ahead or not, whole or in chunks, the tokens are the CPU's."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.device.sync_check import watch
+from tiny import write_tiny
+
+pytestmark = pytest.mark.cuda
+
+PROMPTS = [[i + 3, *range(20, 20 + 7 * i), i + 5] for i in range(8)]
+OPTIONS = dict(use_tqdm_on_load=False, max_model_len=128, page_size=16, num_pages=96, max_num_seqs=8, dtype="float32")
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+FEATURES = {
+    "greedy": GREEDY,
+    "random": SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True),
+    "truncated": SamplingParams(temperature=0.9, seed=3, top_k=9, top_p=0.9, min_p=0.01, max_tokens=20, ignore_eos=True),
+    "penalties": SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.4, max_tokens=20),
+    "logprobs": SamplingParams(temperature=0, logprobs=4, prompt_logprobs=2, max_tokens=12),
+    "lists": SamplingParams(temperature=0, logit_bias={5: 3.0}, bad_words=["a", "bc"], min_tokens=4, max_tokens=16),
+    "samples": SamplingParams(n=3, temperature=1.0, seed=8, max_tokens=12),
+}
+
+
+def tokens(results):
+    return [sample.token_ids for result in results for sample in result.outputs]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2"])
+def folder(request, tmp_path_factory):
+    config = {"head_dim": 64} if request.param != "llama" else {"hidden_size": 256}
+    return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param, **config))
+
+
+@pytest.fixture(scope="module")
+def wanted(folder):
+    with LLM(folder, **OPTIONS, device="cpu") as llm:
+        return {name: tokens(llm.generate(PROMPTS, params)) for name, params in FEATURES.items()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(enforce_eager=True, depth=0),
+        dict(depth=0),
+        dict(depth=1),
+        dict(depth=2, max_num_batched_tokens=40),
+        dict(depth=2, num_pages=24),
+    ],
+    ids=["eager", "graphs", "ahead", "chunked", "preempted"],
+)
+def test_tokens_are_those_of_the_cpu(folder, wanted, options):
+    with LLM(folder, **(OPTIONS | options), device="cuda") as llm:
+        for _ in range(3):  # eager, captured, replayed
+            assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted["greedy"]
+        for name, params in FEATURES.items():
+            if params.seed is not None or params.is_greedy:
+                assert tokens(llm.generate(PROMPTS, params)) == wanted[name], name
+        graphs = llm.core.executor.graphs
+        assert (graphs.num_captured > 0) == (not options.get("enforce_eager", False))
+        llm.core.scheduler.cache.check()
+
+
+def test_steady_state_never_waits_outside_the_commit(folder):
+    with LLM(folder, **OPTIONS, device="cuda", depth=2, max_num_batched_tokens=40) as llm:
+        for params in FEATURES.values():
+            llm.generate(PROMPTS, params)
+        with watch() as log:
+            for params in FEATURES.values():
+                llm.generate(PROMPTS, params)
+        assert not log.found, "\n".join(f"{sync.what} x{sync.count}\n{sync.stack}" for sync in log.found)

@@ -13,6 +13,7 @@ import torch
 from slipstream.ops import activation, cache_write, native, norm, paged_attention, rope
 from slipstream.ops.activation import reference as activation_reference
 from slipstream.ops.cache_write import reference as cache_reference
+from slipstream.ops.linear import linear
 from slipstream.ops.linear import native as few
 from slipstream.ops.linear import reference as linear_reference
 from slipstream.ops.norm import reference as norm_reference
@@ -71,6 +72,15 @@ def test_products_of_few_tokens(native_kernels, tokens: int, rows: int, size: in
     found = few.few_tokens(x, weight, bias)
     torch.testing.assert_close(found, linear_reference.linear(x, weight, bias), rtol=1e-5, atol=1e-5 * size**0.5)
     assert few.few_tokens(x[1:2], weight, bias)[0].equal(found[1]), "a row's result is its own"
+
+
+def test_a_few_tokens_on_arm_go_through_the_kernel(native_kernels, monkeypatch) -> None:
+    calls = []
+    monkeypatch.setattr(few, "_ON_ARM", True)
+    monkeypatch.setattr(few, "few_tokens", lambda *args: calls.append(len(args[0])))
+    for tokens in (1, 2, 32, 33):
+        linear(random(tokens, 8), random(4, 8))
+    assert calls == [2, 32]
 
 
 def test_cache_write(native_kernels) -> None:

@@ -34,10 +34,13 @@ class Built(msgspec.Struct, frozen=True):
 
 def build(options: Options, *, progress: bool = False, device: Device | None = None) -> Built:
     located = locate(options.model, options.revision)
+    # as long as it is open here, all that ask for it get this one, and its header is read once
+    open_file = GgufFile.open(located.path) if located.kind == "gguf" else None
     info, defaults = _read(located)
     config = settle(options, located, info)
     tokenizer = None if options.skip_tokenizer_init else _load_tokenizer(options, located)
     core = EngineCore(config, build_runner(config, progress=progress, device=device))
+    del open_file
     inputs = InputProcessor(tokenizer, defaults, config.scheduler.max_model_len, info.vocab_size, config.model.name)
     return Built(config, core, inputs, tokenizer)
 

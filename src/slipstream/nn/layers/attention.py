@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from slipstream.nn.context import ForwardContext
+from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import HeadNorm, WholeNorm
 from slipstream.nn.quant import FormatOf
 from slipstream.ops.rope import norm_rope
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Causal attention with rotary positions; heads may share keys, queries and keys may be normed."""
 
     def __init__(

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from torch import nn
 
+from slipstream.nn.layers.layer import Layer
 from slipstream.nn.quant import Place, WeightFormat
 
 
-class Embedding(nn.Module):
+class Embedding(Layer):
     def __init__(self, num_tokens: int, size: int, format: WeightFormat) -> None:
         super().__init__()
         self.num_tokens = num_tokens

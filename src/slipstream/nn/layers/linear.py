@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
-from torch import nn
 
+from slipstream.nn.layers.layer import Layer
 from slipstream.nn.quant import Piece, Place, WeightFormat, new_parameter
 
 
-class Linear(nn.Module):
+class Linear(Layer):
     """Several projections of the same input, named, made by one product; their outputs lie side by side.
 
     A single unnamed one is `{"": size}`.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from slipstream.errors import UnsupportedModel
+from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.quant import FormatOf
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
@@ -20,7 +20,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-class Mlp(nn.Module):
+class Mlp(Layer):
     """down(activation(gate(x)) * up(x)), gate and up in one product."""
 
     def __init__(

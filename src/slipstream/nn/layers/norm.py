@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
-from torch import nn
 
+from slipstream.nn.layers.layer import Layer
 from slipstream.nn.quant import Piece, Place, new_parameter
 from slipstream.ops.norm import add_rms_norm, rms_norm
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """`offset` is added to the checkpoint's weights: some families store how far they are from 1."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, offset: float = 0.0) -> None:
@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
         self.weight.copy_(_shifted(piece, self.offset))
 
 
-class Sum(nn.Module):
+class Sum(Layer):
     """Where a family has no norm: the sum alone."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +42,7 @@ class Sum(nn.Module):
         return total, total
 
 
-class HeadNorm(nn.Module):
+class HeadNorm(Layer):
     """Norms of queries and keys, which lie side by side, in one go: the weights are kept once per head."""
 
     def __init__(
@@ -68,7 +68,7 @@ class HeadNorm(nn.Module):
         self.weight[first : first + count].copy_(_shifted(piece, self.offset))
 
 
-class WholeNorm(nn.Module):
+class WholeNorm(Layer):
     """Norms of queries and of keys, each over all its heads together."""
 
     def __init__(

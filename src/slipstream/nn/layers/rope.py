@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from slipstream.config.model_info import RopeInfo
 from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.nn.layers.layer import Layer
 from slipstream.ops.rope import rope_table
 
 
-class Rope(nn.Module):
+class Rope(Layer):
     """A table of cosines and sines by position, shared by all layers and looked up once a step."""
 
     def __init__(

@@ -13,6 +13,7 @@ from slipstream.config.model_info import RopeInfo
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.attention import Attention
 from slipstream.nn.layers.embedding import Embedding
+from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp
 from slipstream.nn.layers.norm import HeadNorm, RMSNorm, Sum, WholeNorm
@@ -109,7 +110,7 @@ class Decoder(nn.Module):
         return self.shape.cache_specs(page_size, itemsize)
 
 
-class Block(nn.Module):
+class Block(Layer):
     """Attention and a feed-forward, with norms before or after each. The residual travels beside x and is added inside
     the norms before."""
 

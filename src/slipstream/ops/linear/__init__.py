@@ -10,7 +10,7 @@ import importlib.util
 
 import torch
 
-from slipstream.ops.linear.reference import linear as _library
+from slipstream.ops.linear.native import linear as _library
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 

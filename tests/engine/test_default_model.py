@@ -42,9 +42,9 @@ def test_greedy_tokens_equal_transformers_for_256_tokens() -> None:
 
 def test_it_answers_a_question() -> None:
     with LLM(use_tqdm_on_load=False, max_model_len=256) as llm:
-        question = [{"role": "user", "content": "What is the capital of France?"}]
+        question = [{"role": "user", "content": "How many days are in a week?"}]
         answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
-    assert "Paris" in answer.text
+    assert "7" in answer.text
     assert answer.finish_reason == "stop"
 
 

@@ -16,7 +16,9 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 FEATURES = {
     "greedy": GREEDY,
     "random": SamplingParams(temperature=0.8, seed=3, max_tokens=20, ignore_eos=True),
-    "truncated": SamplingParams(temperature=0.9, seed=3, top_k=9, top_p=0.9, min_p=0.01, max_tokens=20, ignore_eos=True),
+    "truncated": SamplingParams(
+        temperature=0.9, seed=3, top_k=9, top_p=0.9, min_p=0.01, max_tokens=20, ignore_eos=True
+    ),
     "penalties": SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.4, max_tokens=20),
     "logprobs": SamplingParams(temperature=0, logprobs=4, prompt_logprobs=2, max_tokens=12),
     "lists": SamplingParams(temperature=0, logit_bias={5: 3.0}, bad_words=["a", "bc"], min_tokens=4, max_tokens=16),

@@ -65,7 +65,7 @@ def test_sampling_params_come_without_torch():
     "places",
     [
         ("errors", "params", "request", "step", "cache_spec", "messages"),
-        ("config", "metrics"),
+        ("config",),
         ("text",),
         ("scheduler",),
         ("engine/core", "engine/inputs", "engine/outputs", "engine/results", "engine/stream"),

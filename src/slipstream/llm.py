@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -14,6 +15,7 @@ from slipstream.config.options import make_options
 from slipstream.device.device import Device
 from slipstream.engine.build import build
 from slipstream.engine.inputs import Message, Prompt
+from slipstream.engine.interrupts import held_back
 from slipstream.engine.outputs import OutputProcessor, Track
 from slipstream.engine.results import RequestOutput
 from slipstream.errors import EngineClosed, InvalidParams, InvalidPrompt, QueueFull
@@ -52,6 +54,7 @@ class LLM:
         self._outputs = OutputProcessor(built.tokenizer)
         self._numbers = itertools.count()
         self._closed = False
+        self._free = weakref.finalize(self, built.core.close)  # also when nobody closes it
 
     def generate(
         self,
@@ -116,7 +119,7 @@ class LLM:
         """Free the model, the cache and the device's thread."""
         if not self._closed:
             self._closed = True
-            self.core.close()
+            self._free()
             del self.core
 
     def __enter__(self) -> LLM:
@@ -187,21 +190,31 @@ class LLM:
         self.core.submit(message)
         track = self._outputs.open(message, text, stream=True)
         try:
-            while not track.finished:
-                if track in self._step():
+            shown = 0
+            while True:
+                # others may step the engine too, so what is new is looked for before each step
+                if track.num_tokens > shown or track.finished:
+                    shown, finished = track.num_tokens, track.finished
                     yield track.result()
+                    if finished:
+                        return
+                else:
+                    self._step()
         finally:
             self._give_up([track])
 
     def _step(self) -> list[Track]:
-        moved, aborts = self._outputs.process(self.core.step())
+        self._check_open()
+        with held_back():
+            outputs = self.core.step()
+        moved, aborts = self._outputs.process(outputs)
         for abort in aborts:
             self.core.abort(abort)
         return moved
 
     def _give_up(self, tracks: list[Track]) -> None:
         for track in tracks:
-            if not track.finished:
+            if not track.finished and not self._closed:
                 self.core.abort(Abort(track.id))
                 self._outputs.drop(track.id)
 

@@ -49,13 +49,3 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     num_cached_tokens: int = 0
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt tokens, from the second on; comes by chunks
-
-
-class Ready(msgspec.Struct, frozen=True, tag=True):
-    """A core has started; what it settled on, which every front end must know."""
-
-    max_model_len: int
-    num_pages: int
-    page_size: int
-    max_num_seqs: int
-    vocab_size: int

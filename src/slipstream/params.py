@@ -17,6 +17,8 @@ from slipstream.errors import InvalidParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this draw the most likely token
 MAX_SEED = 2**64 - 1
+MAX_COUNT = 2**31 - 1  # of tokens
+MAX_FACTOR = 1e6  # beyond it logits would leave the range of float32
 MAX_BIAS = 100.0
 MAX_BAD_WORD = 32  # tokens of one bad word
 MAX_BAD_WORDS = 2**15  # tokens of all bad words of a request
@@ -82,18 +84,18 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         _whole("n", self.n, 1, 1024)
-        _real("temperature", self.temperature, 0.0, None)
+        _real("temperature", self.temperature, 0.0, MAX_FACTOR)
         _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _whole("top_k", self.top_k, -1, None)
+        _whole("top_k", self.top_k, -1, MAX_COUNT)
         _real("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), MAX_SEED)
-        _real("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
+        _real("repetition_penalty", self.repetition_penalty, 0.0, MAX_FACTOR, open_low=True)
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, None)
-        _whole("min_tokens", self.min_tokens, 0, None)
+            _whole("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        _whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParams(
                 f"min_tokens is {self.min_tokens}, max_tokens {self.max_tokens}; lower the first or raise the second"
@@ -113,14 +115,14 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
                 raise InvalidParams(f"{name} is {getattr(self, name)!r}; give True or False")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), -1, None)
+                _whole(name, getattr(self, name), -1, MAX_COUNT)
         if self.stop and not self.detokenize:
             raise InvalidParams(
                 f"stop is {list(self.stop)} and detokenize False: without text no string is found; "
                 "use stop_token_ids or leave detokenize on"
             )
         if self.truncate_prompt_tokens is not None:
-            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, None)
+            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_COUNT)
             if self.truncate_prompt_tokens == 0:
                 raise InvalidParams("truncate_prompt_tokens is 0, which leaves no prompt; give 1 or more, or -1")
         _whole("priority", self.priority, -(2**62), 2**62)

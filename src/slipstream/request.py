@@ -30,7 +30,7 @@ class Request:
     """
 
     __slots__ = (
-        "id", "sample", "number", "params", "priority", "cache_salt", "arrival_time", "stop_ids", "bad_words", "seed",
+        "id", "sample", "number", "params", "priority", "cache_salt", "stop_ids", "bad_words", "seed",
         "tokens", "num_prompt", "max_length", "status", "row", "admission", "num_known", "computed", "committed",
         "pending", "runway", "num_cached", "num_preemptions", "caught_up", "leader", "siblings", "unscored",
         "num_staged_ids", "pages", "capacity", "hashes", "num_published", "publish_after",
@@ -45,7 +45,6 @@ class Request:
         sample: int = 0,
         priority: int = 0,
         cache_salt: str = "",
-        arrival_time: float = 0.0,
         stop_ids: tuple[int, ...] = (),
         bad_words: tuple[tuple[int, ...], ...] = (),
         max_length: int,
@@ -57,7 +56,6 @@ class Request:
         self.params = params
         self.priority = priority
         self.cache_salt = cache_salt
-        self.arrival_time = arrival_time
         self.stop_ids = frozenset(stop_ids)  # every token that ends it: end tokens unless ignored, and its own
         self.bad_words = bad_words  # token sequences
         self.seed = seed

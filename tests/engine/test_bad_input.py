@@ -74,6 +74,10 @@ def test_a_bad_prompt_is_refused_and_others_are_served(llm, prompt, error, says)
         dict(temperature=math.nan),
         dict(temperature=math.inf),
         dict(temperature="hot"),
+        dict(temperature=1e300),
+        dict(repetition_penalty=1e39),
+        dict(min_tokens=2**63, max_tokens=None),
+        dict(top_k=2**63),
         dict(top_p=0),
         dict(top_p=1.1),
         dict(top_p=math.nan),
@@ -165,6 +169,9 @@ def test_unknown_option_names_a_near_one(folder):
         (dict(max_num_seqs=0), "from 1 up"),
         (dict(max_num_seqs="many"), "whole number"),
         (dict(depth=-1), "0 to 8"),
+        (dict(num_threads=100_000), "at most 1024"),
+        (dict(max_num_seqs=10**9), "at most 65536"),
+        (dict(max_model_len=1), "at least 2"),
         (dict(kv_cache_memory="lots"), "512MiB"),
         (dict(gpu_memory_utilization=1.5), "up to 1"),
         (dict(max_model_len=10**6), "was made for"),
@@ -232,8 +239,25 @@ def test_truncated_gguf(tmp_path):
 
 
 def test_missing_model():
-    with pytest.raises(ModelNotFound):
-        LLM("no/such/model/anywhere", **SMALL)
+    for name in ("no/such/model/anywhere", "", "  "):
+        with pytest.raises(ModelNotFound):
+            LLM(name, **SMALL)
+
+
+def test_a_broken_chat_template_shows_at_start(folder):
+    with pytest.raises(BadTokenizer, match="template"):
+        LLM(str(folder), chat_template="{% if %}", **SMALL)
+
+
+def test_template_arguments_may_not_take_our_names(llm):
+    for name in ("messages", "special_tokens", "template", "tools"):
+        with pytest.raises(InvalidParams, match=name):
+            llm.chat([{"role": "user", "content": "hi"}], chat_template_kwargs={name: 1})
+
+
+def test_min_tokens_beyond_the_model_length_are_refused(llm):
+    with pytest.raises(InvalidParams, match="min_tokens"):
+        llm.generate([1], SamplingParams(max_tokens=None, min_tokens=64))
 
 
 def test_missing_tokenizer(folder, tmp_path):

@@ -119,3 +119,19 @@ def test_stop_strings_in_a_stream_are_never_shown(folder):
     full, stop, seen = run(folder, scenario)
     assert seen[-1] == full[: full.index(stop)]
     assert all(seen[-1].startswith(text) for text in seen)
+
+
+def test_cancelling_tasks_at_any_moment_harms_nobody(folder):
+    async def scenario(engine):
+        neighbour = asyncio.create_task(last(engine.generate([1, 2], PARAMS.with_changes(max_tokens=40))))
+        for turns in range(12):
+            tasks = [asyncio.create_task(last(engine.generate([3, i], PARAMS))) for i in range(4)]
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        assert (await neighbour).finished
+        return await last(engine.generate([5, 6], PARAMS))
+
+    assert run(folder, scenario).finished

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import signal
+import threading
 import weakref
 
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.errors import EngineDead, QueueFull
+from slipstream.errors import EngineClosed, EngineDead, QueueFull
 from tiny import write_tiny
 
 SMALL = dict(use_tqdm_on_load=False, max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
@@ -168,3 +170,70 @@ def test_a_row_of_nan_ends_alone(folder):
         assert [r.outputs[0].finish_reason for r in results] == ["length", "error", "length"]
         assert results[0].outputs[0].token_ids == wanted[0].outputs[0].token_ids
         assert results[2].outputs[0].token_ids == wanted[2].outputs[0].token_ids
+
+
+def test_streams_and_calls_side_by_side_lose_nothing(llm):
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    wanted = [llm.generate(prompt, params)[0].outputs[0].token_ids for prompt in ([1, 2], [3, 4])]
+    first, second = llm.stream([1, 2], params), llm.stream([3, 4], params)
+    got = [next(first), next(second)]
+    llm.generate([5], params)  # steps the others too
+    got = [[*got, *rest][-1] for got, rest in zip(([got[0]], [got[1]]), (first, second), strict=True)]
+    assert [result.outputs[0].token_ids for result in got] == wanted
+    assert all(result.finished for result in got)
+
+
+def test_a_stream_of_a_closed_engine_says_so(folder):
+    llm = LLM(folder, **SMALL)
+    stream = llm.stream([1, 2], FOUR)
+    next(stream)
+    llm.close()
+    with pytest.raises(EngineClosed):
+        next(stream)
+
+
+def test_an_engine_nobody_closed_leaves_no_thread(folder):
+    before = threading.active_count()
+    llm = LLM(folder, **SMALL, depth=2)
+    llm.generate([1], FOUR)
+    assert threading.active_count() > before
+    del llm
+    gc.collect()
+    assert threading.active_count() == before
+
+
+def test_ctrl_c_comes_between_steps_and_harms_nothing(folder):
+    with LLM(folder, **SMALL) as llm:
+        wanted = llm.generate([1, 2], FOUR)[0].outputs[0].token_ids
+        launch, interrupts = llm.core.executor.launch, iter([True])
+
+        def interrupted(plan):
+            if next(interrupts, False):
+                signal.raise_signal(signal.SIGINT)
+            launch(plan)
+
+        llm.core.executor.launch = interrupted
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([1, 2], FOUR)
+        assert llm.generate([1, 2], FOUR)[0].outputs[0].token_ids == wanted
+        llm.core.scheduler.check()
+
+
+def test_an_interrupt_inside_a_step_ends_the_engine_rather_than_hang_it(folder):
+    with LLM(folder, **SMALL) as llm:
+
+        def torn(plan):
+            raise KeyboardInterrupt
+
+        llm.core.executor.launch = torn
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([1, 2], FOUR)
+        with pytest.raises(EngineDead, match="KeyboardInterrupt"):
+            llm.generate([1, 2], FOUR)
+
+
+def test_min_tokens_hold_off_stop_strings(llm):
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=30, ignore_eos=True)
+    text = llm.generate("abc", params)[0].outputs[0].text
+    early = llm.generate("abc", params.with_changes(stop=list(set(text)), min_tokens=9))[0].outputs[0]
+    assert len(early.token_ids) == 10 and early.finish_reason == "stop"

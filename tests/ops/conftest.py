@@ -1,14 +1,7 @@
-"""Kernels run in Triton's interpreter where there is no GPU. It must be chosen before triton is first imported."""
-
-import importlib.util
-import os
-import sys
+"""What tests of kernels share."""
 
 import pytest
 import torch
-
-if "triton" not in sys.modules and importlib.util.find_spec("triton") and not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture

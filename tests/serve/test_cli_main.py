@@ -41,7 +41,7 @@ def test_version_is_told_without_a_model(terminal, monkeypatch):
         (["chat", "hi", "--page-sise", "3"], "unrecognized arguments: --page-sise"),
         (["chat", "hi", "--temp", "3"], "unrecognized arguments: --temp"),
         (["chat", "hi", "--page-size", "big"], "it takes a whole number"),
-        (["chat", "hi", "--temperature", "-1"], "temperature is -1.0; give at least 0.0"),
+        (["chat", "hi", "--temperature", "-1"], "temperature is -1.0; give 0.0 to 1000000.0"),
         (["chat", "hi", "--temperature", "nan"], "temperature is nan; give a finite number"),
         (["generate", "hi", "--min-tokens", "9", "--max-tokens", "3"], "min_tokens is 9, max_tokens 3"),
         (["generate", "hi", "--n", "0"], "n is 0"),
@@ -91,3 +91,14 @@ def test_a_reader_that_goes_away_is_no_error():
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, env=environment)
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_full_disk_is_one_line():
+    """Through the real program: standard output is the device that is always full."""
+    if not os.path.exists("/dev/full"):
+        pytest.skip("this platform has no /dev/full")
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "slipstream.serve.cli.main", "version"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("slipstream: ") and len(done.stderr.splitlines()) == 1

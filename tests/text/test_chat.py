@@ -152,5 +152,5 @@ def test_a_template_may_be_given_as_text_or_as_a_path(tmp_path: Path) -> None:
     path.write_text("{{ messages[0].role }}")
     assert render(load_chat_template(str(path))) == "user"
     assert load_chat_template("{{ x }}") == "{{ x }}"
-    with pytest.raises(BadTokenizer, match="neither a template nor a file"):
+    with pytest.raises(BadTokenizer, match="no template and no file"):
         load_chat_template(str(tmp_path / "absent.jinja"))

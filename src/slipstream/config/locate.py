@@ -30,6 +30,8 @@ class LocatedModel:
 def locate(model: str | None, revision: str | None = None) -> LocatedModel:
     if model is None:
         return _embedded()
+    if not model.strip():
+        raise ModelNotFound("the model's name is empty; give a folder, a .gguf file, a hub name, or leave it out")
     path = Path(model).expanduser()
     if path.is_dir():
         return _in_folder(path, path.resolve().name)

@@ -64,6 +64,8 @@ def resolve(
         wanted = info.max_positions
     else:
         wanted = _positive("max_model_len", options.max_model_len)
+        if wanted < 2:
+            raise InvalidOption("max_model_len is 1; a prompt and its answer have at least 2 tokens")
         if wanted > info.max_positions:
             raise InvalidOption(
                 f"max_model_len is {wanted}, {source.name} was made for {info.max_positions}; give at most that"
@@ -84,15 +86,15 @@ def resolve(
     taken = source.num_bytes + max(beside[0] + beside[1], beside[2])
     num_pages = _num_pages(options, size, taken, machine)
     length = size.longest(num_pages)
+    if length < 2:
+        raise NotEnoughMemory(
+            f"the cache holds {length} positions, a request needs at least 2; give more kv_cache_memory or num_pages"
+        )
     if length < wanted and not fit_length:
         raise NotEnoughMemory(
             f"the cache holds {length} positions ({num_pages - 1} pages of {page_size}, "
             f"{size.num_bytes(num_pages) / 2**20:.0f} MiB), max_model_len is {wanted}; give {length} or less, "
             'max_model_len="auto", or more kv_cache_memory'
-        )
-    if length < 2:
-        raise NotEnoughMemory(
-            f"the cache holds {length} positions, a request needs at least 2; give more kv_cache_memory or num_pages"
         )
 
     batched = options.max_num_batched_tokens
@@ -200,9 +202,15 @@ def _load_format(options: Options, source: Source) -> str:
     return options.load_format
 
 
+_MOST = {"num_threads": 1024, "max_num_seqs": 65_536}
+
+
 def _positive(name: str, value: int | str | None, default: int | None = None) -> int:
     if value is None and default is not None:
         return default
+    most = _MOST.get(name)
+    if most is not None and isinstance(value, int) and value > most:
+        raise InvalidOption(f"{name} is {value}; give at most {most}")
     if not isinstance(value, int) or value < 1:
         raise InvalidOption(f"{name} is {value!r}; give a whole number from 1 up")
     return value

@@ -61,7 +61,6 @@ class EngineCore:
                     sample=sample,
                     priority=message.priority,
                     cache_salt=message.cache_salt,
-                    arrival_time=message.arrival_time,
                     stop_ids=(*end_ids, *params.stop_ids),
                     bad_words=bad_words,
                     max_length=max_length,
@@ -89,8 +88,10 @@ class EngineCore:
             if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
                 return self.scheduler.commit(self.in_flight.popleft().wait())
             return []
-        except Exception as error:
-            self._failure = error
+        except BaseException as error:
+            self._failure = error  # whatever it was, the halves may disagree now about what was launched
+            if not isinstance(error, Exception):
+                raise
             raise EngineDead(f"the engine failed in step {self.num_steps}: {error}; start a new one") from error
 
     def close(self) -> None:
@@ -99,7 +100,8 @@ class EngineCore:
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise EngineDead(f"the engine has failed before: {self._failure}; start a new one") from self._failure
+            cause = str(self._failure) or type(self._failure).__name__
+            raise EngineDead(f"the engine has failed before: {cause}; start a new one") from self._failure
 
 
 def _mix(seed: int, number: int) -> int:

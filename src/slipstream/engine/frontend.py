@@ -33,7 +33,7 @@ class AsyncEngine:
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
-        built = build(make_options(model=model, **options))
+        built = build(make_options(model=None if model is None else str(model), **options))
         self.config = built.config
         self.tokenizer = built.tokenizer
         self.inputs = built.inputs
@@ -140,16 +140,18 @@ class _CoreThread:
         self._deliver = deliver
         self._fail = fail
         self._ended = False
+        self._gate = threading.Lock()
         self.thread = threading.Thread(target=self._run, name="slipstream-core", daemon=True)
         self.thread.start()
 
     def send(self, message: Submit | Abort | None) -> Future[None]:
         """The future tells whether the core took it."""
         future: Future[None] = Future()
-        if self._ended:
-            future.set_exception(EngineClosed("the engine was closed"))
-        else:
-            self.inbox.put((message, future))
+        with self._gate:
+            if self._ended:
+                future.set_exception(EngineClosed("the engine was closed"))
+            else:
+                self.inbox.put((message, future))
         return future
 
     def close(self) -> None:
@@ -164,15 +166,21 @@ class _CoreThread:
                     self._deliver(outputs)
         except Exception as error:  # handed to every waiting reader
             self._fail(error)
-        self._ended = True
-        while not self.inbox.empty():
-            self.inbox.get()[1].set_exception(EngineClosed("the engine was closed"))
-        self.core.close()
+        finally:
+            with self._gate:
+                self._ended = True  # nothing is put from here on
+            while not self.inbox.empty():
+                future = self.inbox.get()[1]
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineClosed("the engine was closed"))
+            self.core.close()
 
     def _receive(self) -> bool:
         """Take in what has come; wait for it if there is nothing else to do. False ends the loop."""
         while not (self.inbox.empty() and self.core.has_work()):
             message, future = self.inbox.get()
+            if not future.set_running_or_notify_cancel():
+                continue  # whoever sent it has gone
             try:
                 if isinstance(message, Submit):
                     self.core.submit(message)

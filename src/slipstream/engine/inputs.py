@@ -16,6 +16,8 @@ from slipstream.text.tokenizer import Tokenizer
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
+_TAKEN = {"template", "messages", "add_generation_prompt", "continue_final_message", "tools", "special_tokens"}
+
 MAX_REPORTED = 2**24  # logprobs in one answer
 _FEW = 100  # logprobs a token that nobody need think about
 _BYTES_EACH = 250  # about what one takes in the answer: a key, a number, a rank, a text
@@ -91,6 +93,10 @@ class InputProcessor:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         tokenizer = self._need_tokenizer("messages")
+        if clash := _TAKEN & set(chat_template_kwargs or ()):
+            raise InvalidParams(
+                f"chat_template_kwargs holds {sorted(clash)}, which mean something already; rename them"
+            )
         return render_chat(
             tokenizer.chat_template(with_tools=bool(tools)),
             messages,
@@ -144,6 +150,8 @@ class InputProcessor:
                     f"{name} is {getattr(params, name)}; the vocabulary has {self.vocab_size}, "
                     "ask for fewer, or for -1 to have it whole"
                 )
+        if params.min_tokens >= self.max_model_len:
+            raise InvalidParams(f"min_tokens is {params.min_tokens}, the model length {self.max_model_len}; lower it")
         if params.stop_strings and self.tokenizer is None:
             raise InvalidParams("stop strings need a tokenizer, and there is none; use stop_token_ids")
         if params.bad_words and self.tokenizer is None:

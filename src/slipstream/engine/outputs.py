@@ -91,6 +91,11 @@ class Track:
     def _look_finished(self) -> None:
         self.finished = all(sample.finish_reason is not None for sample in self.samples)
 
+    @property
+    def num_tokens(self) -> int:
+        """Of all samples so far."""
+        return sum(len(sample.token_ids) for sample in self.samples)
+
     def abort(self) -> None:
         """The caller gave up: what has come so far is all there will be."""
         for sample in self.samples:
@@ -134,6 +139,7 @@ class _Sample:
             if watched and tokenizer is not None
             else None
         )
+        self._min_tokens = params.min_tokens
         self._matcher = (
             StopMatcher(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
         )
@@ -147,7 +153,12 @@ class _Sample:
             if self.logprobs is not None and output.logprobs is not None:
                 self._take_logprobs(token, output.logprobs[place])
             is_end = self._hides_last(output) and place == len(output.token_ids) - 1
-            if self._detokenizer is not None and not is_end and self._watch(self._detokenizer.push([token])):
+            if self._detokenizer is None or is_end:
+                continue
+            text = self._detokenizer.push([token])
+            if len(self.token_ids) <= self._min_tokens:
+                self.text += text  # too early for a stop string
+            elif self._watch(text):
                 stopped = True
                 break
         if stopped:

@@ -68,12 +68,14 @@ def render_chat(
 
 def load_chat_template(given: str) -> str:
     """The option `chat_template`: a template itself, or the path of a file that holds one."""
-    if "{{" in given or "{%" in given:
-        return given
-    try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise BadTokenizer(f"chat_template={given!r} is neither a template nor a file we can read: {error}") from None
+    template = given
+    if "{{" not in given and "{%" not in given:
+        try:
+            template = Path(given).expanduser().read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise BadTokenizer(f"chat_template={given!r} is no template and no file we can read: {error}") from None
+    _compile(template)  # a mistake in it shows at start, not at the first chat
+    return template
 
 
 def _listed(messages: Any) -> Sequence[Any]:

@@ -99,7 +99,7 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exceptions, for example for a character without a token
             if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
                 raise InvalidPrompt(
-                    "a prompt holds half of a surrogate pair, which is no character; remove it"
+                    "a prompt holds half of a surrogate pair, which is no character; give text that is UTF-8"
                 ) from None
             raise InvalidPrompt(f"the tokenizer refused a prompt: {error}; change its text") from None
         return [encoding.ids for encoding in encodings]

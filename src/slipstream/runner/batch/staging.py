@@ -85,6 +85,7 @@ class _Slot:
 
     def __init__(self, capacity: int, device: Device) -> None:
         self.array, self.tensor = device.host_buffer(capacity)
+        assert not device.can_pin or self.tensor.is_pinned(), "an upload from pageable memory would stall the host"
         self.memory: memoryview = self.array.data  # the quickest way to write into it
         self.copied: Event = PASSED
 

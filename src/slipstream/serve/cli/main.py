@@ -31,6 +31,10 @@ def main(argv: Sequence[str] | None = None, opener: OpenLLM = open_llm) -> int:
     except BrokenPipeError:
         _discard_stdout()
         return BROKEN_PIPE
+    except OSError as error:  # a disk that is full, say
+        print(f"slipstream: {one_line(error)}", file=sys.stderr)
+        _discard_stdout()
+        return 1
     except SlipstreamError as error:
         print(f"slipstream: {one_line(error)}", file=sys.stderr)
         return 1 if isinstance(error, EngineDead | EngineClosed) else 2

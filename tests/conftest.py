@@ -7,6 +7,9 @@ import os
 import pytest
 import torch
 
+from slipstream.config.locate import LocatedModel, locate
+from slipstream.errors import ModelNotFound
+
 # Kernels run in Triton's interpreter where there is no GPU. It must be chosen before anyone imports triton.
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -22,6 +25,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
         elif broken and item.path.name.startswith("test_triton_"):
             item.add_marker(pytest.mark.skip(reason="triton's interpreter before 3.7 does not work with numpy 2.4"))
+
+
+@pytest.fixture(scope="session")
+def default_model() -> LocatedModel:
+    """The embedded model; the test is skipped where its package is missing."""
+    try:
+        return locate(None)
+    except ModelNotFound as missing:
+        pytest.skip(str(missing))
 
 
 def _version(package: str) -> tuple[int, ...]:

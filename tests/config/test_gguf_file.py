@@ -11,7 +11,7 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES
 
 from slipstream.config.gguf_file import GgufFile
-from slipstream.config.locate import locate
+from slipstream.config.locate import LocatedModel
 from slipstream.errors import BadCheckpoint, ModelError, UnsupportedModel
 
 
@@ -96,8 +96,8 @@ def assert_same_as_oracle(path: Path) -> None:
         assert np.array_equal(mine.raw, tensor.data.view(np.uint8).reshape(-1))
 
 
-def test_the_real_model_reads_as_the_oracle_reads_it() -> None:
-    assert_same_as_oracle(locate(None).path)
+def test_the_real_model_reads_as_the_oracle_reads_it(default_model: LocatedModel) -> None:
+    assert_same_as_oracle(default_model.path)
 
 
 def test_a_tiny_file_of_every_kind_reads_as_the_oracle_reads_it(tiny: Path) -> None:

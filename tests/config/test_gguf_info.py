@@ -9,7 +9,7 @@ import pytest
 
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.gguf_info import gguf_model_info
-from slipstream.config.locate import locate
+from slipstream.config.locate import LocatedModel
 from slipstream.config.model_info import ModelInfo
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
@@ -54,8 +54,8 @@ def _close(writer: gguf.GGUFWriter, path: Path) -> ModelInfo:
     return gguf_model_info(GgufFile(path / "m.gguf"))
 
 
-def test_the_default_model() -> None:
-    found = gguf_model_info(GgufFile(locate(None).path))
+def test_the_default_model(default_model: LocatedModel) -> None:
+    found = gguf_model_info(GgufFile(default_model.path))
     assert found.architecture == "LlamaForCausalLM"
     assert (found.vocab_size, found.hidden_size, found.ffn_size, found.num_layers) == (49152, 576, 1536, 30)
     assert (found.num_heads, found.num_kv_heads, found.head_dim, found.max_positions) == (9, 3, 64, 8192)

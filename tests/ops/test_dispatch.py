@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -84,4 +85,8 @@ sample.draw(x, sample.step_keys(torch.tensor([1, 2]), torch.tensor([3, 4]), 0))
 norm.rms_norm(x, torch.ones(8), 1e-6), activation.silu_and_mul(x)
 assert "triton" not in sys.modules and not any(name.endswith(".triton") for name in sys.modules if "slipstream" in name)
 """
-    subprocess.run([sys.executable, "-c", program], check=True, env={"PYTHONPATH": "src", "SLIPSTREAM_NATIVE": "0"})
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        env={"PYTHONPATH": os.pathsep.join(sys.path), "SLIPSTREAM_NATIVE": "0"},
+    )

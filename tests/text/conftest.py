@@ -5,18 +5,14 @@ from pathlib import Path
 import pytest
 
 from slipstream.config.gguf_file import GgufFile
-from slipstream.config.locate import locate
-from slipstream.errors import ModelNotFound
+from slipstream.config.locate import LocatedModel
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import write_byte_tokenizer
 
 
 @pytest.fixture(scope="session")
-def smollm_file() -> GgufFile:
-    try:
-        return GgufFile(locate(None).path)
-    except ModelNotFound as missing:
-        pytest.skip(str(missing))
+def smollm_file(default_model: LocatedModel) -> GgufFile:
+    return GgufFile(default_model.path)
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,8 @@ from slipstream.engine.inputs import Message, Prompt
 from slipstream.engine.interrupts import held_back
 from slipstream.engine.outputs import OutputProcessor, Track
 from slipstream.engine.results import RequestOutput
-from slipstream.errors import EngineClosed, InvalidParams, InvalidPrompt, QueueFull
-from slipstream.messages import Abort
+from slipstream.errors import EngineClosed, InvalidParams, InvalidPrompt, QueueFull, UserError
+from slipstream.messages import Abort, Submit
 from slipstream.params import SamplingParams
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -145,17 +145,18 @@ class LLM:
         priorities = _spread("priority", priority, len(prompts))
         salts = _spread("cache_salt", cache_salt, len(prompts))
         # every prompt is checked before any runs
-        submits = [
-            self.inputs.submit(
-                f"request-{next(self._numbers)}",
-                prompt,
-                p,
-                priority=rank,
-                cache_salt=salt,
-                add_special_tokens=add_special_tokens,
-            )
-            for prompt, p, rank, salt in zip(prompts, params, priorities, salts, strict=True)
-        ]
+        submits: list[tuple[Submit, str | None]] = []
+        for prompt, p, rank, salt in zip(prompts, params, priorities, salts, strict=True):
+            name = f"request-{next(self._numbers)}"
+            try:
+                submit = self.inputs.submit(
+                    name, prompt, p, priority=rank, cache_salt=salt, add_special_tokens=add_special_tokens
+                )
+            except UserError as error:
+                if len(prompts) == 1:
+                    raise
+                raise type(error)(f"prompt {len(submits) + 1} of {len(prompts)}: {error}") from None
+            submits.append(submit)
         tracks: list[Track] = []
         waiting = iter(submits)
         held = next(waiting, None)

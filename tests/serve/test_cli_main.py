@@ -99,6 +99,7 @@ def test_a_full_disk_is_one_line():
         pytest.skip("this platform has no /dev/full")
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "slipstream.serve.cli.main", "version"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment)
     assert done.returncode == 1
     assert done.stderr.startswith("slipstream: ") and len(done.stderr.splitlines()) == 1

@@ -56,7 +56,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: Annotated[bool, _doc("launch kernels one by one instead of replaying captured graphs")] = False
     seed: Annotated[int, _doc("of draws by requests that bring no seed, and of dummy weights")] = 0
     num_threads: Annotated[int | None, _doc("threads of the CPU device")] = None
-    served_model_name: Annotated[str | None, _doc("the name results and the server call the model by")] = None
+    served_model_name: Annotated[str | None, _doc("what to call the model in messages")] = None
 
 
 # What people bring from other engines and we do not have. Values that change nothing are let through.

@@ -41,7 +41,14 @@ def build(options: Options, *, progress: bool = False, device: Device | None = N
     tokenizer = None if options.skip_tokenizer_init else _load_tokenizer(options, located)
     core = EngineCore(config, build_runner(config, progress=progress, device=device))
     del open_file
-    inputs = InputProcessor(tokenizer, defaults, config.scheduler.max_model_len, info.vocab_size, config.model.name)
+    inputs = InputProcessor(
+        tokenizer,
+        defaults,
+        config.scheduler.max_model_len,
+        info.vocab_size,
+        config.model.name,
+        info.max_positions,
+    )
     return Built(config, core, inputs, tokenizer)
 
 

@@ -31,12 +31,14 @@ class InputProcessor:
         max_model_len: int,
         vocab_size: int,
         model_name: str,
+        max_positions: int,
     ) -> None:
         self.tokenizer = tokenizer
         self.defaults = defaults
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.model_name = model_name
+        self.can_grow = max_model_len < max_positions  # whether a higher max_model_len would help
 
     def default_params(self) -> SamplingParams:
         """What the model's generation_config asks for, our own defaults elsewhere."""
@@ -74,9 +76,10 @@ class InputProcessor:
         if not ids:
             raise InvalidPrompt("the prompt has no tokens; give at least one")
         if len(ids) >= self.max_model_len:
+            way_out = "shorten it or set truncate_prompt_tokens" + (", or raise max_model_len" if self.can_grow else "")
             raise PromptTooLong(
                 f"the prompt has {len(ids)} tokens, {self.model_name} takes {self.max_model_len} with at least one "
-                "of them for the answer; shorten the prompt or raise max_model_len"
+                f"of them for the answer; {way_out}"
             )
         self._check_report(params, len(ids))
         bad_words = self._bad_words(params)

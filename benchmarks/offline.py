@@ -19,31 +19,13 @@ from typing import Any
 
 from slipstream.errors import InvalidOption, SlipstreamError
 from slipstream.serve.bench.measure import Trial, measure
-from slipstream.serve.bench.workload import Workload
+from slipstream.serve.bench.shapes import SHAPES
 from slipstream.serve.cli.bench import bench_options, bench_params, engine_facts, progress
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 
-
-def _shape(num_prompts: int, input_len: int, output_len: int, range_ratio: float = 1.0, **params: Any) -> Any:
-    workload = Workload(num_prompts=num_prompts, input_len=input_len, output_len=output_len, range_ratio=range_ratio)
-    return workload, params
-
-
-SHAPES: dict[str, tuple[Workload, dict[str, Any]]] = {
-    "bs1": _shape(1, 128, 256),
-    "bs16": _shape(16, 1024, 256),
-    "offline": _shape(256, 512, 128),
-    "decode": _shape(256, 128, 512),
-    "nano": _shape(256, 1024, 1024, range_ratio=100 / 1024),
-    "prefill": _shape(64, 4096, 16),
-    "sample": _shape(256, 128, 256, temperature=0.8, top_p=0.95, top_k=50),
-    "logprobs": _shape(64, 128, 256, logprobs=5),
-    "pen512": _shape(128, 64, 512, repetition_penalty=1.1),
-    "long": _shape(128, 64, 4096),
-    "longpen": _shape(128, 64, 4096, repetition_penalty=1.1, presence_penalty=0.2),
-}
 COLUMNS = (
     f"{'shape':<10}{'out/s':>10}{'total/s':>11}{'ms/token':>10}{'itl p50':>9}{'p99':>8}{'ttft p50':>10}{'steps':>7}"
+    f"{'busy':>7}"
 )
 
 
@@ -82,9 +64,9 @@ def run(args: argparse.Namespace) -> int:
     print(COLUMNS, flush=True)
     with llm:
         for name in SHAPES if "all" in args.shapes else args.shapes:
-            workload, changes = SHAPES[name]
+            workload, changes = SHAPES[name].workload, SHAPES[name].params
             try:
-                with progress(workload.num_prompts * args.repeats) as advance:
+                with progress(workload.num_prompts * args.repeats, "requests") as advance:
                     trials = measure(
                         llm,
                         workload,
@@ -115,7 +97,7 @@ def line(name: str, best: Trial) -> str:
     between = f"{gaps.p50:>9.2f}{gaps.p99:>8.2f}" if gaps else " " * 17
     return (
         f"{name:<10}{best.output_per_second:>10.0f}{best.total_per_second:>11.0f}{per_token:>10.3f}{between}"
-        f"{best.ttft_ms.p50:>10.1f}{best.num_steps:>7}"
+        f"{best.ttft_ms.p50:>10.1f}{best.num_steps:>7}{best.device.busy_share:>7.1%}"
     )
 
 

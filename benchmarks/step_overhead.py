@@ -51,7 +51,7 @@ def measure(folder: str, rows: int, depth: int, steps: int, params: SamplingPara
         folder, max_num_seqs=rows, num_pages=rows * 64, max_num_batched_tokens=1024, depth=depth, **options
     ) as llm:
         core = llm.core
-        core.executor.model = core.executor.head.model = NoLayers()  # type: ignore[attr-defined]
+        core.executor.model = core.executor.heads[0].model = NoLayers()  # type: ignore[attr-defined]
         for i in range(rows):
             core.submit(Submit(f"r{i}", [1 + i % 60] * 8, params.with_changes(max_tokens=steps + 60), time.time()))
         for _ in range(30):

@@ -18,10 +18,11 @@ from slipstream.cache_spec import CacheGroup, PagedSpec, WindowSpec
 from slipstream.config.config import CacheConfig, SchedulerConfig
 from slipstream.messages import Output
 from slipstream.params import SamplingParams
+from slipstream.pooling_params import PoolingParams
 from slipstream.request import NEVER, FinishReason, Request
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.step import NULL_PAGE, Admission, StepLogprobs, StepPlan, StepResult
+from slipstream.step import NULL_PAGE, Admission, PoolAdmission, StepLogprobs, StepPlan, StepResult
 
 VOCAB = 97
 
@@ -31,9 +32,16 @@ def draw(tokens: Sequence[int], seed: int, sample: int) -> int:
     return hash((seed, sample, *tokens)) % VOCAB
 
 
+def pooled(tokens: Sequence[int]) -> float:
+    """The pooled result of this prompt."""
+    return float(draw(tokens, -1, -1))
+
+
 class _Row:
-    def __init__(self, admission: Admission, num_groups: int) -> None:
+    def __init__(self, admission: Admission | PoolAdmission, num_groups: int) -> None:
         self.admission = admission
+        self.pools = isinstance(admission, PoolAdmission)
+        self.num_known = admission.num_prompt_tokens if self.pools else admission.num_known
         self.tables: list[dict[int, int]] = [{} for _ in range(num_groups)]
         self.length = self.start = admission.num_cached  # after and before the present step
         self.last_token: int | None = None
@@ -71,13 +79,14 @@ class ScriptedExecutor:
     def _release_and_admit(self, plan: StepPlan) -> None:
         for row in plan.released.tolist():
             del self.rows[row]
-        for admission in plan.admitted:
+        for admission in sorted((*plan.admitted, *plan.pool_admitted), key=lambda admission: admission.number):
             assert admission.row not in self.rows, f"row {admission.row} has an owner"
             assert 0 <= admission.row < self.max_num_seqs
             assert admission.number == self.num_admissions
-            assert 0 <= admission.num_cached < admission.num_known
+            state = _Row(admission, self.num_groups)
+            assert 0 <= admission.num_cached < state.num_known
             self.num_admissions += 1
-            self.rows[admission.row] = _Row(admission, self.num_groups)
+            self.rows[admission.row] = state
 
     def _update_pages(self, plan: StepPlan) -> None:
         assert len(plan.new_pages) == self.num_groups
@@ -111,7 +120,7 @@ class ScriptedExecutor:
             assert num >= 1 and length == state.length + num, f"row {row} is at {state.length}, planned to {length}"
             for index, position in enumerate(range(state.length, int(length))):
                 known = index < num_given
-                assert known == (position < state.admission.num_known), f"row {row}: who gives token {position}?"
+                assert known == (position < state.num_known), f"row {row}: who gives token {position}?"
                 token = next(given) if known else state.last_token
                 assert token is not None, f"row {row} reads a token it has not drawn"
                 place, offset = divmod(position, self.page_size)
@@ -126,11 +135,18 @@ class ScriptedExecutor:
         assert next(given, None) is None, "more tokens given than planned"
 
     def _sample(self, plan: StepPlan) -> StepResult:
-        tokens, failed = [], []
-        for row, samples in zip(plan.rows.tolist(), plan.samples.tolist(), strict=True):
+        tokens, failed, results, bad = [], [], [], []
+        pools = [False] * len(plan.rows) if plan.pools is None else plan.pools.tolist()
+        for row, samples, ends in zip(plan.rows.tolist(), plan.samples.tolist(), pools, strict=True):
             state = self.rows[row]
             seen = self._see(state)
-            assert samples == (state.length >= state.admission.num_known)
+            assert (ends if state.pools else samples) == (state.length >= state.num_known)
+            assert not (samples if state.pools else ends)
+            if ends:
+                assert plan.pool_params[len(results)] is state.admission.params
+                if self.fail(state.admission, state.length):
+                    bad.append(len(results))
+                results.append(np.array([pooled(seen)]))
             if not samples:
                 continue
             state.last_token = draw(seen, state.admission.seed, state.admission.sample)
@@ -148,7 +164,14 @@ class ScriptedExecutor:
             if any(given):
                 asking = [token for token, num in zip(tokens, given, strict=True) if num]
                 logprobs = replace(logprobs, given=-np.array([asking] * max(given), np.float64).T)
-        return StepResult(np.array(tokens, np.int32), np.array(failed, np.bool_), logprobs, self._score(plan))
+        return StepResult(
+            np.array(tokens, np.int32),
+            np.array(failed, np.bool_),
+            logprobs,
+            self._score(plan),
+            tuple(results),
+            frozenset(bad),
+        )
 
     def _score(self, plan: StepPlan) -> StepLogprobs | None:
         """The logprob of a prompt token is the token itself, below zero; its rank its position."""
@@ -245,6 +268,7 @@ class Bench:
                 depth=depth,
                 seed=0,
                 staged_ints=staged_ints,
+                cached_tasks=("embed",),
             ),
             self.cache,
         )
@@ -279,6 +303,18 @@ class Bench:
         self.scheduler.submit(requests)
         self.requests += requests
         return requests
+
+    def pool(
+        self, prompt: Sequence[int], *, id: str | None = None, task: str = "embed", salt: str = "", **params: object
+    ) -> Request:
+        id = f"r{len(self.requests)}" if id is None else id
+        pooling = PoolingParams(task=task, **params)  # type: ignore[arg-type]
+        request = Request(
+            id, list(prompt), pooling, priority=pooling.priority, cache_salt=salt, max_length=len(prompt) + 1
+        )  # fmt: skip
+        self.scheduler.submit([request])
+        self.requests.append(request)
+        return request
 
     def plan(self) -> StepPlan | None:
         plan = self.scheduler.plan()
@@ -327,6 +363,11 @@ class Bench:
 
     def check_tokens(self, request: Request, finish: FinishReason | None = None) -> None:
         """What came out is what it would have got alone."""
+        if request.pooling is not None:
+            (only,) = [output for output in self.outputs if output.request_id == request.id]
+            assert only.pooled is not None and only.finish_reason is FinishReason.STOP
+            assert only.pooled.array().tolist() == [pooled(request.tokens[-self.horizon :])]
+            return
         tokens, reason = alone(request, self.horizon)
         assert request.tokens[request.num_prompt :] == self.output_of(request) == tokens
         last = [o for o in self.outputs if (o.request_id, o.sample) == (request.id, request.sample)][-1]

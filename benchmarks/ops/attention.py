@@ -22,17 +22,25 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from slipstream.ops.cache_write.triton import write_cache
-from slipstream.ops.paged_attention.triton import KernelShape, attend_splits, attend_tiles, make_partials
-from slipstream.ops.paged_attention.work import Work, list_work
+from slipstream.ops.paged_attention.triton import KernelShape, attend_splits, attend_tiles, make_partials, query_tile
+from slipstream.ops.paged_attention.work import MAX_SPLITS, Work, list_work
+from slipstream.ops.rope.triton import turn_and_write
 
 COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device copy on an H200
 COLD_BYTES = 1 << 30  # of keys and values read in one turn over all copies
 
 HEADS = {"0.6B": (16, 8, 128), "8B": (32, 8, 128)}
-DECODE = [(256, 1024), (64, 4096), (16, 8192), (1, 32768), (256, 384), (1, 1024), (1, 256)]
-PREFILL = [([4096] * 2, [4096] * 2), ([8192], [8192]), ([4096] * 8, [4096] * 8), ([8192] * 2, [2048] * 2)]
+DECODE = [(64, 4096), (128, 4096), (256, 1024), (256, 384), (16, 8192), (16, 1024), (1, 32768), (1, 1024), (1, 256)]
+PREFILL = [
+    ([4096] * 8, [4096] * 8),
+    ([4096] * 2, [4096] * 2),
+    ([512] * 16, [512] * 16),
+    ([8192], [8192]),
+    ([8192] * 2, [2048] * 2),
+]
+# None is what the engine runs; a shape asks for the portable kernel
 DECODE_SHAPES = [
+    None,
     KernelShape(keys=64, warps=4, stages=3, programs_per_sm=3),
     KernelShape(keys=64, warps=4, stages=2, programs_per_sm=4),
     KernelShape(keys=64, warps=4, stages=4, programs_per_sm=2),
@@ -42,6 +50,7 @@ DECODE_SHAPES = [
     KernelShape(keys=128, warps=8, stages=3, programs_per_sm=1),
 ]
 PREFILL_SHAPES = [
+    None,
     KernelShape(keys=64, warps=8, stages=3, programs_per_sm=1, tile=128),
     KernelShape(keys=64, warps=8, stages=2, programs_per_sm=1, tile=128),
     KernelShape(keys=128, warps=8, stages=2, programs_per_sm=1, tile=128),
@@ -49,7 +58,8 @@ PREFILL_SHAPES = [
     KernelShape(keys=64, warps=8, stages=4, programs_per_sm=1, tile=128),
     KernelShape(keys=32, warps=8, stages=4, programs_per_sm=1, tile=128),
 ]
-SPLITS = [(256, 32), (512, 32), (512, 64), (128, 64)]
+# least keys of a split (None: what the engine takes), most splits of a row
+SPLITS = [(None, MAX_SPLITS), (128, 64), (256, 32), (512, 32), (1024, 32)]
 
 
 @dataclass
@@ -101,7 +111,7 @@ def make_inputs(heads: int, kv_heads: int, dim: int, page_size: int, rows: list[
     )
 
 
-def list_inputs(inputs: Inputs, tile: int, splits: tuple[int, int] = SPLITS[0]) -> Work:
+def list_inputs(inputs: Inputs, tile: int, splits: tuple[int | None, int] = SPLITS[0]) -> Work:
     heads = inputs.query.shape[1]
     _, page_size, kv_heads, _ = inputs.caches[0][0].shape
     longest = max(length for length, _ in inputs.rows)
@@ -162,7 +172,9 @@ def seconds(call: Callable[[], None], calls: int, replays: int) -> float:
     return statistics.median(times)
 
 
-def bench_decode(name: str, inputs: Inputs, shape: KernelShape, splits: tuple[int, int], replays: int) -> dict:
+def bench_decode(
+    name: str, inputs: Inputs, shape: KernelShape | None, splits: tuple[int | None, int], replays: int
+) -> dict:
     work = list_inputs(inputs, tile=128, splits=splits)
     partials = make_partials(work, inputs.query.shape[1], inputs.query.shape[2])
 
@@ -172,11 +184,13 @@ def bench_decode(name: str, inputs: Inputs, shape: KernelShape, splits: tuple[in
                 inputs.out, inputs.query, keys, values, inputs.table, work, partials, inputs.scale, shape=shape
             )
 
-    return measure(name, inputs, shape, call, len(inputs.caches), replays) | {"splits": f"{splits[0]}x{splits[1]}"}
+    return measure(name, inputs, shape, call, len(inputs.caches), replays) | {
+        "splits": f"{splits[0] or ''}x{splits[1]}"
+    }
 
 
-def bench_prefill(name: str, inputs: Inputs, shape: KernelShape, replays: int) -> dict:
-    work = list_inputs(inputs, tile=shape.tile)
+def bench_prefill(name: str, inputs: Inputs, shape: KernelShape | None, replays: int) -> dict:
+    work = list_inputs(inputs, tile=shape.tile if shape else query_tile(inputs.query.shape[2], 2))
 
     def call() -> None:
         for keys, values in inputs.caches:
@@ -186,10 +200,10 @@ def bench_prefill(name: str, inputs: Inputs, shape: KernelShape, replays: int) -
 
 
 def measure(
-    name: str, inputs: Inputs, shape: KernelShape, call: Callable[[], None], calls: int, replays: int
+    name: str, inputs: Inputs, shape: KernelShape | None, call: Callable[[], None], calls: int, replays: int
 ) -> dict[str, Any]:
     inputs.out.fill_(float("nan"))
-    result: dict[str, Any] = {"case": name, **asdict(shape)}
+    result: dict[str, Any] = {"case": name, **(asdict(shape) if shape else {})}
     try:
         call()
     except Exception as refused:  # a shape that needs more shared memory than there is
@@ -235,7 +249,7 @@ def bench_library(name: str, inputs: Inputs, replays: int) -> list[dict[str, Any
 
 
 def bench_rest(page_size: int, replays: int) -> list[dict[str, Any]]:
-    """The kernels around attention: the work list, once a step, and the cache write, once a layer."""
+    """The kernels around attention: the work list, once a step, and the way into the cache, once a layer."""
     results = []
     for rows in (1, 256, 1024):
         inputs = make_inputs(32, 8, 128, page_size, [(256, 1)] * rows)
@@ -243,17 +257,21 @@ def bench_rest(page_size: int, replays: int) -> list[dict[str, Any]]:
         results.append({"case": f"work list of {rows} rows", "us": time * 1e6})
     for tokens in (1, 256, 8192):
         inputs = make_inputs(32, 8, 128, page_size, [(tokens, tokens)])
-        keys, values = inputs.caches[0]
-        key, value = (torch.randn(tokens, 8, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        heads = torch.randn(tokens, 48, 128, device="cuda", dtype=torch.bfloat16)
+        weight = torch.ones(40, 128, device="cuda", dtype=torch.bfloat16)
+        rotary = torch.randn(tokens, 2, 128, device="cuda", dtype=torch.bfloat16)
         slots = torch.randperm(tokens, device="cuda") + page_size
+        given = (heads[:, :40], heads[:, 40:], weight, 1e-6, rotary, *inputs.caches[0], slots)
 
-        def call(args: tuple[torch.Tensor, ...] = (key, value, keys, values, slots)) -> None:
+        def call(given: tuple[Any, ...] = given) -> None:
             for _ in range(8):
-                write_cache(*args)
+                turn_and_write(*given)
 
         time = seconds(call, 8, replays)
+        # all heads are read; queries and keys are written, keys and values also into their pages
+        moved = heads.nbytes * (48 + 40 + 16) / 48
         results.append(
-            {"case": f"cache write of {tokens} tokens", "us": time * 1e6, "TB/s": 4 * key.nbytes / time / 1e12}
+            {"case": f"way into the cache of {tokens} tokens", "us": time * 1e6, "TB/s": moved / time / 1e12}
         )
     return results
 

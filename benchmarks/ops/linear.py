@@ -1,55 +1,56 @@
 """Products of few rows on the GPU: ours against the library's, at the shapes of two models.
 
-    python benchmarks/ops/linear.py [--rows 1 2 4]
+    python benchmarks/ops/linear.py [--rows 1 2 16] [--tiles]
 
-Weights of all layers take turns, so that none is found in the cache; times are medians of replayed graphs.
+Weights of all layers take turns, so that none is found in the cache; times are medians of replayed graphs, in which
+each kernel may start while the one before it ends. `--tiles` tries other ways to cut the work, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from slipstream.ops.activation import silu_and_mul
+from slipstream.ops.linear import gated_linear
 from slipstream.ops.linear.reference import linear
-from slipstream.ops.linear.triton import few_rows, some_rows
+from slipstream.ops.linear.triton import FewTile, SomeTile, few_rows, some_rows
+from slipstream.ops.linear.triton.hopper import StreamTile, stream_rows
 
-SHAPES = {  # name: (out, in)
-    "0.6B qkv": (4096, 1024),
-    "0.6B o": (1024, 2048),
-    "0.6B gate_up": (6144, 1024),
-    "0.6B down": (1024, 3072),
-    "0.6B head": (151936, 1024),
-    "8B qkv": (6144, 4096),
-    "8B o": (4096, 4096),
-    "8B gate_up": (24576, 4096),
-    "8B down": (4096, 12288),
-    "8B head": (151936, 4096),
+SHAPES = {  # name: (out, in, gate)
+    "0.6B qkv": (4096, 1024, ""),
+    "0.6B o": (1024, 2048, ""),
+    "0.6B gate_up": (6144, 1024, "silu"),
+    "0.6B down": (1024, 3072, ""),
+    "0.6B head": (151936, 1024, ""),
+    "8B qkv": (6144, 4096, ""),
+    "8B o": (4096, 4096, ""),
+    "8B gate_up": (24576, 4096, "silu"),
+    "8B down": (4096, 12288, ""),
+    "8B head": (151936, 4096, ""),
 }
-FEW_TILES = [(4, 1024, 4), (4, 512, 4), (2, 1024, 4), (1, 1024, 4), (2, 2048, 8), (1, 4096, 4)]
-SOME_TILES = [
-    (16, 128, 4, 5),
-    (16, 256, 4, 3),
-    (16, 256, 4, 4),
-    (16, 512, 4, 3),
-    (32, 128, 4, 5),
-    (32, 256, 4, 3),
-    (64, 128, 4, 4),
-    (16, 512, 8, 3),
-]
+FEW_TILES = [(4, 1024, 4), (4, 512, 4), (2, 1024, 4), (2, 2048, 8), (2, 4096, 8)]
+SOME_TILES = [(16, 1024, 1, 4, 1), (16, 1024, 3, 4, 1), (32, 256, 2, 4, 4), (64, 256, 1, 4, 3)]
+STREAM_TILES = [(1, 4), (1, 8), (2, 4), (4, 4)]
+
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def time_us(work, weights) -> float:
+def time_us(product: Product, x: torch.Tensor, weights: list[torch.Tensor]) -> float:
     """Median time of one call, each with the next weight."""
+    torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for weight in weights[:2]:
-            work(weight)
+            product(x, weight)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for weight in weights:
-                work(weight)
+                product(x, weight)
         times = []
         for _ in range(15):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -61,27 +62,54 @@ def time_us(work, weights) -> float:
     return statistics.median(times) * 1000 / len(weights)
 
 
+def candidates(rows: int, gate: str) -> dict[str, Product]:
+    """By kernel and tile."""
+
+    def few(tile: tuple[int, ...]) -> Product:
+        return lambda x, w: few_rows(x, w, None, None, gate, FewTile(*tile))
+
+    def some(tile: tuple[Any, ...]) -> Product:
+        return lambda x, w: some_rows(x, w, None, gate, SomeTile(*tile))
+
+    def stream(tile: tuple[int, int]) -> Product:
+        return lambda x, w: stream_rows(x, w, None, gate, StreamTile(*tile))
+
+    found = {f"few {tile}": few(tile) for tile in FEW_TILES} if rows <= 2 else {}
+    if 2 < rows <= 32:
+        found |= {f"some {tile}": some(tile) for tile in SOME_TILES}
+    if 2 < rows <= 64:
+        found |= {f"stream {tile}": stream(tile) for tile in STREAM_TILES}
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 16, 32, 64])
+    parser.add_argument("--tiles", action="store_true")
     args = parser.parse_args()
-    for name, (num_out, num_in) in SHAPES.items():
+    for name, (num_out, num_in, gate) in SHAPES.items():
         count = max(2, min(28, int(2e9 // (num_out * num_in * 2))))
         weights = [torch.randn(num_out, num_in, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(count)]
+        activation = silu_and_mul if gate else None
         floor = num_out * num_in * 2 / 4.2e6
         for rows in args.rows:
             x = torch.randn(rows, num_in, device="cuda", dtype=torch.bfloat16)
-            ours, tiles = (few_rows, FEW_TILES) if rows <= 2 else (some_rows, SOME_TILES)
             exact = linear(x.double(), weights[0].double())
+            exact = activation(exact) if activation else exact
+
+            def library(x: torch.Tensor, w: torch.Tensor, gate: str = gate) -> torch.Tensor:
+                return silu_and_mul(linear(x, w)) if gate else linear(x, w)
+
+            def ours(x: torch.Tensor, w: torch.Tensor, activation: Any = activation) -> torch.Tensor:
+                return gated_linear(x, w, None, activation)
+
             off = (ours(x, weights[0]).double() - exact).norm() / exact.norm()
-            library = time_us(lambda w, x=x: linear(x, w), weights)
-            own = time_us(lambda w, x=x, f=ours: f(x, w), weights)
-            best = min((time_us(lambda w, x=x, t=t, f=ours: f(x, w, tile=t), weights), t) for t in tiles)
-            print(
-                f"{name:<14} rows {rows:>2} | floor {floor:6.2f} us | library {library:6.2f} | ours {own:6.2f} | "
-                f"best tile {best[0]:6.2f} {best[1]} | off {off:.4f}",
-                flush=True,
-            )
+            line = f"{name:<13} rows {rows:>2} | floor {floor:6.2f} us | library {time_us(library, x, weights):6.2f}"
+            line += f" | ours {time_us(ours, x, weights):6.2f} | off {off:.4f}"
+            if args.tiles:
+                times = {tile: time_us(product, x, weights) for tile, product in candidates(rows, gate).items()}
+                line += "".join(f" | {tile} {time:.2f}" for tile, time in sorted(times.items(), key=lambda t: t[1]))
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

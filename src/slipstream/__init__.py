@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from slipstream.engine.results import RequestOutput as RequestOutput
     from slipstream.llm import LLM as LLM
     from slipstream.params import SamplingParams as SamplingParams
+    from slipstream.pooling_params import PoolingParams as PoolingParams
 
 __version__ = "0.1.0"
 
@@ -21,11 +22,12 @@ _HOMES = {
     "LLM": "slipstream.llm",
     "AsyncEngine": "slipstream.engine.frontend",
     "SamplingParams": "slipstream.params",
+    "PoolingParams": "slipstream.pooling_params",
     "RequestOutput": "slipstream.engine.results",
     "CompletionOutput": "slipstream.engine.results",
 }
 
-__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "PoolingParams", "RequestOutput", "SamplingParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

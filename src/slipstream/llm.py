@@ -1,28 +1,45 @@
-"""LLM: generation for scripts. The core and its caller share one thread; nothing runs between calls."""
+"""LLM: generation and pooling for scripts. The core and its caller share one thread; nothing runs between calls."""
 
 from __future__ import annotations
 
 import itertools
-import sys
-import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from slipstream.config.options import make_options
+from slipstream.config.config import EngineConfig
+from slipstream.config.options import options_of
 from slipstream.device.device import Device
-from slipstream.engine.build import build
-from slipstream.engine.inputs import Message, Prompt
+from slipstream.engine import pooling_calls
+from slipstream.engine.build import build_lanes
+from slipstream.engine.core import EngineCore
+from slipstream.engine.garbage import nothing_old
+from slipstream.engine.inputs import InputProcessor, Message, Prompt
 from slipstream.engine.interrupts import held_back
+from slipstream.engine.lanes import Lanes
 from slipstream.engine.outputs import OutputProcessor, Track
+from slipstream.engine.pool_inputs import PoolInputs, PoolPrompt
+from slipstream.engine.pool_results import (
+    ClassificationRequestOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    RerankResult,
+    ScoringRequestOutput,
+)
+from slipstream.engine.progress import progress
 from slipstream.engine.results import RequestOutput
+from slipstream.engine.served import POOLING_TASKS, SCORING, ServedModel, choose
 from slipstream.errors import EngineClosed, InvalidParams, InvalidPrompt, QueueFull, UserError
 from slipstream.messages import Abort, Submit
 from slipstream.params import SamplingParams
+from slipstream.pooling_params import PoolingParams, Task
+from slipstream.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
+PoolPrompts = PoolPrompt | Sequence[PoolPrompt]
+PoolParams = PoolingParams | Sequence[PoolingParams] | None
+T = TypeVar("T")
 
 
 class LLM:
@@ -31,30 +48,54 @@ class LLM:
         with LLM() as llm:
             print(llm.generate("Once upon a time")[0].outputs[0].text)
 
-    With no arguments it runs the embedded SmolLM2. The options are those of `config/options.py`.
+        with LLM(task="embed") as llm:
+            vector = llm.embed("Once upon a time")[0].outputs.embedding
+
+    With no model it runs the embedded SmolLM2, or MiniLM for vectors. The options are those of `config/options.py`.
+    Several models share one engine as `models={"chat": MODEL, "embed": {"task": "embed"}}`: each verb goes to the
+    model that is made for it, or to the one named by `model`.
     """
 
     def __init__(
         self,
         model: str | None = None,
         *,
+        models: Mapping[str, Any] | None = None,
         use_tqdm_on_load: bool = True,
         _device: Device | None = None,
         **options: Any,
     ) -> None:
-        built = build(
-            make_options(model=None if model is None else str(model), **options),
-            progress=use_tqdm_on_load,
-            device=_device,
-        )
-        self.config = built.config
-        self.core = built.core
-        self.inputs = built.inputs
-        self.tokenizer = built.tokenizer
-        self._outputs = OutputProcessor(built.tokenizer)
+        options.setdefault("max_itl", 0.0)  # nobody reads along
+        lanes = build_lanes(options_of(model, models, options), progress=use_tqdm_on_load, device=_device)
+        self.cores = {name: core for name, (_, core) in lanes.items()}
+        self.models = {name: ServedModel.load(opened.facts) for name, (opened, _) in lanes.items()}
+        self._configs = {name: core.config for name, core in self.cores.items()}
+        self._lanes = Lanes(self.cores)
+        self._outputs = OutputProcessor(None)
         self._numbers = itertools.count()
         self._closed = False
-        self._free = weakref.finalize(self, built.core.close)  # also when nobody closes it
+        self._free = weakref.finalize(self, self._lanes.close)  # also when nobody closes it
+
+    @property
+    def core(self) -> EngineCore:
+        """Of the first model."""
+        self._check_open()
+        return next(iter(self.cores.values()))
+
+    @property
+    def config(self) -> EngineConfig:
+        """Of the first model."""
+        return next(iter(self._configs.values()))
+
+    @property
+    def inputs(self) -> InputProcessor:
+        """Of the model that continues text."""
+        return self._model(None, "generate").inputs
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Of the first model."""
+        return next(iter(self.models.values())).tokenizer
 
     def generate(
         self,
@@ -64,13 +105,15 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
         cache_salt: str | Sequence[str] | None = None,
+        model: str | None = None,
     ) -> list[RequestOutput]:
         """Answer all prompts, batched as the machine allows. Results come in the order of the prompts.
 
         `priority` and `cache_salt`, one for all or one each, count more than those of the parameters.
         """
         batch = _as_batch(prompts)
-        return self._run(batch, sampling_params, use_tqdm, priority, cache_salt, add_special_tokens=True)
+        served = self._model(model, "generate")
+        return self._run(served, batch, sampling_params, use_tqdm, priority, cache_salt, add_special_tokens=True)
 
     def chat(
         self,
@@ -82,12 +125,14 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        model: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several."""
         many = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if many else [messages]
+        served = self._model(model, "generate")
         texts = [
-            self.inputs.render_chat(
+            served.inputs.render_chat(
                 conversation,
                 tools=tools,
                 add_generation_prompt=add_generation_prompt,
@@ -97,17 +142,106 @@ class LLM:
             for conversation in conversations
         ]
         # the template has put the special tokens where it wants them
-        return self._run(texts, sampling_params, use_tqdm, None, None, add_special_tokens=False)
+        return self._run(served, texts, sampling_params, use_tqdm, None, None, add_special_tokens=False)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, model: str | None = None
+    ) -> Iterator[RequestOutput]:
         """One prompt, its results as they grow. Leaving the loop early aborts it."""
-        return self._stream(prompt, sampling_params, add_special_tokens=True)
+        return self._stream(self._model(model, "generate"), prompt, sampling_params, add_special_tokens=True)
 
     def stream_chat(
-        self, messages: Sequence[Message], sampling_params: SamplingParams | None = None, **template: Any
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        model: str | None = None,
+        **template: Any,
     ) -> Iterator[RequestOutput]:
-        text = self.inputs.render_chat(messages, **template)
-        return self._stream(text, sampling_params, add_special_tokens=False)
+        served = self._model(model, "generate")
+        text = served.inputs.render_chat(messages, **template)
+        return self._stream(served, text, sampling_params, add_special_tokens=False)
+
+    def encode(
+        self,
+        prompts: PoolPrompts,
+        pooling_params: PoolParams = None,
+        *,
+        pooling_task: Task | None = None,
+        use_tqdm: bool = True,
+        model: str | None = None,
+        **how: Any,
+    ) -> list[PoolingRequestOutput[Any]]:
+        """The numbers of each prompt for any task: embed, classify, token_embed, token_classify or sparse.
+
+        A prompt is a text, token ids, an object with `prompt` or `prompt_token_ids`, or a pair of texts. `how`:
+        prompt_name or prompt (what to put before texts) and truncate_prompt_tokens.
+        """
+        served = self._model(model, *([pooling_task] if pooling_task else POOLING_TASKS))
+        call = pooling_calls.encode(_pooling(served), prompts, pooling_params, pooling_task, **how)
+        return self._call(served, call, use_tqdm)
+
+    def embed(
+        self,
+        prompts: PoolPrompts,
+        pooling_params: PoolParams = None,
+        *,
+        use_tqdm: bool = True,
+        model: str | None = None,
+        **how: Any,
+    ) -> list[EmbeddingRequestOutput]:
+        """A vector for each prompt: `outputs.embedding` as a list, `outputs.data` as an array. `how`: see `encode`."""
+        served = self._model(model, "embed")
+        call = pooling_calls.encode(_pooling(served), prompts, pooling_params, "embed", **how)
+        return self._call(served, call, use_tqdm)
+
+    def classify(
+        self,
+        prompts: PoolPrompts,
+        pooling_params: PoolParams = None,
+        *,
+        use_tqdm: bool = True,
+        model: str | None = None,
+        **how: Any,
+    ) -> list[ClassificationRequestOutput]:
+        """How likely each class is: `outputs.probs`, and `outputs.label` of the likeliest."""
+        served = self._model(model, "classify")
+        call = pooling_calls.encode(_pooling(served), prompts, pooling_params, "classify", **how)
+        return self._call(served, call, use_tqdm)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        model: str | None = None,
+        **how: Any,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together, as `outputs.score`: one with one, one with each of many, or each with its own.
+
+        `how`: instruction (where the model takes one), prompt_name and truncate_prompt_tokens.
+        """
+        served = self._model(model, *SCORING)
+        call = pooling_calls.score(_pooling(served), data_1, data_2, pooling_params, **how)
+        return self._call(served, call, use_tqdm)
+
+    def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        pooling_params: PoolingParams | None = None,
+        *,
+        use_tqdm: bool = True,
+        model: str | None = None,
+        **how: Any,
+    ) -> list[RerankResult]:
+        """The documents, the best answer to the query first, each with index, score and text. `how`: see `score`."""
+        served = self._model(model, *SCORING)
+        call = pooling_calls.rerank(_pooling(served), query, documents, pooling_params, top_n=top_n, **how)
+        return self._call(served, call, use_tqdm)
 
     def default_sampling_params(self) -> SamplingParams:
         return self.inputs.default_params()
@@ -120,7 +254,8 @@ class LLM:
         if not self._closed:
             self._closed = True
             self._free()
-            del self.core
+            self.cores.clear()
+            del self._lanes
 
     def __enter__(self) -> LLM:
         return self
@@ -132,6 +267,7 @@ class LLM:
 
     def _run(
         self,
+        served: ServedModel,
         prompts: Sequence[Prompt],
         sampling_params: Params,
         use_tqdm: bool,
@@ -147,49 +283,75 @@ class LLM:
         # every prompt is checked before any runs
         submits: list[tuple[Submit, str | None]] = []
         for prompt, p, rank, salt in zip(prompts, params, priorities, salts, strict=True):
-            name = f"request-{next(self._numbers)}"
             try:
-                submit = self.inputs.submit(
-                    name, prompt, p, priority=rank, cache_salt=salt, add_special_tokens=add_special_tokens
+                submit = served.inputs.submit(
+                    self._new_id(), prompt, p, priority=rank, cache_salt=salt, add_special_tokens=add_special_tokens
                 )
             except UserError as error:
                 if len(prompts) == 1:
                     raise
                 raise type(error)(f"prompt {len(submits) + 1} of {len(prompts)}: {error}") from None
             submits.append(submit)
+        return [track.result() for track in self._drive(served, submits, len(submits), use_tqdm)]
+
+    def _call(self, served: ServedModel, call: pooling_calls.Call[T], use_tqdm: bool) -> T:
+        """Run a verb of pooling: what it asks for, until it has what it wants."""
+        self._check_open()
+        found: pooling_calls.Results | None = None
+        try:
+            while True:
+                batches = next(call) if found is None else call.send(found)
+                feed = pooling_calls.Feed(_pooling(served), batches, self._new_id)
+                # a step's worth is kept ready, so that the device works while the next texts are encoded
+                ahead = 2 * self._configs[served.facts.name].scheduler.max_num_seqs
+                with nothing_old():
+                    found = feed.results(self._drive(served, feed, feed.total, use_tqdm, ahead))  # type: ignore[arg-type]
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+    def _drive(
+        self,
+        served: ServedModel,
+        submits: Iterable[tuple[Submit, str | None]],
+        total: int,
+        use_tqdm: bool,
+        ahead: int | None = None,
+    ) -> list[Track]:
+        """Step until all have ended. With `ahead` no more than so many wait in the engine at a time."""
+        self._check_open()
         tracks: list[Track] = []
         waiting = iter(submits)
         held = next(waiting, None)
+        core = self.cores[served.facts.name]
         try:
-            with _progress(len(prompts), use_tqdm) as advance:
-                while held is not None or self.core.has_work():
-                    while held is not None:
+            with progress(total, "prompts", use_tqdm) as advance:
+                while held is not None or core.has_work():
+                    while held is not None and (ahead is None or core.scheduler.num_waiting < ahead):
                         message, text = held
                         try:
-                            self.core.submit(message)
+                            core.submit(message)
                         except QueueFull:
-                            if not self.core.has_work():
+                            if not core.has_work():
                                 raise
                             break  # room comes as others finish
-                        tracks.append(self._outputs.open(message, text, stream=False))
+                        tracks.append(self._outputs.open(message, text, stream=False, tokenizer=served.tokenizer))
                         held = next(waiting, None)
                     for track in self._step():
                         if track.finished:
-                            advance(track)
+                            advance(track.num_tokens)
         except BaseException:
             self._give_up(tracks)
             raise
-        return [track.result() for track in tracks]
+        return tracks
 
     def _stream(
-        self, prompt: Prompt, params: SamplingParams | None, *, add_special_tokens: bool
+        self, served: ServedModel, prompt: Prompt, params: SamplingParams | None, *, add_special_tokens: bool
     ) -> Iterator[RequestOutput]:
         self._check_open()
-        message, text = self.inputs.submit(
-            f"request-{next(self._numbers)}", prompt, params, add_special_tokens=add_special_tokens
-        )
-        self.core.submit(message)
-        track = self._outputs.open(message, text, stream=True)
+        message, text = served.inputs.submit(self._new_id(), prompt, params, add_special_tokens=add_special_tokens)
+        self.cores[served.facts.name].submit(message)
+        track = self._outputs.open(message, text, stream=True, tokenizer=served.tokenizer)
         try:
             shown = 0
             while True:
@@ -207,21 +369,33 @@ class LLM:
     def _step(self) -> list[Track]:
         self._check_open()
         with held_back():
-            outputs = self.core.step()
+            outputs = self._lanes.step()
         moved, aborts = self._outputs.process(outputs)
         for abort in aborts:
-            self.core.abort(abort)
+            self._lanes.abort(abort)
         return moved
 
     def _give_up(self, tracks: list[Track]) -> None:
         for track in tracks:
-            if not track.finished and not self._closed:
-                self.core.abort(Abort(track.id))
+            if (not track.finished or track.is_query) and not self._closed:
+                self._lanes.abort(Abort(track.id))
                 self._outputs.drop(track.id)
+
+    def _new_id(self) -> str:
+        return f"request-{next(self._numbers)}"
+
+    def _model(self, name: str | None, *tasks: str) -> ServedModel:
+        return choose(self.models, name, *tasks)
 
     def _check_open(self) -> None:
         if self._closed:
             raise EngineClosed("this LLM was closed; make a new one")
+
+
+def _pooling(served: ServedModel) -> PoolInputs:
+    if served.pool_inputs is None:
+        raise InvalidParams(f"{served.facts.name} only generates; load a model that makes vectors or scores")
+    return served.pool_inputs
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
@@ -242,31 +416,3 @@ def _spread(name: str, value: Any, count: int) -> Sequence[Any]:
             raise InvalidParams(f"there are {count} prompts and {len(value)} {name}; give one for all or one each")
         return value
     return [value] * count
-
-
-@contextmanager
-def _progress(total: int, shown: bool) -> Iterator[Callable[[Track], None]]:
-    """A bar that counts finished prompts and tokens a second; silent when not wanted or not at a terminal."""
-    if not shown or total == 0 or not sys.stderr.isatty():
-        yield lambda track: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (
-        TextColumn("prompts"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[rate]}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total, rate="")
-        start, num_tokens = time.monotonic(), 0
-
-        def advance(track: Track) -> None:
-            nonlocal num_tokens
-            num_tokens += sum(len(sample.token_ids) for sample in track.samples)
-            bar.update(task, advance=1, rate=f"{num_tokens / (time.monotonic() - start):.0f} tok/s")
-
-        yield advance

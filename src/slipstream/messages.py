@@ -1,26 +1,36 @@
-"""The wire between a front end and a core: plain data, the same in one process or across two."""
+"""The wire between a front end and a core: plain data, the same in one process or across two.
+
+Messages are trees, so those that come by the thousand are kept out of the collector's sight.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
+import numpy as np
 
 from slipstream.params import SamplingParams
+from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
 
 
-class Submit(msgspec.Struct, frozen=True, tag=True):
+class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """A prompt enters."""
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     arrival_time: float
     priority: int = 0  # lower goes first
     cache_salt: str = ""  # prompts share cached pages only within one salt
     bad_words: list[list[int]] = []  # the parameters' bad words in tokens
+    type_start: int | None = None  # of a pair: where its second text begins; token types are 0 before and 1 from there
+    num_seen: int | None = None  # its first so many tokens are seen by all of them, the others by none; None: all are
+    model: str = ""  # its name, where one engine has several; empty means the first
 
 
-class Abort(msgspec.Struct, frozen=True, tag=True):
+class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Forget a request, or one of its samples. Unknown ones are ignored: they may just have finished."""
 
     request_id: str
@@ -37,7 +47,29 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     given: list[float] = []
 
 
-class Output(msgspec.Struct, frozen=True, tag=True):
+_NAMES = {np.dtype(real): real.__name__ for real in (np.float16, np.float32, np.float64)}  # asking costs 3 us each
+
+
+class Pooled(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Numbers that leave the engine: a vector, or a matrix with a line for each token."""
+
+    shape: tuple[int, ...]
+    dtype: str  # numpy's name
+    data: memoryview  # their bytes
+
+    @classmethod
+    def of(cls, array: np.ndarray[Any, Any]) -> Pooled:
+        return cls(array.shape, _NAMES[array.dtype], array.data)
+
+    def array(self) -> np.ndarray[Any, Any]:
+        """Read only where it came from another process; the very array where it did not."""
+        whole = self.data.obj
+        if isinstance(whole, np.ndarray):
+            return whole
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
+
+
+class Output(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """What one step gave one sample of one request."""
 
     request_id: str
@@ -49,3 +81,4 @@ class Output(msgspec.Struct, frozen=True, tag=True):
     num_cached_tokens: int = 0
     error: str | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt tokens, from the second on; comes by chunks
+    pooled: Pooled | None = None  # the whole result of a pooling request, which ends with it

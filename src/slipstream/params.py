@@ -7,8 +7,9 @@ what only the model can say: -1 for the whole vocabulary, and bad words as token
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,7 +25,24 @@ MAX_BAD_WORD = 32  # tokens of one bad word
 MAX_BAD_WORDS = 2**15  # tokens of all bad words of a request
 
 
-class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+class CheckedNames(msgspec.StructMeta):
+    """Names a parameter that does not exist, where Python would say that a keyword is unexpected."""
+
+    def __call__(cls, *values: Any, **given: Any) -> Any:
+        check_names(cls, given)
+        return super().__call__(*values, **given)
+
+
+def check_names(params: Any, given: Iterable[str]) -> None:
+    known = params.__struct_fields__
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "there are " + ", ".join(known)
+            raise InvalidParams(f"{params.__name__} has no {name}; {hint}")
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, metaclass=CheckedNames):
     """How the tokens of one request are chosen, and when they end."""
 
     n: int = 1
@@ -83,29 +101,29 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Prompts share cached pages only within one salt."""
 
     def __post_init__(self) -> None:
-        _whole("n", self.n, 1, 1024)
+        check_whole("n", self.n, 1, 1024)
         _real("temperature", self.temperature, 0.0, MAX_FACTOR)
         _real("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _whole("top_k", self.top_k, -1, MAX_COUNT)
+        check_whole("top_k", self.top_k, -1, MAX_COUNT)
         _real("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None:
-            _whole("seed", self.seed, -(2**63), MAX_SEED)
+            check_whole("seed", self.seed, -(2**63), MAX_SEED)
         _real("repetition_penalty", self.repetition_penalty, 0.0, MAX_FACTOR, open_low=True)
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.max_tokens is not None:
-            _whole("max_tokens", self.max_tokens, 1, MAX_COUNT)
-        _whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
+            check_whole("max_tokens", self.max_tokens, 1, MAX_COUNT)
+        check_whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParams(
                 f"min_tokens is {self.min_tokens}, max_tokens {self.max_tokens}; lower the first or raise the second"
             )
         self._freeze("stop", _strings("stop", self.stop))
         self._freeze("bad_words", _strings("bad_words", self.bad_words))
-        self._freeze("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
-        self._freeze("logprob_token_ids", _ids("logprob_token_ids", self.logprob_token_ids))
+        self._freeze("stop_token_ids", check_ids("stop_token_ids", self.stop_token_ids))
+        self._freeze("logprob_token_ids", check_ids("logprob_token_ids", self.logprob_token_ids))
         if self.allowed_token_ids is not None:
-            self._freeze("allowed_token_ids", _ids("allowed_token_ids", self.allowed_token_ids))
+            self._freeze("allowed_token_ids", check_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
                 raise InvalidParams("allowed_token_ids is empty, so no token could be drawn; give at least one or None")
         if self.logit_bias is not None:
@@ -115,17 +133,17 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
                 raise InvalidParams(f"{name} is {getattr(self, name)!r}; give True or False")
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
-                _whole(name, getattr(self, name), -1, MAX_COUNT)
+                check_whole(name, getattr(self, name), -1, MAX_COUNT)
         if self.stop and not self.detokenize:
             raise InvalidParams(
                 f"stop is {list(self.stop)} and detokenize False: without text no string is found; "
                 "use stop_token_ids or leave detokenize on"
             )
         if self.truncate_prompt_tokens is not None:
-            _whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_COUNT)
+            check_whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_COUNT)
             if self.truncate_prompt_tokens == 0:
                 raise InvalidParams("truncate_prompt_tokens is 0, which leaves no prompt; give 1 or more, or -1")
-        _whole("priority", self.priority, -(2**62), 2**62)
+        check_whole("priority", self.priority, -(2**62), 2**62)
         if not isinstance(self.cache_salt, str):
             raise InvalidParams(f"cache_salt is {self.cache_salt!r}; give a string")
 
@@ -164,6 +182,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     def with_changes(self, **changes: Any) -> SamplingParams:
         """A copy that differs in these fields, checked again."""
+        check_names(SamplingParams, changes)
         return msgspec.structs.replace(self, **changes)
 
 
@@ -177,7 +196,7 @@ def _real(name: str, value: object, low: float | None, high: float | None, *, op
         raise InvalidParams(f"{name} is {value}; give {_range(low, high, open_low)}")
 
 
-def _whole(name: str, value: object, low: int | None, high: int | None) -> None:
+def check_whole(name: str, value: object, low: int | None, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise InvalidParams(f"{name} is {value!r}; give a whole number")
     if (low is not None and value < low) or (high is not None and value > high):
@@ -211,7 +230,7 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     return tuple(dict.fromkeys(value))
 
 
-def _ids(name: str, value: object) -> tuple[int, ...]:
+def check_ids(name: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple | set | frozenset):

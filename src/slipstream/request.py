@@ -5,21 +5,26 @@ from __future__ import annotations
 import enum
 
 from slipstream.params import SamplingParams
+from slipstream.pooling_params import PoolingParams
 
 NEVER = 2**30 - 1  # more tokens than any request has; compares faster than a larger number
 
 
 class FinishReason(enum.StrEnum):
-    STOP = "stop"  # end token, stop token or stop string
+    STOP = "stop"  # end token, stop token or stop string; or a prompt is pooled
     LENGTH = "length"  # max_tokens or the model length
     ABORT = "abort"  # the caller gave up
-    ERROR = "error"  # its logits were not numbers, or its parameters forbade every token
+    ERROR = "error"  # its results were not numbers, or its parameters forbade every token
 
 
 class Status(enum.Enum):
     WAITING = enum.auto()  # in the queue, or preempted and waiting for its last tokens to be seen
     RUNNING = enum.auto()  # holds a row
+    LEAVING = enum.auto()  # of a pooling request all is launched: it holds nothing, and its result is on the way
     FINISHED = enum.auto()
+
+
+_NOTHING_SAMPLED = SamplingParams()
 
 
 class Request:
@@ -27,20 +32,22 @@ class Request:
 
     `computed` counts positions launched, `pending` tokens drawn on the device that the host has not seen.
     While it runs, `computed <= len(tokens) + pending`.
+
+    A pooling request draws no token: it ends when its prompt is computed.
     """
 
     __slots__ = (
-        "id", "sample", "number", "params", "priority", "cache_salt", "stop_ids", "bad_words", "seed",
-        "tokens", "num_prompt", "max_length", "status", "row", "admission", "num_known", "computed", "committed",
-        "pending", "runway", "num_cached", "num_preemptions", "caught_up", "leader", "siblings", "unscored",
-        "num_staged_ids", "pages", "capacity", "hashes", "num_published", "publish_after",
+        "id", "sample", "number", "params", "pooling", "priority", "cache_salt", "stop_ids", "bad_words",
+        "seed", "tokens", "num_prompt", "max_length", "status", "row", "admission", "num_known", "computed",
+        "committed", "pending", "runway", "num_cached", "num_preemptions", "caught_up", "leader", "siblings",
+        "unscored", "num_staged_ids", "pages", "capacity", "hashes", "num_published", "publish_after",
     )  # fmt: skip
 
     def __init__(
         self,
         id: str,
         prompt: list[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         sample: int = 0,
         priority: int = 0,
@@ -53,7 +60,8 @@ class Request:
         self.id = id
         self.sample = sample
         self.number = -1  # order of submission, set by the scheduler
-        self.params = params
+        self.pooling = params if isinstance(params, PoolingParams) else None
+        self.params = params = _NOTHING_SAMPLED if isinstance(params, PoolingParams) else params
         self.priority = priority
         self.cache_salt = cache_salt
         self.stop_ids = frozenset(stop_ids)  # every token that ends it: end tokens unless ignored, and its own

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.params import SamplingParams
+from slipstream.pooling_params import PoolingParams
 
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
@@ -36,6 +37,17 @@ class Admission:
     stop_ids: tuple[int, ...]  # tokens that may not come before min_tokens
     history: Ints | None  # all known tokens, for rows whose parameters look back (penalties, bad words); else None
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not come
+
+
+@dataclass(frozen=True, slots=True)
+class PoolAdmission:
+    """A pooling request takes its seat, for as many steps as its prompt takes."""
+
+    row: int
+    number: int  # of this admission; no two share one, of whichever kind
+    num_prompt_tokens: int
+    num_cached: int
+    params: PoolingParams  # their task is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +94,15 @@ class StepPlan:
     num_logprobs: int | None = None  # likeliest tokens to report for each sampling row; None: no logprobs at all
     scores: PromptScores | None = None
 
+    # Pooling. A plan of whole prompts has no admissions: its rows are seats of this step alone.
+    pool_admitted: tuple[PoolAdmission, ...] = ()
+    pools: Bools | None = None  # [planned] whose prompt is computed with this step, so its result leaves; None: nobody
+    pool_params: tuple[PoolingParams, ...] = ()  # [pools] of those
+    queries: Ints | None = None  # [pools] the kept query that it is or is scored against, else -1; None: nobody has one
+    forgotten: tuple[int, ...] = ()  # kept queries that no one needs any more, with the releases
+    type_starts: Ints | None = None  # [planned] first position of token type 1, or its length; None: all types are 0
+    num_seen: Ints | None = None  # [planned] leading tokens that the row's tokens see, all or less; None: all
+
     @property
     def total_tokens(self) -> int:
         return int(self.num_tokens.sum())
@@ -106,3 +127,5 @@ class StepResult:
     failed: Bools  # [sampling] the row's logits held NaN, or left no token to draw; its token means nothing
     logprobs: StepLogprobs | None = None
     prompt_logprobs: StepLogprobs | None = None  # one entry for each of the plan's scored prompt tokens
+    pooled: tuple[Floats, ...] = ()  # [pools] in the plan's order
+    pool_failed: frozenset[int] = frozenset()  # places in `pooled` of those whose numbers are not numbers

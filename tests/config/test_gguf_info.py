@@ -34,6 +34,8 @@ def info(path: Path, *, arch: str = "llama", tensors: tuple[str, ...] = (), **gi
             continue
         if isinstance(value, str):
             writer.add_string(key, value)
+        elif isinstance(value, bool):
+            writer.add_bool(key, value)
         elif isinstance(value, float):
             writer.add_float32(key, value)
         elif isinstance(value, list):
@@ -148,6 +150,8 @@ def test_the_scaling_of_llama_3_is_recognised_by_its_numbers(tmp_path: Path) -> 
     [
         (dict(arch="mamba"), "architecture 'mamba'; we run llama, qwen2, qwen3"),
         (dict(expert_count=8), "mixture of 8 experts"),
+        (dict(arch="bert"), "architecture 'bert'; .* from folders with safetensors"),
+        (dict(attention__causal=False), "lets every token see the whole text"),
         (dict(split__count=3), "one of 3 parts"),
         (dict(arch="qwen2", attention__sliding_window=32), "window of 32"),
         (dict(rope__dimension_count=2), "rotates 2 of 4"),

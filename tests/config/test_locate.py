@@ -99,6 +99,18 @@ def test_a_hub_name_is_fetched_without_what_we_do_not_read(tmp_path: Path, hub: 
     assert "*.safetensors" in hub.asked["allow_patterns"] and "*.bin" not in hub.asked["allow_patterns"]
 
 
+def test_older_weights_are_fetched_only_where_there_are_no_others(tmp_path: Path, hub: FakeHub) -> None:
+    (tmp_path / "config.json").touch()
+    hub.answer = tmp_path
+    locate("org/old")
+    assert "pytorch_model*.bin" in hub.asked["allow_patterns"]
+    (tmp_path / "model.safetensors").touch()
+    locate("org/new")
+    assert "pytorch_model*.bin" not in hub.asked["allow_patterns"]
+    # what pooling models keep beside their weights comes in any case
+    assert {"artifact.metadata", "*_linear.pt"} <= set(hub.asked["allow_patterns"])
+
+
 def test_a_local_folder_goes_before_a_hub_name(tmp_path: Path, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "name").mkdir(parents=True)
     (tmp_path / "org" / "name" / "config.json").touch()
@@ -118,8 +130,9 @@ def test_a_local_folder_goes_before_a_hub_name(tmp_path: Path, hub: FakeHub, mon
 )
 def test_each_failure_of_the_hub_says_what_to_do(hub: FakeHub, error: str, words: str) -> None:
     hub.answer = error
-    with pytest.raises(ModelNotFound, match=words):
+    with pytest.raises(ModelNotFound, match=words) as raised:
         locate("org/name", "v9")
+    assert error not in str(raised.value), "a class of some library says nothing to a reader"
 
 
 def test_without_the_hub_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:

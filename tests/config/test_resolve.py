@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from slipstream.cache_spec import CacheGroup, PagedSpec
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.options import Options, make_options
-from slipstream.config.resolve import Machine, Source, parse_bytes, resolve, resolve_dtype
+from slipstream.config.resolve import Machine, Source, fit_cache, parse_bytes, resolve, resolve_dtype
 from slipstream.errors import InvalidOption, NotEnoughMemory
 
 INFO = ModelInfo(
@@ -38,6 +39,9 @@ def test_dtype_is_the_checkpoints_where_that_is_fast():
     assert resolve_dtype(Options(), INFO, CPU) == "float32"
     assert resolve_dtype(Options(), INFO, GPU) == "bfloat16"
     assert resolve_dtype(Options(dtype="float64"), INFO, CPU) == "float64"
+    encoder = msgspec.structs.replace(INFO, is_causal=False, dtype="float32")
+    assert resolve_dtype(Options(), encoder, GPU) == "float16"
+    assert resolve_dtype(Options(), encoder, CPU) == resolve_dtype(Options(dtype="float32"), encoder, GPU) == "float32"
     with pytest.raises(InvalidOption, match="CPU"):
         resolve_dtype(Options(dtype="float64"), INFO, GPU)
 
@@ -70,3 +74,26 @@ def test_sizes(text, size):
 def test_what_is_no_size(text):
     with pytest.raises(InvalidOption, match="512MiB"):
         parse_bytes(text)
+
+
+def test_the_time_between_tokens_is_bounded_on_a_gpu_and_where_asked_for():
+    assert (settle().scheduler.max_itl, settle(GPU).scheduler.max_itl) == (None, 0.05)
+    assert settle(GPU, max_itl=20.0).scheduler.max_itl == 0.02
+    assert settle(GPU, max_itl=0.0).scheduler.max_itl is None
+    with pytest.raises(InvalidOption, match="max_itl is -1"):
+        settle(max_itl=-1.0)
+
+
+def test_a_gpus_cache_is_sized_once_more_when_the_rest_was_measured():
+    config = settle(GPU, gpu_memory_utilization=0.75, max_model_len=64, max_num_seqs=4)
+    assert config.device.keep_free == 20 * 2**30
+    assert settle(GPU, num_pages=80).device.keep_free is None
+    assert settle(GPU, kv_cache_memory="1GiB").device.keep_free is None
+    assert settle(CPU).device.keep_free is None
+    fitted = fit_cache(config, 9 * PAGE_BYTES + 1)
+    assert fitted.cache.num_pages == 9 and fitted.cache.group_pages == (9,)
+    assert fitted.scheduler == config.scheduler and fitted.model == config.model
+    assert fit_cache(config, 10**12).cache.num_pages == 4 * 4 + 1  # no more than the rows can use
+    for room in (4 * PAGE_BYTES, 0, -5):
+        with pytest.raises(NotEnoughMemory, match="max_model_len 64 takes"):
+            fit_cache(config, room)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
-from slipstream.device.sync_check import sync_allowed, watch
+from slipstream.device.streams import ThreadedStream
+from slipstream.device.sync_check import HotPath, SyncFound, sync_allowed, watch
+from slipstream.device.sync_check.__main__ import main
+from slipstream.device.sync_check.operations import copy_waits
+from slipstream.errors import InvalidOption
 
 WAITS = {
     "item()": lambda x: x.sum().item(),
@@ -85,3 +91,133 @@ def test_copies_that_block_are_found_on_cuda():
     assert "copy from cuda to cpu without non_blocking" in found(on_device.cpu)
     assert found(lambda: torch.tensor([1, 2], device="cuda"))
     assert "item()" in found(on_device[0].item)
+
+
+def test_copies_that_only_say_they_do_not_block():
+    """By the host's side: on the CPU alone nothing crosses, so the question is asked directly."""
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+
+    class Pinned:
+        def __init__(self, pinned=True, contiguous=True):
+            self.is_pinned, self.is_contiguous = lambda: pinned, lambda: contiguous
+
+    assert copy_waits(cpu, cuda, True, Pinned()) is None
+    assert copy_waits(cuda, cpu, True, Pinned()) is None
+    assert copy_waits(cuda, cuda, False, None) is None and copy_waits(cpu, cpu, False, Pinned()) is None
+    assert copy_waits(cpu, cuda, True, Pinned(False)) == "copy from cpu to cuda from memory that is not pinned"
+    assert copy_waits(cuda, cpu, True, Pinned(False)) == "copy from cuda to cpu into memory that is not pinned"
+    assert copy_waits(cpu, cuda, True, Pinned(True, False)) == "copy from cpu to cuda from strided memory"
+    assert copy_waits(cuda, cpu, True, Pinned(True, False)) == "copy from cuda to cpu into strided memory"
+    assert copy_waits(cuda, cpu, False, Pinned()) == "copy from cuda to cpu without non_blocking"
+
+
+def test_a_wait_for_an_event_is_found_unless_it_has_passed():
+    stream, gate = ThreadedStream("late"), threading.Event()
+    try:
+        stream.run(gate.wait)
+        event = stream.record()
+        threading.Timer(0.01, gate.set).start()
+        with watch() as log:
+            event.wait()
+            event.wait()
+        (sync,) = log.found
+        assert (sync.what, sync.count) == ("wait for an event", 1)
+        assert any("test_sync_check.py" in line for line in sync.stack)
+    finally:
+        gate.set()
+        stream.close()
+
+
+def test_other_threads_are_not_watched():
+    with watch() as log:
+        thread = threading.Thread(target=lambda: torch.ones(1).item())
+        thread.start()
+        thread.join()
+    assert not log.found
+
+
+def test_the_switch_warns_once_a_place_or_fails(monkeypatch, caplog):
+    def read_twice(hot_path):
+        for _ in range(2):
+            with hot_path():
+                torch.ones(1).item()
+
+    monkeypatch.delenv("SLIPSTREAM_SYNC_CHECK", raising=False)
+    read_twice(HotPath())
+    assert not caplog.records
+    monkeypatch.setenv("SLIPSTREAM_SYNC_CHECK", "warn")
+    read_twice(HotPath())
+    (record,) = caplog.records
+    assert "item()" in record.getMessage() and "test_sync_check.py" in record.getMessage()
+    monkeypatch.setenv("SLIPSTREAM_SYNC_CHECK", "error")
+    with pytest.raises(SyncFound, match=r"the host waits for the device: item\(\)"):
+        read_twice(HotPath())
+    with HotPath()(), sync_allowed("the test may"):
+        torch.ones(1).item()
+    monkeypatch.setenv("SLIPSTREAM_SYNC_CHECK", "loud")
+    with pytest.raises(InvalidOption, match="set it to warn or error"):
+        HotPath()
+
+
+def test_any_program_can_be_watched(tmp_path, capsys):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import sys, torch\nx = torch.arange(3.0)\nprint(x[x > 0].sum().item(), sys.argv[1:])\nsys.exit(3)\n"
+    )
+    assert main([str(script), "--its", "own"]) == 3
+    out, err = capsys.readouterr()
+    assert out == "3.0 ['--its', 'own']\n"
+    assert err.startswith("the host waited 2 times at 2 places, ")
+    assert "item() (1 times, " in err and "a mask as an index" in err
+    assert f"\n    {script}:3 in <module>\n" in err
+
+
+@pytest.mark.cuda
+def test_events_streams_and_strided_copies_are_found_on_cuda():
+    pinned, wide = torch.ones(64, 64).pin_memory(), torch.ones(64, 128).pin_memory()
+    on_device = pinned.to("cuda", non_blocking=True)
+
+    def found(work):
+        with watch() as log:
+            work()
+        return [sync.what for sync in log.found]
+
+    def busy():
+        torch.cuda._sleep(100_000_000)
+
+    def event():
+        busy()
+        mark = torch.cuda.Event()
+        mark.record()
+        return mark
+
+    assert "wait for an event" in found(lambda: event().synchronize())
+    assert "wait for a stream" in found(lambda: (busy(), torch.cuda.current_stream().synchronize()))
+    assert "wait for the device" in found(lambda: (busy(), torch.cuda.synchronize()))
+    done = event()
+    torch.cuda.synchronize()
+    assert found(done.synchronize) == []
+    assert found(lambda: on_device.copy_(wide[:, ::2], non_blocking=True)) == [
+        "copy from cpu to cuda from strided memory"
+    ]
+    assert found(lambda: wide[:, ::2].copy_(on_device, non_blocking=True)) == [
+        "copy from cuda to cpu into strided memory"
+    ]
+    assert found(lambda: torch.ones(64, 64).copy_(on_device, non_blocking=True)) == [
+        "copy from cuda to cpu into memory that is not pinned"
+    ]
+    assert found(lambda: pinned.copy_(on_device, non_blocking=True)) == []
+    assert found(lambda: on_device.to("cpu", non_blocking=True)) == []
+    torch.cuda.synchronize()
+
+
+@pytest.mark.cuda
+def test_an_error_of_the_switch_comes_from_torchs_own_warnings_too(monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_SYNC_CHECK", "error")
+    x = torch.ones(4, device="cuda")
+    torch.cuda._sleep(100_000_000)
+    with pytest.raises(SyncFound, match="wait for a stream"), HotPath()():
+        torch.cuda.current_stream().synchronize()
+    with pytest.raises(SyncFound, match="copy from cuda to cpu"), HotPath()():
+        x.cpu()
+    torch.cuda.synchronize()

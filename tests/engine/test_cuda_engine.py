@@ -65,6 +65,28 @@ def test_tokens_are_those_of_the_cpu(folder, wanted, options):
         llm.core.scheduler.cache.check()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(enforce_eager=True, depth=0, enable_prefix_caching=False),
+        dict(depth=1, max_num_batched_tokens=40),
+        dict(depth=2, num_pages=24),
+    ],
+    ids=["eager", "chunked", "preempted"],
+)
+def test_launching_never_waits_in_steady_state(folder, options, monkeypatch):
+    """The switch in error mode: a wait would end the engine. Prompts come again, so prefixes are hit."""
+    monkeypatch.setenv("SLIPSTREAM_SYNC_CHECK", "error")
+    with LLM(folder, **(OPTIONS | options), device="cuda") as llm:
+        hot_path = llm.core.executor.hot_path
+        for mode in ("", "", "error"):  # eager, captured, replayed
+            hot_path.mode = mode
+            for params in FEATURES.values():
+                llm.generate(PROMPTS, params)
+            llm.generate(PROMPTS, list(FEATURES.values()) + [GREEDY])
+        assert not hot_path.log.found
+
+
 def test_steady_state_never_waits_outside_the_commit(folder):
     with LLM(folder, **OPTIONS, device="cuda", depth=2, max_num_batched_tokens=40) as llm:
         for params in FEATURES.values():
@@ -73,3 +95,47 @@ def test_steady_state_never_waits_outside_the_commit(folder):
             for params in FEATURES.values():
                 llm.generate(PROMPTS, params)
         assert not log.found, "\n".join(f"{sync.what} x{sync.count}\n{sync.stack}" for sync in log.found)
+
+
+SHARP = {
+    "greedy": SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3),
+    "random": SamplingParams(temperature=0.9, top_p=0.9, top_k=20, seed=4, max_tokens=24, ignore_eos=True, logprobs=3),
+}
+
+
+def bits(results):
+    """Tokens, and logprobs to the last bit."""
+    return [
+        (sample.token_ids, [[(i, p.logprob) for i, p in at.items()] for at in sample.logprobs])
+        for result in results
+        for sample in result.outputs
+    ]
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "bfloat16"), ("gemma2", "float32")])
+def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside(family, dtype, tmp_path):
+    folder = str(write_tiny(tmp_path, family, head_dim=64))
+    prompts = [[i + 3, *(20 + (7 * i + j) % 90 for j in range(25 * i)), i + 5] for i in range(6)]
+    base = OPTIONS | dict(dtype=dtype, deterministic=True, max_model_len=256, num_pages=160, device="cuda")
+
+    def run(batched=True, **options):
+        with LLM(folder, **(base | options)) as llm:
+            found = []
+            for params in SHARP.values():
+                for _ in range(2):
+                    if batched:
+                        results = llm.generate(prompts, params)
+                    else:
+                        results = [llm.generate([prompt], params)[0] for prompt in prompts]
+                    found.append(bits(results))
+            return found
+
+    alone = run(batched=False, max_num_seqs=1)
+    assert alone[0] == alone[1], "repeated"
+    for name, options in {
+        "batched": {},
+        "eager": dict(enforce_eager=True, depth=0, enable_prefix_caching=False),
+        "chunked": dict(max_num_batched_tokens=17, depth=2),
+        "preempted": dict(num_pages=24, depth=2),
+    }.items():
+        assert run(**options) == alone, name

@@ -19,6 +19,10 @@ def folder(tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), "llama"))
 
 
+def first_core(engine):
+    return next(iter(engine.client.core.cores.values()))
+
+
 def run(folder, scenario, **options):
     async def main():
         engine = AsyncEngine(folder, **(SMALL | options))
@@ -57,7 +61,7 @@ def test_leaving_a_stream_aborts_it_and_others_go_on(folder):
         return engine
 
     engine = run(folder, scenario)
-    assert engine._core.core.scheduler.num_running == 0
+    assert first_core(engine).scheduler.num_running == 0
 
 
 def test_abort_ends_a_stream_with_what_there_is(folder):
@@ -87,7 +91,7 @@ def test_bad_requests_harm_nobody(folder):
 
 def test_a_dead_core_tells_every_reader(folder):
     async def scenario(engine):
-        engine._core.core.executor.model.logits = None
+        first_core(engine).executor.model.logits = None
         tasks = [asyncio.create_task(last(engine.generate([i], PARAMS))) for i in (1, 2)]
         for task in tasks:
             with pytest.raises((EngineDead, EngineClosed)):

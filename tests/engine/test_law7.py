@@ -7,10 +7,9 @@ import itertools
 import pytest
 
 from delayed_device import DelayedDevice
+from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
-from slipstream.device.device import Device
 from slipstream.runner.batch.input_batch import Size
-from slipstream.runner.graphs import GraphPool
 from tiny import write_tiny
 
 SHARED = list(range(40, 75))
@@ -36,7 +35,7 @@ def window_model(request, tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param))
 
 
-def make(model, *, batched=True, chunked=False, cached=False, preempted=False, depth=0, late=False):
+def make(model, *, batched=True, chunked=False, cached=False, preempted=False, depth=0, late=False, device=None):
     """An LLM for one cell of the matrix."""
     return LLM(
         model,
@@ -51,7 +50,7 @@ def make(model, *, batched=True, chunked=False, cached=False, preempted=False, d
         num_pages=26 if preempted else 400,
         depth=depth,
         num_threads=1,
-        _device=DelayedDevice(depth) if late else None,
+        _device=DelayedDevice(depth) if late else device,
     )
 
 
@@ -237,23 +236,39 @@ def test_a_late_device_changes_nothing(model, depth):
             assert_same(llm.generate(PROMPTS, params), wanted)
 
 
+REPLAYED = {
+    "greedy": GREEDY.with_changes(logprobs=None),
+    "logprobs": GREEDY,
+    "random": GREEDY.with_changes(temperature=0.8, seed=3, logprobs=None),
+    "cut": GREEDY.with_changes(temperature=0.8, seed=3, top_k=20, top_p=0.9, min_p=0.01),
+    "top_p": GREEDY.with_changes(temperature=1.1, seed=4, top_p=0.8, logprobs=None),
+    "penalties": GREEDY.with_changes(repetition_penalty=1.3, presence_penalty=0.3, frequency_penalty=0.2),
+    "penalties and noise": GREEDY.with_changes(temperature=0.9, seed=5, repetition_penalty=1.3, min_p=0.02),
+    "bias": GREEDY.with_changes(logit_bias={5: 4.0, 9: -3.0}, logprobs=None),
+    "allowed": GREEDY.with_changes(temperature=0.9, seed=6, allowed_token_ids=list(range(5, 80))),
+    "min_tokens": GREEDY.with_changes(ignore_eos=False, min_tokens=9, stop_token_ids=list(range(2, 150))),
+}
+
+
 @pytest.mark.parametrize("depth", [0, 2])
-def test_padding_to_a_size_that_could_be_captured_changes_nothing(model, depth, monkeypatch):
-    """Steps of single tokens are padded and read fixed addresses, as on a GPU; replaying them is running them."""
-    monkeypatch.setattr(Device, "can_graph", True)
-    sizes = []
-    monkeypatch.setattr(GraphPool, "run", lambda self, key, work: (sizes.append(key), work())[1])
-    plain = GREEDY.with_changes(logprobs=None)  # whose draw is captured too
-    for params in (plain, FEATURES["mixed"], FEATURES["everything among others"]):
-        with make(model, batched=False) as llm:
-            llm.core.executor.graphs.enabled = False
-            wanted = llm.generate(PROMPTS, params)
-        sizes.clear()
-        with make(model, chunked=True, cached=True, preempted=True, depth=depth) as llm:
-            llm.core.executor.graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
+@pytest.mark.parametrize("feature", [*REPLAYED, "all of them", "mixed", "everything among others"])
+def test_replayed_steps_give_the_same_tokens(model, depth, feature):
+    """Bodies of single tokens and heads of all steps are padded, captured and replayed, as on a GPU."""
+    params = REPLAYED.get(feature) or FEATURES.get(feature) or [*REPLAYED.values()][-len(PROMPTS) :]
+    with make(model, batched=False) as llm:
+        wanted = llm.generate(PROMPTS, params)
+    device = ReplayDevice(depth)
+    with make(model, chunked=True, cached=True, preempted=True, depth=depth, device=device) as llm:
+        graphs = llm.core.executor.graphs
+        graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
+        for _ in range(2 if feature in REPLAYED else 1):  # those without a seed get another the second time
             assert_same(llm.generate(PROMPTS, params), wanted)
-        assert {("body", Size(1, 1)), ("body", Size(4, 4))} <= set(sizes)
-        assert (("greedy", Size(4, 4)) in sizes) == (params is plain)
+        captured = [key for key, entry in graphs._captured.items() if entry is not None]
+        assert ("body", Size(4, 4)) in captured
+        heads = [key for key in captured if key[0] == "head"]
+        # those that decode, and those of a step that also computes a chunk
+        assert feature == "everything among others" or {picked for _, _, picked, _ in heads} == {True, False}
+        assert device.num_replays > 20
 
 
 def test_depth_runs_ahead(model):

@@ -210,3 +210,12 @@ def test_lists_as_long_as_the_vocabulary_never_overflow_a_step(tmp_path):
         for result in results:
             # the one token that is no stop id, until an end is allowed
             assert result.outputs[0].token_ids[:2] == [vocab - 1] * 2
+
+
+def test_a_parameter_that_does_not_exist_is_named_with_the_nearest() -> None:
+    with pytest.raises(InvalidParams, match="SamplingParams has no temprature; did you mean temperature?"):
+        SamplingParams(temprature=0.5)
+    with pytest.raises(InvalidParams, match="SamplingParams has no beams; there are n, temperature, "):
+        SamplingParams(beams=3)
+    with pytest.raises(InvalidParams, match="did you mean top_k?"):
+        SamplingParams().with_changes(topk=3)

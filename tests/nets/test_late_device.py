@@ -61,8 +61,8 @@ def test_an_upload_slot_rewritten_too_early_is_caught(folder, wanted, monkeypatc
 def test_a_result_read_before_its_event_is_caught(folder, wanted, monkeypatch):
     real = output.StepHandle.__init__
 
-    def hasty(self, ready, shape, host):
-        real(self, PASSED, shape, host)
+    def hasty(self, ready, *rest):
+        real(self, PASSED, *rest)
 
     monkeypatch.setattr(output.StepHandle, "__init__", hasty)
     assert goes_wrong(folder, wanted)
@@ -73,9 +73,9 @@ def test_a_result_slot_rewritten_before_its_copy_is_caught(folder, wanted, monke
         def __init__(self, num_slots, capacity, device):
             super().__init__(1, capacity, device)
 
-        def open(self, shape):
+        def open(self, *args):
             self.slots[0].copied = PASSED  # the stream does not wait for the copy before it
-            return super().open(shape)
+            return super().open(*args)
 
     monkeypatch.setattr("slipstream.runner.assemble.ResultRing", Hasty)
     assert goes_wrong(folder, wanted, late_copies=0.02)
@@ -87,8 +87,8 @@ def test_closures_that_read_what_the_host_has_changed_are_caught(folder, wanted,
 
     real = input_batch.InputBatch.prepare
 
-    def forgetful(self, plan, upload):
-        gather = real(self, plan, upload)
+    def forgetful(self, plan, upload, size=None):
+        gather = real(self, plan, upload, size)
         self.current = gather
 
         return lambda: self.current()

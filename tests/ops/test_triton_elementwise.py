@@ -16,8 +16,12 @@ if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
 
 from slipstream.ops.activation import reference as activation  # noqa: E402
 from slipstream.ops.activation import triton as activation_kernels  # noqa: E402
+from slipstream.ops.layer_norm import reference as layer_norm  # noqa: E402
+from slipstream.ops.layer_norm import triton as layer_norm_kernels  # noqa: E402
 from slipstream.ops.norm import reference as norm  # noqa: E402
 from slipstream.ops.norm import triton as norm_kernels  # noqa: E402
+from slipstream.ops.row_max import reference as row_max  # noqa: E402
+from slipstream.ops.row_max import triton as row_max_kernels  # noqa: E402
 
 # the interpreter's own use of numpy
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]
@@ -75,7 +79,51 @@ def test_x_whose_last_dimension_is_not_in_one_piece() -> None:
     check(norm_kernels.rms_norm(x, weight, 1e-5), norm.rms_norm(x.double(), weight.double(), 1e-5))
 
 
-@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_layer_norm(rows: int, size: int, dtype: torch.dtype, biased: bool) -> None:
+    x, weight = randn(rows, size, dtype=dtype) + 3, randn(size, dtype=dtype)
+    bias = randn(size, dtype=dtype) if biased else None
+    wide = None if bias is None else bias.double()
+    out = layer_norm_kernels.layer_norm(x, weight, bias, 1e-5)
+    assert out.dtype is dtype
+    check(out, layer_norm.layer_norm(x.double(), weight.double(), wide, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "size"), SHAPES)
+def test_layer_norm_of_a_sum_that_is_kept_or_not(rows: int, size: int, dtype: torch.dtype) -> None:
+    x, residual, weight, bias = (randn(*shape, dtype=dtype) for shape in ((rows, size), (rows, size), (size,), (size,)))
+    before = x.clone(), residual.clone()
+    out, total = layer_norm_kernels.add_layer_norm(x, residual, weight, bias, 1e-6)
+    if CUDA or dtype is not torch.bfloat16:
+        assert total.equal(x + residual)
+    else:  # the interpreter cuts bits off where a GPU rounds
+        check(total, (x + residual).double())
+    check(out, layer_norm.layer_norm(total.double(), weight.double(), bias.double(), 1e-6))
+    alone = layer_norm_kernels.layer_norm_of_sum(x, residual, weight, bias, 1e-6)
+    inputs = (x.double(), residual.double(), weight.double(), bias.double())
+    check(alone, layer_norm.layer_norm_of_sum(*inputs, 1e-6))
+    assert x.equal(before[0]) and residual.equal(before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("padding", [0, 5])
+def test_the_largest_of_each_column_over_rows_that_lie_in_several_parts(dtype: torch.dtype, padding: int) -> None:
+    counts = [3, 1, 0, 20, 7]
+    x = randn(sum(counts) + padding, 1000, dtype=dtype)
+    starts = torch.tensor([0, 3, 4, 4, 24, 31], dtype=torch.int32, device=DEVICE)
+    mine, expected = (torch.full((6, 1000), -torch.inf, device=DEVICE) for _ in range(2))
+    for first in range(0, len(x), 9):
+        row_max_kernels.row_max_into(mine, x[first : first + 9], starts, first)
+        row_max.row_max_into(expected, x[first : first + 9], starts, first)
+    assert mine[:5].equal(expected[:5])
+    by_hand = [part.float().amax(0) for part in x[: sum(counts)].split(counts) if len(part)]
+    assert expected[[0, 1, 3, 4]].equal(torch.stack(by_hand)) and (expected[2] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), SHAPES)
 def test_gated_activations(name: str, rows: int, size: int, dtype: torch.dtype) -> None:
@@ -84,7 +132,7 @@ def test_gated_activations(name: str, rows: int, size: int, dtype: torch.dtype) 
     check(kernel(gate_up), getattr(activation, name)(gate_up.double()))
 
 
-@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"])
 def test_gates_far_from_zero_stay_numbers(name: str) -> None:
     gate_up = torch.tensor([[-1e4, 1e4, -90.0, 90.0, 2.0, 2.0, 2.0, 2.0]], device=DEVICE)
     out = getattr(activation_kernels, name)(gate_up)

@@ -17,8 +17,7 @@ if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
 
 from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
-from slipstream.ops.cache_write.triton import write_cache  # noqa: E402
-from slipstream.ops.paged_attention.work import list_work, most_splits  # noqa: E402
+from slipstream.ops.paged_attention.work import FEW_ROWS, list_work, most_splits  # noqa: E402
 
 # the interpreter's own use of numpy
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]
@@ -68,8 +67,7 @@ class Case:
             at = (pages[places // self.page_size], places % self.page_size)
             k, v = (self.draw(random, length, self.kv_heads, self.dim) for _ in range(2))
             for held, new in zip(self.cache, (k, v), strict=True):
-                old = [index[: length - count].to(DEVICE) for index in at]
-                held[old[0], old[1]] = new[: length - count]
+                held[at[0].to(DEVICE), at[1].to(DEVICE)] = new
             slots += (at[0] * self.page_size + at[1])[length - count :].tolist()
             rows.append((k, v))
         slots += [0] * self.loose
@@ -202,14 +200,16 @@ def test_long_rows_are_cut_into_few_splits():
 
 
 def row_alone(case: Case, row: int) -> torch.Tensor:
-    """What a row gives when it is the whole batch."""
-    alone = Case([case.lengths[row]], [case.counts[row]], case.heads, case.kv_heads, case.dim, dtype=case.dtype)
+    """What a row gives when it is the whole batch, or alone among padding where rows are cut as in a large batch."""
+    padding = [0] * FEW_ROWS if len(case.lengths) > FEW_ROWS else []
+    shape = (case.heads, case.kv_heads, case.dim)
+    alone = Case([case.lengths[row], *padding], [case.counts[row], *padding], *shape, dtype=case.dtype)
     alone.cache = case.cache
     mine = slice(int(case.starts[row]), int(case.starts[row + 1]))
     alone.query, alone.key, alone.value = (x[mine] for x in (case.query, case.key, case.value))
     alone.batch.slots[0][:] = case.batch.slots[0][mine]
     table = alone.batch.page_tables[0]
-    table[:] = case.batch.page_tables[0][row : row + 1, : table.shape[1]]
+    table[0] = case.batch.page_tables[0][row, : table.shape[1]]
     return alone.run()
 
 
@@ -219,6 +219,14 @@ def test_a_row_is_bit_equal_alone_and_among_others(counts):
     together = case.run().split(counts)
     for row, expected in enumerate(together):
         assert torch.equal(row_alone(case, row), expected)
+
+
+def test_a_row_is_bit_equal_among_many_and_among_padding():
+    counts = [1] * FEW_ROWS + [40]
+    case = Case([1300, 33, 290, 77, 5, 600, 1, 520, 400], counts)
+    together = case.run().split(counts)
+    for row in (0, 7, 8):
+        assert torch.equal(row_alone(case, row), together[row])
 
 
 def test_forward_twice_on_one_plan():
@@ -261,20 +269,42 @@ def test_work_covers_every_key_and_query_once():
     tiles = [record[:5] for record in work.tiles[:num_tiles].tolist()]
     chunk = [[4, 4, 300, first, 700] for first in range(0, counts[4] * 3, 64)]
     loose = [[5, 304, 6, 0, 0]]
-    assert tiles == chunk[::-1] + loose
+    assert tiles == loose + chunk[::-1]
     assert (work.arrived == 0).all()
 
 
-@pytest.mark.parametrize("dim", [16, 80])
-def test_cache_write_leaves_other_slots_alone(dim):
-    torch.manual_seed(0)
-    fused = torch.randn(5, 6, dim, device=DEVICE)
-    key, value = fused[:, :3], fused[:, 3:]
-    keys, values = (torch.randn(7, 16, 3, dim, device=DEVICE) for _ in range(2))
-    slots = torch.tensor([100, 17, 3, 33, 111], device=DEVICE)
-    expected = [x.clone().flatten(0, 1).index_copy_(0, slots, y) for x, y in ((keys, key), (values, value))]
-    write_cache(key, value, keys, values, slots)
-    assert torch.equal(keys.flatten(0, 1), expected[0]) and torch.equal(values.flatten(0, 1), expected[1])
+@pytest.mark.parametrize("together", [1, 900, 100_000])
+@pytest.mark.parametrize("group", [1, 3])
+def test_tiles_with_most_keys_come_first_among_neighbours(together, group):
+    lengths, counts = [9, 300, 0, 900, 4, 700, 0, 800, 200, 520], [1, 100, 70, 33, 4, 700, 0, 600, 200, 520]
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    total = int(starts[-1])
+    table = torch.ones(len(lengths), 60, dtype=torch.int64, device=DEVICE)
+    work = list_work(
+        torch.tensor(lengths, device=DEVICE),
+        torch.from_numpy(starts.astype(np.int32)).to(DEVICE),
+        table,
+        total + 130,
+        900,
+        2 * group,
+        2,
+        16,
+        tile=64,
+        keys_together=together,
+    )
+    expected = []
+    before = 0
+    for row, (length, count) in enumerate(zip([*lengths, 0], [*counts, 130], strict=True)):
+        if count == 1:
+            continue
+        many = count * group > 7 * 64
+        for first in reversed(range(0, count * group, 64)):
+            keys = min(length, length - count + (first + 63) // group + 1) if length else 0
+            company = 1 + before // together if many else 0
+            expected.append(((company, -keys, row, -first), [row, int(starts[row]), count, first, length]))
+        before += length if many else 0
+    num_tiles = int(work.totals[1])
+    assert work.tiles[:num_tiles, :5].tolist() == [tile for _, tile in sorted(expected)]
 
 
 def ragged(num_rows: int, longest: int) -> list[int]:
@@ -302,6 +332,16 @@ def test_mixed_rows_at_real_size(dim):
     together = case.run().split([*counts, 13])
     for row in (0, 61, 62, 64):
         assert torch.equal(row_alone(case, row), together[row])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("heads", "page_size"), [((8, 8), 8), ((7, 1), 32), ((16, 1), 64), ((24, 3), 128), ((40, 8), 256)]
+)
+def test_any_group_of_heads_and_any_page(heads, page_size):
+    lengths, counts = [*ragged(30, 3000), 128, 129, 2500, 127, 64], [1] * 30 + [128, 129, 900, 2, 64]
+    for dim, dtype in ((128, torch.bfloat16), (64, torch.float16)):
+        Case(lengths, counts, *heads, dim=dim, page_size=page_size, dtype=dtype, loose=2, slack=100).check()
 
 
 @pytest.mark.cuda

@@ -1,4 +1,4 @@
-"""The fused norm and rotary turn against its parts in plain torch."""
+"""The way of queries, keys and values from their projection to the pages, against its parts in plain torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,46 @@ from slipstream.ops.rope import apply_rope, rope_table
 
 triton_rope = pytest.importorskip("slipstream.ops.rope.triton", reason="triton is not installed")
 
-CASES = [(1, 3, 16, 16), (5, 4, 64, 64), (3, 9, 80, 80), (2, 12, 64, 32), (7, 1, 128, 96)]
+CASES = [(1, 3, 16, 16), (5, 4, 64, 64), (3, 9, 80, 80), (2, 12, 64, 32), (66, 1, 128, 96)]
 
 
-@pytest.mark.parametrize(("tokens", "heads", "dim", "rotary"), CASES)
-@pytest.mark.parametrize("normed", [True, False])
-def test_norm_and_turn_equal_their_parts(tokens, heads, dim, rotary, normed, kernel_device):
+def turn(x, weight, rotary):
+    return apply_rope(x if weight is None else rms_norm(x, weight, 1e-6), rotary)
+
+
+def make(tokens, heads, dim, rotary_dim, normed, device):
     torch.manual_seed(tokens)
-    wide = torch.randn(tokens, heads + 2, dim, device=kernel_device)
-    x = wide[:, :heads]  # a view, as queries and keys are of the projection's output
-    weight = torch.rand(heads, dim, device=kernel_device) + 0.5 if normed else None
-    table = rope_table(torch.rand(rotary // 2), 50, 1.0, torch.float32).to(kernel_device)
-    rows = table[torch.randint(0, 50, (tokens,), device=kernel_device)]
-    found = triton_rope.norm_rope(x, weight, 1e-6, rows)
-    expected = apply_rope(x if weight is None else rms_norm(x, weight, 1e-6), rows)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    weight = torch.rand(heads, dim, device=device) + 0.5 if normed else None
+    table = rope_table(torch.rand(rotary_dim // 2), 50, 1.0, torch.float32).to(device)
+    return weight, table[torch.randint(0, 50, (tokens,), device=device)]
+
+
+@pytest.mark.parametrize(("tokens", "heads", "dim", "rotary_dim"), CASES)
+@pytest.mark.parametrize("normed", [True, False])
+def test_norm_and_turn_equal_their_parts(tokens, heads, dim, rotary_dim, normed, kernel_device):
+    weight, rotary = make(tokens, heads, dim, rotary_dim, normed, kernel_device)
+    x = torch.randn(tokens, heads + 2, dim, device=kernel_device)[:, :heads]  # a view of the projection's output
+    found = triton_rope.norm_rope(x, weight, 1e-6, rotary)
+    torch.testing.assert_close(found, turn(x, weight, rotary), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kv_heads", "dim", "rotary_dim"), [(1, 1, 16, 16), (5, 3, 80, 40), (66, 2, 128, 128)]
+)
+@pytest.mark.parametrize("normed", [True, False])
+def test_keys_and_values_come_to_their_slots_and_no_others(tokens, kv_heads, dim, rotary_dim, normed, kernel_device):
+    heads = 2 * kv_heads
+    weight, rotary = make(tokens, heads + kv_heads, dim, rotary_dim, normed, kernel_device)
+    merged = torch.randn(tokens, heads + 2 * kv_heads, dim, device=kernel_device)
+    query_key, value = merged[:, : heads + kv_heads], merged[:, heads + kv_heads :]
+    keys, values = (torch.randn(7, 16, kv_heads, dim, device=kernel_device) for _ in range(2))
+    slots = torch.randperm(7 * 16, device=kernel_device)[:tokens]
+    turned = turn(query_key, weight, rotary)
+    expected = [
+        pages.clone().flatten(0, 1).index_copy_(0, slots, new).view(pages.shape)
+        for pages, new in ((keys, turned[:, heads:]), (values, value))
+    ]
+    found = triton_rope.turn_and_write(query_key, value, weight, 1e-6, rotary, keys, values, slots)
+    torch.testing.assert_close(found, turned, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(keys, expected[0], rtol=1e-5, atol=1e-5)
+    assert values.equal(expected[1])

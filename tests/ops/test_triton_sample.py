@@ -259,6 +259,34 @@ def test_a_penalty_entry_without_a_slot_changes_nothing() -> None:
     assert logits[0].equal(before[0]) and not logits[1].isclose(before[1]).any()
 
 
+@pytest.mark.parametrize("size", [7, 2049])
+def test_work_on_all_rows_leaves_those_without_a_slot(size: int) -> None:
+    """As captured work does it: every row, in order, and a negative slot for those that ask for nothing."""
+    slots = torch.tensor([2, -1, 0, -1, 1], device=DEVICE)
+    table = randn(4, size)
+    table[0, 3] = -math.inf
+    counts = torch.randint(0, 3, (4, size), dtype=torch.int32).to(DEVICE)
+    values = torch.rand(5, 3).to(DEVICE) + 0.5
+    in_prompt = (torch.rand(4, size) > 0.5).to(DEVICE)
+    tokens = torch.tensor([size - 1, 5, 0, 2, 3], device=DEVICE)
+    for name, args in {
+        "penalize_": (None, counts, in_prompt, slots, values),
+        "add_lines_": (table, slots),
+        "forbid_": (None, tokens[:, None], slots >= 0),
+    }.items():
+        mine = randn(5, size)
+        expected, before = mine.clone(), mine.clone()
+        getattr(kernels, name)(mine, *args)
+        getattr(reference, name)(expected, *args)
+        torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6, msg=name)
+        assert mine[[1, 3]].equal(before[[1, 3]]) and not mine[0].equal(before[0]), name
+    mine, expected = counts.clone(), counts.clone()
+    kernels.count_(mine, slots, tokens)
+    reference.count_(expected, slots, tokens)
+    assert mine.equal(expected) and int((mine - counts).sum()) == 3
+    assert [int((mine - counts)[row, token]) for row, token in ((2, size - 1), (0, 0), (1, 3))] == [1, 1, 1]
+
+
 def test_forbidden_tokens_are_the_references() -> None:
     index = torch.tensor([2, 0], device=DEVICE)
     ids = torch.tensor([[3, 3, 99], [0, 50, 3]], device=DEVICE)

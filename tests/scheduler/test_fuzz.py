@@ -44,6 +44,12 @@ class Day:
         root = rng.choice(self.roots)[: rng.choice([0, 2, 5, 9, 20])]
         prompt = root + [rng.randrange(VOCAB) for _ in range(rng.randint(not root, 3))]
         try:
+            if rng.random() < 0.25:
+                long = prompt * (self.max_model_len if rng.random() < 0.3 else 1)
+                task = rng.choice(["embed", "token_embed"])
+                priority, salt = rng.choice([0, 0, 1]), rng.choice(["", "", "x"])
+                self.bench.pool(long[: self.max_model_len], task=task, priority=priority, salt=salt)
+                return
             self.bench.submit(
                 prompt,
                 n=rng.choice([1, 1, 1, 2, 3]),
@@ -87,6 +93,10 @@ class Day:
         bench.run()
         for request in bench.requests:
             assert request.status is Status.FINISHED
+            if request.pooling is not None:
+                if request not in self.aborted:
+                    bench.check_tokens(request)
+                continue
             got, (expected, _reason) = bench.output_of(request), alone(request, bench.horizon)
             if request in self.aborted:
                 assert got == expected[: len(got)]
@@ -97,14 +107,14 @@ class Day:
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(14))
 def test_a_random_day_changes_no_tokens(seed: int, depth: int) -> None:
-    Day(seed, depth).run(120)
+    Day(seed, depth).run(150)
 
 
 def test_the_days_are_eventful() -> None:
     """The fuzz is worth something only if all of it happens."""
     days = [Day(seed, depth=2) for seed in range(14)]
     for day in days:
-        day.run(120)
+        day.run(150)
     assert sum(day.bench.scheduler.num_preemptions for day in days) > 30
     assert sum(day.bench.cache.num_hits for day in days) > 100
     assert sum(day.refused for day in days) > 5
@@ -112,3 +122,5 @@ def test_the_days_are_eventful() -> None:
     assert sum(len(plan.copies) for day in days for plan in day.bench.plans) > 10
     assert sum(day.bench.executor.num_given_back for day in days) > 100
     assert any(request.num_preemptions > 1 for day in days for request in day.bench.requests)
+    pooling = [request for day in days for request in day.bench.requests if request.pooling is not None]
+    assert sum(request.num_cached > 0 for request in pooling) > 3

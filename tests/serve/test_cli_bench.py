@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.serve.bench.shapes import SHAPES, Shape
+from slipstream.serve.bench.workload import Workload
 from slipstream.serve.cli.main import main
 from small_model import write_small
 
@@ -69,7 +71,7 @@ def test_sampling_flags_reach_the_sampler(model, capsys):
         (["--range-ratio", "2"], "range_ratio is 2.0"),
         (["--concurrency", "0"], "concurrency is 0"),
         (["--temperature", "-1"], "temperature is -1.0"),
-        (["--input-len", "2000"], "a request of 2000 + 64 tokens is longer than max_model_len"),
+        (["--input-len", "2000"], "a request of 2000 + 64 tokens is longer than --max-model-len"),
     ],
 )
 def test_a_mistake_is_one_line(model, capsys, flags, message):
@@ -87,8 +89,9 @@ def load_offline():
 
 def test_the_offline_benchmark_runs_a_shape_and_writes_its_figures(model, tmp_path, capsys, monkeypatch):
     offline = load_offline()
-    monkeypatch.setitem(offline.SHAPES, "bs1", offline._shape(1, 16, 8))
-    monkeypatch.setitem(offline.SHAPES, "sample", offline._shape(3, 16, 8, temperature=0.8, top_p=0.95, top_k=50))
+    sampled = dict(temperature=0.8, top_p=0.95, top_k=50)
+    monkeypatch.setitem(SHAPES, "bs1", Shape(Workload(num_prompts=1, input_len=16, output_len=8)))
+    monkeypatch.setitem(SHAPES, "sample", Shape(Workload(num_prompts=3, input_len=16, output_len=8), sampled))
     path = tmp_path / "out.json"
     argv = ["offline.py", *model, "--repeats", "2", "--json", str(path), "--shapes", "bs1", "sample", "prefill"]
     monkeypatch.setattr(sys, "argv", argv)
@@ -102,7 +105,7 @@ def test_the_offline_benchmark_runs_a_shape_and_writes_its_figures(model, tmp_pa
 
 
 def test_the_shapes_are_those_of_the_table():
-    shapes = load_offline().SHAPES
+    shapes = SHAPES
     assert {
         "bs1",
         "bs16",
@@ -116,6 +119,75 @@ def test_the_shapes_are_those_of_the_table():
         "long",
         "longpen",
     } == {*shapes}
-    nano, _ = shapes["nano"]
-    items = nano.items(10)
+    items = shapes["nano"].workload.items(10)
     assert min(len(item.prompt) for item in items) >= 100 and max(item.output_len for item in items) <= 1024
+
+
+@pytest.fixture
+def small_shapes(monkeypatch):
+    """The named shapes, as small as a test can bear."""
+    for name, shape in list(SHAPES.items()):
+        monkeypatch.setitem(SHAPES, name, Shape(Workload(num_prompts=3, input_len=9, output_len=6), shape.params))
+
+
+def test_shapes_by_name_are_a_line_each(model, capsys, small_shapes):
+    out = bench(capsys, model, "--shape bs1 sample logprobs pen512").splitlines()
+    assert [line.split()[0] for line in out[2:]] == ["bs1", "sample", "logprobs", "pen512"]
+    facts = json.loads(bench(capsys, model, "throughput --shape longpen bs1 --json"))
+    assert list(facts["shapes"]) == ["longpen", "bs1"]
+    assert facts["shapes"]["longpen"]["params"]["presence_penalty"] == 0.2
+    assert facts["shapes"]["bs1"]["output_tokens"] == 18 and facts["engine"]["device"] == "cpu"
+
+
+def test_a_shape_that_is_too_long_does_not_keep_the_others_from_it(model, capsys, small_shapes, monkeypatch):
+    monkeypatch.setitem(SHAPES, "long", Shape(Workload(num_prompts=1, input_len=9, output_len=5000)))
+    facts = json.loads(bench(capsys, model, "--shape long bs1 --json"))
+    assert "longer than" in facts["shapes"]["long"]["error"] and facts["shapes"]["bs1"]["output_tokens"] == 18
+
+
+def test_the_devices_time_is_in_the_report(model, capsys):
+    flags = "--num-prompts 3 --input-len 8 --output-len 5"
+    assert "  device            busy " in bench(capsys, model, flags)
+    facts = json.loads(bench(capsys, model, flags + " --json"))
+    device = facts["device"]
+    assert device["num_steps"] == facts["num_steps"] and 0 < facts["device_busy_share"] <= 1
+    accounted = sum(device[name] for name in ("busy", "turnaround", "host_late", "output"))
+    assert 0.5 * facts["seconds"] < accounted <= facts["seconds"]
+
+
+def test_latency_under_load_comes_at_a_rate_or_at_a_share_of_the_peak(model, capsys):
+    flags = "latency --num-prompts 5 --input-len 8 --output-len 4"
+    facts = json.loads(bench(capsys, model, flags + " --rate 500 --json"))
+    assert facts["workload"]["rate"] == 500 and facts["output_tokens"] == 20
+    assert facts["ttft_ms"]["p99"] > 0 and facts["itl_ms"]["p99"] > 0
+    assert " requests/s, best of 2" in bench(capsys, model, flags + " --load 0.9 --repeats 2")
+
+
+def test_arrivals_are_a_poisson_process_of_the_wanted_rate():
+    workload = Workload(num_prompts=4000, input_len=1, output_len=1)
+    times = workload.arrivals(50.0)
+    assert times == sorted(times) == workload.arrivals(50.0) != workload.arrivals(50.0, trial=1)
+    assert times[-1] == pytest.approx(80, rel=0.1)
+    gaps = [b - a for a, b in zip([0.0, *times], times, strict=False)]
+    mean = sum(gaps) / len(gaps)
+    spread = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+    assert spread == pytest.approx(mean**2, rel=0.15)  # as exponential gaps have it
+
+
+def test_long_texts_are_compared_with_penalised_ones(model, capsys):
+    flags = "long --num-prompts 2 --input-len 4 --output-len 580"
+    lines = bench(capsys, model, flags).splitlines()
+    assert "at 500" in lines[1] and [line.split()[0] for line in lines[2:]] == ["plain", "penalised"]
+
+
+def test_steps_show_the_hosts_part(model, capsys):
+    out = bench(capsys, model, "step --num-prompts 2 --input-len 4 --output-len 6")
+    assert "us a step: planning, launching, committing" in out
+    facts = json.loads(bench(capsys, model, "step --num-prompts 2 --input-len 4 --output-len 6 --json"))
+    assert facts["shapes"]["given"]["device"]["host"] > 0
+
+
+def test_startup_is_measured_in_new_processes(model, capsys):
+    facts = json.loads(bench(capsys, model, "startup --json"))
+    cold, warm = facts["starts"]
+    assert cold["cold"] and not warm["cold"] and min(cold["import_seconds"], warm["start_seconds"]) > 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from serve.fake_llm import FakeLLM
+from slipstream.ops.low_bit import DynamicQuant
 from slipstream.serve.cli import doctor
 from slipstream.serve.cli.main import main
 
@@ -11,9 +12,21 @@ from slipstream.serve.cli.main import main
 def test_it_tells_what_is_here_and_runs_without_a_wait(capsys):
     assert main(["doctor", "--num-threads", "1"]) == 0
     out = capsys.readouterr().out
-    for name in ("python", "torch", "device", "low-bit products", "compiler", "default model"):
+    for name in ("python", "torch", "device", "C kernels", "low-bit products", "compiler", "default model"):
         assert f"{name:<20}" in out
     assert out.endswith(f"{'waits of a run':<20}none\n")
+
+
+def test_it_names_the_kernel_that_serves(capsys, monkeypatch):
+    monkeypatch.setattr("slipstream.ops.low_bit.find_kernel", lambda: DynamicQuant())
+    main(["doctor", "--no-run"])
+    assert "low-bit products    dynamic quant\n" in capsys.readouterr().out
+
+
+def test_help_says_once_what_is_run(capsys):
+    assert main(["doctor", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.count("small model with random weights") == 1 and "embedded" not in out
 
 
 def test_what_is_missing_comes_with_the_line_that_installs_it(capsys, monkeypatch):

@@ -69,7 +69,7 @@ def test_a_first_line_that_only_looks_like_json_is_text():
     assert parse_prompts("{name} said\n3\n", "f") == ["{name} said", "3"]
 
 
-@pytest.mark.parametrize("line", ["plain", '{"prompt": 3}', '{"text": "x"}', '{"prompt_token_ids": [1, "2"]}', "[]"])
+@pytest.mark.parametrize("line", ["plain", '{"prompt": 3}', '{"words": "x"}', '{"prompt_token_ids": [1, "2"]}', "[]"])
 def test_a_json_line_that_is_no_prompt_is_named(terminal, line):
     code, _, err = terminal.run("generate", stdin='{"prompt": "fine"}\n\n' + line)
     assert code == 2 and terminal.llm is None

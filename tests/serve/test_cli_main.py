@@ -36,14 +36,18 @@ def test_version_is_told_without_a_model(terminal, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ([], "required: COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
-        (["chat", "hi", "--page-sise", "3"], "unrecognized arguments: --page-sise"),
-        (["chat", "hi", "--temp", "3"], "unrecognized arguments: --temp"),
+        (
+            ["chat", "hi", "--page-sise", "3"],
+            "slipstream chat: error: there is no flag --page-sise; did you mean --page-size?",
+        ),
+        (["chat", "hi", "--page-sise=3"], "did you mean --page-size?"),
+        (["bench", "--xyzzy"], "there is no flag --xyzzy; slipstream bench --help lists the flags"),
+        (["version", "now"], "unrecognized arguments: now"),
         (["chat", "hi", "--page-size", "big"], "it takes a whole number"),
         (["chat", "hi", "--temperature", "-1"], "temperature is -1.0; give 0.0 to 1000000.0"),
         (["chat", "hi", "--temperature", "nan"], "temperature is nan; give a finite number"),
-        (["generate", "hi", "--min-tokens", "9", "--max-tokens", "3"], "min_tokens is 9, max_tokens 3"),
+        (["generate", "hi", "--min-tokens", "9", "--max-tokens", "3"], "--min-tokens is 9, --max-tokens 3"),
         (["generate", "hi", "--n", "0"], "n is 0"),
     ],
 )
@@ -52,6 +56,29 @@ def test_a_wrong_flag_is_one_line_and_loads_no_model(terminal, argv, message):
     assert code == 2 and out == "" and terminal.llm is None
     assert message in err.splitlines()[-1]
     assert "Traceback" not in err
+
+
+def test_the_command_alone_shows_its_help(terminal):
+    code, out, err = terminal.run()
+    assert (code, err) == (0, "") and out.startswith("usage: slipstream ")
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        (
+            "lower max_model_len, max_num_seqs or kv_cache_memory",
+            "lower --max-model-len, --max-num-seqs or --kv-cache-memory",
+        ),
+        ('use device="cpu" here', "use --device cpu here"),
+        ("set dequantize=True, or enforce_eager=False", "set --dequantize, or --no-enforce-eager"),
+        ("set --max-model-len; the device has its dtype", "set --max-model-len; the device has its dtype"),
+        ("/tmp/page_size/x.max_tokens is not there", "/tmp/page_size/x.max_tokens is not there"),
+    ],
+)
+def test_options_are_named_as_flags(terminal, said, shown):
+    terminal.kind = failing(BadCheckpoint(said))
+    assert terminal.run("chat", "hi")[2] == f"slipstream: {shown}\n"
 
 
 def failing(error):

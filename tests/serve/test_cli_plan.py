@@ -1,9 +1,13 @@
 import json
 
+import gguf
 import pytest
 
+from slipstream.ops.low_bit import Interleaved
 from slipstream.serve.cli.main import main
 from small_model import write_small
+from tiny import write_tiny
+from tiny_gguf import write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +46,10 @@ def test_json_gives_bytes_that_add_up(model, capsys):
 def test_what_cannot_fit_is_one_line(model, capsys):
     assert main(["plan", *model, "--num-pages", "10"]) == 2
     assert "the cache holds 160 positions" in capsys.readouterr().err
+
+
+def test_low_bit_weights_are_not_called_float32(tmp_path, capsys, monkeypatch):
+    path = write_gguf(write_tiny(tmp_path, "llama"), gguf.GGMLQuantizationType.Q4_1)
+    monkeypatch.setattr("slipstream.nn.models.load.find_kernel", lambda: Interleaved())
+    assert "low-bit as in the file, the rest float32" in plan(capsys, "--model", str(path), "--device", "cpu")
+    assert "low-bit" not in plan(capsys, "--model", str(path), "--device", "cpu", "--dequantize")

@@ -6,6 +6,7 @@ import msgspec
 
 from slipstream.cache_spec import CacheGroup
 from slipstream.config.model_info import ModelInfo
+from slipstream.config.pooling_info import PoolingInfo
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
@@ -17,6 +18,12 @@ class ModelConfig(msgspec.Struct, frozen=True):
     dequantize: bool
     max_model_len: int
     seed: int
+    pooling: PoolingInfo | None = None  # how its hidden states become vectors and scores; None: it only generates
+    deterministic: bool = False  # a row's numbers are the same bits whatever runs beside it
+
+    @property
+    def generates(self) -> bool:
+        return self.pooling is None or self.pooling.generates
 
 
 class CacheConfig(msgspec.Struct, frozen=True):
@@ -41,12 +48,18 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     depth: int
     seed: int
     staged_ints: int  # what one step's admissions may stage: page places and histories, in 4-byte numbers
+    whole: bool = False  # prompts are computed whole, and nothing is kept of them between steps
+    max_itl: float | None = None  # seconds between tokens that prompts may cost those who read theirs; None: no bound
+    cached_tasks: tuple[str, ...] = ()  # pooling whose result needs no position but the last
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):
     kind: str  # cpu or cuda
     num_threads: int
     eager: bool
+    # bytes of the device's memory that the engine leaves alone: the cache is sized by what is left when everything
+    # else has been measured. None: its size was given, or settled from what was free
+    keep_free: int | None = None
 
 
 class EngineConfig(msgspec.Struct, frozen=True):

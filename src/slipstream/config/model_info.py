@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,9 @@ class RopeInfo(msgspec.Struct, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a decoder that its family file turns into a shape."""
+    """The facts of a model that its family file turns into a shape."""
 
-    architecture: str  # as in config.json: LlamaForCausalLM, Qwen3ForCausalLM ...
+    architecture: str  # as in config.json: LlamaForCausalLM, Qwen3ForCausalLM, BertModel ...
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -30,7 +31,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    max_positions: int
+    max_positions: int  # that a prompt may use
     norm_eps: float
     activation: str  # silu, gelu_pytorch_tanh ...
     tied_embeddings: bool
@@ -40,6 +41,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str | None = None  # of the checkpoint, if it says
+    is_causal: bool = True  # False: every token sees the whole text, so there is nothing to continue
+    position_offset: int = 0  # rows of the table of positions that come before position 0's, as RoBERTa has
+    num_types: int = 0  # of tokens: an encoder that takes pairs tells the two texts apart by them
     extra: dict[str, Any] = {}  # the whole of config.json, for facts only one family has
 
 
@@ -69,16 +73,54 @@ _GEMMA2 = {
     "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
 }  # fmt: skip
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "MistralForCausalLM": {"sliding_window": 4096},
-    "Qwen2ForCausalLM": {"sliding_window": 4096},
-    "Qwen3ForCausalLM": {"sliding_window": 4096, "head_dim": 128},
-    "Gemma2ForCausalLM": _GEMMA2,
-    "Gemma3ForCausalLM": _GEMMA3,
-    "Gemma3ForConditionalGeneration": _GEMMA3,
-    "Phi3ForCausalLM": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-    "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
+_DECODERS: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": 4096},
+    "Qwen2": {"sliding_window": 4096},
+    "Qwen3": {"sliding_window": 4096, "head_dim": 128},
+    "Gemma2": _GEMMA2,
+    "Gemma3": _GEMMA3,
+    "Gemma3Text": _GEMMA3,
+    "Phi3": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "Olmo2": {"rms_norm_eps": 1e-5},
 }
+_BERT = {
+    "layer_norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2, "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+# positions are counted from the pad token's number + 1
+_ROBERTA = _BERT | {"layer_norm_eps": 1e-5, "max_position_embeddings": 514, "pad_token_id": 1, "offset_positions": True}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "Bert": _BERT,
+    "HF_ColBERT": _BERT,
+    "Roberta": _ROBERTA,
+    "XLMRoberta": _ROBERTA,
+    "Camembert": _ROBERTA,
+    "DistilBert": _BERT | {"type_vocab_size": 0},
+    "MPNet": _ROBERTA | {"layer_norm_eps": 1e-12, "type_vocab_size": 0},
+    "ModernBert": {
+        "hidden_activation": "gelu", "tie_word_embeddings": True, "norm_eps": 1e-5, "local_attention": 128,
+        "global_attn_every_n_layers": 3, "max_position_embeddings": 8192,
+    },
+    "NomicBert": _BERT | {"hidden_act": "silu", "rope_theta": 1000.0},
+    "New": _BERT | {"type_vocab_size": 1},
+    "Gte": _BERT | {"type_vocab_size": 1},
+}  # fmt: skip
+"""Families that see the whole text, by how their architectures' names begin, and what their configs leave out."""
+_ALSO_CALLED = {
+    "hidden_size": ("dim", "n_embd"),
+    "num_hidden_layers": ("n_layers", "n_layer"),
+    "num_attention_heads": ("n_heads", "n_head"),
+    "intermediate_size": ("hidden_dim", "n_inner"),
+    "max_position_embeddings": ("n_positions",),
+    "layer_norm_eps": ("layer_norm_epsilon",),
+    "hidden_act": ("activation", "activation_function"),
+}
+_NORM_EPS = ("norm_eps", "layer_norm_eps", "rms_norm_eps")
+
+
+def family_name(architecture: str) -> str:
+    """How an architecture's name begins: "Bert" of BertModel and of BertForSequenceClassification."""
+    return re.sub(r"(For[A-Z]\w*|(?<=\w)Model)$", "", architecture)
 
 
 def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
@@ -86,10 +128,15 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
     if not isinstance(architectures, list) or not architectures:
         raise BadCheckpoint('config.json names no architecture; add "architectures", for example ["LlamaForCausalLM"]')
     architecture = architectures[0]
-    config = _DEFAULTS.get(architecture, {}) | _text_part(config)
+    family = family_name(architecture)
+    config = _rename(_text_part(config))
+    is_encoder = family in ENCODERS
+    usual = ENCODERS[family] if is_encoder else _DECODERS.get(family, {})
+    config = {"rms_norm_eps": 1e-6} | usual | config
     try:
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
+        offset = int(config["pad_token_id"]) + 1 if config.get("offset_positions") else 0
         return ModelInfo(
             architecture=architecture,
             vocab_size=int(config["vocab_size"]),
@@ -99,8 +146,8 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
             num_kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
             ffn_size=int(config["intermediate_size"]),
-            max_positions=int(config["max_position_embeddings"]),
-            norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            max_positions=int(config["max_position_embeddings"]) - offset,
+            norm_eps=float(next(config[name] for name in _NORM_EPS if config.get(name) is not None)),
             activation=config.get("hidden_activation") or config.get("hidden_act") or "silu",
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
@@ -109,15 +156,35 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
             eos_token_ids=_ids(config.get("eos_token_id")),
             bos_token_id=next(iter(_ids(config.get("bos_token_id"))), None),
             dtype=config.get("dtype") or config.get("torch_dtype"),
+            is_causal=not is_encoder and not _sees_both_ways(architecture, config),
+            position_offset=offset,
+            num_types=int(config["type_vocab_size"]) if usual.get("type_vocab_size") else 0,
             extra=config,
         )
     except KeyError as missing:
         raise UnsupportedModel(
-            f"{architecture}: config.json lacks {missing}, so it is not a decoder we know; "
-            "run a checkpoint that continues text, of Llama's style for example"
+            f"{architecture}: config.json lacks {missing}, so it is not a model we know; "
+            "run a checkpoint that continues text, of Llama's style for example, or an encoder of BERT's"
         ) from None
     except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
         raise BadCheckpoint(f"config.json of {architecture} holds a value of the wrong kind: {error}") from None
+
+
+def _sees_both_ways(architecture: str, config: dict[str, Any]) -> bool:
+    """Decoders that were trained on as embedders: their config or their name says so."""
+    both = config.get("is_causal") is False or bool(config.get("use_bidirectional_attention"))
+    return both or "Bidirectional" in architecture
+
+
+def _rename(config: dict[str, Any]) -> dict[str, Any]:
+    """Some families have names of their own for what all have."""
+    found = {
+        ours: config[theirs]
+        for ours, names in _ALSO_CALLED.items()
+        for theirs in names
+        if ours not in config and config.get(theirs) is not None
+    }
+    return config | found
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:

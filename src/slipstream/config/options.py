@@ -6,6 +6,7 @@ The command line, `LLM(...)` and the docs are made from this list. `None` means 
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -20,7 +21,20 @@ def _doc(text: str) -> msgspec.Meta:
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str | None,
-        _doc("a folder in Hugging Face layout, a .gguf file or a hub name; the embedded SmolLM2 if not given"),
+        _doc("a folder in Hugging Face layout, a .gguf file or a hub name; an embedded one for the task if not given"),
+    ] = None
+    task: Annotated[
+        Literal["auto", "generate", "embed", "classify", "score", "rerank", "token_embed", "token_classify", "sparse"],
+        _doc(
+            "what the model is for; auto is what it was made for. Without a model, embed, score and rerank run MiniLM"
+        ),
+    ] = "auto"
+    pooling_type: Annotated[
+        str | None, _doc("how token vectors become one: first (or cls), last, mean, all or step; default the model's")
+    ] = None
+    normalize: Annotated[bool | None, _doc("scale vectors to length 1; default what the model says")] = None
+    classify_activation: Annotated[
+        Literal["softmax", "sigmoid", "identity"] | None, _doc("of a classifier's scores; default what the model says")
     ] = None
     tokenizer: Annotated[str | None, _doc("a folder or tokenizer.json to use instead of the model's own")] = None
     skip_tokenizer_init: Annotated[bool, _doc("work on token ids alone; prompts must be lists of ids")] = False
@@ -53,7 +67,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: Annotated[bool, _doc("keep pages of finished prompts and share them by content")] = True
     enable_chunked_prefill: Annotated[bool, _doc("let a long prompt take several steps")] = True
     depth: Annotated[int | None, _doc("steps launched ahead of the oldest unseen one; 0 is synchronous")] = None
+    max_itl: Annotated[
+        float | None,
+        _doc(
+            "milliseconds between two tokens of a text: a step takes no more prompt than that while others read; 0 is "
+            "no bound. Default 50 on a GPU, and none for LLM, where nobody reads along"
+        ),
+    ] = None
     enforce_eager: Annotated[bool, _doc("launch kernels one by one instead of replaying captured graphs")] = False
+    deterministic: Annotated[
+        bool,
+        _doc("on a GPU: the same bits alone or batched, whole or in chunks; slower, see docs/performance.md"),
+    ] = False
     seed: Annotated[int, _doc("of draws by requests that bring no seed, and of dummy weights")] = 0
     num_threads: Annotated[int | None, _doc("threads of the CPU device")] = None
     served_model_name: Annotated[str | None, _doc("what to call the model in messages")] = None
@@ -112,3 +137,19 @@ def describe_type(kind: Any) -> str:
     return {int: "a whole number", float: "a number", str: "a string", bool: "True or False", type(None): "None"}.get(
         kind, str(kind)
     )
+
+
+def options_of(model: str | None, models: Mapping[str, Any] | None, common: Mapping[str, Any]) -> list[Options]:
+    """Of one model, or of several by name, each a model or an object of options of its own."""
+    if models is None:
+        return [make_options(model=None if model is None else str(model), **common)]
+    if model is not None:
+        raise InvalidOption("model and models are both given; give one model, or several by name")
+    if not isinstance(models, Mapping) or not models:
+        said = "holds nothing" if isinstance(models, Mapping) else f"is {type(models).__name__}"
+        raise InvalidOption(f'models {said}; give names and models, as {{"chat": MODEL, "embed": {{"task": "embed"}}}}')
+    found = []
+    for name, given in models.items():
+        own = dict(given) if isinstance(given, Mapping) else {"model": None if given is None else str(given)}
+        found.append(make_options(**{**common, "served_model_name": str(name), **own}))
+    return found

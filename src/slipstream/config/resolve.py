@@ -12,12 +12,15 @@ import msgspec
 from slipstream.cache_spec import CacheGroup
 from slipstream.config.cache_size import CacheSize
 from slipstream.config.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
-from slipstream.config.memory import activation_bytes
+from slipstream.config.memory import activation_bytes, feature_bytes, graph_bytes
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.options import Options
+from slipstream.config.pooling_info import PoolingInfo
 from slipstream.errors import InvalidOption, NotEnoughMemory
 from slipstream.params import MAX_BAD_WORDS
 
+DEFAULT_MAX_ITL = 50  # milliseconds
+DEFAULT_SHARE = 0.9  # of a GPU's memory
 DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}  # of one step
 
 
@@ -45,12 +48,20 @@ def resolve_dtype(options: Options, info: ModelInfo, machine: Machine) -> str:
         if options.dtype == "float64" and machine.kind == "cuda":
             raise InvalidOption("dtype float64 is for the CPU; use float32, bfloat16 or float16 on a GPU")
         return options.dtype
+    if machine.kind == "cuda" and not info.is_causal and info.dtype in (None, "float32"):
+        return "float16"  # ten times the speed; an encoder's numbers are small, so it gets the one with more digits
     # a checkpoint's own dtype if products in it are fast here
     return info.dtype if info.dtype in machine.fast_dtypes else machine.fast_dtypes[0]
 
 
 def resolve(
-    options: Options, info: ModelInfo, source: Source, groups: tuple[CacheGroup, ...], dtype: str, machine: Machine
+    options: Options,
+    info: ModelInfo,
+    source: Source,
+    groups: tuple[CacheGroup, ...],
+    dtype: str,
+    machine: Machine,
+    pooling: PoolingInfo | None = None,
 ) -> EngineConfig:
     on_cpu = machine.kind == "cpu"
     page_size = _positive("page_size", options.page_size)
@@ -58,6 +69,11 @@ def resolve(
     depth = options.depth if options.depth is not None else (0 if on_cpu else 1)
     if not 0 <= depth <= 8:
         raise InvalidOption(f"depth is {depth}; give 0 to 8, where 0 is synchronous and 1 or 2 hide the host's work")
+
+    if options.deterministic and on_cpu:
+        raise InvalidOption('deterministic is for a GPU; on the CPU use dtype="float64", or a low-bit file')
+    if options.deterministic and dtype == "float64":
+        raise InvalidOption("deterministic is for bfloat16, float16 and float32, not for float64; choose one of them")
 
     fit_length = options.max_model_len in ("auto", -1)
     if fit_length or options.max_model_len is None:
@@ -71,19 +87,26 @@ def resolve(
                 f"max_model_len is {wanted}, {source.name} was made for {info.max_positions}; give at most that"
             )
 
+    whole = not groups  # nothing is kept between steps, so a prompt is computed in one
+    chunked = options.enable_chunked_prefill and not whole
     tokens = options.max_num_batched_tokens or DEFAULT_TOKENS[machine.kind]
-    step_tokens = max(tokens, max_num_seqs) if options.enable_chunked_prefill else max(tokens, wanted)
+    step_tokens = max(tokens, max_num_seqs) if chunked else max(tokens, wanted)
     size = CacheSize(groups, wanted, max_num_seqs, step_tokens, options.enable_prefix_caching)
     beside = activation_bytes(
         info,
         dtype,
         on_cpu=on_cpu,
         rows=max_num_seqs,
-        tokens=tokens,
+        tokens=step_tokens if whole else tokens,
         length=wanted,
         groups=len(groups),
     )
-    taken = source.num_bytes + max(beside[0] + beside[1], beside[2])
+    activations = max(beside[0] + beside[1], beside[2])
+    taken = source.num_bytes + activations
+    if not on_cpu:
+        taken += feature_bytes(info, dtype, max_num_seqs)
+        if not options.enforce_eager:
+            taken += graph_bytes(info, dtype, activations, rows=max_num_seqs, tokens=step_tokens)
     num_pages = _num_pages(options, size, taken, machine)
     length = size.longest(num_pages)
     if length < 2:
@@ -100,10 +123,12 @@ def resolve(
     batched = options.max_num_batched_tokens
     if batched is None:
         batched = DEFAULT_TOKENS[machine.kind]
-        if not options.enable_chunked_prefill:
+        if not chunked:
             batched = max(batched, length)
     _positive("max_num_batched_tokens", batched)
-    if not options.enable_chunked_prefill and batched < length:
+    if whole:
+        batched = max(batched, length)
+    if not chunked and batched < length:
         raise InvalidOption(
             f"max_num_batched_tokens is {batched} and max_model_len {length}: without chunked prefill a "
             "prompt must fit one step; raise the first, lower the second, or leave enable_chunked_prefill on"
@@ -121,7 +146,7 @@ def resolve(
             max_num_seqs = batched
 
     return EngineConfig(
-        model=model_config(options, info, source, dtype, length),
+        model=model_config(options, info, source, dtype, length, pooling),
         cache=CacheConfig(
             page_size=page_size,
             num_pages=num_pages,
@@ -135,20 +160,31 @@ def resolve(
             max_num_batched_tokens=batched,
             max_model_len=length,
             max_waiting=_positive("max_waiting", options.max_waiting),
-            chunked_prefill=options.enable_chunked_prefill,
+            chunked_prefill=chunked,
             depth=depth,
             seed=options.seed,
             staged_ints=staged_ints(length, page_size, max_num_seqs, len(groups), info.vocab_size),
+            whole=whole,
+            max_itl=_max_itl(options, machine),
+            cached_tasks=("embed", "classify") if pooling is not None and pooling.method == "last" else (),
         ),
         device=DeviceConfig(
             kind=machine.kind,
             num_threads=_positive("num_threads", options.num_threads, machine.num_threads),
             eager=options.enforce_eager,
+            keep_free=_keep_free(options, machine),
         ),
     )
 
 
-def model_config(options: Options, info: ModelInfo, source: Source, dtype: str, max_model_len: int) -> ModelConfig:
+def model_config(
+    options: Options,
+    info: ModelInfo,
+    source: Source,
+    dtype: str,
+    max_model_len: int,
+    pooling: PoolingInfo | None = None,
+) -> ModelConfig:
     return ModelConfig(
         info=info,
         path=source.path,
@@ -158,6 +194,8 @@ def model_config(options: Options, info: ModelInfo, source: Source, dtype: str, 
         dequantize=options.dequantize,
         max_model_len=max_model_len,
         seed=options.seed,
+        pooling=pooling,
+        deterministic=options.deterministic,
     )
 
 
@@ -180,8 +218,8 @@ def _num_pages(options: Options, size: CacheSize, other_bytes: int, machine: Mac
         raise InvalidOption(f"gpu_memory_utilization is {share}; give a share above 0 and up to 1")
     if machine.kind == "cuda":
         taken = machine.total_memory - machine.free_memory
-        # a GiB for the libraries' own workspaces and captured graphs
-        room = int(machine.total_memory * (share or 0.9)) - taken - other_bytes - 2**30
+        # a GiB for tables, rings and the libraries' own workspaces
+        room = int(machine.total_memory * (share or DEFAULT_SHARE)) - taken - other_bytes - 2**30
     else:
         # a fifth of what is free: a laptop has other things to do
         room = int((machine.free_memory - other_bytes) * (share or 0.2))
@@ -190,6 +228,44 @@ def _num_pages(options: Options, size: CacheSize, other_bytes: int, machine: Mac
     if pages < size.least and options.max_model_len is None and affordable:
         pages = size.least  # the model's own length, asked for by nobody: take it while it fits at all
     return max(pages, 1)
+
+
+def _max_itl(options: Options, machine: Machine) -> float | None:
+    """In seconds. A CPU computes prompts hardly faster than it decodes: small pieces of them would take for ever."""
+    given = options.max_itl
+    if given is None:
+        return None if machine.kind == "cpu" else DEFAULT_MAX_ITL / 1000
+    if given < 0:
+        raise InvalidOption(f"max_itl is {given}; give milliseconds, or 0 for no bound")
+    return given / 1000 if given else None
+
+
+def _keep_free(options: Options, machine: Machine) -> int | None:
+    if machine.kind == "cpu" or options.num_pages is not None or options.kv_cache_memory is not None:
+        return None
+    return machine.total_memory - int(machine.total_memory * (options.gpu_memory_utilization or DEFAULT_SHARE))
+
+
+def fit_cache(config: EngineConfig, room: int) -> EngineConfig:
+    """The configuration with a cache of no more than `room` bytes, which is what was measured to be left for it."""
+    cache, scheduler = config.cache, config.scheduler
+    size = CacheSize(
+        cache.groups,
+        scheduler.max_model_len,
+        scheduler.max_num_seqs,
+        cache.step_tokens,
+        cache.prefix_caching,
+    )
+    num_pages = min(size.enough, size.pages_in(max(room, 0)))
+    if size.longest(num_pages) < scheduler.max_model_len:
+        need = size.num_bytes(size.least)
+        raise NotEnoughMemory(
+            f"weights and the largest step leave {max(room, 0) / 2**20:.0f} MiB for the cache, and one request of "
+            f"max_model_len {scheduler.max_model_len} takes {need / 2**20:.0f}; lower max_model_len, "
+            "max_num_batched_tokens or max_num_seqs, or raise gpu_memory_utilization"
+        )
+    fitted = msgspec.structs.replace(cache, num_pages=num_pages, group_pages=size.group_pages(num_pages))
+    return msgspec.structs.replace(config, cache=fitted)
 
 
 def _load_format(options: Options, source: Source) -> str:

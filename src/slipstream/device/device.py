@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 from collections.abc import Callable
@@ -24,6 +25,7 @@ class Device:
     kind = "cpu"
     can_pin = False
     can_graph = False
+    warms_up = False  # kernels are compiled and steps captured before the first request
 
     def __init__(self, depth: int, num_threads: int) -> None:
         self.torch_device = torch.device("cpu")
@@ -55,6 +57,10 @@ class Device:
     def handed_back(self, buffer: Bytes) -> None:
         """A buffer is about to be written anew; a test device poisons it."""
 
+    def free_memory(self) -> int | None:
+        """Bytes of the device that nobody holds, once all that was queued has run; None: it is the host's memory."""
+        return None
+
     def capture(self, work: Callable[[], T]) -> tuple[Work, T]:
         """Record what `work` launches, without running it: how to replay it, and the result it then writes."""
         raise NotImplementedError(f"{self.kind} has no graphs")
@@ -70,6 +76,7 @@ class CudaDevice(Device):
 
     kind = "cuda"
     can_graph = True
+    warms_up = True
 
     def __init__(self, depth: int) -> None:
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
@@ -88,10 +95,25 @@ class CudaDevice(Device):
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
+    def free_memory(self) -> int | None:
+        torch.cuda.synchronize(self.torch_device)
+        return torch.cuda.mem_get_info(self.torch_device)[0]
+
     def capture(self, work: Callable[[], T]) -> tuple[Work, T]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_memory, stream=self.compute.stream):
-            result = work()
+        # a collector that frees some other graph in the middle would spoil this one
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self.compute.stream):
+                graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
+                try:
+                    result = work()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collects:
+                gc.enable()
         return graph.replay, result
 
 

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+from slipstream.device.sync_check.watch import host_waits
 
 Work = Callable[[], None]
 
@@ -27,6 +30,9 @@ class Event(Protocol):
 
     def done(self) -> bool: ...
 
+    def since(self, earlier: Event) -> float:
+        """Seconds on the device's clock from that point to this one. Both are reached, and were recorded as timed."""
+
 
 class Stream(Protocol):
     """Used by one thread. What is queued may be held back until `flush`, or until that thread waits for an event."""
@@ -34,8 +40,8 @@ class Stream(Protocol):
     def run(self, work: Work) -> None:
         """Queue `work` after all that was queued before."""
 
-    def record(self) -> Event:
-        """A point after all that was queued so far."""
+    def record(self, *, timed: bool = False) -> Event:
+        """A point after all that was queued so far; timed, if anyone will ask when it was reached."""
 
     def wait_for(self, event: Event) -> None:
         """What is queued from now on runs after `event`. The host does not wait."""
@@ -47,11 +53,20 @@ class Stream(Protocol):
 
 
 class _Passed:
+    __slots__ = ("time",)
+
+    def __init__(self, time: float = 0.0) -> None:
+        self.time = time
+
     def wait(self) -> None:
         pass
 
     def done(self) -> bool:
         return True
+
+    def since(self, earlier: Event) -> float:
+        assert isinstance(earlier, _Passed)
+        return self.time - earlier.time
 
 
 PASSED: Event = _Passed()
@@ -64,8 +79,8 @@ class InlineStream:
     def run(self, work: Work) -> None:
         work()
 
-    def record(self) -> Event:
-        return PASSED
+    def record(self, *, timed: bool = False) -> Event:
+        return _Passed(time.perf_counter()) if timed else PASSED
 
     def wait_for(self, event: Event) -> None:
         event.wait()
@@ -80,16 +95,29 @@ class InlineStream:
 class _Mark:
     """An event of a threaded stream: how many pieces it will have been through by then."""
 
-    __slots__ = ("stream", "count")
+    __slots__ = ("stream", "count", "time")
 
     def __init__(self, stream: ThreadedStream, count: int) -> None:
         self.stream = stream
         self.count = count
+        self.time = 0.0
+
+    def stamp(self) -> None:
+        """By the stream, as the last piece before this point."""
+        self.time = time.perf_counter()
+
+    def since(self, earlier: Event) -> float:
+        assert isinstance(earlier, _Mark)
+        return self.time - earlier.time
 
     def wait(self) -> None:
         """By the thread that queues."""
         self.stream.flush()
-        self.sleep()
+        if self.done():
+            self.sleep()
+        else:
+            with host_waits("wait for an event"):
+                self.sleep()
 
     def sleep(self) -> None:
         """By another stream: its own thread may not hand over what this one holds back."""
@@ -123,8 +151,12 @@ class ThreadedStream:
         self._held.append(work)
         self._num_queued += 1
 
-    def record(self) -> Event:
-        return _Mark(self, self._num_queued)
+    def record(self, *, timed: bool = False) -> Event:
+        if not timed:
+            return _Mark(self, self._num_queued)
+        mark = _Mark(self, self._num_queued + 1)
+        self.run(mark.stamp)
+        return mark
 
     def wait_for(self, event: Event) -> None:
         if not isinstance(event, _Mark):
@@ -191,6 +223,10 @@ class _CudaEvent:
     def done(self) -> bool:
         return self.event.query()
 
+    def since(self, earlier: Event) -> float:
+        assert isinstance(earlier, _CudaEvent)
+        return earlier.event.elapsed_time(self.event) / 1000
+
 
 class CudaStream:
     """The driver's own queue. `run` calls at once, with the stream current: kernels are what is queued."""
@@ -202,8 +238,8 @@ class CudaStream:
         with torch.cuda.stream(self.stream):
             work()
 
-    def record(self) -> Event:
-        event = torch.cuda.Event(blocking=True)  # whoever waits sleeps instead of spinning
+    def record(self, *, timed: bool = False) -> Event:
+        event = torch.cuda.Event(enable_timing=timed, blocking=True)  # whoever waits sleeps instead of spinning
         event.record(self.stream)
         return _CudaEvent(event)
 

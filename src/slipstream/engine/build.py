@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import msgspec
 
 from slipstream.config.config import EngineConfig
@@ -12,44 +14,85 @@ from slipstream.config.locate import LocatedModel, locate
 from slipstream.config.memory import MemoryPlan, plan_memory
 from slipstream.config.model_info import ModelInfo, read_model_info
 from slipstream.config.options import Options
-from slipstream.config.resolve import Source, model_config, resolve, resolve_dtype
-from slipstream.device.device import Device, device_facts
+from slipstream.config.read_pooling import read_pooling
+from slipstream.config.resolve import DEFAULT_SHARE, Source, model_config, resolve, resolve_dtype
+from slipstream.device.device import Device, device_facts, open_device
 from slipstream.engine.core import EngineCore
-from slipstream.engine.inputs import InputProcessor
+from slipstream.engine.facts import ModelFacts
+from slipstream.errors import InvalidOption
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.runner.assemble import build_runner, layer_specs
 from slipstream.scheduler.cache.layout import group_layers
-from slipstream.text.chat import load_chat_template
-from slipstream.text.tokenizer import Tokenizer
 
 
-class Built(msgspec.Struct, frozen=True):
-    """A core and what a front end needs to talk to it."""
+class Opened(msgspec.Struct, frozen=True):
+    """A model that was found and settled; nothing is loaded yet."""
 
     config: EngineConfig
-    core: EngineCore
-    inputs: InputProcessor
-    tokenizer: Tokenizer | None
+    facts: ModelFacts
+    file: GgufFile | None  # as long as it is open here, all that ask for it get this one, and its header is read once
 
 
-def build(options: Options, *, progress: bool = False, device: Device | None = None) -> Built:
-    located = locate(options.model, options.revision)
-    # as long as it is open here, all that ask for it get this one, and its header is read once
-    open_file = GgufFile.open(located.path) if located.kind == "gguf" else None
+def open_model(options: Options) -> Opened:
+    located = locate(options.model, options.revision, options.task)
+    file = GgufFile.open(located.path) if located.kind == "gguf" else None
     info, defaults = _read(located)
     config = settle(options, located, info)
-    tokenizer = None if options.skip_tokenizer_init else _load_tokenizer(options, located)
-    core = EngineCore(config, build_runner(config, progress=progress, device=device))
-    del open_file
-    inputs = InputProcessor(
-        tokenizer,
-        defaults,
-        config.scheduler.max_model_len,
-        info.vocab_size,
-        config.model.name,
-        info.max_positions,
-    )
-    return Built(config, core, inputs, tokenizer)
+    return Opened(config, ModelFacts.of(options, config, defaults), file)
+
+
+def build_core(opened: Opened, *, progress: bool = False, device: Device | None = None) -> EngineCore:
+    """Loads the weights."""
+    runner, config = build_runner(opened.config, progress=progress, device=device)
+    return EngineCore(config, runner)
+
+
+def build_lanes(
+    options: Sequence[Options],
+    *,
+    progress: bool = False,
+    device: Device | None = None,
+    tell: Callable[[str], None] = lambda name: None,
+) -> dict[str, tuple[Opened, EngineCore]]:
+    """Several models on one device, by name. `tell` hears which one is being loaded.
+
+    Models without a cache come first and take what they need. Those with one share evenly what is left of the GPU up to
+    `gpu_memory_utilization`, but for those whose options say how large the cache shall be.
+    """
+    opened = open_models(options)
+    names = [each.facts.name for each in opened]
+    kinds = {each.config.device.kind for each in opened}
+    if len(kinds) > 1:
+        raise InvalidOption(f"models of one engine share a device, and these ask for {' and '.join(sorted(kinds))}")
+    first = opened[0].config
+    if device is None:
+        depth = max(each.config.scheduler.depth for each in opened)
+        device = open_device(first.device.kind, depth, first.device.num_threads)
+    order = sorted(range(len(opened)), key=lambda place: not opened[place].config.scheduler.whole)
+    with_cache = [place for place in order if not opened[place].config.scheduler.whole]
+    built: dict[str, tuple[Opened, EngineCore]] = {}
+    try:
+        for place in order:
+            tell(names[place])
+            own = options[place]
+            if place in with_cache and first.device.kind == "cuda":
+                share = (own.gpu_memory_utilization or DEFAULT_SHARE) * (with_cache.index(place) + 1) / len(with_cache)
+                own = msgspec.structs.replace(own, gpu_memory_utilization=share)
+            # settled anew: those before it have taken their memory
+            settled = opened[place] if len(opened) == 1 else open_model(own)
+            built[names[place]] = settled, build_core(settled, progress=progress, device=device)
+    except BaseException:
+        device.close()
+        raise
+    return {name: built[name] for name in names}
+
+
+def open_models(options: Sequence[Options]) -> list[Opened]:
+    opened = [open_model(each) for each in options]
+    names = [each.facts.name for each in opened]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InvalidOption(f"two models are called {twice}; give one another name")
+    return opened
 
 
 def _read(located: LocatedModel) -> tuple[ModelInfo, GenerationDefaults]:
@@ -64,27 +107,22 @@ def _read(located: LocatedModel) -> tuple[ModelInfo, GenerationDefaults]:
     return info, defaults
 
 
-def _load_tokenizer(options: Options, located: LocatedModel) -> Tokenizer:
-    tokenizer = Tokenizer.load(options.tokenizer or located.path)
-    if options.chat_template is not None:
-        tokenizer.chat_templates = {"default": load_chat_template(options.chat_template)}
-    return tokenizer
-
-
 def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineConfig:
     """The configuration an engine with these options would have on this machine."""
     machine = device_facts(options.device)
     dtype = resolve_dtype(options, info, machine)
+    pooling = read_pooling(options, info, located.path)
     groups = group_layers(layer_specs(info, options.page_size, dtype))
     source = Source(str(located.path), located.kind, located.name, 0)
     # at the model's full length: the length itself is settled from what the weights leave
-    num_bytes = weight_bytes(model_config(options, info, source, dtype, info.max_positions), machine.kind)
-    return resolve(options, info, msgspec.structs.replace(source, num_bytes=num_bytes), groups, dtype, machine)
+    num_bytes = weight_bytes(model_config(options, info, source, dtype, info.max_positions, pooling), machine.kind)
+    source = msgspec.structs.replace(source, num_bytes=num_bytes)
+    return resolve(options, info, source, groups, dtype, machine, pooling)
 
 
 def foresee(options: Options) -> tuple[EngineConfig, MemoryPlan]:
     """What `build` would settle on and the memory it would take. Nothing is loaded."""
-    located = locate(options.model, options.revision)
+    located = locate(options.model, options.revision, options.task)
     info, _ = _read(located)
     config = settle(options, located, info)
     return config, plan_memory(config, weight_bytes(config.model, config.device.kind))

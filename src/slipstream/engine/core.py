@@ -6,11 +6,14 @@ from collections import deque
 from typing import Protocol
 
 from slipstream.config.config import EngineConfig
+from slipstream.engine.arrival import requests_of, whole_request
+from slipstream.engine.device_time import Account, Span
+from slipstream.engine.pace import Pace
 from slipstream.errors import EngineDead
 from slipstream.messages import Abort, Output, Submit
-from slipstream.request import Request
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.scheduler import Scheduler
+from slipstream.scheduler.whole import WholeScheduler
 from slipstream.step import StepPlan, StepResult
 
 
@@ -18,6 +21,7 @@ class Handle(Protocol):
     """A launched step. `wait` sleeps until its result is on the host."""
 
     def wait(self) -> StepResult: ...
+    def done(self) -> bool: ...
 
 
 class Executor(Protocol):
@@ -32,9 +36,16 @@ class EngineCore:
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self.config = config
         self.depth = config.scheduler.depth
-        self.scheduler = Scheduler(config.scheduler, CacheManager(config.cache))
+        self.scheduler: Scheduler | WholeScheduler
+        if config.scheduler.whole:
+            self.scheduler = WholeScheduler(config.scheduler)
+        else:
+            self.scheduler = Scheduler(config.scheduler, CacheManager(config.cache))
         self.executor = executor
         self.in_flight: deque[Handle] = deque()
+        self.account = Account()
+        self.pace = Pace(config.scheduler.max_itl)
+        self._causes: deque[str] = deque()  # of the gaps before the steps in flight
         self.num_steps = 0
         self._num_submitted = 0
         self._failure: BaseException | None = None
@@ -42,33 +53,13 @@ class EngineCore:
     def submit(self, message: Submit) -> None:
         """Take a prompt in, or refuse it with an exception; nobody else notices."""
         self._check_alive()
-        params = message.params
-        assert -1 not in (params.logprobs, params.prompt_logprobs), "inputs settle what the whole vocabulary is"
-        limit = self.config.scheduler.max_model_len
-        length = len(message.prompt_token_ids)
-        max_length = limit if params.max_tokens is None else min(limit, length + params.max_tokens)
+        scheduler = self.scheduler
+        if isinstance(scheduler, WholeScheduler):
+            scheduler.submit(whole_request(message))
+            return
         number = self._num_submitted
         self._num_submitted += 1
-        seed = _mix(self.config.scheduler.seed, number) if params.seed is None else params.seed & (2**64 - 1)
-        end_ids = () if params.ignore_eos else self.config.model.info.eos_token_ids
-        bad_words = tuple(map(tuple, message.bad_words))
-        self.scheduler.submit(
-            [
-                Request(
-                    message.request_id,
-                    message.prompt_token_ids,
-                    params,
-                    sample=sample,
-                    priority=message.priority,
-                    cache_salt=message.cache_salt,
-                    stop_ids=(*end_ids, *params.stop_ids),
-                    bad_words=bad_words,
-                    max_length=max_length,
-                    seed=seed,
-                )
-                for sample in range(params.n)
-            ]
-        )
+        scheduler.submit(requests_of(message, self.config, number))
 
     def abort(self, message: Abort) -> None:
         self.scheduler.abort(message.request_id, message.sample)
@@ -79,20 +70,52 @@ class EngineCore:
     def step(self) -> list[Output]:
         """Launch a step if there is one, and commit the oldest once enough are in flight."""
         self._check_alive()
+        self.account.enter()
         try:
+            if self._runs_too_far_ahead():
+                return self.scheduler.take_failures()
+            if isinstance(self.scheduler, Scheduler):
+                self.scheduler.most_tokens = self.pace.most_tokens()
             plan = self.scheduler.plan()
             if plan is not None:
-                self.executor.launch(plan)
-                self.in_flight.append(self.executor.finish())
-                self.num_steps += 1
+                self._launch(plan)
             if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
-                return self.scheduler.commit(self.in_flight.popleft().wait())
-            return []
+                return self._commit()
+            return self.scheduler.take_failures()
         except BaseException as error:
             self._failure = error  # whatever it was, the halves may disagree now about what was launched
             if not isinstance(error, Exception):
                 raise
             raise EngineDead(f"the engine failed in step {self.num_steps}: {error}; start a new one") from error
+        finally:
+            self.account.leave(self.has_work())
+
+    def _runs_too_far_ahead(self) -> bool:
+        """Whether enough is on its way already; then a short while has passed."""
+        if not self.in_flight or self.in_flight[-1].done():
+            return False
+        self.account.waits()
+        held = self.pace.hold_back()
+        self.account.waited()
+        return held
+
+    def _launch(self, plan: StepPlan) -> None:
+        self.executor.launch(plan)
+        self._causes.append(self.account.launched())
+        handle = self.executor.finish()
+        self.in_flight.append(handle)
+        self.account.follow(_span(handle))
+        self.pace.launched(plan, self.account.host_seconds)
+        self.num_steps += 1
+
+    def _commit(self) -> list[Output]:
+        """Learn the oldest step's result. Here, and nowhere else, the host waits for the device."""
+        handle, cause = self.in_flight.popleft(), self._causes.popleft()
+        self.account.waits()
+        result = handle.wait()
+        self.account.waited()
+        self.pace.committed(self.account.book(_span(handle), cause))
+        return self.scheduler.commit(result)
 
     def close(self) -> None:
         self.in_flight.clear()
@@ -104,9 +127,7 @@ class EngineCore:
             raise EngineDead(f"the engine has failed before: {cause}; start a new one") from self._failure
 
 
-def _mix(seed: int, number: int) -> int:
-    """A 64-bit seed for a request that brought none: the engine's seed and the request's place in line."""
-    x = (seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D) & (2**64 - 1)
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)
-    return x ^ (x >> 31)
+def _span(handle: Handle) -> Span | None:
+    """Where a step is among the device's work, for handles that know."""
+    span: Span | None = getattr(handle, "span", None)
+    return span

@@ -39,6 +39,7 @@ class InputProcessor:
         self.vocab_size = vocab_size
         self.model_name = model_name
         self.can_grow = max_model_len < max_positions  # whether a higher max_model_len would help
+        self.instead: tuple[str, ...] = ()  # what a model does that continues no text
 
     def default_params(self) -> SamplingParams:
         """What the model's generation_config asks for, our own defaults elsewhere."""
@@ -58,6 +59,7 @@ class InputProcessor:
 
         A priority or salt given here counts more than one in the prompt object, and that more than the parameters'.
         """
+        self._check_generates()
         params = self.default_params() if params is None else params
         self._check_params(params)
         if cache_salt is None and isinstance(prompt, Mapping):
@@ -95,6 +97,7 @@ class InputProcessor:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
+        self._check_generates()
         tokenizer = self._need_tokenizer("messages")
         if clash := _TAKEN & set(chat_template_kwargs or ()):
             raise InvalidParams(
@@ -109,6 +112,12 @@ class InputProcessor:
             special_tokens=tokenizer.special_tokens,
             **(chat_template_kwargs or {}),
         )
+
+    def _check_generates(self) -> None:
+        if self.instead:
+            raise InvalidParams(
+                f"{self.model_name} continues no text; it does {', '.join(self.instead)}: use encode, or another model"
+            )
 
     def _tokens(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):

@@ -1,19 +1,22 @@
 """OutputProcessor: what the core sends becomes text, logprobs and finish reasons.
 
-Text that nobody watches is made once, at the end. Text that is streamed or searched for stop strings is made as it
-comes and never taken back.
+Text that nobody watches is made once, at the end. Text that is streamed is made when its reader looks, text that is
+searched for stop strings as it comes; neither is ever taken back.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from typing import Any
 
-from slipstream.engine.results import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from slipstream.messages import Abort, Output, Submit, TokenLogprobs
-from slipstream.request import FinishReason
-from slipstream.text.detokenizer import Detokenizer
-from slipstream.text.stop import StopMatcher
+from slipstream.config.pooling_info import PoolingInfo
+from slipstream.engine.pool_results import PoolingRequestOutput, wrap
+from slipstream.engine.results import Increment, Logprob, RequestMetrics, RequestOutput
+from slipstream.engine.sample import Sample, decoder_of, logprob_entry
+from slipstream.messages import Abort, Output, Submit
+from slipstream.metrics.stats import ModelStats
+from slipstream.params import SamplingParams
+from slipstream.pooling_params import PoolingParams
 from slipstream.text.tokenizer import Tokenizer
 
 
@@ -24,8 +27,13 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self.tracks: dict[str, Track] = {}
 
-    def open(self, message: Submit, prompt: str | None, *, stream: bool) -> Track:
-        track = Track(message, prompt, self.tokenizer, stream=stream)
+    def open(self, message: Submit, prompt: str | None, *, stream: bool, tokenizer: Tokenizer | None = None) -> Track:
+        """`stream`: its text is wanted as it grows. `tokenizer`: where it is not the processor's own."""
+        track: Track
+        if isinstance(message.params, PoolingParams):
+            track = PoolTrack(message, prompt)
+        else:
+            track = Track(message, prompt, tokenizer or self.tokenizer, stream=stream)
         assert message.request_id not in self.tracks, f"request id {message.request_id} is taken"
         self.tracks[message.request_id] = track
         return track
@@ -54,17 +62,24 @@ class OutputProcessor:
 class Track:
     """One request under way: its samples and its times."""
 
+    stats: ModelStats | None = None  # where its tokens and times are counted
+    is_query = False  # late interaction: the core may keep something of it past its end, until it is aborted
+
     def __init__(self, message: Submit, prompt: str | None, tokenizer: Tokenizer | None, *, stream: bool) -> None:
         self.id = message.request_id
         self.message = message
+        self.stream = stream
+        self.queued = True  # until the core is heard of it
         self.prompt = prompt
-        self.samples = [_Sample(i, message, tokenizer, stream=stream) for i in range(message.params.n)]
+        params = message.params
+        assert isinstance(params, SamplingParams)
+        self.samples = [Sample(i, params, tokenizer, stream=stream) for i in range(params.n)]
         self.finished = False
         self.num_cached = 0
-        self.decoded = _decoded(tokenizer if message.params.detokenize else None)
+        self.decoded = decoder_of(tokenizer if params.detokenize else None)
         # the first has nothing before it
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        if message.params.prompt_logprobs is not None:
+        if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
         self.metrics = RequestMetrics(message.arrival_time)
         self._submitted = time.monotonic()
@@ -75,8 +90,14 @@ class Track:
         if output.prompt_logprobs is not None and self.prompt_logprobs is not None:
             for of_token in output.prompt_logprobs:
                 token = self.message.prompt_token_ids[len(self.prompt_logprobs)]
-                self.prompt_logprobs.append(_entry(token, of_token, (), self.decoded))
+                self.prompt_logprobs.append(logprob_entry(token, of_token, (), self.decoded))
         if output.token_ids:
+            if (stats := self.stats) is not None:
+                stats.generated_tokens += len(output.token_ids)
+                if not metrics.first_token_ts:
+                    stats.ttft.observe(now - self._submitted)
+                elif output.sample == 0:  # the others move in the same steps
+                    stats.itl.observe(now - metrics.last_token_ts)
             if not metrics.first_token_ts:
                 metrics.first_token_ts = now
                 metrics.first_token_latency = now - self._submitted
@@ -96,12 +117,27 @@ class Track:
         """Of all samples so far."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
+    def count_end(self) -> None:
+        """It has ended, or its reader has left."""
+        stats = self.stats
+        if stats is None:
+            return
+        stats.e2e.observe(time.monotonic() - self._submitted)
+        stats.cached_tokens += self.num_cached
+        stats.output_length.observe(self.num_tokens)
+        for sample in self.samples:
+            reason = str(sample.finish_reason or "abort")
+            stats.finished[reason] = stats.finished.get(reason, 0) + 1
+
     def abort(self) -> None:
         """The caller gave up: what has come so far is all there will be."""
         for sample in self.samples:
-            if sample.finish_reason is None:
-                sample.finish_reason = FinishReason.ABORT.value
+            sample.abort()
         self.finished = True
+
+    def increment(self) -> list[Increment]:
+        """What is new in each sample since the last call; only for those that are streamed. Costs what is new."""
+        return [new for sample in self.samples if (new := sample.increment()) is not None]
 
     def result(self) -> RequestOutput:
         return RequestOutput(
@@ -116,119 +152,48 @@ class Track:
         )
 
 
-class _Sample:
-    def __init__(self, index: int, message: Submit, tokenizer: Tokenizer | None, *, stream: bool) -> None:
-        params = message.params
-        if not params.detokenize:
-            tokenizer = None
-        self.index = index
-        self.tokenizer = tokenizer
-        self.params = params
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.finish_reason: str | None = None
-        self.stop_reason: int | str | None = None
-        self.logprobs: list[dict[int, Logprob]] | None = [] if params.num_logprobs is not None else None
-        self.cumulative = 0.0
-        self._own_stops = frozenset(params.stop_ids)
-        self._decoded = _decoded(tokenizer)
-        # only when text is looked at before the end, or is not what the tokenizer itself makes
-        watched = stream or bool(params.stop_strings) or not params.spaces_between_special_tokens
-        self._detokenizer = (
-            Detokenizer(tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
-            if watched and tokenizer is not None
-            else None
-        )
-        self._min_tokens = params.min_tokens
-        self._matcher = (
-            StopMatcher(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
-        )
+class PoolTrack(Track):
+    """A pooling request under way. It waits for one output, which is its last."""
 
-    def take(self, output: Output) -> bool:
-        if self.finish_reason is not None:
-            return False  # drawn before the core heard of the stop string
-        stopped = False
-        for place, token in enumerate(output.token_ids):
-            self.token_ids.append(token)
-            if self.logprobs is not None and output.logprobs is not None:
-                self._take_logprobs(token, output.logprobs[place])
-            is_end = self._hides_last(output) and place == len(output.token_ids) - 1
-            if self._detokenizer is None or is_end:
-                continue
-            text = self._detokenizer.push([token])
-            if len(self.token_ids) <= self._min_tokens:
-                self.text += text  # too early for a stop string
-            elif self._watch(text):
-                stopped = True
-                break
-        if stopped:
-            return output.finish_reason is None
-        if output.finish_reason is not None:
-            self._finish(output)
+    samples: list[Sample] = []
+    stream = False
+
+    def __init__(self, message: Submit, prompt: str | None) -> None:
+        self.id = message.request_id
+        self.message = message
+        self.is_query = message.params.is_query  # type: ignore[union-attr]  # of pooling
+        self.queued = True
+        self.prompt = prompt
+        self.finished = False
+        self.output: Output | None = None  # None as well when it was aborted
+        self._submitted = time.monotonic()
+
+    def take(self, output: Output, now: float) -> bool:
+        self.output = output
+        self.finished = True
         return False
 
-    def _watch(self, text: str) -> bool:
-        """Add new text. Returns whether a stop string ended it."""
-        if self._matcher is None:
-            self.text += text
-            return False
-        self.text += self._matcher.push(text)
-        if self._matcher.matched is None:
-            return False
-        self.finish_reason = FinishReason.STOP.value
-        self.stop_reason = self._matcher.matched
-        return True
+    def count_end(self) -> None:
+        stats, output = self.stats, self.output
+        if stats is None:
+            return
+        stats.e2e.observe(time.monotonic() - self._submitted)
+        stats.cached_tokens += 0 if output is None else output.num_cached_tokens
+        reason = "abort" if output is None else "error" if output.pooled is None else "pooled"
+        stats.finished[reason] = stats.finished.get(reason, 0) + 1
 
-    def _finish(self, output: Output) -> None:
-        assert output.finish_reason is not None
-        if self._detokenizer is not None:
-            if self._watch(self._detokenizer.finish()):
-                return
-            if self._matcher is not None:
-                self.text += self._matcher.finish()
-        elif self.tokenizer is not None:
-            shown = self.token_ids[:-1] if self._hides_last(output) else self.token_ids
-            self.text = self.tokenizer.decode(shown, self.params.skip_special_tokens)
-        self.finish_reason = output.finish_reason.value
-        if output.stop_token in self._own_stops:
-            self.stop_reason = output.stop_token
-        if output.error is not None:
-            self.stop_reason = output.error
+    @property
+    def num_tokens(self) -> int:
+        """That were read: it writes none."""
+        return len(self.message.prompt_token_ids)
 
-    def _take_logprobs(self, token: int, of_token: TokenLogprobs) -> None:
-        assert self.logprobs is not None
-        self.logprobs.append(_entry(token, of_token, self.params.given_ids, self._decoded))
-        self.cumulative += of_token.chosen
-
-    def _hides_last(self, output: Output) -> bool:
-        """The token that ended it is no text, unless it is asked for."""
-        return output.stop_token is not None and not self.params.include_stop_str_in_output
-
-    def result(self) -> CompletionOutput:
-        return CompletionOutput(
-            index=self.index,
-            text=self.text,
-            token_ids=list(self.token_ids),
-            cumulative_logprob=self.cumulative if self.logprobs is not None else None,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-        )
-
-
-def _decoded(tokenizer: Tokenizer | None) -> Callable[[int], str | None]:
-    return (lambda token: None) if tokenizer is None else tokenizer.text_of
-
-
-def _entry(
-    token: int, of_token: TokenLogprobs, given_ids: tuple[int, ...], decoded: Callable[[int], str | None]
-) -> dict[int, Logprob]:
-    """The token itself first, then the likeliest, then the given ones, whose rank nobody counted."""
-    entry = {token: Logprob(of_token.chosen, of_token.rank, decoded(token))}
-    for rank, (other, value) in enumerate(zip(of_token.top_ids, of_token.top, strict=True), 1):
-        if other != token:
-            entry[other] = Logprob(value, rank, decoded(other))
-    for other, value in zip(given_ids, of_token.given, strict=True):
-        if other not in entry:
-            entry[other] = Logprob(value, None, decoded(other))
-    return entry
+    def pooled(self, pooling: PoolingInfo) -> PoolingRequestOutput[Any]:
+        """In the shape of its task."""
+        message, output = self.message, self.output
+        params = message.params
+        assert isinstance(params, PoolingParams) and params.task is not None
+        if output is None or output.pooled is None:
+            error = None if output is None else output.error
+            return PoolingRequestOutput(self.id, None, message.prompt_token_ids, self.prompt, error=error)
+        kind, numbers = wrap(params.task, output.pooled.array(), message.prompt_token_ids, pooling)
+        return kind(self.id, numbers, message.prompt_token_ids, self.prompt, num_cached_tokens=output.num_cached_tokens)

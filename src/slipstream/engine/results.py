@@ -34,6 +34,17 @@ class CompletionOutput(msgspec.Struct):
         return self.finish_reason is not None
 
 
+class Increment(msgspec.Struct):
+    """What is new of one sample since its last increment; all of them together are its whole output."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None  # given with the last one
+    stop_reason: int | str | None
+
+
 class RequestOutput(msgspec.Struct):
     """All samples of one prompt."""
 

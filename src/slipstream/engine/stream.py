@@ -1,28 +1,45 @@
-"""Mailbox: one request's results on their way to one reader. A slow reader finds the newest, not a queue."""
+"""Mailbox: how one reader hears of the requests it waits for. A slow reader finds what has come since, not a queue."""
 
 from __future__ import annotations
 
 import asyncio
 
-from slipstream.engine.results import RequestOutput
+from slipstream.engine.outputs import Track
 
 
 class Mailbox:
-    """Results are cumulative, so a later one replaces an earlier one that nobody has read yet."""
+    """Holds no results: it only names the requests that moved. What is new in them is asked of them when the reader
+    has time, so many steps may melt into one increment and nobody waits for a slow reader."""
+
+    __slots__ = ("_moved", "_error", "_waiter")
 
     def __init__(self) -> None:
-        self._newest: RequestOutput | BaseException | None = None
-        self._arrived = asyncio.Event()
+        self._moved: dict[str, Track] = {}
+        self._error: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, item: RequestOutput | BaseException) -> None:
-        self._newest = item
-        self._arrived.set()
+    def put(self, track: Track) -> None:
+        self._moved[track.id] = track
+        self._wake()
 
-    async def get(self) -> RequestOutput:
-        await self._arrived.wait()
-        item, self._newest = self._newest, None
-        self._arrived.clear()
-        if isinstance(item, BaseException):
-            raise item
-        assert item is not None
-        return item
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self._wake()
+
+    async def get(self) -> list[Track]:
+        """Those that moved since the last call; at least one."""
+        while not self._moved and self._error is None:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        if self._moved:
+            moved, self._moved = list(self._moved.values()), {}
+            return moved
+        assert self._error is not None
+        raise self._error
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

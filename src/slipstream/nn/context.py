@@ -35,6 +35,10 @@ class BatchView:
     num_single: int  # host: leading rows that have one token
 
     query_starts: torch.Tensor | None = None  # [B + 1] int32, first token of each row; None: one token a row
+    token_types: torch.Tensor | None = None  # [T] int64, of encoders that tell two texts apart; None: all are 0
+    # of rows with tokens that none sees, though they see the others: how many are seen, from the first on; None: all
+    num_seen: torch.Tensor | None = None  # [B] int32
+    host_seen: NDArray[np.int32] | None = None  # host [B], the same
 
 
 @dataclass(frozen=True, slots=True)

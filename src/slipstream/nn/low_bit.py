@@ -16,6 +16,7 @@ from slipstream.nn.quant import Piece, Weight
 from slipstream.ops.dequant import KINDS, dequantize
 from slipstream.ops.linear import linear
 from slipstream.ops.low_bit import Kernel, Packed
+from slipstream.ops.weight_run import WeightRun, plain_run
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,10 @@ class LowBitWeight(Weight):
         kind = _packed_kind(piece)
         return num_rows * num_columns * 4 if kind is None else self.kernel.num_bytes(kind, num_rows, num_columns)
 
+    def runs_for_kernels(self) -> list[WeightRun] | None:
+        found = [run.for_kernels() for run in self.runs]
+        return None if None in found else found  # type: ignore[return-value]
+
     def _pack(self, kind: str | None, pieces: list[Piece]) -> _Run:
         if kind is None:
             return _PlainRows(_joined([piece.read().float() for piece in pieces]))
@@ -75,6 +80,7 @@ class _Run(Protocol):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor: ...
     def lookup(self, ids: torch.Tensor) -> torch.Tensor: ...
+    def for_kernels(self) -> WeightRun | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,9 @@ class _PackedRows:
         assert self.raw is not None, "rows are looked up in one tensor, not in merged ones"
         return dequantize(self.raw.index_select(0, ids), self.kind)
 
+    def for_kernels(self) -> WeightRun | None:
+        return self.packed.run()
+
 
 @dataclass(frozen=True, slots=True)
 class _PlainRows:
@@ -100,6 +109,9 @@ class _PlainRows:
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return self.rows.index_select(0, ids)
+
+    def for_kernels(self) -> WeightRun | None:
+        return plain_run(self.rows)
 
 
 def _packed_kind(piece: Piece) -> str | None:

@@ -15,7 +15,9 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from slipstream.ops.linear import linear
+from slipstream.ops.linear import Activation, linear, norm_linear
+from slipstream.ops.norm import add_rms_norm, rms_norm
+from slipstream.ops.weight_run import WeightRun, plain_run
 
 
 class Piece(Protocol):
@@ -47,6 +49,23 @@ class Weight(nn.Module, ABC):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """x [T, columns] to [T, rows]."""
 
+    def multiply_normed(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None,
+        activation: Activation | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The product with the RMS norm of x + residual, through the activation if there is one, and that sum."""
+        if residual is None:
+            normed, total = rms_norm(x, norm, eps), x
+        else:
+            normed, total = add_rms_norm(x, residual, norm, eps)
+        out = self.multiply(normed, bias)
+        return out if activation is None else activation(out), total
+
     @abstractmethod
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows by their numbers: [T] to [T, columns]."""
@@ -54,6 +73,10 @@ class Weight(nn.Module, ABC):
     def num_bytes(self, piece: Piece) -> int:
         """Memory that filling takes for this piece, beyond the parameters that are laid out already."""
         return 0
+
+    def runs_for_kernels(self) -> list[WeightRun] | None:
+        """Its rows as our C kernels read them; None if they do not take it."""
+        return None
 
 
 class WeightFormat(Protocol):
@@ -95,8 +118,23 @@ class PlainWeight(Weight):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return linear(x, self.data, bias)
 
+    def multiply_normed(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None,
+        activation: Activation | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return norm_linear(x, residual, norm, eps, self.data, bias, activation)
+
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return self.data.index_select(0, ids)
+
+    def runs_for_kernels(self) -> list[WeightRun] | None:
+        run = plain_run(self.data)
+        return None if run is None else [run]
 
 
 def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:

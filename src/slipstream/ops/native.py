@@ -65,6 +65,15 @@ def build_in_background() -> None:
         threading.Thread(target=build, name="slipstream-compile", daemon=True).start()
 
 
+def state() -> str:
+    """For people."""
+    if library() is not None:
+        return "compiled"
+    if not _enabled():
+        return "turned off by SLIPSTREAM_NATIVE=0"
+    return "none: no C compiler" if _target() is None else "compiled in the background by the first run"
+
+
 def build() -> bool:
     """Compile now if need be. Says whether there are kernels."""
     global _library
@@ -104,7 +113,7 @@ def _load(path: Path) -> ctypes.CDLL:
     for name, arguments in SIGNATURES.items():
         function: Any = getattr(found, name)
         function.argtypes = arguments
-        function.restype = INT if name.endswith("_works") else None
+        function.restype = INT if name in _ANSWER else None
     return found
 
 
@@ -140,7 +149,7 @@ def _target() -> Path | None:
     key = hashlib.sha256()
     for part in (compiler, *_flags(), platform.machine(), _processor()):
         key.update(part.encode() + b"\0")
-    for source in _sources():
+    for source in (*_sources(), *sorted(Path(__file__).parent.glob("*.h"))):
         key.update(source.read_bytes() + b"\0")
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(base) / "slipstream" / "native" / f"{key.hexdigest()[:24]}.so"
@@ -196,4 +205,6 @@ SIGNATURES: dict[str, list[Any]] = {
     "slip_few_tokens": [POINTER] * 3 + [INT] * 3,
     "slip_low_bit": [POINTER] * 5 + [INT] * 4,
     "slip_low_bit_works": [],
+    "slip_decode_layers": [POINTER] * 8 + [INT],
 }
+_ANSWER = {"slip_low_bit_works", "slip_decode_layers"}  # whether they could

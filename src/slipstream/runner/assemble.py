@@ -6,22 +6,31 @@ import torch
 
 from slipstream.cache_spec import CacheSpec
 from slipstream.config.config import EngineConfig
-from slipstream.config.memory import ITEMSIZE, arena_bytes, result_bytes
+from slipstream.config.memory import ITEMSIZE, arena_bytes, plan_memory, pooled_bytes, result_bytes
 from slipstream.config.model_info import ModelInfo
-from slipstream.device.device import Device, open_device
+from slipstream.config.resolve import fit_cache
+from slipstream.device.device import Device, default_threads, open_device
 from slipstream.nn.attention.choose import choose_attention
-from slipstream.nn.models.load import load_model
+from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.models.load import open_model
 from slipstream.nn.models.registry import cache_specs
-from slipstream.runner.batch.input_batch import InputBatch
+from slipstream.ops.compile_ahead import can_compile_ahead, compiling_ahead
+from slipstream.runner.batch.input_batch import InputBatch, Inputs
 from slipstream.runner.batch.page_tables import PageTables
+from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import HostRing
+from slipstream.runner.batch.whole_batch import WholeBatch
 from slipstream.runner.generate import GenerateHead
 from slipstream.runner.graphs import GraphPool
+from slipstream.runner.head import HeadMaker
 from slipstream.runner.kv_store import KVStore
 from slipstream.runner.output import ResultRing
+from slipstream.runner.pool import PoolHead
+from slipstream.runner.pooling.carry import Carry
 from slipstream.runner.runner import ModelRunner
 from slipstream.runner.sampling.sampler import Sampler
+from slipstream.runner.warmup import WarmUp
 
 
 def layer_specs(info: ModelInfo, page_size: int, dtype: str) -> list[CacheSpec]:
@@ -29,22 +38,80 @@ def layer_specs(info: ModelInfo, page_size: int, dtype: str) -> list[CacheSpec]:
     return cache_specs(info, page_size, ITEMSIZE[dtype])
 
 
-def build_runner(config: EngineConfig, *, progress: bool = False, device: Device | None = None) -> ModelRunner:
-    scheduler, cache = config.scheduler, config.cache
+def build_runner(
+    config: EngineConfig, *, progress: bool = False, device: Device | None = None
+) -> tuple[ModelRunner, EngineConfig]:
+    """The runner, ready, and the configuration with the cache that was found to fit."""
     if device is None:
-        device = open_device(config.device.kind, scheduler.depth, config.device.num_threads)
-    model = load_model(config.model, device.torch_device, progress)
+        device = open_device(config.device.kind, config.scheduler.depth, config.device.num_threads)
+    model, fill = open_model(config.model, device.torch_device)
+    warms_up = device.warms_up and config.model.generates and not config.scheduler.whole
+    measured = warms_up and config.device.keep_free is not None
+    runner = _assemble(config, device, model, (1,) * len(config.cache.groups) if measured else config.cache.group_pages)
+    if not warms_up:
+        fill(progress)
+        return runner, config
+    scheduler = config.scheduler
+    warm_up = WarmUp(
+        runner,
+        scheduler.max_num_seqs,
+        scheduler.max_num_batched_tokens,
+        scheduler.max_model_len,
+        len(config.cache.groups),
+    )
+    if can_compile_ahead():
+        with compiling_ahead(warm_up.walk, default_threads()):
+            fill(progress)
+    else:
+        fill(progress)
+    warm_up.run_largest()
+    if measured:
+        config = fit_cache(config, _room(config, device))
+        runner.store.take_memory(config.cache.group_pages)
+    warm_up.capture()
+    return runner, config
+
+
+def _room(config: EngineConfig, device: Device) -> int:
+    """Bytes left for the cache once the largest step has run: what is still to come is reckoned."""
+    free, keep_free = device.free_memory(), config.device.keep_free
+    assert free is not None and keep_free is not None
+    coming = plan_memory(config, 0)
+    return free - keep_free - coming.features - coming.graphs
+
+
+def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages: tuple[int, ...]) -> ModelRunner:
+    scheduler, cache = config.scheduler, config.cache
     dtype = getattr(torch, config.model.dtype)
     logit_dtype = torch.float64 if dtype is torch.float64 else torch.float32
 
     num_rows = scheduler.max_num_seqs + 1  # the last is nobody's: padding points at it
     num_slots = scheduler.depth + 2
-    rows = RowTable(num_rows, device)
-    tables = PageTables(len(cache.groups), num_rows, scheduler.max_model_len, cache.page_size, device)
-    store = KVStore(cache.groups, cache.group_pages, dtype, device)
-    sampler = Sampler(num_rows, config.model.info.vocab_size, device, logit_dtype)
+    store = KVStore(cache.groups, group_pages, dtype, device)
     graphs = GraphPool(device, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, eager=config.device.eager)
-    results = ResultRing(num_slots, result_bytes(config), device)
+    info, pooling = config.model.info, config.model.pooling
+    heads: list[HeadMaker] = []
+    row_states: list[RowState] = [store]
+    input_batch: Inputs
+    if scheduler.whole:
+        assert pooling is not None, "a model without a cache is for pooling"
+        input_batch = WholeBatch(device, with_types=pooling.has_types, with_unseen=not pooling.query.filler_is_seen)
+    else:
+        rows = RowTable(num_rows, device)
+        tables = PageTables(len(cache.groups), num_rows, scheduler.max_model_len, cache.page_size, device)
+        input_batch = InputBatch(rows, tables)
+        row_states += [rows, tables]
+        if config.model.generates:
+            sampler = Sampler(num_rows, info.vocab_size, device, logit_dtype)
+            results = ResultRing(num_slots, result_bytes(config), device)
+            heads.append(GenerateHead(model, rows, sampler, results, logit_dtype, graphs))
+            row_states.append(sampler)
+    if pooling is not None:
+        carry = Carry(pooling.method, 0 if scheduler.whole else num_rows, info.hidden_size, dtype, device)
+        results = ResultRing(num_slots, pooled_bytes(config), device)
+        pool = PoolHead(model.heads, pooling, info.vocab_size, carry, results, graphs, logit_dtype)
+        heads.append(pool)
+        row_states.append(pool)
     return ModelRunner(
         model=model,
         device=device,
@@ -55,12 +122,12 @@ def build_runner(config: EngineConfig, *, progress: bool = False, device: Device
             dtype,
             windows=tuple(group.window for group in cache.groups),
             score_cap=model.shape.score_cap,
+            deterministic=config.model.deterministic,
         ),
         store=store,
-        rows=rows,
-        input_batch=InputBatch(rows, tables),
-        head=GenerateHead(model, rows, sampler, results, logit_dtype, graphs),
-        row_states=(rows, tables, store, sampler),
+        input_batch=input_batch,
+        heads=heads,
+        row_states=row_states,
         ring=HostRing(num_slots, arena_bytes(config), device),
         graphs=graphs,
     )

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
 from slipstream.nn.models.base import CausalLM
-from slipstream.ops.sample import TopLogprobs, likeliest
+from slipstream.ops.sample import TopLogprobs
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.graphs import GraphPool
-from slipstream.runner.output import PROMPT, ResultRing, StepHandle, result_shape
+from slipstream.runner.head import Head
+from slipstream.runner.output import PROMPT, ResultRing, ResultShape, pack, result_shape
 from slipstream.runner.sampling.logprobs import prepare_scores
-from slipstream.runner.sampling.sampler import Sampler
+from slipstream.runner.sampling.sampler import Replayed, Sampler
 from slipstream.runner.sampling.stage import SampleBatch
 from slipstream.step import StepPlan
-
-Finish = Callable[[Gathered, torch.Tensor], None]
 
 
 class GenerateHead:
@@ -38,6 +37,7 @@ class GenerateHead:
         self.results = results
         self.graphs = graphs
         self.logit_dtype = logit_dtype
+        self._picked = _Picked(graphs.max_rows)
         self._numpy_dtype = np.float64 if logit_dtype is torch.float64 else np.float32
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Head | None:
@@ -46,7 +46,7 @@ class GenerateHead:
         `size` says what the body is padded to, if it is.
         """
         num_samples, scores = len(plan.rows), plan.scores
-        picked = None
+        picked = pick = None
         if plan.tokens.size:  # else all rows decode, and all sample
             which = np.flatnonzero(plan.samples)
             num_samples = len(which)
@@ -54,7 +54,13 @@ class GenerateHead:
                 return None
             if num_samples < plan.total_tokens:
                 last = np.cumsum(plan.num_tokens) - 1
-                picked = upload.put(np.stack([last[which], which, plan.rows[which]]).astype(np.int64))
+                pick = np.stack([last[which], which, plan.rows[which]]).astype(np.int64)
+        if scores is None and (pick is not None or (size is not None and size.is_single)):
+            replayed = self._prepare_replayed(plan, num_samples, pick, upload)
+            if replayed is not None:
+                return replayed
+        if pick is not None:
+            picked = upload.put(pick)
         sample = self.sampler.prepare(plan, upload) if num_samples else None
         score = None if scores is None else prepare_scores(scores, self._logits, upload)
         shape = result_shape(
@@ -67,13 +73,8 @@ class GenerateHead:
         slot = self.results.open(shape)
         num_rows = len(plan.rows)
         is_padded = size is not None and size.is_single and picked is None  # all rows sample
-        can_replay = is_padded and score is None and sample is not None and sample.is_plain
 
         def run(batch: Gathered, hidden: torch.Tensor) -> None:
-            if can_replay:
-                tokens, failed = self.graphs.run(("greedy", size), lambda: self._draw_greedy(batch, hidden))
-                slot.write({"tokens": tokens[:num_rows], "failed": failed[:num_rows]})
-                return
             results = _named(PROMPT, score(hidden)) if score is not None else {}
             if sample is not None:
                 rows, positions = batch.rows, batch.view.lengths
@@ -94,25 +95,72 @@ class GenerateHead:
 
         return Head(run, slot.leave)
 
-    def _draw_greedy(self, batch: Gathered, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Device: the likeliest token of every row, padding and all. The same from step to step, so it is captured."""
-        choice = likeliest(self.model.logits(hidden))
-        self.rows.draw(batch.rows, choice.tokens)
-        return choice.tokens, choice.failed
+    def _prepare_replayed(
+        self, plan: StepPlan, num_samples: int, pick: np.ndarray[Any, Any] | None, upload: Upload
+    ) -> Head | None:
+        """Host: a head that is the same from step to step, if this step's can be.
+
+        `pick` says which tokens of the step sample: their places, their rows' places, their rows. They are brought
+        together at fixed addresses first. Without it all of them do, and lie where the body's replay left them.
+        """
+        num_rows = self.graphs.rows_for(num_samples)
+        if num_rows is None or (replayed := self.sampler.prepare_by_row(plan)) is None:
+            return None
+        shape = result_shape(num_rows, plan.num_logprobs, self._numpy_dtype)
+        slot = self.results.open(shape, num_samples)
+        span = None
+        if pick is not None:
+            padded = np.zeros((3, num_rows), np.int64)
+            padded[2, num_samples:] = len(self.rows.computed) - 1  # the row that is nobody's
+            padded[:, :num_samples] = pick
+            span = upload.put(padded)
+        key = ("head", num_rows, span is not None, replayed.key)
+
+        def run(batch: Gathered, hidden: torch.Tensor) -> None:
+            rows = SampleBatch(batch.rows, batch.view.lengths)
+            if span is not None:
+                hidden, rows = self._picked.bring(hidden, rows, upload.tensor(span))
+            slot.write_packed(self.graphs.run(key, lambda: self._draw(hidden, rows, replayed, shape)))
+
+        return Head(run, slot.leave)
+
+    def _draw(self, hidden: torch.Tensor, rows: SampleBatch, replayed: Replayed, shape: ResultShape) -> torch.Tensor:
+        """Device: a token for every row, padding and all, and the results packed."""
+        # kernels widen what they read, so only logits that are changed need the dtype that is sampled from
+        logits = self._logits(hidden) if replayed.edits else self.model.logits(hidden)
+        drawn = replayed.sample(logits, rows)
+        self.rows.draw(rows.rows, drawn.tokens)
+        results = {"tokens": drawn.tokens, "failed": drawn.failed}
+        if drawn.logprobs is not None:
+            results |= _named("", drawn.logprobs)
+        buffer = torch.empty(shape.num_bytes, dtype=torch.uint8, device=hidden.device)
+        return pack(results, shape, buffer)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Device: in the dtype that is sampled from."""
         return self.model.logits(hidden).to(self.logit_dtype)
 
 
+class _Picked:
+    """Hidden states, rows and positions of those tokens of a step that sample, at addresses that do not change."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def bring(self, hidden: torch.Tensor, rows: SampleBatch, pick: torch.Tensor) -> tuple[torch.Tensor, SampleBatch]:
+        """Device: `pick` [3, n] are the tokens' places, their rows' places among the step's, and the rows."""
+        if self._buffers is None:
+            ids = torch.zeros(2, self._num_rows, dtype=torch.int64, device=hidden.device)
+            self._buffers = hidden.new_zeros(self._num_rows, hidden.shape[1]), ids[0], ids[1]
+        tokens, places, own_rows = pick.unbind(0)
+        own_hidden, own, positions = (buffer[: len(tokens)] for buffer in self._buffers)
+        torch.index_select(hidden, 0, tokens, out=own_hidden)
+        torch.index_select(rows.positions, 0, places, out=positions)
+        own.copy_(own_rows)
+        return own_hidden, SampleBatch(own, positions)
+
+
 def _named(prefix: str, of: TopLogprobs) -> dict[str, torch.Tensor]:
     """As the result slot names them."""
     return {f"{prefix}{name}": value for name, value in of._asdict().items()}
-
-
-class Head:
-    """One step's head: its closure for the device, and how its results leave."""
-
-    def __init__(self, run: Finish, leave: Callable[[], StepHandle]) -> None:
-        self.run = run
-        self.leave = leave

@@ -8,7 +8,8 @@ are written that way in `input_batch.py` and `generate.py`. This file knows noth
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable
+import contextlib
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
 from slipstream.device.device import Device
@@ -16,6 +17,9 @@ from slipstream.runner.batch.input_batch import Size
 from slipstream.step import StepPlan
 
 T = TypeVar("T")
+
+MOST_GRAPHS = 1024
+"""Work beyond them runs eagerly. None is given up: one graph reads what another has written where it lay then."""
 
 
 class GraphPool:
@@ -29,6 +33,7 @@ class GraphPool:
         # more tokens than rows, so that no size of a mixed step looks like one of single tokens
         self.token_sizes = [n for n in sizes_up_to(max_tokens, first_steps=64) if n > max_rows] if self.enabled else []
         self._captured: dict[Hashable, tuple[Callable[[], None], Any] | None] = {}
+        self._runs_first: int | None = 1  # before a key is captured; None: nothing is
 
     @property
     def num_captured(self) -> int:
@@ -41,27 +46,43 @@ class GraphPool:
         num_rows = len(plan.rows)
         total = plan.total_tokens if len(plan.tokens) else num_rows
         if total == num_rows:
-            at = bisect.bisect_left(self.row_sizes, num_rows)
-            return Size(self.row_sizes[at], self.row_sizes[at]) if at < len(self.row_sizes) else None
+            padded = self.rows_for(num_rows)
+            return None if padded is None else Size(padded, padded)
         at = bisect.bisect_left(self.token_sizes, total)
         return Size(self.token_sizes[at], self.max_rows) if at < len(self.token_sizes) else None
+
+    def rows_for(self, num_rows: int) -> int | None:
+        """What to pad a head of so many rows to; None: run it as it is."""
+        at = bisect.bisect_left(self.row_sizes, num_rows)
+        return self.row_sizes[at] if at < len(self.row_sizes) else None
 
     def run(self, key: Hashable, work: Callable[[], T]) -> T:
         """Device: do `work`, or replay what it did when it was captured; its result lies where it lay then.
 
         The first time it runs eagerly, which also compiles and tunes what it calls. The second time it is captured.
         """
-        if not self.enabled:
+        if not self.enabled or self._runs_first is None:
             return work()
-        if key not in self._captured:
-            self._captured[key] = None
-            return work()
-        entry = self._captured[key]
+        entry = self._captured.get(key)
         if entry is None:
+            if key not in self._captured and self._runs_first:
+                self._captured[key] = None
+                return work()
+            if len(self._captured) > MOST_GRAPHS and self.num_captured >= MOST_GRAPHS:
+                return work()
             entry = self._captured[key] = self.device.capture(work)
         replay, result = entry
         replay()
         return result
+
+    @contextlib.contextmanager
+    def starting(self, *, capture: bool) -> Iterator[None]:
+        """While an engine starts: work is captured when it first comes, or never."""
+        before, self._runs_first = self._runs_first, 0 if capture else None
+        try:
+            yield
+        finally:
+            self._runs_first = before
 
 
 def sizes_up_to(most: int, first_steps: int) -> list[int]:

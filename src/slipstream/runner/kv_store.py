@@ -22,24 +22,34 @@ class KVStore:
     ) -> None:
         num_layers = sum(len(group.layers) for group in groups)
         self.groups = groups
+        self.dtype = dtype
+        self.device = device
         self.caches: list[tuple[torch.Tensor, torch.Tensor]] = [None] * num_layers  # type: ignore[list-item]
         group_of_layer = [0] * num_layers
         for number, group in enumerate(groups):
+            for layer in group.layers:
+                group_of_layer[layer] = number
+        self.group_of_layer = tuple(group_of_layer)
+        self._copies = np.zeros((0, 3), np.int32)
+        self.take_memory(group_pages)
+
+    def take_memory(self, group_pages: tuple[int, ...]) -> None:
+        """So many pages of each group instead of those there were. Nothing that was captured may have seen those."""
+        for number, group in enumerate(self.groups):
             spec = group.spec
             shape = (group_pages[number], spec.page_size, spec.num_kv_heads, spec.head_dim)
             for layer in group.layers:
-                group_of_layer[layer] = number
+                self.caches[layer] = None  # type: ignore[call-overload]
                 try:
                     # zeros, so that a masked slot of a fresh page is a number
-                    self.caches[layer] = (device.zeros(shape, dtype), device.zeros(shape, dtype))
+                    keys, values = (self.device.zeros(shape, self.dtype) for _ in range(2))
+                    self.caches[layer] = keys, values
                 except (RuntimeError, MemoryError):
-                    need = sum(g.bytes_per_page * n for g, n in zip(groups, group_pages, strict=True))
+                    need = sum(g.bytes_per_page * n for g, n in zip(self.groups, group_pages, strict=True))
                     raise NotEnoughMemory(
                         f"the cache takes {need / 2**20:.0f} MiB, more than the machine gives; "
                         "lower max_model_len, max_num_seqs or kv_cache_memory"
                     ) from None
-        self.group_of_layer = tuple(group_of_layer)
-        self._copies = np.zeros((0, 3), np.int32)
 
     def apply(self, plan: StepPlan) -> None:
         self._copies = plan.copies

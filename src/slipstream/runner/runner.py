@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from slipstream.device.device import Device
+from slipstream.device.streams import Event
+from slipstream.device.sync_check import HotPath
 from slipstream.nn.attention.backend import AttentionBackend
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.models.base import CausalLM
-from slipstream.runner.batch.input_batch import Gathered, InputBatch
+from slipstream.runner.batch.input_batch import Gathered, Inputs
 from slipstream.runner.batch.row_state import RowState
-from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import HostRing
-from slipstream.runner.generate import GenerateHead, Head
 from slipstream.runner.graphs import GraphPool
+from slipstream.runner.head import Head, HeadMaker
 from slipstream.runner.kv_store import KVStore
 from slipstream.runner.output import NO_RESULTS, StepHandle
+from slipstream.runner.pooling.results import MixedHandle
 from slipstream.step import StepPlan
 
 
@@ -30,9 +33,8 @@ class ModelRunner:
         device: Device,
         attention: AttentionBackend,
         store: KVStore,
-        rows: RowTable,
-        input_batch: InputBatch,
-        head: GenerateHead,
+        input_batch: Inputs,
+        heads: Sequence[HeadMaker],
         row_states: Sequence[RowState],
         ring: HostRing,
         graphs: GraphPool,
@@ -41,29 +43,34 @@ class ModelRunner:
         self.device = device
         self.attention = attention
         self.store = store
-        self.rows = rows
         self.input_batch = input_batch
-        self.head = head
+        self.heads = heads
         self.row_states = row_states
         self.ring = ring
         self.graphs = graphs
-        self._launched: tuple[_Step, Head | None] | None = None
+        self.hot_path = HotPath()
+        self._launched: tuple[_Step, list[Head]] | None = None
 
     def launch(self, plan: StepPlan) -> None:
+        with self.hot_path():
+            self._launch(plan)
+
+    def finish(self) -> StepHandle:
+        with self.hot_path():
+            return self._finish()
+
+    def _launch(self, plan: StepPlan) -> None:
         assert self._launched is None, "a step was launched before the one before it was finished"
         upload = self.ring.open()
         size = self.graphs.size_for(plan)
-        if size is None:
-            gather = self.input_batch.prepare(plan, upload)
-        else:
-            gather = self.input_batch.prepare_padded(plan, upload, size)
+        gather = self.input_batch.prepare(plan, upload, size)
         for state in self.row_states:
             state.apply(plan)
         for state in self.row_states:
             state.flush(upload)
-        head = self.head.prepare(plan, upload, size)
+        heads = [head for maker in self.heads if (head := maker.prepare(plan, upload, size)) is not None]
         upload.send(self.device.compute)
-        step = _Step()
+        step = _Step(upload.sent)
 
         def forward() -> tuple[Gathered, torch.Tensor]:
             batch = gather()
@@ -74,17 +81,21 @@ class ModelRunner:
 
         self.device.compute.run(body)
         self.device.compute.flush()
-        self._launched = (step, head)
+        self._launched = (step, heads)
 
-    def finish(self) -> StepHandle:
+    def _finish(self) -> StepHandle:
         assert self._launched is not None, "finish comes after launch"
-        (step, head), self._launched = self._launched, None
+        (step, heads), self._launched = self._launched, None
         compute = self.device.compute
-        if head is None:
-            return StepHandle(compute.record(), NO_RESULTS, None)
-        run = head.run
-        compute.run(lambda: run(step.batch, step.hidden))
-        handle = head.leave()
+        for head in heads:
+            compute.run(functools.partial(_run_head, head, step))
+        handles = [head.leave() for head in heads if head.leave is not None]
+        if not handles:  # nobody's result is ready, so nothing is copied
+            handle = StepHandle(compute.record(timed=True), NO_RESULTS, None)
+            handle.ended = handle.ready
+        else:
+            handle = handles[0] if len(handles) == 1 else MixedHandle(*handles)
+        handle.started = step.started
         compute.flush()
         self.device.copy.flush()
         return handle
@@ -96,7 +107,7 @@ class ModelRunner:
             view, self.attention, self.attention.plan(view), self.store.caches, self.store.group_of_layer
         )
         hidden = self.model(context)
-        self.rows.advance(batch.rows, view.lengths)
+        self.input_batch.advance(batch)
         return hidden
 
     def close(self) -> None:
@@ -104,7 +115,14 @@ class ModelRunner:
 
 
 class _Step:
-    """What the body leaves for the head. Lives on the stream's side."""
+    """What the body leaves for the head. Lives on the stream's side, but for the point where it began."""
+
+    def __init__(self, started: Event) -> None:
+        self.started = started
 
     batch: Gathered
     hidden: torch.Tensor
+
+
+def _run_head(head: Head, step: _Step) -> None:
+    head.run(step.batch, step.hidden)

@@ -1,7 +1,8 @@
 """InFlight: the plans launched and not yet committed, and whom their results belong to.
 
 A row may have changed hands by the time its result is seen. So each launched plan keeps the requests that sample in
-it, with the number of the admission they sampled under, and results are handed out by that list alone.
+it, with the number of the admission they sampled under, and those that pool in it; results are handed out by these
+lists alone.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class Launched:
     admissions: list[int]
     scored: list[tuple[Request, int]]  # prompts it scores, and how many tokens of each
     chunks: list[tuple[Request, int, int]]  # requests that compute and do not sample, their admissions and lengths
+    pooled: list[Request]  # those whose pooled result it brings, in the plan's order
 
 
 class InFlight:
@@ -37,10 +39,11 @@ class InFlight:
         requests: list[Request],
         scored: list[tuple[Request, int]] | None = None,
         chunks: list[tuple[Request, int, int]] | None = None,
+        pooled: list[Request] | None = None,
     ) -> None:
         """`requests` sample in this step, and each has counted its token as pending."""
         admissions = [request.admission for request in requests]
-        self._steps.append(Launched(step, requests, admissions, scored or [], chunks or []))
+        self._steps.append(Launched(step, requests, admissions, scored or [], chunks or [], pooled or []))
 
     def oldest(self) -> Launched:
         """The plan whose result is due, taken out."""
@@ -56,5 +59,7 @@ class InFlight:
                 assert request.status is not Status.RUNNING or request.admission == admission, (
                     f"{request} was admitted again while a token of admission {admission} is in flight"
                 )
+        leaving = {id(request) for launched in self._steps for request in launched.pooled}
         for request in requests:
+            assert (request.status is not Status.LEAVING) or id(request) in leaving, f"{request}: its result is lost"
             assert request.pending == owed[id(request)], f"{request}: {owed[id(request)]} tokens are in flight"

@@ -7,9 +7,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from slipstream.pooling_params import PoolingParams
 from slipstream.request import Request
 from slipstream.scheduler.cache.manager import Run
-from slipstream.step import NO_INTS, NO_PAGES, Admission, Bools, Ints, PageUpdates, PromptScores, StepPlan
+from slipstream.step import (
+    NO_INTS,
+    NO_PAGES,
+    Admission,
+    Bools,
+    Ints,
+    PageUpdates,
+    PoolAdmission,
+    PromptScores,
+    StepPlan,
+)
 
 _NO_COPIES: Ints = np.zeros((0, 3), np.int32)
 
@@ -21,16 +32,25 @@ class Chunk(NamedTuple):
     start: int
     num_tokens: int
     samples: bool
+    pools: bool = False  # its last, and their request wants hidden states
     first_scored: int = 0  # prompt tokens whose logprobs are asked for: from this one on
     num_scored: int = 0
+
+
+class Pooling(NamedTuple):
+    """What a plan says of pooling beside its rows."""
+
+    params: tuple[PoolingParams, ...]  # of those that end with it
+    queries: Ints | None
+    forgotten: tuple[int, ...]
 
 
 class PlanBuilder:
     """A plan in the making.
 
     Rows are of two kinds. A decode computes one position, whose token only the device knows, and samples. A chunk
-    computes positions whose tokens are given, and samples if they are its last. The plan's order is decodes, chunks
-    of one token, longer chunks; among equals the order in which they were added.
+    computes positions whose tokens are given, and samples or pools if they are its last. The plan's order is decodes,
+    chunks of one token, longer chunks; among equals the order in which they were added.
     """
 
     def __init__(self, step: int, num_groups: int) -> None:
@@ -38,11 +58,36 @@ class PlanBuilder:
         self.decodes: list[Request] = []
         self.chunks: list[Chunk] = []
         self.admitted: list[Admission] = []
+        self.pool_admitted: list[PoolAdmission] = []
         self.copies: list[tuple[int, int, int]] = []
         self._updates: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in range(num_groups)]
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
+
+    def admit(self, request: Request) -> None:
+        """A request that was just seated, and has computed nothing but what it found in the cache."""
+        if request.pooling is not None:
+            self.pool_admitted.append(
+                PoolAdmission(request.row, request.admission, request.num_prompt, request.computed, request.pooling)
+            )
+            return
+        params = request.params
+        self.admitted.append(
+            Admission(
+                row=request.row,
+                number=request.admission,
+                num_prompt_tokens=request.num_prompt,
+                num_known=request.num_known,
+                num_cached=request.computed,
+                params=params,
+                seed=request.seed,
+                sample=request.sample,
+                stop_ids=tuple(request.stop_ids) if params.min_tokens > 0 else (),
+                history=np.array(request.tokens, np.int32) if params.needs_history else None,
+                bad_words=request.bad_words,
+            )
+        )
 
     def change_pages(self, row: int, changed: list[Run]) -> None:
         for group, start, new in changed:
@@ -59,7 +104,17 @@ class PlanBuilder:
         self.chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
         return self.decodes + [chunk.request for chunk in self.chunks if chunk.samples]
 
-    def build(self, released: list[int], num_logprobs: int | None, arrays: DecodeArrays) -> StepPlan:
+    def pooled(self) -> list[Request]:
+        """Those whose pooled result leaves with this step; rows must be in order."""
+        return [chunk.request for chunk in self.chunks if chunk.pools]
+
+    def build(
+        self,
+        released: list[int],
+        num_logprobs: int | None,
+        arrays: DecodeArrays,
+        pooling: Pooling | None = None,
+    ) -> StepPlan:
         """Hand the plan over; rows must be in order, and `arrays` those of the plan before."""
         chunks, num_decodes = self.chunks, len(self.decodes)
         total = num_decodes + len(chunks)
@@ -79,6 +134,10 @@ class PlanBuilder:
             for chunk in chunks:
                 given += chunk.request.tokens[chunk.start : chunk.start + chunk.num_tokens]
             tokens = np.array(given, np.int32)
+        pools = None
+        if pooling is not None and pooling.params:
+            pools = np.zeros(total, np.bool_)
+            pools[num_decodes:] = [chunk.pools for chunk in chunks]
         return StepPlan(
             step=self.step,
             released=_ints(released),
@@ -96,6 +155,11 @@ class PlanBuilder:
             copies=np.array(self.copies, np.int32) if self.copies else _NO_COPIES,
             num_logprobs=num_logprobs,
             scores=self._scores() if chunks else None,
+            pool_admitted=tuple(self.pool_admitted),
+            pools=pools,
+            pool_params=() if pooling is None else pooling.params,
+            queries=None if pooling is None else pooling.queries,
+            forgotten=() if pooling is None else pooling.forgotten,
         )
 
     def unsampled(self) -> list[tuple[Request, int, int]]:

@@ -7,6 +7,9 @@ needs the value of a token, and any number of plans may be in flight.
 
 Two facts keep this safe. The device runs plans in order, so rows and pages may be handed on the moment they are free,
 whatever is still in flight. And results are handed out by `InFlight`'s list, never by who sits in a row now.
+
+A pooling request wants its prompt alone. It leaves its row with the plan that computes its last position, so the next
+plan seats another while the result is still on its way.
 """
 
 from __future__ import annotations
@@ -18,16 +21,26 @@ from itertools import repeat
 import numpy as np
 
 from slipstream.config.config import SchedulerConfig
-from slipstream.errors import InvalidOption, InvalidPrompt, PromptTooLong, RequestTooLarge, UserError
-from slipstream.messages import Output, TokenLogprobs
-from slipstream.request import NEVER, FinishReason, Request, Status
+from slipstream.errors import InvalidOption, UserError
+from slipstream.messages import Output
+from slipstream.request import NEVER, Request, Status
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager, Hit
+from slipstream.scheduler.fits import check_fits
 from slipstream.scheduler.in_flight import InFlight
-from slipstream.scheduler.plan_builder import Chunk, DecodeArrays, PlanBuilder
+from slipstream.scheduler.plan_builder import Chunk, DecodeArrays, PlanBuilder, Pooling
+from slipstream.scheduler.queries import Queries
+from slipstream.scheduler.reports import (
+    draw_failure,
+    logprob_reports,
+    lost_query,
+    pool_failure,
+    pooled_report,
+    prompt_reports,
+)
 from slipstream.scheduler.stopping import check_stop
 from slipstream.scheduler.waiting import WaitingQueue
-from slipstream.step import Admission, StepLogprobs, StepPlan, StepResult
+from slipstream.step import StepPlan, StepResult
 
 _SCORED_AT_ONCE = 2**20  # prompt logprobs that one request reports in one step, where its prompt may be cut
 
@@ -43,6 +56,7 @@ class Scheduler:
         self.config = config
         self.cache = cache
         self.num_preemptions = 0
+        self.most_tokens: int | None = None  # of a step in which some row decodes; None: as many as the budget has
         self._waiting = WaitingQueue(config.max_waiting)
         self._running: list[Request] = []  # by priority, then number: whoever is preempted comes last
         self._in_flight = InFlight()
@@ -51,6 +65,9 @@ class Scheduler:
         self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
         self._released: list[int] = []  # rows given back since the last plan
         self._num_asking = 0  # running requests that want logprobs
+        self._num_leaving = 0
+        self._queries: Queries[Request] = Queries()
+        self._failures: list[Output] = []
         self._next_number = 0
         self._next_admission = 0
         self._next_step = 0
@@ -68,8 +85,16 @@ class Scheduler:
         return len(self._in_flight)
 
     def has_work(self) -> bool:
-        """Whether there is anything to plan or to commit."""
-        return bool(self._running or self._waiting or self._in_flight)
+        """Whether there is anything to plan, to commit or to tell."""
+        return bool(self._running or self._waiting or self._in_flight or self._failures)
+
+    def serves(self, request_id: str) -> bool:
+        """Whether any sample of it has not ended."""
+        return request_id in self._live
+
+    def keeps_query(self, request_id: str) -> bool:
+        """Whether the device still keeps what this request, ended or not, left for documents."""
+        return self._queries.is_kept(request_id)
 
     # Coming and going
 
@@ -81,14 +106,18 @@ class Scheduler:
         leader = requests[0]
         if leader.id in self._live:
             raise UserError(f"a request {leader.id!r} is being served already; give each its own id")
-        self._check_fits(leader)
+        check_fits(leader, self.config.max_model_len, self.cache)
         self._waiting.check_room(len(requests))
+        is_ready = leader.pooling is None or self._queries.enter(leader.id, leader, leader.pooling)
         number = self._next_number
         self._next_number += len(requests)
         self._live[leader.id] = list(requests)
         for offset, request in enumerate(requests):
             request.number = number + offset
-        self._waiting.push(leader)
+        if is_ready:
+            self._waiting.push(leader)
+        else:
+            self._waiting.park(leader)
         leader.siblings = list(requests[1:])
         for sibling in leader.siblings:
             sibling.leader = leader
@@ -99,25 +128,11 @@ class Scheduler:
         aborted = [request for request in self._live.get(request_id, ()) if sample in (None, request.sample)]
         for request in aborted:
             self._finish(request)
+        for document in self._queries.give_up(request_id):
+            if document.status is not Status.FINISHED:
+                self._finish(document)
+                self._failures.append(lost_query(document.id))
         return aborted
-
-    def _check_fits(self, request: Request) -> None:
-        limit = self.config.max_model_len
-        if request.num_prompt == 0:
-            raise InvalidPrompt("the prompt has no tokens; give at least one")
-        if request.num_prompt + 1 > limit:
-            raise PromptTooLong(
-                f"the prompt has {request.num_prompt} tokens, which leaves no room for output within the model "
-                f"length of {limit}; shorten it or raise --max-model-len"
-            )
-        assert request.num_prompt < request.max_length <= limit, f"{request} has a max_length of {request.max_length}"
-        length = request.max_length - 1  # the last token is never computed
-        if not self.cache.can_ever_fit(length):
-            raise RequestTooLarge(
-                f"the prompt's {request.num_prompt} tokens and up to {request.max_length - request.num_prompt} of "
-                f"output need {self.cache.pages_for(length)} cache pages, there are {self.cache.num_usable} in all; "
-                f"lower max_tokens or give the cache more memory"
-            )
 
     # Planning
 
@@ -125,6 +140,10 @@ class Scheduler:
         """The next step; None if there is nothing to compute before another result is seen."""
         builder = PlanBuilder(self._next_step, len(self.cache.groups))
         budget = Budget(self.config, len(self._free_rows))
+        if self.most_tokens is not None and self.most_tokens < budget.tokens and self.config.chunked_prefill:
+            num_decodes = sum(request.computed >= request.num_known for request in self._running)
+            if num_decodes:
+                budget.tokens = min(budget.tokens, max(self.most_tokens, num_decodes + 1))
         if self._plan_running(builder, budget):
             self._plan_waiting(builder, budget)
         if not builder:
@@ -134,12 +153,14 @@ class Scheduler:
         if self._num_asking:
             asked = [k for request in sampling if (k := request.params.num_logprobs) is not None]
             num_logprobs = max(asked, default=None)
-        plan = builder.build(self._released, num_logprobs, self._arrays)
+        pooled = builder.pooled()
+        plan = builder.build(self._released, num_logprobs, self._arrays, self._pooling(pooled))
         self._in_flight.launch(
             self._next_step,
             sampling,
             None if plan.scores is None else builder.scored(),
             builder.unsampled() if self.cache.forgets else None,
+            pooled,
         )
         self._released = []
         self._next_step += 1
@@ -147,7 +168,17 @@ class Scheduler:
             # from the next plan on: copies of a page are made before the step's own writes
             if chunk.samples and chunk.request.siblings:
                 self._let_siblings_go(chunk.request)
+        for request in pooled:
+            self._leave_early(request)
         return plan
+
+    def _pooling(self, pooled: list[Request]) -> Pooling | None:
+        forgotten = self._queries.take_forgotten()
+        if not pooled and not forgotten:
+            return None
+        params = tuple([request.pooling for request in pooled if request.pooling is not None])
+        queries = np.array([self._queries.number_of(own) for own in params], np.int32) if self._queries else None
+        return Pooling(params, queries, forgotten)
 
     def _plan_running(self, builder: PlanBuilder, budget: Budget) -> bool:
         """Give running requests their tokens. False if one had to make room: then nobody should be let in."""
@@ -219,8 +250,8 @@ class Scheduler:
 
     def _hit(self, request: Request) -> Hit:
         """What a newcomer need not compute."""
-        if request.unscored != NEVER:
-            return self.cache.nothing  # logprobs come from hidden states, which nobody keeps
+        if request.unscored != NEVER or not self._may_skip(request):
+            return self.cache.nothing  # its results come from hidden states, which nobody keeps
         leader = request.leader
         if (
             leader is not None
@@ -238,39 +269,25 @@ class Scheduler:
         """A new admission, with its pages reserved."""
         for group, page in enumerate(hit.partial):
             builder.copies.append((group, page, request.pages[group][len(hit.pages[group])]))
-        params, known = request.params, len(request.tokens)
         if not request.num_preemptions:
             request.num_cached = hit.length
         request.leader = None
         request.status = Status.RUNNING
         request.row = self._free_rows.pop()
         request.admission = self._next_admission
-        request.num_known = known
+        request.num_known = len(request.tokens)
         request.computed = request.committed = hit.length
         self._next_admission += 1
-        self._num_asking += params.num_logprobs is not None
+        self._num_asking += request.params.num_logprobs is not None
         insort(self._running, request, key=_rank)
-        builder.admitted.append(
-            Admission(
-                row=request.row,
-                number=request.admission,
-                num_prompt_tokens=request.num_prompt,
-                num_known=known,
-                num_cached=hit.length,
-                params=params,
-                seed=request.seed,
-                sample=request.sample,
-                stop_ids=tuple(request.stop_ids) if params.min_tokens > 0 else (),
-                history=np.array(request.tokens, np.int32) if params.needs_history else None,
-                bad_words=request.bad_words,
-            )
-        )
+        builder.admit(request)
 
     def _plan_chunk(self, request: Request, num: int, builder: PlanBuilder) -> None:
         """Compute `num` known tokens. Their pages may be found at once: in a step, writes come before reads."""
         start = request.computed
         request.computed = start + num
-        samples = request.computed == request.num_known
+        is_last = request.computed == request.num_known
+        samples = is_last and request.pooling is None
         if samples:
             request.pending += 1
             request.caught_up = self._next_step
@@ -280,7 +297,7 @@ class Scheduler:
             first = request.unscored
             num_scored = max(0, min(request.computed, request.num_prompt - 1) + 1 - first)
             request.unscored = first + num_scored if first + num_scored < request.num_prompt else NEVER
-        builder.chunks.append(Chunk(request, start, num, samples, first, num_scored))
+        builder.chunks.append(Chunk(request, start, num, samples, is_last and not samples, first, num_scored))
         self.cache.publish(request)
 
     def _wanted(self, request: Request, start: int, known: int) -> int:
@@ -292,6 +309,10 @@ class Scheduler:
 
     def _set_runway(self, request: Request) -> None:
         request.runway = min(request.capacity, request.max_length - 1)
+
+    def _may_skip(self, request: Request) -> bool:
+        """Whether its result needs nothing of positions whose cache content exists already."""
+        return request.pooling is None or request.pooling.task in self.config.cached_tasks
 
     def _make_room(self, request: Request, length: int, builder: PlanBuilder) -> bool:
         """Reserve pages, preempting from the end until there are enough; False if it came to the request itself.
@@ -334,10 +355,12 @@ class Scheduler:
         )
         count = len(drawn)
         failed = result.failed.tolist() if np.count_nonzero(result.failed) else repeat(False, count)
-        tops = repeat(None, count) if result.logprobs is None else _logprobs(launched.requests, result.logprobs)
-        outputs: list[Output] = []
+        tops = repeat(None, count) if result.logprobs is None else logprob_reports(launched.requests, result.logprobs)
+        outputs = self.take_failures()
         if result.prompt_logprobs is not None:
-            outputs += _prompt_logprobs(launched.scored, result.prompt_logprobs)
+            outputs += prompt_reports(launched.scored, result.prompt_logprobs)
+        if launched.pooled:
+            outputs += self._commit_pooled(launched.pooled, result)
         for request, admission, token, bad, top in zip(
             launched.requests, launched.admissions, drawn, failed, tops, strict=True
         ):
@@ -345,7 +368,8 @@ class Scheduler:
             if request.admission != admission and request.status is Status.FINISHED:
                 continue  # launched once more before its end was known
             if bad:
-                outputs.append(self._fail(request))
+                outputs.append(draw_failure(request))
+                self._finish(request, spoiled=True)
                 continue
             tokens = request.tokens
             tokens.append(token)
@@ -362,26 +386,35 @@ class Scheduler:
                 self._waiting.unpark(request)  # preempted, and now all its tokens are known
         return outputs
 
-    def _fail(self, request: Request) -> Output:
-        position = len(request.tokens)
-        self._finish(request, spoiled=True)
-        return Output(
-            request.id,
-            request.sample,
-            [],
-            finish_reason=FinishReason.ERROR,
-            num_cached_tokens=request.num_cached,
-            error=f"no token could be drawn for position {position} of this request: the model gave values that are "
-            f"not numbers, or the parameters forbid every token; others are not affected",
-        )
+    def _commit_pooled(self, requests: list[Request], result: StepResult) -> Iterator[Output]:
+        assert len(requests) == len(result.pooled), f"{len(requests)} pool, {len(result.pooled)} results came back"
+        for place, (request, pooled) in enumerate(zip(requests, result.pooled, strict=True)):
+            if request.status is Status.FINISHED:
+                continue  # aborted
+            self._finish(request, spoiled=place in result.pool_failed)
+            if place in result.pool_failed:
+                yield pool_failure(request.id)
+            else:
+                yield pooled_report(request.id, pooled, request.num_cached)
+
+    def take_failures(self) -> list[Output]:
+        """Requests that ended without a step of their own."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def _finish(self, request: Request, *, spoiled: bool = False) -> None:
-        """The end, from any state. Tokens still in flight will be dropped."""
+        """The end, from any state. Results still in flight will be dropped."""
         if request.status is Status.RUNNING:
             self._leave_row(request, spoiled=spoiled)
+        elif request.status is Status.LEAVING:
+            self._num_leaving -= 1
+            if spoiled:
+                self.cache.forget(request)
         else:
             self._waiting.remove(request)
         request.status = Status.FINISHED
+        if request.pooling is not None:
+            self._queries.end(request.pooling)
         if request.leader is not None:
             if request in request.leader.siblings:
                 request.leader.siblings.remove(request)
@@ -402,6 +435,15 @@ class Scheduler:
         request.row = request.admission = -1
         request.computed = request.committed = request.num_known = request.runway = 0
 
+    def _leave_early(self, request: Request) -> None:
+        """All of a pooling request is launched: it needs its row and its pages no more."""
+        self._leave_row(request)
+        request.status = Status.LEAVING
+        self._num_leaving += 1
+        assert request.pooling is not None
+        for document in self._queries.launch(request.pooling):
+            self._waiting.unpark(document)
+
     def _let_siblings_go(self, leader: Request) -> None:
         """They need not wait for their leader any longer, for better or worse."""
         for sibling in leader.siblings:
@@ -416,7 +458,7 @@ class Scheduler:
         assert self._running == sorted(self._running, key=_rank), "running requests are out of order"
         running = [request for request in live if request.status is Status.RUNNING]
         waiting = [request for request in live if request.status is Status.WAITING]
-        assert len(running) + len(waiting) == len(live), "a finished request is still listed"
+        assert len(running) + len(waiting) + self._num_leaving == len(live), "a finished request is still listed"
         assert set(running) == set(self._running), "running requests and their list differ"
         rows = [request.row for request in running]
         assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs)), f"rows are lost: {rows}"
@@ -432,37 +474,3 @@ class Scheduler:
 
 def _rank(request: Request) -> tuple[int, int]:
     return request.priority, request.number
-
-
-def _logprobs(requests: list[Request], logprobs: StepLogprobs) -> list[list[TokenLogprobs] | None]:
-    """For each request what it asked for; the step reports as many as the most curious of its rows wants."""
-    chosen, rank = logprobs.chosen.tolist(), logprobs.rank.tolist()
-    top_ids, top = logprobs.top_ids, logprobs.top
-    given = iter(() if logprobs.given is None else logprobs.given)
-    reports: list[list[TokenLogprobs] | None] = []
-    for i, request in enumerate(requests):
-        k = request.params.num_logprobs
-        if k is None:
-            reports.append(None)
-            continue
-        num_given = len(request.params.given_ids)
-        own = next(given)[:num_given].tolist() if num_given else []
-        reports.append([TokenLogprobs(chosen[i], rank[i], top_ids[i, :k].tolist(), top[i, :k].tolist(), own)])
-    return reports
-
-
-def _prompt_logprobs(scored: list[tuple[Request, int]], logprobs: StepLogprobs) -> Iterator[Output]:
-    """What a step says of prompts, for those that still want to hear it."""
-    chosen, rank = logprobs.chosen.tolist(), logprobs.rank.tolist()
-    start = 0
-    for request, num in scored:
-        places = range(start, start + num)
-        start += num
-        if request.status is Status.FINISHED:
-            continue
-        k = request.params.prompt_logprobs or 0
-        report = [
-            TokenLogprobs(chosen[i], rank[i], logprobs.top_ids[i, :k].tolist(), logprobs.top[i, :k].tolist())
-            for i in places
-        ]
-        yield Output(request.id, request.sample, [], num_cached_tokens=request.num_cached, prompt_logprobs=report)

@@ -94,15 +94,19 @@ class Tokenizer:
         for text in texts:
             if not isinstance(text, str):
                 raise InvalidPrompt(f"a prompt is of type {type(text).__name__}; give a string")
+        return [encoding.ids for encoding in self.encodings(texts, add_special_tokens)]
+
+    def encodings(self, texts: Sequence[str] | Sequence[tuple[str, str]], add_special_tokens: bool = True) -> list[Any]:
+        """The library's own results, for texts or for pairs of them: ids and type_ids, no offsets."""
         try:
-            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            return self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except Exception as error:  # the library raises plain Exceptions, for example for a character without a token
-            if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+            characters = (character for text in texts for part in text for character in part)
+            if any("\ud800" <= character <= "\udfff" for character in characters):
                 raise InvalidPrompt(
                     "a prompt holds half of a surrogate pair, which is no character; give text that is UTF-8"
                 ) from None
             raise InvalidPrompt(f"the tokenizer refused a prompt: {error}; change its text") from None
-        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Ids that have no token are passed over."""

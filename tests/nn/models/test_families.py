@@ -15,7 +15,8 @@ from hand_load import load
 from slipstream.config.model_info import ModelInfo, model_info_from_config
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.models.decoder import DecoderShape
-from slipstream.nn.models.registry import find_family
+from slipstream.nn.models.encoder import EncoderShape
+from slipstream.nn.models.registry import find_family, find_shape
 from tiny import write_tiny, write_weights
 
 SIZES = {
@@ -30,7 +31,9 @@ def info(architecture: str, **facts: Any) -> ModelInfo:
 
 def shape(architecture: str, **facts: Any) -> DecoderShape:
     found = info(architecture, **facts)
-    return find_family(found).shape(found)
+    made = find_family(found).shape(found)
+    assert isinstance(made, DecoderShape)
+    return made
 
 
 def test_a_gemma_3_config_of_the_first_releases() -> None:
@@ -84,9 +87,34 @@ def test_windows_that_cannot_be_are_named(facts: dict[str, Any], words: str) -> 
         shape("Gemma2ForCausalLM", **facts)
 
 
+def test_a_gemma_that_sees_both_ways_has_half_its_window_to_each_side() -> None:
+    found = find_shape(info("Gemma3TextModel", sliding_window=16, use_bidirectional_attention=True))
+    assert isinstance(found, DecoderShape) and not found.causal and found.headless
+    assert found.windows == (8, 8, 8, 8, 8, 0) and found.cache_specs(16, 2) == []
+
+
+def test_facts_of_encoders_that_configs_leave_out() -> None:
+    found = info("RobertaModel", max_position_embeddings=514)
+    assert (found.max_positions, found.position_offset, found.norm_eps, found.num_types) == (512, 2, 1e-5, 2)
+    assert not found.is_causal and found.activation == "gelu"
+    assert info("MPNetModel", type_vocab_size=2).num_types == 0  # which it has no table for
+    distil = {"dim": 64, "hidden_dim": 128, "n_layers": 2, "n_heads": 4, "vocab_size": 9, "activation": "relu"}
+    found = model_info_from_config({"architectures": ["DistilBertModel"], **distil})
+    assert (found.hidden_size, found.ffn_size, found.num_layers, found.num_heads) == (64, 128, 2, 4)
+    assert (found.activation, found.max_positions, found.norm_eps) == ("relu", 512, 1e-12)
+
+
+def test_windows_of_modernbert_as_its_first_releases_write_them() -> None:
+    found = find_shape(
+        info("ModernBertModel", local_attention=32, global_attn_every_n_layers=2, global_rope_theta=5.0, norm_eps=1e-5)
+    )
+    assert isinstance(found, EncoderShape)
+    assert found.reaches == (0, 16, 0, 16, 0, 16)
+    assert found.rope is not None and found.local_rope is not None
+    assert (found.rope.theta, found.local_rope.theta) == (5.0, 10_000.0)
+
+
 def test_what_we_do_not_run_is_named() -> None:
-    with pytest.raises(UnsupportedModel, match="both directions"):
-        shape("Gemma3ForCausalLM", use_bidirectional_attention=True)
     with pytest.raises(UnsupportedModel, match="Qwen3MoeForCausalLM is not an architecture we run"):
         shape("Qwen3MoeForCausalLM")
     with pytest.raises(UnsupportedModel, match="lacks 'hidden_size'"):

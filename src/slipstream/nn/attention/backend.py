@@ -1,4 +1,4 @@
-"""AttentionBackend: how attention over pages is computed on one device."""
+"""AttentionBackend: how attention is computed on one device, over pages or over the tokens of the step alone."""
 
 from __future__ import annotations
 
@@ -22,4 +22,19 @@ class AttentionBackend(Protocol):
         scale: float,
         context: ForwardContext,
     ) -> torch.Tensor:
-        """Write keys and values of this step into the layer's pages, then attend. Returns [T, heads, head dim]."""
+        """Attend. Keys and values of this step are given, and are in the layer's pages already. Returns [T, heads, head
+        dim]."""
+
+    def whole(
+        self,
+        query: torch.Tensor,  # [T, heads, head dim]
+        key: torch.Tensor,  # [T, kv heads, head dim]
+        value: torch.Tensor,  # [T, kv heads, head dim]
+        scale: float,
+        context: ForwardContext,
+        reach: int = 0,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Each token sees the tokens of its own row, before it and after: all of them, or with a `reach` so many to
+        each side. No page is read or written. `bias` [heads, 2 n - 1] is added to scores by distance: the middle column
+        for a token itself, the one after it for the next token; n is the longest row. Returns [T, heads, head dim]."""

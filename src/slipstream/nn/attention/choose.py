@@ -7,6 +7,7 @@ import importlib.util
 import torch
 
 from slipstream.config.model_info import ModelInfo
+from slipstream.errors import InvalidOption
 from slipstream.nn.attention.backend import AttentionBackend
 from slipstream.nn.attention.sdpa import SdpaAttention
 
@@ -18,12 +19,22 @@ def choose_attention(
     dtype: torch.dtype,
     windows: tuple[int, ...],
     score_cap: float,
+    deterministic: bool = False,
 ) -> AttentionBackend:
     """Our kernels on CUDA, where Triton is there to compile them; torch's own attention everywhere else."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from slipstream.nn.attention.triton import TritonAttention
 
         return TritonAttention(
-            page_size, info.num_heads, info.num_kv_heads, info.head_dim, dtype, windows, soft_cap=score_cap
+            page_size,
+            info.num_heads,
+            info.num_kv_heads,
+            info.head_dim,
+            dtype,
+            windows,
+            soft_cap=score_cap,
+            one_kernel=deterministic,
         )
+    if deterministic:
+        raise InvalidOption("deterministic needs triton, which is not installed; run: pip install triton")
     return SdpaAttention(page_size, dtype, windows, score_cap)

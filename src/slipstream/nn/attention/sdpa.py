@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from slipstream.config.memory import GATHERED_KEYS
 from slipstream.nn.context import BatchView, ForwardContext
-from slipstream.ops.cache_write import write_cache
 from slipstream.ops.paged_attention import attend_chunk, attend_decode, attend_pages, attend_single, serves_decode
+from slipstream.ops.whole_attention.reference import WholePlan, attend_whole, plan_whole
 
 # One more call costs about as much as this many masked key positions.
 CALL_COST = 256
@@ -60,6 +60,13 @@ Parts = tuple[Part, ...]
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
     groups: tuple[Parts, ...]  # per cache group
+    whole: WholePlan | None  # of a model without any
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether a kernel reads the pages of all rows in place: each has one token."""
+        single = all(len(parts) == 1 and isinstance(parts[0], _Decode) for parts in self.groups)
+        return self.whole is None and single
 
 
 class SdpaAttention:
@@ -74,12 +81,10 @@ class SdpaAttention:
         self.score_cap = score_cap
 
     def plan(self, batch: BatchView) -> SdpaPlan:
-        return SdpaPlan(
-            tuple(
-                self._plan_group(batch, table, window)
-                for table, window in zip(batch.page_tables, self.windows, strict=True)
-            )
-        )
+        if not batch.page_tables:
+            return SdpaPlan((), plan_whole(batch.num_tokens, batch.host_seen))
+        groups = zip(batch.page_tables, self.windows, strict=True)
+        return SdpaPlan(tuple(self._plan_group(batch, table, window) for table, window in groups), None)
 
     def _plan_group(self, batch: BatchView, table: torch.Tensor, window: int) -> Parts:
         widths: NDArray[np.int32] = -(-batch.max_lengths // self.page_size)
@@ -156,7 +161,6 @@ class SdpaAttention:
     ) -> torch.Tensor:
         keys, values = context.caches[layer]
         group = context.group_of_layer[layer]
-        write_cache(key, value, keys, values, context.batch.slots[group])
         plan: SdpaPlan = context.plan
         cap = self.score_cap
         outs = []
@@ -172,6 +176,20 @@ class SdpaAttention:
                 out = attend_pages(mine, keys, values, part.pages, part.mask, scale, cap)
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def whole(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        context: ForwardContext,
+        reach: int = 0,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        plan: SdpaPlan = context.plan
+        assert plan.whole is not None, "whole rows are for models that keep nothing in a cache"
+        return attend_whole(query, key, value, scale, plan.whole, reach, bias)
 
 
 def split_by_width(widths: list[int], call_cost: int, most: int) -> list[tuple[int, int, int]]:

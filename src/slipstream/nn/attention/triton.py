@@ -12,9 +12,18 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.nn.context import BatchView, ForwardContext
-from slipstream.ops.cache_write.triton import write_cache
-from slipstream.ops.paged_attention.triton import Partials, attend_splits, attend_tiles, make_partials, query_tile
+from slipstream.ops.paged_attention.triton import (
+    Partials,
+    attend_splits,
+    attend_tiles,
+    make_partials,
+    query_tile,
+    steady_shape,
+)
 from slipstream.ops.paged_attention.work import Work, list_work
+from slipstream.ops.whole_attention.triton import Tiles, attend_whole, choose_cut, list_tiles
+
+_ENDLESS = 2**30  # a window over everything
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +37,7 @@ class _GroupPlan:
 class TritonPlan:
     groups: tuple[_GroupPlan, ...]  # per cache group
     has_chunks: bool  # some rows have more than one token
+    whole: Tiles | None = None  # of a model that keeps nothing in a cache
 
 
 class TritonAttention:
@@ -40,9 +50,11 @@ class TritonAttention:
         dtype: torch.dtype,
         windows: tuple[int, ...] = (0,),
         soft_cap: float = 0.0,
+        one_kernel: bool = False,
     ) -> None:
         """`windows`: per cache group, how many keys a token sees, itself among them; 0 means all. Scores are bounded
-        to `soft_cap` by tanh unless it is 0."""
+        to `soft_cap` by tanh unless it is 0. With `one_kernel` a token's sums have the same order whether it comes
+        alone or in a chunk."""
         self.page_size = page_size
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -50,8 +62,15 @@ class TritonAttention:
         self.windows = windows
         self.soft_cap = soft_cap
         self.tile = query_tile(head_dim, dtype.itemsize)
+        self.one_kernel = one_kernel
+        self.cut = choose_cut(head_dim, dtype)
 
     def plan(self, batch: BatchView) -> TritonPlan:
+        if not batch.page_tables:
+            starts = batch.query_starts
+            if starts is None:
+                starts = torch.arange(len(batch.ids) + 1, dtype=torch.int32, device=batch.ids.device)
+            return TritonPlan((), True, list_tiles(starts, len(batch.ids), self.cut, batch.num_seen))
         num_tokens, num_rows = len(batch.ids), len(batch.lengths)
         has_chunks = batch.num_single < num_rows
         assert has_chunks or num_tokens == num_rows, f"{num_tokens} tokens in {num_rows} rows of one"
@@ -72,9 +91,10 @@ class TritonAttention:
                     self.page_size,
                     self.tile,
                     window,
+                    cut_singles=not self.one_kernel,
                 )
                 made[window] = _GroupPlan(work, make_partials(work, self.num_heads, self.head_dim), window)
-        return TritonPlan(tuple(made[window] for window in self.windows), has_chunks)
+        return TritonPlan(tuple(made[window] for window in self.windows), has_chunks or self.one_kernel)
 
     def forward(
         self,
@@ -90,9 +110,27 @@ class TritonAttention:
         pages = context.batch.page_tables[group]
         plan: TritonPlan = context.plan
         mine = plan.groups[group]
-        write_cache(key, value, keys, values, context.batch.slots[group])
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        attend_splits(out, query, keys, values, pages, mine.work, mine.partials, scale, mine.window, self.soft_cap)
+        if not self.one_kernel:
+            attend_splits(out, query, keys, values, pages, mine.work, mine.partials, scale, mine.window, self.soft_cap)
         if plan.has_chunks:
-            attend_tiles(out, query, keys, values, pages, mine.work, scale, mine.window, self.soft_cap)
+            shape, window = None, mine.window
+            if self.one_kernel:
+                # keys that all of a tile see are else computed without a mask; which those are depends on the chunk
+                shape, window = steady_shape(keys), window or _ENDLESS
+            attend_tiles(out, query, keys, values, pages, mine.work, scale, window, self.soft_cap, shape)
         return out
+
+    def whole(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        context: ForwardContext,
+        reach: int = 0,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        plan: TritonPlan = context.plan
+        assert plan.whole is not None, "whole rows are for models that keep nothing in a cache"
+        return attend_whole(query, key, value, scale, plan.whole, self.cut, reach, bias)

@@ -7,13 +7,17 @@ import torch
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import HeadNorm, WholeNorm
+from slipstream.nn.layers.norm import HeadNorm, RMSNorm, Sum, WholeNorm
 from slipstream.nn.quant import FormatOf
-from slipstream.ops.rope import norm_rope
+from slipstream.ops.rope import norm_rope, turn_and_write
 
 
 class Attention(Layer):
-    """Causal attention with rotary positions; heads may share keys, queries and keys may be normed."""
+    """Heads may share keys, queries and keys may be normed and turned by their positions.
+
+    Causal, over the pages of a cache, or with a `reach`: each token sees the tokens of its own row in this step, all of
+    them or so many to each side.
+    """
 
     def __init__(
         self,
@@ -31,6 +35,7 @@ class Attention(Layer):
         qk_norm: HeadNorm | WholeNorm | None,
         format_of: FormatOf,
         dtype: torch.dtype,
+        reach: int | None = None,  # None: causal; 0: all of the row
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -38,15 +43,40 @@ class Attention(Layer):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = scale
+        self.reach = reach
         sizes = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
         parts = {"": sum(sizes.values())} if fused else sizes
         self.qkv = Linear(hidden_size, parts, qkv_bias, format_of(f"{name}.qkv"), dtype)
         self.output = Linear(sizes["q"], {"": hidden_size}, output_bias, format_of(f"{name}.output"), dtype)
         self.norm = qk_norm
 
-    def forward(self, x: torch.Tensor, rotary: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        """x [T, hidden]; rotary is the rope table's rows for the step's positions."""
-        heads = self.qkv(x).view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotary: torch.Tensor | None,
+        context: ForwardContext,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [T, hidden]; rotary is the rope table's rows for the step's positions, if any; bias as in
+        `AttentionBackend.whole`."""
+        return self._attend(self.qkv(x), rotary, context, bias)
+
+    def after_norm(
+        self,
+        norm: RMSNorm | Sum,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotary: torch.Tensor,
+        context: ForwardContext,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the norm of x + residual; and that sum."""
+        qkv, total = norm.then(self.qkv, x, residual)
+        return self._attend(qkv, rotary, context, None), total
+
+    def _attend(
+        self, qkv: torch.Tensor, rotary: torch.Tensor | None, context: ForwardContext, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        heads = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         # queries and keys are treated alike up to here, so they go together
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
         query_key = heads.narrow(1, 0, num_heads + num_kv_heads)
@@ -56,8 +86,17 @@ class Attention(Layer):
             weight, eps = self.norm.weight, self.norm.eps
         elif self.norm is not None:
             query_key = self.norm(query_key)
-        query_key = norm_rope(query_key, weight, eps, rotary)
+        if self.reach is None:
+            assert rotary is not None, "what is kept in pages knows its position"
+            keys, values = context.caches[self.layer]
+            slots = context.batch.slots[context.group_of_layer[self.layer]]
+            query_key = turn_and_write(query_key, value, weight, eps, rotary, keys, values, slots)
+        elif rotary is not None:
+            query_key = norm_rope(query_key, weight, eps, rotary)
         query, key = query_key.narrow(1, 0, num_heads), query_key.narrow(1, num_heads, num_kv_heads)
-        out = context.attention.forward(query, key, value, self.layer, self.scale, context)
+        if self.reach is None:
+            out = context.attention.forward(query, key, value, self.layer, self.scale, context)
+        else:
+            out = context.attention.whole(query, key, value, self.scale, context, self.reach, bias)
         projected: torch.Tensor = self.output(out.flatten(1))
         return projected

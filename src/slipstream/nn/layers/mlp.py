@@ -1,23 +1,40 @@
-"""Mlp: the gated feed-forward."""
+"""Mlp: the feed-forward, gated or plain."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from slipstream.errors import UnsupportedModel
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.quant import FormatOf
-from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from slipstream.nn.layers.norm import RMSNorm, Sum
+from slipstream.nn.quant import FormatOf, Piece, Place
+from slipstream.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+Activations = dict[str, Callable[[torch.Tensor], torch.Tensor]]
+ACTIVATIONS: Activations = {
     "silu": silu_and_mul,
     "swish": silu_and_mul,
     "gelu_pytorch_tanh": gelu_tanh_and_mul,
     "gelu_new": gelu_tanh_and_mul,
+    "gelu": gelu_and_mul,
 }
+PLAIN: Activations = {
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "identity": lambda x: x,
+}
+"""Without a gate: of plain feed-forwards, and of heads."""
 
 
 class Mlp(Layer):
@@ -33,15 +50,71 @@ class Mlp(Layer):
         fused: bool,  # the checkpoint has gate and up as one tensor
         format_of: FormatOf,
         dtype: torch.dtype,
+        up_first: bool = False,  # in that tensor
+        down_bias: bool | None = None,  # where it is not `bias`
     ) -> None:
         super().__init__()
-        if activation not in ACTIVATIONS:
-            raise UnsupportedModel(f"the activation {activation} is not one we have: {', '.join(ACTIVATIONS)}")
-        self.activation = ACTIVATIONS[activation]
+        self.activation = find_activation(activation, ACTIVATIONS)
         gate_up = {"": 2 * ffn_size} if fused else {"gate": ffn_size, "up": ffn_size}
-        self.gate_up = Linear(hidden_size, gate_up, bias, format_of(f"{name}.gate_up"), dtype)
-        self.down = Linear(ffn_size, {"": hidden_size}, bias, format_of(f"{name}.down"), dtype)
+        kind = _UpGate if up_first else Linear
+        self.gate_up = kind(hidden_size, gate_up, bias, format_of(f"{name}.gate_up"), dtype)
+        down_bias = bias if down_bias is None else down_bias
+        self.down = Linear(ffn_size, {"": hidden_size}, down_bias, format_of(f"{name}.down"), dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.down(self.activation(self.gate_up(x)))
         return hidden
+
+    def after_norm(
+        self, norm: RMSNorm | Sum, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the norm of x + residual; and that sum."""
+        hidden, total = norm.then(self.gate_up, x, residual, self.activation)
+        return self.down(hidden), total
+
+
+class PlainMlp(Layer):
+    """down(activation(up(x)))."""
+
+    def __init__(
+        self, name: str, hidden_size: int, ffn_size: int, activation: str, format_of: FormatOf, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.activation = find_activation(activation, PLAIN)
+        self.up = Linear(hidden_size, {"": ffn_size}, True, format_of(f"{name}.up"), dtype)
+        self.down = Linear(ffn_size, {"": hidden_size}, True, format_of(f"{name}.down"), dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.down(self.activation(self.up(x)))
+        return hidden
+
+
+def find_activation(name: str, known: Activations | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Without a gate unless others are given. Raises UnsupportedModel."""
+    known = PLAIN if known is None else known
+    if name not in known:
+        raise UnsupportedModel(f"the activation {name} is not one we have: {', '.join(known)}")
+    return known[name]
+
+
+class _UpGate(Linear):
+    """Gate and up of a checkpoint that has them as one tensor in the other order."""
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        for name, place in super().places():
+            yield name, Place(place.shape, partial(self._fill_swapped, place), place.num_bytes)
+
+    def _fill_swapped(self, place: Place, piece: Piece) -> None:
+        place.fill(_Swapped(piece))
+
+
+class _Swapped:
+    """A piece whose halves have changed places."""
+
+    blocks = None
+
+    def __init__(self, piece: Piece) -> None:
+        self.shape, self.kind, self._whole = piece.shape, piece.kind, piece
+
+    def read(self) -> torch.Tensor:
+        return torch.cat(self._whole.read().chunk(2)[::-1])

@@ -8,7 +8,9 @@ from functools import partial
 import torch
 
 from slipstream.nn.layers.layer import Layer
+from slipstream.nn.layers.linear import Linear
 from slipstream.nn.quant import Piece, Place, new_parameter
+from slipstream.ops.linear import Activation
 from slipstream.ops.norm import add_rms_norm, rms_norm
 
 
@@ -27,6 +29,16 @@ class RMSNorm(Layer):
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)
 
+    def then(
+        self,
+        product: Linear,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        activation: Activation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What is made of the norm of x + residual, where it can be in one pass; and that sum."""
+        return product.weight.multiply_normed(x, residual, self.weight, self.eps, product.bias, activation)
+
     def places(self) -> Iterator[tuple[str, Place]]:
         yield "weight", Place(tuple(self.weight.shape), self._fill)
 
@@ -40,6 +52,17 @@ class Sum(Layer):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         total = x if residual is None else x + residual
         return total, total
+
+    def then(
+        self,
+        product: Linear,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        activation: Activation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        total, _ = self.forward(x, residual)
+        out: torch.Tensor = product(total)
+        return out if activation is None else activation(out), total
 
 
 class HeadNorm(Layer):

@@ -62,6 +62,16 @@ def _linear(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positio
     return plain / info.factors["factor"], 1.0
 
 
+def _ntk(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
+    """A larger base, and all turns a little slower: what GTE's checkpoints mean by it."""
+    factors = info.factors
+    if factors.get("mixed_b") is not None:
+        raise UnsupportedModel("rope scaling of kind ntk with mixed_b is not built; without it is")
+    factor, rotary_dim = float(factors["factor"]), 2 * len(plain)
+    shares = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    return 1.0 / (info.theta * factor) ** shares / factor ** (2 / rotary_dim), 1.0
+
+
 def _llama3(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
     """Slow turns are squeezed, fast ones kept, those between blended by how often they turn in the old context."""
     factors = info.factors
@@ -126,6 +136,7 @@ def _yarn_scale(factors: dict[str, Any], factor: float) -> float:
 KINDS: dict[str, Callable[[torch.Tensor, RopeInfo, int, int], Frequencies]] = {
     "default": _default,
     "linear": _linear,
+    "ntk": _ntk,
     "llama3": _llama3,
     "yarn": _yarn,
     "longrope": _longrope,

@@ -18,6 +18,8 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp
 from slipstream.nn.layers.norm import HeadNorm, RMSNorm, Sum, WholeNorm
 from slipstream.nn.layers.rope import Rope
+from slipstream.nn.models.fused import FusedLayers
+from slipstream.nn.models.heads import Heads
 from slipstream.nn.quant import FormatOf, take_memory
 
 
@@ -51,9 +53,13 @@ class DecoderShape:
     embedding_scale: float = 1.0
     windows: tuple[int, ...] = ()  # by layer, how many positions a token sees, itself among them; 0: all
     local_rope: RopeInfo | None = None  # of layers with a window, where they have their own
+    causal: bool = True  # False: every token sees its whole text, or so many to each side as `windows` say
+    headless: bool = False  # the checkpoint has no projection to tokens: it makes vectors or scores
 
     def cache_specs(self, page_size: int, itemsize: int) -> list[CacheSpec]:
-        """In layer order."""
+        """In layer order. Where tokens see those after them, texts are computed whole and nothing is kept."""
+        if not self.causal:
+            return []
         sizes = (self.num_kv_heads, self.head_dim, itemsize, page_size)
         windows = self.windows or (0,) * self.num_layers
         return [WindowSpec(*sizes, window) if window else PagedSpec(*sizes) for window in windows]
@@ -66,6 +72,7 @@ class Decoder(nn.Module):
         """`num_positions` is the longest context that will be run."""
         super().__init__()
         self.shape = shape
+        self.heads: Heads | None = None  # what a checkpoint has for pooling; `load.py` gives it
         # rounded as the weights are, which is how it was in training
         self.embedding_scale = float(torch.tensor(shape.embedding_scale).to(dtype))
         with torch.device("meta"):
@@ -77,8 +84,9 @@ class Decoder(nn.Module):
             self.layers = nn.ModuleList(Block(layer, shape, dtype, format_of) for layer in range(shape.num_layers))
             self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, dtype, shape.norm_offset)
             self.head: Linear | None = None
-            if not shape.tied:
+            if not shape.tied and not shape.headless:
                 self.head = Linear(shape.hidden_size, {"": shape.vocab_size}, False, format_of("head"), dtype)
+        self._fused = FusedLayers()
         self.eval()
 
     def materialize(self, device: torch.device) -> None:
@@ -87,6 +95,8 @@ class Decoder(nn.Module):
         self.rope.fill()
         if self.local_rope is not None:
             self.local_rope.fill()
+        if self.heads is not None:
+            self.heads.fill_buffers()
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         batch = context.batch
@@ -95,13 +105,22 @@ class Decoder(nn.Module):
             x = x * self.embedding_scale
         rotary = self.rope(batch.positions)
         local = rotary if self.local_rope is None else self.local_rope(batch.positions)
+        fused = self._fused.run(self, x, rotary, local, context)
+        if fused is not None:
+            return fused
         residual = None
         for block in self.layers:
             x, residual = block(x, residual, local if block.window else rotary, context)
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
 
+    def lm_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Of the projection to tokens, by token."""
+        rows: torch.Tensor = self.embedding(ids) if self.head is None else self.head.weight.lookup(ids)
+        return rows
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        assert not self.shape.headless, "a checkpoint without a projection to tokens continues no text"
         logits: torch.Tensor = self.embedding.logits(hidden) if self.head is None else self.head(hidden)
         cap = self.shape.logit_cap
         return logits if not cap else torch.tanh(logits / cap) * cap
@@ -137,6 +156,7 @@ class Block(Layer):
             qk_norm=_qk_norm(shape, dtype),
             format_of=format_of,
             dtype=dtype,
+            reach=None if shape.causal else self.window,
         )
         self.attention_out_norm = norm(shape.norm_after)
         self.mlp_norm = norm(shape.norm_before) or Sum()
@@ -155,12 +175,10 @@ class Block(Layer):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotary: torch.Tensor, context: ForwardContext
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.attention_norm(x, residual)
-        x = self.attention(x, rotary, context)
+        x, residual = self.attention.after_norm(self.attention_norm, x, residual, rotary, context)
         if self.attention_out_norm is not None:
             x, _ = self.attention_out_norm(x)
-        x, residual = self.mlp_norm(x, residual)
-        x = self.mlp(x)
+        x, residual = self.mlp.after_norm(self.mlp_norm, x, residual)
         if self.mlp_out_norm is not None:
             x, _ = self.mlp_out_norm(x)
         return x, residual

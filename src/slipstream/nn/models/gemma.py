@@ -11,7 +11,6 @@ import math
 from dataclasses import replace
 
 from slipstream.config.model_info import ModelInfo, rope_info
-from slipstream.errors import UnsupportedModel
 from slipstream.nn.models.decoder import DecoderShape
 from slipstream.nn.models.llama import llama_rules, llama_shape
 from slipstream.nn.models.windows import layer_windows
@@ -40,8 +39,9 @@ def gemma3_shape(info: ModelInfo) -> DecoderShape:
 
 def _gemma_shape(info: ModelInfo, pattern: int) -> DecoderShape:
     extra = info.extra
-    if extra.get("use_bidirectional_attention"):
-        raise UnsupportedModel("this Gemma sees in both directions, it makes embeddings and no text; run another one")
+    windows = layer_windows(info, lambda layer: (layer + 1) % pattern != 0)
+    if not info.is_causal:
+        windows = tuple(window // 2 for window in windows)  # to each side
     return replace(
         llama_shape(info),
         norm_after=True,
@@ -49,7 +49,7 @@ def _gemma_shape(info: ModelInfo, pattern: int) -> DecoderShape:
         scale=float(extra.get("query_pre_attn_scalar") or 256) ** -0.5,
         logit_cap=float(extra.get("final_logit_softcapping") or 0.0),
         embedding_scale=math.sqrt(info.hidden_size),
-        windows=layer_windows(info, lambda layer: (layer + 1) % pattern != 0),
+        windows=windows,
     )
 
 

@@ -38,17 +38,21 @@ def mistral_shape(info: ModelInfo) -> DecoderShape:
 
 
 def llama_rules(
-    shape: DecoderShape, others: Mapping[str, str | None] | None = None, roots: Sequence[str] = ("model",)
+    shape: DecoderShape, others: Mapping[str, str | None] | None = None, roots: Sequence[str] = ("model", "")
 ) -> Rules:
     """Of every family that names its tensors the same way; `others` are a family's own, and count first.
 
-    `roots` are what its checkpoints may write in place of the leading "model".
+    `roots` are what its checkpoints may write in place of the leading "model"; embedders are often without.
     """
     names: dict[str, str | None] = {
         **(others or {}),
         "model.embed_tokens.weight": "embedding.weight",
         "model.norm.weight": "norm.weight",
-        "lm_head.weight": None if shape.tied else "head.weight",  # some tied checkpoints carry it all the same
+        # some tied checkpoints carry it all the same
+        "lm_head.weight": None if shape.tied or shape.headless else "head.weight",
+        "score.0.{kind}": "heads.transform.dense.{kind}",
+        "score.2.{kind}": "heads.classifier.{kind}",
+        "score.{kind}": "heads.classifier.{kind}",
         "model.layers.{n}.input_layernorm.weight": "layers.{n}.attention_norm.weight",
         "model.layers.{n}.post_attention_layernorm.weight": "layers.{n}.mlp_norm.weight",
         "model.layers.{n}.self_attn.o_proj.{kind}": "layers.{n}.attention.output.{kind}",
@@ -59,4 +63,8 @@ def llama_rules(
         "model.layers.{n}.self_attn.rotary_emb.inv_freq": None,  # old checkpoints; we compute it
     }
     names |= others or {}
-    return Rules({name.replace("model", root, 1): place for root in roots for name, place in names.items()})
+    rooted: dict[str, str | None] = {}
+    for root in roots:
+        for name, place in names.items():
+            rooted[name.replace("model", root, 1).removeprefix(".")] = place
+    return Rules(rooted)

@@ -5,7 +5,8 @@ It stands among the models because it knows them all; `nn/weights` knows none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,19 +15,31 @@ from slipstream.config.config import ModelConfig
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.model_info import ModelInfo
 from slipstream.errors import NotEnoughMemory, UnsupportedModel
+from slipstream.nn.columns import Columns, serves_columns
 from slipstream.nn.low_bit import LowBit
-from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.registry import find_family
+from slipstream.nn.models.decoder import Decoder, DecoderShape
+from slipstream.nn.models.encoder import Encoder, EncoderShape
+from slipstream.nn.models.heads import Heads, HeadShape
+from slipstream.nn.models.registry import find_heads, find_rules, find_shape
 from slipstream.nn.quant import Place, Plain, WeightFormat
+from slipstream.nn.steady import Steady
 from slipstream.nn.weights.dummy import DummySource
 from slipstream.nn.weights.gguf import GgufSource
 from slipstream.nn.weights.load import fill_places, find_places, match_places
-from slipstream.nn.weights.safetensors import SafetensorsSource
+from slipstream.nn.weights.rules import Rules
+from slipstream.nn.weights.safetensors import open_file, open_folder
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 from slipstream.ops.low_bit import find_kernel
 
 
-def load_model(config: ModelConfig, device: torch.device, progress: bool = False) -> Decoder:
+def load_model(config: ModelConfig, device: torch.device, progress: bool = False) -> Decoder | Encoder:
+    model, fill = open_model(config, device)
+    fill(progress)
+    return model
+
+
+def open_model(config: ModelConfig, device: torch.device) -> tuple[Decoder | Encoder, Callable[[bool], None]]:
+    """The model with memory and no weights in it yet, and what reads them; told whether to show progress."""
     model = lay_out(config, device)
     places = find_places(model)
     tensors = find_tensors(config, model, places, device)
@@ -36,41 +49,108 @@ def load_model(config: ModelConfig, device: torch.device, progress: bool = False
         raise NotEnoughMemory(
             f"{config.name} does not fit the memory of {device} in {config.dtype}; take a smaller dtype or model"
         ) from error
-    fill_places(tensors, places, progress)
-    return model
+    return model, lambda progress: fill_places(tensors, places, progress)
 
 
-def lay_out(config: ModelConfig, device: torch.device) -> Decoder:
+def lay_out(config: ModelConfig, device: torch.device) -> Decoder | Encoder:
     """The model with every tensor's shape and dtype, and no memory yet."""
     dtype = getattr(torch, config.dtype)
     format = _format(config, device)
-    return Decoder(find_family(config.info).shape(config.info), config.max_model_len, dtype, lambda name: format)
+    shape = find_shape(config.info)
+    if isinstance(shape, EncoderShape):
+        # an encoder never multiplies with a few tokens only
+        columns = serves_columns(device, dtype) and not config.deterministic
+        products = Columns(dtype) if columns else format
+        model: Decoder | Encoder = Encoder(
+            shape, config.max_model_len, dtype, lambda name: format if name == "embedding" else products
+        )
+    else:
+        model = Decoder(_as_stored(config, shape), config.max_model_len, dtype, lambda name: format)
+    model.heads = _heads(config, model, dtype)
+    return model
+
+
+def _as_stored(config: ModelConfig, shape: DecoderShape) -> DecoderShape:
+    """An embedder may be published under the name of a model that continues text, without the projection to tokens."""
+    if shape.tied or shape.headless or config.pooling is None or config.load_format != "safetensors":
+        return shape
+    return replace(shape, headless=all(tensor.name != "lm_head.weight" for tensor in open_folder(Path(config.path))))
+
+
+def _heads(config: ModelConfig, model: Decoder | Encoder, dtype: torch.dtype) -> Heads | None:
+    """None where nothing stands behind the hidden states that pooling could use."""
+    pooling, info = config.pooling, config.info
+    if pooling is None:
+        return None
+    shape = find_heads(info)
+    if not {"classify", "token_classify"}.intersection(pooling.tasks) and shape.classifier_bias is not None:
+        shape = HeadShape()
+    if "sparse" not in pooling.tasks and shape.vocabulary:
+        shape = HeadShape()
+    if config.load_format != "gguf":
+        by_word, by_token = (open_file(Path(config.path) / name) is not None for name in (BY_WORD, BY_TOKEN))
+        shape = replace(shape, weights_words=by_word, token_bias=True if by_token else shape.token_bias)
+    if shape == HeadShape() and not pooling.dense and pooling.yes_no is None:
+        return None
+    is_tied = isinstance(model, Encoder)
+    if shape.vocabulary and not info.tied_embeddings:
+        raise UnsupportedModel("its projection back to words is not its embedding, which is not built")
+    return Heads(
+        shape,
+        pooling,
+        info.hidden_size,
+        info.vocab_size,
+        dtype,
+        model.lm_rows,
+        model.embedding.logits if is_tied else None,
+    )
 
 
 def find_tensors(
-    config: ModelConfig, model: Decoder, places: Mapping[str, Place], device: torch.device
+    config: ModelConfig, model: Decoder | Encoder, places: Mapping[str, Place], device: torch.device
 ) -> dict[str, SourceTensor]:
     """The checkpoint's tensor for each place; nothing is read."""
     if config.load_format == "dummy":
         return match_places(DummySource(places, config.seed, device), None, places)
-    return match_places(_open(config), find_family(config.info).rules(model.shape), places)
+    others = [] if config.load_format == "gguf" else list(_beside(config, model.heads))
+    return match_places(_open(config), find_rules(config.info, model.shape), places, others)
+
+
+BY_WORD, BY_TOKEN = "sparse_linear", "colbert_linear"
+"""Files of BGE-M3: a weight for each token, and a vector for each."""
+
+
+def _beside(config: ModelConfig, heads: Heads | None) -> Iterator[tuple[WeightSource, Rules]]:
+    """What lies in files and folders beside the model's own weights."""
+    if heads is None or config.pooling is None:
+        return
+    folder = Path(config.path)
+    for number, dense in enumerate(config.pooling.dense):
+        yield open_folder(folder / dense.path), Rules({"linear.{kind}": f"heads.dense.{number}.linear.{{kind}}"})
+    for name, place in ((BY_WORD, "word"), (BY_TOKEN, "token")):
+        source = open_file(folder / name)
+        if source is not None:
+            yield source, Rules({"{kind}": f"heads.{place}.{{kind}}"})
+
+
+def stays_low_bit(config: ModelConfig, device: str) -> bool:
+    """Whether weights that the file has at 4 or 8 bits stay so: such products are of the CPU, on float32."""
+    wanted = config.load_format == "gguf" and not config.dequantize
+    return wanted and device == "cpu" and config.dtype == "float32" and find_kernel() is not None
 
 
 def _format(config: ModelConfig, device: torch.device) -> WeightFormat:
-    dtype = getattr(torch, config.dtype)
-    # the low-bit products are of the CPU, on float32
-    if config.load_format == "gguf" and not config.dequantize and device.type == "cpu" and dtype is torch.float32:
-        kernel = find_kernel()
-        if kernel is not None:
-            return LowBit(kernel)
-    return Plain(dtype)
+    if config.deterministic:
+        return Steady(getattr(torch, config.dtype))
+    kernel = find_kernel() if stays_low_bit(config, device.type) else None
+    return Plain(getattr(torch, config.dtype)) if kernel is None else LowBit(kernel)
 
 
 def _open(config: ModelConfig) -> WeightSource:
     if config.load_format == "gguf":
         return GgufSource(GgufFile.open(config.path), config.info.num_heads, config.info.num_kv_heads)
     _refuse_quantised(config.info)
-    return SafetensorsSource(Path(config.path))
+    return open_folder(Path(config.path))
 
 
 def _refuse_quantised(info: ModelInfo) -> None:

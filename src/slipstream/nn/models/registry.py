@@ -3,46 +3,127 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream.cache_spec import CacheSpec
-from slipstream.config.model_info import ModelInfo
+from slipstream.config.model_info import ModelInfo, family_name
 from slipstream.errors import UnsupportedModel
+from slipstream.nn.models.bert import (
+    bert_heads,
+    bert_rules,
+    bert_shape,
+    distilbert_heads,
+    distilbert_rules,
+    roberta_rules,
+)
 from slipstream.nn.models.decoder import DecoderShape
+from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.gemma import gemma2_shape, gemma3_shape, gemma_rules, gemma_text_rules
+from slipstream.nn.models.heads import HeadShape
 from slipstream.nn.models.llama import llama_rules, llama_shape, mistral_shape
+from slipstream.nn.models.modernbert import modernbert_heads, modernbert_rules, modernbert_shape
+from slipstream.nn.models.mpnet import mpnet_rules, mpnet_shape
 from slipstream.nn.models.olmo import olmo2_rules, olmo2_shape
 from slipstream.nn.models.phi import phi3_rules, phi3_shape
 from slipstream.nn.models.qwen import qwen2_shape, qwen3_shape
+from slipstream.nn.models.rotary_bert import gte_rules, gte_shape, nomic_rules, nomic_shape
 from slipstream.nn.weights.rules import Rules
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
+    """Of decoders."""
+
     shape: Callable[[ModelInfo], DecoderShape]
     rules: Callable[[DecoderShape], Rules]
 
 
-FAMILIES = {
-    "LlamaForCausalLM": Family(llama_shape, llama_rules),
-    "MistralForCausalLM": Family(mistral_shape, llama_rules),
-    "Qwen2ForCausalLM": Family(qwen2_shape, llama_rules),
-    "Qwen3ForCausalLM": Family(qwen3_shape, llama_rules),
-    "Gemma2ForCausalLM": Family(gemma2_shape, gemma_rules),
-    "Gemma3ForCausalLM": Family(gemma3_shape, gemma_rules),
-    "Gemma3ForConditionalGeneration": Family(gemma3_shape, gemma_text_rules),
-    "Phi3ForCausalLM": Family(phi3_shape, phi3_rules),
-    "Olmo2ForCausalLM": Family(olmo2_shape, olmo2_rules),
+@dataclass(frozen=True, slots=True)
+class EncoderFamily:
+    shape: Callable[[ModelInfo], EncoderShape]
+    rules: Callable[[ModelInfo], Rules]
+    heads: Callable[[ModelInfo], HeadShape]
+
+
+DECODERS = {
+    "Llama": Family(llama_shape, llama_rules),
+    "Mistral": Family(mistral_shape, llama_rules),
+    "Qwen2": Family(qwen2_shape, llama_rules),
+    "Qwen3": Family(qwen3_shape, llama_rules),
+    "Gemma2": Family(gemma2_shape, gemma_rules),
+    "Gemma3": Family(gemma3_shape, gemma_rules),
+    "Gemma3Text": Family(gemma3_shape, gemma_rules),
+    "Phi3": Family(phi3_shape, phi3_rules),
+    "Olmo2": Family(olmo2_shape, olmo2_rules),
+    "LlamaBidirectional": Family(llama_shape, llama_rules),
 }
+"""By how their architectures' names begin."""
+DECODER_ENDINGS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForRewardModel", "ForProcessRewardModel")
+PICTURES = {"Gemma3ForConditionalGeneration": Family(gemma3_shape, gemma_text_rules)}
+"""Of which we run the text."""
+
+ENCODER_FAMILIES = {
+    "Bert": EncoderFamily(bert_shape, bert_rules, bert_heads),
+    "Roberta": EncoderFamily(bert_shape, roberta_rules, bert_heads),
+    "XLMRoberta": EncoderFamily(bert_shape, roberta_rules, bert_heads),
+    "Camembert": EncoderFamily(bert_shape, roberta_rules, bert_heads),
+    "DistilBert": EncoderFamily(bert_shape, distilbert_rules, distilbert_heads),
+    "MPNet": EncoderFamily(mpnet_shape, mpnet_rules, bert_heads),
+    "ModernBert": EncoderFamily(modernbert_shape, modernbert_rules, modernbert_heads),
+    "NomicBert": EncoderFamily(nomic_shape, nomic_rules, bert_heads),
+    "New": EncoderFamily(gte_shape, gte_rules, bert_heads),
+    "Gte": EncoderFamily(gte_shape, gte_rules, bert_heads),
+    "HF_ColBERT": EncoderFamily(bert_shape, bert_rules, bert_heads),
+}
+ENCODER_ENDINGS = ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassification", "ForTokenClassification")
 
 
-def find_family(info: ModelInfo) -> Family:
-    family = FAMILIES.get(info.architecture)
-    if family is None:
-        raise UnsupportedModel(f"{info.architecture} is not an architecture we run; we run {', '.join(FAMILIES)}")
-    return family
+def find_family(info: ModelInfo) -> Family | EncoderFamily:
+    name = info.architecture
+    family = family_name(name)
+    if name in PICTURES:
+        return PICTURES[name]
+    if family in DECODERS and name.removeprefix(family) in DECODER_ENDINGS:
+        return DECODERS[family]
+    if family in ENCODER_FAMILIES and (name.removeprefix(family) in ENCODER_ENDINGS or name == family == "HF_ColBERT"):
+        return ENCODER_FAMILIES[family]
+    causal = ", ".join([f"{known}ForCausalLM" for known in DECODERS if known[-1].isdigit() or known[-1].islower()])
+    raise UnsupportedModel(
+        f"{name} is not an architecture we run; we run {causal}, {', '.join(PICTURES)}, and encoders: "
+        f"{', '.join(ENCODER_FAMILIES)}"
+    )
+
+
+def find_shape(info: ModelInfo) -> DecoderShape | EncoderShape:
+    """What a model is, by its family and by what its checkpoint is for."""
+    shape = find_family(info).shape(info)
+    if isinstance(shape, EncoderShape):
+        return shape
+    continues = info.architecture.endswith(("ForCausalLM", "ForConditionalGeneration"))
+    if not info.is_causal and not family_name(info.architecture).startswith("Gemma"):
+        # a window that ends at a token becomes one to each side of it
+        shape = replace(shape, windows=tuple(max(window - 1, 0) for window in shape.windows))
+    return replace(shape, causal=info.is_causal, headless=not continues)
+
+
+def find_heads(info: ModelInfo) -> HeadShape:
+    """What a checkpoint has behind its hidden states."""
+    family = find_family(info)
+    if isinstance(family, EncoderFamily):
+        return family.heads(info)
+    if info.architecture.endswith("RewardModel"):
+        return HeadShape(classifier_bias=True, transform="relu")
+    return HeadShape(classifier_bias=False if info.architecture.endswith("ForSequenceClassification") else None)
+
+
+def find_rules(info: ModelInfo, shape: DecoderShape | EncoderShape) -> Rules:
+    family = find_family(info)
+    if isinstance(family, EncoderFamily):
+        return family.rules(info)
+    assert isinstance(shape, DecoderShape)
+    return family.rules(shape)
 
 
 def cache_specs(info: ModelInfo, page_size: int, itemsize: int) -> list[CacheSpec]:
     """What each layer asks to have remembered, known before anything is loaded."""
-    return find_family(info).shape(info).cache_specs(page_size, itemsize)
+    return find_shape(info).cache_specs(page_size, itemsize)

@@ -6,7 +6,7 @@ Names and shapes are compared before the first tensor is read, so a wrong checkp
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from slipstream.nn.quant import Place
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 
+HEADS = "heads."  # how the places of what stands behind the hidden states begin
 SHOWN = 4  # names of each mistake that a message lists
 
 
@@ -30,17 +31,25 @@ def find_places(model: nn.Module) -> dict[str, Place]:
     return places
 
 
-def match_places(source: WeightSource, rules: Rules | None, places: Mapping[str, Place]) -> dict[str, SourceTensor]:
-    """Which tensor of the source goes to which place. Without rules, names are the same. Raises BadCheckpoint."""
+def match_places(
+    source: WeightSource,
+    rules: Rules | None,
+    places: Mapping[str, Place],
+    others: Sequence[tuple[WeightSource, Rules]] = (),
+) -> dict[str, SourceTensor]:
+    """Which tensor of the source goes to which place. Without rules, names are the same. Raises BadCheckpoint.
+
+    `others` are further sources, each with its rules. Heads that the model has no use for are left where they are.
+    """
     found: dict[str, SourceTensor] = {}
     unexpected, misshapen, twice = [], [], []
-    for tensor in source:
+    for tensor, names in _all_of([(source, rules), *others]):
         try:
-            name = rules.rename(tensor.name) if rules is not None else tensor.name
+            name = names.rename(tensor.name) if names is not None else tensor.name
         except KeyError:
             unexpected.append(tensor.name)
             continue
-        if name is None:
+        if name is None or (name.startswith(HEADS) and name not in places):
             continue
         if name not in places:
             unexpected.append(tensor.name)
@@ -60,6 +69,12 @@ def match_places(source: WeightSource, rules: Rules | None, places: Mapping[str,
             "check that weights and config come from the same model"
         )
     return found
+
+
+def _all_of(parts: Sequence[tuple[WeightSource, Rules | None]]) -> Iterator[tuple[SourceTensor, Rules | None]]:
+    for source, rules in parts:
+        for tensor in source:
+            yield tensor, rules
 
 
 def fill_places(tensors: Mapping[str, SourceTensor], places: Mapping[str, Place], progress: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Weights from a folder of safetensors files, whole or sharded, through a memory map."""
+"""Weights from a folder of safetensors files, whole or sharded, through a memory map; and which file a folder has."""
 
 from __future__ import annotations
 
@@ -13,15 +13,38 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from slipstream.errors import BadCheckpoint
-from slipstream.nn.weights.source import SourceTensor
+from slipstream.nn.weights.source import SourceTensor, WeightSource
+from slipstream.nn.weights.torch_file import TorchFileSource
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TORCH_WHOLE = "pytorch_model.bin"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+
+
+def open_folder(folder: Path) -> WeightSource:
+    """The weights of a folder: safetensors, or where it has none, what torch.save wrote."""
+    has_ours = any((folder / name).exists() for name in (WHOLE, INDEX))
+    if not has_ours and any((folder / name).exists() for name in (TORCH_WHOLE, TORCH_INDEX)):
+        return TorchFileSource(_files(folder, TORCH_WHOLE, TORCH_INDEX))
+    return SafetensorsSource(folder)
+
+
+def open_file(stem: Path) -> WeightSource | None:
+    """A file of a few tensors, by its path without the ending; None if there is none."""
+    whole = stem.with_name(f"{stem.name}.safetensors")
+    if whole.is_file():
+        return SafetensorsSource(stem.parent, [whole])
+    for ending in ("pt", "bin"):
+        path = stem.with_name(f"{stem.name}.{ending}")
+        if path.is_file():
+            return TorchFileSource([path])
+    return None
 
 
 class SafetensorsSource:
-    def __init__(self, folder: Path) -> None:
-        self.files = _files(folder)
+    def __init__(self, folder: Path, files: list[Path] | None = None) -> None:
+        self.files = _files(folder, WHOLE, INDEX) if files is None else files
 
     def __iter__(self) -> Iterator[SourceTensor]:
         """File by file. A file stays open as long as one of its tensors is still to be read."""
@@ -42,21 +65,21 @@ def _read(file: Any, path: Path, name: str) -> torch.Tensor:
     return tensor
 
 
-def _files(folder: Path) -> list[Path]:
-    if (folder / INDEX).exists():
+def _files(folder: Path, whole: str, index: str) -> list[Path]:
+    if (folder / index).exists():
         try:
-            shards = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+            shards = set(json.loads((folder / index).read_text())["weight_map"].values())
             files = [folder / shard for shard in sorted(shards)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise BadCheckpoint(f"{folder / INDEX} is broken; download it again") from None
+            raise BadCheckpoint(f"{folder / index} is broken; download it again") from None
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise BadCheckpoint(
                 f"{folder} lacks {len(missing)} of {len(files)} weight files, {missing[0]} first; download them again"
             )
         return files
-    if (folder / WHOLE).is_file():
-        return [folder / WHOLE]
+    if (folder / whole).is_file():
+        return [folder / whole]
     raise BadCheckpoint(
         f"{folder} has neither {WHOLE} nor {INDEX}; convert its weights to safetensors, "
         "or set load_format to dummy to run random ones"

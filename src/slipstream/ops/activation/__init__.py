@@ -5,5 +5,6 @@ from slipstream.ops.dispatch import by_device
 
 silu_and_mul = by_device(native.silu_and_mul, "slipstream.ops.activation.triton")
 gelu_tanh_and_mul = by_device(reference.gelu_tanh_and_mul, "slipstream.ops.activation.triton")
+gelu_and_mul = by_device(reference.gelu_and_mul, "slipstream.ops.activation.triton")
 
-__all__ = ["gelu_tanh_and_mul", "silu_and_mul"]
+__all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "silu_and_mul"]

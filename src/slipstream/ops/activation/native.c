@@ -1,14 +1,25 @@
-// silu(gate) * up, where a row is [gate, up].
+// An activation of the gate times up, where a row is [gate, up].
 #include <stdint.h>
 
 #include "../native_math.h"
+#include "../native_parts.h"
+
+void slip_silu_row(const float *gate, const float *up, float *out, int64_t size) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) out[i] = gate[i] / (1.0f + slip_exp(-gate[i])) * up[i];
+}
+
+void slip_gelu_tanh_row(const float *gate, const float *up, float *out, int64_t size) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) {
+        float g = gate[i];
+        float bent = slip_tanh(0.7978845608f * (g + 0.044715f * g * g * g));
+        out[i] = 0.5f * g * (1.0f + bent) * up[i];
+    }
+}
 
 void slip_silu_and_mul(const float *gate_up, float *out, int64_t num_rows, int64_t size) {
 #pragma omp parallel for if (num_rows * size > 16384)
-    for (int64_t row = 0; row < num_rows; row++) {
-        const float *gate = gate_up + row * 2 * size, *up = gate + size;
-        float *o = out + row * size;
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) o[i] = gate[i] / (1.0f + slip_exp(-gate[i])) * up[i];
-    }
+    for (int64_t row = 0; row < num_rows; row++)
+        slip_silu_row(gate_up + row * 2 * size, gate_up + row * 2 * size + size, out + row * size, size);
 }

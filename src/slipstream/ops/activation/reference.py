@@ -15,3 +15,9 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Gelu by its tanh approximation."""
     gate, up = gate_up.chunk(2, -1)
     return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Gelu itself."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.gelu(gate).mul_(up)

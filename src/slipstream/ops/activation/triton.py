@@ -6,19 +6,29 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.ops.dependent import dependent, release_next, wait_for_previous
+
 _BLOCK = 1024
 
 
+_SILU, _GELU_TANH, _GELU = (tl.constexpr(kind) for kind in range(3))
+
+
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    return _launch(gate_up, gelu=False)
+    return _launch(gate_up, _SILU)
 
 
 def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Gelu by its tanh approximation."""
-    return _launch(gate_up, gelu=True)
+    return _launch(gate_up, _GELU_TANH)
 
 
-def _launch(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Gelu itself."""
+    return _launch(gate_up, _GELU)
+
+
+def _launch(gate_up: torch.Tensor, kind: tl.constexpr) -> torch.Tensor:
     size = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype, device=gate_up.device)
     merged = gate_up.reshape(-1, 2 * size)
@@ -26,20 +36,26 @@ def _launch(gate_up: torch.Tensor, gelu: bool) -> torch.Tensor:
         merged = merged.contiguous()
     if len(merged):
         grid = (triton.cdiv(size, _BLOCK), len(merged))
-        _gate_kernel[grid](merged, out, merged.stride(0), size, GELU=gelu, BLOCK=_BLOCK, num_warps=4)
+        constants = {"KIND": kind.value, "BLOCK": _BLOCK, **dependent(out.device, len(merged))}
+        _gate_kernel[grid](merged, out, merged.stride(0), size, **constants, num_warps=4)
     return out
 
 
 # grid: (blocks, rows)
 @triton.jit
-def _gate_kernel(gate_up, out, stride, size, GELU: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_kernel(gate_up, out, stride, size, KIND: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    release_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < size
     gate = tl.load(gate_up + row * stride + place, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + size + place, mask=mask, other=0.0).to(tl.float32)
-    # (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
-    slope = gate
-    if GELU:
-        slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-    tl.store(out + row * size + place, (gate * tl.sigmoid(slope) * up).to(out.dtype.element_ty), mask=mask)
+    if KIND == _GELU:
+        share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif KIND == _GELU_TANH:
+        # (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
+        share = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        share = tl.sigmoid(gate)
+    tl.store(out + row * size + place, (gate * share * up).to(out.dtype.element_ty), mask=mask)

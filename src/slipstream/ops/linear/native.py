@@ -11,11 +11,11 @@ from slipstream.ops import native
 from slipstream.ops.linear import reference
 
 _ON_ARM = platform.machine().lower() in ("aarch64", "arm64")
-_MOST = 32  # tokens; one alone is as fast by torch, which then only reads memory
+_MOST = 32  # tokens
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    if _ON_ARM and 1 < len(x) <= _MOST and native.serves(x) and weight.dtype is x.dtype and weight.is_contiguous():
+    if _ON_ARM and len(x) <= _MOST and native.serves(x) and weight.dtype is x.dtype and weight.is_contiguous():
         return few_tokens(x, weight, bias)
     return reference.linear(x, weight, bias)
 

@@ -56,6 +56,9 @@ class _DynamicQuantWeight:
             out.add_(product(x, plane, BLOCK, self.num_columns, self.num_rows))
         return out if self.offset is None else add_group_sums(out, x, self.offset)
 
+    def run(self) -> None:
+        return None
+
 
 class Int4Pack:
     """x86: activations and scales in bfloat16, the one dtype the kernel is fast in; offsets are part of it."""
@@ -103,6 +106,9 @@ class _Int4PackWeight:
         for weight, scales in self.planes[1:]:
             out.add_(product(x, weight, BLOCK, scales))
         return out if out.shape[1] == self.num_rows else out[:, : self.num_rows].contiguous()
+
+    def run(self) -> None:
+        return None
 
 
 def _padded(rows: torch.Tensor, multiple: int) -> torch.Tensor:

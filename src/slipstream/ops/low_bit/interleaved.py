@@ -11,6 +11,7 @@ import torch
 
 from slipstream.ops import native
 from slipstream.ops.dequant import BLOCK, split
+from slipstream.ops.weight_run import WeightRun
 
 
 class Interleaved:
@@ -70,6 +71,10 @@ class _InterleavedWeight:
             self.num_columns // BLOCK,
         )
         return out
+
+    def run(self) -> WeightRun:
+        bits = 8 if self.offset is None else 4
+        return WeightRun(self.numbers, self.num_rows, bits, self.scale, self.offset)
 
 
 def _interleave(rows: torch.Tensor) -> torch.Tensor:

@@ -6,12 +6,17 @@ from typing import Protocol
 
 import torch
 
+from slipstream.ops.weight_run import WeightRun
+
 
 class Packed(Protocol):
     """Weights as a kernel wants them."""
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, columns] float32 to [T, rows]."""
+
+    def run(self) -> WeightRun | None:
+        """As our C kernels read them, or None if they do not."""
 
 
 class Kernel(Protocol):

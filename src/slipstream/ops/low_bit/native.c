@@ -8,14 +8,15 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define BLOCK 32
+#include "../native_parts.h"
+
+#define BLOCK SLIP_BLOCK
 #define TOKENS 8
 
 #if defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 
-// x to numbers of 8 bits, their scales [groups], and scale * sum [groups]
-static void quantize(const float *x, int8_t *numbers, float *scales, float *sums, int64_t groups) {
+void slip_quantize(const float *x, int8_t *numbers, float *scales, float *sums, int64_t groups) {
     for (int64_t g = 0; g < groups; g++) {
         const float *a = x + g * BLOCK;
         float32x4_t v[8], most = vdupq_n_f32(0);
@@ -87,6 +88,27 @@ static inline __attribute__((always_inline)) void tile(int bits, int tokens, con
 
 int64_t slip_low_bit_works(void) { return 1; }
 
+void slip_low_bit_rows(const int8_t *numbers, const float *scales, const float *sums, const uint8_t *weights,
+                       const void *weight_scales, const void *offsets, float *out, int64_t bits, int64_t num_tokens,
+                       int64_t num_rows, int64_t groups, int64_t out_stride, int64_t first, int64_t last) {
+    for (int64_t n = first; n < last; n += 4) {
+        const uint8_t *w = weights + n / 4 * groups * BLOCK * bits / 2;
+        const float16_t *s = (const float16_t *)weight_scales + n * groups;
+        const float16_t *o = (const float16_t *)offsets + n * groups;
+        int64_t count = num_rows - n < 4 ? num_rows - n : 4;
+        for (int64_t t = 0; t < num_tokens; t += TOKENS) {
+            int64_t tokens = num_tokens - t < TOKENS ? num_tokens - t : TOKENS;
+            float32x4_t total[TOKENS];
+            switch (bits * 16 + tokens) {
+                TILE(4, 1) TILE(4, 2) TILE(4, 3) TILE(4, 4) TILE(4, 5) TILE(4, 6) TILE(4, 7) TILE(4, 8)
+                TILE(8, 1) TILE(8, 2) TILE(8, 3) TILE(8, 4) TILE(8, 5) TILE(8, 6) TILE(8, 7) TILE(8, 8)
+            }
+            for (int64_t i = 0; i < tokens; i++)
+                memcpy(out + (t + i) * out_stride + n, &total[i], count * sizeof(float));
+        }
+    }
+}
+
 // out [tokens, rows] = x [tokens, groups * 32] times the weights [rows / 4, groups, 4 rows * 32 columns], whose scales
 // and offsets are [rows / 4, groups, 4] float16; with 8 bits there are no offsets
 void slip_low_bit(const float *x, const uint8_t *weights, const void *weight_scales, const void *offsets, float *out,
@@ -97,30 +119,29 @@ void slip_low_bit(const float *x, const uint8_t *weights, const void *weight_sca
     {
 #pragma omp for
         for (int64_t t = 0; t < num_tokens; t++)
-            quantize(x + t * groups * BLOCK, numbers + t * groups * BLOCK, scales + t * groups, sums + t * groups, groups);
+            slip_quantize(x + t * groups * BLOCK, numbers + t * groups * BLOCK, scales + t * groups, sums + t * groups,
+                          groups);
 #pragma omp for
-        for (int64_t n = 0; n < num_rows; n += 4) {
-            const uint8_t *w = weights + n / 4 * groups * BLOCK * bits / 2;
-            const float16_t *s = (const float16_t *)weight_scales + n * groups;
-            const float16_t *o = (const float16_t *)offsets + n * groups;
-            int64_t count = num_rows - n < 4 ? num_rows - n : 4;
-            for (int64_t t = 0; t < num_tokens; t += TOKENS) {
-                int64_t tokens = num_tokens - t < TOKENS ? num_tokens - t : TOKENS;
-                float32x4_t total[TOKENS];
-                switch (bits * 16 + tokens) {
-                    TILE(4, 1) TILE(4, 2) TILE(4, 3) TILE(4, 4) TILE(4, 5) TILE(4, 6) TILE(4, 7) TILE(4, 8)
-                    TILE(8, 1) TILE(8, 2) TILE(8, 3) TILE(8, 4) TILE(8, 5) TILE(8, 6) TILE(8, 7) TILE(8, 8)
-                }
-                for (int64_t i = 0; i < tokens; i++)
-                    memcpy(out + (t + i) * num_rows + n, &total[i], count * sizeof(float));
-            }
-        }
+        for (int64_t n = 0; n < num_rows; n += 16)
+            slip_low_bit_rows(numbers, scales, sums, weights, weight_scales, offsets, out, bits, num_tokens, num_rows,
+                              groups, num_rows, n, n + 16 < num_rows ? n + 16 : num_rows);
     }
     free(numbers);
     free(scales);
 }
 
 #else
+
+void slip_quantize(const float *x, int8_t *numbers, float *scales, float *sums, int64_t groups) {
+    (void)x, (void)numbers, (void)scales, (void)sums, (void)groups;
+}
+
+void slip_low_bit_rows(const int8_t *numbers, const float *scales, const float *sums, const uint8_t *weights,
+                       const void *weight_scales, const void *offsets, float *out, int64_t bits, int64_t num_tokens,
+                       int64_t num_rows, int64_t groups, int64_t out_stride, int64_t first, int64_t last) {
+    (void)numbers, (void)scales, (void)sums, (void)weights, (void)weight_scales, (void)offsets, (void)out, (void)bits;
+    (void)num_tokens, (void)num_rows, (void)groups, (void)out_stride, (void)first, (void)last;
+}
 
 int64_t slip_low_bit_works(void) { return 0; }
 

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.ops.dependent import dependent, release_next, wait_for_previous
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x over its root mean square along the last dimension, times weight: [size], or [heads, size] for x's heads."""
@@ -59,6 +61,7 @@ def _launch(
         ROWS=rows,
         BLOCK=block,
         num_warps=max(1, min(8, rows * block // 256)),
+        **dependent(x.device, num),
     )
 
 
@@ -79,7 +82,10 @@ def _norm_kernel(
     PER_HEAD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    release_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (place < SIZE)[None, :]

@@ -4,12 +4,13 @@
 #include <stdint.h>
 
 #include "../native_math.h"
+#include "../native_parts.h"
 
 #define STRETCH 64
 
-static void attend_head(const float *query, float *out, const float *keys, const float *values, const int64_t *pages,
-                        int64_t first, int64_t length, int64_t group, int64_t dim, int64_t page_size, int64_t slot_stride,
-                        float scale, float cap) {
+void slip_attend_head(const float *query, float *out, const float *keys, const float *values, const int64_t *pages,
+                      int64_t first, int64_t length, int64_t group, int64_t dim, int64_t page_size, int64_t slot_stride,
+                      float scale, float cap) {
     float scores[STRETCH], best[group], total[group];
     const float *k[STRETCH + 3], *v[STRETCH + 3];
     for (int64_t g = 0; g < group; g++) {
@@ -89,8 +90,9 @@ void slip_attend_decode(const float *query, float *out, const float *keys, const
     for (int64_t row = 0; row < num_rows; row++)
         for (int64_t head = 0; head < num_kv_heads; head++) {
             int64_t first = window && lengths[row] > window ? lengths[row] - window : 0;
-            attend_head(query + row * query_stride + head * group * dim, out + (row * num_heads + head * group) * dim,
-                        keys + head * dim, values + head * dim, tables + row * table_stride, first, lengths[row], group,
-                        dim, page_size, num_kv_heads * dim, scale, cap);
+            slip_attend_head(query + row * query_stride + head * group * dim,
+                             out + (row * num_heads + head * group) * dim, keys + head * dim, values + head * dim,
+                             tables + row * table_stride, first, lengths[row], group, dim, page_size,
+                             num_kv_heads * dim, scale, cap);
         }
 }

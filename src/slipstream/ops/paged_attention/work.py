@@ -4,7 +4,8 @@ Rows of one token are cut along their keys, rows of more along their queries. Th
 once a step and serve all layers of one window; attention kernels run a fixed grid over them, so a launch looks the
 same whatever the lengths are and can be captured.
 
-How a row is cut depends on its own length alone: its sums have the same order alone and among others.
+How a row is cut depends on its own length, and on whether the step has room for more than a few rows: its sums have the
+same order in all steps of the one kind or of the other, whoever its neighbours are.
 """
 
 from __future__ import annotations
@@ -15,9 +16,18 @@ import torch
 import triton
 import triton.language as tl
 
-# A row of one token is cut every MIN_SPLIT keys, and every 2, 4, 8... times as many where that is over MAX_SPLITS cuts.
-MIN_SPLIT = 256
+# A row of one token is cut every so many keys, and every 2, 4, 8... times as many where that is over MAX_SPLITS cuts.
+# Few rows need many pieces to keep the device busy; among many rows a piece should be worth its beginning and end.
+FEW_ROWS = 8
+SPLIT_OF_FEW = 256
+SPLIT_OF_MANY = 512
 MAX_SPLITS = 32
+
+# Tiles go longest first, so that equal shares of them take equal time. But those of rows with many are sorted only
+# among neighbours that have about KEYS_TOGETHER keys: what they all read again and again stays in the device's cache.
+# Rows with fewer than FEW_TILES read little again, and come before.
+KEYS_TOGETHER = 8192
+FEW_TILES = tl.constexpr(8)
 
 RECORD = tl.constexpr(8)  # int32s of one piece of work
 
@@ -28,7 +38,7 @@ class Work:
     of tokens, first query of the tile, length. A length of 0 marks padding, whose output is zero."""
 
     splits: torch.Tensor  # [capacity, RECORD] int32
-    tiles: torch.Tensor  # [capacity, RECORD] int32, longest first within a row
+    tiles: torch.Tensor  # [capacity, RECORD] int32, those with the most keys first among neighbouring rows
     totals: torch.Tensor  # [2] int32, how many of each there are
     arrived: torch.Tensor  # [B, kv heads] int32, splits done; 0 between kernels
 
@@ -44,17 +54,24 @@ def list_work(
     page_size: int,
     tile: int,
     window: int = 0,
-    min_split: int = MIN_SPLIT,
+    min_split: int | None = None,
     max_splits: int = MAX_SPLITS,
+    keys_together: int = KEYS_TOGETHER,
+    cut_singles: bool = True,
 ) -> Work:
-    """Lists the work of B rows. Capacities follow from shapes and `max_length`, never from what the device holds."""
+    """Lists the work of B rows. Capacities follow from shapes and `max_length`, never from what the device holds.
+
+    Without `cut_singles` a row of one token is a tile like any other, and all work is for one kernel.
+    """
     num_rows = len(lengths)
     assert query_starts is not None or num_tokens == num_rows, f"{num_tokens} tokens in {num_rows} rows and no starts"
     assert page_table.stride(1) == 1
     group = num_heads // num_kv_heads
     device = lengths.device
+    if min_split is None:
+        min_split = SPLIT_OF_FEW if num_rows <= FEW_ROWS else SPLIT_OF_MANY
     num_splits = num_rows * most_splits(max_length, window, min_split, max_splits)
-    num_tiles = 0 if query_starts is None else num_tokens * group // tile + num_rows + 1
+    num_tiles = 0 if query_starts is None and cut_singles else num_tokens * group // tile + num_rows + 1
     work = Work(
         torch.empty(num_splits, RECORD.value, dtype=torch.int32, device=device),
         torch.empty(num_tiles, RECORD.value, dtype=torch.int32, device=device),
@@ -80,19 +97,22 @@ def list_work(
         TILE=tile,
         MIN_SPLIT=min_split,
         MAX_SPLITS=max_splits,
+        TOGETHER=keys_together,
+        CUT_SINGLES=cut_singles,
         BLOCK=256,
         num_warps=4,
     )
     return work
 
 
-def most_splits(max_length: int, window: int = 0, min_split: int = MIN_SPLIT, max_splits: int = MAX_SPLITS) -> int:
+def most_splits(max_length: int, window: int = 0, min_split: int = SPLIT_OF_FEW, max_splits: int = MAX_SPLITS) -> int:
     """Of any row of up to `max_length` positions."""
     if window:
         max_length = min(max_length, window + ALIGN.value)
     return max(1, min(max_splits, triton.cdiv(max_length, min_split)))
 
 
+TILES = tl.constexpr(64)  # listed at a time
 ALIGN = tl.constexpr(128)  # a window's first split begins at a multiple of it; blocks of keys divide it
 
 
@@ -121,24 +141,29 @@ def _list_work_kernel(
     TILE: tl.constexpr,
     MIN_SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    CUT_SINGLES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     splits_before = 0
     tiles_before = 0
+    keys_before = tl.cast(0, tl.int64)  # of rows of many tiles
     for first in range(0, row, BLOCK):
         rows = first + lanes
         start, count, length = _read_rows(
             rows, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE
         )
         begin, size, splits = _cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS)
-        single = count == 1
+        single = (count == 1) & CUT_SINGLES
         splits_before += tl.sum(tl.where((rows < row) & single, splits, 0))
-        tiles_before += tl.sum(tl.where((rows < row) & ~single, tl.cdiv(count * GROUP, TILE), 0))
+        tiles = tl.where((rows < row) & ~single, tl.cdiv(count * GROUP, TILE), 0)
+        tiles_before += tl.sum(tiles)
+        keys_before += tl.sum(tl.where(tiles >= FEW_TILES, length, 0).to(tl.int64))
 
     start, count, length = _read_rows(row, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE)
-    if count == 1:
+    if (count == 1) & CUT_SINGLES:
         begin, size, splits = _cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS)
         for first in range(0, splits, BLOCK):
             index = first + lanes
@@ -154,14 +179,33 @@ def _list_work_kernel(
         splits_before += splits
     else:
         tiles = tl.cdiv(count * GROUP, TILE)
-        for first in range(0, tiles, BLOCK):
-            index = first + lanes
+        tile_lanes = tl.arange(0, TILES)
+        for first in range(0, tiles, TILES):
+            index = first + tile_lanes
             mask = index < tiles
-            record = tiles_out + (tiles_before + index).to(tl.int64) * RECORD
+            query = (tiles - 1 - index) * TILE
+            place = index + _tiles_ahead(
+                row,
+                _last_key(query, count, length, GROUP, TILE),
+                tl.where(tiles < FEW_TILES, 0, 1 + keys_before // TOGETHER),
+                lengths,
+                starts,
+                table,
+                table_stride,
+                num_rows,
+                num_tokens,
+                HAS_STARTS,
+                PAGE,
+                GROUP,
+                TILE,
+                TOGETHER,
+                CUT_SINGLES,
+            )
+            record = tiles_out + place.to(tl.int64) * RECORD
             tl.store(record, row, mask=mask)
             tl.store(record + 1, start, mask=mask)
             tl.store(record + 2, count, mask=mask)
-            tl.store(record + 3, (tiles - 1 - index) * TILE, mask=mask)
+            tl.store(record + 3, query, mask=mask)
             tl.store(record + 4, length, mask=mask)
         tiles_before += tiles
 
@@ -203,3 +247,58 @@ def _cut_keys(length, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS:
     for _ in tl.static_range(14):
         size = tl.where(size * MAX_SPLITS < length - begin, size * 2, size)
     return begin, size, tl.maximum(tl.cdiv(length - begin, size), 1)
+
+
+@triton.jit
+def _last_key(query, count, length, GROUP: tl.constexpr, TILE: tl.constexpr):
+    """Keys up to the last one that a tile sees which begins with this query."""
+    seen = length - count + (query + TILE - 1) // GROUP + 1
+    return tl.where(length > 0, tl.minimum(length, seen), 0)
+
+
+@triton.jit
+def _tiles_ahead(
+    row,
+    keys,  # [TILES] that a tile of this row sees
+    neighbours,  # number of this row's company
+    lengths,
+    starts,
+    table,
+    table_stride,
+    num_rows,
+    num_tokens,
+    HAS_STARTS: tl.constexpr,
+    PAGE: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILE: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    CUT_SINGLES: tl.constexpr,
+):
+    """How many tiles of other rows come before each of these: all of an earlier company, those with more keys of the
+    same one, and of those with as many the ones of earlier rows."""
+    ROWS: tl.constexpr = 64
+    lanes = tl.arange(0, ROWS)
+    ahead = keys * 0
+    keys_before = tl.cast(0, tl.int64)
+    for first in range(0, num_rows + 1, ROWS):
+        rows = first + lanes
+        start, count, length = _read_rows(
+            rows, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE
+        )
+        single = (count == 1) & CUT_SINGLES
+        tiles = tl.where((rows <= num_rows) & ~single, tl.cdiv(count * GROUP, TILE), 0)
+        held = tl.where(tiles >= FEW_TILES, length, 0).to(tl.int64)
+        if tl.sum(tiles) > 0:
+            before = keys_before + tl.cumsum(held, 0) - held
+            company = tl.where(tiles < FEW_TILES, 0, 1 + before // TOGETHER)
+            tiles = tl.where(rows == row, 0, tiles)
+            # the tiles of a row see ever more keys: those with more than some number begin at one of them
+            limit = keys[None, :] - tl.where(rows < row, 1, 0)[:, None]
+            past = limit - tl.where(length > 0, length - count, 0)[:, None]
+            fewer = tl.minimum(tl.maximum(past, 0) * GROUP // TILE, tiles[:, None])
+            more = tl.where(length[:, None] > limit, tiles[:, None] - fewer, 0)
+            mine = tl.where((company == neighbours)[:, None], more, 0)
+            mine = tl.where((company < neighbours)[:, None], tiles[:, None], mine)
+            ahead += tl.sum(mine, 0)
+        keys_before += tl.sum(held)
+    return ahead

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from slipstream.ops import native
+from slipstream.ops.cache_write import write_cache
 from slipstream.ops.norm.native import rms_norm
 from slipstream.ops.rope import reference
 
@@ -26,3 +27,20 @@ def apply_rope(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rows: torch.Tensor) -> torch.Tensor:
     """x [T, heads, dim], normed per head by weight [heads, dim] if there is one, then turned."""
     return apply_rope(x if weight is None else rms_norm(x, weight, eps), rows)
+
+
+def turn_and_write(
+    query_key: torch.Tensor,  # [T, heads + kv heads, dim]
+    value: torch.Tensor,  # [T, kv heads, dim]
+    weight: torch.Tensor | None,  # [heads + kv heads, dim]
+    eps: float,
+    rotary: torch.Tensor,  # [T, 2, rotary dim]
+    keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
+    values: torch.Tensor,
+    slots: torch.Tensor,  # [T] int64, page * page_size + place
+) -> torch.Tensor:
+    """Queries and keys normed and turned; keys and values also at their slots."""
+    turned = norm_rope(query_key, weight, eps, rotary)
+    num_kv_heads = value.shape[1]
+    write_cache(turned.narrow(1, turned.shape[1] - num_kv_heads, num_kv_heads), value, keys, values, slots)
+    return turned

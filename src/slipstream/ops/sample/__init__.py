@@ -16,6 +16,8 @@ from slipstream.ops.sample.reference import (
 
 _KERNELS = "slipstream.ops.sample.triton"
 
+add_lines_ = by_device(reference.add_lines_, _KERNELS)
+count_ = by_device(reference.count_, _KERNELS)
 draw = by_device(reference.draw, _KERNELS)
 drop_below_ = by_device(reference.drop_below_, _KERNELS)
 find_floor = by_device(reference.find_floor, _KERNELS)
@@ -35,6 +37,8 @@ __all__ = [
     "RESAMPLE",
     "Choice",
     "TopLogprobs",
+    "add_lines_",
+    "count_",
     "draw",
     "drop_below_",
     "find_floor",

@@ -135,8 +135,13 @@ def likeliest(logits: torch.Tensor) -> Choice:
     return Choice(tokens.masked_fill_(failed, 0), failed)
 
 
-def forbid_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor, active: torch.Tensor) -> None:
-    """Put -inf at logits[index[i], ids[i, j]] for those i that are active. index [N], ids [N, J], active [N]."""
+def forbid_(logits: torch.Tensor, index: torch.Tensor | None, ids: torch.Tensor, active: torch.Tensor) -> None:
+    """Put -inf at logits[index[i], ids[i, j]] for those i that are active. index [N], ids [N, J], active [N].
+
+    Without an index the rows are all of them, in order.
+    """
+    if index is None:
+        index = torch.arange(len(ids), device=ids.device)
     places = (index[:, None], ids)
     logits.index_put_(places, logits[places].masked_fill_(active[:, None], -torch.inf))
 
@@ -161,26 +166,43 @@ def forbid_matched_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor
 
 def penalize_(
     logits: torch.Tensor,
-    index: torch.Tensor,  # [N] which rows of the logits
+    index: torch.Tensor | None,  # [N] which rows of the logits; None: all of them, in order
     counts: torch.Tensor,  # [slots, V] int32, how often a token is in the output
     in_prompt: torch.Tensor,  # [slots, V] bool
-    slots: torch.Tensor,  # [N] where these rows have their counts
+    slots: torch.Tensor,  # [N] where these rows have their counts; negative, without an index: the row stays as it is
     values: torch.Tensor,  # [N, 3] repetition, presence, frequency
 ) -> None:
     """Repetition for tokens of prompt and output, then frequency and presence for those of the output."""
     repetition, presence, frequency = values[:, :, None].unbind(1)
-    own, counts = logits.index_select(0, index), counts.index_select(0, slots)
+    held = slots if index is not None else slots.clamp(min=0)
+    before, counts = logits if index is None else logits.index_select(0, index), counts.index_select(0, held)
     in_output = counts > 0
-    factor = torch.where(in_prompt.index_select(0, slots) | in_output, repetition, 1)
-    own = torch.where(own > 0, own / factor, own * factor)
-    own.sub_(frequency * counts)
-    logits.index_copy_(0, index, own.sub_(presence * in_output))
+    factor = torch.where(in_prompt.index_select(0, held) | in_output, repetition, 1)
+    own = torch.where(before > 0, before / factor, before * factor)
+    own.sub_(frequency * counts).sub_(presence * in_output)
+    if index is None:
+        logits.copy_(torch.where((slots >= 0)[:, None], own, before))
+    else:
+        logits.index_copy_(0, index, own)
+
+
+def count_(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+    """counts [slots, V] += 1 at (slots[i], tokens[i]), for those i whose slot is not negative."""
+    places = slots.clamp(min=0) * counts.shape[1] + tokens
+    counts.view(-1).index_add_(0, places, (slots >= 0).to(counts.dtype))
+
+
+def add_lines_(logits: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -> None:
+    """logits[i] += table[slots[i]], for those i whose slot is not negative. table [slots, V], slots [R]."""
+    lines = table.index_select(0, slots.clamp(min=0)).to(logits.dtype)
+    logits.copy_(torch.where((slots >= 0)[:, None], logits + lines, logits))
 
 
 def find_floor(
     logits: torch.Tensor,
     limits: torch.Tensor,  # [R, 3] log of min_p, top_k, top_p; (-inf, V or more, over 1) keeps all
-    order: Sequence[tuple[torch.Tensor, int]],  # index [N] of rows, and how many of their largest to put in order
+    # index [N] of rows, and how many of their largest to put in order; None: all rows, all of their logits
+    order: Sequence[tuple[torch.Tensor, int]] | None,
     temperature: torch.Tensor | None = None,  # [R], over 0; None: the logits are scaled already
 ) -> torch.Tensor:
     """[R] smallest logits that min-p, then top-k, then top-p keep; -inf for a row of which all stay.
@@ -190,6 +212,8 @@ def find_floor(
     """
     if temperature is not None:
         logits = logits / temperature[:, None]
+    if order is None:
+        order = [(torch.arange(len(logits), device=logits.device), logits.shape[1])]
     floor = torch.full_like(logits[:, 0], -torch.inf)
     for index, most in order:
         log_min_p, top_k, top_p = limits.index_select(0, index).unbind(1)

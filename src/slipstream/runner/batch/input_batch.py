@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,7 +18,9 @@ from slipstream.ops.rows import gather_rows
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
-from slipstream.step import StepPlan
+from slipstream.step import Ints, StepPlan
+
+Longs = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,21 @@ class Size:
 @dataclass(frozen=True, slots=True)
 class Gathered:
     view: BatchView
-    rows: torch.Tensor  # [B] int64
+    rows: torch.Tensor  # [B] int64; empty where rows do not outlive the step
+
+
+class Inputs(Protocol):
+    """A plan's way to the device."""
+
+    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Callable[[], Gathered]:
+        """Host: stage the counts, padded to `size` if there is one; the closure gathers on the device.
+
+        A padded batch must be the first to write into the upload: then all steps of one size read the same addresses
+        and have the same shapes, and what the closure does can be captured.
+        """
+
+    def advance(self, batch: Gathered) -> None:
+        """Device: the positions of this batch have been computed."""
 
 
 class InputBatch:
@@ -43,52 +60,18 @@ class InputBatch:
         self.rows = rows
         self.page_tables = page_tables
 
-    def prepare_padded(self, plan: StepPlan, upload: Upload, size: Size) -> Callable[[], Gathered]:
-        """Host: stage the counts, padded to `size` by tokens of a row that is nobody's.
-
-        It must be the first to write into the upload: then all steps of one size read the same addresses and have the
-        same shapes, and what the closure does can be captured.
-        """
-        num_rows, num_tokens = len(plan.rows), plan.num_tokens
-        null_row = len(self.rows.computed) - 1
-        by_row = np.zeros((2, size.rows), np.int64)  # rows, counts
-        by_row[0, num_rows:] = null_row
-        by_row[0, :num_rows] = plan.rows
-        by_row[1, :num_rows] = num_tokens
-        given = np.full(size.tokens, -1, np.int64)
-        by_token = starts = None
-        if size.is_single:
-            if len(plan.tokens):
-                given[:num_rows][plan.num_given > 0] = plan.tokens
-        else:
-            total = plan.total_tokens
-            ends = np.cumsum(num_tokens, dtype=np.int32)
-            by_token = np.zeros((2, size.tokens), np.int64)  # their rows, their places in them
-            by_token[0, total:] = null_row
-            by_token[0, :total] = np.repeat(plan.rows, num_tokens)
-            by_token[1, :total] = np.arange(total) - np.repeat(ends - num_tokens, num_tokens)
-            given[:total][by_token[1, :total] < np.repeat(plan.num_given, num_tokens)] = plan.tokens
-            starts = np.full(size.rows + 1, total, np.int32)
-            starts[0] = 0
-            starts[1 : num_rows + 1] = ends
-        spans = [None if array is None else upload.put(array) for array in (by_row, given, by_token, starts)]
-        assert spans[0] is not None and spans[0].start == 0, "a padded batch comes first in the upload"
+    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Callable[[], Gathered]:
+        counts = self._count(plan) if size is None else self._count_padded(plan, size)
+        arrays = (counts.rows, counts.counts, counts.token_rows, counts.offsets, counts.given, counts.starts)
+        spans = [None if array is None else upload.put(array) for array in arrays]
+        assert spans[0] is not None and (size is None or spans[0].start == 0), "a padded batch comes first"
         table, pages = self.rows, self.page_tables
 
         def gather() -> Gathered:
-            by_row, given, by_token, starts = (None if span is None else upload.tensor(span) for span in spans)
-            assert by_row is not None
+            rows, *others, starts = [None if span is None else upload.tensor(span) for span in spans]
+            assert rows is not None
             inputs = gather_rows(
-                table.computed,
-                table.last_token,
-                pages.tables,
-                pages.page_size,
-                pages.width,
-                by_row[0],
-                by_row[1],
-                token_rows=None if by_token is None else by_token[0],
-                offsets=None if by_token is None else by_token[1],
-                given=given,
+                table.computed, table.last_token, pages.tables, pages.page_size, counts.width, rows, *others
             )
             view = BatchView(
                 ids=inputs.ids,
@@ -96,67 +79,90 @@ class InputBatch:
                 lengths=inputs.lengths,
                 slots=inputs.slots.unbind(0),
                 page_tables=inputs.pages.unbind(0),
-                num_tokens=np.ones(size.rows, np.int32),
-                max_lengths=np.full(size.rows, pages.width * pages.page_size, np.int32),
-                num_single=size.rows if size.is_single else 0,
+                num_tokens=counts.num_tokens,
+                max_lengths=counts.max_lengths,
+                num_single=counts.num_single,
                 query_starts=starts,
             )
-            return Gathered(view, by_row[0])
+            return Gathered(view, rows)
 
         return gather
 
-    def prepare(self, plan: StepPlan, upload: Upload) -> Callable[[], Gathered]:
-        """Host: stage the counts; the closure gathers on the device."""
-        num_tokens = plan.num_tokens
+    def advance(self, batch: Gathered) -> None:
+        self.rows.advance(batch.rows, batch.view.lengths)
+
+    def _count(self, plan: StepPlan) -> _Counts:
+        num_tokens, num_rows = plan.num_tokens, len(plan.rows)
         num_given = len(plan.tokens)
-        total = plan.total_tokens if num_given else len(plan.rows)  # without given tokens all rows decode
-        all_single = total == len(plan.rows)
-        rows = upload.put(plan.rows.astype(np.int64))
-        token_rows, offsets, counts, query_starts = None, None, None, None
-        if not all_single:
-            counts = upload.put(num_tokens.astype(np.int64))
+        total = plan.total_tokens if num_given else num_rows  # without given tokens all rows decode
+        longest = int(plan.lengths[plan.lengths.argmax()])  # a third of what max() costs
+        counts = _Counts(plan.rows.astype(np.int64), num_tokens, plan.lengths, num_rows)
+        counts.width = self.page_tables.width_of(longest)
+        offsets = None
+        if total > num_rows:
+            counts.num_single = int((num_tokens == 1).argmin())
+            counts.counts = num_tokens.astype(np.int64)
             ends = np.cumsum(num_tokens, dtype=np.int32)
             starts = ends - num_tokens
-            query_starts = upload.put(np.concatenate([starts[:1], ends]))
-            offset_of = np.arange(total) - np.repeat(starts, num_tokens)
-            token_rows = upload.put(np.repeat(plan.rows, num_tokens).astype(np.int64))
-            offsets = upload.put(offset_of)
-        given = None
+            counts.starts = np.concatenate([starts[:1], ends])
+            offsets = counts.offsets = np.arange(total) - np.repeat(starts, num_tokens)
+            counts.token_rows = np.repeat(plan.rows, num_tokens).astype(np.int64)
         if num_given:
-            ids = np.full(total, -1, np.int64)
-            if num_given == total:
-                ids[:] = plan.tokens
-            elif all_single:
-                ids[plan.num_given > 0] = plan.tokens
-            else:
-                ids[offset_of < np.repeat(plan.num_given, num_tokens)] = plan.tokens
-            given = upload.put(ids)
-        num_single = int((num_tokens == 1).argmin()) if not all_single else len(plan.rows)
-        longest = int(plan.lengths[plan.lengths.argmax()])  # a third of what max() costs
-        table, pages = self.rows, self.page_tables
+            counts.given = np.full(total, -1, np.int64)
+            _fill_given(counts.given, plan, offsets)
+        return counts
 
-        def gather() -> Gathered:
-            row_index = upload.tensor(rows)
-            inputs = gather_rows(
-                table.computed,
-                table.last_token,
-                pages.tables,
-                pages.page_size,
-                pages.width_of(longest),
-                row_index,
-                *(None if span is None else upload.tensor(span) for span in (counts, token_rows, offsets, given)),
-            )
-            view = BatchView(
-                ids=inputs.ids,
-                positions=inputs.positions,
-                lengths=inputs.lengths,
-                slots=inputs.slots.unbind(0),
-                page_tables=inputs.pages.unbind(0),
-                num_tokens=num_tokens,
-                max_lengths=plan.lengths,
-                num_single=num_single,
-                query_starts=None if query_starts is None else upload.tensor(query_starts),
-            )
-            return Gathered(view, row_index)
+    def _count_padded(self, plan: StepPlan, size: Size) -> _Counts:
+        """With tokens of a row that is nobody's."""
+        num_rows, num_tokens, width = len(plan.rows), plan.num_tokens, self.page_tables.width
+        null_row = len(self.rows.computed) - 1
+        longest = np.full(size.rows, width * self.page_tables.page_size, np.int32)
+        rows = np.full(size.rows, null_row, np.int64)
+        rows[:num_rows] = plan.rows
+        counts = _Counts(rows, np.ones(size.rows, np.int32), longest, size.rows if size.is_single else 0)
+        counts.width = width
+        counts.counts = np.zeros(size.rows, np.int64)
+        counts.counts[:num_rows] = num_tokens
+        counts.given = np.full(size.tokens, -1, np.int64)
+        offsets = None
+        if not size.is_single:
+            total = plan.total_tokens
+            ends = np.cumsum(num_tokens, dtype=np.int32)
+            counts.token_rows = np.full(size.tokens, null_row, np.int64)
+            counts.token_rows[:total] = np.repeat(plan.rows, num_tokens)
+            counts.offsets = np.zeros(size.tokens, np.int64)
+            offsets = counts.offsets[:total]
+            offsets[:] = np.arange(total) - np.repeat(ends - num_tokens, num_tokens)
+            counts.starts = np.full(size.rows + 1, total, np.int32)
+            counts.starts[0] = 0
+            counts.starts[1 : num_rows + 1] = ends
+        if len(plan.tokens):
+            _fill_given(counts.given, plan, offsets)
+        return counts
 
-        return gather
+
+class _Counts:
+    """What the host counts of a step. All but the last four go to the device; None as `gather_rows` understands it."""
+
+    def __init__(self, rows: Longs, num_tokens: Ints, max_lengths: Ints, num_single: int) -> None:
+        self.rows = rows
+        self.counts: Longs | None = None
+        self.token_rows: Longs | None = None
+        self.offsets: Longs | None = None
+        self.given: Longs | None = None
+        self.starts: Ints | None = None
+        self.num_tokens = num_tokens
+        self.max_lengths = max_lengths
+        self.num_single = num_single
+        self.width = 0
+
+
+def _fill_given(given: Longs, plan: StepPlan, offsets: Longs | None) -> None:
+    """The tokens that the host knows, each at its place; `offsets` of tokens in their rows, None: one token a row."""
+    num_given, num_rows = len(plan.tokens), len(plan.rows)
+    if offsets is None:
+        given[:num_rows][plan.num_given > 0] = plan.tokens
+    elif num_given == len(offsets):
+        given[:num_given] = plan.tokens
+    else:
+        given[: len(offsets)][offsets < np.repeat(plan.num_given, plan.num_tokens)] = plan.tokens

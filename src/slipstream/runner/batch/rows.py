@@ -24,6 +24,8 @@ class RowTable:
     def apply(self, plan: StepPlan) -> None:
         for admission in plan.admitted:
             self._computed.write(admission.row, admission.num_cached)
+        for pooling in plan.pool_admitted:
+            self._computed.write(pooling.row, pooling.num_cached)
 
     def flush(self, upload: Upload) -> None:
         self._computed.flush(upload)

@@ -43,6 +43,7 @@ class Upload:
         self._slot = slot
         self._used = 0
         self._after: list[Callable[[], None]] = []
+        self.sent: Event = PASSED  # the copy was made: a step begins with it
 
     def put(self, array: np.ndarray[Any, Any]) -> Span:
         """Host: copy an array into the arena."""
@@ -70,7 +71,7 @@ class Upload:
             arena[:used].copy_(slot.tensor[:used], non_blocking=True)
 
         stream.run(upload)
-        slot.copied = stream.record()
+        slot.copied = self.sent = stream.record(timed=True)
         if after:
             stream.run(lambda: _run_all(after))
 

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
+from slipstream.ops.sample import add_lines_
 from slipstream.params import SamplingParams
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.slots import Slots, SlotTable
-from slipstream.runner.sampling.stage import SampleBatch, StageWork
+from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
 from slipstream.step import Ints, StepPlan
 
 
@@ -23,7 +24,7 @@ class Bias:
     ) -> None:
         self.vocab_size = vocab_size
         self.dtype = dtype
-        self.slots = Slots(num_rows)
+        self.slots = Slots(num_rows, device)
         self.table = SlotTable(num_rows, vocab_size, torch_dtype, device)
         self._new: list[tuple[int, SamplingParams]] = []
 
@@ -36,8 +37,10 @@ class Bias:
                 self._new.append((self.slots.take(admission.row), params))
 
     def flush(self, upload: Upload) -> None:
+        self.slots.flush(upload)
+        if self._new:
+            self.table.reserve(1 + max(slot for slot, _ in self._new), self.vocab_size, upload)
         for slot, params in self._new:
-            self.table.reserve(slot + 1, self.vocab_size, upload)
             self._write(slot, params, upload)
         self._new = []
 
@@ -70,3 +73,14 @@ class Bias:
             logits.index_add_(0, upload.tensor(users.index), table.tensor.index_select(0, upload.tensor(users.slots)))
 
         return StageWork(edit)
+
+    def asks(self, rows: Ints) -> bool:
+        return self.slots.asks(rows)
+
+    def by_row(self, rows: Ints) -> ByRow:
+        table, slots = self.table, self.slots.staged.device
+
+        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+            add_lines_(logits, table.tensor, slots.index_select(0, batch.rows))
+
+        return ByRow(("bias", table.shape), StageWork(edit))

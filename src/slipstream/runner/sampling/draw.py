@@ -8,10 +8,15 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.ops.sample import DRAW, Choice, draw, likeliest, row_key, step_keys
+from slipstream.ops.sample import DRAW, Choice, draw, find_floor, likeliest, row_key, step_keys
 from slipstream.runner.batch.staging import StagedTensor, Upload
+from slipstream.runner.sampling.scale import Scale
 from slipstream.runner.sampling.stage import SampleBatch
+from slipstream.runner.sampling.truncate import Truncate
 from slipstream.step import Ints, StepPlan
+
+DrawWork = Callable[[torch.Tensor, SampleBatch], Choice]
+"""Device: logits [S, V] to tokens [S]."""
 
 
 class Draw:
@@ -24,25 +29,32 @@ class Draw:
         self.random = np.zeros(num_rows, np.bool_)
         self._users: set[int] = set()  # rows that draw at random
         self.keys = StagedTensor((num_rows,), np.int64, device)
+        self.is_random = StagedTensor((num_rows,), np.bool_, device)  # the device's copy of `random`
 
     def apply(self, plan: StepPlan) -> None:
         self._users.difference_update(plan.released.tolist())
         for admission in plan.admitted:
-            self.random[admission.row] = random = not admission.params.is_greedy
+            random = not admission.params.is_greedy
+            if random != self.random[admission.row]:
+                self.random[admission.row] = random
+                self.is_random.write(admission.row, random)
             if random:
                 self._users.add(admission.row)
                 self.keys.write(admission.row, row_key(admission.seed, admission.sample))
 
     def flush(self, upload: Upload) -> None:
         self.keys.flush(upload)
+        self.is_random.flush(upload)
 
-    def prepare(self, rows: Ints, upload: Upload) -> Callable[[torch.Tensor, SampleBatch], Choice]:
+    def asks(self, rows: Ints) -> bool:
+        """Host: whether any of these rows draws at random."""
+        return bool(self._users) and bool(self.random[rows].any())
+
+    def prepare(self, rows: Ints, upload: Upload) -> DrawWork:
         """Host: the work that turns logits [S, V] into tokens [S]. Noise is made for the random rows alone."""
-        if not self._users:
+        if not self.asks(rows):
             return greedy
         random = self.random[rows]
-        if not random.any():
-            return greedy
         keys = self.keys.device
         if random.all():
             return lambda logits, batch: draw(logits, _keys(keys, batch.rows, batch.positions))
@@ -56,6 +68,21 @@ class Draw:
             return choice
 
         return mixed
+
+    def by_row(self, scale: Scale, truncate: Truncate | None) -> DrawWork:
+        """Host: the same for any rows, scaled and cut as it reads the logits; `truncate` if any row asks for that."""
+        keys, random, temperatures = self.keys.device, self.is_random.device, scale.staged.device
+        limits = None if truncate is None else truncate.limits.device
+
+        def drawn(logits: torch.Tensor, batch: SampleBatch) -> Choice:
+            rows = batch.rows
+            temperature, floor = temperatures.index_select(0, rows), None
+            if limits is not None:
+                floor = find_floor(logits, limits.index_select(0, rows), None, temperature)
+            own = _keys(keys, rows, batch.positions)
+            return draw(logits, own, random.index_select(0, rows), temperature, floor)
+
+        return drawn
 
 
 def greedy(logits: torch.Tensor, batch: SampleBatch) -> Choice:

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from slipstream.config.memory import SCORED_AT_ONCE
 from slipstream.device.device import Device
 from slipstream.ops.sample import TopLogprobs, logprobs_of, top_logprobs
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.slots import Slots, SlotTable
 from slipstream.step import Ints, PromptScores, StepPlan
-
-_ROWS_AT_ONCE = 64  # of prompt logits: what they take is bounded, however long the chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class GivenLogprobs:
     """logprob_token_ids: the ids of the rows that ask are kept on the device. A RowState, but it edits nothing."""
 
     def __init__(self, num_rows: int, device: Device) -> None:
-        self.slots = Slots(num_rows)
+        self.slots = Slots(num_rows, device)
         self.num_ids = np.zeros(num_rows, np.int64)
         self.ids = SlotTable(num_rows, 0, torch.int32, device)
         self._new: list[tuple[int, tuple[int, ...]]] = []
@@ -96,7 +95,7 @@ def prepare_scores(
         places, tokens = upload.tensor(place_span), upload.tensor(token_span)
         parts = [
             top_logprobs(logits_of(hidden.index_select(0, some)), own, k)
-            for some, own in zip(places.split(_ROWS_AT_ONCE), tokens.split(_ROWS_AT_ONCE), strict=True)
+            for some, own in zip(places.split(SCORED_AT_ONCE), tokens.split(SCORED_AT_ONCE), strict=True)
         ]
         return TopLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 

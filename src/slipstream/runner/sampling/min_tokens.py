@@ -7,9 +7,9 @@ import torch
 
 from slipstream.device.device import Device
 from slipstream.ops.sample import forbid_
-from slipstream.runner.batch.staging import Upload
+from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.slots import Slots, SlotTable
-from slipstream.runner.sampling.stage import SampleBatch, StageWork
+from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
 from slipstream.step import Ints, StepPlan
 
 
@@ -22,9 +22,10 @@ class MinTokens:
 
     def __init__(self, num_rows: int, vocab_size: int, device: Device) -> None:
         self.vocab_size = vocab_size
-        self.slots = Slots(num_rows)
+        self.slots = Slots(num_rows, device)
         self.missing = np.zeros(num_rows, np.int64)  # draws for which the row still needs the stage
         self.limit = np.zeros(num_rows, np.int64)  # first position at which the text may end
+        self.staged_limit = StagedTensor((num_rows,), np.int64, device)  # 0 for rows that nobody asked this of
         # each slot's stop ids; the rest of the columns repeat the first
         self.ids = SlotTable(num_rows, 0, torch.int64, device, fill=None)
         self._new: list[tuple[int, list[int]]] = []
@@ -33,6 +34,9 @@ class MinTokens:
         for row in plan.released:
             self.slots.release(row)
             self.missing[row] = 0
+            if self.limit[row]:
+                self.limit[row] = 0
+                self.staged_limit.write(row, 0)
         for admission in plan.admitted:
             limit = admission.num_prompt_tokens + admission.params.min_tokens
             ids = sorted({i for i in admission.stop_ids if 0 <= i < self.vocab_size})
@@ -41,9 +45,12 @@ class MinTokens:
                 continue
             self.missing[admission.row] = limit - admission.num_known
             self.limit[admission.row] = limit
+            self.staged_limit.write(admission.row, limit)
             self._new.append((self.slots.take(admission.row), ids))
 
     def flush(self, upload: Upload) -> None:
+        self.slots.flush(upload)
+        self.staged_limit.flush(upload)
         for slot, ids in self._new:
             self.ids.reserve(slot + 1, len(ids), upload)
             self._write(slot, upload, np.array(ids, np.int32))
@@ -77,3 +84,17 @@ class MinTokens:
             forbid_(logits, index, table.tensor.index_select(0, upload.tensor(slot_span)), too_early)
 
         return StageWork(edit)
+
+    def asks(self, rows: Ints) -> bool:
+        return len(self.slots) > 0 and bool((self.missing[rows] > 0).any())
+
+    def by_row(self, rows: Ints) -> ByRow:
+        self.missing[rows] -= self.missing[rows] > 0
+        table, slots, limit = self.ids, self.slots.staged.device, self.staged_limit.device
+
+        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+            too_early = batch.positions < limit.index_select(0, batch.rows)
+            held = slots.index_select(0, batch.rows).clamp_(min=0)
+            forbid_(logits, None, table.tensor.index_select(0, held), too_early)
+
+        return ByRow(("min_tokens", table.shape), StageWork(edit))

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.ops.sample import penalize_
+from slipstream.ops.sample import count_, penalize_
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.slots import Slots, SlotTable
-from slipstream.runner.sampling.stage import SampleBatch, StageWork
+from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
 from slipstream.step import Admission, Ints, StepPlan
 
 
@@ -23,7 +23,7 @@ class Penalties:
 
     def __init__(self, num_rows: int, vocab_size: int, device: Device, dtype: np.dtype[Any]) -> None:
         self.vocab_size = vocab_size
-        self.slots = Slots(num_rows)
+        self.slots = Slots(num_rows, device)
         self.counts = SlotTable(num_rows, vocab_size, torch.int32, device)
         self.in_prompt = SlotTable(num_rows, vocab_size, torch.bool, device)
         self.values = StagedTensor((num_rows, 3), dtype, device)  # repetition, presence, frequency
@@ -41,9 +41,12 @@ class Penalties:
 
     def flush(self, upload: Upload) -> None:
         self.values.flush(upload)
+        self.slots.flush(upload)
+        if self._new:
+            most = 1 + max(slot for slot, _ in self._new)
+            self.counts.reserve(most, self.vocab_size, upload)
+            self.in_prompt.reserve(most, self.vocab_size, upload)
         for slot, admission in self._new:
-            self.counts.reserve(slot + 1, self.vocab_size, upload)
-            self.in_prompt.reserve(slot + 1, self.vocab_size, upload)
             self._write(slot, admission, upload)
         self._new = []
 
@@ -77,3 +80,18 @@ class Penalties:
             counts.tensor.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
 
         return StageWork(edit, drawn)
+
+    def asks(self, rows: Ints) -> bool:
+        return self.slots.asks(rows)
+
+    def by_row(self, rows: Ints) -> ByRow:
+        counts, in_prompt, values, held = self.counts, self.in_prompt, self.values.device, self.slots.staged.device
+
+        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+            slots = held.index_select(0, batch.rows)
+            penalize_(logits, None, counts.tensor, in_prompt.tensor, slots, values.index_select(0, batch.rows))
+
+        def drawn(tokens: torch.Tensor, batch: SampleBatch) -> None:
+            count_(counts.tensor, held.index_select(0, batch.rows), tokens)
+
+        return ByRow(("penalties", counts.shape), StageWork(edit, drawn))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,19 +10,19 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.ops.sample import Choice, TopLogprobs
+from slipstream.ops.sample import TopLogprobs
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.bad_words import BadWords
 from slipstream.runner.sampling.bias import Bias
-from slipstream.runner.sampling.draw import Draw, greedy
+from slipstream.runner.sampling.draw import Draw, DrawWork, greedy
 from slipstream.runner.sampling.logprobs import GivenLogprobs, GivenWork, Logprobs
 from slipstream.runner.sampling.min_tokens import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
 from slipstream.runner.sampling.scale import Scale
-from slipstream.runner.sampling.stage import SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import ByRowStage, SampleBatch, Stage, StageWork
 from slipstream.runner.sampling.truncate import Truncate
-from slipstream.step import StepPlan
+from slipstream.step import Ints, StepPlan
 
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
@@ -37,19 +37,18 @@ class SampleOutput:
     given: torch.Tensor | None = None  # likewise, for rows that gave ids
 
 
+LIKELY_LOGPROBS = 32
+"""More are not replayed: each number of them is other work, and memory of its own."""
+
+
 @dataclass(slots=True)  # made in every step: a frozen one costs twice as much
 class Sample:
     """One step's sampling. The host knows its shape, the device runs it."""
 
     works: list[StageWork]
-    draw: Callable[[torch.Tensor, SampleBatch], Choice]
+    draw: DrawWork
     logprobs: Logprobs | None
     given: GivenWork | None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the likeliest tokens are all that is asked for."""
-        return self.draw is greedy and not self.works and self.logprobs is None
 
     def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> SampleOutput:
         """Device: logits [S, vocabulary] to tokens. The logits may be changed."""
@@ -74,14 +73,15 @@ class Sampler:
         """`num_rows` counts the null row at the end, which pads and is never admitted."""
         assert logits_dtype in _NUMPY, f"logits are sampled in float32 or float64, not {logits_dtype}"
         dtype = _NUMPY[logits_dtype]
-        self.stages: list[Stage] = [
-            Bias(num_rows, vocab_size, device, dtype, logits_dtype),
-            MinTokens(num_rows, vocab_size, device),
-            Penalties(num_rows, vocab_size, device, dtype),
-            BadWords(num_rows, device),
-            Scale(num_rows, device, dtype),
-            Truncate(num_rows, vocab_size, device, dtype),
-        ]
+        bias = Bias(num_rows, vocab_size, device, dtype, logits_dtype)
+        min_tokens = MinTokens(num_rows, vocab_size, device)
+        penalties = Penalties(num_rows, vocab_size, device, dtype)
+        bad_words = BadWords(num_rows, device)
+        scale = Scale(num_rows, device, dtype)
+        truncate = Truncate(num_rows, vocab_size, device, dtype)
+        self.stages: list[Stage] = [bias, min_tokens, penalties, bad_words, scale, truncate]
+        self._bias, self._min_tokens, self._penalties = bias, min_tokens, penalties
+        self._bad_words, self._scale, self._truncate = bad_words, scale, truncate
         self.draw = Draw(num_rows, device)
         self.given = GivenLogprobs(num_rows, device)
         self._states: list[RowState] = [*self.stages, self.draw, self.given]
@@ -100,11 +100,42 @@ class Sampler:
 
     def prepare(self, plan: StepPlan, upload: Upload) -> Sample:
         """Host, after `apply` and `flush`: this step's device work, for logits of the plan's sampling rows."""
-        rows, num_logprobs = plan.rows, plan.num_logprobs
-        if plan.tokens.size:  # else all rows decode, and all sample
-            rows = rows[plan.samples]
+        rows, num_logprobs = _sampling_rows(plan), plan.num_logprobs
         works = [work for stage in self.stages if (work := stage.prepare(rows, upload)) is not None]
         draw = self.draw.prepare(rows, upload)
         if num_logprobs is None:
             return Sample(works, draw, None, None)
         return Sample(works, draw, Logprobs(num_logprobs, edited=bool(works)), self.given.prepare(rows, upload))
+
+    def prepare_by_row(self, plan: StepPlan) -> Replayed | None:
+        """Host: as `prepare`, as work that may be captured and stages nothing; None if a row asks for what cannot."""
+        rows, num_logprobs = _sampling_rows(plan), plan.num_logprobs
+        if num_logprobs is not None and (num_logprobs > LIKELY_LOGPROBS or self.given.slots.asks(rows)):
+            return None
+        if self._bad_words.asks(rows):
+            return None
+        stages: tuple[ByRowStage, ...] = (self._bias, self._min_tokens, self._penalties)
+        edits = [stage.by_row(rows) for stage in stages if stage.asks(rows)]
+        draw: DrawWork = greedy
+        kind = "greedy"
+        if self.draw.asks(rows):
+            cuts = self._truncate.asks(rows)
+            draw = self.draw.by_row(self._scale, self._truncate if cuts else None)
+            kind = "cut" if cuts else "random"
+        logprobs = None if num_logprobs is None else Logprobs(num_logprobs, edited=bool(edits))
+        key = (kind, num_logprobs, *(edit.key for edit in edits))
+        return Replayed(key, bool(edits), Sample([edit.work for edit in edits], draw, logprobs, None))
+
+
+@dataclass(slots=True)
+class Replayed:
+    """One step's sampling, the same for all steps of this key and number of rows."""
+
+    key: Hashable
+    edits: bool  # whether logits are changed, which wants them in their own dtype
+    sample: Sample
+
+
+def _sampling_rows(plan: StepPlan) -> Ints:
+    # without given tokens all rows decode, and all sample
+    return plan.rows[plan.samples] if plan.tokens.size else plan.rows

@@ -36,7 +36,7 @@ class Scale:
         self.staged.flush(upload)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        if not self._users or (self.temperature[rows] == 1.0).all():
+        if not self.asks(rows):
             return None
         temperature = self.staged.device
 
@@ -44,3 +44,6 @@ class Scale:
             logits.div_(temperature.index_select(0, batch.rows)[:, None])
 
         return StageWork(edit)
+
+    def asks(self, rows: Ints) -> bool:
+        return bool(self._users) and bool((self.temperature[rows] != 1.0).any())

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.runner.batch.staging import Span, Upload
+from slipstream.runner.batch.staging import Span, StagedTensor, Upload
 from slipstream.step import Ints
 
 _FIRST = 4  # slots and columns of a table's first size
@@ -25,10 +25,11 @@ class Users:
 
 
 class Slots:
-    """Host: which slot a row has. The smallest free one is handed out, so tables stay small."""
+    """Which slot a row has, -1 if none. The smallest free one is handed out, so tables stay small."""
 
-    def __init__(self, num_rows: int) -> None:
-        self.of_row = np.full(num_rows, -1, np.int64)
+    def __init__(self, num_rows: int, device: Device) -> None:
+        self.of_row = np.full(num_rows, -1, np.int64)  # host
+        self.staged = StagedTensor((num_rows,), np.int64, device, fill=-1)  # the device's copy, for work by row
         self._free: list[int] = []
         self._num = 0  # ever handed out
 
@@ -44,7 +45,12 @@ class Slots:
             slot = self._num
             self._num += 1
         self.of_row[row] = slot
+        self.staged.write(row, slot)
         return slot
+
+    def asks(self, rows: Ints) -> bool:
+        """Host: whether any of these rows has a slot."""
+        return self._num > len(self._free) and bool((self.of_row[rows] >= 0).any())
 
     def users(self, rows: Ints, upload: Upload) -> Users | None:
         """Host: those of a step's sampling rows that have a slot; None if none has."""
@@ -61,6 +67,10 @@ class Slots:
         if self.of_row[row] >= 0:
             heapq.heappush(self._free, int(self.of_row[row]))
             self.of_row[row] = -1
+            self.staged.write(row, -1)
+
+    def flush(self, upload: Upload) -> None:
+        self.staged.flush(upload)
 
 
 class SlotTable:

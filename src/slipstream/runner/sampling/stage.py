@@ -5,7 +5,7 @@ To add one: a file with a class of this shape, and its place in the order in `sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,9 +43,28 @@ class StageWork:
     drawn: Drawn | None = None  # for stages that keep account of the output
 
 
+@dataclass(frozen=True, slots=True)
+class ByRow:
+    """Work that is the same from step to step: it finds what each row asks for in tables on the device, and leaves
+    alone the rows that ask for nothing. So it may be captured, and be replayed for any rows under the same key."""
+
+    key: Hashable  # tells it from other work of the stage, such as that on a table of another size
+    work: StageWork
+
+
 class Stage(RowState, Protocol):
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
         """Host: the work for these sampling rows in this step; None if none of them asks for it.
 
-        Called exactly once a step, after `apply` and `flush`, with every row for which a token is drawn.
+        Called once a step, unless `by_row` is, after `apply` and `flush`, with every row for which a token is drawn.
         """
+
+    def asks(self, rows: Ints) -> bool:
+        """Host: whether any of these sampling rows asks for this stage. Changes nothing."""
+
+
+class ByRowStage(Stage, Protocol):
+    """A stage whose work can be captured."""
+
+    def by_row(self, rows: Ints) -> ByRow:
+        """Host: the work for these sampling rows, some of which ask for it."""

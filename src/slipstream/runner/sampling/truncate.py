@@ -67,11 +67,9 @@ class Truncate:
         self.limits.flush(upload)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        if not self._users:
+        if not self.asks(rows):
             return None
         group = self.group[rows]
-        if not group.any():
-            return None
         groups = []
         for which in (_BEST, _TOP_K, _ALL):
             index = np.flatnonzero(group == which)
@@ -85,3 +83,6 @@ class Truncate:
             drop_below_(logits, find_floor(logits, limits.index_select(0, batch.rows), order))
 
         return StageWork(edit)
+
+    def asks(self, rows: Ints) -> bool:
+        return bool(self._users) and bool(self.group[rows].any())

@@ -216,6 +216,14 @@ class CacheManager:
         request.num_published = 0
         request.publish_after = NEVER
 
+    def forget(self, request: Request) -> None:
+        """Let nobody find what a request published that holds its pages no more."""
+        for group in self.groups:
+            for page_hash in request.hashes:
+                page = group.pool.find(page_hash)
+                if page is not None:
+                    group.pool.forget(page)
+
     def _set_mark(self, request: Request) -> None:
         # the last known token may not have been launched, so a page counts once the token after it is known
         if self.prefix_caching:

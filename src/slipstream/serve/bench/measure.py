@@ -7,11 +7,13 @@ checks to the last result, text included when it is wanted.
 from __future__ import annotations
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from slipstream.engine.device_time import DeviceTime
 from slipstream.errors import InvalidOption
 from slipstream.params import SamplingParams
 from slipstream.serve.bench.workload import Item, Workload
@@ -45,6 +47,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: Spread  # from a request's submission to its first token
     itl_ms: Spread | None  # between neighbouring tokens of one text; None when all texts have one token
     request_ms: Spread  # from submission to the last token
+    device: DeviceTime  # where its time went
+    itl_at_ms: dict[int, float]  # between tokens around the 500th, the 1000th and so on, as far as texts go
 
     @property
     def requests_per_second(self) -> float:
@@ -63,6 +67,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
             "requests_per_second": self.requests_per_second,
             "output_tokens_per_second": self.output_per_second,
             "total_tokens_per_second": self.total_per_second,
+            "device_busy_share": self.device.busy_share,
         }
         facts: dict[str, Any] = rates | msgspec.to_builtins(self)
         return facts
@@ -76,10 +81,14 @@ def measure(
     repeats: int = 1,
     warmup: bool = True,
     concurrency: int | None = None,
+    rate: float | None = None,
     detokenize: bool = False,
     advance: Advance = lambda tokens: None,
 ) -> list[Trial]:
-    """`repeats` trials, best first. A warm-up of one short request lets first-use costs fall outside them."""
+    """`repeats` trials, best first. A warm-up of one short request lets first-use costs fall outside them.
+
+    `rate`: requests come one by one, so many a second on average, as independent people would send them.
+    """
     limit = llm.config.scheduler.max_model_len
     if workload.longest > limit:
         raise InvalidOption(
@@ -89,16 +98,30 @@ def measure(
     vocab_size = llm.config.model.info.vocab_size
     if warmup:
         first = workload.items(vocab_size, -1)[0]
-        _run(llm, [Item(first.prompt, min(first.output_len, 4))], params, None, detokenize, lambda tokens: None)
+        _run(llm, [Item(first.prompt, min(first.output_len, 4))], params, None, None, detokenize, lambda tokens: None)
     trials = [
-        _run(llm, workload.items(vocab_size, trial), params, concurrency, detokenize, advance)
+        _run(
+            llm,
+            workload.items(vocab_size, trial),
+            params,
+            concurrency,
+            None if rate is None else workload.arrivals(rate, trial),
+            detokenize,
+            advance,
+        )
         for trial in range(repeats)
     ]
     return sorted(trials, key=lambda trial: trial.seconds)
 
 
 def _run(
-    llm: LLM, items: Sequence[Item], params: SamplingParams, concurrency: int | None, detokenize: bool, advance: Advance
+    llm: LLM,
+    items: Sequence[Item],
+    params: SamplingParams,
+    concurrency: int | None,
+    arrivals: Sequence[float] | None,
+    detokenize: bool,
+    advance: Advance,
 ) -> Trial:
     from slipstream.engine.outputs import OutputProcessor  # not needed for help, and not light
 
@@ -108,16 +131,22 @@ def _run(
     submitted: dict[str, float] = {}
     token_times: dict[str, list[float]] = {}
     tracks: list[Track] = []
-    first_step = core.num_steps
+    first_step, device = core.num_steps, core.account.total.copy()
     waiting = iter(enumerate(items))
     active = 0
     begin = clock()
     while active or len(tracks) < len(items):
-        while active < limit and (entry := next(waiting, None)) is not None:
+        due = len(items) if arrivals is None else bisect_right(arrivals, clock() - begin)
+        if not active and len(tracks) == due:
+            assert arrivals is not None
+            time.sleep(max(0.0, arrivals[due] - (clock() - begin)))
+            continue
+        while active < limit and len(tracks) < due and (entry := next(waiting, None)) is not None:
             number, item = entry
             own = params.with_changes(max_tokens=item.output_len)
             message, text = llm.inputs.submit(f"bench-{number}", item.prompt, own)
-            submitted[message.request_id] = clock()
+            # a request that came while a step was under way has waited since
+            submitted[message.request_id] = clock() if arrivals is None else begin + arrivals[number]
             token_times[message.request_id] = []
             core.submit(message)
             tracks.append(outputs.open(message, text, stream=False))
@@ -146,7 +175,21 @@ def _run(
         ttft_ms=spread([times[0] - submitted[name] for name, times in token_times.items()]),
         itl_ms=spread(gaps) if gaps else None,
         request_ms=spread([times[-1] - submitted[name] for name, times in token_times.items()]),
+        device=core.account.total.since(device),
+        itl_at_ms=_gaps_along(list(token_times.values())),
     )
+
+
+def _gaps_along(token_times: Sequence[Sequence[float]]) -> dict[int, float]:
+    """Milliseconds from token to token, averaged over 100 tokens around some places that all texts reach."""
+    shortest = min(map(len, token_times))
+    found = {}
+    for place in (500, 1000, 2000, 4000, 8000, 16000):
+        first, last = place - 50, min(place + 50, shortest - 1)
+        if last > place:
+            gaps = [(times[last] - times[first]) / (last - first) for times in token_times]
+            found[place] = 1000 * sum(gaps) / len(gaps)
+    return found
 
 
 def spread(seconds: Sequence[float]) -> Spread:

@@ -48,6 +48,17 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
             for _ in range(self.num_prompts)
         ]
 
+    def arrivals(self, rate: float, trial: int = 0) -> list[float]:
+        """Seconds from the start at which the prompts come, `rate` of them a second on average (a Poisson process)."""
+        if not rate > 0:
+            raise InvalidOption(f"rate is {rate}; give requests a second, more than 0")
+        draw = random.Random(f"{self.seed} {trial} arrivals")
+        times, now = [], 0.0
+        for _ in range(self.num_prompts):
+            now += draw.expovariate(rate)
+            times.append(now)
+        return times
+
     def facts(self) -> dict[str, Any]:
         return msgspec.to_builtins(self)  # type: ignore[no-any-return]
 

@@ -6,21 +6,36 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from slipstream.engine.progress import progress
 from slipstream.errors import InvalidOption
 from slipstream.params import SamplingParams
-from slipstream.serve.bench.measure import Advance, Spread, Trial, measure
+from slipstream.serve.bench import report
+from slipstream.serve.bench.measure import Trial, measure
+from slipstream.serve.bench.shapes import SHAPES, Shape
+from slipstream.serve.bench.startup import measure_startup
 from slipstream.serve.bench.workload import Workload
+from slipstream.serve.cli import bench_serve
 from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags, engine_options, sampling_changes
 from slipstream.serve.cli.run import OpenLLM
 
 if TYPE_CHECKING:
     from slipstream.config.config import EngineConfig
+    from slipstream.llm import LLM
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+KINDS = {
+    "throughput": "all prompts at once (the default)",
+    "latency": "prompts come one by one, as from many people, at --rate or at --load of the peak",
+    "long": "long texts with and without penalties, and the time between tokens along them",
+    "step": "the host's and the device's time for a step",
+    "serve": "a server at --url, with --concurrency requests at once or --rate of them a second",
+    "startup": "import, start and first tokens of new processes, with and without compiled kernels",
+}
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -29,10 +44,19 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="measure throughput and latency",
         description="Runs random prompts and reports throughput, time to the first token, and time between tokens. "
         "Any model folder will do, also without weights (--load-format dummy) or a tokenizer. Drawing is greedy unless "
-        "a sampling flag says otherwise, and texts go on past the end token. With all prompts at once it measures "
-        "throughput; with --concurrency 1 it measures latency.",
-        usage="slipstream bench [flags]",
+        "a sampling flag says otherwise, and texts go on past the end token. What is measured: "
+        + "; ".join(f"{name}: {text}" for name, text in KINDS.items())
+        + ".",
+        usage="slipstream bench [throughput|latency|long|step|serve|startup] [flags]",
         allow_abbrev=False,
+    )
+    command.add_argument("kind", nargs="?", choices=KINDS, default="throughput", help="what to measure")
+    command.add_argument(
+        "--shape",
+        nargs="+",
+        choices=[*SHAPES, "all"],
+        metavar="NAME",
+        help=f"shapes by name instead of by lengths: {', '.join(SHAPES)}, or all",
     )
     command.add_argument("--num-prompts", type=int, default=32, metavar="N", help="requests (default: 32)")
     command.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens of a prompt (default: 128)")
@@ -46,11 +70,20 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     command.add_argument("--random-seed", type=int, default=0, metavar="N", help="of lengths and tokens (default: 0)")
     command.add_argument("--concurrency", type=int, metavar="N", help="requests under way at once (default: all)")
+    command.add_argument("--rate", type=float, metavar="X", help="of latency and serve: requests a second")
+    command.add_argument(
+        "--load",
+        type=float,
+        default=0.7,
+        metavar="X",
+        help="of latency without --rate: share of the peak (default: 0.7)",
+    )
     command.add_argument("--repeats", type=int, default=1, metavar="N", help="trials; the best counts (default: 1)")
     command.add_argument("--no-warmup", action="store_true", help="let the first trial pay for first uses")
     command.add_argument("--detokenize", action="store_true", help="make text too; needs the model's tokenizer")
     command.add_argument("--logprobs", type=int, metavar="N", help="likeliest tokens to report with each token")
     command.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    bench_serve.add_flags(command)
     add_sampling_flags(command, max_tokens=None, names=SAMPLING)
     add_engine_flags(command)
     command.set_defaults(run=run)
@@ -60,34 +93,153 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     for name in ("concurrency", "repeats"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise InvalidOption(f"{name} is {value}; give a whole number from 1 up")
-    workload = Workload(
+    options = bench_options(engine_options(args), detokenize=args.detokenize)
+    if args.kind == "startup":
+        return _run_startup(options, args)
+    own = Workload(
         num_prompts=args.num_prompts,
         input_len=args.input_len,
         output_len=args.output_len,
         range_ratio=args.range_ratio,
         seed=args.random_seed,
     )
-    params = bench_params(logprobs=args.logprobs, **sampling_changes(args))
+    changes = sampling_changes(args) | ({} if args.logprobs is None else {"logprobs": args.logprobs})
+    if args.kind == "serve":
+        return bench_serve.run_serve(args, own, changes)
+    shapes = {"": Shape(own, changes)}
+    if args.shape:
+        shapes = {name: SHAPES[name] for name in (SHAPES if "all" in args.shape else args.shape)}
+    for shape in shapes.values():
+        bench_params(**shape.params)  # a mistake is told before anything is loaded
+    if args.kind == "latency":
+        options.setdefault("max_itl", None)  # somebody reads along: as a server has it
     start = time.perf_counter()
-    llm = opener(**bench_options(engine_options(args), detokenize=args.detokenize))
-    startup = time.perf_counter() - start
-    with closing(llm), progress(workload.num_prompts * args.repeats) as advance:
-        trials = measure(
-            llm,
-            workload,
-            params,
-            repeats=args.repeats,
-            warmup=not args.no_warmup,
-            concurrency=args.concurrency,
-            detokenize=args.detokenize,
-            advance=advance,
+    llm = opener(**options)
+    bench = _Bench(llm, args, time.perf_counter() - start)
+    with closing(llm):
+        {"throughput": bench.throughput, "latency": bench.latency, "long": bench.long, "step": bench.step}[args.kind](
+            shapes
         )
-    if args.json:
-        facts = {"startup_seconds": startup, "engine": engine_facts(llm.config), "workload": workload.facts()}
-        print(json.dumps(facts | trials[0].facts() | {"trial_seconds": [trial.seconds for trial in trials]}))
-    else:
-        print_table(llm.config, workload, trials, startup)
     return 0
+
+
+class _Bench:
+    """One engine, measured in one way or another. Each way prints what it found."""
+
+    def __init__(self, llm: LLM, args: argparse.Namespace, startup: float) -> None:
+        self.llm = llm
+        self.args = args
+        self.startup = startup
+        self.facts: dict[str, Any] = {"startup_seconds": startup, "engine": engine_facts(llm.config)}
+
+    def throughput(self, shapes: dict[str, Shape]) -> None:
+        if list(shapes) == [""]:
+            shape = shapes[""]
+            trials = self._measure(shape)
+            self._print(shape.workload.facts(), trials, "")
+            return
+        self._print_header(report.COLUMNS)
+        found = {}
+        for name, shape in shapes.items():
+            try:
+                trials = self._measure(shape)
+            except InvalidOption as error:  # too long for this engine; the other shapes may do
+                found[name] = {"error": str(error)}
+                self._tell(f"{name:<10}{error}")
+                continue
+            found[name] = shape_facts(shape) | trials[0].facts()
+            self._tell(report.trial_line(name, trials[0]))
+        self._print_json({"shapes": found})
+
+    def latency(self, shapes: dict[str, Shape]) -> None:
+        found: dict[str, Any] = {}
+        for name, shape in shapes.items():
+            rate = self.args.rate
+            if rate is None:
+                if not 0 < self.args.load <= 1:
+                    raise InvalidOption(f"load is {self.args.load}; give a share of the peak, over 0 and up to 1")
+                rate = self.args.load * self._measure(shape)[0].requests_per_second
+            trials = self._measure(shape, rate)
+            if not name:
+                self._print(shape.workload.facts() | {"rate": rate}, trials, f", {rate:.2f} requests/s")
+                return
+            if not found:
+                self._print_header(report.COLUMNS)
+            self._tell(report.trial_line(name, trials[0]) + f"  at {rate:.2f} requests/s")
+            found[name] = shape_facts(shape) | {"rate": rate} | trials[0].facts()
+        self._print_json({"shapes": found})
+
+    def long(self, shapes: dict[str, Shape]) -> None:
+        """Penalties must cost the same at every length."""
+        if list(shapes) == [""]:
+            plain = shapes[""]
+            penalised = Shape(plain.workload, plain.params | SHAPES["longpen"].params)
+            shapes = {"plain": plain, "penalised": penalised}
+        trials = {name: self._measure(shape)[0] for name, shape in shapes.items()}
+        self._print_header(report.long_table(trials))
+        self._print_json({"shapes": {name: shape_facts(shapes[name]) | trials[name].facts() for name in shapes}})
+
+    def step(self, shapes: dict[str, Shape]) -> None:
+        found = {}
+        for name, shape in shapes.items():
+            device = self._measure(shape)[0].device
+            self._print_header(f"{name or report.shape_line(shape.workload)}\n{report.step_table(device)}")
+            found[name or "given"] = shape_facts(shape) | {"device": msgspec.to_builtins(device)}
+        self._print_json({"shapes": found})
+
+    def _measure(self, shape: Shape, rate: float | None = None) -> list[Trial]:
+        args = self.args
+        with progress(shape.workload.num_prompts * args.repeats, "requests") as advance:
+            return measure(
+                self.llm,
+                shape.workload,
+                bench_params(**shape.params),
+                repeats=args.repeats,
+                warmup=not args.no_warmup,
+                concurrency=args.concurrency,
+                rate=rate,
+                detokenize=args.detokenize,
+                advance=advance,
+            )
+
+    def _print(self, workload: dict[str, Any], trials: list[Trial], note: str) -> None:
+        """One workload in full."""
+        seconds = [trial.seconds for trial in trials]
+        self._print_json({"workload": workload} | trials[0].facts() | {"trial_seconds": seconds})
+        shown = {name: value for name, value in workload.items() if name != "rate"}
+        best_of = f", best of {len(trials)}" if len(trials) > 1 else ""
+        self._tell(
+            f"{report.engine_line(self.llm.config)}: {report.shape_line(Workload(**shown))}{note}{best_of}\n"
+            + report.trial_table(trials[0], self.startup)
+        )
+
+    def _print_header(self, columns: str) -> None:
+        self._tell(f"{report.engine_line(self.llm.config)}, start-up {self.startup:.2f} s\n{columns}")
+
+    def _tell(self, text: str) -> None:
+        if not self.args.json:
+            print(text, flush=True)
+
+    def _print_json(self, found: dict[str, Any]) -> None:
+        if self.args.json:
+            print(json.dumps(self.facts | found))
+
+
+def _run_startup(options: dict[str, Any], args: argparse.Namespace) -> int:
+    def tell(text: str) -> None:
+        if sys.stderr.isatty():
+            print(text, file=sys.stderr)
+
+    starts = measure_startup(options, tell)
+    if args.json:
+        print(json.dumps({"options": options, "starts": msgspec.to_builtins(starts)}))
+    else:
+        print(report.startup_table(starts))
+    return 0
+
+
+def shape_facts(shape: Shape) -> dict[str, Any]:
+    return {"workload": shape.workload.facts(), "params": shape.params}
 
 
 def bench_params(**changes: Any) -> SamplingParams:
@@ -115,49 +267,3 @@ def engine_facts(config: EngineConfig) -> dict[str, Any]:
         "num_pages": config.cache.num_pages - 1,
         "page_size": config.cache.page_size,
     }
-
-
-def print_table(config: EngineConfig, workload: Workload, trials: list[Trial], startup: float) -> None:
-    best = trials[0]
-    spread = "" if workload.range_ratio == 1 else f", lengths from {workload.range_ratio:g} of that"
-    print(
-        f"{config.model.name} on {config.device.kind}, {config.model.dtype}, depth {config.scheduler.depth}: "
-        f"{workload.num_prompts} x {workload.input_len} -> {workload.output_len}{spread}"
-        + (f", best of {len(trials)}" if len(trials) > 1 else "")
-    )
-    rows = [
-        ("start-up", f"{startup:.2f} s"),
-        ("time", f"{best.seconds:.3f} s in {best.num_steps} steps"),
-        ("requests", f"{best.requests_per_second:.2f} /s"),
-        ("output tokens", f"{best.output_per_second:.1f} /s"),
-        ("total tokens", f"{best.total_per_second:.1f} /s"),
-    ]
-    for name, value in rows:
-        print(f"  {name:<18}{value}")
-    print(f"  {'ms':<18}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
-    for name, times in (
-        ("first token", best.ttft_ms),
-        ("between tokens", best.itl_ms),
-        ("whole request", best.request_ms),
-    ):
-        if times is not None:
-            print(f"  {name:<18}{_columns(times)}")
-
-
-def _columns(times: Spread) -> str:
-    return "".join(f"{value:>10.2f}" for value in (times.mean, times.p50, times.p90, times.p99))
-
-
-@contextmanager
-def progress(total: int) -> Iterator[Advance]:
-    """A bar on standard error; nothing where that is no terminal."""
-    if not sys.stderr.isatty():
-        yield lambda tokens: None
-        return
-    from rich.console import Console  # only an interactive terminal pays for the import
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda tokens: bar.advance(task)

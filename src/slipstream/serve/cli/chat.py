@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
-from slipstream.errors import InvalidPrompt, UserError
-from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags
+from slipstream.errors import InvalidOption, InvalidPrompt, UserError
+from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags, engine_options, sampling_changes
 from slipstream.serve.cli.run import OpenLLM, open_with
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
     from slipstream.params import SamplingParams
+    from slipstream.serve.remote_chat import RemoteChat
 
 Message = dict[str, str]
 
@@ -37,6 +39,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     command.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to ask")
     command.add_argument("--system", metavar="TEXT", help="the system message, which tells the model how to behave")
+    command.add_argument("--url", metavar="URL", help="talk to a server there; --model is then a name that it serves")
+    command.add_argument("--api-key", metavar="KEY", help="of that server (default: SLIPSTREAM_API_KEY)")
     add_sampling_flags(command, max_tokens=1024)
     add_engine_flags(command)
     command.set_defaults(run=run)
@@ -48,7 +52,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         prompt = sys.stdin.read()
     if prompt is not None and not prompt.strip():
         raise InvalidPrompt("the prompt is empty; give one as an argument or on standard input")
-    llm, params = open_with(args, opener)
+    llm, params = open_with(args, opener) if args.url is None else open_remote(args)
     conversation = Conversation(llm, params, args.system)
     with closing(llm):
         if prompt is None:
@@ -58,10 +62,22 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     return 0
 
 
+def open_remote(args: argparse.Namespace) -> tuple[RemoteChat, SamplingParams]:
+    from slipstream.params import SamplingParams
+    from slipstream.serve.remote_chat import RemoteChat
+
+    if useless := sorted(set(engine_options(args)) - {"model"}):
+        raise InvalidOption(f"with --url the server has the model; {', '.join(useless)} cannot be set from here")
+    changes = sampling_changes(args)
+    params = SamplingParams(**changes)
+    key = args.api_key or os.environ.get("SLIPSTREAM_API_KEY", "").split(",")[0] or None
+    return RemoteChat(args.url, model=getattr(args, "model", None), api_key=key, changes=changes), params
+
+
 class Conversation:
     """The messages so far. A question that fails leaves no trace in them."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+    def __init__(self, llm: LLM | RemoteChat, params: SamplingParams, system: str | None) -> None:
         self.llm = llm
         self.params = params
         self.opening: list[Message] = [] if system is None else [{"role": "system", "content": system}]

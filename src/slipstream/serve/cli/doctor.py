@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from slipstream.config.locate import INSTALL_DEFAULT, locate
+from slipstream.config.locate import INSTALL_DEFAULT, INSTALL_EMBEDDER, default_embedder, locate
 from slipstream.config.options import make_options
 from slipstream.errors import ModelNotFound
 from slipstream.params import SamplingParams
@@ -41,9 +41,6 @@ OPTIONAL = {
     "triton": ("kernels on a GPU", "pip install triton"),
     "huggingface_hub": ("models by hub name", "pip install huggingface_hub"),
 }
-# torch's products with low-bit weights on the CPU
-LOW_BIT = ("_weight_int4pack_mm_for_cpu", "_weight_int8pack_mm", "_dyn_quant_matmul_4bit")
-
 # what the short run asks for, so that every stage of sampling has its turn
 RUN = (
     dict(temperature=0.0),
@@ -76,15 +73,21 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "doctor",
         help="check this machine, and a short run for waits",
         description="Tells what is here, what is missing and the line that installs it. Then runs a few prompts and "
-        "reports each place where the host waited for the device, with its stack. Runs a small random model unless "
-        "--model names one. On the CPU it sees operations that read a value; plain memory reads are no operation "
-        "there and stay unseen. On CUDA it sees copies and the driver's synchronising calls too.",
+        "reports each place where the host waited for the device, with its stack. On the CPU it sees operations that "
+        "read a value; plain memory reads are no operation there and stay unseen. On CUDA it sees copies and the "
+        "driver's synchronising calls too.",
         usage="slipstream doctor [flags]",
         allow_abbrev=False,
     )
     command.add_argument("--no-run", action="store_true", help="leave out the short run")
     command.add_argument("--json", action="store_true", help="print one JSON object")
-    add_engine_flags(command)
+    add_engine_flags(command, leave_out=("model",))
+    command.add_argument(
+        "--model",
+        metavar="TEXT",
+        default=argparse.SUPPRESS,
+        help="folder, .gguf file or hub name to run; left out, a small model with random weights",
+    )
     command.set_defaults(run=run)
 
 
@@ -140,17 +143,12 @@ def check_machine() -> Iterator[Finding]:
     else:
         yield Finding("device", f"cpu: {facts.num_threads} threads, {gib}")
     yield Finding("fast dtypes", ", ".join(facts.fast_dtypes))
-    kernels = [name for name in LOW_BIT if _has_cpu_kernel(name)]
-    yield Finding("low-bit products", ", ".join(kernels) or "none in this torch: low-bit files run dequantised")
+    from slipstream.ops import native
+    from slipstream.ops.low_bit import find_kernel
 
-
-def _has_cpu_kernel(name: str) -> bool:
-    import torch
-
-    try:
-        return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "CPU"))
-    except RuntimeError:  # no such operator
-        return False
+    yield Finding("C kernels", native.state())
+    kernel = find_kernel()
+    yield Finding("low-bit products", kernel.name if kernel else "none for this machine: low-bit files run dequantised")
 
 
 def check_tools() -> Iterator[Finding]:
@@ -162,6 +160,10 @@ def check_tools() -> Iterator[Finding]:
         yield Finding("default model", str(locate(None).path))
     except ModelNotFound:
         yield Finding("default model", "not installed", INSTALL_DEFAULT, needed=False)
+    try:
+        yield Finding("default embedder", str(default_embedder().path))
+    except ModelNotFound:
+        yield Finding("default embedder", "not installed", INSTALL_EMBEDDER, needed=False)
 
 
 def short_run(options: dict[str, Any], opener: OpenLLM) -> list[Sync]:

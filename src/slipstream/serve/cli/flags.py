@@ -6,7 +6,7 @@ A flag that was not given is absent from the result: defaults stay where they ar
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -31,15 +31,28 @@ SAMPLING_HELP = {
 }
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Iterable[str] = ()) -> None:
     """A flag for every field of Options."""
-    group = parser.add_argument_group("engine")
-    hints = get_type_hints(Options, include_extras=True)
-    for field in msgspec.structs.fields(Options):
+    add_struct_flags(parser, "engine", Options, leave_out=leave_out)
+
+
+def add_struct_flags(
+    parser: argparse.ArgumentParser,
+    title: str,
+    struct: type[msgspec.Struct],
+    *,
+    aliases: Mapping[str, str] = {},
+    leave_out: Iterable[str] = (),
+) -> None:
+    """A flag for every field, from its annotation. `aliases`: what other programs call some of them."""
+    group = parser.add_argument_group(title)
+    hints = get_type_hints(struct, include_extras=True)
+    for field in msgspec.structs.fields(struct):
         hint = hints[field.name]
-        assert get_origin(hint) is Annotated, f"Options.{field.name} has no description"
+        assert get_origin(hint) is Annotated, f"{struct.__name__}.{field.name} has no description"
         kind, meta = get_args(hint)
-        _add_flag(group, field.name, kind, meta.description, field.default)
+        if field.name not in leave_out:
+            _add_flag(group, field.name, kind, meta.description, field.default, aliases.get(field.name))
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -68,18 +81,27 @@ def sampling_changes(args: argparse.Namespace) -> dict[str, Any]:
     return _given(args, (*SAMPLING_HELP, "n"))
 
 
-def _add_flag(group: argparse._ArgumentGroup, name: str, kind: Any, text: str, default: Any) -> None:
-    flag = "--" + name.replace("_", "-")
+def struct_values(args: argparse.Namespace, struct: type[msgspec.Struct]) -> dict[str, Any]:
+    """What was given of a struct's fields."""
+    return _given(args, struct.__struct_fields__)
+
+
+def _add_flag(
+    group: argparse._ArgumentGroup, name: str, kind: Any, text: str, default: Any, alias: str | None = None
+) -> None:
+    flags = ["--" + name.replace("_", "-"), *([f"--{alias}"] if alias else [])]
     text = text.replace("%", "%%")
     if default not in (None, msgspec.NODEFAULT):
         text += f" (default: {_shown(default)})"
     kinds = _alternatives(kind)
-    if kinds == [bool]:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+    if kinds == [list[str]]:
+        group.add_argument(*flags, action="append", metavar="TEXT", default=argparse.SUPPRESS, help=text)
+    elif kinds == [bool]:
+        group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
     elif len(kinds) == 1 and get_origin(kinds[0]) is Literal:
-        group.add_argument(flag, choices=get_args(kinds[0]), default=argparse.SUPPRESS, help=text)
+        group.add_argument(*flags, choices=get_args(kinds[0]), default=argparse.SUPPRESS, help=text)
     else:
-        group.add_argument(flag, type=_reader(kind), metavar=_metavar(kinds), default=argparse.SUPPRESS, help=text)
+        group.add_argument(*flags, type=_reader(kind), metavar=_metavar(kinds), default=argparse.SUPPRESS, help=text)
 
 
 def _alternatives(kind: Any) -> list[Any]:

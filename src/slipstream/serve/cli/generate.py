@@ -116,12 +116,14 @@ def _conversation(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
 
 def _prompt_of(record: Any, place: str) -> Prompt:
     if isinstance(record, dict):
-        if isinstance(text := record.get("prompt"), str):
+        if isinstance(text := record.get("prompt", record.get("text")), str):
             return text
         ids = record.get("prompt_token_ids")
         if isinstance(ids, list) and all(type(i) is int for i in ids):
             return ids
-    raise InvalidPrompt(f'{place} is not a JSON object with a "prompt" or "prompt_token_ids"; each line must be one')
+    raise InvalidPrompt(
+        f'{place} is not a JSON object with a "prompt", "text" or "prompt_token_ids"; each line must be one'
+    )
 
 
 def _json_or_none(line: str) -> Any:

@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 
 from slipstream.errors import EngineClosed, EngineDead, SlipstreamError
-from slipstream.serve.cli import bench, chat, doctor, generate, plan, version
+from slipstream.serve.cli import bench, chat, doctor, embed, generate, plan, rerank, score, serve, version
 from slipstream.serve.cli.run import OpenLLM, open_llm
+from slipstream.serve.cli.wording import Parser, in_flags
 
 INTERRUPTED = 130  # as a shell reports a process that ended by SIGINT
 BROKEN_PIPE = 141  # and by SIGPIPE
@@ -41,15 +42,22 @@ def main(argv: Sequence[str] | None = None, opener: OpenLLM = open_llm) -> int:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="slipstream",
         description="Runs language models. `slipstream COMMAND --help` tells more of each command.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=version.slipstream_line())
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    parser.set_defaults(run=lambda args, opener: _show_help(parser))
+    commands: argparse._SubParsersAction[argparse.ArgumentParser] = parser.add_subparsers(
+        title="commands", metavar="COMMAND", parser_class=Parser
+    )
     chat.add_command(commands)
     generate.add_command(commands)
+    serve.add_command(commands)
+    embed.add_command(commands)
+    rerank.add_command(commands)
+    score.add_command(commands)
     bench.add_command(commands)
     plan.add_command(commands)
     doctor.add_command(commands)
@@ -58,11 +66,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def one_line(error: BaseException) -> str:
-    """An error without line breaks. That the engine died says nothing without its cause; other errors say it all."""
+    """An error without line breaks, options named as flags. That the engine died says nothing without its cause; other
+    errors say it all."""
     text = str(error) or type(error).__name__
     if isinstance(error, EngineDead) and error.__cause__ is not None:
         text += f" ({type(error.__cause__).__name__}: {error.__cause__})"
-    return " ".join(text.split())
+    return in_flags(" ".join(text.split()))
 
 
 def _run(argv: Sequence[str] | None, opener: OpenLLM) -> int:
@@ -72,6 +81,11 @@ def _run(argv: Sequence[str] | None, opener: OpenLLM) -> int:
         return int(end.code or 0)
     code: int = args.run(args, opener)
     return code
+
+
+def _show_help(parser: argparse.ArgumentParser) -> int:
+    parser.print_help()
+    return 0
 
 
 def _discard_stdout() -> None:

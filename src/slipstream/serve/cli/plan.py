@@ -87,9 +87,12 @@ def print_config(config: EngineConfig, length_note: str) -> None:
 def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
     scheduler = config.scheduler
     body = memory.hidden + memory.attention
+    pages = f"{config.cache.num_pages} pages, one of them the null page"
+    if config.device.keep_free is not None:
+        pages = f"about: settled when the rest was measured, so that {_mib(config.device.keep_free)} stay free"
     rows = [
-        ("weights", memory.weights, f"{config.model.dtype}, rope table included"),
-        ("cache", memory.cache, f"{config.cache.num_pages} pages, one of them the null page"),
+        ("weights", memory.weights, f"{_weight_kind(config)}, rope table included"),
+        ("cache", memory.cache, pages),
         ("tables", memory.tables, f"of {scheduler.max_num_seqs} rows"),
         ("features", memory.features, "penalties and biases, when every row asks for them; nothing when none does"),
         ("staging", memory.staging + memory.staging_host, f"{scheduler.depth + 2} slots of the host and an arena"),
@@ -97,11 +100,21 @@ def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
         ("activations", memory.activations, "of the largest step: the larger of the next two"),
         ("  body", body, f"{scheduler.max_num_batched_tokens} tokens; {_mib(memory.attention)} of it attention's own"),
         ("  head", memory.logits, f"logits of {scheduler.max_num_seqs} rows, every sampling feature in use"),
+        ("graphs", memory.graphs, "captured steps work in memory of their own"),
         ("total", memory.total, "at most"),
     ]
+    if not memory.graphs:
+        rows = [row for row in rows if row[0] != "graphs"]
     print(f"{'memory':<16}{'MiB':>10}")
     for name, num_bytes, note in rows:
         print(f"{name:<16}{num_bytes / MIB:>10.1f}  {note}")
+
+
+def _weight_kind(config: EngineConfig) -> str:
+    from slipstream.nn.models.load import stays_low_bit  # brings torch, which is here by now
+
+    low_bit = stays_low_bit(config.model, config.device.kind)
+    return f"low-bit as in the file, the rest {config.model.dtype}" if low_bit else config.model.dtype
 
 
 def _mib(num_bytes: int) -> str:

@@ -4,12 +4,14 @@ Logits may also be bfloat16 or float16: they are widened where they are read.
 """
 
 from slipstream.ops.sample.triton.choose import draw, likeliest
-from slipstream.ops.sample.triton.edit import drop_below_, forbid_, forbid_matched_, penalize_
+from slipstream.ops.sample.triton.edit import add_lines_, count_, drop_below_, forbid_, forbid_matched_, penalize_
 from slipstream.ops.sample.triton.floor import find_floor
 from slipstream.ops.sample.triton.logprobs import logprobs_of, top_logprobs
 from slipstream.ops.sample.triton.noise import noise_bits, step_keys
 
 __all__ = [
+    "add_lines_",
+    "count_",
     "draw",
     "drop_below_",
     "find_floor",

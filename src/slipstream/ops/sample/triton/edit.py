@@ -11,7 +11,7 @@ _BLOCK = 2048
 
 def penalize_(
     logits: torch.Tensor,  # [R, V]
-    index: torch.Tensor,  # [N] int64
+    index: torch.Tensor | None,  # [N] int64; None: all rows in order
     counts: torch.Tensor,  # [slots, V] int32
     in_prompt: torch.Tensor,  # [slots, V] bool
     slots: torch.Tensor,  # [N] int64
@@ -21,7 +21,7 @@ def penalize_(
     assert logits.stride(1) == 1 and values.is_contiguous()
     assert counts.is_contiguous() and in_prompt.is_contiguous() and counts.shape[1] == logits.shape[1]
     size = logits.shape[1]
-    _penalize_kernel[(triton.cdiv(size, _BLOCK), len(index))](
+    _penalize_kernel[(triton.cdiv(size, _BLOCK), len(slots))](
         logits, index, counts, in_prompt.view(torch.uint8), slots, values, logits.stride(0), size, BLOCK=_BLOCK
     )
 
@@ -34,7 +34,10 @@ def _penalize_kernel(logits, index, counts, in_prompt, slots, values, stride, si
     if slot >= 0:
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = token < size
-        where = logits + tl.load(index + entry).to(tl.int64) * stride + token
+        row = entry
+        if index is not None:
+            row = tl.load(index + entry).to(tl.int64)
+        where = logits + row * stride + token
         x = tl.load(where, mask=mask).to(tl.float32)
         count = tl.load(counts + slot * size + token, mask=mask, other=0)
         seen = tl.load(in_prompt + slot * size + token, mask=mask, other=0)
@@ -48,7 +51,43 @@ def _penalize_kernel(logits, index, counts, in_prompt, slots, values, stride, si
         tl.store(where, x.to(logits.dtype.element_ty), mask=mask)
 
 
-def forbid_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor, active: torch.Tensor) -> None:
+def count_(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+    """As the reference; no two entries share a slot that is not negative."""
+    assert counts.is_contiguous() and counts.dtype == torch.int32
+    num = len(slots)
+    _count_kernel[(triton.cdiv(num, 128),)](counts, slots, tokens, num, counts.shape[1], BLOCK=128, num_warps=4)
+
+
+# grid: (blocks of entries,)
+@triton.jit(do_not_specialize=["num"])
+def _count_kernel(counts, slots, tokens, num, size, BLOCK: tl.constexpr):
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + entry, mask=entry < num, other=-1).to(tl.int64)
+    token = tl.load(tokens + entry, mask=entry < num, other=0).to(tl.int64)
+    where = counts + slot * size + token
+    tl.store(where, tl.load(where, mask=slot >= 0, other=0) + 1, mask=slot >= 0)
+
+
+def add_lines_(logits: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -> None:
+    assert logits.stride(1) == 1 and table.is_contiguous() and table.shape[1] == logits.shape[1]
+    size = logits.shape[1]
+    _add_kernel[(triton.cdiv(size, _BLOCK), len(slots))](logits, table, slots, logits.stride(0), size, BLOCK=_BLOCK)
+
+
+# grid: (blocks, rows)
+@triton.jit
+def _add_kernel(logits, table, slots, stride, size, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slots + row).to(tl.int64)
+    if slot >= 0:
+        token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        mask = token < size
+        where = logits + row * stride + token
+        x = tl.load(where, mask=mask).to(tl.float32) + tl.load(table + slot * size + token, mask=mask).to(tl.float32)
+        tl.store(where, x.to(logits.dtype.element_ty), mask=mask)
+
+
+def forbid_(logits: torch.Tensor, index: torch.Tensor | None, ids: torch.Tensor, active: torch.Tensor) -> None:
     """-inf at logits[index[i], ids[i, j]] where active[i]."""
     _forbid(logits, index, ids, active[:, None].expand(ids.shape))
 
@@ -58,7 +97,7 @@ def forbid_matched_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor
     _forbid(logits, index, ids, matched)
 
 
-def _forbid(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor, where: torch.Tensor) -> None:
+def _forbid(logits: torch.Tensor, index: torch.Tensor | None, ids: torch.Tensor, where: torch.Tensor) -> None:
     assert logits.stride(1) == 1 and where.shape == ids.shape
     num, width = ids.shape
     if num and width:
@@ -99,7 +138,9 @@ def _forbid_kernel(
     BLOCK: tl.constexpr,
 ):
     entry = tl.program_id(0).to(tl.int64)
-    row = tl.load(index + entry).to(tl.int64)
+    row = entry
+    if index is not None:
+        row = tl.load(index + entry).to(tl.int64)
     for start in range(0, width, BLOCK):
         place = start + tl.arange(0, BLOCK)
         inside = place < width

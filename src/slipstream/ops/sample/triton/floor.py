@@ -22,7 +22,7 @@ _TILE = 64  # spans looked at together
 def find_floor(
     logits: torch.Tensor,  # [R, V]
     limits: torch.Tensor,  # [R, 3] log of min_p, top_k, top_p
-    order: Sequence[tuple[torch.Tensor, int]] = (),  # for a sort, which this is not
+    order: Sequence[tuple[torch.Tensor, int]] | None = (),  # for a sort, which this is not
     temperature: torch.Tensor | None = None,  # [R]
 ) -> torch.Tensor:
     """[R] float32. Where no more than rounding decides, the sum of top-p may fall on the other side than a sort's."""

@@ -1,0 +1,235 @@
+"""What a front end costs: a real server process over a core that only plays one.
+
+    python benchmarks/front_end.py [--requests 6000] [--streams 64] [--tokens 256] [--json]
+
+Three processes: the front end, the scripted core, and the load. Short requests are completions of one token, so each
+pays for HTTP, JSON, tokenising, the way to the core and back, and an answer; embeddings are of the same text, and come
+back as base64. Streams are given one token each a step, as fast as the front end takes them. Reported are rates as seen
+by the load, and the CPU time the front end spent on each: on a machine that others use too, the second is the one to
+trust; 1 / it is what a core of its own would do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from slipstream.config.generation import GenerationDefaults
+from slipstream.config.locate import default_embedder, locate
+from slipstream.config.pooling_info import PoolingInfo
+from slipstream.engine.facts import ModelFacts
+from slipstream.engine.hub import Connection, Hub
+from slipstream.engine.wire import Opening, Ready
+from slipstream.messages import Abort, Output, Pooled, Submit
+from slipstream.pooling_params import PoolingParams
+from slipstream.request import FinishReason
+from slipstream.serve.http.settings import Settings
+
+PROMPT = "Wind moves the tall grass of the valley while a slow river carries leaves past the old mill."
+TEXT_IDS = [504, 2060, 5532, 253, 3714, 8187, 282, 28, 338, 30]  # ordinary words; any ids would do
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=6000, help="short requests in all")
+    parser.add_argument("--connections", type=int, default=32, help="that send them")
+    parser.add_argument("--streams", type=int, default=64, help="streams at once")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of a stream")
+    parser.add_argument("--rounds", type=int, default=4, help="times that many streams")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--core", type=int, help=argparse.SUPPRESS)  # the scripted core runs from this file too
+    args = parser.parse_args()
+    if args.core is not None:
+        play_core(args.core)
+        return
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    ours, theirs = socket.socketpair()
+    core = subprocess.Popen([sys.executable, __file__, "--core", str(theirs.fileno())], pass_fds=[theirs.fileno()])
+    front = start_front(listener, ours)
+    for sock in (listener, ours, theirs):
+        sock.close()
+    try:
+        wait_ready(port)
+        results = {}
+        for name, data in (("short requests", COMPLETION), ("embeddings", EMBEDDING)):
+            run_short(port, min(args.requests, 500), args.connections, data)  # first uses
+            results[name] = measure(front.pid, partial(run_short, port, args.requests, args.connections, data))
+        results |= {
+            "streamed tokens": measure(front.pid, lambda: run_streams(port, args.streams, args.tokens, args.rounds)),
+        }
+    finally:
+        front.terminate()
+        front.wait()
+        core.wait()
+    if args.json:
+        print(json.dumps(results))
+        return
+    for name, result in results.items():
+        print(
+            f"{name:<16} {result['per_second']:>9,.0f} /s   front-end CPU {result['cpu_us']:6.1f} us each, "
+            f"{1e6 / result['cpu_us']:>9,.0f} /s on a core of its own; {result['events']:,} writes of events"
+        )
+
+
+def start_front(listener: socket.socket, core: socket.socket) -> subprocess.Popen[bytes]:
+    fds = [listener.fileno(), core.fileno()]
+    command = [sys.executable, "-m", "slipstream.serve.http.worker_main", *map(str, fds)]
+    front = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds)
+    assert front.stdin is not None
+    front.stdin.write(msgspec.json.encode(Settings(log_level="error", max_queued_requests=100_000)))
+    front.stdin.close()
+    return front
+
+
+def measure(pid: int, work: Any) -> dict[str, float]:
+    """`work` returns what it did and in how many writes of events it came."""
+    cpu, start = cpu_seconds(pid), time.perf_counter()
+    count, events = work()
+    seconds = time.perf_counter() - start
+    cpu = cpu_seconds(pid) - cpu
+    return {"count": count, "events": events, "per_second": count / seconds, "cpu_us": 1e6 * cpu / count}
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+# The core that plays one
+
+
+def play_core(fd: int) -> None:
+    hub = Hub([socket.socket(fileno=fd)])
+    path = str(locate(None).path)
+    vector = np.linspace(-1, 1, 384, dtype=np.float32)
+    facts = ModelFacts(
+        name="scripted", tokenizer=path, chat_template=None, defaults=GenerationDefaults(), max_model_len=8192,
+        max_positions=8192, vocab_size=49152,
+    )  # fmt: skip
+    pooling = PoolingInfo(method="mean", is_causal=False, embed_size=384, token_size=384, max_seq_length=256)
+    embedder = msgspec.structs.replace(
+        facts, name="embedder", tokenizer=str(default_embedder().path), vocab_size=30522, max_model_len=256,
+        pooling=pooling,
+    )  # fmt: skip
+    hub.broadcast(Opening([facts, embedder], os.getpid()))
+    hub.broadcast(Ready())
+    running: dict[str, tuple[Connection, int]] = {}
+    step = 0
+    while hub.connections:
+        messages, _ = hub.receive(wait=not running)
+        outputs: list[Output] = []
+        for connection, message in messages:
+            if isinstance(message, Submit) and isinstance(message.params, PoolingParams):
+                outputs.append(Output(message.request_id, 0, [], None, FinishReason.STOP, pooled=Pooled.of(vector)))
+            elif isinstance(message, Submit):
+                running[message.request_id] = connection, message.params.max_tokens or 1  # type: ignore[union-attr]
+            elif isinstance(message, Abort):
+                running.pop(message.request_id, None)
+        # a front end that is behind is not buried: the core of a real model is not that fast either
+        if any(len(connection.unsent) > 2**16 for connection in hub.connections):
+            hub.receive(wait=True)
+            continue
+        step += 1
+        token = TEXT_IDS[step % len(TEXT_IDS)]
+        for name, (connection, left) in list(running.items()):
+            reason = FinishReason.LENGTH if left == 1 else None
+            outputs.append(Output(name, 0, [token], None, reason))
+            if reason is None:
+                running[name] = connection, left - 1
+            else:
+                del running[name]
+        if outputs and hub.connections:
+            hub.send(hub.connections[0], outputs)
+
+
+# The load: plain sockets, so that it costs less than what it measures
+
+
+def wait_ready(port: int) -> None:
+    for _ in range(600):
+        try:
+            with socket.create_connection(("127.0.0.1", port)) as sock:
+                sock.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+                if b" 200 " in sock.recv(4096).split(b"\r\n")[0]:
+                    return
+        except OSError:
+            pass
+        time.sleep(0.05)
+    raise SystemExit("the front end did not start")
+
+
+def request(path: str, body: dict[str, Any]) -> bytes:
+    data = msgspec.json.encode(body)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+    return head.encode() + b"\r\n\r\n" + data
+
+
+COMPLETION = request("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})
+EMBEDDING = request("/v1/embeddings", {"input": PROMPT, "model": "embedder", "encoding_format": "base64"})
+
+
+def run_short(port: int, count: int, connections: int, data: bytes) -> tuple[int, int]:
+    """Each connection sends its next request when it has its answer, which is short."""
+    selector = selectors.DefaultSelector()
+    to_send = count
+    for _ in range(connections):
+        sock = socket.create_connection(("127.0.0.1", port))
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        selector.register(sock, selectors.EVENT_READ)
+        sock.sendall(data)
+        to_send -= 1
+    done = 0
+    while done < count:
+        for key, _ in selector.select():
+            sock = key.fileobj  # type: ignore[assignment]
+            answer = sock.recv(65536)
+            assert answer, "the front end closed a connection"
+            if answer.endswith(b"}"):
+                done += 1
+                if to_send > 0:
+                    to_send -= 1
+                    sock.sendall(data)
+    for key in list(selector.get_map().values()):
+        key.fileobj.close()  # type: ignore[union-attr]
+    return count, count
+
+
+def run_streams(port: int, streams: int, tokens: int, rounds: int) -> tuple[int, int]:
+    data = request("/v1/completions", {"prompt": PROMPT, "max_tokens": tokens, "stream": True})
+    events = 0
+    for _ in range(rounds):
+        selector = selectors.DefaultSelector()
+        for _ in range(streams):
+            sock = socket.create_connection(("127.0.0.1", port))
+            selector.register(sock, selectors.EVENT_READ)
+            sock.sendall(data)
+        left = streams
+        while left:
+            for key, _ in selector.select():
+                sock = key.fileobj  # type: ignore[assignment]
+                answer = sock.recv(2**18)
+                assert answer, "the front end closed a stream"
+                events += answer.count(b"data: ")
+                if b"data: [DONE]" in answer[-64:]:
+                    selector.unregister(sock)
+                    sock.close()
+                    left -= 1
+    return streams * tokens * rounds, events
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""PoolingInfo: how a model's hidden states become vectors, scores and labels, in our own words.
+
+`read_pooling.py` fills it from a folder; the network's heads, the runner's pooling and the front end all read it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import msgspec
+
+from slipstream.pooling_params import Task
+
+Method = Literal["first", "last", "mean", "all", "step"]
+Activation = Literal["softmax", "sigmoid", "identity"]  # of classes
+Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
+
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
+class DenseInfo(msgspec.Struct, frozen=True):
+    """A projection behind the pooling, in a folder of its own."""
+
+    path: str  # its folder, relative to the model's
+    in_features: int
+    out_features: int
+    bias: bool
+    activation: str  # identity, tanh, relu, gelu, silu or sigmoid
+    per_token: bool = False  # it is for tokens, before any pooling (as ColBERT's is)
+
+
+class Role(msgspec.Struct, frozen=True, kw_only=True):
+    """What late interaction does to the texts of one side before it reads them."""
+
+    token_id: int | None = None  # stands second
+    length: int | None = None  # it is cut to so many tokens; None: as any text
+    filler_id: int | None = None  # follows shorter ones until they have `filled` tokens, which are all compared
+    filled: int = 0
+    filler_is_seen: bool = True  # False: fillers see the text, and nobody sees them
+
+
+class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts of a model's pooling. The first task is what is done when nobody names one."""
+
+    tasks: tuple[Task, ...] = ("embed", "token_embed")
+    method: Method = "last"  # of one vector or one row of scores a prompt
+    is_causal: bool = True  # False: every token sees the whole prompt, so prompts are computed whole and not cached
+    generates: bool = False  # the model can continue text too
+    normalize: bool = True  # vectors have length 1 unless a request says otherwise
+    dense: tuple[DenseInfo, ...] = ()
+    embed_size: int  # of a vector, behind the projections
+    token_size: int  # of a token's vector
+    matryoshka: tuple[int, ...] | Literal["any"] | None = "any"  # sizes a vector may be cut to; None: it may not
+
+    num_labels: int = 0
+    labels: tuple[str, ...] = ()
+    classify_activation: Activation = "softmax"
+    yes_no: tuple[int, int] | None = None  # the classifier is the LM head's line of the first less that of the second
+    step_tag_id: int | None = None  # STEP: the token after which a step is scored
+    returned_token_ids: tuple[int, ...] = ()  # STEP: the columns to return; empty is all
+
+    # how texts become prompts
+    prompts: dict[str, str] = {}  # by name, put before the text
+    default_prompt_name: str | None = None
+    pair_template: str | None = None  # a pair as one text, with {instruction}, {query} and {document}
+    instruction: str = ""  # of the pair template, when nobody gives one
+    lower_case: bool = False  # texts are made lower case first
+    max_seq_length: int | None = None  # texts are cut to this many tokens; None: they are not cut
+    has_types: bool = False  # the two texts of a pair are told apart by token types
+    similarity: Similarity = "cosine"  # by which score compares vectors
+
+    # token vectors that are compared one by one (ColBERT)
+    late: bool = False
+    query: Role = Role()
+    document: Role = Role()
+    skip_token_ids: tuple[int, ...] = ()  # document tokens that are not compared, as punctuation
+
+    sparse_skip_ids: tuple[int, ...] = ()  # tokens that get no weight, as those that begin and end a text

@@ -1,0 +1,248 @@
+"""A model's PoolingInfo. A flag counts more than the folder's own files, and those more than the architecture's habit.
+
+Every model gets one: what continues text can also be embedded, by its last token.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+
+from slipstream.config.late_info import late_info
+from slipstream.config.model_info import ENCODERS, ModelInfo, family_name
+from slipstream.config.options import Options
+from slipstream.config.pooling_info import METHODS, Method, PoolingInfo
+from slipstream.config.sentence_folder import SentenceFolder, read_sentence_folder
+from slipstream.config.vocabulary import read_vocabulary
+from slipstream.errors import BadCheckpoint, InvalidOption, UnsupportedModel
+from slipstream.pooling_params import TASKS, Task
+
+_METHOD_NAMES = {"cls": "first"}
+_CLASSIFY_TASKS = {"classify": "classify", "score": "classify", "rerank": "classify"}
+
+# Qwen3-Reranker: what its makers trained it with
+_QWEN3_RERANKER = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n'
+    "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+_QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+
+
+def read_pooling(options: Options, info: ModelInfo, path: Path) -> PoolingInfo:
+    """`path` is a folder, or a .gguf file, which has no files of its own."""
+    folder = SentenceFolder()
+    if path.is_dir():
+        by_flag = {
+            "any_method": options.pooling_type is not None,
+            "any_activation": options.classify_activation is not None,
+        }
+        folder = read_sentence_folder(path, info.extra, **by_flag)
+    pooling = _of_model(options, info, path, folder)
+    changes: dict[str, Any] = {}
+    if options.pooling_type is not None:
+        changes["method"] = _method(options.pooling_type, pooling)
+    if options.normalize is not None:
+        changes["normalize"] = options.normalize
+    if options.classify_activation is not None:
+        if not pooling.num_labels:
+            raise InvalidOption(f"classify_activation is set, and {info.architecture} has no classes; leave it out")
+        changes["classify_activation"] = options.classify_activation
+    if isinstance(options.max_model_len, int) and options.max_model_len > 0 and pooling.max_seq_length is not None:
+        changes["max_seq_length"] = options.max_model_len
+    pooling = msgspec.structs.replace(pooling, **changes)
+    return _with_task(options, info, pooling)
+
+
+def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFolder) -> PoolingInfo:
+    name, config = info.architecture, info.extra
+    encoder = family_name(name) in ENCODERS
+    common: dict[str, Any] = dict(
+        is_causal=info.is_causal,
+        dense=folder.dense,
+        embed_size=next((d.out_features for d in reversed(folder.dense) if not d.per_token), info.hidden_size),
+        token_size=next((d.out_features for d in reversed(folder.dense) if d.per_token), info.hidden_size),
+        matryoshka=_matryoshka(config),
+        prompts=folder.prompts,
+        default_prompt_name=folder.default_prompt_name,
+        similarity=folder.similarity,
+        lower_case=folder.lower_case,
+        has_types=info.num_types > 1 and folder.gives_types,
+        max_seq_length=None if folder.max_seq_length is None else min(folder.max_seq_length, info.max_positions),
+    )
+    if not folder.include_prompt and folder.method == "mean" and folder.prompts:
+        raise UnsupportedModel(
+            f"{name}: its pooling leaves the prompt's tokens out (include_prompt), which is not built"
+        )
+
+    if name.endswith("ForSequenceClassification"):
+        return PoolingInfo(
+            tasks=("classify",), method=_classify_method(config, encoder), **_classes(config, folder), **common
+        )
+    if name.endswith("ForTokenClassification"):
+        return PoolingInfo(tasks=("token_classify",), method="all", **_classes(config, folder), **common)
+    if name.endswith("RewardModel"):
+        is_step = "Process" in name
+        return PoolingInfo(
+            tasks=("token_classify",),
+            method="step" if is_step else "all",
+            step_tag_id=config.get("step_tag_id"),
+            num_labels=int(config.get("num_labels") or (2 if is_step else 1)),
+            classify_activation="softmax" if is_step else "identity",
+            **common,
+        )
+    if folder.late or "ColBERT" in name:
+        reach = int(config["local_attention"]) // 2 if "local_attention" in config else None  # ModernBERT counts both
+        late = late_info(path, folder, is_causal=info.is_causal, reach=reach)
+        # older folders leave out that token vectors have length 1
+        normalize = folder.normalize or not folder.masks
+        return PoolingInfo(tasks=("token_embed",), method="all", late=True, normalize=normalize, **(common | late))
+    yes_no = folder.yes_no
+    if yes_no is None and not folder.has_modules:
+        yes_no = _yes_no(options, info, path)
+    if yes_no is not None:
+        if name != "Qwen3ForCausalLM":
+            raise UnsupportedModel(
+                f"{name} scores by the words yes and no; of those, Qwen3-Reranker's template is known"
+            )
+        return PoolingInfo(
+            tasks=("classify",),
+            method="last",
+            num_labels=1,
+            yes_no=yes_no,
+            generates=True,
+            classify_activation=folder.class_activation or "sigmoid",
+            pair_template=_QWEN3_RERANKER,
+            instruction=_QWEN3_INSTRUCTION,
+            **common,
+        )
+    if folder.sparse or (name.endswith("ForMaskedLM") and not folder.has_modules):
+        return PoolingInfo(tasks=("sparse",), method="all", **common)
+    if encoder:
+        return _embedder(path, config, folder, common)
+    generates = name.endswith(("ForCausalLM", "ForConditionalGeneration")) and common["is_causal"]
+    method = folder.method or _gguf_method(config, path)
+    return PoolingInfo(
+        method=method or "last",
+        normalize=folder.normalize or not folder.has_modules,
+        generates=generates,
+        **common,
+    )
+
+
+def _embedder(path: Path, config: dict[str, Any], folder: SentenceFolder, common: dict[str, Any]) -> PoolingInfo:
+    """An encoder of vectors. Beside them BGE-M3 has projections for words and for tokens, in files of their own."""
+    tasks: tuple[Task, ...] = ("embed", "token_embed")
+    changes: dict[str, Any] = {}
+    if _has_weight(path, "sparse_linear"):
+        tasks = (*tasks, "sparse")
+        ends = [config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")]
+        # the unknown word's number is not in config.json; in this family it follows the three
+        changes["sparse_skip_ids"] = tuple(sorted({*(i for i in ends if isinstance(i, int)), 3}))
+    if _has_weight(path, "colbert_linear"):
+        changes["late"] = True
+    return PoolingInfo(
+        tasks=tasks,
+        method=folder.method or "mean",  # as sentence-transformers does where nothing is said
+        normalize=folder.normalize or not folder.has_modules,
+        **common,
+        **changes,
+    )
+
+
+def _with_task(options: Options, info: ModelInfo, pooling: PoolingInfo) -> PoolingInfo:
+    """The task that was asked for comes first."""
+    if options.task in ("auto", "generate"):
+        if options.task == "generate" and not pooling.generates:
+            does = ", ".join(pooling.tasks)
+            raise InvalidOption(f"task is generate, and {info.architecture} does not continue text; it does {does}")
+        return pooling
+    task = cast(Task, _CLASSIFY_TASKS.get(options.task, options.task))
+    if options.task in ("score", "rerank") and task not in pooling.tasks:
+        return pooling  # vectors and token vectors can be compared too
+    if task not in pooling.tasks:
+        can = (*pooling.tasks, "generate") if pooling.generates else pooling.tasks
+        raise InvalidOption(
+            f"task is {options.task}, and {info.architecture} does {', '.join(can)}; choose one of them"
+        )
+    assert task in TASKS
+    return msgspec.structs.replace(pooling, tasks=(task, *(other for other in pooling.tasks if other != task)))
+
+
+def _method(name: str, pooling: PoolingInfo) -> Method:
+    method = _METHOD_NAMES.get(name.lower(), name.lower())
+    if method not in METHODS:
+        raise InvalidOption(f"pooling_type is {name!r}; give first (or cls), last, mean, all or step")
+    single = {"embed", "classify"} & set(pooling.tasks)
+    if (method in ("all", "step")) == bool(single):
+        kinds = "first, last or mean" if single else "all or step"
+        raise InvalidOption(
+            f"pooling_type is {name!r}, and the model does {', '.join(pooling.tasks)}: that takes {kinds}; "
+            "for a line for each token use encode with token_embed or token_classify"
+        )
+    return method
+
+
+def _matryoshka(config: dict[str, Any]) -> Any:
+    sizes = config.get("matryoshka_dimensions")
+    if sizes is None:
+        return None if config.get("is_matryoshka") is False else "any"
+    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
+        raise BadCheckpoint(f"config.json: matryoshka_dimensions is {sizes!r}, not a list of sizes")
+    return tuple(sorted(sizes))
+
+
+def _classify_method(config: dict[str, Any], encoder: bool) -> Method:
+    if not encoder:
+        return "last"
+    return "mean" if config.get("classifier_pooling") == "mean" else "first"  # ModernBERT says which
+
+
+def _classes(config: dict[str, Any], folder: SentenceFolder) -> dict[str, Any]:
+    """num_labels, labels and how their scores become probabilities."""
+    names = config.get("id2label") or {}
+    if not isinstance(names, dict) or not all(str(key).isdecimal() for key in names):
+        raise BadCheckpoint(f"config.json: id2label is {names!r}, not an object of numbers and names")
+    num = int(config.get("num_labels") or len(names) or 2)
+    labels = tuple(str(names.get(str(i), f"LABEL_{i}")) for i in range(num))
+    kind = config.get("problem_type")
+    activation = folder.class_activation or (
+        "identity"
+        if kind == "regression"
+        else "sigmoid"
+        if num == 1 or kind == "multi_label_classification"
+        else "softmax"
+    )
+    return {"num_labels": num, "labels": labels, "classify_activation": activation}
+
+
+def _gguf_method(config: dict[str, Any], path: Path) -> Method | None:
+    """As a .gguf file says, by number: 0 is nothing, 4 a reranker's."""
+    kind = next((value for key, value in config.items() if key.endswith(".pooling_type")), 0)
+    if kind == 4:
+        raise UnsupportedModel(f"{path.name} is a reranker, which runs here from a folder with safetensors")
+    methods: dict[object, Method] = {1: "mean", 2: "first", 3: "last"}
+    return methods.get(kind)
+
+
+def _has_weight(path: Path, name: str) -> bool:
+    return any((path / f"{name}.{ending}").is_file() for ending in ("pt", "safetensors", "bin"))
+
+
+def _yes_no(options: Options, info: ModelInfo, path: Path) -> tuple[int, int] | None:
+    """Qwen3-Reranker is published as a plain Qwen3ForCausalLM; its name or the task says what it is."""
+    if info.architecture != "Qwen3ForCausalLM" or not path.is_dir():
+        return None
+    named = (
+        "reranker" in path.resolve().as_posix().lower().rsplit("/", 1)[-1]
+        or "reranker" in (options.model or "").lower()
+    )
+    asked = options.task in _CLASSIFY_TASKS or info.extra.get("is_original_qwen3_reranker")
+    if not (named or asked):
+        return None
+    vocabulary = read_vocabulary(path)
+    if "yes" not in vocabulary or "no" not in vocabulary:
+        raise BadCheckpoint(f"{path} has no tokens for yes and no, so it is no Qwen3-Reranker; leave out the task")
+    return vocabulary["yes"], vocabulary["no"]

@@ -1,0 +1,42 @@
+"""`python -m slipstream.device.sync_check script.py arguments ...`: runs a program and tells where it waited."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+from slipstream.device.sync_check.log import SyncLog
+from slipstream.device.sync_check.watch import watch
+
+
+def main(argv: list[str]) -> int:
+    is_module = argv[:1] == ["-m"]
+    names = argv[1:] if is_module else argv
+    if not names or names[0] in ("-h", "--help"):
+        sys.stderr.write("usage: python -m slipstream.device.sync_check [-m] script arguments ...\n")
+        return 0 if names else 2
+    sys.argv = names
+    code = 0
+    with watch() as log:
+        try:
+            if is_module:
+                runpy.run_module(names[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(names[0], run_name="__main__")
+        except SystemExit as end:  # the program's own code is ours
+            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    report(log)
+    return code
+
+
+def report(log: SyncLog) -> None:
+    found = sorted(log.found, key=lambda sync: -sync.seconds)
+    seconds = sum(sync.seconds for sync in found)
+    times = sum(sync.count for sync in found)
+    sys.stderr.write(f"the host waited {times} times at {len(found)} places, {1000 * seconds:.1f} ms\n")
+    for sync in [*found, *log.allowed]:
+        sys.stderr.write(f"{sync}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

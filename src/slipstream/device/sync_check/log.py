@@ -1,0 +1,74 @@
+"""What a watcher found, and what was allowed."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+
+_reason: ContextVar[str | None] = ContextVar("sync_allowed", default=None)
+
+
+@contextmanager
+def sync_allowed(reason: str) -> Iterator[None]:
+    """Marks a block in which the host may wait. `reason` is a literal string, for the reader and for the nets."""
+    assert reason, "a wait without a reason; say why the host may wait here"
+    token = _reason.set(reason)
+    try:
+        yield
+    finally:
+        _reason.reset(token)
+
+
+@dataclass(slots=True)
+class Sync:
+    """One place where the host waited, with all the times it did."""
+
+    what: str
+    stack: tuple[str, ...]  # "file:line in function", the innermost first
+    allowed: str | None  # the reason given by sync_allowed
+    count: int = 0
+    seconds: float = 0.0  # that the host spent in it
+
+    def __str__(self) -> str:
+        why = "" if self.allowed is None else f", allowed: {self.allowed}"
+        lines = "".join(f"\n    {line}" for line in self.stack)
+        return f"{self.what} ({self.count} times, {1000 * self.seconds:.2f} ms{why}){lines}"
+
+
+@dataclass(slots=True)
+class SyncLog:
+    on_found: Callable[[Sync], None] | None = None  # told of each that nobody allowed, each time
+    _places: dict[tuple[str, tuple[str, ...]], Sync] = field(default_factory=dict)
+
+    @property
+    def found(self) -> list[Sync]:
+        """Those that nobody allowed."""
+        return [sync for sync in self._places.values() if sync.allowed is None]
+
+    @property
+    def allowed(self) -> list[Sync]:
+        return [sync for sync in self._places.values() if sync.allowed is not None]
+
+    def add(self, what: str, seconds: float) -> None:
+        stack = _stack()
+        sync = self._places.setdefault((what, stack), Sync(what, stack, _reason.get()))
+        sync.count += 1
+        sync.seconds += seconds
+        if sync.allowed is None and self.on_found is not None:
+            self.on_found(sync)
+
+
+def _stack() -> tuple[str, ...]:
+    """The caller's frames, the innermost first; ours and torch's own left out, and what lies around a script."""
+    left_out = (os.path.dirname(__file__), torch.__path__[0], "<frozen ")
+    return tuple(
+        f"{frame.filename}:{frame.lineno} in {frame.name}"
+        for frame in reversed(traceback.extract_stack())
+        if not frame.filename.startswith(left_out)
+    )

@@ -1,0 +1,60 @@
+"""Which torch operations make the host wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Shapes of their results are values of their inputs.
+_READS = {
+    "aten::_local_scalar_dense": "item()",
+    "aten::nonzero": "nonzero()",
+    "aten::masked_select": "masked_select()",
+    "aten::repeat_interleave": "repeat_interleave() without output_size",
+    "aten::unique_dim": "unique()",
+    "aten::unique_consecutive": "unique_consecutive()",
+    "aten::_unique": "unique()",
+    "aten::_unique2": "unique()",
+    "aten::bincount": "bincount()",
+    "aten::equal": "equal()",
+}
+
+
+def waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """What to call an operation by which the host waits, or None."""
+    name = func._schema.name
+    if name == "aten::repeat_interleave":
+        # the form that makes indices from counts; the others call it
+        return None if kwargs.get("output_size") is not None else _READS[name]
+    if name in _READS:
+        return _READS[name]
+    if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
+        masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
+        return "a mask as an index" if masks else None
+    if name == "aten::_to_copy":
+        target = kwargs.get("device") or args[0].device
+        # to the host it makes pinned memory for itself when told not to block
+        host = args[0] if args[0].is_cpu else None
+        return copy_waits(args[0].device, target, bool(kwargs.get("non_blocking")), host)
+    if name == "aten::copy_":
+        non_blocking = bool(args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
+        host = args[1] if args[1].is_cpu else args[0]
+        return copy_waits(args[1].device, args[0].device, non_blocking, host)
+    return None
+
+
+def copy_waits(source: torch.device, target: torch.device, non_blocking: bool, host: torch.Tensor | None) -> str | None:
+    """`host` is the side in host memory, if it is there already. Pageable memory cannot be copied beside the host, nor
+    can what lies in it with gaps: torch then goes through pageable memory of its own."""
+    if source.type == target.type or "meta" in (source.type, target.type):
+        return None
+    way = f"copy from {source.type} to {target.type}"
+    if not non_blocking:
+        return f"{way} without non_blocking"
+    if host is None:
+        return None
+    side = "from" if source.type == "cpu" else "into"
+    if not host.is_contiguous():
+        return f"{way} {side} strided memory"
+    return None if host.is_pinned() else f"{way} {side} memory that is not pinned"

@@ -1,0 +1,45 @@
+"""The switch in the environment that has an engine watch its own hot path."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from slipstream.device.sync_check.log import Sync, SyncLog
+from slipstream.device.sync_check.watch import watch
+from slipstream.errors import InvalidOption, SlipstreamError
+
+NAME = "SLIPSTREAM_SYNC_CHECK"
+log = logging.getLogger(__name__)
+
+
+class SyncFound(SlipstreamError):
+    """The host waited for the device where it never should. For whoever asked to be told so."""
+
+
+class HotPath:
+    """What stands around the launching of a step: nothing, or a watcher. In the thread that launches, and no other."""
+
+    def __init__(self) -> None:
+        self.mode = os.environ.get(NAME, "")
+        if self.mode not in ("", "warn", "error"):
+            raise InvalidOption(f"{NAME} is {self.mode!r}; set it to warn or error, or leave it out")
+        self.log = SyncLog(self._warn if self.mode == "warn" else self._raise)
+
+    def __call__(self) -> Any:
+        return self._watch() if self.mode else nullcontext()
+
+    @contextmanager
+    def _watch(self) -> Iterator[None]:
+        with watch(self.log):
+            yield
+
+    def _warn(self, sync: Sync) -> None:
+        if sync.count == 1:  # once for each place
+            log.warning("the host waits for the device: %s", sync)
+
+    def _raise(self, sync: Sync) -> None:
+        raise SyncFound(f"the host waits for the device: {sync}; allow it with sync_allowed, or unset {NAME}")

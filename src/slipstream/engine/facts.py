@@ -1,0 +1,66 @@
+"""ModelFacts: all that a front end must know of a model, as plain data: it may live in a process without torch."""
+
+from __future__ import annotations
+
+import msgspec
+
+from slipstream.config.config import EngineConfig
+from slipstream.config.generation import GenerationDefaults
+from slipstream.config.options import Options
+from slipstream.config.pooling_info import PoolingInfo
+from slipstream.engine.inputs import InputProcessor
+from slipstream.engine.pool_inputs import PoolInputs
+from slipstream.text.chat import load_chat_template
+from slipstream.text.tokenizer import Tokenizer
+
+
+class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """Made where the model is opened; sent before its weights are loaded."""
+
+    name: str
+    tokenizer: str | None  # a folder or a file; None where prompts are token ids
+    chat_template: str | None  # in place of the tokenizer's own
+    defaults: GenerationDefaults
+    max_model_len: int
+    max_positions: int
+    vocab_size: int
+    pooling: PoolingInfo | None = None  # None: it only generates
+    dtype: str = "float32"
+    max_batch_tokens: int = 0  # of a step
+
+    @classmethod
+    def of(cls, options: Options, config: EngineConfig, defaults: GenerationDefaults) -> ModelFacts:
+        info = config.model.info
+        return cls(
+            name=config.model.name,
+            tokenizer=None if options.skip_tokenizer_init else (options.tokenizer or config.model.path),
+            chat_template=options.chat_template,
+            defaults=defaults,
+            max_model_len=config.scheduler.max_model_len,
+            max_positions=info.max_positions,
+            vocab_size=info.vocab_size,
+            pooling=config.model.pooling,
+            dtype=config.model.dtype,
+            max_batch_tokens=config.scheduler.max_num_batched_tokens,
+        )
+
+    def load_tokenizer(self) -> Tokenizer | None:
+        if self.tokenizer is None:
+            return None
+        tokenizer = Tokenizer.load(self.tokenizer)
+        if self.chat_template is not None:
+            tokenizer.chat_templates = {"default": load_chat_template(self.chat_template)}
+        return tokenizer
+
+    def make_inputs(self, tokenizer: Tokenizer | None) -> InputProcessor:
+        inputs = InputProcessor(
+            tokenizer, self.defaults, self.max_model_len, self.vocab_size, self.name, self.max_positions
+        )
+        if self.pooling is not None and not self.pooling.generates:
+            inputs.instead = self.pooling.tasks
+        return inputs
+
+    def make_pool_inputs(self, tokenizer: Tokenizer | None) -> PoolInputs | None:
+        if self.pooling is None:
+            return None
+        return PoolInputs(tokenizer, self.pooling, self.max_model_len, self.vocab_size, self.name, self.max_positions)

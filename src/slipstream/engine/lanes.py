@@ -1,0 +1,124 @@
+"""Lanes: several models under one loop, on one device.
+
+Each lane is a core of its own. A step of one is queued behind the steps of the others, so who is stepped next decides
+who gets the device: always the lane that has had the least of it, by device time over weight. Texts that somebody
+reads as they grow weigh more than prompts that are computed once. Nobody saves up: a lane that comes back from having
+nothing to do is set to where the others are. So none starves, and a lane alone gets everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slipstream.engine.core import EngineCore
+from slipstream.errors import EngineDead, ModelNotFound, UserError
+from slipstream.messages import Abort, Output, Submit
+from slipstream.scheduler.whole import WholeScheduler
+
+GENERATING, POOLING = 2.0, 1.0
+"""What a lane's wishes count for."""
+
+
+class Lanes:
+    """To its caller a core like any other. With one lane it is that core, step by step."""
+
+    def __init__(self, cores: Mapping[str, EngineCore]) -> None:
+        assert cores, "an engine has at least one model"
+        self.cores = dict(cores)
+        self._lanes = {name: _Lane(name, core) for name, core in self.cores.items()}
+        self._default = next(iter(self._lanes.values()))
+        self._failure: tuple[str, BaseException] | None = None  # of any lane: they share a device
+
+    @property
+    def num_steps(self) -> int:
+        return sum(core.num_steps for core in self.cores.values())
+
+    def submit(self, message: Submit) -> None:
+        self._check_alive()
+        lane = self._find(message.model)
+        name = message.request_id
+        if any(other is not lane and other.core.scheduler.serves(name) for other in self._lanes.values()):
+            raise UserError(f"a request {name!r} is being served already; give each its own id")
+        lane.core.submit(message)
+
+    def abort(self, message: Abort) -> None:
+        for core in self.cores.values():
+            core.abort(message)  # those that do not know it ignore it
+
+    def keeps_query(self, request_id: str) -> bool:
+        return any(core.scheduler.keeps_query(request_id) for core in self.cores.values())
+
+    def has_work(self) -> bool:
+        return any(lane.core.has_work() for lane in self._lanes.values())
+
+    def step(self) -> list[Output]:
+        """One step of the lane whose turn it is."""
+        self._check_alive()
+        lane = self._next()
+        if lane is None:
+            return []
+        scheduler = lane.core.scheduler
+        if isinstance(scheduler, WholeScheduler):
+            readers_wait = any(other.worked and not other.is_whole for other in self._lanes.values())
+            scheduler.most_tokens = lane.core.pace.most_tokens() if readers_wait else None
+        try:
+            return lane.step()
+        except BaseException as error:
+            self._failure = lane.name, error
+            raise
+
+    def check(self) -> None:
+        """Assert every invariant of every lane; for tests and the end of a process."""
+        for core in self.cores.values():
+            core.scheduler.check()
+
+    def close(self) -> None:
+        for core in self.cores.values():
+            core.close()
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            name, error = self._failure
+            raise EngineDead(f"{name} has failed: {str(error) or type(error).__name__}") from error
+
+    def _find(self, model: str) -> _Lane:
+        if not model:
+            return self._default
+        if model not in self._lanes:
+            raise ModelNotFound(f"there is no model {model!r} here; there is {', '.join(self._lanes)}")
+        return self._lanes[model]
+
+    def _next(self) -> _Lane | None:
+        if len(self._lanes) == 1:
+            return self._default
+        busy = [lane for lane in self._lanes.values() if lane.core.has_work()]
+        if not busy:
+            return None
+        # where the lanes stand that kept working; those that were idle join them there
+        front = min((lane.used for lane in busy if lane.worked), default=max(lane.used for lane in busy))
+        for lane in self._lanes.values():
+            is_busy = lane in busy
+            if is_busy and not lane.worked:
+                lane.used = max(lane.used, front)
+            lane.worked = is_busy
+        return min(busy, key=lambda lane: lane.used)
+
+
+class _Lane:
+    def __init__(self, name: str, core: EngineCore) -> None:
+        self.name = name
+        self.core = core
+        self.is_whole = core.config.scheduler.whole
+        self.weight = POOLING if self.is_whole else GENERATING
+        self.used = 0.0  # seconds of the device, over the weight
+        self.worked = False  # when the last step was given out
+
+    def step(self) -> list[Output]:
+        busy, num_launched = self.core.account.total.busy, self.core.num_steps
+        outputs = self.core.step()
+        used = self.core.account.total.busy - busy
+        # a device that keeps no time: every step counts the same
+        if not self.core.account.total.busy and self.core.num_steps > num_launched:
+            used = 1e-3
+        self.used += used / self.weight
+        return outputs

@@ -1,0 +1,71 @@
+"""A core in a thread of this process: the simplest CoreClient."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+
+from slipstream.engine.client import Listener
+from slipstream.engine.lanes import Lanes
+from slipstream.engine.wire import FromCore, Refused, ToCore
+from slipstream.messages import Abort, Submit
+
+
+class ThreadClient:
+    """Steps the core while it has work, and sleeps on its inbox while it has none."""
+
+    def __init__(self, core: Lanes) -> None:
+        self.core = core
+        self.inbox: queue.SimpleQueue[ToCore | None] = queue.SimpleQueue()
+        self._listener: Listener | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.thread = threading.Thread(target=self._run, name="slipstream-core", daemon=True)
+        self.thread.start()
+
+    def listen(self, listener: Listener) -> None:
+        self._listener = listener
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, message: ToCore) -> None:
+        self.inbox.put(message)
+
+    async def close(self) -> None:
+        self.inbox.put(None)
+        await asyncio.get_running_loop().run_in_executor(None, self.thread.join)
+
+    def _run(self) -> None:
+        try:
+            while self._receive():
+                if self.core.has_work() and (outputs := self.core.step()):
+                    self._tell(list(outputs))
+        except Exception as error:  # handed to every waiting reader
+            self._call("fail", error)
+        finally:
+            self.core.close()
+
+    def _receive(self) -> bool:
+        """Take in what has come; wait for it if there is nothing else to do. False ends the loop."""
+        while not (self.inbox.empty() and self.core.has_work()):
+            message = self.inbox.get()
+            if message is None:
+                return False
+            try:
+                if isinstance(message, Submit):
+                    self.core.submit(message)
+                else:
+                    assert isinstance(message, Abort)
+                    self.core.abort(message)
+            except Exception as error:  # this request's alone
+                self._tell([Refused.of(message.request_id, error)])
+        return True
+
+    def _tell(self, messages: list[FromCore]) -> None:
+        self._call("hear", messages)
+
+    def _call(self, method: str, argument: object) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            try:
+                self._loop.call_soon_threadsafe(getattr(self._listener, method), argument)
+            except RuntimeError:  # closed since; so are those who would have listened
+                pass

@@ -1,0 +1,190 @@
+"""Sample: one sample of a request, as its tokens become text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from slipstream.engine.results import CompletionOutput, Increment, Logprob
+from slipstream.messages import Output, TokenLogprobs
+from slipstream.params import SamplingParams
+from slipstream.request import FinishReason
+from slipstream.text.detokenizer import Detokenizer
+from slipstream.text.stop import StopMatcher
+from slipstream.text.tokenizer import Tokenizer
+
+
+class Sample:
+    """Tokens come in by `take`; text is made when somebody looks, several tokens at once, or at the end where nobody
+    does. Only stop strings need it token by token."""
+
+    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer | None, *, stream: bool) -> None:
+        if not params.detokenize:
+            tokenizer = None
+        self.index = index
+        self.tokenizer = tokenizer
+        self.params = params
+        self.token_ids: list[int] = []
+        self._text = ""
+        self._parts: list[str] = []  # of the text, not yet joined to it
+        self._num_read = 0  # tokens that the detokenizer has seen
+        self._new: list[str] | None = [] if stream else None  # of the text, since the last increment
+        self._num_told = 0  # tokens in increments so far
+        self._told_end = False
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.logprobs: list[dict[int, Logprob]] | None = [] if params.num_logprobs is not None else None
+        self.cumulative = 0.0
+        self._own_stops = frozenset(params.stop_ids)
+        self._decoded = decoder_of(tokenizer)
+        # only when text is looked at before the end, or is not what the tokenizer itself makes
+        watched = stream or bool(params.stop_strings) or not params.spaces_between_special_tokens
+        self._detokenizer = (
+            Detokenizer(tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
+            if watched and tokenizer is not None
+            else None
+        )
+        self._min_tokens = params.min_tokens
+        self._matcher = (
+            StopMatcher(params.stop_strings, params.include_stop_str_in_output) if params.stop_strings else None
+        )
+
+    def take(self, output: Output) -> bool:
+        """Returns whether a stop string ended it while the core still runs it."""
+        if self.finish_reason is not None:
+            return False  # drawn before the core heard of the stop string
+        if self._matcher is not None:
+            if self._take_watched(output):
+                return output.finish_reason is None
+        else:
+            self.token_ids += output.token_ids
+            if self.logprobs is not None and output.logprobs is not None:
+                for token, of_token in zip(output.token_ids, output.logprobs, strict=True):
+                    self._take_logprobs(token, of_token)
+        if output.finish_reason is not None:
+            self._finish(output)
+        return False
+
+    def _take_watched(self, output: Output) -> bool:
+        """One token after the other. Returns whether a stop string ended it."""
+        for place, token in enumerate(output.token_ids):
+            self.token_ids.append(token)
+            if self.logprobs is not None and output.logprobs is not None:
+                self._take_logprobs(token, output.logprobs[place])
+            is_end = self._hides_last(output) and place == len(output.token_ids) - 1
+            if self._detokenizer is None or is_end:
+                continue
+            text = self._detokenizer.push([token])
+            if len(self.token_ids) <= self._min_tokens:
+                self._add(text)  # too early for a stop string
+            elif self._watch(text):
+                return True
+        return False
+
+    def _read(self, stop: int) -> None:
+        """Make text of the tokens before `stop` that have none yet."""
+        if self._detokenizer is not None and self._matcher is None and stop > self._num_read:
+            self._add(self._detokenizer.push(self.token_ids[self._num_read : stop]))
+            self._num_read = stop
+
+    def _watch(self, text: str) -> bool:
+        """Add new text. Returns whether a stop string ended it."""
+        if self._matcher is None:
+            self._add(text)
+            return False
+        self._add(self._matcher.push(text))
+        if self._matcher.matched is None:
+            return False
+        self.finish_reason = FinishReason.STOP.value
+        self.stop_reason = self._matcher.matched
+        return True
+
+    def _finish(self, output: Output) -> None:
+        assert output.finish_reason is not None
+        num_shown = len(self.token_ids) - self._hides_last(output)
+        if self._detokenizer is not None:
+            self._read(num_shown)
+            if self._watch(self._detokenizer.finish()):
+                return
+            if self._matcher is not None:
+                self._add(self._matcher.finish())
+        elif self.tokenizer is not None:
+            self._add(self.tokenizer.decode(self.token_ids[:num_shown], self.params.skip_special_tokens))
+        self.finish_reason = output.finish_reason.value
+        if output.stop_token in self._own_stops:
+            self.stop_reason = output.stop_token
+        if output.error is not None:
+            self.stop_reason = output.error
+
+    def abort(self) -> None:
+        """The caller gave up: what has come so far is all there will be."""
+        if self.finish_reason is None:
+            self._read(len(self.token_ids))
+            if self._detokenizer is None and self.tokenizer is not None:
+                self._add(self.tokenizer.decode(self.token_ids, self.params.skip_special_tokens))
+            self.finish_reason = FinishReason.ABORT.value
+
+    @property
+    def text(self) -> str:
+        if self.finish_reason is None:
+            self._read(len(self.token_ids))
+        if self._parts:
+            self._text += "".join(self._parts)
+            self._parts.clear()
+        return self._text
+
+    def _add(self, text: str) -> None:
+        if text:
+            self._parts.append(text)
+            if self._new is not None:
+                self._new.append(text)
+
+    def increment(self) -> Increment | None:
+        assert self._new is not None, "only what is streamed has increments"
+        start, ended = self._num_told, self.finish_reason is not None
+        if start == len(self.token_ids) and ended == self._told_end:
+            return None
+        if not ended:
+            self._read(len(self.token_ids))
+        text = "".join(self._new)
+        self._new.clear()
+        self._num_told, self._told_end = len(self.token_ids), ended
+        logprobs = None if self.logprobs is None else self.logprobs[start:]
+        return Increment(self.index, text, self.token_ids[start:], logprobs, self.finish_reason, self.stop_reason)
+
+    def _take_logprobs(self, token: int, of_token: TokenLogprobs) -> None:
+        assert self.logprobs is not None
+        self.logprobs.append(logprob_entry(token, of_token, self.params.given_ids, self._decoded))
+        self.cumulative += of_token.chosen
+
+    def _hides_last(self, output: Output) -> bool:
+        """The token that ended it is no text, unless it is asked for."""
+        return output.stop_token is not None and not self.params.include_stop_str_in_output
+
+    def result(self) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=list(self.token_ids),
+            cumulative_logprob=self.cumulative if self.logprobs is not None else None,
+            logprobs=None if self.logprobs is None else list(self.logprobs),
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+def decoder_of(tokenizer: Tokenizer | None) -> Callable[[int], str | None]:
+    return (lambda token: None) if tokenizer is None else tokenizer.text_of
+
+
+def logprob_entry(
+    token: int, of_token: TokenLogprobs, given_ids: tuple[int, ...], decoded: Callable[[int], str | None]
+) -> dict[int, Logprob]:
+    """The token itself first, then the likeliest, then the given ones, whose rank nobody counted."""
+    entry = {token: Logprob(of_token.chosen, of_token.rank, decoded(token))}
+    for rank, (other, value) in enumerate(zip(of_token.top_ids, of_token.top, strict=True), 1):
+        if other != token:
+            entry[other] = Logprob(value, rank, decoded(other))
+    for other, value in zip(given_ids, of_token.given, strict=True):
+        if other not in entry:
+            entry[other] = Logprob(value, None, decoded(other))
+    return entry

@@ -1,0 +1,139 @@
+"""The line between a front end and a core in another process: which messages pass, and how they are framed.
+
+A frame is a length and a msgpack list of messages. Nothing that is decoded can run code, and whatever the bytes are,
+decoding gives messages of these types or raises `WireError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from slipstream import errors
+from slipstream.engine.facts import ModelFacts
+from slipstream.errors import SlipstreamError
+from slipstream.messages import Abort, Output, Submit
+from slipstream.metrics.lane import LaneStats
+
+MAX_FRAME = 2**29  # bytes; a frame that says more is no frame, and text never says less
+_HEAD = 4  # bytes of the length, little-endian
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A request that the core did not take, and why."""
+
+    request_id: str
+    kind: str  # name of the exception
+    message: str
+
+    @classmethod
+    def of(cls, request_id: str, error: Exception) -> Refused:
+        return cls(request_id, type(error).__name__, str(error))
+
+    def error(self) -> SlipstreamError:
+        """The exception again, as far as it is one of ours."""
+        kind = getattr(errors, self.kind, None)
+        if isinstance(kind, type) and issubclass(kind, SlipstreamError):
+            return kind(self.message)
+        return SlipstreamError(f"{self.kind}: {self.message}")
+
+
+class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Where the start stands, in words."""
+
+    stage: str
+
+
+class Opening(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The models are found; tokenizers may be loaded while weights are."""
+
+    models: list[ModelFacts]
+    pid: int  # of the core
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Requests are taken from here on."""
+
+
+class Pulse(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """How the core is doing: sent now and then while it works, and when it comes to rest."""
+
+    num_steps: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_preemptions: int = 0
+    num_free_pages: int = 0  # of the group that keeps every position; cached pages that nobody holds are free
+    num_pages: int = 0
+    lanes: list[LaneStats] = []  # the same of each model, and more
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The core is lost: the root cause in one line."""
+
+    cause: str
+
+
+ToCore = Submit | Abort
+FromCore = Output | Refused | Loading | Opening | Ready | Pulse | Failed
+
+Message = TypeVar("Message")
+
+
+class WireError(Exception):
+    """Bytes that are no messages. Between our own processes this is a bug, or the end of one of them."""
+
+
+class Frames(Generic[Message]):
+    """Bytes, however they were cut, to lists of messages."""
+
+    def __init__(self, decoder: msgspec.msgpack.Decoder[list[Message]]) -> None:
+        self._decode = decoder.decode
+        self._parts: list[bytes] = []  # of a frame that is not whole yet
+        self._missing = _HEAD  # bytes without which nothing more can be said
+
+    def push(self, data: bytes) -> list[Message]:
+        """The messages that these bytes complete."""
+        if self._parts:
+            self._parts.append(data)
+            self._missing -= len(data)
+            if self._missing > 0:
+                return []  # a large frame in many parts is joined once
+            data = b"".join(self._parts)
+            self._parts.clear()
+        messages: list[Message] = []
+        start, end = 0, len(data)
+        while end - start >= _HEAD:
+            length = int.from_bytes(data[start : start + _HEAD], "little")
+            if length > MAX_FRAME:
+                raise WireError(f"a frame of {length} bytes was announced; {MAX_FRAME} are the most")
+            stop = start + _HEAD + length
+            if stop > end:
+                break
+            try:
+                messages += self._decode(data[start + _HEAD : stop])
+            except (msgspec.MsgspecError, SlipstreamError, RecursionError, UnicodeDecodeError) as error:
+                raise WireError(f"a frame of {length} bytes holds no messages: {error}") from None
+            start = stop
+        if start < end:
+            self._parts.append(data[start:] if start else data)
+            whole = _HEAD if end - start < _HEAD else _HEAD + length
+            self._missing = whole - (end - start)
+        return messages
+
+
+def to_core_frames() -> Frames[ToCore]:
+    return Frames(msgspec.msgpack.Decoder(list[ToCore]))
+
+
+def from_core_frames() -> Frames[FromCore]:
+    return Frames(msgspec.msgpack.Decoder(list[FromCore]))
+
+
+_encode = msgspec.msgpack.Encoder().encode
+
+
+def frame(messages: Sequence[ToCore] | Sequence[FromCore]) -> bytes:
+    body = _encode(messages)
+    return len(body).to_bytes(_HEAD, "little") + body

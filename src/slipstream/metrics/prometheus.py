@@ -1,0 +1,192 @@
+"""/metrics: counts as Prometheus reads them, under our names and again under those of vLLM that dashboards, autoscalers
+and the Kubernetes gateway look for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.exposition import choose_encoder
+
+from slipstream.metrics.lane import LaneStats
+from slipstream.metrics.stats import FrontStats, Histogram, ModelStats
+
+Families = Iterator[Any]
+
+_CAUSES = ("busy", "turnaround", "host_late", "output", "grammar", "no_work")
+_OF_LANES: tuple[tuple[str, str, str, str], ...] = (
+    ("gauge", "requests_running", "requests in steps", "num_running"),
+    ("gauge", "requests_waiting", "requests that wait for a row or for pages", "num_waiting"),
+    ("counter", "steps", "steps of the device", "num_steps"),
+    ("counter", "preemptions", "requests that gave back their pages and were computed again", "num_preemptions"),
+    ("counter", "prefix_cache_queries", "prompt tokens looked for in the cache", "prefix_queries"),
+    ("counter", "prefix_cache_hits", "prompt tokens found in the cache", "prefix_hits"),
+    ("counter", "host_seconds", "time the engine core itself took", "host"),
+)
+_OF_MODELS: tuple[tuple[str, str, str], ...] = (
+    ("prompt_tokens", "prompt tokens taken in", "prompt_tokens"),
+    ("generation_tokens", "tokens generated", "generated_tokens"),
+    ("cached_prompt_tokens", "prompt tokens that came from the cache, of requests that ended", "cached_tokens"),
+)
+_HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
+    ("time_to_first_token_seconds", "until a request's first token", "ttft"),
+    ("inter_token_latency_seconds", "between two tokens of a text", "itl"),
+    ("e2e_request_latency_seconds", "of whole requests", "e2e"),
+    ("request_prompt_tokens", "tokens of a prompt", "prompt_length"),
+    ("request_generation_tokens", "tokens generated for a prompt", "output_length"),
+)
+# vLLM's names of ours
+_ALIASES = {
+    "requests_running": "num_requests_running",
+    "requests_waiting": "num_requests_waiting",
+    "preemptions": "num_preemptions",
+    "prefix_cache_queries": "prefix_cache_queries",
+    "prefix_cache_hits": "prefix_cache_hits",
+    "prompt_tokens": "prompt_tokens",
+    "generation_tokens": "generation_tokens",
+    "cache_usage_ratio": "kv_cache_usage_perc",
+    **{name: name for name, _, _ in _HISTOGRAMS},
+}
+
+
+class Metrics:
+    """Written anew for each scrape, from what `look` finds then."""
+
+    def __init__(self, look: Callable[[], tuple[FrontStats, Sequence[LaneStats]]], version: str) -> None:
+        self._look = look
+        self._version = version
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def text(self, accept: str) -> tuple[bytes, str]:
+        """The page and its content type, in the newest form that the reader takes."""
+        encode, kind = choose_encoder(accept)
+        return encode(self._registry), kind
+
+    def collect(self) -> Families:
+        front, lanes = self._look()
+        yield from _server(front, self._version)
+        yield from _lanes(lanes)
+        yield from _models(front.models)
+        yield from _vllm_only(front.models, lanes)
+
+
+def _server(front: FrontStats, version: str) -> Families:
+    info = GaugeMetricFamily("slipstream_info", "the version", labels=("version",))
+    info.add_metric((version,), 1)
+    yield info
+    requests = CounterMetricFamily("slipstream_http_requests", "HTTP requests", labels=("route", "status"))
+    for key, count in front.requests.items():
+        requests.add_metric(key.rsplit(" ", 1), count)
+    yield requests
+    for name, doc, label, counts in (
+        ("aborted", "requests that nobody waited for any more", "cause", front.aborted),
+        ("refused", "requests that were not taken", "reason", front.refused),
+    ):
+        family = CounterMetricFamily(f"slipstream_requests_{name}", doc, labels=(label,))
+        for key, count in counts.items():
+            family.add_metric((key,), count)
+        yield family
+    yield GaugeMetricFamily("slipstream_open_requests", "prompts under way", value=front.open_requests)
+    yield GaugeMetricFamily(
+        "slipstream_queued_requests", "prompts of which nothing was computed yet", value=front.queued_requests
+    )
+    yield GaugeMetricFamily("slipstream_queued_tokens", "and their tokens", value=front.queued_tokens)
+
+
+def _lanes(lanes: Sequence[LaneStats]) -> Families:
+    for kind, name, doc, field in _OF_LANES:
+        for family, labels in _named(kind, name, doc):
+            for lane in lanes:
+                family.add_metric((lane.model, *labels), getattr(lane, field))
+            yield family
+    for family, labels in _named("gauge", "cache_usage_ratio", "share of the cache's pages that requests hold"):
+        for lane in lanes:
+            if lane.num_pages:
+                family.add_metric((lane.model, *labels), 1 - lane.num_free_pages / lane.num_pages)
+        yield family
+    time = CounterMetricFamily(
+        "slipstream_device_seconds", "the device's time: busy, or idle for whose sake", labels=("model", "state")
+    )
+    share = GaugeMetricFamily(
+        "slipstream_device_busy_ratio", "busy share of the time in which there was work", labels=("model",)
+    )
+    for lane in lanes:
+        for cause in _CAUSES:
+            time.add_metric((lane.model, cause), getattr(lane, cause))
+        worked = sum(getattr(lane, cause) for cause in _CAUSES if cause != "no_work")
+        if worked:
+            share.add_metric((lane.model,), lane.busy / worked)
+    yield time
+    yield share
+
+
+def _models(models: dict[str, ModelStats]) -> Families:
+    for name, doc, field in _OF_MODELS:
+        for family, labels in _named("counter", name, doc):
+            for model, stats in models.items():
+                family.add_metric((model, *labels), getattr(stats, field))
+            yield family
+    for name, doc, field in _HISTOGRAMS:
+        for family, labels in _named("histogram", name, doc):
+            for model, stats in models.items():
+                _put(family, (model, *labels), getattr(stats, field))
+            yield family
+    ended = CounterMetricFamily("slipstream_requests_finished", "samples that ended", labels=("model", "reason"))
+    for model, stats in models.items():
+        for reason, count in stats.finished.items():
+            ended.add_metric((model, reason), count)
+    yield ended
+
+
+def _vllm_only(models: dict[str, ModelStats], lanes: Sequence[LaneStats]) -> Families:
+    """What has another shape there."""
+    success = CounterMetricFamily(
+        "vllm:request_success", "samples that ended", labels=("model_name", "engine", "finished_reason")
+    )
+    for model, stats in models.items():
+        for reason, count in stats.finished.items():
+            success.add_metric((model, "0", reason), count)
+    yield success
+    yield from _cache_info(lanes)
+    lora = GaugeMetricFamily(
+        "vllm:lora_requests_info", "there are no adapters",
+        labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+    )  # fmt: skip
+    lora.add_metric(("0", "", ""), 0)
+    yield lora
+
+
+def _cache_info(lanes: Iterable[LaneStats]) -> Families:
+    info = GaugeMetricFamily(
+        "vllm:cache_config_info",
+        "how the cache is cut",
+        labels=("model_name", "engine", "block_size", "num_gpu_blocks"),
+    )
+    for lane in lanes:
+        if lane.num_pages:
+            info.add_metric((lane.model, "0", str(lane.page_size), str(lane.num_pages)), 1)
+    yield info
+
+
+_KINDS: dict[str, Any] = {
+    "gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily
+}  # fmt: skip
+
+
+def _named(kind: str, name: str, doc: str) -> Iterator[tuple[Any, tuple[str, ...]]]:
+    """A family under our name, and again under vLLM's where it has one; with the labels beside the model."""
+    yield _KINDS[kind](f"slipstream_{name}", doc, labels=("model",)), ()
+    if alias := _ALIASES.get(name):
+        yield _KINDS[kind](f"vllm:{alias}", doc, labels=("model_name", "engine")), ("0",)
+
+
+def _put(family: Any, labels: tuple[str, ...], histogram: Histogram) -> None:
+    buckets, below = [], 0
+    for bound, count in zip((*histogram.bounds, float("inf")), histogram.counts, strict=True):
+        below += count
+        buckets.append(("+Inf" if bound == float("inf") else repr(bound), below))
+    family.add_metric(labels, buckets, histogram.total)

@@ -1,0 +1,87 @@
+"""What a front end counts, as plain data: it is added up over several front ends, and written down elsewhere."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from typing import Any, TypeVar
+
+import msgspec
+
+SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)  # fmt: skip
+"""Bounds of latencies."""
+GAPS = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0, 10.0, 20.0, 40.0, 80.0,
+)  # fmt: skip
+"""Of the time between two tokens."""
+TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
+"""Of lengths."""
+
+
+class Histogram(msgspec.Struct):
+    """How many values lay between two bounds. Noting one costs less than a microsecond."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = []
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+class ModelStats(msgspec.Struct):
+    """Of the requests to one model."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    finished: dict[str, int] = {}  # samples, and pooled prompts, by reason
+    ttft: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))  # until the first token
+    itl: Histogram = msgspec.field(default_factory=lambda: Histogram(GAPS))  # between two tokens
+    e2e: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))  # of a whole request
+    prompt_length: Histogram = msgspec.field(default_factory=lambda: Histogram(TOKENS))
+    output_length: Histogram = msgspec.field(default_factory=lambda: Histogram(TOKENS))
+
+
+class FrontStats(msgspec.Struct):
+    requests: dict[str, int] = {}  # by route and status, as "/v1/models 200"
+    aborted: dict[str, int] = {}  # by cause
+    refused: dict[str, int] = {}  # by reason
+    models: dict[str, ModelStats] = {}
+    open_requests: int = 0  # prompts under way
+    queued_requests: int = 0
+    queued_tokens: int = 0
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def added(first: T, *others: T) -> T:
+    """The sum of structs of one kind, field by field."""
+    result = first
+    for other in others:
+        result = _add(result, other)
+    return result
+
+
+def _add(a: Any, b: Any) -> Any:
+    if isinstance(a, msgspec.Struct):
+        names = a.__struct_fields__
+        return type(a)(**{name: _field(name, getattr(a, name), getattr(b, name)) for name in names})
+    if isinstance(a, dict):
+        return {key: _add(a[key], b[key]) if key in a and key in b else a.get(key, b.get(key)) for key in {**a, **b}}
+    if isinstance(a, list):
+        return [x + y for x, y in zip(a, b, strict=True)]
+    return a + b
+
+
+def _field(name: str, a: Any, b: Any) -> Any:
+    return a if name == "bounds" else _add(a, b)

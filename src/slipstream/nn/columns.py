@@ -1,0 +1,42 @@
+"""Columns: plain numbers, kept as [columns, rows].
+
+What is multiplied with many tokens at once on an ARM CPU is faster so: at 512 tokens and MiniLM's shapes 16.6 ms
+against 19.4, at 64 tokens 2.2 against 2.9.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.nn.quant import Piece, Weight, new_parameter
+from slipstream.ops.linear.reference import linear_by_columns
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    dtype: torch.dtype
+
+    def new_weight(self, num_rows: int, num_columns: int) -> Weight:
+        return ColumnsWeight(num_rows, num_columns, self.dtype)
+
+
+class ColumnsWeight(Weight):
+    def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.data = new_parameter(num_columns, num_rows, dtype=dtype)
+
+    def fill(self, first_row: int, piece: Piece) -> None:
+        self.data[:, first_row : first_row + piece.shape[0]].copy_(piece.read().t())
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return linear_by_columns(x, self.data, bias)
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.data.index_select(1, ids).t()
+
+
+def serves_columns(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cpu" and dtype is torch.float32 and platform.machine().lower() in ("aarch64", "arm64")

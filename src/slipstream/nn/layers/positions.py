@@ -1,0 +1,71 @@
+"""What a model learned of places: a vector for each position or token type, or a bias for each distance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from slipstream.nn.layers.layer import Layer
+from slipstream.nn.quant import Piece, Place, new_parameter
+
+
+class Table(Layer):
+    """A vector for each of some numbers. A checkpoint may have rows before the first, which are left out here."""
+
+    def __init__(self, num_rows: int, size: int, dtype: torch.dtype, offset: int = 0) -> None:
+        super().__init__()
+        self.offset = offset
+        self.weight = new_parameter(num_rows, size, dtype=dtype)
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.weight.index_select(0, numbers)
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        num_rows, size = self.weight.shape
+        yield "weight", Place((num_rows + self.offset, size), self._fill)
+
+    def _fill(self, piece: Piece) -> None:
+        self.weight.copy_(piece.read()[self.offset :])
+
+
+class DistanceBias(Layer):
+    """Numbers added to attention scores by how far apart two tokens are: near distances have one of their own, far ones
+    share, more and more of them; from MAX_DISTANCE on all have the same."""
+
+    MAX_DISTANCE = 128
+
+    def __init__(self, num_buckets: int, num_heads: int, num_positions: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = new_parameter(num_buckets, num_heads, dtype=dtype)
+        self.register_buffer("buckets", torch.empty(2 * num_positions - 1, dtype=torch.int64))
+
+    buckets: torch.Tensor
+
+    def fill(self) -> None:
+        """On the host, so that all devices have the same."""
+        reach = len(self.buckets) // 2
+        buckets = distance_buckets(torch.arange(-reach, reach + 1), self.weight.shape[0], self.MAX_DISTANCE)
+        self.buckets = buckets.to(self.buckets.device)
+
+    def forward(self) -> torch.Tensor:
+        """[heads, 2 n - 1] as `AttentionBackend.whole` takes it."""
+        return self.weight.index_select(0, self.buckets).t().contiguous()
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        yield "weight", Place(tuple(self.weight.shape), self._fill)
+
+    def _fill(self, piece: Piece) -> None:
+        self.weight.copy_(piece.read())
+
+
+def distance_buckets(distances: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:
+    """Which bucket a key's place less the query's falls into: the lower half of them for keys before, the upper for
+    keys after; half of each half are single distances, the rest grow with the logarithm."""
+    half = num_buckets // 2
+    single = half // 2
+    away = distances.abs()
+    grown = torch.log(away.clamp(min=1).float() / single) / math.log(max_distance / single) * (half - single)
+    shared = (single + grown.long()).clamp(max=half - 1)
+    return torch.where(distances > 0, half, 0) + torch.where(away < single, away, shared)

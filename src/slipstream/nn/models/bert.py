@@ -1,0 +1,166 @@
+"""The BERT family: BERT, RoBERTa, XLM-RoBERTa and DistilBERT. Positions are learned, sums are normed.
+
+RoBERTa's positions begin behind the pad token's number; DistilBERT has no token types and names of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from slipstream.config.model_info import ModelInfo
+from slipstream.errors import UnsupportedModel
+from slipstream.nn.models.encoder import EncoderShape
+from slipstream.nn.models.heads import HeadShape
+from slipstream.nn.weights.rules import Rules
+
+
+def bert_shape(info: ModelInfo) -> EncoderShape:
+    """Also what every other family begins with."""
+    kind = info.extra.get("position_embedding_type") or "absolute"
+    if kind != "absolute":
+        raise UnsupportedModel(f"{info.architecture} with positions of kind {kind} is not built; absolute ones are")
+    return EncoderShape(
+        vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
+        num_layers=info.num_layers,
+        num_heads=info.num_heads,
+        head_dim=info.head_dim,
+        ffn_size=info.ffn_size,
+        activation=info.activation,
+        norm_eps=info.norm_eps,
+        max_positions=info.max_positions,
+        position_offset=info.position_offset,
+        num_types=info.num_types,
+    )
+
+
+def bert_heads(info: ModelInfo) -> HeadShape:
+    """The first token through a layer with tanh, then the classes."""
+    kind = info.architecture
+    if kind.endswith("ForSequenceClassification"):
+        return HeadShape(classifier_bias=True, transform="tanh")
+    return plain_heads(info)
+
+
+def plain_heads(info: ModelInfo) -> HeadShape:
+    """What all families have but the way they classify a text: classes of tokens, words, projections of tokens."""
+    kind = info.architecture
+    if kind.endswith("ForTokenClassification"):
+        return HeadShape(classifier_bias=True)
+    if kind.endswith("ForMaskedLM"):
+        return HeadShape(vocabulary=True, transform=info.activation, norm_eps=info.norm_eps)
+    return HeadShape(token_bias=False if kind == "HF_ColBERT" else None)
+
+
+_EMBEDDINGS: dict[str, str | None] = {
+    "embeddings.word_embeddings.weight": "embedding.weight",
+    "embeddings.position_embeddings.weight": "positions.weight",
+    "embeddings.token_type_embeddings.weight": "types.weight",
+    "embeddings.LayerNorm.{kind}": "embedding_norm.{kind}",
+    "embeddings.position_ids": None,
+}
+_BERT: dict[str, str | None] = {
+    **_EMBEDDINGS,
+    "encoder.layer.{n}.attention.self.query.{kind}": "layers.{n}.attention.qkv.q.{kind}",
+    "encoder.layer.{n}.attention.self.key.{kind}": "layers.{n}.attention.qkv.k.{kind}",
+    "encoder.layer.{n}.attention.self.value.{kind}": "layers.{n}.attention.qkv.v.{kind}",
+    "encoder.layer.{n}.attention.output.dense.{kind}": "layers.{n}.attention.output.{kind}",
+    "encoder.layer.{n}.attention.output.LayerNorm.{kind}": "layers.{n}.attention_norm.{kind}",
+    "encoder.layer.{n}.intermediate.dense.{kind}": "layers.{n}.mlp.up.{kind}",
+    "encoder.layer.{n}.output.dense.{kind}": "layers.{n}.mlp.down.{kind}",
+    "encoder.layer.{n}.output.LayerNorm.{kind}": "layers.{n}.mlp_norm.{kind}",
+}
+_BERT_WORDS: dict[str, str | None] = {
+    "cls.predictions.transform.dense.{kind}": "heads.transform.dense.{kind}",
+    "cls.predictions.transform.LayerNorm.{kind}": "heads.transform.norm.{kind}",
+    "cls.predictions.bias": "heads.vocabulary_bias.bias",
+    "cls.*": None,  # the embedding again, and what told whether two sentences follow each other
+}
+ROBERTA_WORDS: dict[str, str | None] = {
+    "lm_head.dense.{kind}": "heads.transform.dense.{kind}",
+    "lm_head.layer_norm.{kind}": "heads.transform.norm.{kind}",
+    "lm_head.bias": "heads.vocabulary_bias.bias",
+    "lm_head.decoder.*": None,
+}
+_DISTILBERT: dict[str, str | None] = {
+    **_EMBEDDINGS,
+    "transformer.layer.{n}.attention.out_lin.{kind}": "layers.{n}.attention.output.{kind}",
+    "transformer.layer.{n}.attention.{part}_lin.{kind}": "layers.{n}.attention.qkv.{part}.{kind}",
+    "transformer.layer.{n}.sa_layer_norm.{kind}": "layers.{n}.attention_norm.{kind}",
+    "transformer.layer.{n}.ffn.lin1.{kind}": "layers.{n}.mlp.up.{kind}",
+    "transformer.layer.{n}.ffn.lin2.{kind}": "layers.{n}.mlp.down.{kind}",
+    "transformer.layer.{n}.output_layer_norm.{kind}": "layers.{n}.mlp_norm.{kind}",
+}
+
+
+def encoder_rules(
+    names: Mapping[str, str | None], roots: Sequence[str], heads: Mapping[str, str | None] | None = None
+) -> Rules:
+    """Rules for a family's own names, with each of the roots that its checkpoints may begin them with, or none.
+
+    Early checkpoints call a norm's weight and bias gamma and beta.
+    """
+    rooted: dict[str, str | None] = {}
+    for root in ("", *(f"{root}." for root in roots)):
+        for theirs, ours in names.items():
+            if ours is not None and "norm" in ours:
+                for old, new in (("gamma", "weight"), ("beta", "bias")):
+                    rooted[root + theirs.format_map(_Kind(old))] = ours.format_map(_Kind(new))
+            rooted[root + theirs] = ours
+    return Rules({**(heads or {}), **rooted})
+
+
+class _Kind(dict[str, str]):
+    """Fills in `kind` alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind=kind)
+
+    def __missing__(self, name: str) -> str:
+        return f"{{{name}}}"
+
+
+def pooled_names(info: ModelInfo) -> dict[str, str | None]:
+    """Of the pooler, which only a classifier of whole texts looks at, and of that."""
+    pooled = "heads.transform.dense.{kind}" if info.architecture.endswith("ForSequenceClassification") else None
+    return {
+        "{root}.pooler.dense.{kind}": pooled,
+        "pooler.dense.{kind}": pooled,
+        "classifier.{kind}": "heads.classifier.{kind}",
+    }
+
+
+def bert_rules(info: ModelInfo) -> Rules:
+    heads = pooled_names(info) | {"linear.{kind}": "heads.token.{kind}"} | _BERT_WORDS
+    return encoder_rules(_BERT, ("bert", "model"), heads)
+
+
+def roberta_rules(info: ModelInfo) -> Rules:
+    return encoder_rules(_BERT, ("roberta", "model"), ROBERTA_CLASSES | ROBERTA_WORDS)
+
+
+ROBERTA_CLASSES: dict[str, str | None] = {
+    "classifier.dense.{kind}": "heads.transform.dense.{kind}",
+    "classifier.out_proj.{kind}": "heads.classifier.{kind}",
+    "classifier.{kind}": "heads.classifier.{kind}",
+    "{root}.pooler.*": None,
+    "pooler.*": None,
+}
+
+
+def distilbert_heads(info: ModelInfo) -> HeadShape:
+    if info.architecture.endswith("ForSequenceClassification"):
+        return HeadShape(classifier_bias=True, transform="relu")
+    return plain_heads(info)
+
+
+def distilbert_rules(info: ModelInfo) -> Rules:
+    heads = {
+        "pre_classifier.{kind}": "heads.transform.dense.{kind}",
+        "classifier.{kind}": "heads.classifier.{kind}",
+        "vocab_transform.{kind}": "heads.transform.dense.{kind}",
+        "vocab_layer_norm.{kind}": "heads.transform.norm.{kind}",
+        "vocab_projector.bias": "heads.vocabulary_bias.bias",
+        "vocab_projector.weight": None,
+    }
+    return encoder_rules(_DISTILBERT, ("distilbert",), heads)

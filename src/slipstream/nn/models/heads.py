@@ -1,0 +1,190 @@
+"""Heads: what a checkpoint has behind its hidden states to make vectors, scores of classes and weights of words.
+
+Only what the checkpoint carries is built. Cutting, norming and activations that a request may choose are not here but
+in the runner's pooling. Small products are made in float32 at least, those as wide as the vocabulary in the model's
+dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from slipstream.config.pooling_info import PoolingInfo
+from slipstream.nn.layers.layer import Layer
+from slipstream.nn.layers.layer_norm import LayerNorm
+from slipstream.nn.layers.linear import Linear
+from slipstream.nn.layers.mlp import find_activation
+from slipstream.nn.quant import Piece, Place, Plain, new_parameter
+from slipstream.ops.row_max import row_max_into
+
+VOCABULARY_CHUNK = 2048  # tokens whose logits are in memory at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadShape:
+    """What the checkpoints of a family have behind the hidden states, by its own way of classifying."""
+
+    classifier_bias: bool | None = None  # None: no classifier
+    transform: str = ""  # activation of a layer before the classifier, or before the vocabulary; "": there is none
+    transform_bias: bool = True
+    norm_eps: float | None = None  # of a norm behind the activation; None: there is none
+    norm_bias: bool = True
+    vocabulary: bool = False  # a masked language model's: back to tokens
+    token_bias: bool | None = None  # of a projection of each token inside the checkpoint; None: it has none
+    weights_words: bool = False  # a number for each token, in a file of its own
+
+
+class Heads(nn.Module):
+    """By the tasks: `embed`, `classify`, `token_embed`, `token_classify`, `sparse`."""
+
+    def __init__(
+        self,
+        shape: HeadShape,
+        pooling: PoolingInfo,
+        hidden_size: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        lm_rows: Callable[[torch.Tensor], torch.Tensor],
+        lm_logits: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> None:
+        """`lm_rows` looks up rows of the model's projection to tokens, `lm_logits` multiplies with all of it."""
+        super().__init__()
+        self.pooling = pooling
+        self.vocab_size = vocab_size
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        self.model_dtype = dtype
+        self._lm_rows, self._lm_logits = lm_rows, lm_logits
+        with torch.device("meta"):
+            self.transform: Transform | None = None
+            if shape.transform:
+                wide = dtype if shape.vocabulary else self.dtype
+                self.transform = Transform(hidden_size, shape, wide)
+            self.classifier: Linear | None = None
+            if shape.classifier_bias is not None:
+                self.classifier = self._linear(hidden_size, pooling.num_labels, shape.classifier_bias)
+            self.vocabulary_bias: Bias | None = Bias(vocab_size, self.dtype) if shape.vocabulary else None
+            self.token: Linear | None = None
+            if shape.token_bias is not None:
+                self.token = self._linear(hidden_size, pooling.token_size, shape.token_bias)
+            self.word: Linear | None = self._linear(hidden_size, 1, True) if shape.weights_words else None
+            self.dense = nn.ModuleList(
+                Dense(info.in_features, info.out_features, info.bias, info.activation, self.dtype)
+                for info in pooling.dense
+            )
+            if pooling.yes_no is not None:
+                self.register_buffer("yes_no", torch.empty(2, dtype=torch.int64))
+        self._for_vectors = [d for d, info in zip(self.dense, pooling.dense, strict=True) if not info.per_token]
+        self._for_tokens = [d for d, info in zip(self.dense, pooling.dense, strict=True) if info.per_token]
+
+    yes_no: torch.Tensor
+
+    def _linear(self, num_inputs: int, num_outputs: int, bias: bool) -> Linear:
+        return Linear(num_inputs, {"": num_outputs}, bias, Plain(self.dtype), self.dtype)
+
+    def fill_buffers(self) -> None:
+        """Once there is memory: what comes from no checkpoint."""
+        if self.pooling.yes_no is not None:
+            self.yes_no = torch.tensor(self.pooling.yes_no).to(self.yes_no.device)
+
+    @property
+    def sparse_by(self) -> Literal["token", "vocabulary"] | None:
+        """What `sparse` gives numbers for: each token of the text, each word of the vocabulary, or nothing."""
+        if self.word is not None:
+            return "token"
+        return "vocabulary" if self.vocabulary_bias is not None else None
+
+    def embed(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Pooled hidden states [N, hidden] to vectors [N, size], through the projections behind the pooling."""
+        pooled = pooled.to(self.dtype)
+        for dense in self._for_vectors:
+            pooled = dense(pooled)
+        return pooled
+
+    def classify(self, pooled: torch.Tensor) -> torch.Tensor:
+        """[N, hidden] to scores [N, classes]. From a language model, one class: how much likelier yes is than no."""
+        pooled = pooled.to(self.dtype)
+        if self.pooling.yes_no is not None:
+            yes, no = self._lm_rows(self.yes_no).to(self.dtype).unbind(0)
+            return pooled @ (yes - no).unsqueeze(1)
+        if self.transform is not None:
+            pooled = self.transform(pooled)
+        assert self.classifier is not None, "the checkpoint has no classifier"
+        scores: torch.Tensor = self.classifier(pooled)
+        return scores
+
+    def token_embed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, hidden] to a vector for each token [T, size]."""
+        hidden = hidden.to(self.dtype)
+        for dense in self._for_tokens:
+            hidden = dense(hidden)
+        return hidden if self.token is None else self.token(hidden)
+
+    def token_classify(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, hidden] to scores [T, classes]."""
+        return self.classify(hidden)
+
+    def sparse(self, hidden: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+        """Weights of words from hidden states [T, hidden] of rows that begin at `starts` [N + 1].
+
+        Where `sparse_by` is "token", [T, 1]: of each token; a word's is the largest of its tokens'. Where it is
+        "vocabulary", [N, vocabulary]. Weights are 0 or more.
+        """
+        if self.word is not None:
+            weights: torch.Tensor = self.word(hidden.to(self.dtype))
+            return weights.relu_()
+        assert self.transform is not None and self.vocabulary_bias is not None, "the checkpoint gives words no weights"
+        assert self._lm_logits is not None
+        hidden = self.transform(hidden.to(self.model_dtype))
+        # a row more than there are, for tokens of nobody
+        most = torch.full((len(starts), self.vocab_size), -torch.inf, dtype=self.dtype, device=hidden.device)
+        for first in range(0, len(hidden), VOCABULARY_CHUNK):
+            row_max_into(most, self._lm_logits(hidden[first : first + VOCABULARY_CHUNK]), starts, first)
+        # neither the bias nor what follows changes which token has the largest
+        return torch.log1p((most[:-1] + self.vocabulary_bias.data).relu_())
+
+
+class Transform(Layer):
+    """A product, an activation and perhaps a norm."""
+
+    def __init__(self, size: int, shape: HeadShape, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.activation = find_activation(shape.transform)
+        self.dense = Linear(size, {"": size}, shape.transform_bias, Plain(dtype), dtype)
+        self.norm: LayerNorm | None = None
+        if shape.norm_eps is not None:
+            self.norm = LayerNorm(size, shape.norm_eps, dtype, shape.norm_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.activation(self.dense(x))
+        return x if self.norm is None else self.norm(x)
+
+
+class Dense(Layer):
+    """A projection of sentence-transformers, from a folder of its own."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, bias: bool, activation: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.activation = find_activation(activation)
+        self.linear = Linear(num_inputs, {"": num_outputs}, bias, Plain(dtype), dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.activation(self.linear(x))
+
+
+class Bias(Layer):
+    """A number for each word of the vocabulary."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.data = new_parameter(size, dtype=dtype)
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        yield "bias", Place(tuple(self.data.shape), self._fill)
+
+    def _fill(self, piece: Piece) -> None:
+        self.data.copy_(piece.read())

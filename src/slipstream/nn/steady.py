@@ -1,0 +1,37 @@
+"""Steady: plain weights whose products give a row the same bits alone and among others, for `--deterministic`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.nn.quant import PlainWeight, Weight
+from slipstream.ops.linear import Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    dtype: torch.dtype
+
+    def new_weight(self, num_rows: int, num_columns: int) -> Weight:
+        return SteadyWeight(num_rows, num_columns, self.dtype)
+
+
+class SteadyWeight(PlainWeight):
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        from slipstream.ops.linear.triton.steady import steady_linear  # needs triton, and whoever asks for this has it
+
+        return steady_linear(x, self.data, bias)
+
+    def multiply_normed(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm: torch.Tensor,
+        eps: float,
+        bias: torch.Tensor | None,
+        activation: Activation | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # one by one: what is fused depends on the number of rows
+        return Weight.multiply_normed(self, x, residual, norm, eps, bias, activation)

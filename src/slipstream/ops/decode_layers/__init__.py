@@ -1,0 +1,13 @@
+"""All layers of a decoder in one call, for steps in which every row has one token. The reference is the layers
+themselves."""
+
+from slipstream.ops.decode_layers.native import (
+    LayerWeights,
+    ModelFacts,
+    ProductWeights,
+    build_layers,
+    decode_layers,
+    most_rows,
+)
+
+__all__ = ["LayerWeights", "ModelFacts", "ProductWeights", "build_layers", "decode_layers", "most_rows"]

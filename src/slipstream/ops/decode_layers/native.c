@@ -1,0 +1,239 @@
+// All layers of a decoder for one token of each row: one call, and one team of threads that meets between the parts.
+// The parts are those of the other ops, and a row's result does not depend on its neighbours.
+//
+// Threads take pieces of a part until none is left, and whoever waits for the others soon lets them have its core:
+// where another program has taken one, two threads that shared the other and spun there made a step five times as long.
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "../native_parts.h"
+
+#define PIECE 24  // rows of a weight that a thread takes at a time: whole tiles of either kind
+#define SPINS 4096
+
+// These three are mirrored in native.py.
+
+typedef struct {  // neighbouring rows of a weight, of one kind
+    const void *numbers, *scales, *offsets;
+    int64_t bits;  // 32: plain
+    int64_t num_rows;
+} Run;
+
+typedef struct {
+    const Run *runs;
+    const float *bias;
+    int64_t num_runs, num_rows, num_columns, is_low_bit;
+} Product;
+
+typedef struct {
+    const float *attention_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;  // the second and last may be missing
+    const float *head_norm;  // [heads + kv heads, dim], or missing
+    Product qkv, output, gate_up, down;
+    float *keys, *values;  // [pages, page_size, kv heads, dim]
+    int64_t group;  // whose slots and pages it uses
+    int64_t rope;   // which of the two tables turns it
+    int64_t window;
+} Layer;
+
+typedef struct {
+    int64_t num_layers, hidden, ffn, num_heads, num_kv_heads, dim, rotary, page_size, is_gelu;
+    float eps, scale, cap;
+    const float *norm;  // the last one
+    const Layer *layers;
+} Model;
+
+typedef struct {  // what a step works in
+    float *residual, *normed, *qkv, *attended, *gate_up, *active, *added;
+    int8_t *numbers;  // activations of 8 bits, for low-bit products
+    float *scales, *sums;
+} Space;
+
+typedef struct {
+    int team;
+    atomic_int arrived, round;
+    atomic_llong next;  // piece of the present part
+} Meeting;
+
+typedef struct {
+    Meeting *meeting;
+    const Model *model;
+    int64_t num_rows;
+    const float *const *ropes;       // [rows, 2, rotary]
+    const int64_t *const *slots;     // per group: [rows]
+    const int64_t *const *tables;    // per group: [rows, table_stride]
+    const int64_t *table_strides;
+    const int64_t *lengths;
+    Space space;
+} Step;
+
+static void quantize_row(const Space *s, const float *x, int64_t row, int64_t size) {
+    int64_t groups = size / SLIP_BLOCK, at = row * groups;
+    slip_quantize(x, s->numbers + at * SLIP_BLOCK, s->scales + at, s->sums + at, groups);
+}
+
+// Every function from here on is entered by the whole team and left when all are done.
+
+static int64_t take(const Step *step) { return atomic_fetch_add_explicit(&step->meeting->next, 1, memory_order_relaxed); }
+
+static void meet(const Step *step) {
+    Meeting *m = step->meeting;
+    int round = atomic_load_explicit(&m->round, memory_order_relaxed);
+    if (atomic_fetch_add_explicit(&m->arrived, 1, memory_order_acq_rel) + 1 == m->team) {
+        atomic_store_explicit(&m->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&m->next, 0, memory_order_relaxed);
+        atomic_store_explicit(&m->round, round + 1, memory_order_release);
+        return;
+    }
+    for (int spins = 0; atomic_load_explicit(&m->round, memory_order_acquire) == round; spins++)
+        if (spins > SPINS) sched_yield();
+}
+
+static void multiply(const Step *step, const Product *product, const float *x, float *out) {
+    const Space *s = &step->space;
+    int64_t first_row = 0, first_piece = 0, stride = product->num_rows, size = product->num_columns;
+    int64_t piece = take(step);
+    for (int64_t r = 0; r < product->num_runs; r++) {
+        const Run *run = &product->runs[r];
+        int64_t after = first_piece + (run->num_rows + PIECE - 1) / PIECE;
+        for (; piece < after; piece = take(step)) {
+            int64_t first = (piece - first_piece) * PIECE;
+            int64_t last = first + PIECE < run->num_rows ? first + PIECE : run->num_rows;
+            float *o = out + first_row;
+            if (run->bits == 32)
+                slip_plain_rows(x, run->numbers, o, step->num_rows, size, stride, first, last);
+            else
+                slip_low_bit_rows(s->numbers, s->scales, s->sums, run->numbers, run->scales, run->offsets, o, run->bits,
+                                  step->num_rows, run->num_rows, size / SLIP_BLOCK, stride, first, last);
+            if (product->bias)
+                for (int64_t t = 0; t < step->num_rows; t++)
+                    for (int64_t n = first; n < last; n++) o[t * stride + n] += product->bias[first_row + n];
+        }
+        first_row += run->num_rows;
+        first_piece = after;
+    }
+    meet(step);
+}
+
+// what a part added goes into the residual, and the residual's norm into the next part
+static void add_and_norm(const Step *step, const float *out_norm, const float *norm, const Product *next, float *out) {
+    const Space *s = &step->space;
+    int64_t size = step->model->hidden;
+    float eps = step->model->eps;
+    for (int64_t row = take(step); row < step->num_rows; row = take(step)) {
+        float *added = s->added + row * size, *residual = s->residual + row * size, *o = out + row * size;
+        if (out_norm) slip_norm_row(added, 0, out_norm, 0, added, eps, size);
+        slip_norm_row(added, residual, norm, residual, o, eps, size);
+        if (next && next->is_low_bit) quantize_row(s, o, row, size);
+    }
+    meet(step);
+}
+
+static void attend(const Step *step, const Layer *layer) {
+    const Model *m = step->model;
+    const Space *s = &step->space;
+    int64_t dim = m->dim, heads = m->num_heads, kv_heads = m->num_kv_heads, group = heads / kv_heads;
+    for (int64_t piece = take(step); piece < step->num_rows * kv_heads; piece = take(step)) {
+        int64_t row = piece / kv_heads, head = piece % kv_heads;
+        float *of_row = s->qkv + row * (heads + 2 * kv_heads) * dim;
+        float *query = of_row + head * group * dim, *key = of_row + (heads + head) * dim;
+        const float *turn = step->ropes[layer->rope] + row * 2 * m->rotary;
+        for (int64_t g = 0; g <= group; g++) {
+            float *x = g < group ? query + g * dim : key;
+            int64_t number = g < group ? head * group + g : heads + head;
+            if (layer->head_norm) slip_norm_row(x, 0, layer->head_norm + number * dim, 0, x, m->eps, dim);
+            slip_rope_head(x, turn, x, dim, m->rotary);
+        }
+        int64_t slot = (step->slots[layer->group][row] * kv_heads + head) * dim;
+        memcpy(layer->keys + slot, key, dim * sizeof(float));
+        memcpy(layer->values + slot, of_row + (heads + kv_heads + head) * dim, dim * sizeof(float));
+        int64_t length = step->lengths[row];
+        int64_t first = layer->window && length > layer->window ? length - layer->window : 0;
+        const int64_t *pages = step->tables[layer->group] + row * step->table_strides[layer->group];
+        slip_attend_head(query, s->attended + (row * heads + head * group) * dim, layer->keys + head * dim,
+                         layer->values + head * dim, pages, first, length, group, dim, m->page_size, kv_heads * dim,
+                         m->scale, m->cap);
+    }
+    meet(step);
+    if (layer->output.is_low_bit) {
+        for (int64_t row = take(step); row < step->num_rows; row = take(step))
+            quantize_row(s, s->attended + row * heads * dim, row, heads * dim);
+        meet(step);
+    }
+}
+
+static void activate(const Step *step, const Layer *layer) {
+    const Space *s = &step->space;
+    int64_t size = step->model->ffn, piece = 8 * SLIP_BLOCK, pieces = (size + piece - 1) / piece;
+    for (int64_t at = take(step); at < step->num_rows * pieces; at = take(step)) {
+        int64_t row = at / pieces, first = at % pieces * piece, count = size - first < piece ? size - first : piece;
+        const float *gate = s->gate_up + row * 2 * size + first;
+        float *out = s->active + row * size + first;
+        (step->model->is_gelu ? slip_gelu_tanh_row : slip_silu_row)(gate, gate + size, out, count);
+        if (layer->down.is_low_bit) {
+            int64_t block = (row * size + first) / SLIP_BLOCK;
+            slip_quantize(out, s->numbers + block * SLIP_BLOCK, s->scales + block, s->sums + block, count / SLIP_BLOCK);
+        }
+    }
+    meet(step);
+}
+
+static void run_layers(const Step *step, float *hidden) {
+    const Model *m = step->model;
+    const Space *s = &step->space;
+    const float *norm_before = 0;
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        const Layer *layer = &m->layers[i];
+        add_and_norm(step, norm_before, layer->attention_norm, &layer->qkv, s->normed);
+        multiply(step, &layer->qkv, s->normed, s->qkv);
+        attend(step, layer);
+        multiply(step, &layer->output, s->attended, s->added);
+        add_and_norm(step, layer->attention_out_norm, layer->mlp_norm, &layer->gate_up, s->normed);
+        multiply(step, &layer->gate_up, s->normed, s->gate_up);
+        activate(step, layer);
+        multiply(step, &layer->down, s->active, s->added);
+        norm_before = layer->mlp_out_norm;
+    }
+    add_and_norm(step, norm_before, m->norm, 0, hidden);
+}
+
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// x [rows, hidden] are embeddings; hidden gets what the last norm gives. Says whether there was memory to work in.
+int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, const float *const *ropes,
+                           const int64_t *const *slots, const int64_t *const *tables, const int64_t *table_strides,
+                           const int64_t *lengths, int64_t num_rows) {
+    int64_t h = model->hidden, heads = model->num_heads * model->dim, kv = model->num_kv_heads * model->dim;
+    int64_t widest = larger(h, larger(heads, model->ffn));
+    int64_t groups = widest / SLIP_BLOCK + 1;
+    int64_t each = 3 * h + 2 * heads + 2 * kv + 3 * model->ffn + 2 * groups;
+    float *memory = malloc(num_rows * (each * sizeof(float) + groups * SLIP_BLOCK));
+    if (!memory) return 0;
+    float *next = memory;
+#define TAKE(count) (next += num_rows * (count), next - num_rows * (count))
+    Space space = {
+        .residual = TAKE(h), .normed = TAKE(h), .added = TAKE(h), .qkv = TAKE(heads + 2 * kv), .attended = TAKE(heads),
+        .gate_up = TAKE(2 * model->ffn), .active = TAKE(model->ffn), .scales = TAKE(groups), .sums = TAKE(groups),
+    };
+    space.numbers = (int8_t *)next;
+    // the first norm adds what the part before it made, which here is nothing
+    memcpy(space.residual, x, num_rows * h * sizeof(float));
+    memset(space.added, 0, num_rows * h * sizeof(float));
+    Meeting meeting = {.team = 1};
+    Step step = {&meeting, model, num_rows, ropes, slots, tables, table_strides, lengths, space};
+#pragma omp parallel
+    {
+#ifdef _OPENMP
+#pragma omp single
+        meeting.team = omp_get_num_threads();
+#endif
+        run_layers(&step, hidden);
+    }
+    free(memory);
+    return 1;
+}

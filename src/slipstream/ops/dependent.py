@@ -1,0 +1,42 @@
+"""Dependent launch: from Hopper on, a kernel may start while the one before it still runs.
+
+It reads what no kernel writes, its weights above all, and then waits until the one before it is done, and with that one
+all before it. So the rule: a kernel launched this way waits before it touches anything else, in every program.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+MOST_TOKENS = 64
+"""Of a step whose kernels are launched so: with many, early programs are in the way of those at work (256 rows of the
+0.6B: 178 us a layer against 172)."""
+
+
+def dependent(device: torch.device, num_tokens: int) -> dict[str, bool]:
+    """Arguments of a launch: what the kernel is told, and what the driver is."""
+    able = num_tokens <= MOST_TOKENS and _is_able(device)
+    return {"DEPENDENT": able, "launch_pdl": able}
+
+
+@cache
+def _is_able(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def release_next(DEPENDENT: tl.constexpr) -> None:
+    """Let the next kernel start as soon as all programs of this one have."""
+    if DEPENDENT:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_previous(DEPENDENT: tl.constexpr) -> None:
+    if DEPENDENT:
+        gdc_wait()

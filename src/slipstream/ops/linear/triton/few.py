@@ -1,0 +1,129 @@
+"""Products of a row or two: plain arithmetic, and all that counts is to have the weight on its way early.
+
+What stands around a product is done inside it: the sum with a residual and the norm before, a gated activation after.
+The order of every sum is fixed by the shape.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from slipstream.ops.dependent import dependent, release_next, wait_for_previous
+from slipstream.ops.linear.triton.around import GATES, Norm, finish, weight_rows
+
+
+class FewTile(NamedTuple):
+    outputs: int  # rows of the weight that a program reads
+    inputs: int  # at once
+    warps: int
+
+
+def few_rows(
+    x: torch.Tensor,  # [rows, in]
+    weight: torch.Tensor,  # [out, in], or gates and then ups: [2 * out, in]
+    bias: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    gate: str = "",
+    tile: FewTile | None = None,
+) -> torch.Tensor:
+    """Each program reads some weight rows whole; plain arithmetic, so for a row or two."""
+    rows, num_in = x.shape
+    num_out = len(weight) // 2 if gate else len(weight)
+    assert weight.stride(1) == 1 and x.stride(1) == 1, "inputs must be contiguous"
+    out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device)
+    tile = tile or few_tile(num_in, gate)
+    residual = None if norm is None else norm.residual
+    _few_rows_kernel[(triton.cdiv(len(weight), tile.outputs),)](
+        x,
+        residual,
+        None if norm is None else norm.weight,
+        weight,
+        bias,
+        out,
+        None if norm is None else norm.total,
+        0.0 if norm is None else norm.eps,
+        num_out,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        weight.stride(0),
+        ROWS=rows,
+        PADDED=triton.next_power_of_2(rows),
+        IN=num_in,
+        GATE=GATES[gate],
+        BLOCK_OUT=tile.outputs,
+        BLOCK_IN=tile.inputs,
+        num_warps=tile.warps,
+        **dependent(x.device, rows),
+    )
+    return out
+
+
+def few_tile(num_in: int, gate: str) -> FewTile:
+    """Enough programs to fill the chip, each with enough bytes on the way; settled by benchmarks/ops/linear.py."""
+    if num_in <= 1024:
+        return FewTile(4, 1024, 4)
+    return FewTile(2, 2048, 8) if num_in <= 8192 or gate else FewTile(1, 1024, 4)
+
+
+# grid: (blocks of outputs,)
+@triton.jit
+def _few_rows_kernel(
+    x,
+    residual,
+    norm,
+    weight,
+    bias,
+    out,
+    total,
+    eps,
+    num_out,
+    x_stride,
+    residual_stride,
+    weight_stride,
+    ROWS: tl.constexpr,
+    PADDED: tl.constexpr,
+    IN: tl.constexpr,
+    GATE: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    release_next(DEPENDENT)
+    # all have three dimensions: rows, outputs, inputs
+    row = tl.arange(0, PADDED)[:, None, None]
+    k = tl.arange(0, BLOCK_IN)[None, None, :]
+    source, inside = weight_rows(tl.program_id(0), num_out, GATE, BLOCK_OUT)
+    start = weight + source.to(tl.int64)[None, :, None] * weight_stride + k
+    inside = inside[None, :, None]
+    # one block ahead, the first before there is anything to multiply
+    w = tl.load(start, mask=inside & (k < IN), other=0.0, eviction_policy="evict_first")
+    wait_for_previous(DEPENDENT)
+    sums = tl.zeros((PADDED, BLOCK_OUT, BLOCK_IN), tl.float32)
+    squares = tl.zeros((PADDED, 1, BLOCK_IN), tl.float32)
+    for first in range(0, IN, BLOCK_IN):
+        at = first + k
+        there = (row < ROWS) & (at < IN)
+        following = w
+        if IN > BLOCK_IN:
+            ahead = first + BLOCK_IN
+            following = tl.load(start + ahead, mask=inside & (ahead + k < IN), other=0.0, eviction_policy="evict_first")
+        value = tl.load(x + row * x_stride + at, mask=there, other=0.0).to(tl.float32)
+        if residual is not None:
+            value += tl.load(residual + row * residual_stride + at, mask=there, other=0.0).to(tl.float32)
+            rounded = value.to(total.dtype.element_ty)
+            tl.store(total + row * IN + at, rounded, mask=there & (tl.program_id(0) == 0))
+            value = rounded.to(tl.float32)
+        if norm is not None:
+            squares += value * value
+            value *= tl.load(norm + at, mask=at < IN, other=0.0).to(tl.float32)
+        sums += w.to(tl.float32) * value
+        w = following
+    result = tl.sum(sums, 2)
+    if norm is not None:
+        result *= tl.rsqrt(tl.sum(squares, 2) / IN + eps)
+    row = tl.arange(0, PADDED)
+    finish(result, row, row < ROWS, bias, out, tl.program_id(0), num_out, GATE, PADDED, BLOCK_OUT)

@@ -1,0 +1,163 @@
+"""Products of 3 to 32 rows on the matrix units, on GPUs for which `hopper.py` was not made.
+
+Rows are padded to 16 or 32, which costs nothing while the weight is read. The order of every sum is fixed by the shape.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from slipstream.ops.dependent import dependent, release_next, wait_for_previous
+from slipstream.ops.linear.triton.around import GATES, counters, finish, weight_rows
+
+
+class SomeTile(NamedTuple):
+    outputs: int
+    inputs: int
+    splits: int  # programs that share an output, each with some of the inputs
+    warps: int  # each has some of the inputs of a block
+    stages: int
+
+
+def some_rows(
+    x: torch.Tensor,  # [rows, in], up to 32 rows
+    weight: torch.Tensor,  # [out, in], or gates and then ups: [2 * out, in]
+    bias: torch.Tensor | None = None,
+    gate: str = "",
+    tile: SomeTile | None = None,
+) -> torch.Tensor:
+    """On the matrix units: rows are padded to 16 or 32, which costs nothing while the weight is read."""
+    rows, num_in = x.shape
+    num_out = len(weight) // 2 if gate else len(weight)
+    assert weight.stride(1) == 1 and x.stride(1) == 1, "inputs must be contiguous"
+    out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device)
+    tile = tile or some_tile(num_in)
+    blocks = triton.cdiv(len(weight), tile.outputs)
+    split = triton.cdiv(triton.cdiv(num_in, tile.splits), tile.inputs) * tile.inputs
+    padded = 16 if rows <= 16 else 32
+    partials = arrived = None
+    if tile.splits > 1:
+        partials = torch.empty((tile.splits, blocks, padded, tile.outputs), dtype=torch.float32, device=x.device)
+        arrived = counters(weight)
+        assert blocks <= len(arrived), f"{blocks} blocks of outputs, and counters for {len(arrived)}"
+    _some_rows_kernel[(blocks, tile.splits)](
+        x,
+        weight,
+        bias,
+        out,
+        partials,
+        arrived,
+        rows,
+        num_out,
+        num_in,
+        split,
+        x.stride(0),
+        weight.stride(0),
+        GATE=GATES[gate],
+        SPLITS=tile.splits,
+        EVEN=num_in % (tile.splits * tile.inputs) == 0,
+        WHOLE=split == tile.inputs,
+        PARTS=tile.warps,
+        BLOCK_ROWS=padded,
+        BLOCK_OUT=tile.outputs,
+        BLOCK_IN=tile.inputs,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **dependent(x.device, rows),
+    )
+    return out
+
+
+def some_rows_win(rows: int, num_out: int, num_in: int) -> bool:
+    """Against the library, by benchmarks/ops/linear.py."""
+    return rows <= 16 and num_out * num_in <= 8 << 20
+
+
+def some_tile(num_in: int) -> SomeTile:
+    """All of a program's weight at once, in registers."""
+    if num_in <= 1024:
+        return SomeTile(16, 1024, 1, 4, 1)
+    if num_in <= 2048:
+        return SomeTile(16, 2048, 1, 8, 1)
+    return SomeTile(16, 1024, triton.cdiv(num_in, 1024), 4, 1)
+
+
+# grid: (blocks of outputs, splits)
+@triton.jit
+def _some_rows_kernel(
+    x,
+    weight,
+    bias,
+    out,
+    partials,
+    arrived,
+    num_rows,
+    num_out,
+    num_in,
+    split_size,
+    x_stride,
+    weight_stride,
+    GATE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    EVEN: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    release_next(DEPENDENT)
+    block = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.arange(0, BLOCK_ROWS)
+    there = (row < num_rows)[None, :, None]
+    source, inside = weight_rows(block, num_out, GATE, BLOCK_OUT)
+    source = tl.where(inside, source, 0)
+    begin = split * split_size
+    end = tl.minimum(begin + split_size, num_in)
+    # three dimensions: each warp has its share of the inputs, and sums for all outputs
+    SHARE: tl.constexpr = BLOCK_IN // PARTS
+    k = begin + tl.arange(0, PARTS)[:, None, None] * SHARE + tl.arange(0, SHARE)[None, None, :]
+    weights = weight + source.to(tl.int64)[None, :, None] * weight_stride + k
+    rows = x + row.to(tl.int64)[None, :, None] * x_stride + k
+    total = tl.zeros((PARTS, BLOCK_ROWS, BLOCK_OUT), tl.float32)
+    if WHOLE:
+        # all that this program reads of the weight, before there is anything to multiply
+        right = tl.load(weights, mask=k < end, other=0.0, eviction_policy="evict_first")
+        wait_for_previous(DEPENDENT)
+        left = tl.load(rows, mask=there & (k < end), other=0.0)
+        total = tl.dot(left, tl.trans(right, (0, 2, 1)), total, input_precision="ieee")
+    else:
+        wait_for_previous(DEPENDENT)
+        for first in range(0, end - begin, BLOCK_IN):
+            if EVEN:
+                left = tl.load(rows + first, mask=there, other=0.0)
+                right = tl.load(weights + first)
+            else:
+                left = tl.load(rows + first, mask=there & (first + k < end), other=0.0)
+                right = tl.load(weights + first, mask=first + k < end, other=0.0)
+            total = tl.dot(left, tl.trans(right, (0, 2, 1)), total, input_precision="ieee")
+    total = tl.sum(total, 0)
+    if SPLITS > 1:
+        lane = tl.arange(0, BLOCK_OUT)
+        tile = row[:, None] * BLOCK_OUT + lane[None, :]
+        blocks = tl.num_programs(0)
+        tl.store(partials + (split * blocks + block).to(tl.int64) * (BLOCK_ROWS * BLOCK_OUT) + tile, total)
+        # every thread's stores are made before one of them tells of it
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu")
+        tl.debug_barrier()
+        if before == SPLITS - 1:
+            total = tl.zeros((BLOCK_ROWS, BLOCK_OUT), tl.float32)
+            for other in tl.static_range(SPLITS):
+                start = partials + (other * blocks + block).to(tl.int64) * (BLOCK_ROWS * BLOCK_OUT)
+                total += tl.load(start + tile, cache_modifier=".cg")
+            finish(total, row, row < num_rows, bias, out, block, num_out, GATE, BLOCK_ROWS, BLOCK_OUT)
+            tl.store(arrived + block, 0)
+    else:
+        finish(total, row, row < num_rows, bias, out, block, num_out, GATE, BLOCK_ROWS, BLOCK_OUT)

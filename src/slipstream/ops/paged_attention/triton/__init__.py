@@ -1,0 +1,17 @@
+"""Attention over pages on CUDA. All kernels run a fixed grid over work that `work.py` listed on the device."""
+
+from slipstream.ops.paged_attention.triton.decode import Partials, attend_splits, decode_shape, make_partials
+from slipstream.ops.paged_attention.triton.launch import KernelShape
+from slipstream.ops.paged_attention.triton.varlen import attend_tiles, query_tile, steady_shape, varlen_shape
+
+__all__ = [
+    "KernelShape",
+    "Partials",
+    "attend_splits",
+    "attend_tiles",
+    "decode_shape",
+    "make_partials",
+    "query_tile",
+    "steady_shape",
+    "varlen_shape",
+]

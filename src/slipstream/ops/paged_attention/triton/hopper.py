@@ -1,0 +1,67 @@
+"""What the kernels for Hopper share: pages brought by tensor copies, and what must not be read of them.
+
+They are written in Gluon, in which a program's warps have different jobs: some fetch keys and values as far ahead as
+there is room, the others compute. Gluon has no interpreter: `tests/ops/test_kernels_compile.py` compiles them anywhere,
+`-m cuda` runs them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+
+def describe(cache: torch.Tensor, block_keys: int) -> Any:
+    """Keys or values, for copies of a page (or of a block out of a larger one) of one head."""
+    num_pages, page_size, num_kv_heads, dim = cache.shape
+    assert cache.is_contiguous(), f"pages must lie in one piece, not with strides {cache.stride()}"
+    box = [min(page_size, block_keys), dim]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)  # for 16 bits, whichever they are
+    return TensorDescriptor.from_tensor(cache.view(num_pages * page_size, num_kv_heads * dim), box, layout)
+
+
+@gluon.jit
+def copy_block(
+    source,
+    pages,  # of the row
+    start,
+    end,
+    kv_head,
+    there,
+    block,
+    DIM: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    PAGE: gl.constexpr,
+):
+    """Start copying the keys or values from `start` on; `there` counts their bytes. Past `end` comes the null page."""
+    SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
+    for part in gl.static_range(BLOCK_N // SIZE):
+        key = start + part * SIZE
+        page = gl.load(pages + key // PAGE, mask=key < end, other=0).to(gl.int32)
+        place = [page * PAGE + key % PAGE, kv_head * DIM]
+        tma.async_copy_global_to_shared(source, place, there, block.slice(part * SIZE, SIZE))
+
+
+@gluon.jit
+def clear_past_end(values, num_valid, LINES: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Zeros past the end of a row: a page keeps what others left in it, and 0 times what they left may be NaN."""
+    PIECE: gl.constexpr = 32
+    for first in gl.static_range(0, BLOCK_N, PIECE):
+        piece = values.slice(first, PIECE)
+        held = piece.load(LINES)
+        valid = first + gl.arange(0, PIECE, gl.SliceLayout(1, LINES)) < num_valid
+        piece.store(gl.where(gl.expand_dims(valid, 1), held, gl.zeros_like(held)))
+    fence_async_shared()
+
+
+@gluon.jit
+def make_barriers(STAGES: gl.constexpr, count: gl.constexpr):
+    barriers = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(barriers.index(stage), count=count)
+    return barriers

@@ -1,0 +1,298 @@
+"""Prefill and mixed steps on Hopper: two warps fetch, two groups of four warps compute.
+
+The same work and the same sums as in `varlen.py`. One warp brings keys and one brings values. Each group of four
+computes half of a tile: it scores one block of keys while the products with the values of the block before it are
+still being made.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from slipstream.ops.paged_attention.triton.hopper import clear_past_end, copy_block, describe, make_barriers
+from slipstream.ops.paged_attention.triton.keys import LOG2E
+from slipstream.ops.paged_attention.work import RECORD, Work
+
+TILE = 128
+BLOCK_KEYS = 128
+STAGES = 2
+# A program has a multiprocessor to itself. Its registers, shared out evenly, are 168 a thread; those that fetch give
+# most of theirs to those that compute.
+EVEN_REGISTERS = 168
+COMPUTE_REGISTERS = gl.constexpr(240)
+FETCH_REGISTERS = gl.constexpr(24)
+
+
+def attend_tiles(
+    out: torch.Tensor,  # [T, heads, dim]
+    query: torch.Tensor,  # [T, heads, dim]
+    keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
+    values: torch.Tensor,
+    page_table: torch.Tensor,  # [B, width] int64
+    work: Work,  # listed with tiles of TILE
+    scale: float,
+    num_programs: int,
+) -> None:
+    num_heads, dim = query.shape[1:]
+    page_size, num_kv_heads = keys.shape[1:3]
+    _tile_kernel[(num_programs,)](
+        out,
+        query,
+        describe(keys, BLOCK_KEYS),
+        describe(values, BLOCK_KEYS),
+        page_table,
+        work.tiles,
+        work.totals,
+        scale,
+        page_table.stride(0),
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        DIM=dim,
+        TILE=TILE,
+        BLOCK_N=BLOCK_KEYS,
+        PAGE=page_size,
+        STAGES=STAGES,
+        num_warps=4,
+        maxnreg=EVEN_REGISTERS,
+    )
+
+
+# grid: (SMs,) over (tile, kv head); every second turn runs backwards, so that no program always gets the longer one
+@gluon.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table"])
+def _tile_kernel(
+    out,
+    query,
+    keys,
+    values,
+    table,
+    work,
+    totals,
+    scale,
+    table_stride,
+    query_token,
+    query_head,
+    out_token,
+    out_head,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    PAGE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    DTYPE: gl.constexpr = query.dtype.element_ty
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], DTYPE)
+    QUERIES: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE // 2, DIM], DTYPE)
+    q = gl.allocate_shared_memory(DTYPE, [2, TILE // 2, DIM], QUERIES)
+    k = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
+    v = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
+    k_there, v_there = make_barriers(STAGES, 1), make_barriers(STAGES, 1)
+    k_used, v_used = make_barriers(STAGES, 2), make_barriers(STAGES, 2)
+    fence_async_shared()
+    tensors = (out, query, work, totals, scale, query_token, query_head, out_token, out_head)
+    shared = (q, k, v, k_there, k_used, v_there, v_used)
+    pages = (table, table_stride, work, totals)
+    gl.warp_specialize(
+        [
+            (_compute, (tensors, shared, 0, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, STAGES)),
+            (_compute, (tensors, shared, 1, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, STAGES)),
+            (_fetch, (keys, pages, k, k_there, k_used, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, PAGE, STAGES)),
+            (_fetch, (values, pages, v, v_there, v_used, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, PAGE, STAGES)),
+        ],
+        [4, 1, 1],
+        [COMPUTE_REGISTERS, FETCH_REGISTERS, FETCH_REGISTERS],
+    )
+
+
+@gluon.jit
+def _fetch(
+    source,
+    pages,
+    buffer,
+    there,
+    used,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    PAGE: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """One warp: keys or values of all tiles of this program, in their order."""
+    table, table_stride, work, totals = pages
+    num_items = gl.load(totals + 1) * KV_HEADS
+    num_turns = (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)
+    done = 0
+    for turn in range(num_turns):
+        item = _item(turn)
+        if item < num_items:
+            record = work + (item // KV_HEADS).to(gl.int64) * RECORD
+            pages_of_row = table + gl.load(record).to(gl.int64) * table_stride
+            count, first, length, end = _extent(record, GROUP, TILE)
+            for start in range(0, end, BLOCK_N):
+                stage = done % STAGES
+                bar = there.index(stage)
+                mbarrier.wait(used.index(stage), (done // STAGES & 1) ^ 1)
+                mbarrier.expect(bar, BLOCK_N * DIM * 2)
+                copy_block(
+                    source, pages_of_row, start, end, item % KV_HEADS, bar, buffer.index(stage), DIM, BLOCK_N, PAGE
+                )
+                done += 1
+
+
+@gluon.jit
+def _compute(
+    tensors,
+    shared,
+    HALF: gl.constexpr,
+    KV_HEADS: gl.constexpr,
+    GROUP: gl.constexpr,
+    DIM: gl.constexpr,
+    TILE: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr,
+):
+    """Four warps: one half of each tile of this program."""
+    out, query, work, totals, scale, query_token, query_head, out_token, out_head = tensors
+    q_halves, k, v, k_there, k_used, v_there, v_used = shared
+    DTYPE: gl.constexpr = query.dtype.element_ty
+    ROWS: gl.constexpr = TILE // 2
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [4, 1], [1, 0])
+    q = q_halves.index(HALF)
+    dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, LINES)), 0)
+    factor = scale * LOG2E
+    num_items = gl.load(totals + 1) * KV_HEADS
+    num_turns = (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)
+    done = 0
+    for turn in range(num_turns):
+        item = _item(turn)
+        if item < num_items:
+            record = work + (item // KV_HEADS).to(gl.int64) * RECORD
+            begin = gl.load(record + 1).to(gl.int64)
+            count, first, length, end = _extent(record, GROUP, TILE)
+            before = length - count
+            lane = first + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
+            token = lane // GROUP
+            head = item % KV_HEADS * GROUP + lane % GROUP
+            mask = gl.expand_dims(token < count, 1)
+            where = gl.expand_dims((begin + token) * query_token + head * query_head, 1) + dim
+            q.store(gl.load(query + where, mask=mask, other=0.0))
+            fence_async_shared()
+
+            lane = first + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+            position = before + gl.minimum(lane // GROUP, count - 1)
+            top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+            total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+            acc = gl.zeros([ROWS, DIM], gl.float32, SUMS)
+            if end > 0:
+                score = _score(q, k, k_there, done, SCORES, ROWS, BLOCK_N, STAGES)
+                score = warpgroup_mma_wait(0, deps=(score,))
+                mbarrier.arrive(k_used.index(done % STAGES), count=1)
+                weight, top, total, fade = _weigh(score, top, total, factor, 0, position, True, SCORES, BLOCK_N)
+                weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
+                done += 1
+                # keys that every query of the tile sees need no mask
+                masked = gl.maximum((before + first // GROUP + 1) // BLOCK_N, 1) * BLOCK_N
+                for start in range(BLOCK_N, gl.minimum(masked, end), BLOCK_N):
+                    acc, weight, top, total, fade = _turn(
+                        q, k, v, k_there, k_used, v_there, v_used, acc, weight, top, total, factor, start, position,
+                        done, False, SCORES, ROWS, BLOCK_N, STAGES,
+                    )  # fmt: skip
+                    acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, SUMS)), 1)
+                    weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
+                    done += 1
+                for start in range(masked, end, BLOCK_N):
+                    acc, weight, top, total, fade = _turn(
+                        q, k, v, k_there, k_used, v_there, v_used, acc, weight, top, total, factor, start, position,
+                        done, True, SCORES, ROWS, BLOCK_N, STAGES,
+                    )  # fmt: skip
+                    acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, SUMS)), 1)
+                    weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
+                    done += 1
+                last = (done - 1) % STAGES
+                mbarrier.wait(v_there.index(last), (done - 1) // STAGES & 1)
+                stop = (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+                if stop > length:
+                    clear_past_end(v.index(last), length - (stop - BLOCK_N), LINES, BLOCK_N)
+                acc = warpgroup_mma(weight, v.index(last), acc, is_async=True)
+                acc = warpgroup_mma_wait(0, deps=(acc,))
+                mbarrier.arrive(v_used.index(last), count=1)
+            total = gl.convert_layout(gl.where(total > 0, total, 1.0), gl.SliceLayout(1, SUMS))
+            result = gl.convert_layout((acc / gl.expand_dims(total, 1)).to(DTYPE), LINES)
+            where = gl.expand_dims((begin + token) * out_token + head * out_head, 1) + dim
+            gl.store(out + where, result, mask=mask)
+
+
+@gluon.jit
+def _turn(
+    q, k, v, k_there, k_used, v_there, v_used, acc, weight, top, total, factor, start, position, done,
+    MASKED: gl.constexpr, SCORES: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Scores and weights of block `done`, while the values of the block before it are summed."""
+    score = _score(q, k, k_there, done, SCORES, ROWS, BLOCK_N, STAGES)
+    last = (done - 1) % STAGES
+    phase = (done - 1) // STAGES & 1
+    mbarrier.wait(v_there.index(last), phase)
+    acc = warpgroup_mma(weight, v.index(last), acc, is_async=True)
+    score = warpgroup_mma_wait(1, deps=(score,))
+    mbarrier.arrive(k_used.index(done % STAGES), count=1)
+    weight, top, total, fade = _weigh(score, top, total, factor, start, position, MASKED, SCORES, BLOCK_N)
+    # come to pass long ago: its branch keeps the assembler from moving the weights behind the wait for the sums
+    mbarrier.wait(v_there.index(last), phase)
+    acc, weight = warpgroup_mma_wait(0, deps=(acc, weight))
+    mbarrier.arrive(v_used.index(last), count=1)
+    return acc, weight, top, total, fade
+
+
+@gluon.jit
+def _score(q, k, k_there, done, SCORES: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    stage = done % STAGES
+    mbarrier.wait(k_there.index(stage), done // STAGES & 1)
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
+    return warpgroup_mma(q, k.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _weigh(
+    score, top, total, factor, start, position, MASKED: gl.constexpr, SCORES: gl.constexpr, BLOCK_N: gl.constexpr
+):
+    """Every query sees the first key of the first block, so that `top` is finite from there on."""
+    if MASKED:
+        key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
+        score = gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), score, float("-inf"))
+    higher = gl.maximum(top, gl.max(score, 1) * factor)
+    weight = gl.exp2(score * factor - gl.expand_dims(higher, 1))
+    fade = gl.exp2(top - higher)
+    return weight, higher, total * fade + gl.sum(weight, 1), fade
+
+
+@gluon.jit
+def _extent(record, GROUP: gl.constexpr, TILE: gl.constexpr):
+    """Tokens of the row, first query of the tile, keys of the row, keys that the tile sees (0 for padding)."""
+    count = gl.load(record + 2)
+    first = gl.load(record + 3)
+    length = gl.load(record + 4)
+    return count, first, length, gl.minimum(length, length - count + (first + TILE - 1) // GROUP + 1)
+
+
+@gluon.jit
+def _item(turn):
+    program, num_programs = gl.program_id(0), gl.num_programs(0)
+    return turn * num_programs + gl.where(turn % 2 == 0, program, num_programs - 1 - program)

@@ -1,0 +1,88 @@
+"""The keys of one row and kv head, block by block: paging, masks, and the running sum over them.
+
+Weights are exp2 of scores in float32, with the scale folded in.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def attend_keys(
+    acc,  # [TILE, BLOCK_D] float32, weighted sum of values
+    top,  # [TILE] highest score so far, times log2(e)
+    total,  # [TILE] sum of weights
+    q,  # [TILE, BLOCK_D]
+    position,  # [TILE] of each query
+    keys,
+    values,
+    table,
+    begin,  # a multiple of BLOCK_N
+    end,
+    scale,
+    soft_cap,
+    page_stride,
+    slot_stride,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds the keys from `begin` to `end` of one kv head and row."""
+    PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else "tf32"
+    dim = tl.arange(0, BLOCK_D)
+    lane = tl.arange(0, BLOCK_N)
+    if SOFT_CAP:
+        factor = LOG2E * soft_cap
+    else:
+        factor = LOG2E * scale
+    lowest = tl.min(position, 0)
+    # one block ahead: a load whose address comes out of a load of the same turn would not be overlapped
+    page = tl.load(table + (begin + lane) // PAGE, mask=begin + lane < end, other=0)
+    for start in range(begin, end, BLOCK_N):
+        key = start + lane
+        offset = (page * page_stride + key % PAGE * slot_stride)[:, None] + dim[None, :]
+        ahead = key + BLOCK_N
+        page = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
+        if MASKED:
+            there = key < end
+            if WINDOW:
+                # pages before the window may be gone
+                there = there & (key > lowest - WINDOW)
+            inside = there[:, None] & (dim < DIM)[None, :]
+            k = tl.load(keys + offset, mask=inside, other=0.0)
+            v = tl.load(values + offset, mask=inside, other=0.0)
+        elif DIM == BLOCK_D:
+            k = tl.load(keys + offset)
+            v = tl.load(values + offset)
+        else:
+            k = tl.load(keys + offset, mask=(dim < DIM)[None, :], other=0.0)
+            v = tl.load(values + offset, mask=(dim < DIM)[None, :], other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SOFT_CAP:
+            # tanh(x) = 1 - 2 / (e^2x + 1), finite at both ends
+            score = 1.0 - 2.0 / (tl.exp2(score * (scale / soft_cap * 2.0 * LOG2E)) + 1.0)
+        if MASKED:
+            seen = key[None, :] <= position[:, None]
+            if WINDOW:
+                seen = seen & (key[None, :] > position[:, None] - WINDOW)
+            score = tl.where(seen, score, float("-inf"))
+        higher = tl.maximum(top, tl.max(score, 1) * factor)
+        base = higher
+        if WINDOW:
+            # a query may see no key of a block at the window's edge
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight = tl.exp2(score * factor - base[:, None])
+        fade = tl.exp2(top - base)
+        total = total * fade + tl.sum(weight, 1)
+        acc = acc * fade[:, None]
+        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision=PRECISION)
+        top = higher
+    return acc, top, total

@@ -1,0 +1,222 @@
+"""Prefill and mixed steps on CUDA: rows of several tokens, cut along their queries.
+
+A tile's rows are the heads of its tokens that share a key head, so that each key is read once for all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from slipstream.ops.paged_attention.triton.keys import attend_keys
+from slipstream.ops.paged_attention.triton.launch import (
+    KernelShape,
+    check_layout,
+    device_facts,
+    hopper_serves,
+    num_programs,
+    pad_dim,
+)
+from slipstream.ops.paged_attention.work import RECORD, Work
+
+
+def attend_tiles(
+    out: torch.Tensor,  # [T, heads, dim]
+    query: torch.Tensor,  # [T, heads, dim]
+    keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
+    values: torch.Tensor,
+    page_table: torch.Tensor,  # [B, width] int64
+    work: Work,
+    scale: float,
+    window: int = 0,
+    soft_cap: float = 0.0,
+    shape: KernelShape | None = None,
+) -> None:
+    """Rows of several tokens, each seeing the keys up to its own; and zeros for tokens of no row. A `shape` asks for
+    the kernel in this file."""
+    num_heads, dim = query.shape[1:]
+    page_size, num_kv_heads = keys.shape[1:3]
+    check_layout(out, query, keys, values)
+    plain = not window and not soft_cap
+    if shape is None and plain and hopper_serves(out.device, keys.dtype, dim, page_size):
+        from slipstream.ops.paged_attention.triton import hopper_varlen
+
+        programs = min(device_facts(out.device)[0], len(work.tiles) * num_kv_heads)
+        hopper_varlen.attend_tiles(out, query, keys, values, page_table, work, scale, programs)
+        return
+    shape = shape or varlen_shape(dim, keys.element_size(), device_facts(out.device)[1])
+    _tile_kernel[(num_programs(out.device, shape, len(work.tiles) * num_kv_heads),)](
+        out,
+        query,
+        keys,
+        values,
+        page_table,
+        work.tiles,
+        work.totals,
+        scale,
+        soft_cap,
+        page_table.stride(0),
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        out.stride(1),
+        keys.stride(0),
+        keys.stride(1),
+        keys.stride(2),
+        KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        DIM=dim,
+        BLOCK_D=pad_dim(dim),
+        TILE=shape.tile,
+        BLOCK_N=shape.keys,
+        PAGE=page_size,
+        WINDOW=window,
+        SOFT_CAP=soft_cap > 0,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+
+
+def query_tile(head_dim: int, itemsize: int) -> int:
+    """Rows of queries in one tile, a row being one head of one token."""
+    if itemsize <= 2:
+        return 128
+    # no matrix unit takes float32 as it is: tiles small enough for plain arithmetic
+    return 64 if pad_dim(head_dim) <= 128 else 32
+
+
+def steady_shape(keys: torch.Tensor) -> KernelShape:
+    """Of the kernel in this file for such pages, where one kernel is to do all."""
+    return varlen_shape(keys.shape[3], keys.element_size(), device_facts(keys.device)[1])
+
+
+def varlen_shape(head_dim: int, itemsize: int, shared_memory: int) -> KernelShape:
+    tile = query_tile(head_dim, itemsize)
+    width = pad_dim(head_dim) * itemsize
+    keys, stages = (64, 3) if itemsize <= 2 else (32, 2)
+    while (tile + 2 * stages * keys) * width > shared_memory and keys > 16:
+        if stages > 1:
+            stages -= 1
+        else:
+            keys //= 2
+    return KernelShape(keys=keys, warps=8, stages=stages, programs_per_sm=1, tile=tile)
+
+
+# grid: (k x SMs,) over (tile, kv head); every second turn runs backwards, so that no program always gets the longer one
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table"])
+def _tile_kernel(
+    out,
+    query,
+    keys,
+    values,
+    table,
+    work,
+    totals,
+    scale,
+    soft_cap,
+    table_stride,
+    query_token,
+    query_head,
+    out_token,
+    out_head,
+    page_stride,
+    slot_stride,
+    head_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+):
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    dim = tl.arange(0, BLOCK_D)
+    num_items = tl.load(totals + 1) * KV_HEADS
+    num_turns = tl.cdiv(num_items, num_programs)
+    for turn in range(num_turns):
+        item = turn * num_programs + tl.where(turn % 2 == 0, program, num_programs - 1 - program)
+        if item < num_items:
+            kv_head = item % KV_HEADS
+            record = work + tl.cast(item // KV_HEADS, tl.int64) * RECORD
+            row = tl.load(record).to(tl.int64)
+            start = tl.load(record + 1).to(tl.int64)
+            count = tl.load(record + 2)
+            first = tl.load(record + 3)
+            length = tl.load(record + 4)
+
+            lane = first + tl.arange(0, TILE)
+            token = lane // GROUP
+            head = kv_head * GROUP + lane % GROUP
+            mask = (token < count)[:, None] & (dim < DIM)[None, :]
+            tokens = (start + token)[:, None]
+            q = tl.load(query + tokens * query_token + head[:, None] * query_head + dim[None, :], mask=mask, other=0.0)
+
+            # position of token 0; padding has length 0, hence no keys
+            before = length - count
+            position = before + tl.minimum(token, count - 1)
+            end = tl.minimum(length, before + (first + TILE - 1) // GROUP + 1)
+            top = tl.full([TILE], float("-inf"), tl.float32)
+            total = tl.zeros([TILE], tl.float32)
+            acc = tl.zeros([TILE, BLOCK_D], tl.float32)
+            k_base = keys + kv_head * head_stride
+            v_base = values + kv_head * head_stride
+            pages = table + row * table_stride
+            if WINDOW:
+                masked = tl.maximum(before + first // GROUP - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
+            else:
+                # keys that every query of the tile sees need no mask
+                masked = tl.maximum(before + first // GROUP + 1, 0) // BLOCK_N * BLOCK_N
+                acc, top, total = attend_keys(
+                    acc,
+                    top,
+                    total,
+                    q,
+                    position,
+                    k_base,
+                    v_base,
+                    pages,
+                    0,
+                    tl.minimum(masked, end),
+                    scale,
+                    soft_cap,
+                    page_stride,
+                    slot_stride,
+                    DIM,
+                    BLOCK_D,
+                    BLOCK_N,
+                    PAGE,
+                    WINDOW,
+                    SOFT_CAP,
+                    False,
+                )
+            acc, top, total = attend_keys(
+                acc,
+                top,
+                total,
+                q,
+                position,
+                k_base,
+                v_base,
+                pages,
+                masked,
+                end,
+                scale,
+                soft_cap,
+                page_stride,
+                slot_stride,
+                DIM,
+                BLOCK_D,
+                BLOCK_N,
+                PAGE,
+                WINDOW,
+                SOFT_CAP,
+                True,
+            )
+            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+            where = out + tokens * out_token + head[:, None] * out_head + dim[None, :]
+            tl.store(where, acc.to(out.dtype.element_ty), mask=mask)

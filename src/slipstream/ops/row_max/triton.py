@@ -1,0 +1,35 @@
+"""The largest of each column over the tokens of each row, on CUDA: one program for some columns of a row."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 512
+
+
+def row_max_into(out: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, first: int) -> None:
+    num_tokens, num_columns = x.shape
+    assert x.stride(1) == 1 and out.is_contiguous() and out.shape[1] == num_columns
+    grid = (triton.cdiv(num_columns, _BLOCK), len(starts) - 1)
+    _row_max_kernel[grid](out, x, starts, first, num_tokens, num_columns, x.stride(0), BLOCK=_BLOCK, num_warps=4)
+
+
+# grid: (blocks of columns, rows)
+@triton.jit(do_not_specialize=["first", "num_tokens"])
+def _row_max_kernel(out, x, starts, first, num_tokens, num_columns, stride, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_columns
+    begin = tl.maximum(tl.load(starts + row).to(tl.int32) - first, 0)
+    end = tl.minimum(tl.load(starts + row + 1).to(tl.int32) - first, num_tokens)
+    if begin < end:
+        target = out + row * num_columns + place
+        most = tl.load(target, mask=inside, other=0.0)
+        source = x + begin.to(tl.int64) * stride + place
+        for _ in range(begin, end):
+            value = tl.load(source, mask=inside, other=0.0)
+            source += stride
+            most = tl.maximum(most, value.to(out.dtype.element_ty), propagate_nan=tl.PropagateNan.ALL)
+        tl.store(target, most, mask=inside)

@@ -1,0 +1,1 @@
+"""Attention of whole rows: each token sees its own row of the step, before it and after."""

@@ -1,0 +1,99 @@
+"""Attention of whole rows by torch's scaled dot product: each token sees its own row of the step, both ways.
+
+Nothing is padded: neighbouring rows of one length share a call, any other has its own. Where a layer sees a window, a
+long row is cut along its queries and each part gets the keys it can reach.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+WINDOW_TOKENS = 256  # queries of a row that go together where each sees another window
+
+
+@dataclass(frozen=True, slots=True)
+class WholePlan:
+    # first token, rows, tokens of each, and how many of those are seen: in the order of the tokens
+    runs: tuple[tuple[int, int, int, int], ...]
+    masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # made by the first layer that needs one
+
+
+def plan_whole(counts: NDArray[np.int32], num_seen: NDArray[np.int32] | None = None) -> WholePlan:
+    """From the tokens of each row, and how many of them are seen, from the first on."""
+    runs: list[tuple[int, int, int, int]] = []
+    start = 0
+    if num_seen is None:
+        num_seen = counts
+    for length, seen in zip(counts.tolist(), num_seen.tolist(), strict=True):
+        if runs and runs[-1][2:] == (length, seen):
+            first, rows, *_ = runs[-1]
+            runs[-1] = (first, rows + 1, length, seen)
+        elif length:
+            runs.append((start, 1, length, seen))
+        start += length
+    return WholePlan(tuple(runs))
+
+
+def attend_whole(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    plan: WholePlan,
+    reach: int,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """As `AttentionBackend.whole`."""
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    for first, rows, length, seen in plan.runs:
+        tokens = slice(first, first + rows * length)
+        queries, keys, values = (x[tokens].unflatten(0, (rows, length)).transpose(1, 2) for x in (query, key, value))
+        keys, values = keys[:, :, :seen], values[:, :, :seen]
+        mine = out[tokens].unflatten(0, (rows, length)).transpose(1, 2)
+        if not reach or reach >= length - 1:
+            mask = None if bias is None else _bias_mask(plan, bias, length)[..., :seen]
+            mine.copy_(_attend(queries, keys, values, scale, mask))
+            continue
+        for begin in range(0, length, WINDOW_TOKENS):
+            end = min(begin + WINDOW_TOKENS, length)
+            low, high = max(min(begin - reach, seen - 1), 0), min(end + reach, seen)
+            mask = _window_mask(plan, begin - low, end - begin, high - low, reach, query)
+            if bias is not None:
+                mask = mask + _bias_mask(plan, bias, length)[:, begin:end, low:high]
+            mine[:, :, begin:end] = _attend(
+                queries[:, :, begin:end], keys[:, :, low:high], values[:, :, low:high], scale, mask
+            )
+    return out
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, mask: torch.Tensor | None
+) -> torch.Tensor:
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def _window_mask(plan: WholePlan, before: int, queries: int, keys: int, reach: int, like: torch.Tensor) -> torch.Tensor:
+    """[queries, keys]: 0 within reach, minus infinity beyond. The first query stands `before` keys from the first."""
+    name = (before, queries, keys, reach)
+    if name not in plan.masks:
+        places = torch.arange(keys, device=like.device)
+        distance = places - (torch.arange(queries, device=like.device) + before).unsqueeze(1)
+        mask = torch.zeros(queries, keys, dtype=like.dtype, device=like.device)
+        plan.masks[name] = mask.masked_fill_(distance.abs() > reach, -torch.inf)
+    return plan.masks[name]
+
+
+def _bias_mask(plan: WholePlan, bias: torch.Tensor, length: int) -> torch.Tensor:
+    """[heads, length, length] from the numbers by distance; all layers share them."""
+    name = (length,)
+    if name not in plan.masks:
+        middle = bias.shape[1] // 2
+        mine = bias[:, middle - length + 1 : middle + length]
+        plan.masks[name] = mine.unfold(1, length, 1).flip(1)  # a token further on sees all one step to the left
+    return plan.masks[name]

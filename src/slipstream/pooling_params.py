@@ -1,0 +1,118 @@
+"""PoolingParams: what one request may ask of a model's hidden states instead of tokens.
+
+Frozen, and checked where it is built, as `SamplingParams` is. What needs the model to be checked (its tasks, the sizes
+a vector may be cut to) is checked by `engine/inputs.py`, which also names the task: past it none is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from slipstream.errors import InvalidParams
+from slipstream.params import MAX_COUNT, CheckedNames, check_ids, check_whole
+
+Task = Literal["embed", "classify", "token_embed", "token_classify", "sparse"]
+
+TASKS: tuple[Task, ...] = get_args(Task)
+TOKEN_TASKS: frozenset[str] = frozenset(("token_embed", "token_classify"))
+"""Their results are matrices, a line for each token."""
+
+MAX_QUERY_USES = 2**20
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True, metaclass=CheckedNames):
+    """How the hidden states of one prompt become a result."""
+
+    task: Task | None = None
+    """What is wanted: embed, classify, token_embed, token_classify or sparse; None is the model's first."""
+    dimensions: int | None = None
+    """Cut vectors to this many numbers, before they are normalised; the model must be made for it."""
+    normalize: bool | None = None
+    """Scale vectors to length 1; None is what the model says."""
+    activation: bool | None = None
+    """Turn scores of classes into probabilities; None is yes. Of vectors it means `normalize` where that is None."""
+    use_activation: bool | None = None
+    """Another name for `activation`."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only this many tokens of the prompt; -1 keeps as many as fit the model length."""
+    truncation_side: Literal["right", "left", "never"] = "right"
+    """Which end of a prompt that is too long is cut; never refuses it instead, whatever the model says."""
+    step_tag_id: int | None = None
+    """Of token scores return only the lines of this token: one for each step of a reasoning."""
+    returned_token_ids: Sequence[int] | None = None
+    """Of token scores return only these columns."""
+    query_key: str = ""
+    """Late interaction: the name under which a query's token vectors stay on the device. A document that names it
+    gets its score against that query as its result."""
+    query_uses: int = 0
+    """Late interaction: this request is the query, and so many documents will be scored against it."""
+    priority: int = 0
+    """Requests with a lower number go first."""
+    cache_salt: str = ""
+    """Prompts share cached pages only within one salt."""
+
+    def __post_init__(self) -> None:
+        if self.task is not None and self.task not in TASKS:
+            raise InvalidParams(f"task is {self.task!r}; give one of {', '.join(TASKS)}, or None")
+        if self.dimensions is not None:
+            check_whole("dimensions", self.dimensions, 1, MAX_COUNT)
+        for name in ("normalize", "activation", "use_activation"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise InvalidParams(f"{name} is {getattr(self, name)!r}; give True, False or None")
+        if None not in (self.activation, self.use_activation) and self.activation is not self.use_activation:
+            raise InvalidParams(
+                f"activation is {self.activation} and use_activation {self.use_activation}, which mean the same; "
+                "leave one out"
+            )
+        either = self.activation if self.use_activation is None else self.use_activation
+        self._freeze("activation", either)
+        self._freeze("use_activation", either)
+        if self.truncate_prompt_tokens is not None:
+            check_whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_COUNT)
+            if self.truncate_prompt_tokens == 0:
+                raise InvalidParams("truncate_prompt_tokens is 0, which leaves no prompt; give 1 or more, or -1")
+        if self.truncation_side not in ("right", "left", "never"):
+            raise InvalidParams(f"truncation_side is {self.truncation_side!r}; give right, left or never")
+        if self.step_tag_id is not None:
+            check_whole("step_tag_id", self.step_tag_id, 0, MAX_COUNT)
+        self._freeze("returned_token_ids", check_ids("returned_token_ids", self.returned_token_ids))
+        if not isinstance(self.query_key, str):
+            raise InvalidParams(f"query_key is {self.query_key!r}; give a string")
+        check_whole("query_uses", self.query_uses, 0, MAX_QUERY_USES)
+        if self.query_uses and not self.query_key:
+            raise InvalidParams(f"query_uses is {self.query_uses} and there is no query_key; name the query")
+        if self.query_key and self.task not in (None, "token_embed"):
+            raise InvalidParams(
+                f"query_key is {self.query_key!r} and the task {self.task}; late interaction compares token vectors, "
+                "so use token_embed"
+            )
+        check_whole("priority", self.priority, -(2**62), 2**62)
+        if not isinstance(self.cache_salt, str):
+            raise InvalidParams(f"cache_salt is {self.cache_salt!r}; give a string")
+
+    def _freeze(self, name: str, value: object) -> None:
+        msgspec.structs.force_setattr(self, name, value)
+
+    @property
+    def is_query(self) -> bool:
+        return self.query_uses > 0
+
+    @property
+    def is_document(self) -> bool:
+        """Whether its result is a score against a query that the device keeps."""
+        return bool(self.query_key) and not self.query_uses
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        return self.returned_token_ids  # type: ignore[return-value]  # made a tuple when built
+
+    def with_changes(self, **changes: Any) -> PoolingParams:
+        """A copy that differs in these fields, checked again."""
+        if "activation" in changes:
+            changes.setdefault("use_activation", changes["activation"])
+        if "use_activation" in changes:
+            changes.setdefault("activation", changes["use_activation"])
+        return msgspec.structs.replace(self, **changes)

@@ -1,0 +1,76 @@
+"""WholeBatch: the inputs of a step of whole prompts. The host knows them all, so there is nothing to gather."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from slipstream.device.device import Device
+from slipstream.nn.context import BatchView
+from slipstream.runner.batch.input_batch import Gathered, Size
+from slipstream.runner.batch.staging import Upload
+from slipstream.step import StepPlan
+
+
+class WholeBatch:
+    def __init__(self, device: Device, *, with_types: bool, with_unseen: bool = False) -> None:
+        """`with_types`: the model tells two texts apart. `with_unseen`: its queries have tokens that none sees. Then
+        types and counts are staged in every step, needed or not, so that what is captured of one step serves all."""
+        self.with_types = with_types
+        self.with_unseen = with_unseen
+        self._no_rows = torch.zeros(0, dtype=torch.int64, device=device.torch_device)
+
+    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Callable[[], Gathered]:
+        counts = plan.num_tokens
+        num_rows, total = len(counts), len(plan.tokens)
+        tokens, rows = (total, num_rows) if size is None else (size.tokens, size.rows)
+        # tokens that pad have id 0 at position 0, and rows that pad have none
+        by_token = np.zeros((3 if self.with_types else 2, tokens), np.int64)
+        ends = np.cumsum(counts, dtype=np.int32)
+        starts = np.full(rows + 1, total, np.int32)
+        starts[0] = 0
+        starts[1 : num_rows + 1] = ends
+        begins = plan.lengths - counts  # the position of each row's first token: 0
+        positions = by_token[1, :total]
+        np.subtract(np.arange(total), np.repeat(ends - counts - begins, counts), out=positions)
+        by_token[0, :total] = plan.tokens
+        if plan.type_starts is not None:
+            assert self.with_types, "a pair came to a model without token types"
+            np.greater_equal(positions, np.repeat(plan.type_starts, counts), out=by_token[2, :total])
+        lengths = np.zeros(rows, np.int64)
+        lengths[:num_rows] = plan.lengths
+        spans = upload.put(by_token), upload.put(lengths), upload.put(starts)
+        assert plan.num_seen is None or self.with_unseen, "tokens that none sees came to a model without them"
+        seen_span = None
+        if self.with_unseen:
+            seen = np.zeros(rows, np.int32)
+            seen[:num_rows] = plan.lengths if plan.num_seen is None else plan.num_seen
+            seen_span = upload.put(seen)
+        assert size is None or spans[0].start == 0, "a padded batch comes first"
+
+        def view() -> Gathered:
+            tokens, lengths, starts = (upload.tensor(span) for span in spans)
+            return Gathered(
+                BatchView(
+                    ids=tokens[0],
+                    positions=tokens[1],
+                    lengths=lengths,
+                    slots=(),
+                    page_tables=(),
+                    num_tokens=counts,
+                    max_lengths=plan.lengths,
+                    num_single=0,
+                    query_starts=starts,
+                    token_types=tokens[2] if self.with_types else None,
+                    num_seen=None if seen_span is None else upload.tensor(seen_span),
+                    host_seen=plan.num_seen,
+                ),
+                self._no_rows,
+            )
+
+        return view
+
+    def advance(self, batch: Gathered) -> None:
+        """Nothing outlives the step."""

@@ -1,0 +1,30 @@
+"""Head: what turns one step's hidden states into results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from slipstream.runner.batch.input_batch import Gathered, Size
+from slipstream.runner.batch.staging import Upload
+from slipstream.runner.output import StepHandle
+from slipstream.step import StepPlan
+
+Finish = Callable[[Gathered, torch.Tensor], None]
+
+
+class Head:
+    """One step's head: its closure for the device, and how its results leave; None if it has none."""
+
+    def __init__(self, run: Finish, leave: Callable[[], StepHandle] | None) -> None:
+        self.run = run
+        self.leave = leave
+
+
+class HeadMaker(Protocol):
+    """What the runner asks for a head of each step."""
+
+    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Head | None:
+        """Host: stage what the head needs; None when this step needs none. `size`: what the body is padded to."""

@@ -1,0 +1,289 @@
+"""PoolHead: hidden states to vectors, scores and weights, of those rows whose prompt is computed with this step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from itertools import groupby
+
+import numpy as np
+import torch
+
+from slipstream.config.pooling_info import PoolingInfo
+from slipstream.nn.context import BatchView
+from slipstream.nn.models.heads import Heads
+from slipstream.pooling_params import PoolingParams
+from slipstream.runner.batch.input_batch import Gathered, Size
+from slipstream.runner.batch.staging import Upload
+from slipstream.runner.graphs import GraphPool
+from slipstream.runner.head import Head
+from slipstream.runner.output import ResultRing, ResultShape
+from slipstream.runner.pooling.activations import finish
+from slipstream.runner.pooling.carry import Carry
+from slipstream.runner.pooling.late import QueryStore
+from slipstream.runner.pooling.members import Member, by_setting, take_tokens
+from slipstream.runner.pooling.methods import Lines, pool_all, take_lines
+from slipstream.runner.pooling.results import Block, PoolHandle
+from slipstream.runner.pooling.setting import Setting, Settings
+from slipstream.step import StepPlan
+
+Job = Callable[[BatchView, torch.Tensor], torch.Tensor]
+"""Device: a step's hidden states to the lines of one block of results."""
+Jobs = Callable[[BatchView, torch.Tensor], list[torch.Tensor]]
+"""Likewise, to those of several."""
+
+
+class PoolHead:
+    """Also a `RowState`: of prompts that take several steps it keeps what they leave behind."""
+
+    def __init__(
+        self,
+        heads: Heads | None,
+        info: PoolingInfo,
+        vocab_size: int,
+        carry: Carry,
+        results: ResultRing,
+        graphs: GraphPool,
+        dtype: torch.dtype,
+    ) -> None:
+        """Without heads a vector is a hidden state. `dtype` is that of results."""
+        self.heads = heads
+        self.method = info.method
+        self.settings = Settings(info, None if heads is None else heads.sparse_by, vocab_size)
+        self.carry = carry
+        self.queries = QueryStore()
+        self.results = results
+        self.graphs = graphs
+        self.dtype = dtype
+        self._numpy_dtype = np.dtype(np.float64 if dtype is torch.float64 else np.float32)
+        self._query_sizes: dict[int, int] = {}  # of kept queries
+        self._forgotten: tuple[int, ...] = ()
+
+    def apply(self, plan: StepPlan) -> None:
+        self.carry.apply(plan)
+        self._forgotten = plan.forgotten
+
+    def flush(self, upload: Upload) -> None:
+        if self._forgotten:
+            for number in self._forgotten:
+                self._query_sizes.pop(number, None)
+            self.queries.forget(self._forgotten, upload)
+
+    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Head | None:
+        """Host: stage what the step's rows need; None when it has no row that pools, now or later."""
+        if plan.pools is None and not self.carry.admissions:
+            return None
+        if len(plan.pool_params) == len(plan.rows):  # all end
+            setting, *others = {self.settings.of(params) for params in _distinct(plan.pool_params)}
+            in_one_step = self.method == "last" or np.array_equal(plan.lengths, plan.num_tokens)
+            if not others and setting.task in ("embed", "classify") and in_one_step:
+                return self._prepare_alike(len(plan.rows), setting, size)
+        members = self._members(plan)
+        if not members:
+            return None
+        before, blocks, jobs = self._prepare_tokens(members, upload)
+        vector_blocks, vectors = self._prepare_vectors(members, upload)
+        blocks += vector_blocks
+
+        def run(batch: Gathered, hidden: torch.Tensor) -> list[torch.Tensor]:
+            for work in before:
+                work(hidden)
+            results = [job(batch.view, hidden) for job in jobs]
+            return results if vectors is None else results + vectors(batch.view, hidden)
+
+        return self._head(blocks, run)
+
+    def _prepare_alike(self, count: int, setting: Setting, size: Size | None) -> Head:
+        """Host: every row of the step ends with it, and all want the same. Nothing need be staged."""
+
+        def work(batch: Gathered, hidden: torch.Tensor) -> torch.Tensor:
+            return self._finish(pool_all(self.method, batch.view, hidden), setting)
+
+        def run(batch: Gathered, hidden: torch.Tensor) -> list[torch.Tensor]:
+            if size is None:
+                return [work(batch, hidden)]
+            return [self.graphs.run(("pool", size, setting), lambda: work(batch, hidden))[:count]]
+
+        return self._head([Block(setting.width, None, None, count)], run)
+
+    def _head(self, blocks: list[Block], run: Callable[[Gathered, torch.Tensor], list[torch.Tensor]]) -> Head:
+        shape = Block.lay_out(blocks, self._numpy_dtype)
+        if not shape.num_bytes:  # nobody ends, or nothing of theirs is copied
+            leave = functools.partial(self._leave_without, shape, blocks) if blocks else None
+            return Head(lambda batch, hidden: _drop(run(batch, hidden)), leave)
+        slot = self.results.open(shape)
+
+        def write(batch: Gathered, hidden: torch.Tensor) -> None:
+            fields: dict[str, torch.Tensor] = {}
+            for place, (block, lines) in enumerate(zip(blocks, run(batch, hidden), strict=True)):
+                fields |= block.name(place, lines.to(self.dtype))
+            slot.write(fields)
+
+        return Head(write, lambda: PoolHandle(*slot.send(), slot.ended, blocks))
+
+    def _leave_without(self, shape: ResultShape, blocks: list[Block]) -> PoolHandle:
+        """Host: results without a number in them need no copy."""
+        ended = self.results.device.compute.record(timed=True)
+        return PoolHandle(ended, shape, np.zeros(0, np.uint8), ended, blocks)
+
+    def _settings(self, plan: StepPlan) -> list[Setting]:
+        """Of the rows that end."""
+        known = {id(params): self.settings.of(params) for params in _distinct(plan.pool_params)}
+        return [known[id(params)] for params in plan.pool_params]
+
+    def _members(self, plan: StepPlan) -> list[Member]:
+        ending = np.zeros(len(plan.rows), np.bool_) if plan.pools is None else plan.pools
+        ends = np.cumsum(plan.num_tokens)
+        given = np.cumsum(plan.num_given) - plan.num_given
+        settings = iter(self._settings(plan))
+        queries = iter([-1] * len(plan.pool_params) if plan.queries is None else plan.queries.tolist())
+        admissions = self.carry.admissions
+        members: list[Member] = []
+        num_ending = 0
+        for place, (row, count, length) in enumerate(
+            zip(plan.rows.tolist(), plan.num_tokens.tolist(), plan.lengths.tolist(), strict=True)
+        ):
+            if not ending[place] and row not in admissions:
+                continue  # it generates
+            start = int(ends[place]) - count
+            tokens = plan.tokens[given[place] : given[place] + count]
+            if ending[place]:
+                member = Member(place, row, start, tokens, length, next(settings), next(queries), num_ending)
+                num_ending += 1
+            else:
+                setting = self.settings.of(admissions[row].params)
+                member = Member(place, row, start, tokens, length, setting, -1, -1)
+            members.append(member)
+        return members
+
+    # Results with a line for each prompt
+
+    def _prepare_vectors(self, members: list[Member], upload: Upload) -> tuple[list[Block], Jobs | None]:
+        """One line for each prompt that ends, by the model's method; then what each setting makes of its lines."""
+        mine = [member for member in members if member.setting.task in ("embed", "classify")]
+        ending = [member for member in mine if member.ends]
+        lines: Job
+        if self.method in ("first", "mean") and any(not m.ends or m.has_begun for m in mine):
+            lines = self.carry.pool_lines(
+                np.array([m.row for m in mine], np.int32),
+                np.array([m.place for m in mine], np.int32),
+                np.array([m.has_begun for m in mine], np.bool_),
+                np.array([m.ends for m in mine], np.bool_),
+                np.array([m.length for m in mine], np.int32),
+                np.array([m.start for m in mine], np.int32),
+                upload,
+            )
+        elif not ending:
+            return [], None
+        else:
+            take = take_lines(np.array([m.place for m in ending], np.int64), upload)
+
+            def lines(view: BatchView, hidden: torch.Tensor) -> torch.Tensor:
+                return take(pool_all(self.method, view, hidden))
+
+        groups = by_setting(ending)
+        blocks = [Block(own.width, [m.result for m in group], None, len(group)) for own, group in groups.items()]
+        where = {member.place: i for i, member in enumerate(ending)}
+        picks = {
+            own: take_lines(np.array([where[m.place] for m in group], np.int64), upload)
+            for own, group in groups.items()
+            if len(groups) > 1
+        }
+
+        def vectors(view: BatchView, hidden: torch.Tensor) -> list[torch.Tensor]:
+            pooled = lines(view, hidden)
+            return [self._finish(picks[own](pooled) if own in picks else pooled, own) for own in groups]
+
+        return blocks, vectors
+
+    def _finish(self, pooled: torch.Tensor, setting: Setting) -> torch.Tensor:
+        """Device: pooled hidden states to results."""
+        if setting.task == "classify":
+            assert self.heads is not None, "a model without heads has no classes"
+            return finish(self.heads.classify(pooled), setting)
+        return finish(pooled.to(self.dtype) if self.heads is None else self.heads.embed(pooled), setting)
+
+    # Results made of tokens
+
+    def _prepare_tokens(self, members: list[Member], upload: Upload) -> tuple[list[Lines], list[Block], list[Job]]:
+        """What must be done for prompts that go on, and the blocks of those that end."""
+        groups = by_setting([m for m in members if m.setting.task not in ("embed", "classify")])
+        before: list[Lines] = []
+        blocks: list[Block] = []
+        jobs: list[Job] = []
+        # queries first: a document may be scored in the step that computes its query
+        for setting, group in sorted(groups.items(), key=lambda item: item[0].late == "document"):
+            pieces: list[Lines] = []
+            counts: list[int] = []
+            for in_one_step, run in groupby(group, key=lambda member: member.ends and not member.has_begun):
+                if in_one_step:
+                    whole = list(run)
+                    pieces.append(take_tokens(whole, upload))
+                    counts += [member.num_picked for member in whole]
+                    continue
+                for member in run:
+                    part, count = self.carry.part_of(member.row), member.num_picked
+                    add = part.prepare(count, take_tokens([member], upload) if count else None)
+                    if member.ends:
+                        pieces.append(add)
+                        counts.append(part.count)
+                    else:
+                        before.append(add)
+            if counts:
+                ending = [member for member in group if member.ends]
+                blocks.append(self._token_block(setting, ending, counts))
+                jobs.append(self._token_job(setting, ending, counts, pieces, upload))
+        return before, blocks, jobs
+
+    def _token_block(self, setting: Setting, ending: list[Member], counts: list[int]) -> Block:
+        places = [member.result for member in ending]
+        if setting.late == "query":
+            return Block(0, places, None, len(ending))
+        if setting.late == "document":
+            return Block(1, places, None, len(ending))
+        if setting.kind == "vectors":  # weights of the whole vocabulary
+            return Block(setting.width, places, None, len(ending))
+        return Block(setting.width, places, counts, sum(counts))
+
+    def _token_job(
+        self, setting: Setting, ending: list[Member], counts: list[int], pieces: list[Lines], upload: Upload
+    ) -> Job:
+        starts = None
+        if setting.task == "sparse":
+            starts = upload.put(np.cumsum([0, *counts], dtype=np.int32))
+        numbers = [member.query for member in ending]
+        score = None
+        if setting.late == "query":
+            self._query_sizes.update(zip(numbers, counts, strict=True))
+        elif setting.late == "document":
+            sizes = [self._query_sizes[number] for number in numbers]
+            score = self.queries.prepare_scores(counts, numbers, sizes, upload)
+
+        def job(view: BatchView, hidden: torch.Tensor) -> torch.Tensor:
+            parts = [piece(hidden) for piece in pieces]
+            tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
+            if starts is not None:
+                assert self.heads is not None, "a model without heads gives words no weights"
+                return self.heads.sparse(tokens, upload.tensor(starts))
+            lines = finish(self._token_lines(tokens, setting), setting)
+            if setting.late == "query":
+                self.queries.keep(lines, counts, numbers)
+                return lines[:0]
+            return lines if score is None else score(lines)
+
+        return job
+
+    def _token_lines(self, tokens: torch.Tensor, setting: Setting) -> torch.Tensor:
+        """Device: hidden states to what the model makes of each."""
+        if self.heads is None:
+            return tokens.to(self.dtype)
+        return self.heads.token_embed(tokens) if setting.task == "token_embed" else self.heads.token_classify(tokens)
+
+
+def _distinct(params: tuple[PoolingParams, ...]) -> Collection[PoolingParams]:
+    """Mostly all rows share one object, and whether two are one is quicker to see than whether they are equal."""
+    return {id(own): own for own in params}.values()
+
+
+def _drop(results: list[torch.Tensor]) -> None:
+    """Work was done for what it leaves behind, not for these."""

@@ -1,0 +1,21 @@
+"""The last touch on results: cut to size, then normalised, or turned into probabilities."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.runner.pooling.setting import Setting
+
+
+def finish(x: torch.Tensor, setting: Setting) -> torch.Tensor:
+    """Device: lines [N, size] to lines [N, width]. Cutting and picking come first: what is left has length or sum 1."""
+    if setting.cut is not None:
+        x = x[:, : setting.cut]
+    if setting.columns:
+        x = torch.stack([x[:, column] for column in setting.columns], 1)
+    if setting.finish == "normalize":
+        return F.normalize(x, dim=-1)
+    if setting.finish == "softmax":
+        return x.softmax(-1)
+    return x.sigmoid() if setting.finish == "sigmoid" else x

@@ -1,0 +1,111 @@
+"""What pooling brings out: blocks of lines in one flat buffer, copied once a step, and how the host reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.device.device import Bytes
+from slipstream.device.streams import Event
+from slipstream.device.sync_check import sync_allowed
+from slipstream.runner.output import NO_RESULTS, ResultShape, StepHandle, lay_out
+from slipstream.step import NO_INTS, Floats, StepResult
+
+SUM = "sum of "
+_NO_FLAGS = np.zeros(0, np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Results of one setting: lines of `width` numbers."""
+
+    width: int
+    places: list[int] | None  # among the step's results; None: all of them, in order
+    counts: list[int] | None  # lines of each result; None: each is a single line, and no matrix
+    num_lines: int
+
+    @property
+    def is_large(self) -> bool:
+        return self.counts is not None or self.width > 4096
+
+    @staticmethod
+    def lay_out(blocks: list[Block], dtype: np.dtype[Any]) -> ResultShape:
+        """All lines, then their sums: one number tells whether a line is made of numbers.
+
+        Of a few short lines the host makes it itself; of many that would take it longer than all else.
+        """
+        lines = [(str(i), (block.num_lines, block.width), dtype) for i, block in enumerate(blocks)]
+        sums = [(f"{SUM}{i}", (block.num_lines if block.is_large else 0,), dtype) for i, block in enumerate(blocks)]
+        return lay_out([*lines, *sums])
+
+    def name(self, place: int, lines: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Device: what goes into the fields of the block at this place."""
+        return {str(place): lines} | ({f"{SUM}{place}": lines.sum(1)} if self.is_large else {})
+
+    def split(self, lines: Floats) -> list[Floats]:
+        """Its results, as views."""
+        if self.counts is None:
+            return list(lines)
+        return [lines[end - count : end] for end, count in zip(accumulate(self.counts), self.counts, strict=True)]
+
+
+class PoolHandle(StepHandle):
+    """A step's pooled results on their way."""
+
+    def __init__(self, ready: Event, shape: ResultShape, host: Bytes, ended: Event, blocks: list[Block]) -> None:
+        super().__init__(ready, shape, host)
+        self.ended = ended
+        self._blocks = blocks
+
+    def wait(self) -> StepResult:
+        with sync_allowed("the commit of the oldest step"):
+            self.ready.wait()
+        assert self._host is not None
+        own = self._host[: self._shape.num_bytes].copy()  # the slot will be written again
+        arrays = [np.ndarray(field.shape, field.dtype, own, field.start) for field in self._shape.fields]
+        lines, sums = arrays[: len(self._blocks)], arrays[len(self._blocks) :]
+        if len(lines) == 1 and self._blocks[0].places is None:  # mostly
+            pooled = tuple(self._blocks[0].split(lines[0]))
+            return StepResult(NO_INTS, _NO_FLAGS, pooled=pooled, pool_failed=_bad(self._blocks[0], lines[0], sums[0]))
+        results: dict[int, Floats] = {}
+        failed: set[int] = set()
+        for block, own_lines, own_sums in zip(self._blocks, lines, sums, strict=True):
+            assert block.places is not None, "of several blocks each says whose it is"
+            results.update(zip(block.places, block.split(own_lines), strict=True))
+            failed.update(block.places[i] for i in _bad(block, own_lines, own_sums))
+        pooled = tuple(results[place] for place in range(len(results)))
+        return StepResult(NO_INTS, _NO_FLAGS, pooled=pooled, pool_failed=frozenset(failed))
+
+
+class MixedHandle(StepHandle):
+    """A step that both generates and pools."""
+
+    def __init__(self, generated: StepHandle, pooled: StepHandle) -> None:
+        super().__init__(pooled.ready, NO_RESULTS, None)
+        self.ended = pooled.ended
+        self._generated = generated
+        self._pooled = pooled
+
+    def done(self) -> bool:
+        return self._generated.done() and self._pooled.done()
+
+    def wait(self) -> StepResult:
+        drawn, own = self._generated.wait(), self._pooled.wait()
+        return StepResult(
+            drawn.tokens, drawn.failed, drawn.logprobs, drawn.prompt_logprobs, own.pooled, own.pool_failed
+        )  # fmt: skip
+
+
+_NONE: frozenset[int] = frozenset()
+
+
+def _bad(block: Block, lines: Floats, sums: Floats) -> frozenset[int]:
+    """Which results are not made of numbers. The sum of all tells whether to look closer."""
+    with np.errstate(all="ignore"):
+        if np.isfinite((sums if block.is_large else lines).sum()):
+            return _NONE
+    return frozenset(i for i, result in enumerate(block.split(lines)) if not np.isfinite(result).all())

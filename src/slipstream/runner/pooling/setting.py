@@ -1,0 +1,75 @@
+"""Setting: what a request's parameters mean for this model. Rows of one setting are treated together."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from slipstream.config.pooling_info import PoolingInfo
+from slipstream.pooling_params import TOKEN_TASKS, PoolingParams, Task
+
+Kind = Literal["vectors", "tokens"]  # one line of numbers for each prompt, or for some of its tokens
+Finish = Literal["normalize", "softmax", "sigmoid", "identity"]
+Late = Literal["", "query", "document"]
+
+
+class Setting(NamedTuple):
+    task: Task
+    kind: Kind
+    width: int  # numbers in a line
+    finish: Finish
+    cut: int | None = None  # of its numbers keep the first so many
+    columns: tuple[int, ...] = ()  # or these
+    step_tag: int | None = None  # of its tokens only these
+    skips: tuple[int, ...] = ()  # of its tokens none of these
+    late: Late = ""
+
+    @property
+    def picks(self) -> bool:
+        """Whether some of the tokens are left out."""
+        return self.step_tag is not None or bool(self.skips)
+
+
+class Settings:
+    """Of one model. Requests mostly come with parameters seen before."""
+
+    def __init__(self, info: PoolingInfo, sparse_by: Literal["token", "vocabulary"] | None, vocab_size: int) -> None:
+        self.info = info
+        self._sparse_by = sparse_by
+        self._vocab_size = vocab_size
+        self._known: dict[PoolingParams, Setting] = {}
+
+    def of(self, params: PoolingParams) -> Setting:
+        setting = self._known.get(params)
+        if setting is None:
+            if len(self._known) > 4096:  # keys of queries are all different
+                self._known.clear()
+            setting = self._known[params] = self._make(params)
+        return setting
+
+    def _make(self, params: PoolingParams) -> Setting:
+        info, task = self.info, params.task
+        assert task in info.tasks, f"task {task} of {info.tasks}: inputs refuse what the model cannot do"
+        if task == "sparse":
+            by_token = self._sparse_by == "token"
+            return Setting(task, "tokens" if by_token else "vectors", 1 if by_token else self._vocab_size, "identity")
+        kind: Kind = "tokens" if task in TOKEN_TASKS else "vectors"
+        if task in ("embed", "token_embed"):
+            normalize = params.activation if params.normalize is None else params.normalize
+            finish: Finish = "normalize" if (info.normalize if normalize is None else normalize) else "identity"
+            width = params.dimensions or (info.embed_size if task == "embed" else info.token_size)
+            if params.query_key:
+                late: Late = "query" if params.is_query else "document"
+                return Setting(task, kind, width, finish, params.dimensions, (), None, _skips(info, late), late)
+            return Setting(task, kind, width, finish, params.dimensions)
+        finish = info.classify_activation if params.activation in (None, True) else "identity"
+        step_tag = params.step_tag_id
+        if step_tag is None and info.method == "step":
+            step_tag = info.step_tag_id
+        columns = params.columns or (info.returned_token_ids if info.method == "step" else ())
+        if kind == "vectors":
+            step_tag, columns = None, ()
+        return Setting(task, kind, len(columns) or info.num_labels, finish, None, columns, step_tag)
+
+
+def _skips(info: PoolingInfo, late: Late) -> tuple[int, ...]:
+    return info.skip_token_ids if late == "document" else ()

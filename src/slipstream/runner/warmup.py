@@ -1,0 +1,153 @@
+"""WarmUp: kernels compiled, memory measured and the usual steps captured before the first request comes.
+
+All of it by running plans, in which rows are admitted, compute, draw and are released as in any others. They have no
+pages, so what they compute falls into the null page and nobody reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from slipstream.errors import NotEnoughMemory
+from slipstream.params import SamplingParams
+from slipstream.runner.runner import ModelRunner
+from slipstream.step import NO_INTS, NO_PAGES, Admission, Ints, StepPlan
+
+GREEDY = SamplingParams(temperature=0.0)
+# what heads are made of; kernels of what is rarer compile when it is first asked for
+HEADS = (
+    GREEDY,
+    SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
+    SamplingParams(temperature=0.8),
+    SamplingParams(temperature=0.8, top_p=0.95, top_k=50),
+    SamplingParams(temperature=0.0, logprobs=5),
+)
+LARGEST = SamplingParams(temperature=0.8, top_p=0.95, logprobs=5)  # the head that takes the most memory of the usual
+
+
+class WarmUp:
+    def __init__(
+        self, runner: ModelRunner, max_num_seqs: int, max_tokens: int, max_length: int, num_groups: int
+    ) -> None:
+        self.runner = runner
+        self.max_num_seqs = max_num_seqs
+        self.max_tokens = max_tokens
+        self.max_length = max_length
+        self._no_pages = (NO_PAGES,) * num_groups
+        self._seated: Ints = NO_INTS
+        self._num_steps = 0
+
+    def walk(self) -> None:
+        """One step of each kind that has kernels of its own, for `compiling_ahead`."""
+        graphs = self.runner.graphs
+        # steps of one token a row: kernels differ up to some rows, and past them do not
+        sizes = sorted({min(n, self.max_num_seqs) for n in (1, 2, 4, 8, 16, 24, 32, 64, self.max_num_seqs)})
+        with graphs.starting(capture=False):
+            for number in range(max(len(sizes), len(HEADS))):
+                size = sizes[min(number, len(sizes) - 1)]
+                self.decode(size, HEADS[number] if number < len(HEADS) else GREEDY)
+            # likewise steps of few tokens that are padded as such with chunks, where rows are fewer still
+            for size in [2, *(n for n in graphs.token_sizes if n <= 64)]:
+                self.chunks(1, min(size, self.max_length - 1))
+            self.chunks(*self._largest())
+            self.leave()
+
+    def run_largest(self) -> None:
+        """The step that takes the most memory, launched kernel by kernel."""
+        with self.runner.graphs.starting(capture=False), _enough_memory():
+            self.chunks(*self._largest(), LARGEST)
+            self.leave()
+
+    def capture(self) -> None:
+        """Steps in which all rows decode and take their likeliest token, at every size they are padded to; the rest is
+        captured when it comes a second time."""
+        graphs = self.runner.graphs
+        if not graphs.enabled:
+            return
+        with graphs.starting(capture=True), _enough_memory():
+            for size in reversed(graphs.row_sizes):  # the largest first: smaller ones fit into its memory
+                self.decode(size, GREEDY)
+            self.leave()
+
+    def decode(self, num_rows: int, params: SamplingParams) -> None:
+        """A step in which so many rows compute a token that the device drew before."""
+        self._run(np.ones(num_rows, np.int32), params, given=False)
+
+    def chunks(self, num_rows: int, num_tokens: int, params: SamplingParams = GREEDY) -> None:
+        """A step in which so many rows compute so many given tokens each, and draw."""
+        self._run(np.full(num_rows, num_tokens, np.int32), params, given=True)
+
+    def leave(self) -> None:
+        """All rows are given back: a step of one row that nobody sits in says so."""
+        self._step(np.zeros(1, np.int32), np.ones(1, np.int32), (), given=False, num_logprobs=None)
+
+    def _largest(self) -> tuple[int, int]:
+        num_rows = min(self.max_num_seqs, self.max_tokens)
+        return num_rows, max(1, min(self.max_tokens // num_rows, self.max_length - 1))
+
+    def _run(self, num_tokens: Ints, params: SamplingParams, *, given: bool) -> None:
+        rows = np.arange(len(num_tokens), dtype=np.int32)
+        admitted = [
+            Admission(
+                row=int(row),
+                number=int(row),
+                num_prompt_tokens=1,
+                num_known=1,
+                num_cached=0,
+                params=params,
+                seed=0,
+                sample=0,
+                stop_ids=(),
+                history=np.zeros(1, np.int32) if params.needs_history else None,
+            )
+            for row in rows
+        ]
+        self._step(rows, num_tokens, admitted, given=given, num_logprobs=params.num_logprobs)
+
+    def _step(
+        self,
+        rows: Ints,
+        num_tokens: Ints,
+        admitted: Sequence[Admission],
+        *,
+        given: bool,
+        num_logprobs: int | None,
+    ) -> None:
+        plan = StepPlan(
+            step=self._num_steps,
+            released=self._seated,
+            admitted=tuple(admitted),
+            rows=rows,
+            num_tokens=num_tokens,
+            lengths=num_tokens,
+            samples=np.ones(len(rows), np.bool_),
+            num_given=num_tokens if given else np.zeros(len(rows), np.int32),
+            tokens=np.zeros(int(num_tokens.sum()) if given else 0, np.int32),
+            new_pages=self._no_pages,
+            num_logprobs=num_logprobs,
+        )
+        self._seated = np.array([admission.row for admission in admitted], np.int32)
+        self._num_steps += 1
+        hot_path = self.runner.hot_path
+        mode, hot_path.mode = hot_path.mode, ""  # what is used for the first time may wait
+        try:
+            self.runner.launch(plan)
+            self.runner.finish().wait()
+        finally:
+            hot_path.mode = mode
+
+
+class _enough_memory:
+    """Running out of the device's memory while starting is the user's to settle."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError) and "out of memory" in str(error):
+            raise NotEnoughMemory(
+                "the largest step does not fit into what weights and cache leave of the device's memory; lower "
+                "max_num_batched_tokens, max_num_seqs, kv_cache_memory or gpu_memory_utilization"
+            ) from error

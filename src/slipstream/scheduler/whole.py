@@ -1,0 +1,237 @@
+"""WholeScheduler: steps of whole prompts, for models whose every token sees the whole prompt.
+
+Such a model keeps nothing between steps: no pages, no rows that outlive a step, nothing to preempt. What is left is a
+queue and a list of what is in flight. Small models spend most of their time on the host, so this is written for it:
+a request costs a few list and dict operations here, and a step a handful of numpy calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from array import array
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from slipstream.config.config import SchedulerConfig
+from slipstream.errors import QueueFull, UserError
+from slipstream.messages import Output
+from slipstream.pooling_params import PoolingParams
+from slipstream.scheduler.fits import check_length
+from slipstream.scheduler.queries import Queries
+from slipstream.scheduler.reports import lost_query, pool_failure, pooled_report
+from slipstream.step import NO_INTS, Bools, Ints, StepPlan, StepResult
+
+
+class WholeRequest:
+    """A prompt to be pooled."""
+
+    __slots__ = ("id", "tokens", "num_tokens", "params", "type_start", "num_seen", "is_launched", "is_done")
+
+    def __init__(
+        self,
+        id: str,
+        tokens: Sequence[int],
+        params: PoolingParams,
+        type_start: int | None = None,
+        num_seen: int | None = None,
+    ) -> None:
+        self.id = id
+        self.tokens = tokens if type(tokens) is array else array("i", tokens)
+        self.num_tokens = len(tokens)
+        self.params = params
+        self.type_start = type_start  # first position of token type 1, if any is
+        self.num_seen = num_seen  # of its tokens, from the first; None: all are
+        self.is_launched = False
+        self.is_done = False  # also when aborted: then it is skipped wherever it turns up
+
+    def __repr__(self) -> str:
+        return f"WholeRequest({self.id} of {self.num_tokens} tokens{', done' if self.is_done else ''})"
+
+
+class WholeScheduler:
+    def __init__(self, config: SchedulerConfig) -> None:
+        assert config.max_num_batched_tokens >= config.max_model_len, "the longest prompt must fit one step"
+        self.config = config
+        self.most_tokens: int | None = None  # of a step while others wait for the device; None: as many as fit
+        self._live: dict[str, WholeRequest] = {}  # by id: not finished
+        self._queues: dict[int, deque[WholeRequest]] = {}  # by priority; aborted ones stay until they come up
+        self._num_waiting = 0  # those that are not done
+        self._in_flight: deque[list[WholeRequest]] = deque()
+        self._queries: Queries[WholeRequest] = Queries()
+        self._failures: list[Output] = []
+        self._next_step = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._live) - self._num_waiting
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def has_work(self) -> bool:
+        """Whether there is anything to plan, to commit or to tell."""
+        return bool(self._num_waiting or self._in_flight or self._failures)
+
+    def serves(self, request_id: str) -> bool:
+        """Whether it has not ended."""
+        return request_id in self._live
+
+    def keeps_query(self, request_id: str) -> bool:
+        """Whether the device still keeps what this request, ended or not, left for documents."""
+        return self._queries.is_kept(request_id)
+
+    def submit(self, request: WholeRequest) -> None:
+        """Refuses here and now what could not run however long it waited."""
+        if not 0 < request.num_tokens <= self.config.max_model_len:
+            check_length(request.num_tokens, self.config.max_model_len, wants_output=False)
+        if request.id in self._live:
+            raise UserError(f"a request {request.id!r} is being served already; give each its own id")
+        if self._num_waiting >= self.config.max_waiting:
+            raise QueueFull(
+                f"{self._num_waiting} requests are waiting, the limit is {self.config.max_waiting}; try again later or "
+                "raise --max-waiting"
+            )
+        if not request.params.query_key or self._queries.enter(request.id, request, request.params):
+            self._push(request)
+        self._live[request.id] = request
+        self._num_waiting += 1
+
+    def _push(self, request: WholeRequest) -> None:
+        queue = self._queues.get(request.params.priority)
+        if queue is None:
+            queue = self._queues[request.params.priority] = deque()
+            self._queues = dict(sorted(self._queues.items()))
+        queue.append(request)
+
+    def abort(self, request_id: str, sample: int | None = None) -> list[WholeRequest]:
+        """Forget a request, whatever it is doing. Returns those that were still alive."""
+        request = self._live.get(request_id) if sample in (None, 0) else None
+        if request is not None:
+            self._num_waiting -= not request.is_launched
+            self._end(request)
+        for document in self._queries.give_up(request_id):
+            if not document.is_done:
+                self._num_waiting -= 1
+                self._end(document)
+                self._failures.append(lost_query(document.id))
+        return [] if request is None else [request]
+
+    def plan(self) -> StepPlan | None:
+        """As many of those that wait as fit one step, in their order: nobody overtakes because it is smaller."""
+        taken = self._take()
+        if not taken:
+            return None
+        count = len(taken)
+        lengths = np.fromiter([request.num_tokens for request in taken], np.int32, count)
+        tokens = b"".join([request.tokens for request in taken])
+        rows, none, every = _seats(count)
+        params = tuple([request.params for request in taken])
+        type_starts = _or_length([request.type_start for request in taken], lengths)
+        num_seen = _or_length([request.num_seen for request in taken], lengths)
+        queries = None
+        if self._queries:
+            queries = np.array([self._queries.number_of(own) for own in params], np.int32)
+            for own in params:
+                for document in self._queries.launch(own):
+                    self._push(document)
+        plan = StepPlan(
+            step=self._next_step,
+            released=NO_INTS,
+            admitted=(),
+            rows=rows,
+            num_tokens=lengths,
+            lengths=lengths,
+            samples=none,
+            num_given=lengths,
+            tokens=np.frombuffer(tokens, np.int32),
+            new_pages=(),
+            pools=every,
+            pool_params=params,
+            queries=queries,
+            forgotten=self._queries.take_forgotten(),
+            type_starts=type_starts,
+            num_seen=num_seen,
+        )
+        self._next_step += 1
+        self._num_waiting -= count
+        self._in_flight.append(taken)
+        return plan
+
+    def _take(self) -> list[WholeRequest]:
+        left, rows = self.config.max_num_batched_tokens, self.config.max_num_seqs
+        if self.most_tokens is not None:
+            left = min(left, self.most_tokens)
+        taken: list[WholeRequest] = []
+        for priority, queue in list(self._queues.items()):
+            while queue:
+                request = queue[0]
+                if request.is_done:
+                    queue.popleft()
+                    continue
+                left -= request.num_tokens
+                rows -= 1
+                if taken and (left < 0 or rows < 0):  # the first in line always goes
+                    return taken
+                request.is_launched = True
+                taken.append(queue.popleft())
+            if priority:
+                del self._queues[priority]  # priorities are anybody's numbers: keep no queue for each ever seen
+        return taken
+
+    def commit(self, result: StepResult) -> list[Output]:
+        """Learn the result of the oldest plan in flight."""
+        assert self._in_flight, "a result came back while no plan is in flight"
+        launched = self._in_flight.popleft()
+        assert len(launched) == len(result.pooled), f"{len(launched)} were launched, {len(result.pooled)} came back"
+        outputs = self.take_failures()
+        for place, (request, pooled) in enumerate(zip(launched, result.pooled, strict=True)):
+            if request.is_done:
+                continue
+            self._end(request)
+            outputs.append(
+                pool_failure(request.id) if place in result.pool_failed else pooled_report(request.id, pooled)
+            )
+        return outputs
+
+    def take_failures(self) -> list[Output]:
+        """Requests that ended without a step of their own."""
+        failures, self._failures = self._failures, []
+        return failures
+
+    def _end(self, request: WholeRequest) -> None:
+        request.is_done = True
+        del self._live[request.id]
+        if request.params.query_key:
+            self._queries.end(request.params)
+
+    def check(self) -> None:
+        """Assert every invariant; for tests."""
+        waiting = [request for queue in self._queues.values() for request in queue if not request.is_done]
+        parked = [request for request in self._queries.waiting() if not request.is_done]
+        launched = [request for step in self._in_flight for request in step if not request.is_done]
+        assert len(waiting) + len(parked) == self._num_waiting, f"{self._num_waiting} said to wait, {waiting}, {parked}"
+        everyone = waiting + parked + launched
+        assert len({request.id for request in everyone}) == len(everyone) == len(self._live), "a request is lost"
+        assert all(self._live[request.id] is request for request in everyone)
+        assert list(self._queues) == sorted(self._queues), "priorities are out of order"
+
+
+def _or_length(numbers: list[int | None], lengths: Ints) -> Ints | None:
+    """Of each request a number, or its length where it has none; None if nobody has one."""
+    if numbers.count(None) == len(numbers):
+        return None
+    pairs = zip(numbers, lengths.tolist(), strict=True)
+    return np.array([length if own is None else own for own, length in pairs], np.int32)
+
+
+@functools.lru_cache(4096)
+def _seats(count: int) -> tuple[Ints, Bools, Bools]:
+    """Rows of a step, none of which samples and all of which pool. Nobody changes them."""
+    return np.arange(count, dtype=np.int32), np.zeros(count, np.bool_), np.ones(count, np.bool_)

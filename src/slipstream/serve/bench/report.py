@@ -1,0 +1,107 @@
+"""What a benchmark found, as lines for a terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slipstream.serve.bench.measure import Spread, Trial
+from slipstream.serve.bench.startup import Startup
+from slipstream.serve.bench.workload import Workload
+
+if TYPE_CHECKING:
+    from slipstream.config.config import EngineConfig
+    from slipstream.engine.device_time import DeviceTime
+
+COLUMNS = (
+    f"{'shape':<10}{'out/s':>10}{'total/s':>11}{'ms/token':>10}{'itl p50':>9}{'p99':>8}{'ttft p50':>10}{'p99':>9}"
+    f"{'steps':>7}{'busy':>7}"
+)
+
+
+def engine_line(config: EngineConfig) -> str:
+    return f"{config.model.name} on {config.device.kind}, {config.model.dtype}, depth {config.scheduler.depth}"
+
+
+def shape_line(workload: Workload) -> str:
+    spread = "" if workload.range_ratio == 1 else f", lengths from {workload.range_ratio:g} of that"
+    return f"{workload.num_prompts} x {workload.input_len} -> {workload.output_len}{spread}"
+
+
+def trial_line(name: str, best: Trial) -> str:
+    """ms/token is the whole call's time over the tokens of one text; busy the device's share of it."""
+    per_token = 1000 * best.seconds * best.num_requests / best.output_tokens
+    gaps = best.itl_ms
+    between = f"{gaps.p50:>9.2f}{gaps.p99:>8.2f}" if gaps else " " * 17
+    return (
+        f"{name:<10}{best.output_per_second:>10.0f}{best.total_per_second:>11.0f}{per_token:>10.3f}{between}"
+        f"{best.ttft_ms.p50:>10.1f}{best.ttft_ms.p99:>9.1f}{best.num_steps:>7}{best.device.busy_share:>7.1%}"
+    )
+
+
+def trial_table(best: Trial, startup: float) -> str:
+    rows = [
+        ("start-up", f"{startup:.2f} s"),
+        ("time", f"{best.seconds:.3f} s in {best.num_steps} steps"),
+        ("requests", f"{best.requests_per_second:.2f} /s"),
+        ("output tokens", f"{best.output_per_second:.1f} /s"),
+        ("total tokens", f"{best.total_per_second:.1f} /s"),
+        ("device", device_line(best.device)),
+    ]
+    lines = [f"  {name:<18}{value}" for name, value in rows]
+    lines.append(f"  {'ms':<18}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
+    for name, times in (
+        ("first token", best.ttft_ms),
+        ("between tokens", best.itl_ms),
+        ("whole request", best.request_ms),
+    ):
+        if times is not None:
+            lines.append(f"  {name:<18}{_columns(times)}")
+    return "\n".join(lines)
+
+
+def device_line(time: DeviceTime) -> str:
+    """How busy the device was while there was work, and for whose sake it was not."""
+    total = time.busy + time.idle
+    if not total:
+        return "no step was timed"
+    causes = {
+        "turnaround": time.turnaround,
+        "host late": time.host_late,
+        "output": time.output,
+        "grammar": time.grammar,
+    }
+    idle = [f"{name} {seconds / total:.1%}" for name, seconds in causes.items() if seconds >= 0.0005 * total]
+    return f"busy {time.busy_share:.1%}" + (f" (idle: {', '.join(idle)})" if idle else "")
+
+
+def step_table(time: DeviceTime) -> str:
+    num = max(time.num_steps, 1)
+    return "\n".join(
+        f"  {name:<18}{value}"
+        for name, value in (
+            ("steps", f"{time.num_steps}"),
+            ("host", f"{1e6 * time.host / num:.0f} us a step: planning, launching, committing"),
+            ("device", f"{1e6 * time.busy / num:.0f} us a step, {device_line(time)}"),
+        )
+    )
+
+
+def long_table(trials: dict[str, Trial]) -> str:
+    places = list(next(iter(trials.values())).itl_at_ms)
+    lines = [f"  {'':<12}{'out/s':>10}" + "".join(f"{f'at {place}':>12}" for place in places) + "   ms between tokens"]
+    for name, trial in trials.items():
+        times = "".join(f"{trial.itl_at_ms[place]:>12.3f}" for place in places)
+        lines.append(f"  {name:<12}{trial.output_per_second:>10.0f}{times}")
+    return "\n".join(lines)
+
+
+def startup_table(starts: list[Startup]) -> str:
+    lines = [f"  {'seconds':<10}{'import':>10}{'start':>10}{'2 tokens':>10}{'total':>10}"]
+    for start in starts:
+        times: tuple[Any, ...] = (start.import_seconds, start.start_seconds, start.answer_seconds, start.total)
+        lines.append(f"  {'cold' if start.cold else 'warm':<10}" + "".join(f"{value:>10.2f}" for value in times))
+    return "\n".join(lines)
+
+
+def _columns(times: Spread) -> str:
+    return "".join(f"{value:>10.2f}" for value in (times.mean, times.p50, times.p90, times.p99))

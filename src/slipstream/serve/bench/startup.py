@@ -1,0 +1,67 @@
+"""How long an engine takes from nothing to its first token: import, start, answer; in a process of its own each time.
+
+Cold means that no kernel was ever compiled: the caches of Triton and of our C kernels are empty folders. The files of
+the model and of the libraries are as warm as the machine has them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from slipstream.errors import SlipstreamError
+
+_PROGRAM = """
+import json, sys, time
+start = time.perf_counter()
+from slipstream import LLM, SamplingParams
+LLM
+imported = time.perf_counter()
+llm = LLM(**json.loads(sys.argv[1]), use_tqdm_on_load=False)
+ready = time.perf_counter()
+prompt = [1 + i % 50 for i in range(32)]
+llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+answered = time.perf_counter()
+print(json.dumps([imported - start, ready - imported, answered - ready]))
+llm.close()
+"""
+
+
+class Startup(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds."""
+
+    cold: bool
+    import_seconds: float
+    start_seconds: float  # to ready
+    answer_seconds: float  # two tokens more
+
+    @property
+    def total(self) -> float:
+        return self.import_seconds + self.start_seconds + self.answer_seconds
+
+
+def measure_startup(options: dict[str, Any], tell: Callable[[str], None] = lambda text: None) -> list[Startup]:
+    """A cold start, then a warm one on what it left."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {
+            "TRITON_CACHE_DIR": os.path.join(folder, "triton"),
+            "XDG_CACHE_HOME": os.path.join(folder, "cache"),
+        }
+        found = []
+        for cold in (True, False):
+            tell("cold start" if cold else "warm start")
+            done = subprocess.run(
+                [sys.executable, "-c", _PROGRAM, json.dumps(options)], env=env, capture_output=True, text=True
+            )
+            if done.returncode:
+                raise SlipstreamError(f"the engine did not start: {done.stderr.strip().splitlines()[-1]}")
+            times = json.loads(done.stdout.splitlines()[-1])
+            found.append(Startup(cold=cold, import_seconds=times[0], start_seconds=times[1], answer_seconds=times[2]))
+        return found

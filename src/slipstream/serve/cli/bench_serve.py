@@ -1,0 +1,48 @@
+"""`slipstream bench serve`: requests to a server that runs elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+import msgspec
+
+from slipstream.engine.progress import progress
+from slipstream.errors import EngineDead, InvalidOption
+from slipstream.serve.bench.workload import Workload
+
+
+def add_flags(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("bench serve")
+    group.add_argument("--url", metavar="URL", help="of the server, for example http://127.0.0.1:8000")
+    group.add_argument("--api-key", metavar="KEY", help="default: SLIPSTREAM_API_KEY")
+    group.add_argument("--plot", action="store_true", help="show how the times are spread")
+
+
+def run_serve(args: argparse.Namespace, workload: Workload, changes: dict[str, Any]) -> int:
+    from slipstream.serve.bench.online import Target, histogram, run_online  # asyncio, which help need not wait for
+
+    if args.url is None:
+        raise InvalidOption("bench serve needs --url; give one like http://127.0.0.1:8000")
+    key = args.api_key or os.environ.get("SLIPSTREAM_API_KEY", "").split(",")[0] or None
+    target = Target.parse(args.url, getattr(args, "model", None), key)
+    params = {"temperature": 0.0, "ignore_eos": True} | changes
+    with progress(workload.num_prompts, "requests") as advance:
+        report, answers = run_online(
+            target, workload, params, rate=args.rate, concurrency=args.concurrency, advance=advance
+        )
+    if args.json:
+        print(json.dumps({"workload": workload.facts(), "report": msgspec.to_builtins(report)}))
+    else:
+        how = f"{args.rate:g} requests a second" if args.rate else f"{args.concurrency or workload.num_prompts} at once"
+        print(f"{args.url}: {workload.num_prompts} x {workload.input_len} -> {workload.output_len}, {how}")
+        print("\n".join(report.lines()))
+        if args.plot:
+            done = [answer for answer in answers if answer.status == 200 and answer.times]
+            print("\n".join(histogram([answer.times[0] - answer.sent for answer in done], "first token")))
+            print("\n".join(histogram([answer.end - answer.sent for answer in done], "whole request")))
+    if not report.statuses.get("200"):
+        raise EngineDead(f"no request was answered: {next((a.error for a in answers if a.error), report.statuses)}")
+    return 0

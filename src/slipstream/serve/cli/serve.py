@@ -1,0 +1,119 @@
+"""`slipstream serve`: models behind an OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.config.locate import default_embedder
+from slipstream.config.options import Options, make_options
+from slipstream.errors import InvalidOption, ModelNotFound
+from slipstream.metrics.traces import check_tracing
+from slipstream.serve.cli.flags import add_engine_flags, add_struct_flags, engine_options, struct_values
+from slipstream.serve.http.settings import Settings
+
+if TYPE_CHECKING:
+    from slipstream.serve.cli.run import OpenLLM
+
+# what vLLM calls some of ours
+ALIASES = {
+    "workers": "api-server-count",
+    "max_queued_requests": "max-num-queued-reqs",
+    "max_queued_tokens": "max-num-queued-tokens",
+    "drain_timeout": "shutdown-timeout",
+    "max_inputs": "max-client-batch-size",  # TEI's
+}
+LEAST = {
+    "workers": 1, "port": 0, "max_queued_requests": 1, "max_queued_tokens": 1, "drain_timeout": 0, "status_interval": 0,
+    "watchdog_timeout": 0, "max_body_bytes": 1, "max_header_bytes": 256, "max_inputs": 1, "max_n": 1, "max_logprobs": 0,
+    "max_stop": 0, "max_stop_chars": 1, "max_bias": 0, "max_salt_chars": 0,
+}  # fmt: skip
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "serve",
+        help="serve models over HTTP",
+        description="Serves models over HTTP, in OpenAI's words. Several models are told apart by name: NAME=PATH "
+        "gives one. With no model it serves the default chat model and the default embedder. Keys may also come from "
+        "SLIPSTREAM_API_KEY (several with commas between) and SLIPSTREAM_ADMIN_KEY, where other users of the machine "
+        "cannot read them.",
+        usage="slipstream serve [MODEL ...] [flags]",
+        allow_abbrev=False,
+    )
+    command.add_argument("models", nargs="*", metavar="MODEL", help="as --model, or NAME=MODEL; several if you like")
+    add_struct_flags(command, "server", Settings, aliases=ALIASES)
+    add_engine_flags(command)
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, opener: OpenLLM) -> int:
+    settings = server_settings(struct_values(args, Settings))
+    options = model_options(args.models, engine_options(args))
+    from slipstream.serve.http.launch import launch  # help and mistakes need not wait for it
+    from slipstream.serve.http.log import set_up_log
+
+    set_up_log(settings.log_level, settings.log_format)
+    launch(settings, options)
+    return 0
+
+
+def server_settings(given: dict[str, Any]) -> Settings:
+    given.setdefault("api_key", [key for key in os.environ.get("SLIPSTREAM_API_KEY", "").split(",") if key])
+    given.setdefault("admin_key", os.environ.get("SLIPSTREAM_ADMIN_KEY") or None)
+    settings = Settings(**given)
+    for name, least in LEAST.items():
+        if (value := getattr(settings, name)) < least:
+            raise InvalidOption(f"{name} is {value}; give {least} or more")
+    if settings.request_timeout is not None and settings.request_timeout <= 0:
+        raise InvalidOption(f"request_timeout is {settings.request_timeout}; give more than 0, or leave it out")
+    if settings.port > 65535:
+        raise InvalidOption(f"port is {settings.port}; give 0 to 65535")
+    if settings.otlp_traces_endpoint is not None:
+        check_tracing(settings.otlp_traces_endpoint)
+    if any(not key.strip() for key in (*settings.api_key, settings.admin_key or "-")):
+        raise InvalidOption("a key is empty; give one that is not, or leave it out")
+    return settings
+
+
+def model_options(models: list[str], given: dict[str, Any]) -> list[Options]:
+    """One set of options for each model; they differ in the model and its name."""
+    if "model" in given:
+        if models:
+            raise InvalidOption(f"both MODEL {models[0]} and --model {given['model']} were given; give one of them")
+        models = [given.pop("model")]
+    if not models:
+        return _default_models(given)
+    if len(models) > 1 and "served_model_name" in given:
+        raise InvalidOption("served_model_name is one name and there are several models; give NAME=MODEL instead")
+    return [make_options(**{**given, **_named(model)}) for model in models]
+
+
+# of all that may be said, what is about the machine: the rest is meant for the chat model
+_OF_THE_MACHINE = (
+    "device", "dtype", "num_threads", "depth", "max_itl", "enforce_eager", "deterministic", "max_waiting", "seed",
+)  # fmt: skip
+
+
+def _default_models(given: dict[str, Any]) -> list[Options]:
+    """The chat model and the embedder. Where a task is named, it is the model for that alone."""
+    options = [make_options(**given)]
+    if given.get("task", "auto") == "auto":
+        try:
+            default_embedder()
+        except ModelNotFound:
+            return options  # then there is only the one
+        own = {name: given[name] for name in _OF_THE_MACHINE if name in given}
+        options.append(make_options(task="embed", **own))
+    return options
+
+
+def _named(model: str) -> dict[str, Any]:
+    name, equals, path = model.partition("=")
+    if not equals or Path(model).exists():
+        return {"model": model}
+    if not name or not path:
+        raise InvalidOption(f"{model!r} names no model; give MODEL or NAME=MODEL")
+    return {"model": path, "served_model_name": name}

@@ -1,0 +1,49 @@
+"""What the command line says of a mistake: in its own words, and with the flag that was probably meant."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from slipstream.config.options import Options
+from slipstream.serve.cli.flags import SAMPLING_HELP
+
+
+class Parser(argparse.ArgumentParser):
+    """Names the nearest flag for one it does not know, and knows which command it was given to."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.refuse(unknown)
+        return found, unknown
+
+    def refuse(self, unknown: list[str]) -> NoReturn:
+        first = unknown[0].split("=")[0]
+        if not first.startswith("-"):
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        near = difflib.get_close_matches(first, self._option_string_actions, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists the flags"
+        self.error(f"there is no flag {first}; {hint}")
+
+
+def in_flags(text: str) -> str:
+    """Names of options as the flags that they are here: max_model_len is --max-model-len, dtype="x" is --dtype x."""
+    text = _ASSIGNED.sub(lambda match: _flag(match[1], match[3]), text)
+    return _ALONE.sub(lambda match: _flag(match[1]), text)
+
+
+def _flag(name: str, value: str | None = None) -> str:
+    flag = name.replace("_", "-")
+    if value == "False":
+        return f"--no-{flag}"
+    return f"--{flag}" if value in (None, "True") else f"--{flag} {value}"
+
+
+_NAMES = (*Options.__struct_fields__, *SAMPLING_HELP)
+_ASSIGNED = re.compile(rf"(?<![\w./-])({'|'.join(_NAMES)})=([\"']?)([\w.]+)\2")
+# a name of one word may be just that word
+_ALONE = re.compile(rf"(?<![\w./-])({'|'.join(name for name in _NAMES if '_' in name)})(?![\w./])(?!-)")

@@ -1,0 +1,30 @@
+"""Call: one HTTP request under way, as its handler sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from slipstream.serve.http.auth import Headers
+
+if TYPE_CHECKING:
+    from slipstream.engine.outputs import Track
+    from slipstream.serve.http.state import State
+
+
+class Call:
+    __slots__ = ("state", "id", "headers", "path_params", "query", "tracks")
+
+    def __init__(self, state: State, id: str, headers: Headers, path_params: dict[str, str], query: bytes) -> None:
+        self.state = state
+        self.id = id  # X-Request-Id: the caller's own, or one of ours
+        self.headers = headers
+        self.path_params = path_params
+        self.query = query
+        self.tracks: Sequence[Track] = ()  # what it asked of the engine
+
+    def header(self, name: bytes) -> str | None:
+        for key, value in self.headers:
+            if key == name:
+                return value.decode("latin-1")
+        return None

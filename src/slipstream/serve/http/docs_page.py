@@ -1,0 +1,62 @@
+"""GET /docs and /openapi.json: what there is, on a page that fetches nothing from elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.serve.http.call import Call
+from slipstream.serve.http.openapi import openapi
+from slipstream.serve.http.reply import Reply, json_reply
+from slipstream.serve.http.routes import Route, get
+
+_HEADERS = ((b"content-security-policy", b"default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"),)
+
+PAGE = b"""<!doctype html><meta charset="utf-8"><title>Slipstream</title>
+<style>
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60em; margin: 2em auto; padding: 0 1em; color: #222 }
+summary { cursor: pointer; padding: .3em 0 } code, pre { font: 13px/1.4 ui-monospace, monospace }
+table { border-collapse: collapse; width: 100% } td { border-top: 1px solid #ddd; padding: .2em .6em .2em 0 }
+b.m { display: inline-block; width: 3.5em }
+</style>
+<h1>Slipstream</h1><p>The whole of it as <a href="openapi.json">openapi.json</a>.</p><div id="routes">reading...</div>
+<script>
+const text = (tag, value) => { const e = document.createElement(tag); e.textContent = value; return e }
+const kind = s => s.$ref ? s.$ref.split("/").pop() : s.anyOf ? s.anyOf.map(kind).join(" | ")
+  : s.type === "array" ? "[" + kind(s.items || {}) + "]" : s.const !== undefined ? String(s.const) : s.type || "any"
+const fields = (page, schema) => {
+  const table = document.createElement("table"), found = page.components.schemas[kind(schema)] || schema
+  for (const [name, field] of Object.entries(found.properties || {})) {
+    const row = document.createElement("tr"), must = (found.required || []).includes(name)
+    for (const [tag, value] of [["code", name + (must ? " *" : "")], ["code", kind(field)],
+                                ["span", field.description || ""]]) {
+      const cell = document.createElement("td"); cell.append(text(tag, value)); row.append(cell) }
+    table.append(row) }
+  return table }
+fetch("openapi.json").then(r => r.json()).then(page => {
+  const list = document.getElementById("routes"); list.textContent = ""
+  for (const [path, methods] of Object.entries(page.paths)) for (const [method, op] of Object.entries(methods)) {
+    const block = document.createElement("details"), head = document.createElement("summary")
+    const name = text("b", method.toUpperCase()); name.className = "m"
+    head.append(name, text("code", path), " " + op.summary); block.append(head)
+    const body = op.requestBody?.content["application/json"].schema
+    const answer = op.responses["200"].content?.["application/json"].schema
+    if (body) block.append(text("h4", "body: " + kind(body)), fields(page, body))
+    if (answer) block.append(text("h4", "answer: " + kind(answer)), fields(page, answer))
+    list.append(block) } })
+</script>
+"""
+
+
+def docs_routes(described: Sequence[Route]) -> list[Route]:
+    """The page about these routes."""
+
+    async def show(call: Call, body: None) -> Reply:
+        return Reply(PAGE, content_type=b"text/html; charset=utf-8", headers=_HEADERS)
+
+    async def description(call: Call, body: None) -> Reply:
+        return json_reply(openapi(described, has_keys=bool(call.state.settings.api_key)))
+
+    return [
+        get("/docs", show, "These pages"),
+        get("/openapi.json", description, "The same for programs"),
+    ]

@@ -1,0 +1,86 @@
+"""What a failed request gets back: OpenAI's error object, with a status that says whose fault it was.
+
+400 the request        401, 403 the key        404 no such route or model      405 the method
+408 the deadline       413 the body            415 not JSON                    429 too many waiting
+500 our fault          503 not ready, draining, or the engine is lost
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from slipstream.errors import EngineClosed, EngineDead, ModelNotFound, PromptTooLong, QueueFull, SlipstreamError
+
+
+class HttpError(Exception):
+    """Ends a request with this status and this message."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind or _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        return msgspec.json.encode(ErrorBody(ErrorObject(self.message, self.kind, self.param, self.code)))
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        if self.retry_after is None:
+            return []
+        return [(b"retry-after", str(max(1, math.ceil(self.retry_after))).encode())]
+
+
+class ErrorObject(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    error: ErrorObject
+
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+    503: "service_unavailable",
+}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> HttpError:
+    return HttpError(400, message, param=param, code=code)
+
+
+def as_http_error(error: Exception, request_id: str) -> HttpError:
+    """Our own exceptions say what a caller may know. Of any other it learns only where the log has it."""
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, PromptTooLong):
+        return bad_request(str(error), code="context_length_exceeded")
+    if isinstance(error, ModelNotFound):
+        return HttpError(404, str(error), param="model", code="model_not_found")
+    if isinstance(error, QueueFull):
+        return HttpError(429, str(error), retry_after=1, code="queue_full")
+    if isinstance(error, EngineDead | EngineClosed):
+        return HttpError(503, "the engine has ended and takes no more requests; restart the server", code="engine_dead")
+    if isinstance(error, SlipstreamError):
+        return bad_request(str(error))
+    return HttpError(500, f"something failed inside the server; its log says more under {request_id}")

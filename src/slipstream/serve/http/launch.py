@@ -1,0 +1,134 @@
+"""Starting and ending the server: the port, the core process, and one front end here or several elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import msgspec
+
+from slipstream.config.options import Options
+from slipstream.engine.parent import child_environment
+from slipstream.engine.spawn import CoreHandle, spawn_core
+from slipstream.engine.wire import Failed, WireError, from_core_frames
+from slipstream.errors import EngineDead, InvalidOption
+from slipstream.metrics.board import Board
+from slipstream.serve.http.settings import Settings
+
+log = logging.getLogger("slipstream.http")
+
+_CORE_SECONDS = 30.0  # for the core to end once its front ends have gone
+
+
+def launch(settings: Settings, options: list[Options]) -> None:
+    """Serves until it is told to end. Raises EngineDead, with the root cause, if the core ends before."""
+    listeners = [listen(settings)]
+    port = listeners[0].getsockname()[1]
+    settings = msgspec.structs.replace(settings, port=port)
+    listeners += [listen(settings) for _ in range(settings.workers - 1)]
+    # first of all: it has the longest way to go
+    core, socks = spawn_core(options, settings.workers + (settings.workers > 1))
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    log.warning("listening on http://%s:%d", host, port)
+    cause: str | None = None
+    try:
+        if settings.workers == 1:
+            from slipstream.serve.http.worker import run_worker  # while the core starts
+
+            cause = run_worker(settings, listeners[0], socks[0])
+        else:
+            cause = _Supervisor(core, settings).run(listeners, socks)
+    finally:
+        ended = core.wait(_CORE_SECONDS)
+    if cause is not None or ended is not None:
+        raise EngineDead(f"{ended}: {cause}" if ended and cause and cause not in ended else cause or ended)
+
+
+def listen(settings: Settings) -> socket.socket:
+    """A bound socket; several may share the port, and the system spreads connections over them."""
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if settings.workers > 1:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        sock.bind((settings.host, settings.port))
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise InvalidOption(f"cannot listen on {settings.host} port {settings.port}: {error}; choose others") from None
+    sock.listen(2048)  # who comes before the front end is up waits for it
+    return sock
+
+
+class _Supervisor:
+    """Several front ends in processes of their own; this one only waits, and passes signals on."""
+
+    def __init__(self, core: CoreHandle, settings: Settings) -> None:
+        self.core = core
+        self.settings = settings
+        self.workers: list[subprocess.Popen[bytes]] = []
+        self.cause: str | None = None
+
+    def run(self, listeners: list[socket.socket], socks: list[socket.socket]) -> str | None:
+        own = socks.pop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: self._pass_on(number))
+        board = Board.create(len(socks))
+        for place, (listener, sock) in enumerate(zip(listeners, socks, strict=True)):
+            self.workers.append(self._start(listener, sock, board, place))
+            listener.close()
+            sock.close()
+        os.close(board)
+        own.settimeout(0.1)
+        frames = from_core_frames()
+        lost = False
+        while any(worker.poll() is None for worker in self.workers):
+            if lost:
+                time.sleep(0.05)
+            else:
+                lost = not self._hear(own, frames)
+            if self.cause is None and any(worker.poll() for worker in self.workers):
+                self.cause = "a front end ended on its own; its last lines say why"
+                self._pass_on(signal.SIGTERM)
+        own.close()
+        failed = any(worker.returncode for worker in self.workers)
+        return self.cause if failed else None
+
+    def _start(self, listener: socket.socket, sock: socket.socket, board: int, place: int) -> subprocess.Popen[bytes]:
+        fds = [listener.fileno(), sock.fileno(), board]
+        command = [sys.executable, "-m", "slipstream.serve.http.worker_main", *map(str, fds), str(place)]
+        worker = subprocess.Popen(
+            command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True, env=child_environment()
+        )
+        assert worker.stdin is not None
+        worker.stdin.write(msgspec.json.encode(self.settings))  # not as arguments, which all of a machine can read
+        worker.stdin.close()
+        return worker
+
+    def _hear(self, own: socket.socket, frames: object) -> bool:
+        """Wait a moment for the core to say something. False once it has gone."""
+        try:
+            data = own.recv(2**18)
+        except TimeoutError:
+            return True
+        except OSError:
+            data = b""
+        if not data:
+            return False
+        try:
+            for message in frames.push(data):  # type: ignore[attr-defined]
+                if isinstance(message, Failed):
+                    self.cause = message.cause
+        except WireError:
+            return False
+        return True
+
+    def _pass_on(self, number: int) -> None:
+        for worker in self.workers:
+            if worker.poll() is None:
+                worker.send_signal(number)

@@ -1,0 +1,234 @@
+"""POST /v1/chat/completions: conversations, answered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import msgspec
+
+from slipstream.engine.outputs import Track
+from slipstream.engine.reading import Reading
+from slipstream.engine.results import Increment
+from slipstream.serve.http.call import Call
+from slipstream.serve.http.errors import bad_request
+from slipstream.serve.http.openai.fields import GenerationFields, Refused, given_fields, refuse, sampling_params
+from slipstream.serve.http.openai.generation import check_end, start, submits_for
+from slipstream.serve.http.openai.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
+from slipstream.serve.http.openai.messages import message_chars, text_messages
+from slipstream.serve.http.openai.usage import Usage, usage_of
+from slipstream.serve.http.reply import DONE, EventReply, Reply, event, json_reply
+from slipstream.serve.http.routes import post
+
+
+class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None, msgspec.Meta(description="variables of the template, such as enable_thinking")
+    ] = None
+
+    tools: Refused = None
+    tool_choice: Refused = None
+    parallel_tool_calls: Refused = None
+    functions: Refused = None
+    function_call: Refused = None
+    modalities: Refused = None
+    audio: Refused = None
+    prediction: Refused = None
+    web_search_options: Refused = None
+    reasoning_effort: Refused = None
+    verbosity: Refused = None
+    store: Refused = None
+    moderation: Refused = None
+    echo: Refused = None
+    chat_template: Refused = None
+    documents: Refused = None
+    mm_processor_kwargs: Refused = None
+    media_io_kwargs: Refused = None
+    include_reasoning: Refused = None
+
+
+_TOOLS = "tool calls are not there yet"
+_MEDIA = "the model reads and writes text alone"
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tools": (([],), _TOOLS),
+    "tool_choice": (("none",), _TOOLS),
+    "parallel_tool_calls": ((True, False), _TOOLS),
+    "functions": (([],), _TOOLS),
+    "function_call": (("none",), _TOOLS),
+    "modalities": ((["text"],), _MEDIA),
+    "audio": ((), _MEDIA),
+    "mm_processor_kwargs": (({},), _MEDIA),
+    "media_io_kwargs": (({},), _MEDIA),
+    "prediction": ((), "predicted outputs are not supported"),
+    "web_search_options": ((), "the server fetches nothing"),
+    "reasoning_effort": ((), "say it by chat_template_kwargs, in the words of the model's template"),
+    "verbosity": (("medium",), "say it in the messages"),
+    "store": ((False,), "nothing is stored"),
+    "moderation": ((), "nothing is moderated"),
+    "echo": ((False,), "only /v1/completions repeats its prompt"),
+    "chat_template": ((), "a request brings no template; the server's --chat-template sets one"),
+    "documents": (([],), "put them into the messages"),
+    "include_reasoning": ((True, False), "reasoning is part of the text"),
+}
+
+
+class ChatMessage(msgspec.Struct):
+    role: str
+    content: str
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    role: str | None = None
+    content: str | None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatResponse(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+async def create_chat_completion(call: Call, body: ChatRequest) -> Reply | EventReply:
+    job = _Job(call, body)
+    size = message_chars(body.messages)
+    reading = await start(call, body.model, 1, size, job.submits, stream=bool(body.stream))
+    if body.stream:
+        return EventReply(job.events(reading))
+    with reading:
+        (track,) = await reading.wait()
+        return json_reply(job.answer(track))
+
+
+class _Job:
+    """One request: what was asked, and how the answer is put together."""
+
+    def __init__(self, call: Call, body: ChatRequest) -> None:
+        self.call = call
+        self.body = body
+        given = given_fields(body)
+        refuse(given, _REFUSED)
+        served = call.state.engine.model(body.model)
+        self.inputs = served.inputs
+        self.messages = text_messages(body.messages, call.state.settings.max_inputs)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs=true; set it or leave top_logprobs out", "top_logprobs")
+        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        own: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+        own["max_tokens"] = limit if limit is not None else self.inputs.defaults.params.get("max_tokens")
+        self.params = sampling_params(given, self.inputs, call.state.settings, own)
+        self.as_ids = bool(body.return_tokens_as_token_ids)
+        self.id, self.created, self.model = f"chatcmpl-{call.id}", int(time.time()), served.facts.name
+
+    def submits(self) -> Any:
+        body = self.body
+        continues = bool(body.continue_final_message)
+        text = self.inputs.render_chat(
+            self.messages,
+            add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+            continue_final_message=continues,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        special = body.add_special_tokens is True  # the template has put them where it wants them
+        return submits_for(self.call, body.model, [text], self.params, add_special_tokens=special)
+
+    def answer(self, track: Track) -> ChatResponse:
+        check_end(track)
+        choices = []
+        for sample in track.samples:
+            choice = ChatChoice(sample.index, ChatMessage("assistant", sample.text))
+            if sample.logprobs is not None and self.body.logprobs:
+                choice.logprobs = self.logprobs(sample.token_ids, sample.logprobs)
+            choice.finish_reason, choice.stop_reason = sample.finish_reason, sample.stop_reason
+            if self.body.return_token_ids:
+                choice.token_ids = sample.token_ids
+            choices.append(choice)
+        usage = usage_of([track])
+        response = ChatResponse(self.id, "chat.completion", self.created, self.model, choices, usage)
+        if self.body.prompt_logprobs is not None:
+            response.prompt_logprobs = prompt_logprobs(track.prompt_logprobs or [])
+        if self.body.return_token_ids:
+            response.prompt_token_ids = track.message.prompt_token_ids
+        return response
+
+    async def events(self, reading: Reading) -> AsyncIterator[bytes]:
+        options = self.body.stream_options
+        wants_usage = options is not None and bool(options.include_usage)
+        each = wants_usage and options is not None and bool(options.continuous_usage_stats)
+        greeted: set[int] = set()
+        (track,) = reading.tracks
+        with reading:
+            async for _ in reading:
+                check_end(track)
+                usage = usage_of([track]) if each else None if wants_usage else msgspec.UNSET
+                parts = []
+                for new in track.increment():
+                    if new.index not in greeted:
+                        greeted.add(new.index)
+                        parts.append(self.chunk([ChatChunkChoice(new.index, ChatDelta("assistant", ""))], usage))
+                    parts.append(self.chunk([self.choice(new)], usage))
+                if parts:
+                    yield b"".join(parts)
+            if wants_usage:
+                yield self.chunk([], usage_of([track]))
+            yield DONE
+
+    def choice(self, new: Increment) -> ChatChunkChoice:
+        delta = ChatDelta(content=new.text) if new.text or new.finish_reason is None else ChatDelta()
+        choice = ChatChunkChoice(new.index, delta)
+        if new.logprobs is not None and self.body.logprobs:
+            choice.logprobs = self.logprobs(new.token_ids, new.logprobs)
+        if new.finish_reason is not None:
+            choice.finish_reason, choice.stop_reason = new.finish_reason, new.stop_reason
+        if self.body.return_token_ids:
+            choice.token_ids = new.token_ids
+        return choice
+
+    def chunk(self, choices: list[ChatChunkChoice], usage: Usage | msgspec.UnsetType | None) -> bytes:
+        return event(ChatChunk(self.id, "chat.completion.chunk", self.created, self.model, choices, usage))
+
+    def logprobs(self, ids: list[int], entries: Any) -> ChatLogprobs:
+        return chat_logprobs(ids, entries, self.body.top_logprobs or 0, as_ids=self.as_ids)
+
+
+ROUTES = [
+    post("/v1/chat/completions", create_chat_completion, "Answer a conversation", ChatRequest, answer=ChatResponse),
+]

@@ -1,0 +1,206 @@
+"""POST /v1/completions: texts, or lists of token ids, continued."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import msgspec
+
+from slipstream.engine.outputs import Track
+from slipstream.engine.reading import Reading
+from slipstream.engine.results import Increment, Logprob
+from slipstream.serve.http.call import Call
+from slipstream.serve.http.errors import bad_request
+from slipstream.serve.http.openai.fields import GenerationFields, Refused, given_fields, refuse, sampling_params
+from slipstream.serve.http.openai.generation import check_end, start, submits_for
+from slipstream.serve.http.openai.logprobs import (
+    CompletionLogprobs,
+    PromptLogprob,
+    completion_logprobs,
+    prompt_logprobs,
+)
+from slipstream.serve.http.openai.usage import Usage, usage_of
+from slipstream.serve.http.reply import DONE, EventReply, Reply, event, json_reply
+from slipstream.serve.http.routes import post
+
+
+class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+    prompt: Annotated[
+        str | list[str | int | list[int]],
+        msgspec.Meta(description="a text, a list of token ids, or a list of either"),
+    ]
+    logprobs: int | None = None
+    echo: bool | None = None
+    suffix: Refused = None
+    prompt_embeds: Refused = None
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType | None = msgspec.UNSET
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class CompletionResponse(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "suffix": (("",), "the model continues texts and does not fill gaps in them; leave it out"),
+    "prompt_embeds": ((), "prompts are texts or token ids"),
+}
+
+
+async def create_completion(call: Call, body: CompletionRequest) -> Reply | EventReply:
+    job = _Job(call, body)
+    reading = await start(call, body.model, len(job.prompts), job.size, job.submits, stream=bool(body.stream))
+    if body.stream:
+        return EventReply(job.events(reading))
+    with reading:
+        return json_reply(job.answer(await reading.wait()))
+
+
+class _Job:
+    """One request: what was asked, and how the answer is put together."""
+
+    def __init__(self, call: Call, body: CompletionRequest) -> None:
+        self.call = call
+        self.body = body
+        given = given_fields(body)
+        refuse(given, _REFUSED)
+        settings, served = call.state.settings, call.state.engine.model(body.model)
+        self.prompts = _prompts(body.prompt)
+        if len(self.prompts) > settings.max_inputs:
+            raise bad_request(
+                f"there are {len(self.prompts)} prompts, this server takes {settings.max_inputs} at once", "prompt"
+            )
+        self.size = sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
+        self.scores_only = body.max_tokens == 0 and bool(body.echo)  # the prompt's logprobs and nothing else
+        own: dict[str, Any] = {"logprobs": body.logprobs}
+        if body.max_tokens is not None:
+            own["max_tokens"] = 1 if self.scores_only else body.max_tokens
+        if body.echo and body.logprobs is not None:
+            own["prompt_logprobs"] = body.logprobs
+        self.params = sampling_params(given, served.inputs, settings, own)
+        self.tokenizer = served.tokenizer
+        as_ids = body.return_tokens_as_token_ids or served.tokenizer is None
+        self.text_of = None if as_ids or served.tokenizer is None else served.tokenizer.text_of
+        self.head = (f"cmpl-{call.id}", "text_completion", int(time.time()), served.facts.name)
+
+    def submits(self) -> Any:
+        special = self.body.add_special_tokens is not False
+        return submits_for(self.call, self.body.model, self.prompts, self.params, add_special_tokens=special)
+
+    def answer(self, tracks: list[Track]) -> CompletionResponse:
+        choices = []
+        for place, track in enumerate(tracks):
+            check_end(track)
+            prompt = track.message.prompt_token_ids
+            for sample in track.samples:
+                ids, entries = sample.token_ids, sample.logprobs
+                text, text_ids, text_entries = sample.text, list(ids), list(entries or [])
+                if self.scores_only:
+                    text, text_ids, text_entries = "", [], []
+                all_entries: list[dict[int, Logprob] | None] = list(text_entries)
+                if self.body.echo:
+                    text = self.prompt_text(track) + text
+                    if self.body.logprobs is not None:
+                        text_ids, all_entries = prompt + text_ids, (track.prompt_logprobs or []) + all_entries
+                choice = CompletionChoice(place * len(track.samples) + sample.index, text)
+                if self.body.logprobs is not None:
+                    choice.logprobs = self.logprobs(text_ids, all_entries, 0)[0]
+                if self.body.prompt_logprobs is not None:
+                    choice.prompt_logprobs = prompt_logprobs(track.prompt_logprobs or [])
+                choice.finish_reason = "length" if self.scores_only else sample.finish_reason
+                choice.stop_reason = sample.stop_reason
+                if self.body.return_token_ids:
+                    choice.token_ids, choice.prompt_token_ids = ids, prompt
+                choices.append(choice)
+        return CompletionResponse(*self.head, choices, usage_of(tracks))
+
+    async def events(self, reading: Reading) -> AsyncIterator[bytes]:
+        options = self.body.stream_options
+        wants_usage = options is not None and bool(options.include_usage)
+        each = wants_usage and options is not None and bool(options.continuous_usage_stats)
+        places = {track.id: place for place, track in enumerate(reading.tracks)}
+        offsets: dict[tuple[int, int], int] = {}  # how long each text is so far, for logprobs
+        with reading:
+            async for moved in reading:
+                parts = []
+                for track in moved:
+                    check_end(track)
+                    for new in track.increment():
+                        choice = self.chunk(track, places[track.id], new, offsets)
+                        usage = usage_of([track]) if each else None if wants_usage else msgspec.UNSET
+                        parts.append(event(CompletionResponse(*self.head, [choice], usage)))
+                if parts:
+                    yield b"".join(parts)
+            if wants_usage:
+                yield event(CompletionResponse(*self.head, [], usage_of(reading.tracks)))
+            yield DONE
+
+    def chunk(self, track: Track, place: int, new: Increment, offsets: dict[tuple[int, int], int]) -> CompletionChoice:
+        text, ids = new.text, new.token_ids
+        entries: list[dict[int, Logprob] | None] = list(new.logprobs or [])
+        if self.scores_only:
+            text, ids, entries = "", [], []
+        key = place, new.index
+        if key not in offsets:
+            offsets[key] = 0
+            if self.body.echo:
+                text = self.prompt_text(track) + text
+                if self.body.logprobs is not None:
+                    ids, entries = track.message.prompt_token_ids + ids, (track.prompt_logprobs or []) + entries
+        choice = CompletionChoice(place * len(track.samples) + new.index, text)
+        if self.body.logprobs is not None:
+            choice.logprobs, offsets[key] = self.logprobs(ids, entries, offsets[key])
+        choice.finish_reason, choice.stop_reason = new.finish_reason, new.stop_reason
+        if self.scores_only and new.finish_reason:
+            choice.finish_reason = "length"
+        if self.body.return_token_ids:
+            choice.token_ids = new.token_ids
+        return choice
+
+    def logprobs(
+        self, ids: list[int], entries: list[dict[int, Logprob] | None], offset: int
+    ) -> tuple[CompletionLogprobs, int]:
+        return completion_logprobs(ids, entries, offset, self.text_of)
+
+    def prompt_text(self, track: Track) -> str:
+        if track.prompt is not None and self.body.truncate_prompt_tokens is None:
+            return track.prompt
+        return "" if self.tokenizer is None else self.tokenizer.decode(track.message.prompt_token_ids)
+
+
+def _prompts(given: str | list[str | int | list[int]]) -> list[Any]:
+    """One prompt or several: a list of whole numbers is one prompt of token ids."""
+    if isinstance(given, str):
+        return [given]
+    kinds = set(map(type, given))
+    if kinds == {int}:
+        return [given]
+    if kinds in ({str}, {list}):
+        return list(given)
+    raise bad_request(
+        "prompt is empty; give a text, token ids or a list of them"
+        if not given
+        else "prompt mixes texts and token ids; give a list of one kind",
+        "prompt",
+    )
+
+
+ROUTES = [
+    post("/v1/completions", create_completion, "Continue a text", CompletionRequest, answer=CompletionResponse),
+]

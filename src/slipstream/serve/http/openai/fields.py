@@ -1,0 +1,169 @@
+"""Fields that completions and chat share: OpenAI's, vLLM's beside them, and those we must refuse.
+
+Nothing is dropped in silence. A field is used; or it changes nothing here and says so (`IGNORED`); or it is refused
+unless it has a value that asks for nothing (`REFUSED`). Fields that are in none of these lists are refused as unknown.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from slipstream.engine.inputs import InputProcessor
+from slipstream.params import SamplingParams
+from slipstream.serve.http.errors import bad_request
+from slipstream.serve.http.settings import Settings
+
+
+def _doc(text: str) -> msgspec.Meta:
+    return msgspec.Meta(description=text)
+
+
+Ignored = Annotated[Any, _doc("accepted and ignored: it changes nothing here")]
+Refused = Annotated[Any, _doc("not supported: refused unless it asks for nothing")]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Ignored = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What is null or left out follows the model's generation config."""
+
+    model: Annotated[str | None, _doc("a name from /v1/models; the first if left out")] = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: list[int] | None = None
+    priority: Annotated[int | None, _doc("lower goes first")] = None
+    cache_salt: Annotated[str | None, _doc("prompts share cached pages only within one salt")] = None
+    add_special_tokens: bool | None = None
+    return_tokens_as_token_ids: Annotated[bool | None, _doc("in logprobs, write tokens as token_id:N")] = None
+    return_token_ids: Annotated[bool | None, _doc("return the ids of prompt and output too")] = None
+
+    user: Ignored = None
+    metadata: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    service_tier: Ignored = None
+    request_id: Annotated[Any, _doc("ignored: send the header X-Request-Id instead")] = None
+
+    response_format: Refused = None
+    structured_outputs: Refused = None
+    guided_json: Refused = None
+    guided_regex: Refused = None
+    guided_choice: Refused = None
+    guided_grammar: Refused = None
+    guided_decoding_backend: Refused = None
+    guided_whitespace_pattern: Refused = None
+    best_of: Refused = None
+    use_beam_search: Refused = None
+    length_penalty: Refused = None
+    early_stopping: Refused = None
+    truncation_side: Refused = None
+    logits_processors: Refused = None
+    kv_transfer_params: Refused = None
+    vllm_xargs: Refused = None
+
+
+_STRUCTURED = "structured output is not there yet"
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "response_format": (({"type": "text"},), _STRUCTURED),
+    "structured_outputs": ((), _STRUCTURED),
+    "guided_json": ((), _STRUCTURED),
+    "guided_regex": ((), _STRUCTURED),
+    "guided_choice": ((), _STRUCTURED),
+    "guided_grammar": ((), _STRUCTURED),
+    "guided_decoding_backend": ((), _STRUCTURED),
+    "guided_whitespace_pattern": ((), _STRUCTURED),
+    "best_of": ((1,), "ask for n samples and choose among them"),
+    "use_beam_search": ((False,), "beam search is not supported"),
+    "length_penalty": ((1, 1.0), "beam search is not supported"),
+    "early_stopping": ((False,), "beam search is not supported"),
+    "truncation_side": (("left",), "prompts are cut on the left"),
+    "logits_processors": (([],), "a request brings no code; use logit_bias, bad_words or allowed_token_ids"),
+    "kv_transfer_params": (({},), "caches are not moved between engines"),
+    "vllm_xargs": (({},), "there are no extra arguments"),
+}
+
+
+def given_fields(body: msgspec.Struct) -> dict[str, Any]:
+    """What was said: the fields that are not null."""
+    pairs = zip(body.__struct_fields__, msgspec.structs.astuple(body), strict=True)
+    return {name: value for name, value in pairs if value is not None}
+
+
+def refuse(given: dict[str, Any], table: dict[str, tuple[tuple[Any, ...], str]]) -> None:
+    """Raises for a field that asks for what we do not do."""
+    for name in given.keys() & table.keys():
+        nothing, way_out = table[name]
+        if given[name] not in nothing:
+            raise bad_request(f"{name} is not supported: {way_out}", param=name, code="unsupported_parameter")
+
+
+_PLAIN = {
+    "n", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "top_k",
+    "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
+    "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
+    "prompt_logprobs", "logprob_token_ids", "priority", "cache_salt",
+}  # fmt: skip
+
+
+def sampling_params(
+    given: dict[str, Any], inputs: InputProcessor, settings: Settings, own: dict[str, Any]
+) -> SamplingParams:
+    """`own`: what the two routes say differently."""
+    refuse(given, REFUSED)
+    _check_limits(given | own, settings)
+    if "stream_options" in given and not given.get("stream"):
+        raise bad_request("stream_options is only for stream=true; leave it out", param="stream_options")
+    plain = {name: given[name] for name in given.keys() & _PLAIN}
+    return SamplingParams(**{**inputs.defaults.params, **plain, **own})
+
+
+def _check_limits(given: dict[str, Any], settings: Settings) -> None:
+    _at_most("n", given.get("n", 1), settings.max_n, "samples")
+    for name in ("logprobs", "prompt_logprobs"):
+        if (logprobs := given.get(name)) is not None:
+            if logprobs < 0:
+                raise bad_request(f"{name} is {logprobs}; give 0 to {settings.max_logprobs}", param=name)
+            _at_most(name, logprobs, settings.max_logprobs, "likeliest tokens")
+    for name in ("stop", "bad_words", "stop_token_ids", "logprob_token_ids"):
+        if values := given.get(name):
+            values = [values] if isinstance(values, str) else values
+            _at_most(name, len(values), settings.max_stop, "entries")
+            if isinstance(values[0], str):
+                _at_most(name, max(map(len, values)), settings.max_stop_chars, "characters each")
+    _at_most("logit_bias", len(given.get("logit_bias", ())), settings.max_bias, "entries")
+    _at_most("cache_salt", len(given.get("cache_salt", "")), settings.max_salt_chars, "characters")
+
+
+def _at_most(name: str, value: int, limit: int, what: str) -> None:
+    if value > limit:
+        raise bad_request(f"{name} has {value} {what}, this server takes {limit}; ask for less", param=name)

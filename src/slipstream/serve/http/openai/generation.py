@@ -1,0 +1,64 @@
+"""What completions and chat do alike: prompts to the engine, and their ends to counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from slipstream.engine.outputs import Track
+from slipstream.engine.reading import Reading
+from slipstream.errors import UserError
+from slipstream.messages import Submit
+from slipstream.params import SamplingParams
+from slipstream.serve.http.call import Call
+from slipstream.serve.http.errors import HttpError, bad_request
+
+Prepared = list[tuple[Submit, str | None]]
+
+
+async def start(
+    call: Call,
+    model: str | None,
+    num_prompts: int,
+    size: int,
+    prepare: Callable[[], Prepared],
+    *,
+    stream: bool,
+) -> Reading:
+    """Checks that there is room, tokenises, and sends. `size`: characters of all prompts."""
+    state = call.state
+    state.admit(num_prompts)
+    submits = await state.off_loop(size, prepare)
+    num_tokens = sum(len(message.prompt_token_ids) for message, _ in submits)
+    state.admit(num_prompts, num_tokens)  # others came while we tokenised
+    reading = state.engine.read(submits, model, stream=stream)
+    call.tracks = reading.tracks
+    return reading
+
+
+def submits_for(
+    call: Call, model: str | None, prompts: Sequence[Any], params: SamplingParams, *, add_special_tokens: bool
+) -> Prepared:
+    engine = call.state.engine
+    inputs = engine.model(model).inputs
+    submits: Prepared = []
+    for prompt in prompts:
+        try:
+            submits.append(inputs.submit(engine.new_id(), prompt, params, add_special_tokens=add_special_tokens))
+        except UserError as error:
+            if len(prompts) == 1:
+                raise
+            raise type(error)(f"prompt {len(submits) + 1} of {len(prompts)}: {error}") from None
+    return submits
+
+
+def check_end(track: Track) -> None:
+    """A sample that could not be drawn ends its request: as the caller's fault where parameters narrow the choice."""
+    for sample in track.samples:
+        if sample.finish_reason == "error":
+            params = track.message.params
+            names = ("allowed_token_ids", "bad_words", "logit_bias")
+            narrowed = next((name for name in names if getattr(params, name, None)), None)
+            if narrowed:
+                raise bad_request(str(sample.stop_reason), param=narrowed, code="no_token_possible")
+            raise HttpError(500, str(sample.stop_reason), code="generation_failed")

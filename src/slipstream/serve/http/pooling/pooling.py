@@ -1,0 +1,137 @@
+"""POST /pooling and /classify, in vLLM's words: any task of the model, and classes of texts."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import msgspec
+
+from slipstream.engine.pooling_calls import encode
+from slipstream.engine.served import POOLING_TASKS
+from slipstream.pooling_params import Task
+from slipstream.serve.http.call import Call
+from slipstream.serve.http.pooling.embeddings import written
+from slipstream.serve.http.pooling.fields import (
+    PoolFields,
+    PoolUsage,
+    VectorFields,
+    pooling_params,
+    prompts_of,
+)
+from slipstream.serve.http.pooling.run import choose, numbers_of, run, usage_of
+from slipstream.serve.http.reply import Reply, json_reply
+from slipstream.serve.http.routes import post
+
+
+class PoolingRequest(VectorFields, kw_only=True, forbid_unknown_fields=True):
+    task: Annotated[Task | None, msgspec.Meta(description="what is wanted; default the model's first")] = None
+    activation: Annotated[bool | None, msgspec.Meta(description="probabilities or raw scores")] = None
+    use_activation: Annotated[bool | None, msgspec.Meta(description="the same")] = None
+    softmax: Annotated[bool | None, msgspec.Meta(description="the same")] = None
+    step_tag_id: int | None = None
+    returned_token_ids: list[int] | None = None
+
+
+class SparseWeight(msgspec.Struct):
+    index: int
+    value: float
+
+
+class PoolingObject(msgspec.Struct):
+    index: int
+    object: str
+    data: Annotated[
+        list[float | list[float] | SparseWeight] | str,
+        msgspec.Meta(description="a vector, a line for each token, weights of words, or a text where base64 was asked"),
+    ]
+
+
+class PoolingResponse(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[PoolingObject]
+    usage: PoolUsage
+
+
+async def create_pooling(call: Call, body: PoolingRequest) -> Reply:
+    chosen = choose(call, body.model, *((body.task,) if body.task else POOLING_TASKS))
+    prompts, size = prompts_of(call, body.input)
+    own: dict[str, Any] = {}
+    for name in ("dimensions", "normalize", "step_tag_id", "returned_token_ids"):
+        if (value := getattr(body, name)) is not None:
+            own[name] = value
+    if (active := _activation(body)) is not None:
+        own["activation"] = active
+    params = pooling_params(call, body, **own)
+    task = body.task or chosen.inputs.pooling.tasks[0]
+    verb = encode(chosen.inputs, prompts, params, task, prompt_name=body.prompt_name)
+    found, _ = await run(call, chosen, verb, size)
+    numbers = [sparse_weights(one.outputs) for one in found] if task == "sparse" else numbers_of(found)
+    data = [
+        PoolingObject(index, "pooling", each)
+        for index, each in enumerate(numbers if task == "sparse" else written(numbers, body.encoding_format))
+    ]
+    usage = usage_of(found)
+    return json_reply(PoolingResponse(f"pool-{call.id}", "list", int(time.time()), chosen.name, data, usage))
+
+
+def sparse_weights(found: Any) -> list[SparseWeight]:
+    pairs = zip(found.indices.tolist(), found.data.tolist(), strict=True)
+    return [SparseWeight(index, value) for index, value in pairs]
+
+
+class ClassifyRequest(PoolFields, kw_only=True, forbid_unknown_fields=True):
+    input: Annotated[
+        str | list[str | int | list[int]],
+        msgspec.Meta(description="a text, a list of token ids, or a list of either"),
+    ]
+    activation: Annotated[bool | None, msgspec.Meta(description="probabilities or raw scores")] = None
+    use_activation: Annotated[bool | None, msgspec.Meta(description="the same")] = None
+    softmax: Annotated[bool | None, msgspec.Meta(description="the same")] = None
+    prompt_name: Annotated[str | None, msgspec.Meta(description="one of the model's prompts")] = None
+
+
+class ClassifyObject(msgspec.Struct):
+    index: int
+    label: str | None
+    probs: list[float]
+    num_classes: int
+
+
+class ClassifyResponse(msgspec.Struct):
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[ClassifyObject]
+    usage: PoolUsage
+
+
+async def create_classification(call: Call, body: ClassifyRequest) -> Reply:
+    chosen = choose(call, body.model, "classify")
+    prompts, size = prompts_of(call, body.input)
+    active = _activation(body)
+    own: dict[str, Any] = {} if active is None else {"activation": active}
+    params = pooling_params(call, body, **own)
+    verb = encode(chosen.inputs, prompts, params, "classify", prompt_name=body.prompt_name)
+    found, _ = await run(call, chosen, verb, size)
+    data = [
+        ClassifyObject(index, one.outputs.label, one.outputs.probs, one.outputs.num_classes)
+        for index, one in enumerate(found)
+    ]
+    usage = usage_of(found)
+    return json_reply(ClassifyResponse(f"classify-{call.id}", "list", int(time.time()), chosen.name, data, usage))
+
+
+def _activation(body: PoolingRequest | ClassifyRequest) -> bool | None:
+    given = (body.activation, body.use_activation, body.softmax)
+    return next((value for value in given if value is not None), None)
+
+
+ROUTES = [
+    post("/pooling", create_pooling, "Any pooling task", PoolingRequest, answer=PoolingResponse),
+    post("/classify", create_classification, "Classes of texts", ClassifyRequest, answer=ClassifyResponse),
+]

@@ -1,0 +1,115 @@
+"""What all pooling routes do: choose a model, check that there is room, run a verb, and notice what has no result."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from slipstream.engine.outputs import PoolTrack
+from slipstream.engine.pool_inputs import PoolInputs
+from slipstream.engine.pool_results import PoolingRequestOutput
+from slipstream.engine.pooling_calls import Call as Verb
+from slipstream.engine.pooling_calls import Feed, Results
+from slipstream.engine.served import ServedModel
+from slipstream.errors import SlipstreamError
+from slipstream.messages import Pooled, Submit
+from slipstream.pooling_params import PoolingParams
+from slipstream.serve.http.call import Call
+from slipstream.serve.http.errors import HttpError, bad_request
+from slipstream.serve.http.pooling.fields import PoolUsage
+
+T = TypeVar("T")
+
+LONG = 8192  # characters that are tokenised in a thread: others are waiting for the loop
+
+
+class Chosen:
+    """A model and how prompts become its requests."""
+
+    __slots__ = ("name", "served", "inputs")
+
+    def __init__(self, served: ServedModel, inputs: PoolInputs) -> None:
+        self.name = served.facts.name
+        self.served = served
+        self.inputs = inputs
+
+
+def choose(call: Call, name: str | None, *tasks: str) -> Chosen:
+    """The model of that name, or the best one here for the first of these tasks that any can do."""
+    served = call.state.engine.model(name, *tasks)
+    if served.pool_inputs is None:
+        raise bad_request(f"{served.facts.name} only generates; choose a model that makes vectors or scores", "model")
+    return Chosen(served, served.pool_inputs)
+
+
+async def run(call: Call, chosen: Chosen, verb: Verb[T], size: int) -> tuple[T, int]:
+    """What the verb makes of its prompts, and how many tokens they had. `size`: characters of all of them."""
+    state, engine = call.state, call.state.engine
+    found: Results | None = None
+    num_tokens = 0
+    try:
+        while True:
+            batches = next(verb) if found is None else verb.send(found)
+            feed = Feed(chosen.inputs, batches, engine.new_id, plain=True)
+            state.admit(feed.total)
+            submits = list(feed) if size < LONG else await asyncio.to_thread(list, feed)
+            count = sum(len(message.prompt_token_ids) for message, _ in submits)
+            state.admit(len(submits), count)  # others came while we tokenised
+            num_tokens += count
+            with engine.read(submits, chosen.name, stream=False) as reading:
+                call.tracks = reading.tracks
+                tracks = await reading.wait()
+            check_ends(tracks)  # type: ignore[arg-type]
+            found = feed.results(tracks)  # type: ignore[arg-type]
+    except StopIteration as end:
+        result: T = end.value
+        return result, num_tokens
+
+
+def short_text(given: Any) -> str | None:
+    """The text, where there is one and it is short."""
+    text = given[0] if isinstance(given, list) and len(given) == 1 else given
+    return text if isinstance(text, str) and len(text) < LONG else None
+
+
+async def run_text(
+    call: Call, chosen: Chosen, text: str, params: PoolingParams, prompt_name: str | None
+) -> tuple[Pooled, int]:
+    """One short text, without the ways of many: most requests for a vector are just that."""
+    state, engine, inputs = call.state, call.state.engine, chosen.inputs
+    state.admit(1)
+    params = inputs.settle(params)
+    ids = inputs.text_ids(text, params, inputs.prefix(prompt_name))
+    state.admit(1, len(ids))
+    submit = Submit(engine.new_id(), ids, params, time.time(), params.priority, params.cache_salt)
+    with engine.read(((submit, text),), chosen.name, stream=False) as reading:
+        call.tracks = reading.tracks
+        tracks: Any = await reading.wait()
+    check_ends(tracks)
+    return tracks[0].output.pooled, len(ids)
+
+
+def check_ends(tracks: Sequence[PoolTrack]) -> None:
+    """Nobody gets a part of what was asked for: one prompt without a result ends the request."""
+    for track in tracks:
+        output = track.output
+        if output is None:
+            raise HttpError(503, "the request was aborted; send it again", code="aborted", retry_after=1)
+        if output.pooled is None:
+            raise HttpError(500, output.error or "the model gave no result", code="pooling_failed")
+
+
+def usage_of(found: Sequence[PoolingRequestOutput[Any]]) -> PoolUsage:
+    """Of all prompts, equal ones as often as they came."""
+    num_tokens = sum(one.num_prompt_tokens for one in found)
+    return PoolUsage(num_tokens, num_tokens)
+
+
+def numbers_of(found: Sequence[PoolingRequestOutput[Any]]) -> list[Any]:
+    """The arrays of results."""
+    try:
+        return [one.outputs.data for one in found]
+    except SlipstreamError as error:
+        raise HttpError(500, str(error), code="pooling_failed") from None

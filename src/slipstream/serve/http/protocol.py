@@ -1,0 +1,91 @@
+"""What we change of uvicorn's HTTP protocol.
+
+A head that is too long or comes too slowly ends its connection: uvicorn bounds heads only where h11 parses them, and
+httptools, which is faster, would collect headers without end. And the head of an answer leaves together with the first
+of its body: a write to a socket is a good part of what a short request costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+_HEAD_SECONDS = 30.0
+
+
+def bounded(max_head: int) -> type[HttpToolsProtocol]:
+    """A protocol class whose heads have at most this many bytes."""
+
+    class BoundedProtocol(HttpToolsProtocol):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._in_head = True
+            self._head_bytes = 0
+            self._timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.transport = _Joined(transport)  # type: ignore[assignment]
+            self._timer = self.loop.call_later(_HEAD_SECONDS, self._too_slow)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            super().connection_lost(exc)
+
+        def on_headers_complete(self) -> None:
+            self._in_head = False
+            self._stop_timer()
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self._in_head, self._head_bytes = True, 0  # of the next request
+            super().on_message_complete()
+
+        def data_received(self, data: bytes) -> None:
+            self._head_bytes += len(data)
+            if self._in_head and self._head_bytes > max_head and b"\r\n\r\n" not in data[:max_head]:
+                self._unset_keepalive_if_required()
+                self.send_400_response(f"The request line and headers have more than {max_head} bytes.")
+                return
+            super().data_received(data)
+
+        def _too_slow(self) -> None:
+            if self._in_head and not self.transport.is_closing():
+                self.transport.close()
+
+        def _stop_timer(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    return BoundedProtocol
+
+
+class _Joined:
+    """A transport that keeps the head of an answer until what follows it is written."""
+
+    __slots__ = ("_transport", "_head", "is_closing")
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self._head = b""
+        self.is_closing = transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        if self._head:
+            data, self._head = self._head + data, b""
+        elif data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 1"):
+            self._head = data
+            return
+        self._transport.write(data)
+
+    def close(self) -> None:
+        if self._head:
+            self._transport.write(self._head)
+            self._head = b""
+        self._transport.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

@@ -1,0 +1,77 @@
+"""State: what all requests of one front end share."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from slipstream.engine.frontend import AsyncEngine
+from slipstream.metrics.board import Board
+from slipstream.metrics.traces import Traces
+from slipstream.serve.http.auth import Keys
+from slipstream.serve.http.counters import Counters
+from slipstream.serve.http.errors import HttpError
+from slipstream.serve.http.report import Report
+from slipstream.serve.http.settings import Settings
+
+Result = TypeVar("Result")
+
+_LONG = 8192  # characters that are tokenised in a thread; fewer take less time than the way there
+
+
+class State:
+    def __init__(self, settings: Settings, engine: AsyncEngine, board: Board | None = None) -> None:
+        self.settings = settings
+        self.engine = engine
+        self.keys = Keys(settings.api_key, settings.admin_key)
+        self.counters = Counters()
+        self.started = int(time.time())
+        self.draining = False
+        self.stalled: str | None = None  # what the watchdog has to say
+        self.report = Report(self, board)
+        endpoint = settings.otlp_traces_endpoint
+        self.traces = None if endpoint is None else Traces.to(endpoint)
+        self._max_requests = -(-settings.max_queued_requests // settings.workers)
+        self._max_tokens = -(-settings.max_queued_tokens // settings.workers)
+        self._prefix = secrets.token_hex(6)
+        self._numbers = itertools.count()
+
+    def new_id(self) -> str:
+        return f"{self._prefix}{next(self._numbers):08x}"
+
+    def check_ready(self) -> None:
+        """Raises while no request can be taken."""
+        if self.engine.failure is not None:
+            raise self.engine.failure
+        if self.draining:
+            self.counters.refused["draining"] += 1
+            raise HttpError(503, "the server is shutting down; ask another one", retry_after=5, code="draining")
+        if not self.engine.is_ready:
+            self.counters.refused["not_ready"] += 1
+            raise HttpError(
+                503, f"the server is starting ({self.engine.stage}); try again soon", retry_after=5, code="not_ready"
+            )
+
+    def admit(self, num_requests: int, num_tokens: int = 0) -> None:
+        """Refuse at the door what would only wait: an answer now is worth more than one too late."""
+        load = self.engine.load
+        if load.num_queued + num_requests > self._max_requests:
+            self._refuse(f"{load.num_queued} requests are waiting, {self._max_requests} may")
+        # a prompt longer than the bound is served when nobody else waits
+        if load.queued_tokens and load.queued_tokens + num_tokens > self._max_tokens:
+            self._refuse(f"{load.queued_tokens} prompt tokens are waiting, {self._max_tokens} may")
+
+    def _refuse(self, fact: str) -> None:
+        self.counters.refused["queue_full"] += 1
+        wait = min(60.0, max(1.0, self.engine.load.seconds_to_drain()))
+        raise HttpError(429, f"{fact}; try again in {wait:.0f} s", retry_after=wait, code="queue_full")
+
+    async def off_loop(self, size: int, work: Callable[[], Result]) -> Result:
+        """Tokenising: short texts here and now, long ones beside the loop, which others wait for."""
+        if size < _LONG:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(None, work)

@@ -1,0 +1,81 @@
+"""Routes about the server itself: is it alive, can it serve, how busy is it."""
+
+from __future__ import annotations
+
+import msgspec
+
+import slipstream
+from slipstream.serve.http.call import Call
+from slipstream.serve.http.reply import Reply, json_reply
+from slipstream.serve.http.routes import get
+
+
+class Health(msgspec.Struct):
+    status: str  # ok, or what is wrong
+    stage: str | None = None  # of the start, while it lasts
+
+
+class Load(msgspec.Struct):
+    server_load: int  # requests under way here; vLLM's name
+    queued_requests: int
+    queued_tokens: int
+    running: int  # in the engine, over all front ends
+    waiting: int
+    free_pages: int
+    pages: int
+    steps: int
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+async def health(call: Call, body: None) -> Reply:
+    """Alive: the process, the engine core, and steps that go on while there is work. A start that goes well counts."""
+    state = call.state
+    if state.engine.failure is not None:
+        return json_reply(Health("the engine has ended"), 503)
+    if state.stalled is not None:
+        return json_reply(Health(state.stalled), 503)
+    return json_reply(Health("ok", None if state.engine.is_ready else state.engine.stage))
+
+
+async def ready(call: Call, body: None) -> Reply:
+    """Whether requests are taken now."""
+    state = call.state
+    if state.engine.failure is not None or state.stalled is not None:
+        return await health(call, body)
+    if state.draining:
+        return json_reply(Health("draining"), 503)
+    if not state.engine.is_ready:
+        return json_reply(Health("starting", state.engine.stage), 503)
+    return json_reply(Health("ok"))
+
+
+async def load(call: Call, body: None) -> Reply:
+    engine = call.state.engine
+    queue, pulse = engine.load, engine.pulse
+    return json_reply(
+        Load(
+            server_load=queue.num_open,
+            queued_requests=queue.num_queued,
+            queued_tokens=queue.queued_tokens,
+            running=pulse.num_running,
+            waiting=pulse.num_waiting,
+            free_pages=pulse.num_free_pages,
+            pages=pulse.num_pages,
+            steps=pulse.num_steps,
+        )
+    )
+
+
+async def version(call: Call, body: None) -> Reply:
+    return json_reply(Version(slipstream.__version__))
+
+
+ROUTES = [
+    get("/health", health, "Is the server alive", answer=Health, access="open"),
+    get("/ready", ready, "Can it serve", answer=Health, access="open"),
+    get("/load", load, "What is under way", answer=Load),
+    get("/version", version, "The version", answer=Version),
+]

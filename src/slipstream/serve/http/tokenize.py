@@ -1,0 +1,90 @@
+"""POST /tokenize and /detokenize: what the engine itself would make of a text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from slipstream.engine.served import ServedModel
+from slipstream.errors import InvalidPrompt
+from slipstream.serve.http.call import Call
+from slipstream.serve.http.errors import bad_request
+from slipstream.serve.http.openai.messages import message_chars, text_messages
+from slipstream.serve.http.reply import Reply, json_reply
+from slipstream.serve.http.routes import post
+from slipstream.text.tokenizer import Tokenizer
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A prompt, or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None  # unless told, yes for a prompt and no for messages
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeResponse(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+class DetokenizeResponse(msgspec.Struct):
+    prompt: str
+
+
+async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
+    served = call.state.engine.model(body.model)
+    tokenizer = _tokenizer(served)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("give a prompt or messages, and not both", "prompt")
+    size = len(body.prompt) if body.prompt is not None else message_chars(body.messages or [])
+
+    def work() -> list[int]:
+        if body.prompt is not None:
+            return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+        text = served.inputs.render_chat(
+            text_messages(body.messages or [], call.state.settings.max_inputs),
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=body.chat_template_kwargs,
+        )
+        return tokenizer.encode(text, body.add_special_tokens is True)
+
+    tokens = await call.state.off_loop(size, work)
+    texts = [tokenizer.text_of(token) for token in tokens] if body.return_token_strs else None
+    return json_reply(TokenizeResponse(len(tokens), served.facts.max_model_len, tokens, texts))
+
+
+async def detokenize(call: Call, body: DetokenizeRequest) -> Reply:
+    served = call.state.engine.model(body.model)
+    tokenizer = _tokenizer(served)
+    for token in body.tokens:
+        if not 0 <= token < served.facts.vocab_size:
+            raise InvalidPrompt(f"token id {token} is unknown; there are 0 to {served.facts.vocab_size - 1}")
+    text = await call.state.off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return json_reply(DetokenizeResponse(text))
+
+
+def _tokenizer(served: ServedModel) -> Tokenizer:
+    if served.tokenizer is None:
+        raise bad_request("this server works on token ids alone; start it without --skip-tokenizer-init")
+    return served.tokenizer
+
+
+ROUTES = [
+    post("/tokenize", tokenize, "Text to token ids", TokenizeRequest, answer=TokenizeResponse),
+    post("/detokenize", detokenize, "Token ids to text", DetokenizeRequest, answer=DetokenizeResponse),
+]

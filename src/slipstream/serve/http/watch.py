@@ -1,0 +1,64 @@
+"""Watch: ends a handler whose client has gone or whose time is up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from types import TracebackType
+from typing import Any
+
+from slipstream.serve.http.errors import HttpError
+
+
+class ClientGone(Exception):
+    """Nobody is there to be answered."""
+
+    cause = "disconnect"
+
+
+class Watch:
+    """A `with` block around the work of one request.
+
+    When the client goes, or the deadline passes, the task inside is cancelled; the block then raises `ClientGone`, or
+    the error that says whose time was up.
+    """
+
+    def __init__(self, receive: Callable[[], Awaitable[MutableMapping[str, Any]]], seconds: float | None) -> None:
+        self._receive = receive
+        self._seconds = seconds
+        self._reason: Exception | None = None
+        self._over = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Watch:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task: asyncio.Task[Any] = task
+        loop = asyncio.get_running_loop()
+        self._listener = loop.create_task(self._listen())
+        if self._seconds is not None:
+            late = HttpError(408, f"the request took longer than its {self._seconds:g} s", code="deadline")
+            self._timer = loop.call_later(self._seconds, self._give_up, late)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over = True
+        self._listener.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._reason is not None:
+            self._task.uncancel()
+            if isinstance(error, asyncio.CancelledError):
+                raise self._reason from None
+
+    async def _listen(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._give_up(ClientGone())
+
+    def _give_up(self, reason: Exception) -> None:
+        if self._reason is None and not self._over:
+            self._reason = reason
+            self._task.cancel()

@@ -1,0 +1,135 @@
+"""One front-end process: the event loop with the HTTP server, its signals, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+
+from slipstream.engine.frontend import AsyncEngine
+from slipstream.engine.remote import SocketClient
+from slipstream.metrics.board import Board
+from slipstream.serve.http.app import App
+from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.state import State
+from slipstream.serve.http.table import all_routes
+from slipstream.serve.http.watchdog import Watchdog
+
+log = logging.getLogger("slipstream.http")
+
+_LAST_WORDS = 1.0  # seconds for open requests to hear of the core's end, and for /health to tell
+_CLOSING = 5.0  # seconds for answers to be written once nothing more comes
+
+
+def run_worker(
+    settings: Settings, listener: socket.socket, core: socket.socket, board: Board | None = None
+) -> str | None:
+    """Serves until told to end. Returns the cause if it was the core's end, None if all went well."""
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_Worker(settings, board).run(listener, core))
+
+
+class _Worker:
+    def __init__(self, settings: Settings, board: Board | None) -> None:
+        self.settings = settings
+        self.board = board
+        self.drain: asyncio.Task[None] | None = None
+
+    async def run(self, listener: socket.socket, core: socket.socket) -> str | None:
+        client = await SocketClient.connect(core)
+        engine = AsyncEngine(client=client)
+        self.state = State(self.settings, engine, self.board)
+        config = uvicorn.Config(
+            App(self.state, all_routes()),
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=int(_CLOSING),
+            **_parser(self.settings.max_header_bytes),
+        )
+        self.server = _Server(config)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._told_to_end)
+        gc.freeze()  # what is loaded now stays, and need not be looked through again
+        helpers = [loop.create_task(self._announce()), loop.create_task(self._until_lost())]
+        if self.board is not None or self.settings.status_interval > 0:
+            helpers.append(loop.create_task(self.state.report.run()))
+        if self.settings.watchdog_timeout > 0:
+            helpers.append(loop.create_task(Watchdog(self.state, self.settings.watchdog_timeout).run()))
+        try:
+            await self.server.serve(sockets=[listener])
+        finally:
+            for helper in helpers:
+                helper.cancel()
+        failure = engine.failure
+        await engine.close()
+        if self.state.traces is not None:
+            await asyncio.to_thread(self.state.traces.close)
+        return None if failure is None else client.cause or str(failure)
+
+    async def _announce(self) -> None:
+        with contextlib.suppress(Exception):  # a start that failed is told by its cause
+            await self.state.engine.until_ready()
+            log.warning("ready: serving %s", ", ".join(self.state.engine.models))
+
+    async def _until_lost(self) -> None:
+        await self.state.engine.until_lost()
+        await asyncio.sleep(_LAST_WORDS)
+        self.server.should_exit = True
+
+    def _told_to_end(self) -> None:
+        """The first time in order, the second time at once."""
+        if self.drain is None:
+            self.drain = asyncio.get_running_loop().create_task(self._drain())
+        else:
+            self.server.should_exit = self.server.force_exit = True
+
+    async def _drain(self) -> None:
+        """Nothing new is taken; what is under way may end, and what does not in time is ended with what there is."""
+        self.state.draining = True
+        running, deadline = self.server.server_state.tasks, time.monotonic() + self.settings.drain_timeout
+        if running:
+            log.warning("ending: %d requests may go on for %g s", len(running), self.settings.drain_timeout)
+        while running and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        count = await self.state.engine.abort_all()
+        self.state.counters.aborted["drain"] += count
+        self.server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """Signals are ours: they begin a drain."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = new_event_loop
+    return factory
+
+
+def _parser(max_head: int) -> dict[str, Any]:
+    try:
+        from slipstream.serve.http.protocol import bounded  # needs httptools
+    except ImportError:
+        return {"http": "h11", "h11_max_incomplete_event_size": max_head}
+    return {"http": bounded(max_head)}

@@ -1,0 +1,74 @@
+"""RemoteChat: a server somewhere, with the face of an LLM as far as a conversation needs it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from slipstream.errors import EngineDead, InvalidOption, UserError
+
+if TYPE_CHECKING:
+    from slipstream.engine.results import RequestOutput
+    from slipstream.params import SamplingParams
+
+
+class RemoteChat:
+    def __init__(self, url: str, *, model: str | None, api_key: str | None, changes: dict[str, Any]) -> None:
+        """`changes`: what was said about sampling; the server's model decides on the rest."""
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidOption(f"url is {url!r}; give one like http://127.0.0.1:8000")
+        self._host, self._port, self._encrypted = parts.hostname, parts.port, parts.scheme == "https"
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/chat/completions"
+        self._headers = {"content-type": "application/json"}
+        if api_key:
+            self._headers["authorization"] = f"Bearer {api_key}"
+        self._body: dict[str, Any] = {"stream": True, **changes}
+        if model is not None:
+            self._body["model"] = model
+
+    def stream_chat(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> Iterator[RequestOutput]:
+        """As `LLM.stream_chat`. Leaving the loop early hangs up, and the server ends the request."""
+        from slipstream.engine.results import CompletionOutput, RequestOutput
+
+        kind = http.client.HTTPSConnection if self._encrypted else http.client.HTTPConnection
+        connection = kind(self._host, self._port)
+        answer = CompletionOutput(0, "", [])
+        result = RequestOutput("remote", None, [], [answer], False)
+        try:
+            connection.request("POST", self._path, json.dumps({**self._body, "messages": messages}), self._headers)
+            for event in _events(connection.getresponse()):
+                for choice in event["choices"]:
+                    answer.text += choice["delta"].get("content") or ""
+                    answer.finish_reason = choice["finish_reason"]
+                    result.finished = answer.finish_reason is not None
+                    yield result
+        except (OSError, http.client.HTTPException) as error:
+            raise EngineDead(f"the server cannot be reached: {error or type(error).__name__}") from None
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        """Connections end with their answers."""
+
+
+def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    if response.status != 200:
+        raise _error(response.status, response.read())
+    for line in response:
+        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+            event = json.loads(line[6:])
+            if "error" in event:
+                raise EngineDead(event["error"]["message"])
+            yield event
+
+
+def _error(status: int, body: bytes) -> Exception:
+    try:
+        text = json.loads(body)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        text = body[:200].decode(errors="replace")
+    return (UserError if status < 500 else EngineDead)(f"the server said {status}: {text}")

@@ -1,0 +1,180 @@
+"""A core in a process of its own: the same answers, clear ends, and no child left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.config.options import make_options
+from slipstream.engine.frontend import AsyncEngine
+from slipstream.engine.remote import SocketClient
+from slipstream.engine.spawn import spawn_core
+from slipstream.errors import EngineDead, ModelNotFound, QueueFull
+from tiny import write_tiny
+
+SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
+PARAMS = SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True)
+LONG = PARAMS.with_changes(max_tokens=50)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_tiny(tmp_path_factory.mktemp("tiny"), "llama"))
+
+
+def with_core(scenario, *options, front_ends=1):
+    """Runs a scenario on engines over one core process, which must end in order when they are closed."""
+
+    async def main():
+        core, socks = spawn_core([make_options(**(SMALL | each)) for each in options], front_ends)
+        engines = [AsyncEngine(client=await SocketClient.connect(sock)) for sock in socks]
+        try:
+            for engine in engines:
+                await asyncio.wait_for(engine.until_ready(), 60)
+            return await asyncio.wait_for(scenario(core, *engines), 60)
+        finally:
+            for engine in engines:
+                await engine.close()
+            ended = core.wait(20)
+            main.ended = ended
+
+    result = asyncio.run(main())
+    assert main.ended is None, main.ended  # it checks its own pages and rows as it ends
+    return result
+
+
+async def last(stream):
+    async for result in stream:
+        final = result
+    return final
+
+
+def test_two_front_ends_get_what_the_script_api_gives(folder):
+    prompts = [[i, i + 1, i + 2] for i in range(1, 9)]
+
+    async def scenario(core, one, two):
+        streams = [last((one, two)[i % 2].generate(prompt, PARAMS)) for i, prompt in enumerate(prompts)]
+        results = await asyncio.gather(*streams)
+        text = [new.text async for (new,) in one.increments(prompts[0], PARAMS)]
+        return [(r.outputs[0].token_ids, r.outputs[0].text) for r in results], "".join(text)
+
+    got, streamed = with_core(scenario, {"model": folder}, front_ends=2)
+    with LLM(folder, use_tqdm_on_load=False, **SMALL) as llm:
+        wanted = [(r.outputs[0].token_ids, r.outputs[0].text) for r in llm.generate(prompts, PARAMS)]
+    assert got == wanted and streamed == wanted[0][1]
+
+
+def test_models_are_told_apart_by_name(folder, tmp_path):
+    other = str(write_tiny(tmp_path, "qwen3"))
+
+    async def scenario(core, engine):
+        assert list(engine.models) == ["one", "two"]
+        results = [(await last(engine.generate([1, 2, 3], PARAMS, model=m))).outputs[0] for m in (None, "one", "two")]
+        with pytest.raises(ModelNotFound):
+            await last(engine.generate([1], PARAMS, model="three"))
+        return [result.token_ids for result in results]
+
+    default, one, two = with_core(
+        scenario, {"model": folder, "served_model_name": "one"}, {"model": other, "served_model_name": "two"}
+    )
+    assert default == one != two
+
+
+def test_refusals_aborts_and_front_ends_that_go_harm_nobody(folder):
+    async def scenario(core, one, two):
+        steady = asyncio.create_task(last(one.generate([5, 6], LONG)))
+        left = [asyncio.create_task(last(two.generate([i, 2], LONG))) for i in range(1, 4)]
+        while two.load.num_queued:
+            await asyncio.sleep(0.01)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        crowd = [asyncio.create_task(last(two.generate([i, 3], LONG))) for i in range(1, 12)]
+        ends = await asyncio.gather(*crowd, return_exceptions=True)
+        refused = [end for end in ends if isinstance(end, QueueFull)]
+        assert refused and len(refused) < len(ends)
+        async for _ in two.generate([9], LONG):
+            break
+        await two.close()  # with a request under way
+        assert (await steady).finished
+        assert (await last(one.generate([7], PARAMS))).finished
+        return one.pulse
+
+    pulse = with_core(scenario, {"model": folder, "max_waiting": 4}, front_ends=2)
+    assert pulse.num_steps > 0
+
+
+def failed_start(*options):
+    async def main():
+        core, (sock,) = spawn_core([make_options(**each) for each in options])
+        engine = AsyncEngine(client=await SocketClient.connect(sock))
+        with pytest.raises(EngineDead) as told:
+            await asyncio.wait_for(engine.until_ready(), 60)
+        await engine.close()
+        return str(told.value), core.wait(20)
+
+    return asyncio.run(main())
+
+
+def test_a_start_that_fails_tells_the_root_cause(folder, tmp_path):
+    told, ended = failed_start({"model": str(tmp_path / "nowhere")})
+    assert "nowhere" in told and ended == "the engine core ended with exit code 1"
+    told, _ = failed_start({"model": folder}, {"model": folder})
+    assert "two models are called" in told
+
+
+def test_a_core_killed_in_the_middle_ends_every_stream(folder):
+    async def scenario():
+        core, (sock,) = spawn_core([make_options(model=folder, **SMALL)])
+        engine = AsyncEngine(client=await SocketClient.connect(sock))
+        await asyncio.wait_for(engine.until_ready(), 60)
+        seen = 0
+        with pytest.raises(EngineDead):
+            async for _ in engine.generate([1, 2], LONG):
+                if not seen:
+                    core.process.send_signal(signal.SIGKILL)
+                seen += 1
+        with pytest.raises(EngineDead):
+            await last(engine.generate([1], PARAMS))
+        assert engine.load.num_open == 0
+        await engine.close()
+        return core.wait(10)
+
+    assert "SIGKILL" in asyncio.run(scenario())
+
+
+PARENT = """
+import sys, time
+from slipstream.config.options import make_options
+from slipstream.engine.spawn import spawn_core
+core, socks = spawn_core([make_options(model=sys.argv[1], num_threads=1)])
+print(core.process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_core_does_not_outlive_its_parent(folder):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, folder], stdout=subprocess.PIPE, env=env)
+    core = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 30
+    while alive(core) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive(core)
+
+
+def alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

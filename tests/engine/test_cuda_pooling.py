@@ -1,0 +1,67 @@
+"""Pooling on a GPU: replayed or eager, ahead or not, whole or in chunks: the CPU's numbers, and nobody waits."""
+
+from __future__ import annotations
+
+import pytest
+
+from pool_bench import PoolBench, assert_same
+from slipstream.device.sync_check import watch
+from slipstream.params import SamplingParams
+from slipstream.pooling_params import PoolingParams
+from tiny import write_tiny
+from tiny_encoder import write_tiny_encoder
+
+pytestmark = pytest.mark.cuda
+
+PROMPTS = [[i + 3, *range(20, 20 + 7 * i), i + 5] for i in range(8)]
+OPTIONS = dict(dtype="float32", page_size=16, max_num_seqs=8)
+EMBED = PoolingParams(task="embed")
+MIXED = [
+    EMBED,
+    PoolingParams(task="token_embed"),
+    PoolingParams(task="embed", dimensions=10),
+    PoolingParams(task="embed", normalize=False),
+    PoolingParams(task="token_embed", query_key="q", query_uses=2),
+    PoolingParams(task="token_embed", query_key="q"),
+    PoolingParams(task="token_embed", query_key="q"),
+    EMBED,
+]
+GENERATE = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["mean encoder", "first encoder", "last llama", "mean llama", "first llama"])
+def model(request, tmp_path_factory):
+    method, kind = request.param.split()
+    folder = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
+    if kind == "encoder":
+        path = write_tiny_encoder(folder, "bert", "Model", hidden_size=96)
+    else:
+        path = write_tiny(folder, "llama", hidden_size=256)
+    return dict(folder=path, pooling_type=method, **OPTIONS), kind == "llama"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(enforce_eager=True, depth=0), dict(depth=0), dict(depth=1), dict(depth=2, max_num_batched_tokens=40)],
+    ids=["eager", "graphs", "ahead", "chunked"],
+)
+def test_numbers_are_those_of_the_cpu(model, options):
+    given, generates = model
+    params = [*MIXED[:7], GENERATE] if generates else MIXED
+    with PoolBench(**given, device_kind="cpu") as bench:
+        wanted, mixed = bench.pool(PROMPTS, EMBED), bench.pool(PROMPTS, params)
+    with PoolBench(**given, **options, device_kind="cuda") as bench:
+        for _ in range(3):  # eager, captured, replayed
+            assert_same(bench.pool(PROMPTS, EMBED), wanted, 2e-4)
+            assert_same(bench.pool(PROMPTS, params), mixed, 2e-3)
+
+
+def test_steady_state_never_waits_outside_the_commit(model):
+    given, generates = model
+    params = [*MIXED[:7], GENERATE] if generates else MIXED
+    with PoolBench(**given, device_kind="cuda", depth=2, max_num_batched_tokens=40) as bench:
+        for _ in range(3):
+            bench.pool(PROMPTS, EMBED), bench.pool(PROMPTS, params)
+        with watch() as log:
+            bench.pool(PROMPTS, EMBED), bench.pool(PROMPTS, params)
+        assert not log.found, "\n".join(f"{sync.what} x{sync.count}\n{sync.stack}" for sync in log.found)

@@ -1,0 +1,70 @@
+"""What an engine on a GPU has done before its first request: compiled, measured, captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream import LLM, SamplingParams
+from tiny import write_tiny
+
+pytestmark = pytest.mark.cuda
+
+PROMPTS = [[i + 3, *range(20, 20 + 7 * i), i + 5] for i in range(8)]
+OPTIONS = dict(use_tqdm_on_load=False, max_model_len=128, page_size=16, max_num_seqs=8, dtype="bfloat16", device="cuda")
+LENGTHS = dict(max_tokens=20, ignore_eos=True)
+USUAL = {
+    "greedy": SamplingParams(temperature=0, **LENGTHS),
+    "random": SamplingParams(temperature=0.8, seed=3, **LENGTHS),
+    "truncated": SamplingParams(temperature=0.9, seed=3, top_k=9, top_p=0.9, **LENGTHS),
+    "penalties": SamplingParams(temperature=0, repetition_penalty=1.3, **LENGTHS),
+    "logprobs": SamplingParams(temperature=0, logprobs=5, **LENGTHS),
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2"])
+def folder(request, tmp_path_factory):
+    config = {"head_dim": 64} if request.param != "llama" else {"hidden_size": 256}
+    return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param, **config))
+
+
+def test_no_kernel_is_compiled_for_usual_requests(folder, monkeypatch):
+    knobs = pytest.importorskip("triton").knobs
+    with LLM(folder, **OPTIONS) as llm:
+        compiled = []
+        monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts["fn"].name))
+        for params in USUAL.values():
+            llm.generate(PROMPTS, params)
+            llm.generate(PROMPTS[:1], params)
+        assert not compiled
+
+
+def test_decodes_are_replayed_from_the_first(folder):
+    with LLM(folder, **OPTIONS) as llm:
+        graphs = llm.core.executor.graphs
+        bodies = [key for key, entry in graphs._captured.items() if entry is not None and key[0] == "body"]
+        assert sorted(key[1].rows for key in bodies if key[1].is_single) == graphs.row_sizes
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_the_memory_it_was_told_to_leave_stays_free(folder, eager):
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    share = (total - free + 6 * 2**30) / total
+    with LLM(
+        folder, **(OPTIONS | dict(max_model_len="auto", gpu_memory_utilization=share, enforce_eager=eager))
+    ) as llm:
+        for params in USUAL.values():
+            llm.generate(PROMPTS * 4, params)
+        free, total = torch.cuda.mem_get_info()
+        assert free >= llm.config.device.keep_free
+        assert llm.config.cache.num_bytes > 0
+
+
+def test_the_devices_time_is_accounted(folder):
+    with LLM(folder, **OPTIONS, depth=1) as llm:
+        llm.generate(PROMPTS, USUAL["greedy"])
+        before = llm.core.account.total.copy()
+        llm.generate(PROMPTS, USUAL["greedy"])
+        spent = llm.core.account.total.since(before)
+        assert spent.num_steps >= 20 and spent.busy > 0 and 0 < spent.busy_share <= 1

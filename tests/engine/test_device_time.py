@@ -1,0 +1,126 @@
+"""The account of the device's time, on scripted clocks."""
+
+import pytest
+
+from slipstream.engine.device_time import Account, DeviceTime
+
+
+class Clock:
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def advance(self, seconds):
+        self.now += seconds
+
+
+class Point:
+    def __init__(self, time, reached=True):
+        self.time = time
+        self.reached = reached
+
+    def done(self):
+        return self.reached
+
+    def since(self, earlier):
+        return self.time - earlier.time
+
+
+class Span:
+    def __init__(self, start, end, ended=True):
+        self.started, self.ended = Point(start), Point(end, ended)
+
+
+class Engine:
+    """Drives an account as a core does."""
+
+    def __init__(self):
+        self.clock = Clock()
+        self.account = Account(self.clock)
+
+    def step(self, span, inside=0.001, outside=0.0, has_work=True):
+        self.clock.advance(outside)
+        self.account.enter()
+        self.clock.advance(inside)
+        cause = self.account.launched()
+        self.account.follow(span)
+        self.account.book(span, cause)
+        self.account.leave(has_work)
+        return cause
+
+
+def test_busy_time_and_gaps_add_up_to_the_time_between_first_and_last():
+    engine = Engine()
+    for span in (Span(0, 2), Span(2.5, 4), Span(4, 7)):
+        engine.step(span)
+    total = engine.account.total
+    assert (total.num_steps, total.busy, total.idle) == (3, 6.5, 0.5)
+    assert total.busy_share == 6.5 / 7
+
+
+def test_a_gap_is_the_devices_own_if_the_step_before_was_still_there():
+    engine = Engine()
+    engine.step(Span(0, 2, ended=False))
+    assert engine.step(Span(2.25, 3)) == "turnaround"
+    assert engine.account.total.turnaround == 0.25
+
+
+def test_a_gap_is_the_hosts_or_its_callers_by_who_took_longer():
+    engine = Engine()
+    engine.step(Span(0, 2))
+    assert engine.step(Span(3, 4), inside=0.01, outside=0.002) == "host_late"
+    assert engine.step(Span(6, 7), inside=0.01, outside=0.5) == "output"
+    total = engine.account.total
+    assert (total.host_late, total.output) == (1, 2)
+
+
+def test_a_gap_after_there_was_nothing_to_do_counts_as_no_work():
+    engine = Engine()
+    assert engine.step(Span(0, 2), has_work=False) == "no_work"
+    assert engine.step(Span(100, 101), outside=98) == "no_work"
+    assert engine.step(Span(102, 103), inside=0.5) == "host_late"
+    total = engine.account.total
+    assert (total.no_work, total.host_late) == (98, 1)
+    assert total.busy_share == 4 / 5  # of the time with work
+
+
+def test_waiting_for_the_device_is_not_the_hosts_time():
+    engine = Engine()
+    account, clock = engine.account, engine.clock
+    account.enter()
+    clock.advance(1)
+    account.waits()
+    clock.advance(50)
+    account.waited()
+    clock.advance(2)
+    account.leave(True)
+    assert account.total.host == 3
+    clock.advance(10)
+    account.enter()
+    account.launched()
+    assert account.host_seconds == 3
+
+
+def test_a_step_nobody_timed_is_passed_over():
+    engine = Engine()
+    engine.step(None)
+    engine.step(Span(0, 1))
+    assert engine.account.total.num_steps == 1
+
+
+def test_a_difference_is_that_of_every_field():
+    now, before = DeviceTime(5, 9.0, 1.0), DeviceTime(2, 4.0, 0.5)
+    assert now.since(before) == DeviceTime(3, 5.0, 0.5)
+    copy = now.copy()
+    now.busy += 1
+    assert copy.busy == 9.0
+
+
+@pytest.mark.parametrize("grain", [-1e-6, 0.0])
+def test_the_clocks_grain_makes_no_negative_gap(grain):
+    engine = Engine()
+    engine.step(Span(0, 2))
+    engine.step(Span(2 + grain, 3))
+    assert engine.account.total.idle == 0

@@ -1,0 +1,102 @@
+"""Increments: all of them together are the whole, at any pace of the reader, and cost what is new."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from scripted_core import ScriptedCore, facts
+from slipstream.engine.outputs import OutputProcessor
+from slipstream.messages import Output, Submit, TokenLogprobs
+from slipstream.params import SamplingParams
+from slipstream.request import FinishReason
+from slipstream.text.tokenizer import Tokenizer
+from tiny_tokenizer import write_byte_tokenizer
+
+TEXT = "Zwölf große Boxkämpfer jagen Viktor quer über den Sylter Deich 🥊 und zurück."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(path)
+    return path
+
+
+@pytest.mark.parametrize("stop", [None, ["quer"], ["🥊 und"]])
+@pytest.mark.parametrize("logprobs", [None, 0])
+@pytest.mark.parametrize("pace", [1, 3, 1000])
+def test_increments_make_the_whole_at_any_pace(folder, stop, logprobs, pace):
+    params = SamplingParams(n=2, max_tokens=1000, stop=stop, logprobs=logprobs)
+    submit = Submit("a", [1], params, 0.0)
+    processor = OutputProcessor(Tokenizer.load(folder))
+    track = processor.open(submit, None, stream=True)
+    draw = random.Random(pace)
+    ids = list(TEXT.encode())
+    merged = {0: ("", [], []), 1: ("", [], [])}
+    place = 0
+    while not track.finished:
+        num = draw.randint(1, 3)
+        new, place = ids[place : place + num], place + num
+        end = FinishReason.LENGTH if place >= len(ids) else None
+        for sample in range(2):
+            given = None if logprobs is None else [TokenLogprobs(-1.0, 1, [], [])] * len(new)
+            processor.process([Output("a", sample, new, given, end)])
+        if draw.random() < 1 / pace or track.finished:
+            for increment in track.increment():
+                text, tokens, scores = merged[increment.index]
+                merged[increment.index] = (
+                    text + increment.text, tokens + increment.token_ids, scores + (increment.logprobs or []),
+                )  # fmt: skip
+                assert (increment.finish_reason is None) == (not track.samples[increment.index].finish_reason)
+    result = track.result()
+    for sample in result.outputs:
+        text, tokens, scores = merged[sample.index]
+        assert (text, tokens) == (sample.text, sample.token_ids)
+        assert logprobs is None or scores == sample.logprobs
+        assert text == (TEXT if stop is None else TEXT[: TEXT.index(stop[0])])
+    assert track.increment() == []
+
+
+def test_an_increment_costs_what_is_new_and_text_is_made_when_it_is_read(folder, monkeypatch):
+    tokenizer = Tokenizer.load(folder)
+    looked_up: list[int] = []
+    piece = tokenizer.piece
+    monkeypatch.setattr(tokenizer, "piece", lambda token: looked_up.append(token) or piece(token))
+    processor = OutputProcessor(tokenizer)
+    track = processor.open(Submit("a", [1], SamplingParams(max_tokens=1000), 0.0), None, stream=True)
+    for _ in range(50):
+        processor.process([Output("a", 0, [65])])
+    assert not looked_up  # nobody has read it
+    assert [new.text for new in track.increment()] == ["A" * 50]
+    processor.process([Output("a", 0, [66])])
+    assert [(new.text, new.token_ids) for new in track.increment()] == [("B", [66])]
+    assert len(looked_up) == 51
+
+
+def test_an_aborted_sample_keeps_what_it_had(folder):
+    for stream in (False, True):
+        processor = OutputProcessor(Tokenizer.load(folder))
+        track = processor.open(Submit("a", [1], SamplingParams(), 0.0), None, stream=stream)
+        processor.process([Output("a", 0, [72, 105])])
+        track.abort()
+        assert track.result().outputs[0].text == "Hi" and track.finished
+
+
+def test_a_reader_that_sleeps_finds_one_increment(folder):
+    async def scenario():
+        engine, core = await ScriptedCore.open(facts(folder))
+        stream = engine.increments("x", SamplingParams(max_tokens=13))
+        got = []
+        async for new in stream:
+            got.append(new)
+            while engine._mailboxes:
+                await asyncio.sleep(0)  # until all has come
+        await engine.close()
+        return got
+
+    got = asyncio.run(scenario())
+    assert len(got) <= 2
+    assert "".join(new.text for (new,) in got) == "All is well. "

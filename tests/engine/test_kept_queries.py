@@ -1,0 +1,134 @@
+"""Queries that the device keeps for late interaction go when those who wanted them have gone, however that was."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from pool_bench import PoolBench
+from scripted_core import ScriptedCore, facts
+from slipstream.config.pooling_info import PoolingInfo
+from slipstream.engine.lanes import Lanes
+from slipstream.engine.process import CoreProcess
+from slipstream.engine.wire import Refused
+from slipstream.errors import QueueFull, UserError
+from slipstream.messages import Abort, Output, Pooled, Submit
+from slipstream.pooling_params import PoolingParams
+from slipstream.request import FinishReason
+from tiny_encoder import write_tiny_encoder
+
+LATE = PoolingInfo(tasks=("token_embed",), method="all", late=True, embed_size=4, token_size=4, is_causal=False)
+QUERY = PoolingParams(task="token_embed", query_key="q", query_uses=2)
+DOCUMENT = PoolingParams(task="token_embed", query_key="q")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_tiny_encoder(tmp_path_factory.mktemp("encoder"), "bert", "Model")
+
+
+def done(submit: Submit, *numbers: float) -> Output:
+    pooled = Pooled.of(np.array(numbers, np.float32))
+    return Output(submit.request_id, 0, [], finish_reason=FinishReason.STOP, pooled=pooled)
+
+
+def with_scripted(folder, scenario):
+    async def main():
+        engine, core = await ScriptedCore.open(facts(folder, pooling=LATE), answers=False)
+        try:
+            return await scenario(engine, core)
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())
+
+
+def test_a_front_end_gives_up_the_query_when_a_document_is_refused(folder):
+    async def scenario(engine, core):
+        call = asyncio.create_task(engine.score("a b", ["c", "d"]))
+        await core.until(lambda: len(core.submits) == 3)
+        query, first, second = core.submits
+        core.say(done(query))
+        core.say(Refused.of(second.request_id, QueueFull("full")))
+        with pytest.raises(QueueFull):
+            await call
+        await core.until(lambda: len(core.aborts) == 3)
+        assert {abort.request_id for abort in core.aborts} == {one.request_id for one in core.submits}
+
+    with_scripted(folder, scenario)
+
+
+def test_a_front_end_gives_up_the_query_when_its_reader_is_cancelled(folder):
+    async def scenario(engine, core):
+        call = asyncio.create_task(engine.score("a b", ["c", "d"]))
+        await core.until(lambda: len(core.submits) == 3)
+        core.say(done(core.submits[0]), done(core.submits[1], 0.5))
+        while engine.load.num_open > 1:
+            await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await core.until(lambda: len(core.aborts) == 2)
+        assert core.aborts[0].request_id == core.submits[0].request_id
+
+    with_scripted(folder, scenario)
+
+
+def test_a_query_of_one_call_serves_the_documents_of_the_next(folder):
+    async def scenario(engine, core):
+        call = asyncio.create_task(engine.encode([[1, 2]], QUERY))
+        await core.until(lambda: core.submits)
+        core.say(done(core.submits[0]))
+        await call
+        call = asyncio.create_task(engine.encode([[3]], DOCUMENT))
+        await core.until(lambda: len(core.submits) == 2)
+        core.say(done(core.submits[1], 0.5))
+        await call
+        assert not core.aborts
+
+    with_scripted(folder, scenario)
+
+
+class FakeHub:
+    def __init__(self) -> None:
+        self.connections: list[object] = []
+
+    def send(self, connection, messages) -> None:
+        pass
+
+    def broadcast(self, message) -> None:
+        pass
+
+
+def test_a_core_forgets_the_queries_of_a_front_end_that_has_gone(folder):
+    with PoolBench(folder) as bench:
+        process = CoreProcess(Lanes({"m": bench.core}), FakeHub())
+        one, other = object(), object()
+        process._take(one, Submit("a", [1, 2], QUERY, 0.0))
+        process._take(other, Submit("b", [1, 2], QUERY.with_changes(query_key="p"), 0.0))
+        while process.lanes.has_work():
+            process._deliver(process.lanes.step())
+        queries = bench.core.scheduler._queries
+        assert len(queries) == 2
+        process._abort_all_of(one)
+        assert len(queries) == 1
+        process._take(other, Submit("c", [3], DOCUMENT.with_changes(query_key="p"), 0.0))
+        process._take(other, Submit("d", [3], DOCUMENT.with_changes(query_key="p"), 0.0))
+        while process.lanes.has_work():
+            process._deliver(process.lanes.step())
+        assert not queries
+        process._pulse(False)
+        assert not process._keepers, "used up, so nobody need be asked"
+
+
+def test_an_id_that_keeps_a_query_names_no_second_one(folder):
+    with PoolBench(folder) as bench:
+        bench.submit([1, 2], QUERY, "a")
+        bench.run()
+        with pytest.raises(UserError, match="request 'a' keeps a query"):
+            bench.submit([1, 2], QUERY.with_changes(query_key="p"), "a")
+        bench.core.abort(Abort("a"))
+        assert not bench.core.scheduler._queries
+        bench.submit([1, 2], QUERY.with_changes(query_key="p"), "a")  # free again

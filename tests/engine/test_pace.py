@@ -1,0 +1,120 @@
+"""How far ahead a core runs and how much prompt it gives a step, on a scripted clock."""
+
+import numpy as np
+import pytest
+
+from slipstream.engine.pace import LEAST_AHEAD, LEAST_CHUNK, LONGEST_NAP, SHORTEST_NAP, Pace
+from slipstream.step import NO_INTS, StepPlan
+
+
+def plan(num_rows, chunk=0):
+    """Rows that decode, and a chunk of given tokens."""
+    num_tokens = np.array([1] * num_rows + [chunk] * bool(chunk), np.int32)
+    return StepPlan(
+        step=0,
+        released=NO_INTS,
+        admitted=(),
+        rows=np.arange(len(num_tokens), dtype=np.int32),
+        num_tokens=num_tokens,
+        lengths=num_tokens,
+        samples=np.ones(len(num_tokens), np.bool_),
+        num_given=num_tokens,
+        tokens=np.zeros(chunk, np.int32),
+        new_pages=(),
+    )
+
+
+class World:
+    def __init__(self, max_itl=None):
+        self.now = 100.0
+        self.naps = []
+        self.pace = Pace(max_itl, lambda: self.now, self.sleep)
+
+    def sleep(self, seconds):
+        self.naps.append(seconds)
+        self.now += seconds
+
+    def run(self, step, busy, times=30, host=0.001):
+        """Steps one after another, as the device reports them."""
+        for _ in range(times):
+            self.pace.launched(step, host)
+            self.now += busy
+            self.pace.committed(busy)
+
+
+def test_nothing_is_held_back_before_anything_is_known():
+    world = World()
+    assert not world.pace.hold_back()
+    world.pace.launched(plan(8, 4000), 0.001)
+    assert not world.pace.hold_back() and world.pace.most_tokens() is None
+
+
+def test_short_steps_are_launched_as_far_ahead_as_depth_allows():
+    world = World()
+    world.run(plan(8), busy=LEAST_AHEAD / 2)
+    world.pace.launched(plan(8), 0.001)
+    assert not world.pace.hold_back()
+
+
+def test_a_long_step_is_followed_only_shortly_before_its_end():
+    world = World()
+    world.run(plan(8, 4000), busy=0.35)
+    world.pace.launched(plan(8, 4000), 0.001)
+    start = world.now
+    while world.pace.hold_back():
+        pass
+    assert world.now - start == pytest.approx(0.35 - LEAST_AHEAD, abs=SHORTEST_NAP)
+    assert max(world.naps) <= LONGEST_NAP  # somebody may come meanwhile
+
+
+def test_a_smaller_step_is_expected_to_take_less():
+    world = World()
+    world.run(plan(1, 7999), busy=0.4)
+    world.pace.launched(plan(1, 4999), 0.001)  # of the same kind
+    assert world.pace.too_early() == pytest.approx(0.25 - LEAST_AHEAD)
+
+
+def test_a_slow_host_starts_earlier():
+    world = World()
+    world.run(plan(8, 4000), busy=0.35, host=0.05)
+    world.pace.launched(plan(8, 4000), 0.05)
+    assert world.pace.too_early() == pytest.approx(0.35 - 0.1, rel=0.01)
+
+
+def test_time_counts_from_when_the_device_got_to_the_step():
+    world = World()
+    world.run(plan(8, 4000), busy=0.3)
+    world.pace.launched(plan(8, 4000), 0.001)
+    world.pace.launched(plan(8, 4000), 0.001)
+    assert world.pace.too_early() == pytest.approx(0.6 - LEAST_AHEAD)
+    world.now += 0.3
+    world.pace.committed(0.3)
+    assert world.pace.too_early() == pytest.approx(0.3 - LEAST_AHEAD)
+
+
+def test_prompts_are_cut_to_what_the_readers_bear():
+    world = World(max_itl=0.05)
+    world.run(plan(8, 8000), busy=0.2 * 8008 / 8000)
+    assert world.pace.most_tokens() == pytest.approx(2000, abs=2)
+
+
+def test_a_steps_fixed_cost_is_learnt():
+    """Steps of 10 ms and 25 us a token: 1,600 tokens take 50 ms."""
+    world = World(max_itl=0.05)
+    tokens = 8000
+    for _ in range(60):
+        world.run(plan(1, tokens - 1), busy=0.01 + 25e-6 * tokens, times=1)
+        tokens = min(8000, world.pace.most_tokens())
+    assert tokens == pytest.approx(1600, rel=0.01)
+
+
+def test_some_prompt_moves_in_any_case():
+    world = World(max_itl=0.001)
+    world.run(plan(8, 8000), busy=5.0)
+    assert world.pace.most_tokens() == LEAST_CHUNK
+
+
+def test_decodes_say_nothing_of_prompts():
+    world = World(max_itl=0.05)
+    world.run(plan(256), busy=0.01)
+    assert world.pace.most_tokens() is None

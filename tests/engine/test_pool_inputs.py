@@ -1,0 +1,371 @@
+"""Prompts for pooling, without an engine: what is sent, and what is refused and how."""
+
+import random
+from array import array
+
+import numpy as np
+import pytest
+
+from slipstream.config.pooling_info import PoolingInfo, Role
+from slipstream.engine.outputs import PoolTrack
+from slipstream.engine.pool_inputs import PoolInputs
+from slipstream.engine.pool_results import EmbeddingOutput, PoolingRequestOutput
+from slipstream.engine.pooling_calls import Batch, Feed, as_batch, encode, rerank, score
+from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong, SlipstreamError
+from slipstream.messages import Output, Pooled
+from slipstream.pooling_params import PoolingParams
+from slipstream.request import FinishReason
+from slipstream.text.tokenizer import Tokenizer
+from tiny_encoder import CLS, SEP, pair_tokenizer
+
+EMBEDDER = PoolingInfo(
+    tasks=("embed", "token_embed"), method="mean", is_causal=False, embed_size=8, token_size=8, has_types=True
+)
+CROSS = PoolingInfo(
+    tasks=("classify",),
+    method="first",
+    is_causal=False,
+    embed_size=8,
+    token_size=8,
+    num_labels=1,
+    labels=("x",),
+    has_types=True,
+)
+LATE = PoolingInfo(tasks=("token_embed",), method="all", is_causal=False, embed_size=8, token_size=8, late=True)
+EMBED = PoolingParams(task="embed")
+
+
+def inputs(pooling=EMBEDDER, tokenizer=True, length=64, **facts):
+    import msgspec
+
+    pooling = msgspec.structs.replace(pooling, **facts)
+    return PoolInputs(Tokenizer(pair_tokenizer()) if tokenizer else None, pooling, length, 304, "tiny", length)
+
+
+def prepared(given, prompts, params=EMBED, **how):
+    """What is sent, in the order of the prompts."""
+    return sorted(given.prepare(prompts, params, **how), key=lambda one: one.place)
+
+
+def ids_of(text):
+    return [CLS, *pair_tokenizer().encode(text, add_special_tokens=False).ids, SEP]
+
+
+def test_every_kind_of_prompt():
+    prompts = [
+        "ab", [1, 2, 3], (5, 6, 7), array("i", [4, 5]), np.array([7, 8]), {"prompt": "cd"},
+        {"prompt_token_ids": [9, 10, 11], "token_type_ids": [0, 1, 1]}, ("a", "b"),
+    ]  # fmt: skip
+    found = prepared(inputs(), prompts)
+    texts = [ids_of("ab"), [1, 2, 3], [5, 6, 7], [4, 5], [7, 8], ids_of("cd"), [9, 10, 11]]
+    assert [list(one.ids) for one in found[:7]] == texts
+    assert list(found[7].ids) == [*ids_of("a"), *ids_of("b")[1:]]
+    assert [one.type_start for one in found] == [None] * 6 + [1, 3]
+    assert [one.text for one in found] == ["ab", None, None, None, None, "cd", None, None]
+
+
+def test_shorter_ones_are_sent_first_and_results_come_in_order():
+    rng = random.Random(0)
+    prompts = [[1] * rng.randrange(1, 60) for _ in range(300)]
+    found = list(inputs().prepare(prompts, EMBED))
+    assert sorted(one.place for one in found) == list(range(300))
+    assert all(len(one.ids) == len(prompts[one.place]) for one in found)
+    first = [len(one.ids) for one in found[:64]]
+    assert first == sorted(first)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error", "words"),
+    [
+        ("", InvalidPrompt, "the text is empty"),
+        (" \n", InvalidPrompt, "the text is empty"),
+        ([], InvalidPrompt, "no tokens"),
+        ([1, 304], InvalidPrompt, "token id 304 is unknown; tiny has 0 to 303"),
+        ([1, -1], InvalidPrompt, "token id -1"),
+        ([1, 2.5], InvalidPrompt, "not a list of whole numbers"),
+        ([2**40], InvalidPrompt, "a number that no model has a token for"),
+        (["a", 1], InvalidPrompt, "not a list of whole numbers"),
+        (3.5, InvalidPrompt, "this is float"),
+        ({"text": "a"}, InvalidPrompt, "prompt or prompt_token_ids"),
+        ({"prompt_token_ids": [1, 2], "token_type_ids": [1, 0]}, InvalidPrompt, "zeros first and then ones"),
+        ({"prompt_token_ids": [1, 2], "token_type_ids": [0]}, InvalidPrompt, "must be 2 numbers"),
+        ({"prompt_token_ids": [1, 2], "token_type_ids": [0, 2]}, InvalidPrompt, "zeros first"),
+        ({"prompt_token_ids": [1, 2], "token_type_ids": [[0, 1]]}, InvalidPrompt, "must be 2 numbers"),
+        ({"prompt_token_ids": [1, 2], "token_type_ids": 1}, InvalidPrompt, "must be 2 numbers"),
+        (("a", 5), InvalidPrompt, "a pair is two texts, and one of these is int"),
+        ((5, "a"), InvalidPrompt, "a pair is two texts, and one of these is int"),
+        ([1] * 65, PromptTooLong, "the prompt has 65 tokens, tiny takes 64; shorten it or set truncate_prompt_tokens"),
+        ("a" * 63, PromptTooLong, "the prompt has 65 tokens"),
+    ],
+)
+def test_bad_prompts_are_named(prompt, error, words):
+    with pytest.raises(error, match=words):
+        prepared(inputs(), [prompt])
+    with pytest.raises(error, match=words):  # and which of many
+        prepared(inputs(), [[1], prompt, [2]])
+
+
+def test_types_are_cut_with_their_tokens():
+    pair = {"prompt_token_ids": [1, 2, 3, 4], "token_type_ids": [0, 0, 1, 1]}
+    for keep, start in ((3, 2), (2, None), (-1, 2)):
+        (found,) = prepared(inputs(), [pair], EMBED.with_changes(truncate_prompt_tokens=keep))
+        assert (len(found.ids), found.type_start) == (keep if keep > 0 else 4, start)
+    (found,) = prepared(inputs(), [{"prompt_token_ids": [1, 2], "token_type_ids": [1, 1]}])
+    assert found.type_start == 0
+    with pytest.raises(InvalidPrompt, match="tells no two texts apart"):
+        prepared(inputs(has_types=False), [pair])
+    (found,) = prepared(inputs(has_types=False), [{"prompt_token_ids": [1], "token_type_ids": np.zeros(1, int)}])
+    assert found.type_start is None
+
+
+def test_queries_are_filled_up():
+    role = Role(token_id=9, length=8, filler_id=4, filled=8, filler_is_seen=False)
+    short, long = prepared(inputs(), ["ab", "abcdefghij"], role=role)
+    assert list(short.ids) == [CLS, 9, *ids_of("ab")[1:], 4, 4, 4] and short.num_seen == 5
+    assert list(long.ids) == [CLS, 9, *ids_of("abcde")[1:]] and long.num_seen is None
+    (seen,) = prepared(inputs(), ["ab"], role=Role(filler_id=4, filled=6))
+    assert list(seen.ids) == [*ids_of("ab"), 4, 4] and seen.num_seen is None
+
+
+def test_which_of_many_is_said():
+    with pytest.raises(InvalidPrompt, match="prompt 71 of 72: the text is empty"):
+        prepared(inputs(), ["a"] * 70 + ["", "b"])
+
+
+def test_exactly_the_models_length_is_taken():
+    assert len(prepared(inputs(), [[1] * 64])[0].ids) == 64
+
+
+def test_texts_without_a_tokenizer():
+    with pytest.raises(BadTokenizer, match="skip_tokenizer_init"):
+        prepared(inputs(tokenizer=False), ["a"])
+    assert list(prepared(inputs(tokenizer=False), [[1, 2]])[0].ids) == [1, 2]
+
+
+def test_texts_are_cut_as_asked_then_as_the_folder_says():
+    text = "abcdefghij" * 20
+    assert list(prepared(inputs(max_seq_length=6), [text])[0].ids) == [CLS, *ids_of("abcd")[1:-1], SEP]
+    asked = PoolingParams(task="embed", truncate_prompt_tokens=4)
+    assert list(prepared(inputs(max_seq_length=6), [text], asked)[0].ids) == ids_of("ab")
+    whole = PoolingParams(task="embed", truncate_prompt_tokens=-1)
+    assert len(prepared(inputs(max_seq_length=6), [text], whole)[0].ids) == 64
+    assert list(prepared(inputs(), [[1, 2, 3, 4, 5]], asked)[0].ids) == [1, 2, 3, 4]
+
+
+def test_a_prompt_by_name_stands_before_texts():
+    given = inputs(prompts={"query": "Q:", "document": ""}, default_prompt_name="query")
+    assert given.prefix(None) == "Q:" and given.prefix("document") == "" and given.prefix(None, "X:") == "X:"
+    assert list(prepared(given, ["a"], prefix=given.prefix("query"))[0].ids) == ids_of("Q:a")
+    assert prepared(given, ["a"], prefix="Q:")[0].text == "a"
+    with pytest.raises(InvalidParams, match="no prompt 'passage'; it has query, document"):
+        given.prefix("passage")
+    with pytest.raises(InvalidParams, match="leave one out"):
+        given.prefix("query", "X:")
+
+
+MARKED = Role(token_id=9)
+
+
+def test_lower_case_and_markers():
+    assert list(prepared(inputs(lower_case=True), ["AB"])[0].ids) == ids_of("ab")
+    assert list(prepared(inputs(), ["ab"], role=MARKED)[0].ids) == [CLS, 9, *ids_of("ab")[1:]]
+    cut = PoolingParams(task="token_embed", truncate_prompt_tokens=4)
+    assert list(prepared(inputs(), ["abcd"], cut, role=MARKED)[0].ids) == [CLS, 9, *ids_of("a")[1:]]
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (PoolingParams(task="classify"), "tiny does not do classify; it does embed, token_embed"),
+        (PoolingParams(dimensions=9), "dimensions is 9; vectors of tiny have 8"),
+        (PoolingParams(dimensions=5), "made to be cut to 2, 4"),
+        (PoolingParams(step_tag_id=3), "step_tag_id and returned_token_ids are for token_classify"),
+        (PoolingParams(truncate_prompt_tokens=65), "truncate_prompt_tokens is 65, tiny takes 64"),
+        ("embed", "pooling_params is str"),
+    ],
+)
+def test_parameters_the_model_cannot_honour(params, words):
+    with pytest.raises(InvalidParams, match=words):
+        inputs(matryoshka=(2, 4)).settle(params)
+
+
+def test_dimensions_are_of_vectors():
+    with pytest.raises(InvalidParams, match="the task classify, which makes no vectors"):
+        inputs(CROSS).settle(PoolingParams(dimensions=1))
+    with pytest.raises(InvalidParams, match="not made to be cut"):
+        inputs(matryoshka=None).settle(PoolingParams(dimensions=4))
+    assert inputs(matryoshka=(4,)).settle(PoolingParams(dimensions=4)).dimensions == 4
+
+
+def test_the_task_of_the_call_and_of_the_parameters():
+    assert inputs().settle(None).task == "embed"
+    assert inputs().settle(PoolingParams(), "token_embed").task == "token_embed"
+    with pytest.raises(InvalidParams, match="ask for embed and the call for token_embed"):
+        inputs().settle(PoolingParams(task="embed"), "token_embed")
+
+
+def test_lists_of_parameters_must_match():
+    with pytest.raises(InvalidParams, match="2 prompts and 1 pooling_params"):
+        next(encode(inputs(), ["a", "b"], [PoolingParams()]))
+
+
+def test_one_prompt_or_many():
+    assert as_batch("a") == ["a"] and as_batch([1, 2]) == [[1, 2]] and as_batch(["a", [1]]) == ["a", [1]]
+    assert len(as_batch(np.zeros((3, 2), np.int64))) == 3 and len(as_batch(np.zeros(3, np.int64))) == 1
+    assert as_batch([np.int64(1), np.int64(2)]) == [[1, 2]] and len(as_batch(np.array(3))) == 1
+    with pytest.raises(InvalidPrompt, match="prompts is int"):
+        as_batch(3)
+
+
+def test_equal_prompts_are_sent_once():
+    batch = Batch(["a", "b", "a", [CLS, 7], "a"], EMBED)
+    feed = Feed(inputs(), [batch], iter(map(str, range(99))).__next__)
+    sent = list(feed)
+    assert len(sent) == 3 and feed.total == 5
+    tracks = [_Track(*one) for one in sent]
+    found = feed.results(tracks)
+    assert [list(one.ids) for one in found] == [ids_of("a"), ids_of("b"), ids_of("a"), [CLS, 7], ids_of("a")]
+
+
+def test_texts_of_equal_tokens_keep_their_own_words():
+    feed = Feed(inputs(lower_case=True), [Batch(["Ab", "aB", "c"], EMBED)], iter(map(str, range(99))).__next__)
+    tracks = [PoolTrack(message, text) for message, text in feed]
+    for track in tracks:
+        pooled = Pooled.of(np.ones(4, np.float32))
+        track.take(Output(track.id, 0, [], finish_reason=FinishReason.STOP, pooled=pooled), 0.0)
+    assert len(tracks) == 2
+    assert [one.prompt for one in feed.results(tracks)] == ["Ab", "aB", "c"]
+
+
+class _Track:
+    def __init__(self, message, text):
+        self.ids = message.prompt_token_ids
+        self.prompt = text
+
+    def pooled(self, pooling):
+        return self
+
+
+def test_plain_lists_for_another_process():
+    ((message, _),) = Feed(inputs(), [Batch(["a"], EMBED)], lambda: "x", plain=True)
+    assert type(message.prompt_token_ids) is list
+
+
+# Verbs
+
+
+def test_pairs_that_do_not_match():
+    with pytest.raises(InvalidParams, match="2 first texts and 3 second ones"):
+        next(score(inputs(), ["a", "b"], ["c", "d", "e"]))
+    for bad in ([], 3, [3]):
+        with pytest.raises(InvalidPrompt, match="second texts"):
+            next(score(inputs(), "a", bad))
+
+
+def test_a_cross_encoder_reads_pairs():
+    (batch,) = next(score(inputs(CROSS), "q", ["a", "b"]))
+    assert list(batch.prompts) == [("q", "a"), ("q", "b")] and batch.params.task == "classify"
+    (batch,) = next(score(inputs(CROSS), ["q", "r"], ["a", "b"]))
+    assert list(batch.prompts) == [("q", "a"), ("r", "b")]
+    with pytest.raises(InvalidPrompt, match="pair 2 of 2: one text of a pair is empty"):
+        next(score(inputs(CROSS), "q", ["a", ""]))
+    with pytest.raises(InvalidParams, match="takes no instruction"):
+        next(score(inputs(CROSS), "q", "a", instruction="find"))
+    with pytest.raises(InvalidParams, match="tells 3 classes apart"):
+        next(score(inputs(CROSS, num_labels=3), "q", "a"))
+
+
+def test_a_template_takes_texts_as_they_are():
+    given = inputs(CROSS, pair_template="<{instruction}|{query}|{document}>", instruction="judge")
+    (batch,) = next(score(given, "{document}", "{query}{x}"))
+    assert batch.prompts == ["<judge|{document}|{query}{x}>"]
+    (batch,) = next(score(given, "q", "d", instruction="look"))
+    assert batch.prompts == ["<look|q|d>"]
+
+
+def test_an_embedder_uses_the_prompts_of_roles_when_it_reranks():
+    given = inputs(prompts={"query": "Q:", "document": "D:"})
+    queries, documents = next(rerank(given, "q", ["a", "b"]))
+    assert (queries.prefix, documents.prefix) == ("Q:", "D:")
+    queries, documents = next(score(given, "q", ["a", "b"]))
+    assert (queries.prefix, documents.prefix) == ("", "")
+
+
+def test_late_interaction_keeps_its_queries_on_the_device():
+    queries, documents = next(
+        score(inputs(LATE, query=Role(token_id=5), document=Role(token_id=6)), "q", ["a", "b", "c"])
+    )
+    (asking,) = queries.params
+    assert asking.query_uses == 3 and documents.params.query_key == asking.query_key and documents.params.is_document
+    assert (queries.role.token_id, documents.role.token_id) == (5, 6)
+    queries, documents = next(score(inputs(LATE), ["q", "r"], ["a", "b"]))
+    assert [one.query_key for one in queries.params] == [one.query_key for one in documents.params]
+    assert len({one.query_key for one in queries.params}) == 2 and all(one.query_uses == 1 for one in queries.params)
+
+
+def test_reranking_wants_documents():
+    for bad, words in (("text", "give a list"), (None, "give a list"), (iter("ab"), "give a list")):
+        with pytest.raises(InvalidPrompt, match=words):
+            next(rerank(inputs(), "q", bad))
+    with pytest.raises(InvalidParams, match="top_n is 0"):
+        next(rerank(inputs(), "q", ["a"], top_n=0))
+    with pytest.raises(StopIteration) as end:
+        next(rerank(inputs(), "q", []))
+    assert end.value.value == []
+
+
+def test_what_could_not_be_computed_spoils_its_own_pairs_alone():
+    def one(*numbers):
+        if not numbers:
+            return PoolingRequestOutput("x", None, [1], error="not made of numbers")
+        return PoolingRequestOutput("x", EmbeddingOutput(np.array(numbers, np.float32)), [1])
+
+    def scores(first, second, *found):
+        call = score(inputs(), first, second)
+        next(call)
+        with pytest.raises(StopIteration) as end:
+            call.send(list(found))
+        return [pair.error or pair.outputs.score for pair in end.value.value]
+
+    good, other, bad = one(3, 4), one(4, -3), one()
+    assert scores("q", ["a", "b", "c"], good, good, bad, other) == [1.0, "not made of numbers", 0.0]
+    assert scores("q", ["a", "b"], bad, good, good) == ["not made of numbers"] * 2
+    assert scores(["q", "r"], ["a", "b"], bad, good, good, good) == ["not made of numbers", 1.0]
+    call = rerank(inputs(), "q", ["a", "b"])
+    next(call)
+    with pytest.raises(SlipstreamError, match="document 2 of 2: not made of numbers"):
+        call.send([good, good, bad])
+
+
+def test_the_end_that_is_cut_may_be_chosen_or_none_at_all():
+    text = "abcdefgh"
+    whole = ids_of(text)
+    kept = {
+        side: prepared(inputs(), [text, whole], EMBED.with_changes(truncate_prompt_tokens=5, truncation_side=side))
+        for side in ("left", "right", "never")
+    }
+    assert list(kept["right"][0].ids) == [*whole[:4], SEP] and list(kept["left"][0].ids) == [CLS, *whole[-4:]]
+    assert list(kept["right"][1].ids) == whole[:5] and list(kept["left"][1].ids) == whole[-5:]
+    assert [list(one.ids) for one in kept["never"]] == [whole, whole]
+    never = EMBED.with_changes(truncation_side="never")
+    with pytest.raises(PromptTooLong, match="has 10 tokens, tiny reads 6 of a text"):
+        prepared(inputs(max_seq_length=6), [text], never)
+    with pytest.raises(PromptTooLong, match="takes 6"):
+        prepared(inputs(length=6), [text], never)
+
+
+@pytest.mark.parametrize("facts", [{}, {"max_seq_length": 6}, {"lower_case": True}])
+@pytest.mark.parametrize("how", [{}, {"truncate_prompt_tokens": 4}, {"truncation_side": "left"}])
+def test_one_text_by_itself_has_the_ids_it_has_among_others(facts, how):
+    given, params = inputs(**facts), EMBED.with_changes(**how)
+    for text in ("a", "ABcd efgh", "é" * 20):
+        for prefix in ("", "query: "):
+            (one,) = prepared(given, [text], params, prefix=prefix)
+            assert given.text_ids(text, params, prefix) == list(one.ids)
+    for bad in (
+        "",
+        " \n",
+        "x" * 99 if not facts.get("max_seq_length") and not how.get("truncate_prompt_tokens") else "",
+    ):
+        with pytest.raises((InvalidPrompt, PromptTooLong)):
+            given.text_ids(bad, params)

@@ -1,0 +1,117 @@
+"""The wire: whatever the bytes are, and however they are cut, messages come out whole or a WireError does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.config.generation import GenerationDefaults
+from slipstream.engine.facts import ModelFacts
+from slipstream.engine.wire import (
+    MAX_FRAME,
+    Failed,
+    Loading,
+    Opening,
+    Pulse,
+    Ready,
+    Refused,
+    WireError,
+    frame,
+    from_core_frames,
+    to_core_frames,
+)
+from slipstream.errors import PromptTooLong, QueueFull, SlipstreamError
+from slipstream.messages import Abort, Output, Pooled, Submit, TokenLogprobs
+from slipstream.params import SamplingParams
+from slipstream.pooling_params import PoolingParams
+from slipstream.request import FinishReason
+
+FACTS = ModelFacts(
+    name="m", tokenizer=None, chat_template=None, defaults=GenerationDefaults({"top_p": 0.5}, (3,)), max_model_len=8,
+    max_positions=9, vocab_size=10,
+)  # fmt: skip
+TO_CORE = [
+    Submit("a", [1, 2], SamplingParams(stop=["x"], logit_bias={3: 1.5}, seed=2**64 - 1, allowed_token_ids=[1]), 0.5),
+    Submit("b", [0], PoolingParams(), 1.0, -5, "salt", [[1], [2, 3]], 1, 1, "other"),
+    Abort("a"),
+    Abort("b", 3),
+]
+FROM_CORE = [
+    Output("a", 0, [7]),
+    Output("a", 1, [7, 8], [TokenLogprobs(-0.5, 1, [7], [-0.5], [-3.0])] * 2, FinishReason.STOP, 8, 4),
+    Output("b", 0, [], error="no", prompt_logprobs=[TokenLogprobs(-1.0, 2, [], [])]),
+    Refused("a", "QueueFull", "full"),
+    Loading("weights"),
+    Opening([FACTS], 77),
+    Ready(),
+    Pulse(1, 2, 3, 4, 5, 6),
+    Failed("RuntimeError: boom"),
+]
+
+
+@pytest.mark.parametrize(("messages", "frames"), [(TO_CORE, to_core_frames), (FROM_CORE, from_core_frames)])
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_messages_arrive_in_order_however_the_bytes_are_cut(messages, frames, data):
+    sent = data.draw(st.lists(st.lists(st.sampled_from(messages), max_size=4), max_size=4))
+    stream = b"".join(map(frame, sent))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
+    reader, got = frames(), []
+    for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
+        got += reader.push(stream[start:stop])
+    assert got == [message for batch in sent for message in batch]
+
+
+def test_vectors_cross_as_bytes():
+    vector = np.linspace(0, 1, 5, dtype=np.float32)
+    (output,) = from_core_frames().push(frame([Output("a", 0, [], pooled=Pooled.of(vector))]))
+    assert output.pooled is not None and (output.pooled.array() == vector).all()
+
+
+@given(data=st.binary(max_size=200))
+@settings(max_examples=400, deadline=None)
+def test_any_bytes_give_messages_or_a_wire_error(data):
+    for frames in (to_core_frames(), from_core_frames()):
+        try:
+            frames.push(len(data).to_bytes(4, "little") + data)
+            frames.push(data)
+        except WireError:
+            pass
+
+
+@given(place=st.integers(4, 200), byte=st.integers(0, 255))
+@settings(max_examples=300, deadline=None)
+def test_a_changed_byte_never_gives_anything_but_messages(place, byte):
+    good = bytearray(frame(TO_CORE))
+    good[place % (len(good) - 4) + 4] = byte
+    try:
+        assert all(isinstance(message, Submit | Abort) for message in to_core_frames().push(bytes(good)))
+    except WireError:
+        pass
+
+
+def test_a_frame_that_claims_too_much_is_no_frame():
+    with pytest.raises(WireError, match="announced"):
+        to_core_frames().push((MAX_FRAME + 1).to_bytes(4, "little"))
+
+
+def test_messages_of_the_other_direction_are_refused():
+    with pytest.raises(WireError):
+        to_core_frames().push(frame([Ready()]))
+    with pytest.raises(WireError):
+        from_core_frames().push(frame([Abort("a")]))
+
+
+def test_parameters_are_checked_again_on_arrival():
+    bad = frame([Submit("a", [1], SamplingParams(top_k=77), 0.0)]).replace(b"top_k\x4d", b"top_k\xf7")
+    with pytest.raises(WireError, match="top_k"):
+        to_core_frames().push(bad)
+
+
+def test_a_refusal_is_our_exception_again_and_nothing_else():
+    assert type(Refused.of("a", QueueFull("full")).error()) is QueueFull
+    assert str(Refused.of("a", PromptTooLong("long")).error()) == "long"
+    for kind in ("Exception", "SystemExit", "ValueError", "annotations", "nothing"):
+        assert type(Refused("a", kind, "x").error()) is SlipstreamError

@@ -1,0 +1,68 @@
+"""Loads an encoder and runs texts through it with no engine: rows packed one after another, nothing padded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from slipstream.config.config import ModelConfig
+from slipstream.config.model_info import read_model_info
+from slipstream.config.options import Options
+from slipstream.config.read_pooling import read_pooling
+from slipstream.nn.attention.backend import AttentionBackend
+from slipstream.nn.attention.sdpa import SdpaAttention
+from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.models.encoder import Encoder
+from slipstream.nn.models.load import load_model
+
+
+def load_pooling(
+    folder: Path, dtype: torch.dtype = torch.float32, task: str = "auto", device: str = "cpu", load_format: str = ""
+) -> Encoder | Decoder:
+    info = read_model_info(folder)
+    name = str(dtype).removeprefix("torch.")
+    pooling = read_pooling(Options(model=str(folder), task=task), info, folder)
+    config = ModelConfig(
+        info, str(folder), "tiny", load_format or "safetensors", name, True, min(info.max_positions, 256), 0, pooling
+    )
+    return load_model(config, torch.device(device))
+
+
+def pack(texts: list[list[int]], types: list[int] | None = None, device: str = "cpu") -> BatchView:
+    """`types`: for each text the place from which its tokens have type 1."""
+    counts = np.array([len(ids) for ids in texts], np.int32)
+    token_types = None
+    if types is not None:
+        token_types = torch.cat([torch.arange(n) >= first for n, first in zip(counts.tolist(), types, strict=True)])
+        token_types = token_types.long().to(device)
+    return BatchView(
+        ids=torch.tensor([token for ids in texts for token in ids]).to(device),
+        positions=torch.cat([torch.arange(n) for n in counts.tolist()]).to(device),
+        lengths=torch.from_numpy(counts).long().to(device),
+        slots=(),
+        page_tables=(),
+        num_tokens=counts,
+        max_lengths=counts,
+        num_single=0,
+        query_starts=torch.from_numpy(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)).to(device),
+        token_types=token_types,
+    )
+
+
+def run_texts(
+    model: Encoder | Decoder,
+    texts: list[list[int]],
+    types: list[int] | None = None,
+    attention: AttentionBackend | None = None,
+    device: str = "cpu",
+) -> list[torch.Tensor]:
+    """Hidden states of each text."""
+    batch = pack(texts, types, device)
+    if attention is None:
+        attention = SdpaAttention(16, next(model.parameters()).dtype, windows=())
+    with torch.inference_mode():
+        hidden = model(ForwardContext(batch, attention, attention.plan(batch), [], ()))
+    return list(hidden.split([len(ids) for ids in texts]))

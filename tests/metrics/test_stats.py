@@ -1,0 +1,75 @@
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from slipstream.metrics.board import Board
+from slipstream.metrics.lane import LaneStats
+from slipstream.metrics.prometheus import Metrics
+from slipstream.metrics.stats import FrontStats, Histogram, ModelStats, added
+from slipstream.metrics.status import StatusLine
+
+
+def front(route="/v1/models 200", tokens=3, seconds=0.3):
+    model = ModelStats(prompt_tokens=tokens, generated_tokens=2 * tokens, finished={"stop": 1})
+    model.ttft.observe(seconds)
+    return FrontStats({route: 2}, {"disconnect": 1}, {}, {"m": model}, open_requests=1)
+
+
+def test_histograms_count_up_to_their_bounds():
+    histogram = Histogram((1.0, 2.0))
+    for value in (0.5, 1.0, 1.5, 2.0, 7.0):
+        histogram.observe(value)
+    assert histogram.counts == [2, 2, 1] and histogram.total == 12.0
+
+
+def test_sums_are_field_by_field_and_leave_the_parts_alone():
+    first, second = front(), front("/health 200", tokens=5, seconds=100.0)
+    whole = added(FrontStats(), first, second)
+    assert whole.requests == {"/v1/models 200": 2, "/health 200": 2} and whole.aborted == {"disconnect": 2}
+    model = whole.models["m"]
+    assert (model.prompt_tokens, model.generated_tokens, model.finished) == (8, 16, {"stop": 2})
+    assert sum(model.ttft.counts) == 2 and model.ttft.total == pytest.approx(100.3)
+    assert first.models["m"].prompt_tokens == 3 and sum(first.models["m"].ttft.counts) == 1
+
+
+def test_a_board_tells_what_each_wrote_last_and_survives_a_writer_at_work():
+    fd = Board.create(3)
+    boards = [Board(fd, place, 3) for place in range(3)]
+    os.close(fd)  # the memory stays as long as somebody has it
+    boards[0].write(front(tokens=1))
+    boards[1].write(front(tokens=10))
+    boards[1].write(front(tokens=20))
+    assert [board.total().models["m"].prompt_tokens for board in boards] == [21, 21, 21]
+    boards[1]._memory[2**20 + 20] ^= 255  # half written
+    assert boards[0].total().models["m"].prompt_tokens == 21  # it knew before
+    assert Board.total(boards[1]).models["m"].prompt_tokens == 21  # its own it knows in any case
+
+
+def lanes(**counts):
+    return [LaneStats("m", num_pages=10, num_free_pages=5, **counts)]
+
+
+def test_the_status_line_gives_rates_and_is_silent_at_rest():
+    line = StatusLine()
+    assert line.look(0.0, FrontStats(), lanes()) is None
+    text = line.look(2.0, front(tokens=100), lanes(num_running=3, prefix_queries=100, prefix_hits=25))
+    assert text == (
+        "1.0 requests/s, prompt 50 tok/s, generated 100 tok/s, running 3, waiting 0, cache 50%, prefix hits 25%"
+    )
+    assert "generated 0 tok/s" in line.look(4.0, front(tokens=100), lanes())  # once, to say that it is over
+    assert line.look(6.0, front(tokens=100), lanes()) is None
+
+
+def test_every_name_on_the_dashboard_is_on_the_page():
+    stats = front()
+    stats.refused["queue_full"] = 1
+    page, kind = Metrics(lambda: (stats, lanes(busy=1.0, prefix_queries=1)), "1").text("")
+    assert kind.startswith("text/plain")
+    known = set(re.findall(r"^([a-z_:0-9]+)[{ ]", page.decode(), re.M))
+    dashboard = json.loads((Path(__file__).parents[2] / "docs/grafana.json").read_text())
+    asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    names = {name for text in asked for name in re.findall(r"slipstream_\w+", text)}
+    assert len(names) > 15 and names <= known, names - known

@@ -1,0 +1,38 @@
+from pathlib import Path
+
+import pytest
+
+import slipstream
+from nets.unsafe_net import find_unsafe, find_unsafe_in
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "import cloudpickle as cp",
+        "from pickle import loads",
+        "from multiprocessing import Queue",
+        "import torch.multiprocessing, marshal",
+        "torch.load(path)",
+        "torch.load(path, weights_only=True)",
+        "np.load(path, allow_pickle=True)",
+        "AutoModel.from_pretrained(name, trust_remote_code=True)",
+        "AutoModel.from_pretrained(name, trust_remote_code=flag)",
+        "eval(text)",
+        "exec(text)",
+    ],
+)
+def test_a_planted_danger_is_caught(line):
+    assert find_unsafe(f"def f(path, name, flag, text):\n    {line}\n")
+
+
+@pytest.mark.parametrize(
+    "line", ["import json", "model.eval()", "AutoModel.from_pretrained(name, trust_remote_code=False)", "re.compile(x)"]
+)
+def test_what_is_safe_passes(line):
+    assert not find_unsafe(f"def f(name, x):\n    {line}\n")
+
+
+def test_nothing_from_outside_can_run_code():
+    assert not find_unsafe_in(Path(slipstream.__file__).parent)

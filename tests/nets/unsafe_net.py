@@ -1,0 +1,55 @@
+"""The unsafe net: finds what would let a file or a message run code. Bytes from outside are decoded as plain data."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "multiprocessing"}
+CALLS = {"eval", "exec", "compile", "__import__"}
+LOADS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "load")}
+WORDS = {"trust_remote_code", "allow_pickle"}
+ALLOWED_FILES = (
+    "nn/weights/torch_file.py",  # an unpickler that builds tensors and knows no other name
+)
+
+
+def find_unsafe(source: str, path: str = "<snippet>") -> list[str]:
+    return [f"{path}:{line}: {what}" for line, what in _walk(ast.parse(source))]
+
+
+def find_unsafe_in(root: Path) -> list[str]:
+    return [
+        finding
+        for file in sorted(root.rglob("*.py"))
+        if (name := file.relative_to(root).as_posix()) not in ALLOWED_FILES
+        for finding in find_unsafe(file.read_text(), name)
+    ]
+
+
+def _walk(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module or ""]
+        else:
+            names = []
+        for name in names:
+            if name.split(".")[0] in MODULES:
+                yield node.lineno, f"imports {name}, which runs or passes on pickled code"
+        if isinstance(node, ast.Call):
+            yield from _call(node)
+
+
+def _call(node: ast.Call) -> Iterator[tuple[int, str]]:
+    called = node.func
+    if isinstance(called, ast.Name) and called.id in CALLS:
+        yield node.lineno, f"{called.id}() runs text as code"
+    if isinstance(called, ast.Attribute) and (ast.unparse(called.value), called.attr) in LOADS:
+        yield node.lineno, f"{ast.unparse(called)}() may run what a file says"
+    for keyword in node.keywords:
+        is_no = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+        if keyword.arg in WORDS and not is_no:
+            yield node.lineno, f"{keyword.arg} lets a checkpoint bring code"

@@ -1,0 +1,110 @@
+"""All layers in one C call against the same layers one by one, for every family and kind of weight."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+
+from hand_batch import HandRunner
+from hand_load import load
+from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.models.fused import FusedLayers
+from slipstream.ops import native
+from slipstream.ops.low_bit import Interleaved
+from tiny import write_tiny
+from tiny_gguf import write_gguf
+
+PROMPTS = {"a": [5, 9, 33, 2, 71], "b": list(range(3, 40)), "c": [8]}
+NEXT = [{"a": [7], "b": [11], "c": [13]}, {"a": [1], "b": [2], "c": [3]}, {"b": [40]}, {"a": [4], "b": [5], "c": [6]}]
+
+
+@pytest.fixture
+def compiled() -> None:
+    if not native.build():
+        pytest.skip("no C compiler here, or the kernels are turned off")
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each step ran as one call."""
+    made: list[bool] = []
+    run = FusedLayers.run
+
+    def counted(self, *args):
+        out = run(self, *args)
+        made.append(out is not None)
+        return out
+
+    monkeypatch.setattr(FusedLayers, "run", counted)
+    return made
+
+
+def steps(model: Decoder, dtype: torch.dtype = torch.float32) -> tuple[HandRunner, list[dict[str, torch.Tensor]]]:
+    runner = HandRunner(model, dtype)
+    for name, ids in PROMPTS.items():
+        runner.run({name: [*ids, 50]})
+    return runner, [runner.run(chunks) for chunks in NEXT]
+
+
+def one_by_one(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> tuple[HandRunner, list[dict[str, torch.Tensor]]]:
+    with monkeypatch.context() as patch:
+        patch.setattr(FusedLayers, "run", lambda *args: None)
+        return steps(model)
+
+
+FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_call_equals_the_layers_one_by_one(
+    family: str, compiled: None, calls: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(write_tiny(tmp_path, family))
+    runner, found = steps(model)
+    assert calls[len(PROMPTS) :] == [True] * len(NEXT), f"{family} did not run as one call"
+    reference, expected = one_by_one(model, monkeypatch)
+    for mine, theirs in zip(found, expected, strict=True):
+        for name in mine:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-4, atol=1e-4)
+    for mine, theirs in zip(runner.caches, reference.caches, strict=True):  # garbage lies where it lay
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_low_bit_weights_too(
+    kind: str, compiled: None, calls: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not Interleaved().belongs():
+        pytest.skip("our low-bit kernel needs a processor with 8-bit dot products")
+    model = load(write_gguf(write_tiny(tmp_path, "qwen3"), gguf.GGMLQuantizationType[kind]), dequantize=False)
+    _, found = steps(model)
+    assert calls[-1], "low-bit weights did not run as one call"
+    _, expected = one_by_one(model, monkeypatch)
+    for mine, theirs in zip(found, expected, strict=True):
+        for name in mine:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-3, atol=1e-3)
+
+
+def test_a_rows_result_is_its_own(compiled: None, calls: list[bool], tmp_path: Path) -> None:
+    model = load(write_tiny(tmp_path, "llama"))
+    _, together = steps(model)
+    for name in PROMPTS:
+        runner = HandRunner(model)
+        runner.run({name: [*PROMPTS[name], 50]})
+        for chunks, expected in zip(NEXT, together, strict=True):
+            if name in chunks:
+                mine = runner.run({name: chunks[name]})[name]
+                assert calls[-1]
+                # the prompt's keys may differ in the last bit: its products are the library's
+                torch.testing.assert_close(mine, expected[name], rtol=1e-5, atol=1e-5)
+
+
+def test_what_it_does_not_know_runs_one_by_one(compiled: None, calls: list[bool], tmp_path: Path) -> None:
+    steps(load(write_tiny(tmp_path / "olmo", "olmo2")))  # norms after, none before
+    steps(load(write_tiny(tmp_path / "double", "llama"), torch.float64), torch.float64)
+    many = HandRunner(load(write_tiny(tmp_path / "many", "llama")), num_pages=200)
+    many.run({str(row): [row] for row in range(70)})
+    assert not any(calls)

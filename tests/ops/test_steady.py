@@ -1,0 +1,88 @@
+"""What a deterministic engine is made of: a row's numbers are its own to the last bit."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.ops.linear.reference import linear
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(
+    not CUDA and os.environ.get("TRITON_INTERPRET") != "1", reason="kernels need a GPU or TRITON_INTERPRET=1"
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if CUDA else [torch.float32])
+@pytest.mark.parametrize("shape", [(5, 3), (64, 96), (100, 577)])
+def test_a_product_of_a_row_is_the_same_among_any_others(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    from slipstream.ops.linear.triton.steady import steady_linear
+
+    random = torch.Generator().manual_seed(0)
+    weight, bias = (torch.randn(s, generator=random).to(DEVICE, dtype) for s in (shape, shape[:1]))
+    x = torch.randn(513, shape[1], generator=random).to(DEVICE, dtype)
+    whole = steady_linear(x, weight, bias)
+    assert whole.shape == (513, shape[0])
+    torch.testing.assert_close(whole.double(), linear(x.double(), weight.double(), bias.double()), rtol=1e-2, atol=2e-1)
+    for first, last in ((0, 1), (0, 63), (100, 400), (256, 512), (512, 513)):
+        assert steady_linear(x[first:last], weight, bias).equal(whole[first:last]), f"{first} to {last}"
+
+
+@pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (40, 0.0), (0, 3.0)])
+def test_attention_of_a_token_is_the_same_alone_and_in_a_chunk(window: int, soft_cap: float) -> None:
+    from slipstream.nn.attention.triton import TritonAttention
+
+    lengths, heads, kv_heads, dim, page_size = [1, 17, 70, 131], 6, 2, 16, 16
+    widths = [-(-length // page_size) for length in lengths]
+    table = torch.zeros(len(lengths), max(widths), dtype=torch.int64)
+    order = iter(np.random.default_rng(0).permutation(sum(widths)) + 1)
+    for row, width in enumerate(widths):
+        table[row, :width] = torch.tensor([int(next(order)) for _ in range(width)])
+    random = torch.Generator().manual_seed(1)
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    shape = (sum(widths) + 1, page_size, kv_heads, dim)
+    cache = tuple(torch.randn(shape, generator=random).to(DEVICE, dtype) for _ in range(2))
+    queries = torch.randn(sum(lengths), heads, dim, generator=random).to(DEVICE, dtype)
+    ends = np.cumsum(lengths)
+    backend = TritonAttention(page_size, heads, kv_heads, dim, dtype, (window,), soft_cap, one_kernel=True)
+
+    def attend(rows: list[int], last: list[int], counts: list[int]) -> torch.Tensor:
+        """The `counts` tokens of these rows that end at positions `last`."""
+        tokens = [
+            torch.arange(ends[r] - lengths[r] + e - c, ends[r] - lengths[r] + e)
+            for r, e, c in zip(rows, last, counts, strict=True)
+        ]
+        query = queries[torch.cat(tokens)]
+        num_tokens = np.array(counts, np.int32)
+        single = all(count == 1 for count in counts)
+        starts = torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32, device=DEVICE)
+        ints = torch.zeros(len(query), dtype=torch.int64, device=DEVICE)
+        batch = BatchView(
+            ids=ints,
+            positions=ints,
+            lengths=torch.tensor(last, device=DEVICE),
+            slots=(ints,),
+            page_tables=(table[rows].to(DEVICE),),
+            num_tokens=num_tokens,
+            max_lengths=np.array(last, np.int32),
+            num_single=len(rows) if single else 0,
+            query_starts=None if single else starts,
+        )
+        context = ForwardContext(batch, backend, backend.plan(batch), [cache], (0,))
+        return backend.forward(query, query, query, 0, 0.25, context)
+
+    whole = attend([0, 1, 2, 3], lengths, lengths)
+    assert torch.isfinite(whole).all()
+    alone = attend([0, 1, 2, 3], lengths, [1, 1, 1, 1])
+    assert alone.equal(whole[ends - 1]), "the last token of each row, alone"
+    chunk = attend([3, 1], [131, 9], [70, 9])
+    assert chunk[:70].equal(whole[-70:]) and chunk[70:].equal(whole[1:10]), "in chunks, in another order"
+    middle = attend([3], [50], [1])
+    assert middle[0].equal(whole[ends[2] + 49])

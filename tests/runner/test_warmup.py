@@ -1,0 +1,149 @@
+"""Getting ready by running plans: what is captured, and that nothing of it is left."""
+
+import numpy as np
+import pytest
+
+from replay_device import ReplayDevice
+from slipstream import LLM, SamplingParams
+from slipstream.device.device import Device
+from slipstream.errors import NotEnoughMemory
+from slipstream.runner.batch.input_batch import Size
+from slipstream.runner.sampling.sampler import Sampler
+from slipstream.runner.warmup import HEADS, WarmUp
+from tiny import write_tiny
+
+PROMPTS = [[5, 6, 7], [9] * 11, [3]]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+OPTIONS = dict(
+    dtype="float64", use_tqdm_on_load=False, max_model_len=64, num_pages=40, page_size=4, max_num_seqs=4, num_threads=1
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_tiny(tmp_path_factory.mktemp("tiny"), "llama"))
+
+
+def warm_up_of(llm, max_tokens=16):
+    return WarmUp(llm.core.executor, 4, max_tokens, 64, 1)
+
+
+def tokens(results):
+    return [result.outputs[0].token_ids for result in results]
+
+
+@pytest.fixture(scope="module")
+def wanted(folder):
+    with LLM(folder, **OPTIONS) as llm:
+        return tokens(llm.generate(PROMPTS, GREEDY))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_warm_engine_says_the_same_and_has_captured_what_it_needs(folder, wanted, depth):
+    device = ReplayDevice(depth)
+    with LLM(folder, **OPTIONS, depth=depth, _device=device) as llm:
+        graphs = llm.core.executor.graphs
+        graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
+        warm_up = warm_up_of(llm)
+        warm_up.walk()
+        warm_up.run_largest()
+        assert graphs.num_captured == 0  # so far everything was only run
+        warm_up.capture()
+        captured = {key for key, entry in graphs._captured.items() if entry is not None}
+        assert {("body", Size(n, n)) for n in (1, 2, 4)} < captured
+        assert {key[1] for key in captured if key[0] == "head"} == {1, 2, 4}
+        before = graphs.num_captured
+        replays = device.num_replays
+        assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted
+        assert device.num_replays > replays
+        assert {key for key, entry in graphs._captured.items() if entry is not None} >= captured
+        assert graphs.num_captured >= before
+
+
+def test_a_watched_engine_may_wait_while_it_starts(folder, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_SYNC_CHECK", "error")
+    with LLM(folder, **OPTIONS) as llm:
+        runner, modes = llm.core.executor, []
+        launch = runner.launch
+        runner.launch = lambda plan: (modes.append(runner.hot_path.mode), launch(plan))
+        warm_up_of(llm).run_largest()
+        assert set(modes) == {""} and runner.hot_path.mode == "error"
+
+
+def test_every_row_is_given_back(folder):
+    with LLM(folder, **OPTIONS, _device=ReplayDevice(0)) as llm:
+        runner = llm.core.executor
+        runner.graphs.token_sizes = []
+        warm_up_of(llm).walk()
+        sampler = next(state for state in runner.row_states if isinstance(state, Sampler))
+        everyone = np.arange(4)
+        assert not any(stage.asks(everyone) for stage in (*sampler.stages, sampler.draw))
+
+
+def test_the_largest_step_fills_budget_and_rows(folder):
+    with LLM(folder, **OPTIONS) as llm:
+        runner, seen = llm.core.executor, []
+        launch = runner.launch
+        runner.launch = lambda plan: (seen.append(plan), launch(plan))
+        warm_up_of(llm, max_tokens=16).run_largest()
+        assert (len(seen[0].rows), seen[0].total_tokens) == (4, 16)
+        assert seen[0].num_logprobs == 5 and seen[1].released.tolist() == [0, 1, 2, 3]
+        seen.clear()
+        warm_up_of(llm, max_tokens=4000).run_largest()  # no row is longer than a request may be
+        assert seen[0].total_tokens == 4 * 63
+
+
+def test_all_kinds_of_heads_are_walked_however_few_rows_there_are(folder):
+    with LLM(folder, **(OPTIONS | dict(max_num_seqs=1))) as llm:
+        runner, seen = llm.core.executor, []
+        launch = runner.launch
+        runner.launch = lambda plan: (seen.append(plan), launch(plan))
+        WarmUp(runner, 1, 16, 64, 1).walk()
+        assert [plan.admitted[0].params for plan in seen if plan.admitted][: len(HEADS)] == list(HEADS)
+
+
+def test_running_out_of_memory_says_what_to_change(folder):
+    with LLM(folder, **OPTIONS) as llm:
+
+        def launch(plan):
+            raise RuntimeError("CUDA out of memory. Tried to allocate 9 GiB")
+
+        llm.core.executor.launch = launch
+        with pytest.raises(NotEnoughMemory, match="lower max_num_batched_tokens"):
+            warm_up_of(llm).run_largest()
+
+
+class Gpu(ReplayDevice):
+    """Says it is a GPU of so many free bytes."""
+
+    warms_up = True
+
+    def __init__(self, free):
+        super().__init__(0)
+        self.free = free
+
+    def free_memory(self):
+        return self.free
+
+
+def test_the_cache_takes_what_was_measured_to_be_left(folder, wanted, monkeypatch):
+    """And not what was reckoned before anything was loaded."""
+    from slipstream.config import resolve
+    from slipstream.runner import assemble
+
+    monkeypatch.setattr(resolve, "_keep_free", lambda options, machine: 1000)
+    monkeypatch.setattr(assemble, "_room", lambda config, device: device.free_memory() - config.device.keep_free)
+    monkeypatch.setattr(Device, "can_graph", False)
+    monkeypatch.setattr(ReplayDevice, "can_graph", False)  # the CPU's attention takes no padded chunks
+    options = {name: value for name, value in OPTIONS.items() if name != "num_pages"}
+    with LLM(folder, **options, _device=Gpu(10**9)) as llm:
+        page = sum(group.bytes_per_page for group in llm.config.cache.groups)
+        assert llm.config.cache.num_pages == 4 * 16 + 1  # as many as all rows can use
+        assert len(llm.core.executor.store.caches[0][0]) == 65
+        assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted
+    with LLM(folder, **options, _device=Gpu(1000 + 30 * page + 5)) as llm:
+        assert llm.config is llm.core.config and llm.config.cache.num_pages == 30
+        assert len(llm.core.executor.store.caches[0][0]) == 30
+        assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted
+    with pytest.raises(NotEnoughMemory, match="one request of max_model_len 64 takes"):
+        LLM(folder, **options, _device=Gpu(1000 + 5 * page))

@@ -1,0 +1,136 @@
+"""WholeScheduler: whole prompts, in order, as many as fit, none lost."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from slipstream.config.config import SchedulerConfig
+from slipstream.errors import InvalidPrompt, PromptTooLong, QueueFull, UserError
+from slipstream.pooling_params import PoolingParams
+from slipstream.request import FinishReason
+from slipstream.scheduler.whole import WholeRequest, WholeScheduler
+from slipstream.step import NO_INTS, StepResult
+
+EMBED = PoolingParams(task="embed")
+
+
+def make(tokens=32, rows=4, length=16, waiting=100):
+    return WholeScheduler(
+        SchedulerConfig(
+            max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=length, max_waiting=waiting,
+            chunked_prefill=False, depth=2, seed=0, staged_ints=0, whole=True,
+        )
+    )  # fmt: skip
+
+
+def submit(scheduler, id, length=4, params=EMBED, type_start=None):
+    scheduler.submit(WholeRequest(id, list(range(length)), params, type_start))
+
+
+def result(plan, failed=()):
+    """Each prompt's result is the sum of its tokens."""
+    ends = np.cumsum(plan.num_tokens)
+    sums = tuple(
+        np.array([plan.tokens[end - n : end].sum()], np.float32) for end, n in zip(ends, plan.num_tokens, strict=True)
+    )
+    return StepResult(NO_INTS, np.zeros(0, np.bool_), pooled=sums, pool_failed=frozenset(failed))
+
+
+def test_a_step_takes_as_many_as_fit_and_nobody_overtakes():
+    scheduler = make()
+    for i, length in enumerate((16, 10, 16, 1, 5)):
+        submit(scheduler, f"r{i}", length)
+    plan = scheduler.plan()
+    assert plan.num_tokens.tolist() == plan.lengths.tolist() == plan.num_given.tolist() == [16, 10]
+    assert plan.rows.tolist() == [0, 1] and plan.pools.all() and not plan.samples.any() and plan.admitted == ()
+    assert plan.tokens.tolist() == [*range(16), *range(10)] and plan.type_starts is None
+    second = scheduler.plan()
+    assert second.num_tokens.tolist() == [16, 1, 5] and scheduler.plan() is None
+    assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_in_flight) == (0, 5, 2)
+    scheduler.check()
+    outputs = scheduler.commit(result(plan)) + scheduler.commit(result(second))
+    assert [output.request_id for output in outputs] == [f"r{i}" for i in range(5)]
+    assert [output.pooled.array().tolist() for output in outputs] == [[120.0], [45.0], [120.0], [0.0], [10.0]]
+    assert all(output.finish_reason is FinishReason.STOP for output in outputs) and not scheduler.has_work()
+
+
+def test_rows_bound_a_step_too():
+    scheduler = make()
+    for i in range(9):
+        submit(scheduler, f"r{i}", 1)
+    assert [len(scheduler.plan().rows) for _ in range(3)] == [4, 4, 1]
+
+
+def test_lower_priorities_go_first_and_leave_no_queue_behind():
+    scheduler = make(rows=1)
+    for i, priority in enumerate((5, 0, -3, 5)):
+        submit(scheduler, f"r{i}", i + 1, PoolingParams(task="embed", priority=priority))
+    assert [len(scheduler.plan().tokens) for _ in range(4)] == [3, 2, 1, 4]
+    assert scheduler.plan() is None and list(scheduler._queues) == [0]
+
+
+def test_types_travel_as_one_number_each():
+    scheduler = make()
+    submit(scheduler, "a", 4, type_start=2)
+    submit(scheduler, "b", 6)
+    assert scheduler.plan().type_starts.tolist() == [2, 6]
+
+
+def test_what_cannot_run_is_refused():
+    scheduler = make(waiting=2)
+    with pytest.raises(InvalidPrompt, match="no tokens"):
+        submit(scheduler, "a", 0)
+    with pytest.raises(PromptTooLong, match="has 17 tokens, the model length is 16"):
+        submit(scheduler, "a", 17)
+    submit(scheduler, "a", 16)
+    with pytest.raises(UserError, match="'a' is being served already"):
+        submit(scheduler, "a")
+    submit(scheduler, "b")
+    with pytest.raises(QueueFull, match="2 requests are waiting, the limit is 2"):
+        submit(scheduler, "c")
+    scheduler.check()
+
+
+def test_a_failed_result_is_its_own_requests_alone():
+    scheduler = make()
+    for id in "abc":
+        submit(scheduler, id)
+    outputs = scheduler.commit(result(scheduler.plan(), failed=[1]))
+    assert [output.finish_reason for output in outputs] == ["stop", "error", "stop"]
+    assert "not made of numbers" in outputs[1].error
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_days_lose_nobody(seed):
+    rng = random.Random(seed)
+    scheduler, plans, sent, aborted, answered = make(), [], {}, set(), {}
+    for _ in range(300):
+        for _ in range(rng.choice([0, 1, 3])):
+            id = f"r{len(sent)}"
+            sent[id] = rng.randint(1, 16)
+            submit(scheduler, id, sent[id], PoolingParams(task="embed", priority=rng.choice([0, 0, 1])))
+        if sent and rng.random() < 0.2:
+            id = rng.choice(list(sent)[-20:])
+            if scheduler.abort(id):
+                aborted.add(id)
+        if (plan := scheduler.plan()) is not None:
+            assert plan.num_tokens.sum() <= 32 and len(plan.rows) <= 4
+            plans.append(plan)
+        if len(plans) > rng.choice([0, 1, 2]):
+            for output in scheduler.commit(result(plans.pop(0))):
+                assert output.request_id not in answered
+                answered[output.request_id] = output.pooled.array()[0]
+        scheduler.check()
+        while len(sent) - len(answered) > 60:
+            if (plan := scheduler.plan()) is not None:
+                plans.append(plan)
+            answered |= {o.request_id: o.pooled.array()[0] for o in scheduler.commit(result(plans.pop(0)))}
+    while scheduler.has_work():
+        if (plan := scheduler.plan()) is not None:
+            plans.append(plan)
+        answered |= {o.request_id: o.pooled.array()[0] for o in scheduler.commit(result(plans.pop(0)))}
+    assert answered.keys() == sent.keys() - aborted and aborted
+    assert all(answered[id] == sum(range(sent[id])) for id in answered)

@@ -1,0 +1,105 @@
+"""The far end of a front end's socket, played by a test: it sees what is sent and says what it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slipstream.config.generation import GenerationDefaults
+from slipstream.config.pooling_info import PoolingInfo
+from slipstream.engine.facts import ModelFacts
+from slipstream.engine.frontend import AsyncEngine
+from slipstream.engine.remote import SocketClient
+from slipstream.engine.wire import FromCore, Opening, Ready, ToCore, frame, to_core_frames
+from slipstream.messages import Abort, Output, Pooled, Submit
+from slipstream.pooling_params import PoolingParams
+from slipstream.request import FinishReason
+
+TEXT = b"All is well. "
+
+
+def facts(folder: Path, name: str = "tiny", **more: Any) -> ModelFacts:
+    known = dict(
+        name=name,
+        tokenizer=str(folder),
+        chat_template=None,
+        defaults=GenerationDefaults(params={"temperature": 0.5}),
+        max_model_len=64,
+        max_positions=1024,
+        vocab_size=304,
+    )
+    return ModelFacts(**(known | more))
+
+
+EVERY_TASK = PoolingInfo(
+    tasks=("embed", "classify", "token_embed", "token_classify", "sparse"), embed_size=8, token_size=8, num_labels=1
+)
+_SHAPES = {
+    "embed": lambda count: (8,),
+    "classify": lambda count: (1,),
+    "token_embed": lambda count: (count, 8),
+    "token_classify": lambda count: (count, 1),
+    "sparse": lambda count: (304,),
+}
+
+
+class ScriptedCore(asyncio.Protocol):
+    """With `answers` it answers every prompt with TEXT, a token a byte, or with equal numbers where it is to be pooled;
+    else the test does, by `say`."""
+
+    def __init__(self, *, answers: bool = True) -> None:
+        self.answers = answers
+        self.submits: list[Submit] = []
+        self.aborts: list[Abort] = []
+        self.frames = to_core_frames()
+        self.changed = asyncio.Event()
+
+    @classmethod
+    async def open(cls, *models: ModelFacts, ready: bool = True, **script: Any) -> tuple[AsyncEngine, ScriptedCore]:
+        ours, theirs = socket.socketpair()
+        _, core = await asyncio.get_running_loop().create_unix_connection(lambda: cls(**script), sock=theirs)
+        engine = AsyncEngine(client=await SocketClient.connect(ours))
+        core.say(Opening(list(models), os.getpid()))
+        if ready:
+            core.say(Ready())
+            await engine.until_ready()
+        return engine, core
+
+    def say(self, *messages: FromCore) -> None:
+        self.transport.write(frame(messages))
+
+    def token(self, submit: Submit, *ids: int, end: FinishReason | None = None, sample: int = 0) -> None:
+        self.say(Output(submit.request_id, sample, list(ids), finish_reason=end))
+
+    async def until(self, condition: Any) -> None:
+        while not condition():
+            self.changed.clear()
+            await asyncio.wait_for(self.changed.wait(), 10)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport: Any = transport
+
+    def data_received(self, data: bytes) -> None:
+        for message in self.frames.push(data):
+            self.take(message)
+        self.changed.set()
+
+    def take(self, message: ToCore) -> None:
+        if isinstance(message, Abort):
+            self.aborts.append(message)
+            return
+        self.submits.append(message)
+        if self.answers and isinstance(message.params, PoolingParams):
+            numbers = np.full(_SHAPES[message.params.task](len(message.prompt_token_ids)), 0.5, np.float32)
+            self.say(Output(message.request_id, 0, [], None, FinishReason.STOP, pooled=Pooled.of(numbers)))
+        elif self.answers:
+            num = message.params.max_tokens
+            ids = [TEXT[i % len(TEXT)] for i in range(num if num is not None else len(TEXT))]
+            for sample in range(message.params.n):
+                outputs = [Output(message.request_id, sample, [token]) for token in ids[:-1]]
+                self.say(*outputs, Output(message.request_id, sample, ids[-1:], None, FinishReason.LENGTH))

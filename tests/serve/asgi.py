@@ -1,0 +1,112 @@
+"""Calls an ASGI app without a server: the test plays uvicorn, and may hang up whenever it likes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from scripted_core import ScriptedCore, facts
+from slipstream.serve.http.app import App
+from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.state import State
+from slipstream.serve.http.table import all_routes
+
+
+class Exchange:
+    """One request and what came of it."""
+
+    def __init__(self, app: App, method: str, path: str, body: bytes, headers: dict[str, str]) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.body = b""
+        self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._inbox.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        self.got = asyncio.Event()
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "query_string": b"",
+            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+        }
+        self.task = asyncio.ensure_future(app(scope, self._inbox.get, self._send))
+
+    def hang_up(self) -> None:
+        self._inbox.put_nowait({"type": "http.disconnect"})
+
+    async def until(self, text: bytes) -> None:
+        while text not in self.body:
+            self.got.clear()
+            await asyncio.wait_for(self.got.wait(), 10)
+
+    async def end(self) -> Exchange:
+        await asyncio.wait_for(self.task, 10)
+        return self
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> str:
+        return self.json()["error"]["message"]
+
+    def events(self) -> list[Any]:
+        parts = self.body.decode().split("\n\n")
+        assert parts.pop() == "" and all(part.startswith("data: ") for part in parts)
+        assert parts.pop() == "data: [DONE]"
+        return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            assert not self.status, "answered twice"
+            self.status = message["status"]
+            self.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+        else:
+            self.body += message["body"]
+        self.got.set()
+
+
+class Door:
+    """A server's app over a scripted core."""
+
+    def __init__(self, app: App, core: ScriptedCore) -> None:
+        self.app = app
+        self.core = core
+        self.state = app.state
+
+    def begin(self, method: str, path: str, body: Any = None, **headers: str) -> Exchange:
+        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        known = {} if body is None else {"content-type": "application/json"}
+        return Exchange(self.app, method, path, data, known | {k.replace("_", "-"): v for k, v in headers.items()})
+
+    async def get(self, path: str, **headers: str) -> Exchange:
+        return await self.begin("GET", path, **headers).end()
+
+    async def post(self, path: str, body: Any, **headers: str) -> Exchange:
+        return await self.begin("POST", path, body, **headers).end()
+
+
+def at_door(
+    folder: Path,
+    scenario: Callable[[Door], Awaitable[Any]],
+    *,
+    ready: bool = True,
+    answers: bool = True,
+    **settings: Any,
+) -> Any:
+    """Runs a scenario against a fresh server. When it is over, nothing may be under way."""
+
+    async def main() -> Any:
+        engine, core = await ScriptedCore.open(facts(folder), ready=ready, answers=answers)
+        door = Door(App(State(Settings(**settings), engine), all_routes()), core)
+        try:
+            result = await asyncio.wait_for(scenario(door), 30)
+            assert (engine.load.num_open, engine.load.num_queued, engine.load.queued_tokens) == (0, 0, 0)
+            return result
+        finally:
+            await engine.close()
+
+    return asyncio.run(main())

@@ -1,0 +1,163 @@
+"""Chaos: many clients at once that read, hang up, send nonsense or are aborted. Every request ends exactly once.
+
+python tests/serve/chaos.py --num 20000 --clients 200      # the long way, on a tiny model; watches memory too
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+
+async def run_chaos(port: int, num: int, clients: int, seed: int) -> Counter[str]:
+    """How each request ended, counted. Raises if one ended twice, or not at all."""
+    draw = random.Random(seed)
+    ends: Counter[str] = Counter()
+    todo = iter(range(num))
+
+    async def client() -> None:
+        for _ in todo:
+            end = await asyncio.wait_for(_one(port, draw), 120)
+            ends[end] += 1
+            if end.endswith("429"):
+                await asyncio.sleep(0.05)  # a polite crowd, for all its manners
+
+    await asyncio.gather(*(client() for _ in range(clients)))
+    return ends
+
+
+async def _one(port: int, draw: random.Random) -> str:
+    kind = draw.choices(
+        ["stream", "whole", "leave", "vanish", "bad", "huge", "nonsense", "late", "abort"],
+        [40, 25, 12, 6, 6, 3, 4, 3, 0.3],
+    )[0]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        body: dict[str, Any] = {
+            "prompt": [draw.randrange(256) for _ in range(draw.randint(1, 40))],
+            "max_tokens": draw.randint(1, 60),
+            "temperature": draw.choice([0, 1]),
+            "n": draw.choice([1, 1, 1, 3]),
+            "ignore_eos": True,
+            "stream": kind != "whole",
+            "stop": draw.choice([None, None, "ee", ["a", "bc"]]),
+            "priority": draw.randint(-1, 1),
+            "logprobs": draw.choice([None, None, 2]),
+        }
+        headers = {"content-type": "application/json", "authorization": "Bearer key"}
+        path = "/v1/completions"
+        if kind == "bad":
+            body[draw.choice(["temperature", "prompt", "n", "tools", "stop"])] = draw.choice([-5, "x" * 9999, {}, [[]]])
+        if kind == "late":
+            headers["x-request-timeout"] = "0.05"
+        if kind == "abort":
+            path, headers["authorization"] = "/abort_requests", "Bearer root"
+        data = json.dumps(body).encode()
+        if kind == "huge":
+            data = b'{"prompt": "' + b"x" * 2**18 + b'"}'
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        message = f"POST {path} HTTP/1.1\r\nhost: x\r\n{head}content-length: {len(data)}\r\n\r\n".encode() + data
+        if kind == "nonsense":
+            message = bytes(draw.randrange(256) for _ in range(200))
+        writer.write(message[: len(message) // 2] if kind == "vanish" else message)
+        await writer.drain()
+        if kind == "vanish":
+            return "vanished"
+        status, content = await _answer(reader, leave=kind == "leave")
+        if kind == "leave":
+            return "left"
+        return _checked(kind, status, content, bool(body["stream"]))
+    except ConnectionError:
+        assert kind in ("nonsense", "huge"), f"{kind}: the server hung up"
+        return "hung up on"
+    finally:
+        writer.close()
+
+
+async def _answer(reader: asyncio.StreamReader, *, leave: bool) -> tuple[int, bytes]:
+    line = await reader.readline()
+    if not line:
+        raise ConnectionResetError
+    status = int(line.split()[1])
+    length, chunked = 0, False
+    while (header := await reader.readline()) not in (b"\r\n", b""):
+        name, _, value = header.lower().partition(b":")
+        if name == b"content-length":
+            length = int(value)
+        chunked |= name == b"transfer-encoding"
+    if leave:
+        await reader.read(30)
+        return status, b""
+    if not chunked:
+        return status, await reader.readexactly(length)
+    content = b""
+    while size := int(await reader.readline(), 16):
+        content += (await reader.readexactly(size + 2))[:-2]
+    await reader.readline()
+    return status, content
+
+
+def _checked(kind: str, status: int, content: bytes, stream: bool) -> str:
+    """What was promised: one end, in the right shape."""
+    if kind in ("bad", "huge", "nonsense"):
+        assert status in (200, 400, 413, 429), (kind, status, content)
+        return f"{kind} {status}"
+    assert status in (200, 408, 429), (kind, status, content)
+    if status != 200 or kind == "abort":
+        assert content.startswith(b'{"error"') or kind == "abort"
+        return f"{kind} {status}"
+    if not stream:
+        reasons = [choice["finish_reason"] for choice in json.loads(content)["choices"]]
+    else:
+        *parts, rest = content.decode().split("\n\n")
+        assert rest == "" and parts.count("data: [DONE]") == 1 and parts[-1] == "data: [DONE]"
+        events = [json.loads(part.removeprefix("data: ")) for part in parts[:-1]]
+        if "error" in events[-1]:
+            assert events[-1]["error"]["code"] == "deadline"
+            return f"{kind} deadline"
+        ended = [(c["index"], c["finish_reason"]) for e in events for c in e["choices"] if c["finish_reason"]]
+        assert len({index for index, _ in ended}) == len(ended), "a sample ended twice"
+        assert {index for index, _ in ended} == {c["index"] for e in events for c in e["choices"]}, "one did not end"
+        reasons = [reason for _, reason in ended]
+    assert all(reason in ("stop", "length", "abort") for reason in reasons), reasons
+    return "aborted" if "abort" in reasons else "done"
+
+
+def resident(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 // 2**20
+
+
+def main() -> None:
+    sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[1])]
+    from serve.server_process import ServerProcess
+    from tiny import write_tiny
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num", type=int, default=20_000)
+    parser.add_argument("--clients", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=4, help="memory is looked at after each")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        server = ServerProcess(str(write_tiny(Path(folder), "llama")), *CHAOS_FLAGS)
+        for number in range(args.rounds):
+            ends = asyncio.run(run_chaos(server.port, args.num // args.rounds, args.clients, args.seed + number))
+            print(f"round {number}: front end {resident(server.process.pid)} MiB;", dict(ends), flush=True)  # noqa: T201
+        print("exit code", server.stop(), server.lines[-1:])  # noqa: T201
+
+
+CHAOS_FLAGS = (
+    "--max-model-len", "128", "--num-pages", "48", "--page-size", "4", "--max-num-seqs", "8", "--api-key", "key",
+    "--admin-key", "root", "--max-body-bytes", "65536", "--max-queued-requests", "24",
+)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

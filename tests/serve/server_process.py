@@ -1,0 +1,71 @@
+"""`slipstream serve` as a process, for tests that want all of it: real sockets, real signals, a real end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from slipstream.engine.parent import die_with_parent
+
+
+class ServerProcess:
+    def __init__(self, *argv: str, wait: bool = True) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "slipstream.serve.cli.main", "serve", *argv, "--port", "0", "--num-threads", "1"],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+            preexec_fn=die_with_parent,  # no test that fails leaves a server behind
+        )
+        self.lines: list[str] = []
+        self._news: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+        found = self.until(r"listening on http://127\.0\.0\.1:(\d+)")
+        self.port = int(found[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        if wait:
+            self.until("ready: serving")
+
+    def until(self, pattern: str, seconds: float = 60) -> re.Match[str]:
+        """Wait for a line of the log."""
+        deadline = time.monotonic() + seconds
+        while True:
+            line = self._news.get(timeout=max(0.01, deadline - time.monotonic()))
+            if found := re.search(pattern, line):
+                return found
+
+    def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        data = None if body is None else json.dumps(body)
+        known = {} if body is None else {"content-type": "application/json"}
+        connection.request(method, path, data, known | headers)
+        response = connection.getresponse()
+        content = response.read()
+        connection.close()
+        return response.status, json.loads(content) if content[:1] in b"{[" else content
+
+    def end(self, seconds: float = 60) -> int:
+        """Wait for its end."""
+        code = self.process.wait(seconds)
+        self._reader_done.wait(10)
+        return code
+
+    def stop(self) -> int:
+        self.process.terminate()
+        return self.end()
+
+    def _read(self) -> None:
+        self._reader_done = threading.Event()
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.lines.append(line.rstrip("\n"))
+            self._news.put(line)
+        self._reader_done.set()

@@ -1,0 +1,93 @@
+"""Bodies that nobody thought of: whatever is sent, the answer is ours, and never a 5xx."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scripted_core import EVERY_TASK, ScriptedCore, facts
+from serve.asgi import Door
+from slipstream.serve.http.app import App
+from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.state import State
+from slipstream.serve.http.table import all_routes
+from tiny_tokenizer import write_byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def runner():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def door(runner, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder)
+
+    async def open_door():
+        engine, core = await ScriptedCore.open(facts(folder), facts(folder, "pool", pooling=EVERY_TASK))
+        return Door(App(State(Settings(), engine), all_routes()), core)
+
+    door = runner.run(open_door())
+    yield door
+    load = door.state.engine.load
+    assert (load.num_open, load.num_queued, load.queued_tokens) == (0, 0, 0)
+    runner.run(door.state.engine.close())
+
+
+ROUTES = [route for route in all_routes() if route.body is not None]
+plain = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=20)
+anything = st.recursive(
+    plain,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+likely = st.sampled_from(
+    [0, 1, 2, -1, 0.5, True, False, None, "", "x", "hello", [], {}, [1, 2], ["a", "b"], [[1], [2]]]
+)
+messages = st.lists(
+    st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "assistant", ""]), "content": likely | anything}),
+    max_size=3,
+)
+
+
+@st.composite
+def bodies(draw, route):
+    names = list(route.body.__struct_fields__)
+    body = draw(st.dictionaries(st.sampled_from(names), likely | anything, max_size=5))
+    texts = likely | st.text(max_size=10) | st.lists(st.text(max_size=10), max_size=3)
+    usual = dict.fromkeys(("prompt", "tokens", "input", "inputs", "query", "documents", "texts", "text_1"), texts)
+    for name, value in {**usual, "messages": messages, "text_2": texts}.items():
+        if name in names and draw(st.integers(0, 9)):
+            body[name] = draw(value)
+    return body
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
+@given(data=st.data())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_body_gets_an_answer_in_our_shape(runner, door, route, data):
+    body = data.draw(bodies(route))
+    exchange = runner.run(door.post(route.path, json.dumps(body).encode()))
+    assert 200 <= exchange.status < 500, (body, exchange.body)
+    if exchange.status != 200:
+        if route.failed is not None or "error_type" in exchange.json():
+            assert set(exchange.json()) == {"error", "error_type"}
+        else:
+            assert set(exchange.json()["error"]) == {"message", "type", "param", "code"}
+    elif exchange.headers["content-type"].startswith("text/event-stream"):
+        exchange.events()
+    else:
+        exchange.json()
+
+
+@given(body=st.binary(max_size=60))
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_bytes_get_a_400(runner, door, body):
+    exchange = runner.run(door.post("/v1/completions", body))
+    assert exchange.status == 400 and exchange.error

@@ -1,0 +1,144 @@
+"""How a server ends: in order, at once, or with the root cause as its last line."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from serve.server_process import ServerProcess
+from tiny import write_tiny
+
+ENDLESS = {"prompt": "x", "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(write_tiny(tmp_path_factory.mktemp("tiny"), "llama", max_position_embeddings=131072))
+
+
+class Stream:
+    """A completion that is read in the background."""
+
+    def __init__(self, server: ServerProcess, body: dict) -> None:
+        self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        self.connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        self.response = self.connection.getresponse()
+        self.data = self.response.readline()
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self) -> None:
+        try:
+            while part := self.response.read1():
+                self.data += part
+        except (http.client.HTTPException, OSError) as error:
+            self.error = error
+
+    def end(self) -> list[str]:
+        self.thread.join(60)
+        return [part.removeprefix("data: ") for part in self.data.decode().split("\n\n")][:-1]
+
+
+def core_pid(server: ServerProcess) -> int:
+    """The child that is the core, from the list of all processes."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == server.process.pid and b"slipstream.engine.process" in (folder / "cmdline").read_bytes():
+                return int(folder.name)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    raise AssertionError("there is no core")
+
+
+def test_sigterm_lets_requests_end_and_exits_in_order(folder):
+    server = ServerProcess(folder)
+    streams = [Stream(server, ENDLESS | {"max_tokens": 150}) for _ in range(6)]
+    server.process.send_signal(signal.SIGTERM)
+    for stream in streams:
+        *_, last, done = stream.end()
+        assert done == "[DONE]" and json.loads(last)["choices"][0]["finish_reason"] == "length"
+    assert server.end() == 0, server.lines[-5:]
+
+
+def test_what_does_not_end_within_the_drain_is_ended_with_what_there_is(folder):
+    server = ServerProcess(folder, "--drain-timeout", "0.3")
+    stream = Stream(server, ENDLESS)
+    server.process.send_signal(signal.SIGTERM)
+    *_, last, done = stream.end()
+    assert done == "[DONE]" and json.loads(last)["choices"][0]["finish_reason"] == "abort"
+    assert server.end() == 0, server.lines[-5:]
+
+
+def test_a_second_signal_ends_at_once(folder):
+    server = ServerProcess(folder, "--drain-timeout", "600")
+    stream = Stream(server, ENDLESS)
+    server.process.send_signal(signal.SIGINT)
+    server.until("ending: 1 requests")
+    server.process.send_signal(signal.SIGINT)
+    assert server.end() == 0, server.lines[-5:]
+    stream.end()
+
+
+def test_a_core_killed_mid_stream_ends_streams_and_server_with_the_cause(folder):
+    server = ServerProcess(folder)
+    streams = [Stream(server, ENDLESS) for _ in range(4)]
+    os.kill(core_pid(server), signal.SIGKILL)
+    for stream in streams:
+        *_, last, done = stream.end()
+        assert done == "[DONE]" and json.loads(last)["error"]["code"] == "engine_dead"
+    assert server.end() == 1
+    assert "SIGKILL" in server.lines[-1] and server.lines[-1].startswith("slipstream: ")
+
+
+def test_health_comes_before_the_model_and_a_bad_model_is_the_last_line(folder, tmp_path):
+    server = ServerProcess(folder, "--chat-template", str(tmp_path / "missing.jinja"), wait=False)
+    assert server.call("GET", "/health")[0] == 200  # the core has not even loaded torch
+    assert server.call("GET", "/ready")[0] == 503
+    assert server.end() != 0
+    assert "missing.jinja" in server.lines[-1]
+
+
+def test_a_taken_port_is_one_line(folder):
+    import socket
+
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        done = subprocess.run(
+            [sys.executable, "-m", "slipstream.serve.cli.main", "serve", folder, "--port", str(sock.getsockname()[1])],
+            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+    assert done.returncode == 2 and "cannot listen" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_several_front_ends_share_a_port_and_end_together(folder):
+    server = ServerProcess(folder, "--workers", "2")
+    server.until("ready: serving")  # the other one
+    ids = set()
+    for _ in range(40):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("GET", "/health")
+        ids.add(connection.getresponse().getheader("x-request-id")[:12])
+        connection.close()
+    assert len(ids) == 2  # each front end has a prefix of its own
+    streams = [Stream(server, ENDLESS | {"max_tokens": 50}) for _ in range(8)]
+    for stream in streams:
+        assert stream.end()[-1] == "[DONE]"
+    assert server.stop() == 0, server.lines[-5:]
+
+
+def test_several_front_ends_end_with_the_cores_cause(folder):
+    server = ServerProcess(folder, "--workers", "2")
+    server.until("ready: serving")
+    os.kill(core_pid(server), signal.SIGKILL)
+    assert server.end() == 1
+    assert "SIGKILL" in server.lines[-1]

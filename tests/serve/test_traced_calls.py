@@ -1,0 +1,55 @@
+"""What a request's span says."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripted_core import EVERY_TASK, ScriptedCore, facts
+from serve.asgi import Door
+from slipstream.metrics.traces import Traces
+from slipstream.serve.http.app import App
+from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.state import State
+from slipstream.serve.http.table import all_routes
+from tiny_tokenizer import write_byte_tokenizer
+
+pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
+
+
+def test_spans_name_the_model_the_parameters_and_the_tokens(tmp_path):
+    import asyncio
+
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    write_byte_tokenizer(tmp_path)
+    seen, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(seen))
+
+    async def main():
+        engine, core = await ScriptedCore.open(facts(tmp_path), facts(tmp_path, "pool", pooling=EVERY_TASK))
+        door = Door(App(State(Settings(), engine), all_routes()), core)
+        door.state.traces = Traces(provider)
+        body = {"prompt": "abc", "max_tokens": 4, "n": 2, "temperature": 0.7, "top_p": 0.9}
+        for stream in (False, True):
+            await door.post("/v1/completions", body | {"stream": stream}, x_request_id="mine")
+        await door.post("/v1/embeddings", {"input": ["ab", "abcd"], "model": "pool"})
+        await door.get("/health")
+        await door.post("/v1/embeddings", {"input": 5})
+        await engine.close()
+
+    asyncio.run(main())
+    whole, streamed, pooled, health, refused = seen.get_finished_spans()
+    assert whole.name == "text_completion tiny" and pooled.name == "embeddings pool" and health.name == "GET /health"
+    wanted = {
+        "gen_ai.request.id": "mine", "gen_ai.response.model": "tiny", "gen_ai.usage.input_tokens": 3,
+        "gen_ai.usage.output_tokens": 8, "gen_ai.request.max_tokens": 4, "gen_ai.request.temperature": 0.7,
+        "gen_ai.request.top_p": 0.9, "gen_ai.request.choice.count": 2, "gen_ai.operation.name": "text_completion",
+        "gen_ai.response.finish_reasons": ("length", "length"), "http.response.status_code": 200,
+    }  # fmt: skip
+    for span in (whole, streamed):
+        assert wanted.items() <= dict(span.attributes).items()
+        assert span.attributes["gen_ai.latency.time_to_first_token"] <= span.attributes["gen_ai.latency.e2e"]
+    assert pooled.attributes["gen_ai.usage.input_tokens"] == 6
+    assert refused.attributes["http.response.status_code"] == 400 and refused.status.is_ok  # not our fault

@@ -1,0 +1,170 @@
+"""Tiny encoders for tests: two or three layers, random weights, complete down to a tokenizer with [CLS] and [SEP].
+
+Weights are made by transformers' own classes, so a folder here is what `save_pretrained` leaves, and the oracle reads
+it as it is. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from torch import nn
+
+from tiny_tokenizer import byte_tokenizer
+
+VOCAB_SIZE = 304  # more than the tokenizer has, as real checkpoints do
+PAD, UNK, CLS, SEP, MASK = range(256, 261)
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "max_position_embeddings": 128,
+    "pad_token_id": PAD,
+    "num_labels": 3,
+}
+# RoBERTa counts positions from the pad token's id + 1, so real checkpoints have a few more than they can use
+_ROBERTA = {
+    "pad_token_id": 1, "max_position_embeddings": 130, "type_vocab_size": 1, "bos_token_id": CLS, "eos_token_id": SEP,
+}  # fmt: skip
+_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", {"type_vocab_size": 2}),
+    "roberta": ("Roberta", _ROBERTA),
+    "xlm-roberta": ("XLMRoberta", _ROBERTA),
+    "distilbert": (
+        "DistilBert",
+        {"dim": 48, "hidden_dim": 80, "n_layers": 3, "n_heads": 3, "qa_dropout": 0.0, "seq_classif_dropout": 0.0},
+    ),
+    "mpnet": ("MPNet", {"pad_token_id": 1, "max_position_embeddings": 130, "relative_attention_num_buckets": 32}),
+    "modernbert": (
+        "ModernBert",
+        {"local_attention": 12, "global_attn_every_n_layers": 3, "num_hidden_layers": 4, "cls_token_id": CLS,
+         "sep_token_id": SEP, "bos_token_id": CLS, "eos_token_id": SEP,
+         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5_000.0},
+                             "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}},
+    ),
+    "nomic": ("NomicBert", {"type_vocab_size": 2}),
+}  # fmt: skip
+
+
+def write_tiny_encoder(
+    folder: Path,
+    family: str = "bert",
+    task: str = "Model",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **overrides: Any,
+) -> Path:
+    """Write a checkpoint into the folder. `task` ends the architecture's name: Model, ForSequenceClassification,
+    ForTokenClassification or ForMaskedLM. Overrides are fields of its config.json."""
+    import transformers
+
+    prefix, facts = _FAMILIES[family]
+    settings = {**_COMMON, **facts, **overrides}
+    if family == "distilbert":
+        settings = {key: value for key, value in settings.items() if key not in _COMMON or key in _DISTIL}
+    config = getattr(transformers, f"{prefix}Config")(**settings)
+    model = getattr(transformers, prefix + task)(config)
+    scatter(model, seed)
+    model.to(dtype).save_pretrained(folder)
+    write_pair_tokenizer(folder)
+    return folder
+
+
+_DISTIL = ("vocab_size", "max_position_embeddings", "pad_token_id", "num_labels")
+
+
+def scatter(model: nn.Module, seed: int) -> None:
+    """Random weights, spread widely enough that outputs differ clearly."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_scale = "norm" in name.lower() and name.endswith("weight")
+            spread = 0.5 if "embeddings" in name and not is_scale else 0.15
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * spread + float(is_scale)
+            parameter.copy_(values)
+
+
+def pair_tokenizer() -> Tokenizer:
+    """One token a byte, [CLS] before and [SEP] after each text; of a pair the second has token type 1."""
+    tokenizer = Tokenizer(models.BPE(vocab=json.loads(byte_tokenizer().to_str())["model"]["vocab"], merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL_TOKENS])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
+    )
+    return tokenizer
+
+
+def write_pair_tokenizer(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    pair_tokenizer().save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "mask_token": "[MASK]",
+        "model_max_length": 128,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+def write_modules(
+    folder: Path,
+    pooling: str = "mean",
+    dense: tuple[tuple[int, int, str], ...] = (),
+    normalize: bool = True,
+    seed: int = 0,
+) -> Path:
+    """Make a checkpoint's folder one of sentence-transformers: pooling by cls, mean or lasttoken, projections as (in,
+    out, activation) with a class of torch.nn, and a norm."""
+    generator = torch.Generator().manual_seed(seed)
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    hidden = json.loads((folder / "config.json").read_text()).get("hidden_size", 48)
+    modes = ("cls_token", "mean_tokens", "max_tokens", "mean_sqrt_len_tokens", "weightedmean_tokens", "lasttoken")
+    chosen = {"cls": "cls_token", "mean": "mean_tokens", "lasttoken": "lasttoken"}[pooling]
+    _write_json(
+        folder / "1_Pooling" / "config.json",
+        {"word_embedding_dimension": hidden, **{f"pooling_mode_{mode}": mode == chosen for mode in modes}},
+    )
+    for number, (num_in, num_out, activation) in enumerate(dense, 2):
+        path = folder / f"{number}_Dense"
+        facts = {"in_features": num_in, "out_features": num_out, "bias": True,
+                 "activation_function": f"torch.nn.modules.{_home(activation)}.{activation}"}  # fmt: skip
+        _write_json(path / "config.json", facts)
+        weights = {
+            "linear.weight": torch.randn(num_out, num_in, generator=generator) * 0.2,
+            "linear.bias": torch.randn(num_out, generator=generator) * 0.2,
+        }
+        save_file(weights, path / "model.safetensors")
+        modules.append((path.name, "Dense"))
+    if normalize:
+        modules.append((f"{len(modules)}_Normalize", "Normalize"))
+    listed = [
+        {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for number, (path, kind) in enumerate(modules)
+    ]
+    _write_json(folder / "modules.json", listed)
+    _write_json(folder / "sentence_bert_config.json", {"max_seq_length": 64, "do_lower_case": False})
+    return folder
+
+
+def _home(activation: str) -> str:
+    return "linear" if activation == "Identity" else "activation"
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=2))

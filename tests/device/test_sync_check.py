@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from slipstream.device.streams import ThreadedStream
-from slipstream.device.sync_check import HotPath, SyncFound, sync_allowed, watch
+from slipstream.device.sync_check import HotPath, SyncFound, host_waits, sync_allowed, watch
 from slipstream.device.sync_check.__main__ import main
 from slipstream.device.sync_check.operations import copy_waits
+from slipstream.device.sync_check.watch import _watching
 from slipstream.errors import InvalidOption
 
 WAITS = {
@@ -221,3 +222,11 @@ def test_an_error_of_the_switch_comes_from_torchs_own_warnings_too(monkeypatch):
     with pytest.raises(SyncFound, match="copy from cuda to cpu"), HotPath()():
         x.cpu()
     torch.cuda.synchronize()
+
+
+def test_torchs_warning_inside_a_named_wait_is_that_waits():
+    with watch() as log:
+        with host_waits("a wait of ours"):
+            _watching.heard.warn()
+        _watching.heard.warn()
+    assert [sync.what for sync in log.found] == ["a wait of ours", "a synchronising CUDA call"]

@@ -21,21 +21,28 @@ from slipstream.device.sync_check.operations import waits
 def watch(log: SyncLog | None = None, on_found: Callable[[Sync], None] | None = None) -> Iterator[SyncLog]:
     """Gives a log that fills as long as the block runs, or goes on with one. `on_found` may raise."""
     log = SyncLog(on_found) if log is None else log
-    before = getattr(_watching, "log", None)
-    _watching.log = log
+    before = getattr(_watching, "log", None), getattr(_watching, "heard", None)
     try:
         with _explicit_waits(), _heard_from_cuda(log) as heard, _Watcher(log, heard):
+            _watching.log, _watching.heard = log, heard
             yield log
     finally:
-        _watching.log = before
+        _watching.log, _watching.heard = before
 
 
 @contextmanager
 def host_waits(what: str) -> Iterator[None]:
     """Around a wait of the host that is no torch operation, for whoever watches this thread."""
     log: SyncLog | None = getattr(_watching, "log", None)
+    heard: _Heard | None = getattr(_watching, "heard", None)
     start = time.perf_counter()
-    yield
+    if heard is not None:
+        heard.enter()  # torch may warn of the same wait
+    try:
+        yield
+    finally:
+        if heard is not None:
+            heard.leave()
     if log is not None:
         log.add(what, time.perf_counter() - start)
 

@@ -30,7 +30,7 @@ def copy_block(
     source,
     pages,  # of the row
     start,
-    end,
+    length,
     kv_head,
     there,
     block,
@@ -38,11 +38,14 @@ def copy_block(
     BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr,
 ):
-    """Start copying the keys or values from `start` on; `there` counts their bytes. Past `end` comes the null page."""
+    """Start copying the keys or values from `start` on; `there` counts their bytes.
+
+    Up to the row's `length` these are its own, seen or not; past it comes the null page, which may hold anything.
+    """
     SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
     for part in gl.static_range(BLOCK_N // SIZE):
         key = start + part * SIZE
-        page = gl.load(pages + key // PAGE, mask=key < end, other=0).to(gl.int32)
+        page = gl.load(pages + key // PAGE, mask=key < length, other=0).to(gl.int32)
         place = [page * PAGE + key % PAGE, kv_head * DIM]
         tma.async_copy_global_to_shared(source, place, there, block.slice(part * SIZE, SIZE))
 

@@ -142,13 +142,14 @@ def _fetch(
         pages = table + gl.load(record).to(gl.int64) * table_stride
         begin = gl.load(record + 2)
         end = gl.load(record + 3)
+        length = gl.load(record + 6)
         for start in range(begin, end, BLOCK_N):
             stage = done % STAGES
             bar = there.index(stage)
             mbarrier.wait(used.index(stage), (done // STAGES & 1) ^ 1)
             mbarrier.expect(bar, 2 * BLOCK_N * DIM * 2)
-            copy_block(keys, pages, start, end, kv_head, bar, k.index(stage), DIM, BLOCK_N, PAGE)
-            copy_block(values, pages, start, end, kv_head, bar, v.index(stage), DIM, BLOCK_N, PAGE)
+            copy_block(keys, pages, start, length, kv_head, bar, k.index(stage), DIM, BLOCK_N, PAGE)
+            copy_block(values, pages, start, length, kv_head, bar, v.index(stage), DIM, BLOCK_N, PAGE)
             done += 1
 
 

@@ -149,7 +149,7 @@ def _fetch(
                 mbarrier.wait(used.index(stage), (done // STAGES & 1) ^ 1)
                 mbarrier.expect(bar, BLOCK_N * DIM * 2)
                 copy_block(
-                    source, pages_of_row, start, end, item % KV_HEADS, bar, buffer.index(stage), DIM, BLOCK_N, PAGE
+                    source, pages_of_row, start, length, item % KV_HEADS, bar, buffer.index(stage), DIM, BLOCK_N, PAGE
                 )
                 done += 1
 

@@ -29,9 +29,9 @@ import numpy as np
 from slipstream.config.generation import GenerationDefaults
 from slipstream.config.locate import default_embedder, locate
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.engine.facts import ModelFacts
-from slipstream.engine.hub import Connection, Hub
-from slipstream.engine.wire import Opening, Ready
+from slipstream.engine.front.facts import ModelFacts
+from slipstream.engine.link.hub import Connection, Hub
+from slipstream.engine.link.wire import Opening, Ready
 from slipstream.messages import Abort, Output, Pooled, Submit
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason

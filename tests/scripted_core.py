@@ -12,10 +12,10 @@ import numpy as np
 
 from slipstream.config.generation import GenerationDefaults
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.engine.facts import ModelFacts
-from slipstream.engine.frontend import AsyncEngine
-from slipstream.engine.remote import SocketClient
-from slipstream.engine.wire import FromCore, Opening, Ready, ToCore, frame, to_core_frames
+from slipstream.engine.front.facts import ModelFacts
+from slipstream.engine.front.frontend import AsyncEngine
+from slipstream.engine.link.remote import SocketClient
+from slipstream.engine.link.wire import FromCore, Opening, Ready, ToCore, frame, to_core_frames
 from slipstream.messages import Abort, Output, Pooled, Submit
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason

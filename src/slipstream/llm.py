@@ -11,25 +11,25 @@ from typing import Any, TypeVar
 from slipstream.config.config import EngineConfig
 from slipstream.config.options import options_of
 from slipstream.device.device import Device
-from slipstream.engine import pooling_calls
 from slipstream.engine.build import build_lanes
 from slipstream.engine.core import EngineCore
-from slipstream.engine.garbage import nothing_old
-from slipstream.engine.inputs import InputProcessor, Message, Prompt
-from slipstream.engine.interrupts import held_back
-from slipstream.engine.lanes import Lanes
-from slipstream.engine.outputs import OutputProcessor, Track
-from slipstream.engine.pool_inputs import PoolInputs, PoolPrompt
-from slipstream.engine.pool_results import (
+from slipstream.engine.front import pooling_calls
+from slipstream.engine.front.inputs import InputProcessor, Message, Prompt
+from slipstream.engine.front.outputs import OutputProcessor, Track
+from slipstream.engine.front.pool_inputs import PoolInputs, PoolPrompt
+from slipstream.engine.front.pool_results import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,
     RerankResult,
     ScoringRequestOutput,
 )
+from slipstream.engine.front.results import RequestOutput
+from slipstream.engine.front.served import POOLING_TASKS, SCORING, ServedModel, choose
+from slipstream.engine.garbage import nothing_old
+from slipstream.engine.interrupts import held_back
+from slipstream.engine.lanes import Lanes
 from slipstream.engine.progress import progress
-from slipstream.engine.results import RequestOutput
-from slipstream.engine.served import POOLING_TASKS, SCORING, ServedModel, choose
 from slipstream.errors import EngineClosed, InvalidParams, InvalidPrompt, QueueFull, UserError
 from slipstream.messages import Abort, Submit
 from slipstream.params import SamplingParams

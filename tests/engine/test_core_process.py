@@ -13,9 +13,9 @@ import pytest
 
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import make_options
-from slipstream.engine.frontend import AsyncEngine
-from slipstream.engine.remote import SocketClient
-from slipstream.engine.spawn import spawn_core
+from slipstream.engine.front.frontend import AsyncEngine
+from slipstream.engine.link.remote import SocketClient
+from slipstream.engine.link.spawn import spawn_core
 from slipstream.errors import EngineDead, ModelNotFound, QueueFull
 from tiny import write_tiny
 
@@ -153,7 +153,7 @@ def test_a_core_killed_in_the_middle_ends_every_stream(folder):
 PARENT = """
 import sys, time
 from slipstream.config.options import make_options
-from slipstream.engine.spawn import spawn_core
+from slipstream.engine.link.spawn import spawn_core
 core, socks = spawn_core([make_options(model=sys.argv[1], num_threads=1)])
 print(core.process.pid, flush=True)
 time.sleep(600)

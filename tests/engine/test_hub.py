@@ -6,8 +6,8 @@ import socket
 
 import pytest
 
-from slipstream.engine.hub import Hub
-from slipstream.engine.wire import frame, from_core_frames
+from slipstream.engine.link.hub import Hub
+from slipstream.engine.link.wire import frame, from_core_frames
 from slipstream.messages import Abort, Output
 
 

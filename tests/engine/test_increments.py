@@ -8,7 +8,7 @@ import random
 import pytest
 
 from scripted_core import ScriptedCore, facts
-from slipstream.engine.outputs import OutputProcessor
+from slipstream.engine.front.outputs import OutputProcessor
 from slipstream.messages import Output, Submit, TokenLogprobs
 from slipstream.params import SamplingParams
 from slipstream.request import FinishReason

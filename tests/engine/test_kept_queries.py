@@ -11,8 +11,8 @@ from pool_bench import PoolBench
 from scripted_core import ScriptedCore, facts
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.process import CoreProcess
-from slipstream.engine.wire import Refused
+from slipstream.engine.link.process import CoreProcess
+from slipstream.engine.link.wire import Refused
 from slipstream.errors import QueueFull, UserError
 from slipstream.messages import Abort, Output, Pooled, Submit
 from slipstream.pooling_params import PoolingParams

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from slipstream.config.pooling_info import PoolingInfo, Role
-from slipstream.engine.outputs import PoolTrack
-from slipstream.engine.pool_inputs import PoolInputs
-from slipstream.engine.pool_results import EmbeddingOutput, PoolingRequestOutput
-from slipstream.engine.pooling_calls import Batch, Feed, as_batch, encode, rerank, score
+from slipstream.engine.front.outputs import PoolTrack
+from slipstream.engine.front.pool_inputs import PoolInputs
+from slipstream.engine.front.pool_results import EmbeddingOutput, PoolingRequestOutput
+from slipstream.engine.front.pooling_calls import Batch, Feed, as_batch, encode, rerank, score
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong, SlipstreamError
 from slipstream.messages import Output, Pooled
 from slipstream.pooling_params import PoolingParams

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slipstream.config.generation import GenerationDefaults
-from slipstream.engine.facts import ModelFacts
-from slipstream.engine.wire import (
+from slipstream.engine.front.facts import ModelFacts
+from slipstream.engine.link.wire import (
     MAX_FRAME,
     Failed,
     Loading,

@@ -13,7 +13,7 @@ import threading
 import time
 from typing import Any
 
-from slipstream.engine.parent import die_with_parent
+from slipstream.engine.link.parent import die_with_parent
 
 
 class ServerProcess:

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from serve.asgi import at_door
-from slipstream.engine.wire import Failed, Pulse, Ready, Refused
+from slipstream.engine.link.wire import Failed, Pulse, Ready, Refused
 from slipstream.request import FinishReason
 from slipstream.serve.http.watchdog import Watchdog
 from tiny_tokenizer import write_byte_tokenizer

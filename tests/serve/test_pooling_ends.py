@@ -9,7 +9,7 @@ import pytest
 
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door
-from slipstream.engine.wire import Refused
+from slipstream.engine.link.wire import Refused
 from slipstream.errors import QueueFull
 from slipstream.messages import Output, Pooled
 from slipstream.request import FinishReason

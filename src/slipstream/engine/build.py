@@ -18,7 +18,7 @@ from slipstream.config.read_pooling import read_pooling
 from slipstream.config.resolve import DEFAULT_SHARE, Source, model_config, resolve, resolve_dtype
 from slipstream.device.device import Device, device_facts, open_device
 from slipstream.engine.core import EngineCore
-from slipstream.engine.facts import ModelFacts
+from slipstream.engine.front.facts import ModelFacts
 from slipstream.errors import InvalidOption
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.runner.assemble import build_runner, layer_specs

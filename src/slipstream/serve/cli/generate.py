@@ -14,7 +14,7 @@ from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags
 from slipstream.serve.cli.run import OpenLLM, open_with
 
 if TYPE_CHECKING:
-    from slipstream.engine.results import RequestOutput
+    from slipstream.engine.front.results import RequestOutput
 
 Prompt = str | list[int]
 

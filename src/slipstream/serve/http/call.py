@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from slipstream.serve.http.auth import Headers
 
 if TYPE_CHECKING:
-    from slipstream.engine.outputs import Track
+    from slipstream.engine.front.outputs import Track
     from slipstream.serve.http.state import State
 
 

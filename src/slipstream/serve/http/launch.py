@@ -13,9 +13,9 @@ import time
 import msgspec
 
 from slipstream.config.options import Options
-from slipstream.engine.parent import child_environment
-from slipstream.engine.spawn import CoreHandle, spawn_core
-from slipstream.engine.wire import Failed, WireError, from_core_frames
+from slipstream.engine.link.parent import child_environment
+from slipstream.engine.link.spawn import CoreHandle, spawn_core
+from slipstream.engine.link.wire import Failed, WireError, from_core_frames
 from slipstream.errors import EngineDead, InvalidOption
 from slipstream.metrics.board import Board
 from slipstream.serve.http.settings import Settings

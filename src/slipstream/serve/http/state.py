@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from slipstream.engine.frontend import AsyncEngine
+from slipstream.engine.front.frontend import AsyncEngine
 from slipstream.metrics.board import Board
 from slipstream.metrics.traces import Traces
 from slipstream.serve.http.auth import Keys

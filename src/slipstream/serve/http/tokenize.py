@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from slipstream.engine.served import ServedModel
+from slipstream.engine.front.served import ServedModel
 from slipstream.errors import InvalidPrompt
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request

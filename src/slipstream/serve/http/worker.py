@@ -14,8 +14,8 @@ from typing import Any
 
 import uvicorn
 
-from slipstream.engine.frontend import AsyncEngine
-from slipstream.engine.remote import SocketClient
+from slipstream.engine.front.frontend import AsyncEngine
+from slipstream.engine.link.remote import SocketClient
 from slipstream.metrics.board import Board
 from slipstream.serve.http.app import App
 from slipstream.serve.http.settings import Settings

@@ -10,7 +10,7 @@ import sys
 
 import msgspec
 
-from slipstream.engine.parent import die_with_parent
+from slipstream.engine.link.parent import die_with_parent
 from slipstream.metrics.board import Board
 from slipstream.serve.http.log import set_up_log
 from slipstream.serve.http.settings import Settings

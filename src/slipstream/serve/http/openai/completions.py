@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.engine.outputs import Track
-from slipstream.engine.reading import Reading
-from slipstream.engine.results import Increment, Logprob
+from slipstream.engine.front.outputs import Track
+from slipstream.engine.front.reading import Reading
+from slipstream.engine.front.results import Increment, Logprob
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.fields import GenerationFields, Refused, given_fields, refuse, sampling_params

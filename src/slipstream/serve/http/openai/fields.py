@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.engine.inputs import InputProcessor
+from slipstream.engine.front.inputs import InputProcessor
 from slipstream.params import SamplingParams
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.settings import Settings

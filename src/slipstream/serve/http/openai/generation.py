@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.engine.outputs import Track
-from slipstream.engine.reading import Reading
+from slipstream.engine.front.outputs import Track
+from slipstream.engine.front.reading import Reading
 from slipstream.errors import UserError
 from slipstream.messages import Submit
 from slipstream.params import SamplingParams

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
-from slipstream.engine.results import Logprob
+from slipstream.engine.front.results import Logprob
 
 LOWEST = -9999.0  # JSON has no infinity
 

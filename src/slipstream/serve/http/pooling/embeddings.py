@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from slipstream.engine.pooling_calls import encode
+from slipstream.engine.front.pooling_calls import encode
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.pooling.fields import PoolUsage, VectorFields, pooling_params, prompts_of
 from slipstream.serve.http.pooling.run import choose, numbers_of, run, run_text, short_text, usage_of

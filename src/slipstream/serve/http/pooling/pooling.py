@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.engine.pooling_calls import encode
-from slipstream.engine.served import POOLING_TASKS
+from slipstream.engine.front.pooling_calls import encode
+from slipstream.engine.front.served import POOLING_TASKS
 from slipstream.pooling_params import Task
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.pooling.embeddings import written

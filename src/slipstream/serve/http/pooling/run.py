@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from slipstream.engine.outputs import PoolTrack
-from slipstream.engine.pool_inputs import PoolInputs
-from slipstream.engine.pool_results import PoolingRequestOutput
-from slipstream.engine.pooling_calls import Call as Verb
-from slipstream.engine.pooling_calls import Feed, Results
-from slipstream.engine.served import ServedModel
+from slipstream.engine.front.outputs import PoolTrack
+from slipstream.engine.front.pool_inputs import PoolInputs
+from slipstream.engine.front.pool_results import PoolingRequestOutput
+from slipstream.engine.front.pooling_calls import Call as Verb
+from slipstream.engine.front.pooling_calls import Feed, Results
+from slipstream.engine.front.served import ServedModel
 from slipstream.errors import SlipstreamError
 from slipstream.messages import Pooled, Submit
 from slipstream.pooling_params import PoolingParams

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.engine.pooling_calls import score
-from slipstream.engine.served import SCORING
+from slipstream.engine.front.pooling_calls import score
+from slipstream.engine.front.served import SCORING
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.pooling.fields import PoolFields, PoolUsage, check_count, pooling_params, size_of

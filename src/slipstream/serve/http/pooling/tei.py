@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 import slipstream
-from slipstream.engine.pooling_calls import encode, score
-from slipstream.engine.served import POOLING_TASKS
+from slipstream.engine.front.pooling_calls import encode, score
+from slipstream.engine.front.served import POOLING_TASKS
 from slipstream.pooling_params import Task
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request

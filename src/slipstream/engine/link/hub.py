@@ -10,7 +10,7 @@ import selectors
 import socket
 from collections.abc import Iterable, Sequence
 
-from slipstream.engine.wire import FromCore, ToCore, WireError, frame, to_core_frames
+from slipstream.engine.link.wire import FromCore, ToCore, WireError, frame, to_core_frames
 
 _READ = 2**18  # bytes at once
 

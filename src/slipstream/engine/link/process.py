@@ -1,4 +1,4 @@
-"""The core process: `python -m slipstream.engine.process FD…`, one inherited socket for each front end.
+"""The core process: `python -m slipstream.engine.link.process FD…`, one inherited socket for each front end.
 
 The options of each model come as JSON on standard input. It ends when its last front end has gone, or with the root
 cause of a failure as its last message. It never opens a port or a file of its own, and reads nothing but msgpack.
@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from slipstream.config.options import Options
-from slipstream.engine.hub import Connection, Hub
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.parent import die_with_parent
-from slipstream.engine.wire import Failed, FromCore, Loading, Opening, Pulse, Ready, Refused
+from slipstream.engine.link.hub import Connection, Hub
+from slipstream.engine.link.parent import die_with_parent
+from slipstream.engine.link.wire import Failed, FromCore, Loading, Opening, Pulse, Ready, Refused
 from slipstream.errors import EngineDead, SlipstreamError
 from slipstream.messages import Abort, Output, Submit
 from slipstream.metrics.lane import LaneStats

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from slipstream.config.pooling_info import Role
-from slipstream.engine.outputs import PoolTrack
-from slipstream.engine.pool_inputs import PLAIN, PoolInputs, PoolPrompt
-from slipstream.engine.pool_results import (
+from slipstream.engine.front.outputs import PoolTrack
+from slipstream.engine.front.pool_inputs import PLAIN, PoolInputs, PoolPrompt
+from slipstream.engine.front.pool_results import (
     PoolingRequestOutput,
     RerankResult,
     ScoringOutput,

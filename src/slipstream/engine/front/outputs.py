@@ -10,9 +10,9 @@ import time
 from typing import Any
 
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.engine.pool_results import PoolingRequestOutput, wrap
-from slipstream.engine.results import Increment, Logprob, RequestMetrics, RequestOutput
-from slipstream.engine.sample import Sample, decoder_of, logprob_entry
+from slipstream.engine.front.pool_results import PoolingRequestOutput, wrap
+from slipstream.engine.front.results import Increment, Logprob, RequestMetrics, RequestOutput
+from slipstream.engine.front.sample import Sample, decoder_of, logprob_entry
 from slipstream.messages import Abort, Output, Submit
 from slipstream.metrics.stats import ModelStats
 from slipstream.params import SamplingParams

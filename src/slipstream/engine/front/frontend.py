@@ -15,24 +15,24 @@ from typing import Any, TypeVar
 import msgspec
 
 from slipstream.config.options import options_of
-from slipstream.engine import pooling_calls
-from slipstream.engine.client import CoreClient
-from slipstream.engine.inputs import Message, Prompt
-from slipstream.engine.outputs import OutputProcessor, Track
-from slipstream.engine.pool_inputs import PoolInputs
-from slipstream.engine.pool_results import (
+from slipstream.engine.front import pooling_calls
+from slipstream.engine.front.inputs import Message, Prompt
+from slipstream.engine.front.outputs import OutputProcessor, Track
+from slipstream.engine.front.pool_inputs import PoolInputs
+from slipstream.engine.front.pool_results import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,
     RerankResult,
     ScoringRequestOutput,
 )
-from slipstream.engine.queue_load import QueueLoad
-from slipstream.engine.reading import Reading
-from slipstream.engine.results import Increment, RequestOutput
-from slipstream.engine.served import POOLING_TASKS, SCORING, ServedModel, choose
-from slipstream.engine.stream import Mailbox
-from slipstream.engine.wire import FromCore, Loading, Opening, Pulse, Ready, Refused
+from slipstream.engine.front.queue_load import QueueLoad
+from slipstream.engine.front.reading import Reading
+from slipstream.engine.front.results import Increment, RequestOutput
+from slipstream.engine.front.served import POOLING_TASKS, SCORING, ServedModel, choose
+from slipstream.engine.front.stream import Mailbox
+from slipstream.engine.link.client import CoreClient
+from slipstream.engine.link.wire import FromCore, Loading, Opening, Pulse, Ready, Refused
 from slipstream.errors import EngineClosed, InvalidParams, UserError
 from slipstream.messages import Abort, Output, Submit
 from slipstream.metrics.stats import ModelStats
@@ -85,7 +85,7 @@ class AsyncEngine:
             return
         from slipstream.engine.build import build_lanes  # loads torch, which a front end without a core need not have
         from slipstream.engine.lanes import Lanes
-        from slipstream.engine.local import ThreadClient
+        from slipstream.engine.link.local import ThreadClient
 
         lanes = build_lanes(options_of(model, models, options))
         self.config = next(iter(lanes.values()))[0].config

@@ -6,9 +6,9 @@ import asyncio
 import queue
 import threading
 
-from slipstream.engine.client import Listener
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.wire import FromCore, Refused, ToCore
+from slipstream.engine.link.client import Listener
+from slipstream.engine.link.wire import FromCore, Refused, ToCore
 from slipstream.messages import Abort, Submit
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from slipstream.engine.results import CompletionOutput, Increment, Logprob
+from slipstream.engine.front.results import CompletionOutput, Increment, Logprob
 from slipstream.messages import Output, TokenLogprobs
 from slipstream.params import SamplingParams
 from slipstream.request import FinishReason

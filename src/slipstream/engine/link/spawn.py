@@ -10,7 +10,7 @@ import sys
 import msgspec
 
 from slipstream.config.options import Options
-from slipstream.engine.parent import child_environment
+from slipstream.engine.link.parent import child_environment
 
 
 class CoreHandle:
@@ -46,7 +46,7 @@ def spawn_core(options: list[Options], num_front_ends: int = 1) -> tuple[CoreHan
     pairs = [socket.socketpair() for _ in range(num_front_ends)]
     theirs = [pair[1] for pair in pairs]
     process = subprocess.Popen(
-        [sys.executable, "-m", "slipstream.engine.process", *(str(sock.fileno()) for sock in theirs)],
+        [sys.executable, "-m", "slipstream.engine.link.process", *(str(sock.fileno()) for sock in theirs)],
         stdin=subprocess.PIPE,
         stdout=sys.stderr.fileno(),  # standard output belongs to whoever started us
         pass_fds=[sock.fileno() for sock in theirs],

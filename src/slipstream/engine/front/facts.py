@@ -8,8 +8,8 @@ from slipstream.config.config import EngineConfig
 from slipstream.config.generation import GenerationDefaults
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.engine.inputs import InputProcessor
-from slipstream.engine.pool_inputs import PoolInputs
+from slipstream.engine.front.inputs import InputProcessor
+from slipstream.engine.front.pool_inputs import PoolInputs
 from slipstream.text.chat import load_chat_template
 from slipstream.text.tokenizer import Tokenizer
 

@@ -6,8 +6,8 @@ import asyncio
 import socket
 from typing import cast
 
-from slipstream.engine.client import Listener
-from slipstream.engine.wire import Failed, FromCore, ToCore, WireError, frame, from_core_frames
+from slipstream.engine.link.client import Listener
+from slipstream.engine.link.wire import Failed, FromCore, ToCore, WireError, frame, from_core_frames
 from slipstream.errors import EngineClosed, EngineDead
 
 

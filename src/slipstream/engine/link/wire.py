@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from slipstream import errors
-from slipstream.engine.facts import ModelFacts
+from slipstream.engine.front.facts import ModelFacts
 from slipstream.errors import SlipstreamError
 from slipstream.messages import Abort, Output, Submit
 from slipstream.metrics.lane import LaneStats

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from slipstream.engine.facts import ModelFacts
-from slipstream.engine.inputs import InputProcessor
-from slipstream.engine.pool_inputs import PoolInputs
+from slipstream.engine.front.facts import ModelFacts
+from slipstream.engine.front.inputs import InputProcessor
+from slipstream.engine.front.pool_inputs import PoolInputs
 from slipstream.errors import ModelNotFound
 from slipstream.text.tokenizer import Tokenizer
 

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from slipstream.engine.outputs import Track
-from slipstream.engine.stream import Mailbox
+from slipstream.engine.front.outputs import Track
+from slipstream.engine.front.stream import Mailbox
 
 if TYPE_CHECKING:
-    from slipstream.engine.frontend import AsyncEngine
+    from slipstream.engine.front.frontend import AsyncEngine
 
 
 class Reading:

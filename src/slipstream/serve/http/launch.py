@@ -20,7 +20,7 @@ from slipstream.errors import EngineDead, InvalidOption
 from slipstream.metrics.board import Board
 from slipstream.serve.http.settings import Settings
 
-log = logging.getLogger("slipstream.http")
+status = logging.getLogger("slipstream.status")
 
 _CORE_SECONDS = 30.0  # for the core to end once its front ends have gone
 
@@ -34,7 +34,7 @@ def launch(settings: Settings, options: list[Options]) -> None:
     # first of all: it has the longest way to go
     core, socks = spawn_core(options, settings.workers + (settings.workers > 1))
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    log.warning("listening on http://%s:%d", host, port)
+    status.info("listening on http://%s:%d", host, port)
     cause: str | None = None
     try:
         if settings.workers == 1:

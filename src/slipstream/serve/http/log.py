@@ -20,7 +20,7 @@ def set_up_log(level: str, style: str = "text") -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
     logging.getLogger("slipstream").setLevel(level.upper())
-    # one line in a while is not a line for each request
+    # how the server itself is doing: a line in a while, not one for each request
     logging.getLogger("slipstream.status").setLevel("ERROR" if level == "error" else "INFO")
 
 

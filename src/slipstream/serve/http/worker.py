@@ -23,7 +23,7 @@ from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
 from slipstream.serve.http.watchdog import Watchdog
 
-log = logging.getLogger("slipstream.http")
+status = logging.getLogger("slipstream.status")
 
 _LAST_WORDS = 1.0  # seconds for open requests to hear of the core's end, and for /health to tell
 _CLOSING = 5.0  # seconds for answers to be written once nothing more comes
@@ -83,7 +83,7 @@ class _Worker:
     async def _announce(self) -> None:
         with contextlib.suppress(Exception):  # a start that failed is told by its cause
             await self.state.engine.until_ready()
-            log.warning("ready: serving %s", ", ".join(self.state.engine.models))
+            status.info("ready: serving %s", ", ".join(self.state.engine.models))
 
     async def _until_lost(self) -> None:
         await self.state.engine.until_lost()
@@ -102,7 +102,7 @@ class _Worker:
         self.state.draining = True
         running, deadline = self.server.server_state.tasks, time.monotonic() + self.settings.drain_timeout
         if running:
-            log.warning("ending: %d requests may go on for %g s", len(running), self.settings.drain_timeout)
+            status.info("ending: %d requests may go on for %g s", len(running), self.settings.drain_timeout)
         while running and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         count = await self.state.engine.abort_all()

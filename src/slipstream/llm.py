@@ -28,7 +28,6 @@ from slipstream.engine.front.results import RequestOutput
 from slipstream.engine.front.served import POOLING_TASKS, SCORING, ServedModel, choose
 from slipstream.engine.garbage import nothing_old
 from slipstream.engine.interrupts import held_back
-from slipstream.engine.lanes import Lanes
 from slipstream.engine.progress import progress
 from slipstream.errors import EngineClosed, InvalidParams, InvalidPrompt, QueueFull, UserError
 from slipstream.messages import Abort, Submit
@@ -66,11 +65,10 @@ class LLM:
         **options: Any,
     ) -> None:
         options.setdefault("max_itl", 0.0)  # nobody reads along
-        lanes = build_lanes(options_of(model, models, options), progress=use_tqdm_on_load, device=_device)
-        self.cores = {name: core for name, (_, core) in lanes.items()}
-        self.models = {name: ServedModel.load(opened.facts) for name, (opened, _) in lanes.items()}
+        self._lanes, opened = build_lanes(options_of(model, models, options), progress=use_tqdm_on_load, device=_device)
+        self.cores = self._lanes.cores
+        self.models = {name: ServedModel.load(each.facts) for name, each in opened.items()}
         self._configs = {name: core.config for name, core in self.cores.items()}
-        self._lanes = Lanes(self.cores)
         self._outputs = OutputProcessor(None)
         self._numbers = itertools.count()
         self._closed = False

@@ -19,6 +19,7 @@ from slipstream.config.resolve import DEFAULT_SHARE, Source, model_config, resol
 from slipstream.device.device import Device, device_facts, open_device
 from slipstream.engine.core import EngineCore
 from slipstream.engine.front.facts import ModelFacts
+from slipstream.engine.lanes import Lanes
 from slipstream.errors import InvalidOption
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.runner.assemble import build_runner, layer_specs
@@ -49,17 +50,19 @@ def build_core(opened: Opened, *, progress: bool = False, device: Device | None 
 
 def build_lanes(
     options: Sequence[Options],
+    opened: Sequence[Opened] | None = None,
     *,
     progress: bool = False,
     device: Device | None = None,
     tell: Callable[[str], None] = lambda name: None,
-) -> dict[str, tuple[Opened, EngineCore]]:
-    """Several models on one device, by name. `tell` hears which one is being loaded.
+) -> tuple[Lanes, dict[str, Opened]]:
+    """Models on one device, and by name what they are. `opened`: what `open_models` made of the same options, where
+    somebody has called it already. `tell` hears which one is being loaded.
 
     Models without a cache come first and take what they need. Those with one share evenly what is left of the GPU up to
     `gpu_memory_utilization`, but for those whose options say how large the cache shall be.
     """
-    opened = open_models(options)
+    opened = open_models(options) if opened is None else opened
     names = [each.facts.name for each in opened]
     kinds = {each.config.device.kind for each in opened}
     if len(kinds) > 1:
@@ -84,7 +87,7 @@ def build_lanes(
     except BaseException:
         device.close()
         raise
-    return {name: built[name] for name in names}
+    return Lanes({name: built[name][1] for name in names}), {name: built[name][0] for name in names}
 
 
 def open_models(options: Sequence[Options]) -> list[Opened]:

@@ -84,13 +84,12 @@ class AsyncEngine:
             client.listen(self)
             return
         from slipstream.engine.build import build_lanes  # loads torch, which a front end without a core need not have
-        from slipstream.engine.lanes import Lanes
         from slipstream.engine.link.local import ThreadClient
 
-        lanes = build_lanes(options_of(model, models, options))
-        self.config = next(iter(lanes.values()))[0].config
-        self.models = {name: ServedModel.load(opened.facts) for name, (opened, _) in lanes.items()}
-        self.client = ThreadClient(Lanes({name: core for name, (_, core) in lanes.items()}))
+        lanes, opened = build_lanes(options_of(model, models, options))
+        self.config = next(iter(lanes.cores.values())).config
+        self.models = {name: ServedModel.load(each.facts) for name, each in opened.items()}
+        self.client = ThreadClient(lanes)
         self._ready = True
 
     # Generating

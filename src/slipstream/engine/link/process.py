@@ -189,9 +189,9 @@ def _load(options: list[Options], hub: Hub) -> Lanes:
     from slipstream.engine.build import build_lanes, open_models  # the first time anyone loads it
 
     hub.broadcast(Loading("reading the model's files"))
-    hub.broadcast(Opening([each.facts for each in open_models(options)], os.getpid()))
-    lanes = build_lanes(options, tell=lambda name: hub.broadcast(Loading(f"loading {name}")))
-    return Lanes({name: core for name, (_, core) in lanes.items()})
+    opened = open_models(options)
+    hub.broadcast(Opening([each.facts for each in opened], os.getpid()))
+    return build_lanes(options, opened, tell=lambda name: hub.broadcast(Loading(f"loading {name}")))[0]
 
 
 def root_cause(error: BaseException) -> str:

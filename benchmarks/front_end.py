@@ -4,9 +4,9 @@
 
 Three processes: the front end, the scripted core, and the load. Short requests are completions of one token, so each
 pays for HTTP, JSON, tokenising, the way to the core and back, and an answer; embeddings are of the same text, and come
-back as base64. Streams are given one token each a step, as fast as the front end takes them. Reported are rates as seen
-by the load, and the CPU time the front end spent on each: on a machine that others use too, the second is the one to
-trust; 1 / it is what a core of its own would do.
+back as base64; refusals are 429s to the first of them while the queue is full. Streams are given one token each a step,
+as fast as the front end takes them. Reported are rates as seen by the load, and the CPU time the front end spent on
+each: on a machine that others use too, the second is the one to trust; 1 / it is what a core of its own would do.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,8 @@ from slipstream.request import FinishReason
 from slipstream.serve.http.settings import Settings
 
 PROMPT = "Wind moves the tall grass of the valley while a slow river carries leaves past the old mill."
+QUEUE = 1024  # prompts that may wait
+HELD = 7777  # prompts with this max_tokens are never begun
 TEXT_IDS = [504, 2060, 5532, 253, 3714, 8187, 282, 28, 338, 30]  # ordinary words; any ids would do
 
 
@@ -59,7 +63,7 @@ def main() -> None:
     port = listener.getsockname()[1]
     ours, theirs = socket.socketpair()
     core = subprocess.Popen([sys.executable, __file__, "--core", str(theirs.fileno())], pass_fds=[theirs.fileno()])
-    front = start_front(listener, ours)
+    front = start_front(listener, ours, Settings(log_level="error", max_queued_requests=QUEUE))
     for sock in (listener, ours, theirs):
         sock.close()
     try:
@@ -68,9 +72,11 @@ def main() -> None:
         for name, data in (("short requests", COMPLETION), ("embeddings", EMBEDDING)):
             run_short(port, min(args.requests, 500), args.connections, data)  # first uses
             results[name] = measure(front.pid, partial(run_short, port, args.requests, args.connections, data))
-        results |= {
-            "streamed tokens": measure(front.pid, lambda: run_streams(port, args.streams, args.tokens, args.rounds)),
-        }
+        with full_queue(port):
+            refuse = partial(run_short, port, args.requests, args.connections, COMPLETION, b"429")
+            results["refusals"] = measure(front.pid, refuse)
+        streams = partial(run_streams, port, args.streams, args.tokens, args.rounds)
+        results["streamed tokens"] = measure(front.pid, streams)
     finally:
         front.terminate()
         front.wait()
@@ -85,12 +91,12 @@ def main() -> None:
         )
 
 
-def start_front(listener: socket.socket, core: socket.socket) -> subprocess.Popen[bytes]:
+def start_front(listener: socket.socket, core: socket.socket, settings: Settings) -> subprocess.Popen[bytes]:
     fds = [listener.fileno(), core.fileno()]
     command = [sys.executable, "-m", "slipstream.serve.http.worker_main", *map(str, fds)]
     front = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds)
     assert front.stdin is not None
-    front.stdin.write(msgspec.json.encode(Settings(log_level="error", max_queued_requests=100_000)))
+    front.stdin.write(msgspec.json.encode(settings))
     front.stdin.close()
     return front
 
@@ -114,34 +120,23 @@ def cpu_seconds(pid: int) -> float:
 
 def play_core(fd: int) -> None:
     hub = Hub([socket.socket(fileno=fd)])
-    path = str(locate(None).path)
     vector = np.linspace(-1, 1, 384, dtype=np.float32)
-    facts = ModelFacts(
-        name="scripted", tokenizer=path, chat_template=None, defaults=GenerationDefaults(), max_model_len=8192,
-        max_positions=8192, vocab_size=49152,
-    )  # fmt: skip
-    pooling = PoolingInfo(method="mean", is_causal=False, embed_size=384, token_size=384, max_seq_length=256)
-    embedder = msgspec.structs.replace(
-        facts, name="embedder", tokenizer=str(default_embedder().path), vocab_size=30522, max_model_len=256,
-        pooling=pooling,
-    )  # fmt: skip
-    hub.broadcast(Opening([facts, embedder], os.getpid()))
-    hub.broadcast(Ready())
+    say_hello(hub)
     running: dict[str, tuple[Connection, int]] = {}
+    outputs: list[Output] = []
     step = 0
     while hub.connections:
-        messages, _ = hub.receive(wait=not running)
-        outputs: list[Output] = []
+        messages, _ = hub.receive(wait=not running and not outputs)
         for connection, message in messages:
             if isinstance(message, Submit) and isinstance(message.params, PoolingParams):
                 outputs.append(Output(message.request_id, 0, [], None, FinishReason.STOP, pooled=Pooled.of(vector)))
-            elif isinstance(message, Submit):
+            elif isinstance(message, Submit) and message.params.max_tokens != HELD:
                 running[message.request_id] = connection, message.params.max_tokens or 1  # type: ignore[union-attr]
             elif isinstance(message, Abort):
                 running.pop(message.request_id, None)
         # a front end that is behind is not buried: the core of a real model is not that fast either
         if any(len(connection.unsent) > 2**16 for connection in hub.connections):
-            hub.receive(wait=True)
+            time.sleep(0.0005)
             continue
         step += 1
         token = TEXT_IDS[step % len(TEXT_IDS)]
@@ -154,6 +149,23 @@ def play_core(fd: int) -> None:
                 del running[name]
         if outputs and hub.connections:
             hub.send(hub.connections[0], outputs)
+        outputs.clear()
+
+
+def say_hello(hub: Hub) -> None:
+    """As a core does that has the default models."""
+    path = str(locate(None).path)
+    facts = ModelFacts(
+        name="scripted", tokenizer=path, chat_template=None, defaults=GenerationDefaults(), max_model_len=8192,
+        max_positions=8192, vocab_size=49152,
+    )  # fmt: skip
+    pooling = PoolingInfo(method="mean", is_causal=False, embed_size=384, token_size=384, max_seq_length=256)
+    embedder = msgspec.structs.replace(
+        facts, name="embedder", tokenizer=str(default_embedder().path), vocab_size=30522, max_model_len=256,
+        pooling=pooling,
+    )  # fmt: skip
+    hub.broadcast(Opening([facts, embedder], os.getpid()))
+    hub.broadcast(Ready())
 
 
 # The load: plain sockets, so that it costs less than what it measures
@@ -162,14 +174,19 @@ def play_core(fd: int) -> None:
 def wait_ready(port: int) -> None:
     for _ in range(600):
         try:
-            with socket.create_connection(("127.0.0.1", port)) as sock:
-                sock.sendall(b"GET /ready HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-                if b" 200 " in sock.recv(4096).split(b"\r\n")[0]:
-                    return
+            if ask(port, "/ready", b" 200 "):
+                return
         except OSError:
             pass
         time.sleep(0.05)
     raise SystemExit("the front end did not start")
+
+
+def ask(port: int, path: str, text: bytes) -> bool:
+    """Whether a short answer has this in it."""
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        return text in sock.recv(4096)
 
 
 def request(path: str, body: dict[str, Any]) -> bytes:
@@ -182,7 +199,19 @@ COMPLETION = request("/v1/completions", {"prompt": PROMPT, "max_tokens": 1})
 EMBEDDING = request("/v1/embeddings", {"input": PROMPT, "model": "embedder", "encoding_format": "base64"})
 
 
-def run_short(port: int, count: int, connections: int, data: bytes) -> tuple[int, int]:
+@contextmanager
+def full_queue(port: int) -> Iterator[None]:
+    """One request with as many prompts as may wait; the core does not begin them."""
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(request("/v1/completions", {"prompt": [[1]] * QUEUE, "max_tokens": HELD}))
+        while ask(port, "/load", b'"queued_requests":0,'):
+            time.sleep(0.01)
+        yield
+    while not ask(port, "/load", b'"queued_requests":0,'):
+        time.sleep(0.01)
+
+
+def run_short(port: int, count: int, connections: int, data: bytes, status: bytes = b"200") -> tuple[int, int]:
     """Each connection sends its next request when it has its answer, which is short."""
     selector = selectors.DefaultSelector()
     to_send = count
@@ -198,6 +227,7 @@ def run_short(port: int, count: int, connections: int, data: bytes) -> tuple[int
             sock = key.fileobj  # type: ignore[assignment]
             answer = sock.recv(65536)
             assert answer, "the front end closed a connection"
+            assert answer[9:12] == status or not answer.startswith(b"HTTP/1.1 "), answer[:400]
             if answer.endswith(b"}"):
                 done += 1
                 if to_send > 0:

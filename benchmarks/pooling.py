@@ -76,16 +76,16 @@ def report(llm: LLM, shape: str, args: argparse.Namespace) -> None:
 
 def closed_loop(llm: LLM, prompts: list[list[int]], params: PoolingParams, concurrency: int) -> None:
     """A request comes as soon as another has ended, as from so many clients."""
-    inputs = llm._pooling()
+    (served,) = llm.models.values()
+    inputs, drive = served.require_pooling(), llm._drive
     feed: Iterator[Any] = iter(Feed(inputs, [Batch(prompts, inputs.settle(params))], llm._new_id))
     under_way, held = 0, next(feed, None)
     while held is not None or under_way:
         while held is not None and under_way < concurrency:
-            llm.core.submit(held[0])
-            llm._outputs.open(*held, stream=False)
+            drive._submit(served, held, stream=False)
             under_way += 1
             held = next(feed, None)
-        under_way -= sum(track.finished for track in llm._step())
+        under_way -= sum(track.finished for track in drive.step())
 
 
 if __name__ == "__main__":

@@ -10,6 +10,9 @@ import torch
 from slipstream.config.locate import LocatedModel, locate
 from slipstream.errors import ModelNotFound
 
+# Tests run on the CPU, GPU or not, in other processes too; those marked `cuda` name their device.
+os.environ["SLIPSTREAM_DEVICE"] = "cpu"
+
 # Kernels run in Triton's interpreter where there is no GPU. It must be chosen before anyone imports triton.
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -59,6 +59,7 @@ class ScriptedExecutor:
         self.num_admissions = 0
         self.num_computed = 0
         self.num_given_back = 0  # pages, by running requests
+        self.queries: set[int] = set()  # kept for late interaction
         self.fail: Callable[[Admission, int], bool] = lambda admission, length: False
         self._queue: deque[StepPlan] = deque()
         self._last_step = -1
@@ -74,11 +75,13 @@ class ScriptedExecutor:
         self._release_and_admit(plan)
         self._update_pages(plan)
         self._write(plan)
+        self._keep_queries(plan)
         return self._sample(plan)
 
     def _release_and_admit(self, plan: StepPlan) -> None:
         for row in plan.released.tolist():
             del self.rows[row]
+        self.queries -= set(plan.forgotten)  # some were given up before they were computed
         for admission in sorted((*plan.admitted, *plan.pool_admitted), key=lambda admission: admission.number):
             assert admission.row not in self.rows, f"row {admission.row} has an owner"
             assert 0 <= admission.row < self.max_num_seqs
@@ -87,6 +90,15 @@ class ScriptedExecutor:
             assert 0 <= admission.num_cached < state.num_known
             self.num_admissions += 1
             self.rows[admission.row] = state
+
+    def _keep_queries(self, plan: StepPlan) -> None:
+        """Documents find theirs computed by a step before; a query that ends with this one is kept from here on."""
+        if plan.queries is not None:
+            pairs = list(zip(plan.queries.tolist(), plan.pool_params, strict=True))
+            assert all((number >= 0) == bool(params.query_key) for number, params in pairs)
+            wanted = {number for number, params in pairs if params.is_document}
+            assert wanted <= self.queries, f"queries {wanted} are asked for, {self.queries} are kept"
+            self.queries |= {number for number, params in pairs if params.is_query}
 
     def _update_pages(self, plan: StepPlan) -> None:
         assert len(plan.new_pages) == self.num_groups

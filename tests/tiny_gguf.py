@@ -9,6 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from tiny import tiny_weights
 
@@ -75,6 +76,74 @@ def write_gguf(folder: Path, kind: gguf.GGMLQuantizationType, extra: dict[str, n
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+BERT = {
+    "embeddings.word_embeddings": "token_embd",
+    "embeddings.position_embeddings": "position_embd",
+    "embeddings.token_type_embeddings": "token_types",
+    "embeddings.LayerNorm": "token_embd_norm",
+    "attention.self.query": "attn_q",
+    "attention.self.key": "attn_k",
+    "attention.self.value": "attn_v",
+    "attention.output.dense": "attn_output",
+    "attention.output.LayerNorm": "attn_output_norm",
+    "intermediate.dense": "ffn_up",
+    "output.dense": "ffn_down",
+    "output.LayerNorm": "layer_output_norm",
+}
+
+
+def write_bert_gguf(
+    folder: Path, words: list[str], kind: gguf.GGMLQuantizationType, pooling: gguf.PoolingType | None = None
+) -> Path:
+    """A BERT folder's model as one file, with a vocabulary of these words in BERT's own writing."""
+    config = json.loads((folder / "config.json").read_text())
+    path = folder / "model.gguf"
+    writer = gguf.GGUFWriter(path, "bert")
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_causal_attention(False)
+    if pooling is not None:
+        writer.add_pooling_type(pooling)
+    for name, value in bert_vocab(words).items():
+        writer.add_string(name, value) if isinstance(value, str) else writer.add_array(name, value)
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        stem, suffix = name.rsplit(".", 1)
+        block = ""
+        if stem.startswith("encoder.layer."):
+            _, _, number, stem = stem.split(".", 3)
+            block = f"blk.{number}."
+        if stem not in BERT:  # the pooler
+            continue
+        array = tensor.numpy()
+        as_kind = (
+            kind if array.ndim == 2 and "position" not in stem and "type" not in stem else gguf.GGMLQuantizationType.F32
+        )
+        writer.add_tensor(f"{block}{BERT[stem]}.{suffix}", gguf.quants.quantize(array, as_kind), raw_dtype=as_kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def bert_vocab(words: list[str]) -> dict[str, Any]:
+    """The fields of a WordPiece vocabulary: beginnings of words are marked, and not what follows."""
+    special = [word in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") for word in words]
+    pieces = [
+        word if own else word[2:] if word.startswith("##") else f"▁{word}"
+        for word, own in zip(words, special, strict=True)
+    ]
+    return {
+        "tokenizer.ggml.model": "bert",
+        "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.token_type": [3 if own else 1 for own in special],
+    }
 
 
 def add_family_facts(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any], head_dim: int) -> None:

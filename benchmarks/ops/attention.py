@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -22,7 +23,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from slipstream.ops.paged_attention.triton import KernelShape, attend_splits, attend_tiles, make_partials, query_tile
+from slipstream.ops.paged_attention.triton import (
+    KernelShape,
+    attend_splits,
+    attend_tiles,
+    make_partials,
+    num_shares,
+    query_tile,
+)
 from slipstream.ops.paged_attention.work import MAX_SPLITS, Work, list_work
 from slipstream.ops.rope.triton import turn_and_write
 
@@ -30,7 +38,10 @@ COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device cop
 COLD_BYTES = 1 << 30  # of keys and values read in one turn over all copies
 
 HEADS = {"0.6B": (16, 8, 128), "8B": (32, 8, 128)}
-DECODE = [(64, 4096), (128, 4096), (256, 1024), (256, 384), (16, 8192), (16, 1024), (1, 32768), (1, 1024), (1, 256)]
+EQUAL = [(64, 4096), (128, 4096), (256, 1024), (256, 384), (40, 1024), (16, 8192), (16, 1024)]
+EQUAL += [(1, 32768), (1, 1024), (1, 256)]
+DECODE = {f"{rows} x {length}": [length] * rows for rows, length in EQUAL}
+DECODE["256 of 100 to 2000"] = [random.Random(0).randrange(100, 2000) for _ in range(256)]
 PREFILL = [
     ([4096] * 8, [4096] * 8),
     ([4096] * 2, [4096] * 2),
@@ -111,9 +122,16 @@ def make_inputs(heads: int, kv_heads: int, dim: int, page_size: int, rows: list[
     )
 
 
-def list_inputs(inputs: Inputs, tile: int, splits: tuple[int | None, int] = SPLITS[0]) -> Work:
+def list_inputs(
+    inputs: Inputs, tile: int, splits: tuple[int | None, int] = SPLITS[0], shape: KernelShape | None = None
+) -> Work:
     heads = inputs.query.shape[1]
-    _, page_size, kv_heads, _ = inputs.caches[0][0].shape
+    _, page_size, kv_heads, dim = inputs.caches[0][0].shape
+    device = inputs.query.device
+    if shape is None:
+        shares = num_shares(device, inputs.query.dtype, heads, kv_heads, dim, page_size)
+    else:
+        shares = shape.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count // kv_heads
     longest = max(length for length, _ in inputs.rows)
     starts = None if len(inputs.query) == len(inputs.rows) else inputs.starts
     return list_work(
@@ -126,6 +144,7 @@ def list_inputs(inputs: Inputs, tile: int, splits: tuple[int | None, int] = SPLI
         kv_heads,
         page_size,
         tile,
+        num_shares=shares,
         min_split=splits[0],
         max_splits=splits[1],
     )
@@ -175,7 +194,7 @@ def seconds(call: Callable[[], None], calls: int, replays: int) -> float:
 def bench_decode(
     name: str, inputs: Inputs, shape: KernelShape | None, splits: tuple[int | None, int], replays: int
 ) -> dict:
-    work = list_inputs(inputs, tile=128, splits=splits)
+    work = list_inputs(inputs, tile=128, splits=splits, shape=shape)
     partials = make_partials(work, inputs.query.shape[1], inputs.query.shape[2])
 
     def call() -> None:
@@ -318,9 +337,9 @@ def main() -> None:
             best.append(min(timed, key=lambda result: result["us"]))
 
     for model, (heads, kv_heads, dim) in HEADS.items():
-        for rows, length in DECODE:
-            inputs = make_inputs(heads, kv_heads, dim, args.page_size, [(length, 1)] * rows)
-            name = f"decode {model} {rows} x {length}"
+        for rows, lengths in DECODE.items():
+            inputs = make_inputs(heads, kv_heads, dim, args.page_size, [(length, 1) for length in lengths])
+            name = f"decode {model} {rows}"
             shapes = DECODE_SHAPES[:1] if args.quick else DECODE_SHAPES
             some = [bench_decode(name, inputs, shape, SPLITS[0], args.replays) for shape in shapes]
             if not args.quick:

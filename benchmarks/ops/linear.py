@@ -35,7 +35,7 @@ SHAPES = {  # name: (out, in, gate)
 }
 FEW_TILES = [(4, 1024, 4), (4, 512, 4), (2, 1024, 4), (2, 2048, 8), (2, 4096, 8)]
 SOME_TILES = [(16, 1024, 1, 4, 1), (16, 1024, 3, 4, 1), (32, 256, 2, 4, 4), (64, 256, 1, 4, 3)]
-STREAM_TILES = [(1, 4), (1, 8), (2, 4), (4, 4)]
+STREAM_TILES = [(1,), (2,), (1, 64, 32), (2, 64, 32), (1, 64, 32, 4), (1, 128, 64, 1), (2, 64, 64), (1, 128, 128, 1)]
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -71,13 +71,13 @@ def candidates(rows: int, gate: str) -> dict[str, Product]:
     def some(tile: tuple[Any, ...]) -> Product:
         return lambda x, w: some_rows(x, w, None, gate, SomeTile(*tile))
 
-    def stream(tile: tuple[int, int]) -> Product:
+    def stream(tile: tuple[int, ...]) -> Product:
         return lambda x, w: stream_rows(x, w, None, gate, StreamTile(*tile))
 
     found = {f"few {tile}": few(tile) for tile in FEW_TILES} if rows <= 2 else {}
     if 2 < rows <= 32:
         found |= {f"some {tile}": some(tile) for tile in SOME_TILES}
-    if 2 < rows <= 64:
+    if 2 < rows <= 256:
         found |= {f"stream {tile}": stream(tile) for tile in STREAM_TILES}
     return found
 

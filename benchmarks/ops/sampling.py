@@ -95,7 +95,8 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
     temperature = torch.full((num_rows,), 0.8, device="cuda")
     everything = [(index, size)]
     counts = (torch.rand(num_rows, size, device="cuda") < 0.01).int()
-    in_prompt = torch.rand(num_rows, size, device="cuda") < 0.01
+    seen = (torch.rand(num_rows, size, device="cuda") < 0.01) * reference.IN_PROMPT + counts * reference.IN_OUTPUT
+    seen = seen.to(torch.uint8)
     values = torch.tensor([[1.1, 0.2, 0.1]], device="cuda").repeat(num_rows, 1)
     tokens = torch.randint(0, size, (num_rows,), device="cuda")
     floor = torch.ones(num_rows, device="cuda")
@@ -176,7 +177,7 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
         return agree
 
     for name, passes, args in (
-        ("penalize_", 3.25, (index, counts, in_prompt, index, values)),
+        ("penalize_", 3.25, (index, counts, seen, index, values)),
         ("drop_below_", 2, (floor,)),
     ):
         cases.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -13,10 +13,10 @@ from slipstream.config.options import options_of
 from slipstream.device.device import Device
 from slipstream.engine.build import build_lanes
 from slipstream.engine.core import EngineCore
+from slipstream.engine.drive import Drive, Prepared
 from slipstream.engine.front import pooling_calls
 from slipstream.engine.front.inputs import InputProcessor, Message, Prompt
-from slipstream.engine.front.outputs import OutputProcessor, Track
-from slipstream.engine.front.pool_inputs import PoolInputs, PoolPrompt
+from slipstream.engine.front.pool_prompts import PoolPrompt
 from slipstream.engine.front.pool_results import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -27,10 +27,7 @@ from slipstream.engine.front.pool_results import (
 from slipstream.engine.front.results import RequestOutput
 from slipstream.engine.front.served import POOLING_TASKS, SCORING, ServedModel, choose
 from slipstream.engine.garbage import nothing_old
-from slipstream.engine.interrupts import held_back
-from slipstream.engine.progress import progress
-from slipstream.errors import EngineClosed, InvalidParams, InvalidPrompt, QueueFull, UserError
-from slipstream.messages import Abort, Submit
+from slipstream.errors import InvalidParams, InvalidPrompt, UserError
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams, Task
 from slipstream.text.tokenizer import Tokenizer
@@ -65,19 +62,18 @@ class LLM:
         **options: Any,
     ) -> None:
         options.setdefault("max_itl", 0.0)  # nobody reads along
-        self._lanes, opened = build_lanes(options_of(model, models, options), progress=use_tqdm_on_load, device=_device)
-        self.cores = self._lanes.cores
+        lanes, opened = build_lanes(options_of(model, models, options), progress=use_tqdm_on_load, device=_device)
+        self.cores = lanes.cores
         self.models = {name: ServedModel.load(each.facts) for name, each in opened.items()}
         self._configs = {name: core.config for name, core in self.cores.items()}
-        self._outputs = OutputProcessor(None)
+        self._drive = Drive(lanes)
         self._numbers = itertools.count()
-        self._closed = False
-        self._free = weakref.finalize(self, self._lanes.close)  # also when nobody closes it
+        self._free = weakref.finalize(self, lanes.close)  # also when nobody closes it
 
     @property
     def core(self) -> EngineCore:
         """Of the first model."""
-        self._check_open()
+        self._drive.check_open()
         return next(iter(self.cores.values()))
 
     @property
@@ -176,7 +172,7 @@ class LLM:
         prompt_name or prompt (what to put before texts) and truncate_prompt_tokens.
         """
         served = self._model(model, *([pooling_task] if pooling_task else POOLING_TASKS))
-        call = pooling_calls.encode(_pooling(served), prompts, pooling_params, pooling_task, **how)
+        call = pooling_calls.encode(served.require_pooling(), prompts, pooling_params, pooling_task, **how)
         return self._call(served, call, use_tqdm)
 
     def embed(
@@ -190,7 +186,7 @@ class LLM:
     ) -> list[EmbeddingRequestOutput]:
         """A vector for each prompt: `outputs.embedding` as a list, `outputs.data` as an array. `how`: see `encode`."""
         served = self._model(model, "embed")
-        call = pooling_calls.encode(_pooling(served), prompts, pooling_params, "embed", **how)
+        call = pooling_calls.encode(served.require_pooling(), prompts, pooling_params, "embed", **how)
         return self._call(served, call, use_tqdm)
 
     def classify(
@@ -204,7 +200,7 @@ class LLM:
     ) -> list[ClassificationRequestOutput]:
         """How likely each class is: `outputs.probs`, and `outputs.label` of the likeliest."""
         served = self._model(model, "classify")
-        call = pooling_calls.encode(_pooling(served), prompts, pooling_params, "classify", **how)
+        call = pooling_calls.encode(served.require_pooling(), prompts, pooling_params, "classify", **how)
         return self._call(served, call, use_tqdm)
 
     def score(
@@ -222,7 +218,7 @@ class LLM:
         `how`: instruction (where the model takes one), prompt_name and truncate_prompt_tokens.
         """
         served = self._model(model, *SCORING)
-        call = pooling_calls.score(_pooling(served), data_1, data_2, pooling_params, **how)
+        call = pooling_calls.score(served.require_pooling(), data_1, data_2, pooling_params, **how)
         return self._call(served, call, use_tqdm)
 
     def rerank(
@@ -238,7 +234,7 @@ class LLM:
     ) -> list[RerankResult]:
         """The documents, the best answer to the query first, each with index, score and text. `how`: see `score`."""
         served = self._model(model, *SCORING)
-        call = pooling_calls.rerank(_pooling(served), query, documents, pooling_params, top_n=top_n, **how)
+        call = pooling_calls.rerank(served.require_pooling(), query, documents, pooling_params, top_n=top_n, **how)
         return self._call(served, call, use_tqdm)
 
     def default_sampling_params(self) -> SamplingParams:
@@ -249,11 +245,9 @@ class LLM:
 
     def close(self) -> None:
         """Free the model, the cache and the device's thread."""
-        if not self._closed:
-            self._closed = True
+        if not self._drive.closed:
             self._free()
-            self.cores.clear()
-            del self._lanes
+            self._drive.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -274,12 +268,12 @@ class LLM:
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
-        self._check_open()
+        self._drive.check_open()
         params = _spread("sampling_params", sampling_params, len(prompts))
         priorities = _spread("priority", priority, len(prompts))
         salts = _spread("cache_salt", cache_salt, len(prompts))
         # every prompt is checked before any runs
-        submits: list[tuple[Submit, str | None]] = []
+        submits: list[Prepared] = []
         for prompt, p, rank, salt in zip(prompts, params, priorities, salts, strict=True):
             try:
                 submit = served.inputs.submit(
@@ -290,110 +284,38 @@ class LLM:
                     raise
                 raise type(error)(f"prompt {len(submits) + 1} of {len(prompts)}: {error}") from None
             submits.append(submit)
-        return [track.result() for track in self._drive(served, submits, len(submits), use_tqdm)]
+        tracks = self._drive.run(served, submits, len(submits), use_tqdm=use_tqdm)
+        return [track.result() for track in tracks]
 
     def _call(self, served: ServedModel, call: pooling_calls.Call[T], use_tqdm: bool) -> T:
         """Run a verb of pooling: what it asks for, until it has what it wants."""
-        self._check_open()
+        self._drive.check_open()
         found: pooling_calls.Results | None = None
         try:
             while True:
                 batches = next(call) if found is None else call.send(found)
-                feed = pooling_calls.Feed(_pooling(served), batches, self._new_id)
+                feed = pooling_calls.Feed(served.require_pooling(), batches, self._new_id)
                 # a step's worth is kept ready, so that the device works while the next texts are encoded
                 ahead = 2 * self._configs[served.facts.name].scheduler.max_num_seqs
                 with nothing_old():
-                    found = feed.results(self._drive(served, feed, feed.total, use_tqdm, ahead))  # type: ignore[arg-type]
+                    tracks = self._drive.run(served, feed, feed.total, use_tqdm=use_tqdm, ahead=ahead)
+                    found = feed.results(tracks)  # type: ignore[arg-type]
         except StopIteration as end:
             result: T = end.value
             return result
 
-    def _drive(
-        self,
-        served: ServedModel,
-        submits: Iterable[tuple[Submit, str | None]],
-        total: int,
-        use_tqdm: bool,
-        ahead: int | None = None,
-    ) -> list[Track]:
-        """Step until all have ended. With `ahead` no more than so many wait in the engine at a time."""
-        self._check_open()
-        tracks: list[Track] = []
-        waiting = iter(submits)
-        held = next(waiting, None)
-        core = self.cores[served.facts.name]
-        try:
-            with progress(total, "prompts", use_tqdm) as advance:
-                while held is not None or core.has_work():
-                    while held is not None and (ahead is None or core.scheduler.num_waiting < ahead):
-                        message, text = held
-                        try:
-                            core.submit(message)
-                        except QueueFull:
-                            if not core.has_work():
-                                raise
-                            break  # room comes as others finish
-                        tracks.append(self._outputs.open(message, text, stream=False, tokenizer=served.tokenizer))
-                        held = next(waiting, None)
-                    for track in self._step():
-                        if track.finished:
-                            advance(track.num_tokens)
-        except BaseException:
-            self._give_up(tracks)
-            raise
-        return tracks
-
     def _stream(
         self, served: ServedModel, prompt: Prompt, params: SamplingParams | None, *, add_special_tokens: bool
     ) -> Iterator[RequestOutput]:
-        self._check_open()
-        message, text = served.inputs.submit(self._new_id(), prompt, params, add_special_tokens=add_special_tokens)
-        self.cores[served.facts.name].submit(message)
-        track = self._outputs.open(message, text, stream=True, tokenizer=served.tokenizer)
-        try:
-            shown = 0
-            while True:
-                # others may step the engine too, so what is new is looked for before each step
-                if track.num_tokens > shown or track.finished:
-                    shown, finished = track.num_tokens, track.finished
-                    yield track.result()
-                    if finished:
-                        return
-                else:
-                    self._step()
-        finally:
-            self._give_up([track])
-
-    def _step(self) -> list[Track]:
-        self._check_open()
-        with held_back():
-            outputs = self._lanes.step()
-        moved, aborts = self._outputs.process(outputs)
-        for abort in aborts:
-            self._lanes.abort(abort)
-        return moved
-
-    def _give_up(self, tracks: list[Track]) -> None:
-        for track in tracks:
-            if (not track.finished or track.is_query) and not self._closed:
-                self._lanes.abort(Abort(track.id))
-                self._outputs.drop(track.id)
+        self._drive.check_open()
+        prepared = served.inputs.submit(self._new_id(), prompt, params, add_special_tokens=add_special_tokens)
+        yield from self._drive.stream(served, prepared)
 
     def _new_id(self) -> str:
         return f"request-{next(self._numbers)}"
 
     def _model(self, name: str | None, *tasks: str) -> ServedModel:
         return choose(self.models, name, *tasks)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosed("this LLM was closed; make a new one")
-
-
-def _pooling(served: ServedModel) -> PoolInputs:
-    if served.pool_inputs is None:
-        raise InvalidParams(f"{served.facts.name} only generates; load a model that makes vectors or scores")
-    return served.pool_inputs
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -111,6 +111,10 @@ class Request:
         num_tokens = len(self.tokens)
         return num_tokens - 1 if num_tokens > self.num_known else self.committed
 
+    def set_runway(self) -> None:
+        """All its known tokens are launched, or it got pages."""
+        self.runway = min(self.capacity, self.max_length - 1)
+
     @property
     def num_output(self) -> int:
         return len(self.tokens) - self.num_prompt

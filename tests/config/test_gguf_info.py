@@ -150,7 +150,7 @@ def test_the_scaling_of_llama_3_is_recognised_by_its_numbers(tmp_path: Path) -> 
     [
         (dict(arch="mamba"), "architecture 'mamba'; we run llama, qwen2, qwen3"),
         (dict(expert_count=8), "mixture of 8 experts"),
-        (dict(arch="bert"), "architecture 'bert'; .* from folders with safetensors"),
+        (dict(arch="nomic-bert"), "architecture 'nomic-bert'; .* from folders with safetensors"),
         (dict(attention__causal=False), "lets every token see the whole text"),
         (dict(split__count=3), "one of 3 parts"),
         (dict(arch="qwen2", attention__sliding_window=32), "window of 32"),

@@ -102,6 +102,12 @@ SHARP = {
     "random": SamplingParams(temperature=0.9, top_p=0.9, top_k=20, seed=4, max_tokens=24, ignore_eos=True, logprobs=3),
 }
 
+BESIDE = [
+    SamplingParams(temperature=0, logit_bias={5: 3.0}, max_tokens=9, ignore_eos=True),
+    SamplingParams(temperature=0.7, seed=1, bad_words=["a"], max_tokens=13, ignore_eos=True),
+    SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=20, max_tokens=17, ignore_eos=True),
+]
+
 
 def bits(results):
     """Tokens, and logprobs to the last bit."""
@@ -118,13 +124,14 @@ def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside(family,
     prompts = [[i + 3, *(20 + (7 * i + j) % 90 for j in range(25 * i)), i + 5] for i in range(6)]
     base = OPTIONS | dict(dtype=dtype, deterministic=True, max_model_len=256, num_pages=160, device="cuda")
 
-    def run(batched=True, **options):
+    def run(batched=True, beside=(), **options):
         with LLM(folder, **(base | options)) as llm:
             found = []
             for params in SHARP.values():
                 for _ in range(2):
                     if batched:
-                        results = llm.generate(prompts, params)
+                        others = prompts[: len(beside)]
+                        results = llm.generate([*others, *prompts], [*beside, *[params] * len(prompts)])[len(others) :]
                     else:
                         results = [llm.generate([prompt], params)[0] for prompt in prompts]
                     found.append(bits(results))
@@ -134,6 +141,7 @@ def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside(family,
     assert alone[0] == alone[1], "repeated"
     for name, options in {
         "batched": {},
+        "others": dict(beside=BESIDE),
         "eager": dict(enforce_eager=True, depth=0, enable_prefix_caching=False),
         "chunked": dict(max_num_batched_tokens=17, depth=2),
         "preempted": dict(num_pages=24, depth=2),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pool_bench import rewrite
 from slipstream import LLM, SamplingParams
 from tiny import write_tiny
+from tiny_encoder import write_tiny_encoder
 
 pytestmark = pytest.mark.cuda
 
@@ -44,6 +46,26 @@ def test_decodes_are_replayed_from_the_first(folder):
         graphs = llm.core.executor.graphs
         bodies = [key for key, entry in graphs._captured.items() if entry is not None and key[0] == "body"]
         assert sorted(key[1].rows for key in bodies if key[1].is_single) == graphs.row_sizes
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_a_model_that_only_pools_is_ready_too(kind, tmp_path, monkeypatch):
+    knobs = pytest.importorskip("triton").knobs
+    if kind == "encoder":
+        path = write_tiny_encoder(tmp_path, "bert", "Model", hidden_size=96)
+    else:
+        path = rewrite(write_tiny(tmp_path, "llama", hidden_size=256), {"architectures": ["LlamaModel"]}, {})
+    with LLM(str(path), **OPTIONS) as llm:
+        graphs = llm.core.executor.graphs
+        captured = {key for key, entry in graphs._captured.items() if entry is not None}
+        for part in ("body", "pool"):
+            assert {key[1].tokens for key in captured if key[0] == part} >= set(graphs.token_sizes)
+        compiled = []
+        monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts["fn"].name))
+        for prompts in (PROMPTS, PROMPTS[:1], PROMPTS[3:5]):
+            assert len(llm.embed(prompts)) == len(prompts)
+        assert not compiled
+        assert {key for key, entry in graphs._captured.items() if entry is not None} == captured
 
 
 @pytest.mark.parametrize("eager", [False, True])

@@ -103,6 +103,28 @@ def test_waiting_for_the_device_is_not_the_hosts_time():
     assert account.host_seconds == 3
 
 
+def test_cores_that_share_a_device_are_not_idle_while_another_has_it():
+    first, second = Engine(), Engine()
+    second.clock = first.clock
+    second.account.timeline = first.account.timeline
+    for start in range(0, 8, 4):  # one after another, without a gap but for a second before the last
+        first.step(Span(start, start + 1))
+        second.step(Span(start + 1, start + 4 if start else start + 3))
+    totals = first.account.total, second.account.total
+    assert [total.busy for total in totals] == [2, 5]
+    assert [total.idle for total in totals] == [1, 0]
+
+
+def test_nothing_to_do_for_one_of_several_is_no_rest_for_the_device():
+    first, second = Engine(), Engine()
+    second.clock = first.clock
+    second.account.timeline = first.account.timeline
+    first.step(Span(0, 1))
+    second.step(Span(1, 2), has_work=False)
+    assert first.step(Span(3, 4), inside=0.5, has_work=False) == "host_late"
+    assert second.step(Span(9, 10), has_work=False) == "no_work"
+
+
 def test_a_step_nobody_timed_is_passed_over():
     engine = Engine()
     engine.step(None)

@@ -60,6 +60,35 @@ def test_a_front_end_gives_up_the_query_when_a_document_is_refused(folder):
     with_scripted(folder, scenario)
 
 
+def test_no_more_prompts_of_a_call_are_sent_than_the_core_lets_wait(folder):
+    async def scenario():
+        engine, core = await ScriptedCore.open(facts(folder, pooling=LATE, max_waiting=2), answers=False)
+        try:
+            call = asyncio.create_task(engine.encode([[1], [2], [3], [4]]))
+            for num_sent in (2, 3, 4):
+                await core.until(lambda count=num_sent: len(core.submits) == count)
+                for _ in range(3):
+                    await asyncio.sleep(0)
+                assert len(core.submits) == num_sent
+                core.say(done(core.submits[num_sent - 2], float(num_sent)))
+            core.say(done(core.submits[3], 5.0))
+            assert [one.outputs.data.tolist() for one in await call] == [[2.0], [3.0], [4.0], [5.0]]
+            # with strangers in the queue somebody new asks all the same, and hears that it is full
+            first = asyncio.create_task(engine.encode([[1], [2], [3]]))
+            await core.until(lambda: len(core.submits) == 6)
+            second = asyncio.create_task(engine.encode([[5], [6]]))
+            await core.until(lambda: len(core.submits) == 7)
+            core.say(Refused.of(core.submits[6].request_id, QueueFull("full")))
+            with pytest.raises(QueueFull):
+                await second
+            assert not first.done()
+            first.cancel()
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_front_end_gives_up_the_query_when_its_reader_is_cancelled(folder):
     async def scenario(engine, core):
         call = asyncio.create_task(engine.score("a b", ["c", "d"]))

@@ -17,7 +17,7 @@ class FakeCore:
 
     def __init__(self, seconds: float, work: int = 0, *, whole: bool = False) -> None:
         self.config = SimpleNamespace(scheduler=SimpleNamespace(whole=whole))
-        self.account = SimpleNamespace(total=SimpleNamespace(busy=0.0))
+        self.account = SimpleNamespace(total=SimpleNamespace(busy=0.0), timeline=None)
         self.scheduler = SimpleNamespace(serves=lambda name: name in self.taken, check=lambda: None)
         self.seconds = seconds
         self.work = work
@@ -29,8 +29,9 @@ class FakeCore:
     def submit(self, message: Submit) -> None:
         self.taken.append(message.request_id)
 
-    def abort(self, message: Abort) -> None:
+    def abort(self, message: Abort) -> int:
         self.aborted.append(message.request_id)
+        return 1
 
     def has_work(self) -> bool:
         return self.work > 0

@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from delayed_device import DelayedDevice
+from law7 import CELLS, FACTORS, PROMPTS, options_of
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.runner.batch.input_batch import Size
 from tiny import write_tiny
 
-SHARED = list(range(40, 75))
-PROMPTS = [
-    [7, 9, 11],
-    SHARED + [100, 101],
-    SHARED + [100, 102, 103, 104, 105, 106, 107],
-    [200],
-    list(range(120, 167)),
-    SHARED[:16],
-]
 MAX_LEN = 96
 
 
@@ -35,21 +25,14 @@ def window_model(request, tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param))
 
 
-def make(model, *, batched=True, chunked=False, cached=False, preempted=False, depth=0, late=False, device=None):
+def make(model, *, depth=0, late=False, device=None, **cell):
     """An LLM for one cell of the matrix."""
     return LLM(
         model,
-        dtype="float64",
         skip_tokenizer_init=False,
         use_tqdm_on_load=False,
         max_model_len=MAX_LEN,
-        max_num_seqs=8 if batched else 1,
-        max_num_batched_tokens=11 if chunked else 512,
-        enable_prefix_caching=cached,
-        page_size=4,
-        num_pages=26 if preempted else 400,
-        depth=depth,
-        num_threads=1,
+        **options_of(few_pages=26, depth=depth, **cell),
         _device=DelayedDevice(depth) if late else device,
     )
 
@@ -93,10 +76,7 @@ def wanted(model):
     return results
 
 
-CELLS = list(itertools.product((True, False), (True, False), (True, False), (True, False), (0, 1, 2)))
-
-
-@pytest.mark.parametrize(("batched", "chunked", "cached", "preempted", "depth"), CELLS)
+@pytest.mark.parametrize(FACTORS, CELLS)
 def test_greedy_tokens_do_not_depend_on_scheduling(model, wanted, batched, chunked, cached, preempted, depth):
     with make(model, batched=batched, chunked=chunked, cached=cached, preempted=preempted, depth=depth) as llm:
         for _ in range(2):  # the second time the cache is warm

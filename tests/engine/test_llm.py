@@ -183,6 +183,16 @@ def test_streams_and_calls_side_by_side_lose_nothing(llm):
     assert all(result.finished for result in got)
 
 
+def test_a_call_inside_a_stream_waits_for_its_own_prompts_alone(llm):
+    lengths = []
+    for result in llm.stream("abc", SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)):
+        lengths.append(len(result.outputs[0].token_ids))
+        if len(lengths) == 1:
+            assert len(llm.generate("xyz", FOUR)[0].outputs[0].token_ids) == 4
+    assert lengths[0] == 1 and lengths[1] < 10 and lengths[-1] == 20
+    assert not llm.core.has_work()
+
+
 def test_a_stream_of_a_closed_engine_says_so(folder):
     llm = LLM(folder, **SMALL)
     stream = llm.stream([1, 2], FOUR)

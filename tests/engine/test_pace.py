@@ -44,16 +44,16 @@ class World:
 
 def test_nothing_is_held_back_before_anything_is_known():
     world = World()
-    assert not world.pace.hold_back()
+    assert not world.pace.is_early()
     world.pace.launched(plan(8, 4000), 0.001)
-    assert not world.pace.hold_back() and world.pace.most_tokens() is None
+    assert not world.pace.is_early() and world.pace.most_tokens() is None
 
 
 def test_short_steps_are_launched_as_far_ahead_as_depth_allows():
     world = World()
     world.run(plan(8), busy=LEAST_AHEAD / 2)
     world.pace.launched(plan(8), 0.001)
-    assert not world.pace.hold_back()
+    assert not world.pace.is_early()
 
 
 def test_a_long_step_is_followed_only_shortly_before_its_end():
@@ -61,8 +61,8 @@ def test_a_long_step_is_followed_only_shortly_before_its_end():
     world.run(plan(8, 4000), busy=0.35)
     world.pace.launched(plan(8, 4000), 0.001)
     start = world.now
-    while world.pace.hold_back():
-        pass
+    while world.pace.is_early():
+        world.pace.nap()
     assert world.now - start == pytest.approx(0.35 - LEAST_AHEAD, abs=SHORTEST_NAP)
     assert max(world.naps) <= LONGEST_NAP  # somebody may come meanwhile
 
@@ -72,6 +72,18 @@ def test_a_smaller_step_is_expected_to_take_less():
     world.run(plan(1, 7999), busy=0.4)
     world.pace.launched(plan(1, 4999), 0.001)  # of the same kind
     assert world.pace.too_early() == pytest.approx(0.25 - LEAST_AHEAD)
+
+
+def test_a_step_that_took_less_is_believed_at_once_and_one_that_took_more_is_not():
+    world = World()
+    world.run(plan(8, 4000), busy=0.4)
+    world.run(plan(8, 4000), busy=0.3, times=1)
+    world.pace.launched(plan(8, 4000), 0.001)
+    assert world.pace.too_early() == pytest.approx(0.3 - LEAST_AHEAD)
+    world.now += 0.4
+    world.pace.committed(0.4)
+    world.pace.launched(plan(8, 4000), 0.001)
+    assert 0.3 < world.pace.too_early() + LEAST_AHEAD < 0.35
 
 
 def test_a_slow_host_starts_earlier():

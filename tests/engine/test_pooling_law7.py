@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+import law7
 from delayed_device import DelayedDevice
 from pool_bench import PoolBench, assert_same, rewrite, write_reward_model
 from slipstream.device.device import Device
@@ -16,17 +17,8 @@ from slipstream.runner.graphs import GraphPool
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder
 
-SHARED = list(range(40, 75))
-PROMPTS = [
-    [7, 9, 11],
-    SHARED + [100, 101],
-    SHARED + [100, 102, 103, 104, 105, 106, 107],
-    [200],
-    list(range(120, 167)),
-    SHARED[:16],
-    list(range(64)),  # exactly the model length
-    SHARED + [100, 101],  # once more
-]
+# also exactly the model's length, and one of them once more
+PROMPTS = [*law7.PROMPTS, list(range(64)), law7.PROMPTS[1]]
 EMBED, TOKENS = PoolingParams(task="embed"), PoolingParams(task="token_embed")
 MIXED = [
     EMBED,
@@ -40,30 +32,11 @@ MIXED = [
 ]
 METHODS = ("last", "first", "mean")
 
-# every pair of values of every two factors comes up
-CELLS = [
-    dict(batched=True, chunked=True, cached=True, preempted=True, depth=2),
-    dict(batched=True, chunked=False, cached=False, preempted=True, depth=1),
-    dict(batched=True, chunked=False, cached=True, preempted=False, depth=0),
-    dict(batched=False, chunked=True, cached=False, preempted=False, depth=2),
-    dict(batched=False, chunked=False, cached=True, preempted=True, depth=1),
-    dict(batched=True, chunked=True, cached=False, preempted=True, depth=0),
-    dict(batched=True, chunked=False, cached=False, preempted=False, depth=2),
-    dict(batched=False, chunked=True, cached=True, preempted=False, depth=1),
-]
-
 
 def make(folder, *, batched=True, chunked=False, cached=False, preempted=False, depth=0, late=False, **options):
-    return PoolBench(
-        folder,
-        max_num_seqs=8 if batched else 1,
-        max_num_batched_tokens=11 if chunked else 512,
-        enable_prefix_caching=cached,
-        num_pages=18 if preempted else 400,
-        depth=depth,
-        device=DelayedDevice(depth) if late else None,
-        **options,
-    )
+    cell = dict(batched=batched, chunked=chunked, cached=cached, preempted=preempted, depth=depth)
+    device = DelayedDevice(depth) if late else None
+    return PoolBench(folder, **law7.options_of(few_pages=18, **cell), device=device, **options)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +64,7 @@ def one_by_one(folder, params, **options):
 def test_vectors_do_not_depend_on_scheduling(folder, method, params):
     wanted = one_by_one(folder, params, pooling_type=method)
     assert len({row.tobytes() for row in wanted}) >= 5  # the model tells them apart
-    for cell in CELLS:
+    for cell in law7.PAIRED:
         with make(folder, **cell, pooling_type=method) as bench:
             for _ in range(2):  # the second time the cache is warm
                 assert_same(bench.pool(PROMPTS, params), wanted)
@@ -113,7 +86,7 @@ def test_methods_are_what_they_say(folder):
 def test_windows_change_no_vectors(tmp_path, method):
     folder = write_tiny(tmp_path, "mistral")
     wanted = one_by_one(folder, MIXED, pooling_type=method)
-    for cell in CELLS[:3]:
+    for cell in law7.PAIRED[:3]:
         with make(folder, **cell, pooling_type=method) as bench:
             for _ in range(2):
                 assert_same(bench.pool(PROMPTS, MIXED), wanted)
@@ -123,7 +96,7 @@ def test_classes_do_not_depend_on_scheduling(classifier):
     params = [PoolingParams(task="classify"), PoolingParams(task="classify", activation=False)] * 4
     wanted = one_by_one(classifier, params)
     assert [round(float(row.sum()), 6) for row in wanted[::2]] == [1.0] * 4
-    for cell in CELLS:
+    for cell in law7.PAIRED:
         with make(classifier, **cell) as bench:
             assert_same(bench.pool(PROMPTS, params), wanted)
 
@@ -137,7 +110,7 @@ def test_steps_do_not_depend_on_scheduling(tmp_path):
     with make(folder, batched=False) as bench:
         wanted = [bench.pool([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
     assert [one.shape for one in wanted] == [(2, 2), (0, 2), (1, 2), (30, 2), (3, 1)]
-    for cell in CELLS:
+    for cell in law7.PAIRED:
         with make(folder, **cell) as bench:
             assert_same(bench.pool(prompts, params), wanted)
 
@@ -145,14 +118,19 @@ def test_steps_do_not_depend_on_scheduling(tmp_path):
 GENERATE = SamplingParams(temperature=0, max_tokens=17, ignore_eos=True)
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_generation_and_pooling_side_by_side_change_neither(folder, method):
+def side_by_side(folder, method):
+    """Each prompt pooled and continued, with its parameters and what it gets alone."""
     prompts = [prompt for prompt in PROMPTS[:6] for _ in range(2)]
     params = [own for embed in MIXED[:6] for own in (embed, GENERATE)]
     with make(folder, batched=False, pooling_type=method) as bench:
-        wanted = [bench.pool([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
+        return prompts, params, [bench.pool([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_generation_and_pooling_side_by_side_change_neither(folder, method):
+    prompts, params, wanted = side_by_side(folder, method)
     num_preemptions = 0
-    for cell in CELLS:
+    for cell in law7.PAIRED:
         with make(folder, **cell, pooling_type=method) as bench:
             assert_same(bench.pool(prompts, params), wanted)
             num_preemptions += bench.core.scheduler.num_preemptions
@@ -162,10 +140,7 @@ def test_generation_and_pooling_side_by_side_change_neither(folder, method):
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_late_device_changes_nothing(folder, method, depth):
-    prompts = [prompt for prompt in PROMPTS[:6] for _ in range(2)]
-    params = [own for embed in MIXED[:6] for own in (embed, GENERATE)]
-    with make(folder, batched=False, pooling_type=method) as bench:
-        wanted = [bench.pool([prompt], own)[0] for prompt, own in zip(prompts, params, strict=True)]
+    prompts, params, wanted = side_by_side(folder, method)
     cell = dict(chunked=True, cached=True, preempted=True, depth=depth, late=True)
     with make(folder, **cell, pooling_type=method) as bench:
         assert_same(bench.pool(prompts, params), wanted)

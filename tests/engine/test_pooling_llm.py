@@ -317,3 +317,20 @@ def test_the_asynchronous_engine_has_the_same_verbs(embedder, folders):
     assert [one.outputs.score for one in scores] == pytest.approx([one.outputs.score for one in mine], abs=1e-6)
     assert ranked[0].index == int(np.argmax([one.outputs.score for one in mine]))
     assert tokens[0].outputs.data.shape == (3, 48)
+
+
+def test_a_call_of_more_prompts_than_may_wait_feeds_itself_in(embedder, folders):
+    texts = [f"{text} {number}" for number in range(8) for text in TEXTS]
+    pairs = [(text, f"{text} {number}") for number in range(8) for text in TEXTS]
+
+    async def run():
+        engine = AsyncEngine(str(folders / "embedder"), device="cpu", max_waiting=3, max_num_seqs=2)
+        try:
+            return await engine.embed(texts), await engine.score(*map(list, zip(*pairs, strict=True)))
+        finally:
+            await engine.close()
+
+    vectors, scores = asyncio.run(run())
+    for one, other in zip(vectors, embedder.embed(texts), strict=True):
+        np.testing.assert_allclose(one.outputs.data, other.outputs.data, atol=1e-6)
+    assert len(scores) == len(pairs) and all(one.error is None for one in scores)

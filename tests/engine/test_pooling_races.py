@@ -15,8 +15,9 @@ import torch
 from delayed_device import DelayedDevice
 from pool_bench import PoolBench, assert_same
 from slipstream.device.streams import PASSED, ThreadedStream
+from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
-from slipstream.runner.output import ResultRing
+from slipstream.runner.output import ResultRing, StepHandle
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder
 
@@ -105,6 +106,42 @@ def test_a_step_in_which_nobody_ends_copies_nothing(tmp_path):
                 bench.pool([list(range(50)), list(range(100, 140))], params)
                 assert bench.core.num_steps == 9
                 assert len(copies) == 2 * 2  # for each that ends, a wait for the step and a copy
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_in_which_nobody_ends_is_waited_for_by_nobody(tmp_path, depth, monkeypatch):
+    """The device does nothing yet. The pieces before the last are committed; then the rings' last slot is taken."""
+    device = DelayedDevice(depth, longest=0.0)
+    gate = threading.Event()
+    with PoolBench(write_tiny(tmp_path, "llama"), depth=depth, max_num_batched_tokens=10, device=device) as bench:
+        core = bench.core
+        device.compute.run(gate.wait)
+        bench.submit(list(range(60)), EMBED)
+        for _ in range(depth + 1):
+            assert bench.step() == []
+        assert core.num_steps == depth + 1 and len(core.in_flight) == depth
+        assert core.account.total.num_steps == 0  # it has not ended, so nobody knows how long it took
+        real = StepHandle.end
+        monkeypatch.setattr(StepHandle, "end", lambda handle: (gate.set(), real(handle)))
+        bench.step()  # one more is launched, and this is as far ahead as anyone runs
+        assert gate.is_set()
+        bench.run()
+        assert core.account.total.num_steps == core.num_steps == 6
+
+
+@pytest.mark.parametrize("method", ["last", "mean"])
+def test_a_step_that_generates_and_pools_makes_one_copy(tmp_path, method):
+    device = DelayedDevice(1)
+    copies = []
+    real = device.copy.run
+    device.copy.run = lambda work: (copies.append(work), real(work))[1]
+    with PoolBench(write_tiny(tmp_path, "llama"), depth=1, device=device, pooling_type=method) as bench:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        bench.pool([[5, 6, 7], [8, 9], [10, 11, 12]], [params, EMBED, TOKENS])
+        assert bench.core.num_steps == 3
+        assert len(copies) == 3 * 2  # a step: a wait for it, and a copy
+        spent = bench.core.account.total
+        assert spent.num_steps == 3 and spent.busy > 0
 
 
 @pytest.mark.cuda

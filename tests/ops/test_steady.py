@@ -86,3 +86,54 @@ def test_attention_of_a_token_is_the_same_alone_and_in_a_chunk(window: int, soft
     assert chunk[:70].equal(whole[-70:]) and chunk[70:].equal(whole[1:10]), "in chunks, in another order"
     middle = attend([3], [50], [1])
     assert middle[0].equal(whole[ends[2] + 49])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("sizes", [(64, 4, 2), (128, 16, 8), (128, 32, 8), (80, 2, 1)])
+def test_heads_are_normed_and_turned_the_same_among_any_others(sizes: tuple[int, int, int]) -> None:
+    """Of many tokens: a sum in another order, or another product rounded first, shows in one number of 10,000."""
+    from slipstream.ops.rope import turn_and_write
+
+    dim, heads, kv_heads = sizes
+    num, random = 4096, torch.Generator("cuda").manual_seed(2)
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random, device="cuda").to(torch.bfloat16)
+
+    qkv, weight, rotary = some(num, heads + 2 * kv_heads, dim), some(heads + kv_heads, dim), some(num, 2, dim)
+    slots = torch.arange(num, device="cuda")
+
+    def turn(which: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (torch.zeros(num // 16, 16, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in "kv")
+        query_key, value = qkv[which].split([heads + kv_heads, kv_heads], 1)
+        out, _ = turn_and_write(query_key, value, weight, 1e-6, rotary[which], keys, values, slots[which])
+        return out, keys.view(num, kv_heads, dim)[which]
+
+    whole = turn(slice(0, num))
+    for count in (1, 8, 64, 65, 256):
+        for first in range(0, num - count, num // 16):
+            part = turn(slice(first, first + count))
+            assert all(a.equal(b[first : first + count]) for a, b in zip(part, whole, strict=True)), f"{count} of {num}"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("size", [64, 1024, 4096])
+def test_norms_and_activations_are_the_same_among_any_others(size: int) -> None:
+    from slipstream.ops.activation import silu_and_mul
+    from slipstream.ops.norm import add_rms_norm, rms_norm
+
+    num, random = 4096, torch.Generator("cuda").manual_seed(3)
+    x, residual, both = (
+        torch.randn(num, n, generator=random, device="cuda").to(torch.bfloat16) for n in (size, size, 2 * size)
+    )
+    weight = torch.rand(size, generator=random, device="cuda").to(torch.bfloat16)
+
+    def run(which: slice) -> tuple[torch.Tensor, ...]:
+        summed = add_rms_norm(x[which], residual[which], weight, 1e-6)
+        return rms_norm(x[which], weight, 1e-6), *summed, silu_and_mul(both[which])
+
+    whole = run(slice(0, num))
+    for count in (1, 8, 64, 65, 256):
+        for first in range(0, num - count, num // 8):
+            part = run(slice(first, first + count))
+            assert all(a.equal(b[first : first + count]) for a, b in zip(part, whole, strict=True)), f"{count} of {num}"

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.ops import linear as ops
-from slipstream.ops.activation import silu_and_mul
+from slipstream.ops.activation import gelu_and_mul, silu_and_mul
 
 kernels = pytest.importorskip("slipstream.ops.linear.triton", reason="triton is not installed")
 norm_kernels = pytest.importorskip("slipstream.ops.norm.triton", reason="triton is not installed")
@@ -86,6 +86,22 @@ def test_some_rows_equal_the_product(rows, num_in, num_out, gate, splits, kernel
         check(kernels.some_rows(x, weight, bias, gate, tile), expect(x, weight, bias, gate))
 
 
+@pytest.mark.parametrize("rows", [3, 16, 32, 33, 64, 65, 128, 129, 256])
+@pytest.mark.parametrize(("num_out", "num_in"), [(4096, 1024), (1024, 3072), (6144, 4096), (4096, 12288), (576, 1536)])
+@pytest.mark.parametrize("gate", ["", "silu"])
+def test_tiles_for_hopper_fit(rows, num_out, num_in, gate):
+    hopper = pytest.importorskip("slipstream.ops.linear.triton.hopper", reason="a triton without Gluon")
+    tile = hopper.stream_tile(rows, num_out, num_in, gate)
+    of_program = tile.rows or max(16, 1 << (rows - 1).bit_length())
+    stages = hopper.stages_for(tile, of_program)
+    assert stages >= 2 and stages * (tile.outputs + of_program) * tile.copies * 128 <= 227 << 10
+    assert stages * tile.copies * 128 >= tile.outputs * 4  # sums lie where x was
+    blocks, row_blocks = -(-num_out // tile.outputs), -(-rows // of_program)
+    assert tile.splits * tile.copies * 64 <= num_in  # none has nothing to do
+    assert tile.splits == 1 or blocks * row_blocks <= -(-num_out // 16)  # counters
+    assert tile.splits == 1 or blocks * row_blocks * tile.splits <= 2 * hopper.MULTIPROCESSORS
+
+
 CUDA_SHAPES = [(1024, 4096), (2048, 1024), (3072, 1024), (4096, 6144), (12288, 4096), (1024, 151_936)]
 
 
@@ -116,15 +132,38 @@ def test_odd_sizes_and_splits_on_hopper(rows, gate):
     if not kernels.can_stream(x, weight):
         pytest.skip("made for another GPU")
     hopper = importlib.import_module("slipstream.ops.linear.triton.hopper")
-    for splits in (1, 2, 5):
+    expected = expect(x, weight, bias, gate)
+    for tile in [(1,), (2,), (5,), (1, 128), (2, 128, 16, 1), (3, 64, 32, 1)]:
         for _ in range(2):  # the counters of splits are as they were
-            found = hopper.stream_rows(x, weight, bias, gate, hopper.StreamTile(splits, 3))
-            expected = expect(x, weight, bias, gate)
+            found = hopper.stream_rows(x, weight, bias, gate, hopper.StreamTile(*tile))
             assert found.shape == expected.shape and (found.double() - expected).norm() / expected.norm() < 5e-3
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("rows", [3, 16, 33, 64, 100, 256])
+@pytest.mark.parametrize("sizes", [(2048, 1024, 3072), (520, 200, 136)])
+def test_a_norm_between_two_products(rows, sizes):
+    half = {"device": "cuda", "dtype": torch.bfloat16}
+    num_in, size, num_out = sizes
+    x, residual = torch.randn(rows, num_in, **half), torch.randn(rows, size, **half) * 4
+    first, second = torch.randn(size, num_in, **half) * 0.05, torch.randn(2 * num_out, size, **half) * 0.02
+    factor = torch.rand(size, **half) + 0.5
+    if not kernels.can_stream(x, first):
+        pytest.skip("made for another GPU")
+    norm = kernels.Norm(factor, 1e-6, None, None)
+    for bias in (None, torch.randn(2 * num_out, **half)):
+        sums = ops.add_product("streamed", x, first, residual, factor, 1e-6)
+        total = expect(x, first, None) + residual.double()
+        assert (sums.total.double() - total).norm() / total.norm() < 3e-3
+        for activation, gate in ((silu_and_mul, "silu"), (None, ""), (gelu_and_mul, None)):
+            found = ops.normed_product(sums, second, bias, activation)
+            expected = expect(sums.total, second, bias, gate or "", norm)
+            expected = expected if gate is not None else gelu_and_mul(expected)
+            assert found.shape == expected.shape and (found.double() - expected).norm() / expected.norm() < 5e-3
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 16, 256])
 def test_kernels_that_start_early_read_nothing_too_early(rows, monkeypatch):
     """A long chain in a graph, each product of the one before it, gives what it gives one by one, bit for bit."""
     half = {"device": "cuda", "dtype": torch.bfloat16}
@@ -135,6 +174,10 @@ def test_kernels_that_start_early_read_nothing_too_early(rows, monkeypatch):
         out, total = x, x
         for weight in weights:
             out, total = ops.norm_linear(out, total, factor, 1e-6, weight)
+        if ops.choose_chain(x, weights) == "streamed":
+            for weight in weights:
+                sums = ops.add_product("streamed", out, weight, total, factor, 1e-6)
+                out, total = ops.normed_product(sums, weight, None), sums.total
         return out, total
 
     found = chain()

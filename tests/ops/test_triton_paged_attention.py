@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 
@@ -17,7 +18,15 @@ if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
 
 from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
-from slipstream.ops.paged_attention.work import FEW_ROWS, list_work, most_splits  # noqa: E402
+from slipstream.ops.paged_attention.work import (  # noqa: E402
+    FEW_ROWS,
+    SOME_ROWS,
+    SPLIT_COST,
+    Work,
+    list_work,
+    most_splits,
+    split_keys,
+)
 
 # the interpreter's own use of numpy
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]
@@ -200,8 +209,9 @@ def test_long_rows_are_cut_into_few_splits():
 
 
 def row_alone(case: Case, row: int) -> torch.Tensor:
-    """What a row gives when it is the whole batch, or alone among padding where rows are cut as in a large batch."""
-    padding = [0] * FEW_ROWS if len(case.lengths) > FEW_ROWS else []
+    """What a row gives when it is the whole batch, or alone among padding where rows are cut as in a larger batch."""
+    num_rows = len(case.lengths)
+    padding = [0] * (SOME_ROWS if num_rows > SOME_ROWS else FEW_ROWS if num_rows > FEW_ROWS else 0)
     shape = (case.heads, case.kv_heads, case.dim)
     alone = Case([case.lengths[row], *padding], [case.counts[row], *padding], *shape, dtype=case.dtype)
     alone.cache = case.cache
@@ -253,19 +263,22 @@ def test_groups_have_their_own_tables_and_windows():
         assert (out - case.expected()).norm() <= 2e-6 * out.norm()
 
 
-def test_work_covers_every_key_and_query_once():
+@pytest.mark.parametrize("num_shares", [1, 7, 500])
+def test_work_covers_every_key_and_query_once(num_shares):
     lengths, counts = [1, 256, 257, 20_000, 700], [1, 1, 1, 1, 300]
     starts = torch.tensor([0, 1, 2, 3, 4, 304], dtype=torch.int32, device=DEVICE)
     table = torch.ones(5, 1250, dtype=torch.int64, device=DEVICE)
-    work = list_work(torch.tensor(lengths, device=DEVICE), starts, table, 310, 20_000, 6, 2, 16, tile=64)
-    num_splits, num_tiles = work.totals.tolist()
-    assert num_splits <= len(work.splits) and num_tiles <= len(work.tiles)
-    keys = {row: [] for row in range(4)}
-    for row, token, begin, end, index, splits, length, _ in work.splits[:num_splits].tolist():
-        assert token == row and length == lengths[row] and index == len(keys[row]) and index < splits
-        keys[row].append((begin, end))
-    for row, cuts in keys.items():
-        assert [begin for begin, _ in cuts] == [0, *(end for _, end in cuts[:-1])] and cuts[-1][1] == lengths[row]
+    given = torch.tensor(lengths, device=DEVICE)
+    work = list_work(given, starts, table, 310, 20_000, 6, 2, 16, tile=64, num_shares=num_shares)
+    num_singles, num_tiles = work.totals.tolist()
+    sizes, num_splits, before = [256, 256, 256, 1024], [1, 1, 2, 20], [0, 1, 2, 4]
+    assert [record[:7] for record in work.singles[:num_singles].tolist()] == [
+        [row, row, 0, sizes[row], num_splits[row], before[row], lengths[row]] for row in range(4)
+    ]
+    splits = [(row, split) for row in range(4) for split in range(num_splits[row])]
+    assert len(splits) <= work.most_splits
+    assert [split for share in shares_of(work) for split in share] == splits
+    assert num_tiles <= len(work.tiles)
     tiles = [record[:5] for record in work.tiles[:num_tiles].tolist()]
     chunk = [[4, 4, 300, first, 700] for first in range(0, counts[4] * 3, 64)]
     loose = [[5, 304, 6, 0, 0]]
@@ -273,7 +286,52 @@ def test_work_covers_every_key_and_query_once():
     assert (work.arrived == 0).all()
 
 
-@pytest.mark.parametrize("together", [1, 900, 100_000])
+def shares_of(work: Work) -> list[list[tuple[int, int]]]:
+    """Single and split of each piece, share by share."""
+    num_splits = work.singles[:, 4].tolist()
+    shares = []
+    for (first, split), (last, stop) in itertools.pairwise(work.shares.tolist()):
+        singles = range(first, last + (stop > 0))
+        begins = [split if single == first else 0 for single in singles]
+        ends = [stop if single == last else num_splits[single] for single in singles]
+        shares.append(
+            [(single, number) for single, *of in zip(singles, begins, ends, strict=True) for number in range(*of)]
+        )
+    return shares
+
+
+@pytest.mark.parametrize("lengths", [[700] * 10, [*range(100, 2000, 200)], [0, 0, 5000, 0], [0, 0]])
+def test_shares_are_about_equal(lengths):
+    table = torch.ones(len(lengths), 400, dtype=torch.int64, device=DEVICE)
+    given = torch.tensor(lengths, device=DEVICE)
+    work = list_work(given, None, table, len(lengths), 6000, 2, 2, 16, tile=64, num_shares=6)
+    sizes, num_splits = work.singles[: len(lengths), 3:5].T.tolist()
+    costs = {
+        (row, split): min(length - split * sizes[row], sizes[row]) + SPLIT_COST.value
+        for row, length in enumerate(lengths)
+        for split in range(num_splits[row])
+    }
+    shares = shares_of(work)
+    assert len(shares) == 6 and [split for share in shares for split in share] == list(costs)
+    # no further from an equal part than the largest piece
+    limit = sum(costs.values()) / 6 + max(costs.values())
+    assert max(sum(costs[split] for split in share) for share in shares) <= limit
+
+
+def test_step_without_rows_of_one_token_has_empty_shares():
+    starts = torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
+    table = torch.ones(1, 1, dtype=torch.int64, device=DEVICE)
+    work = list_work(torch.tensor([3], device=DEVICE), starts, table, 3, 2000, 2, 2, 16, tile=64, num_shares=5)
+    assert work.totals[0] == 0 and not any(shares_of(work))
+
+
+def test_more_rows_are_cut_into_longer_pieces():
+    assert [split_keys(rows) for rows in (1, FEW_ROWS, FEW_ROWS + 1, SOME_ROWS, SOME_ROWS + 1)] == [
+        256, 256, 512, 512, 1024,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("together", [1, 900, 2000, 100_000])
 @pytest.mark.parametrize("group", [1, 3])
 def test_tiles_with_most_keys_come_first_among_neighbours(together, group):
     lengths, counts = [9, 300, 0, 900, 4, 700, 0, 800, 200, 520], [1, 100, 70, 33, 4, 700, 0, 600, 200, 520]
@@ -298,11 +356,12 @@ def test_tiles_with_most_keys_come_first_among_neighbours(together, group):
         if count == 1:
             continue
         many = count * group > 7 * 64
+        held = length if 2 * length <= together else -(-length // together) * together
         for first in reversed(range(0, count * group, 64)):
             keys = min(length, length - count + (first + 63) // group + 1) if length else 0
-            company = 1 + before // together if many else 0
+            company = 1 + max(before + held - 1, before) // together if many else 0
             expected.append(((company, -keys, row, -first), [row, int(starts[row]), count, first, length]))
-        before += length if many else 0
+        before += held if many else 0
     num_tiles = int(work.totals[1])
     assert work.tiles[:num_tiles, :5].tolist() == [tile for _, tile in sorted(expected)]
 

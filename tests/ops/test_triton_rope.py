@@ -10,7 +10,7 @@ from slipstream.ops.rope import apply_rope, rope_table
 
 triton_rope = pytest.importorskip("slipstream.ops.rope.triton", reason="triton is not installed")
 
-CASES = [(1, 3, 16, 16), (5, 4, 64, 64), (3, 9, 80, 80), (2, 12, 64, 32), (66, 1, 128, 96)]
+CASES = [(1, 3, 16, 16), (5, 4, 64, 64), (3, 9, 80, 80), (2, 12, 64, 32), (66, 1, 128, 96), (67, 5, 80, 48)]
 
 
 def turn(x, weight, rotary):
@@ -34,7 +34,7 @@ def test_norm_and_turn_equal_their_parts(tokens, heads, dim, rotary_dim, normed,
 
 
 @pytest.mark.parametrize(
-    ("tokens", "kv_heads", "dim", "rotary_dim"), [(1, 1, 16, 16), (5, 3, 80, 40), (66, 2, 128, 128)]
+    ("tokens", "kv_heads", "dim", "rotary_dim"), [(1, 1, 16, 16), (5, 3, 80, 40), (66, 2, 128, 128), (131, 3, 96, 64)]
 )
 @pytest.mark.parametrize("normed", [True, False])
 def test_keys_and_values_come_to_their_slots_and_no_others(tokens, kv_heads, dim, rotary_dim, normed, kernel_device):
@@ -42,14 +42,15 @@ def test_keys_and_values_come_to_their_slots_and_no_others(tokens, kv_heads, dim
     weight, rotary = make(tokens, heads + kv_heads, dim, rotary_dim, normed, kernel_device)
     merged = torch.randn(tokens, heads + 2 * kv_heads, dim, device=kernel_device)
     query_key, value = merged[:, : heads + kv_heads], merged[:, heads + kv_heads :]
-    keys, values = (torch.randn(7, 16, kv_heads, dim, device=kernel_device) for _ in range(2))
-    slots = torch.randperm(7 * 16, device=kernel_device)[:tokens]
+    keys, values = (torch.randn(9, 16, kv_heads, dim, device=kernel_device) for _ in range(2))
+    slots = torch.randperm(9 * 16, device=kernel_device)[:tokens]
     turned = turn(query_key, weight, rotary)
     expected = [
         pages.clone().flatten(0, 1).index_copy_(0, slots, new).view(pages.shape)
         for pages, new in ((keys, turned[:, heads:]), (values, value))
     ]
-    found = triton_rope.turn_and_write(query_key, value, weight, 1e-6, rotary, keys, values, slots)
-    torch.testing.assert_close(found, turned, rtol=1e-5, atol=1e-5)
+    found, kept = triton_rope.turn_and_write(query_key, value, weight, 1e-6, rotary, keys, values, slots)
+    assert kept is None
+    torch.testing.assert_close(found, turned[:, :heads], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(keys, expected[0], rtol=1e-5, atol=1e-5)
     assert values.equal(expected[1])

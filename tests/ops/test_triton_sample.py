@@ -234,17 +234,24 @@ def test_drop_below_is_the_references() -> None:
 # edits
 
 
+def flags_of(counts: torch.Tensor, share: float = 0.5) -> torch.Tensor:
+    """As a row keeps them beside its counts; so many tokens are in the prompt too."""
+    in_prompt = torch.rand(counts.shape, generator=torch.Generator().manual_seed(9)) < share
+    flags = in_prompt.to(counts.device) * reference.IN_PROMPT + (counts > 0) * reference.IN_OUTPUT
+    return flags.to(torch.uint8)
+
+
 @pytest.mark.parametrize("size", [7, 1025, 2049])
 def test_penalties_are_the_references(size: int) -> None:
     mine = randn(5, size)
     mine[2, 3] = -math.inf
     expected, before = mine.clone(), mine.clone()
     counts = torch.randint(0, 3, (4, size), dtype=torch.int32).to(DEVICE)
-    in_prompt = (torch.rand(4, size) > 0.5).to(DEVICE)
+    seen = flags_of(counts)
     index, slots = torch.tensor([4, 0, 2], device=DEVICE), torch.tensor([1, 3, 0], device=DEVICE)
     values = torch.tensor([[1.3, 0.5, 0.25], [1.0, 0.0, 0.0], [0.8, -0.5, 1.5]], device=DEVICE)
-    kernels.penalize_(mine, index, counts, in_prompt, slots, values)
-    reference.penalize_(expected, index, counts, in_prompt, slots, values)
+    kernels.penalize_(mine, index, counts, seen, slots, values)
+    reference.penalize_(expected, index, counts, seen, slots, values)
     torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6)
     assert mine[[1, 3]].equal(before[[1, 3]])
 
@@ -255,7 +262,8 @@ def test_a_penalty_entry_without_a_slot_changes_nothing() -> None:
     ones = torch.ones(1, 100, device=DEVICE)
     values = torch.full((2, 3), 2.0, device=DEVICE)
     index = torch.tensor([0, 1], device=DEVICE)
-    kernels.penalize_(logits, index, ones.int(), ones.bool(), torch.tensor([-1, 0], device=DEVICE), values)
+    seen = flags_of(ones.int())
+    kernels.penalize_(logits, index, ones.int(), seen, torch.tensor([-1, 0], device=DEVICE), values)
     assert logits[0].equal(before[0]) and not logits[1].isclose(before[1]).any()
 
 
@@ -267,10 +275,10 @@ def test_work_on_all_rows_leaves_those_without_a_slot(size: int) -> None:
     table[0, 3] = -math.inf
     counts = torch.randint(0, 3, (4, size), dtype=torch.int32).to(DEVICE)
     values = torch.rand(5, 3).to(DEVICE) + 0.5
-    in_prompt = (torch.rand(4, size) > 0.5).to(DEVICE)
+    seen = flags_of(counts)
     tokens = torch.tensor([size - 1, 5, 0, 2, 3], device=DEVICE)
     for name, args in {
-        "penalize_": (None, counts, in_prompt, slots, values),
+        "penalize_": (None, counts, seen, slots, values),
         "add_lines_": (table, slots),
         "forbid_": (None, tokens[:, None], slots >= 0),
     }.items():
@@ -280,11 +288,42 @@ def test_work_on_all_rows_leaves_those_without_a_slot(size: int) -> None:
         getattr(reference, name)(expected, *args)
         torch.testing.assert_close(mine, expected, rtol=1e-6, atol=1e-6, msg=name)
         assert mine[[1, 3]].equal(before[[1, 3]]) and not mine[0].equal(before[0]), name
-    mine, expected = counts.clone(), counts.clone()
-    kernels.count_(mine, slots, tokens)
-    reference.count_(expected, slots, tokens)
+    mine, expected, flags, wanted = counts.clone(), counts.clone(), seen.clone(), seen.clone()
+    kernels.count_(mine, flags, slots, tokens)
+    reference.count_(expected, wanted, slots, tokens)
     assert mine.equal(expected) and int((mine - counts).sum()) == 3
+    assert flags.equal(wanted) and flags.equal(seen | ((mine > 0) * reference.IN_OUTPUT).to(torch.uint8))
     assert [int((mine - counts)[row, token]) for row, token in ((2, size - 1), (0, 0), (1, 3))] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [7, 300, 4100])
+def test_penalties_as_logits_are_read_are_those_of_an_edit(size: int, dtype: torch.dtype) -> None:
+    """Choosing, drawing and cutting, with rows that have no slot and with tokens that were seen once, often, never."""
+    rows = 6
+    logits, keys = randn(rows, size).to(dtype), keys_of(rows)
+    slots = torch.tensor([2, -1, 0, 3, -1, 1], device=DEVICE)
+    counts = torch.randint(0, 3, (4, size), dtype=torch.int32, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    seen = flags_of(counts, 0.1)
+    values = torch.tensor([[3.0, 2.5, 1.25], [2.0, 0.0, 0.0], [0.8, -0.5, 5.5]], device=DEVICE).repeat(2, 1)
+    penalty = reference.Penalty(counts, seen, slots, values)
+    temperature = torch.linspace(0.5, 1.5, rows, device=DEVICE)
+    limits = limits_of([(0.0, 5, 0.9), (0.0, 3, 2.0), (0.05, 0, 2.0)] * 2, size)
+    before = logits.clone()
+    edited = logits.to(torch.float32, copy=True)
+    kernels.penalize_(edited, None, *penalty)
+    assert kernels.likeliest(logits, penalty).tokens.equal(kernels.likeliest(edited).tokens)
+    assert not kernels.likeliest(edited).tokens.equal(kernels.likeliest(logits).tokens)
+    floor = kernels.find_floor(logits, limits, None, temperature, penalty)
+    torch.testing.assert_close(floor, kernels.find_floor(edited, limits, None, temperature))
+    drawn = kernels.draw(logits, keys, None, temperature, floor, penalty)
+    assert drawn.tokens.equal(kernels.draw(edited, keys, None, temperature, floor).tokens)
+    assert logits.equal(before)
+    for mine, expected in (
+        (kernels.likeliest(logits, penalty), reference.likeliest(logits, penalty)),
+        (drawn, reference.draw(logits, keys, None, temperature, floor, penalty)),
+    ):
+        assert mine.tokens.equal(expected.tokens) and mine.failed.equal(expected.failed)
 
 
 def test_forbidden_tokens_are_the_references() -> None:
@@ -428,7 +467,7 @@ def test_nothing_waits_for_the_device(large: torch.Tensor) -> None:
     values = torch.ones(8, 3, device="cuda")
 
     def everything() -> None:
-        kernels.penalize_(logits, index, counts, counts.bool(), index, values)
+        kernels.penalize_(logits, index, counts, counts.byte(), index, values)
         kernels.forbid_(logits, index, index[:, None], index > 3)
         floor = kernels.find_floor(logits, limits)
         kernels.drop_below_(logits, floor)

@@ -62,6 +62,20 @@ def test_first_run_then_capture_then_replay():
     assert pool.num_captured == 1
 
 
+def test_once_the_usual_was_captured_all_else_is_when_it_first_comes():
+    device, ran = Recorder(), []
+    pool = pool_on(device)
+    with pool.starting(capture=False):
+        pool.run("a", lambda: ran.append("only run"))
+    assert pool.num_captured == 0
+    with pool.starting(capture=True):
+        pool.run("a", lambda: ran.append("at start"))
+    for _ in range(3):
+        pool.run("b", lambda: ran.append("later"))
+    assert ran == ["only run", "at start", "later"] and pool.num_captured == 2
+    assert device.replays == 4
+
+
 def test_eager_and_devices_without_graphs_just_run():
     for pool in (pool_on(Recorder(), eager=True), pool_on(Device(0, 1))):
         assert [pool.run("a", lambda i=i: i) for i in range(3)] == [0, 1, 2]

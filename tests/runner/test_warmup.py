@@ -99,7 +99,8 @@ def test_all_kinds_of_heads_are_walked_however_few_rows_there_are(folder):
         launch = runner.launch
         runner.launch = lambda plan: (seen.append(plan), launch(plan))
         WarmUp(runner, 1, 16, 64, 1).walk()
-        assert [plan.admitted[0].params for plan in seen if plan.admitted][: len(HEADS)] == list(HEADS)
+        walked = [plan.admitted[0].params for plan in seen if plan.admitted]
+        assert walked[1 : 1 + len(HEADS)] == list(HEADS)  # behind the largest step
 
 
 def test_running_out_of_memory_says_what_to_change(folder):

@@ -49,6 +49,18 @@ def test_a_row_that_changed_hands_in_flight_gives_each_its_own_tokens(depth: int
         bench.check_tokens(request, FinishReason.STOP)
 
 
+def test_whose_waiting_has_ended_is_told_once():
+    bench = Bench(depth=0, max_num_seqs=1)
+    first, second = (bench.submit([k, k + 1], max_tokens=2)[0] for k in (1, 5))
+    begun = []
+    while bench.scheduler.has_work():
+        bench.plan()
+        begun.append(bench.scheduler.take_begun())
+        assert bench.scheduler.take_begun() == []
+        bench.commit()
+    assert begun == [[first.id], [], [second.id], []]
+
+
 def test_row_and_pages_are_free_at_the_commit_that_ends_a_request():
     bench = Bench(depth=0)
     bench.submit([1, 2], max_tokens=1)
@@ -110,6 +122,22 @@ def test_a_request_that_fails_fails_alone(depth: int):
     bench.run()
     assert again.num_cached == 0  # what the failed one left behind is not trusted
     bench.check_tokens(again)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_what_a_failed_request_left_is_not_trusted_though_it_was_preempted_before_that_was_known(depth: int):
+    bench = Bench(depth, num_pages=9, max_model_len=32)
+    bench.submit([1] * 3, max_tokens=25)
+    (victim,) = bench.submit([2] * 3, max_tokens=25)
+    bench.run_until_preempted(victim)
+    assert victim.pending
+    bench.executor.fail = lambda admission, length: admission.number == 1
+    bench.run()
+    assert bench.outputs[-1].finish_reason is FinishReason.LENGTH
+    assert [o.finish_reason for o in bench.outputs if o.request_id == victim.id][-1] is FinishReason.ERROR
+    (again,) = bench.submit(victim.tokens, max_tokens=1)
+    bench.run()
+    assert again.num_cached == 0
 
 
 def test_min_tokens_holds_stop_tokens_off():

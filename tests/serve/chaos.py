@@ -1,6 +1,7 @@
 """Chaos: many clients at once that read, hang up, send nonsense or are aborted. Every request ends exactly once.
 
 python tests/serve/chaos.py --num 20000 --clients 200      # the long way, on a tiny model; watches memory too
+python tests/serve/chaos.py --num 12000 --clients 2500 --queue 4000 --rows 512 --pages 8192      # thousands of streams
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import random
 import sys
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,10 +23,11 @@ async def run_chaos(port: int, num: int, clients: int, seed: int) -> Counter[str
     draw = random.Random(seed)
     ends: Counter[str] = Counter()
     todo = iter(range(num))
+    abort_weight = 0.3 * min(1, 30 / clients)  # each ends all that is under way
 
     async def client() -> None:
         for _ in todo:
-            end = await asyncio.wait_for(_one(port, draw), 120)
+            end = await asyncio.wait_for(_one(port, draw, abort_weight), 300)
             ends[end] += 1
             if end.endswith("429"):
                 await asyncio.sleep(0.05)  # a polite crowd, for all its manners
@@ -33,10 +36,10 @@ async def run_chaos(port: int, num: int, clients: int, seed: int) -> Counter[str
     return ends
 
 
-async def _one(port: int, draw: random.Random) -> str:
+async def _one(port: int, draw: random.Random, abort_weight: float) -> str:
     kind = draw.choices(
         ["stream", "whole", "leave", "vanish", "bad", "huge", "nonsense", "late", "abort"],
-        [40, 25, 12, 6, 6, 3, 4, 3, 0.3],
+        [40, 25, 12, 6, 6, 3, 4, 3, abort_weight],
     )[0]
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
@@ -134,9 +137,20 @@ def resident(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 // 2**20
 
 
+async def watch_load(server: Any, most: Counter[str]) -> None:
+    """Notes the highest of what the server has under way, and the most files it has open."""
+    while True:
+        _, load = await asyncio.to_thread(server.call, "GET", "/load", authorization="Bearer key")
+        for name in ("server_load", "running", "waiting"):
+            most[name] = max(most[name], load[name])
+        most["files"] = max(most["files"], len(list(Path(f"/proc/{server.process.pid}/fd").iterdir())))
+        await asyncio.sleep(0.5)
+
+
 def main() -> None:
     sys.path[:0] = [str(Path(__file__).parents[2] / "src"), str(Path(__file__).parents[1])]
     from serve.server_process import ServerProcess
+    from slipstream.serve.http.launch import raise_file_limit
     from tiny import write_tiny
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -144,12 +158,31 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=4, help="memory is looked at after each")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--queue", type=int, default=24, help="prompts that may wait")
+    parser.add_argument("--rows", type=int, default=8, help="of the engine")
+    parser.add_argument("--pages", type=int, default=48)
     args = parser.parse_args()
+    raise_file_limit()  # the clients' end
     with tempfile.TemporaryDirectory() as folder:
-        server = ServerProcess(str(write_tiny(Path(folder), "llama")), *CHAOS_FLAGS)
+        sizes = ("--max-queued-requests", args.queue, "--max-num-seqs", args.rows, "--num-pages", args.pages)
+        server = ServerProcess(str(write_tiny(Path(folder), "llama")), *CHAOS_FLAGS, *map(str, sizes))
+        core = int(Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()[0])
         for number in range(args.rounds):
-            ends = asyncio.run(run_chaos(server.port, args.num // args.rounds, args.clients, args.seed + number))
-            print(f"round {number}: front end {resident(server.process.pid)} MiB;", dict(ends), flush=True)  # noqa: T201
+            most: Counter[str] = Counter()
+
+            async def one_round(seed: int, most: Counter[str] = most) -> Counter[str]:
+                watcher = asyncio.create_task(watch_load(server, most))
+                try:
+                    return await run_chaos(server.port, args.num // args.rounds, args.clients, seed)
+                finally:
+                    watcher.cancel()
+
+            start = time.monotonic()
+            ends = asyncio.run(one_round(args.seed + number))
+            print(  # noqa: T201
+                f"round {number}: {time.monotonic() - start:.0f} s; front end {resident(server.process.pid)} MiB, core "
+                f"{resident(core)} MiB; at most {dict(most)};", dict(ends), flush=True,
+            )  # fmt: skip
         print("exit code", server.stop(), server.lines[-1:])  # noqa: T201
 
 

@@ -163,6 +163,20 @@ def test_latency_under_load_comes_at_a_rate_or_at_a_share_of_the_peak(model, cap
     assert " requests/s, best of 2" in bench(capsys, model, flags + " --load 0.9 --repeats 2")
 
 
+def test_a_latency_trial_does_not_live_on_the_cache_of_the_peak(model, capsys):
+    found = json.loads(bench(capsys, model, "latency --num-prompts 4 --input-len 40 --output-len 3 --load 0.9 --json"))
+    assert found["input_tokens"] == 160 and found["cached_tokens"] == 0
+
+
+def test_no_two_workloads_have_prompts_in_common():
+    few, more = (Workload(num_prompts=2, input_len=30, output_len=n) for n in (5, 6))
+    prompts = [
+        tuple(item.prompt) for workload in (few, more) for trial in (0, 1) for item in workload.items(999, trial)
+    ]
+    assert len({prompt[:16] for prompt in prompts}) == 8
+    assert few.items(999) == few.items(999)
+
+
 def test_arrivals_are_a_poisson_process_of_the_wanted_rate():
     workload = Workload(num_prompts=4000, input_len=1, output_len=1)
     times = workload.arrivals(50.0)

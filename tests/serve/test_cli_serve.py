@@ -103,5 +103,5 @@ def test_a_mistake_is_one_line_before_anything_starts(told, argv, words):
 
 
 def test_every_bound_has_a_least_value():
-    numbers = [name for name in Settings.__struct_fields__ if isinstance(getattr(Settings(), name), int | float)]
+    numbers = [name for name in Settings.__struct_fields__ if type(getattr(Settings(), name)) in (int, float)]
     assert set(numbers) == set(serve.LEAST)

@@ -413,13 +413,59 @@ def test_load_counts_what_waits(folder):
     at_door(folder, scenario, answers=False)
 
 
+def test_a_stream_may_collect_tokens_for_an_event_after_its_first(folder):
+    async def scenario(door):
+        stream = door.begin("POST", "/v1/completions", ASK | {"stream": True, "max_tokens": 9})
+        await door.core.until(lambda: door.core.submits)
+        for token in b"ABCDEFGH":
+            door.core.token(door.core.submits[0], token)
+            while door.state.engine.stats["tiny"].generated_tokens < token - 64:
+                await asyncio.sleep(0)
+            for _ in range(5):
+                await asyncio.sleep(0)
+        door.core.token(door.core.submits[0], ord("I"), end=FinishReason.LENGTH)
+        events = (await stream.end()).events()
+        assert [event["choices"][0]["text"] for event in events] == ["A", "BCD", "EFG", "HI"]
+
+    at_door(folder, scenario, answers=False, stream_interval=3)
+
+
+def test_a_silent_stream_says_that_it_is_alive_and_then_goes_on(folder):
+    async def scenario(door):
+        stream = door.begin("POST", "/v1/completions", ASK | {"stream": True})
+        await door.core.until(lambda: door.core.submits)
+        await stream.until(b": still here\n\n: still here\n\n")  # while it waits for its first token
+        assert stream.status == 200 and b"data" not in stream.body
+        door.core.token(door.core.submits[0], 65)
+        await stream.until(b'"A"')
+        door.core.token(door.core.submits[0], 66, end=FinishReason.STOP)
+        await stream.end()
+        stream.body = stream.body.replace(b": still here\n\n", b"")
+        assert "".join(event["choices"][0]["text"] for event in stream.events()) == "AB"
+        late = door.begin("POST", "/v1/completions", ASK | {"stream": True}, x_request_timeout="0.1")
+        assert (await late.end()).status == 200  # it had begun, so its error is an event
+        assert b'"code":"deadline"' in late.body and late.body.endswith(b"data: [DONE]\n\n")
+
+    at_door(folder, scenario, answers=False, stream_keep_alive=0.005)
+
+
+def test_without_a_keep_alive_a_stream_has_no_status_before_its_first_token(folder):
+    async def scenario(door):
+        late = door.begin("POST", "/v1/completions", ASK | {"stream": True}, x_request_timeout="0.05")
+        assert (await late.end()).status == 408
+
+    at_door(folder, scenario, answers=False, stream_keep_alive=0)
+
+
 def test_the_docs_describe_every_route_and_fetch_nothing_from_elsewhere(folder):
     async def scenario(door):
         page, described = await door.get("/docs"), (await door.get("/openapi.json")).json()
         assert b"http://" not in page.body and b"https://" not in page.body and b"src=" not in page.body
         for route in door.app.routes[:-2]:
             operation = described["paths"][route.path.replace(":path", "")][route.method.lower()]
-            if route.body is not None:
+            if route.path == "/":  # takes what the other routes of TEI take
+                assert operation["requestBody"]["content"]["application/json"]["schema"]["type"] == "object"
+            elif route.body is not None:
                 name = operation["requestBody"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
                 fields = described["components"]["schemas"][name]["properties"]
                 assert set(fields) == set(route.body.__struct_fields__)

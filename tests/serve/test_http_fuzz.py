@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door
 from slipstream.serve.http.app import App
+from slipstream.serve.http.pooling.tei import EmbedRequest
 from slipstream.serve.http.settings import Settings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
@@ -41,6 +42,7 @@ def door(runner, tmp_path_factory):
 
 
 ROUTES = [route for route in all_routes() if route.body is not None]
+TEI_FIELDS = (*EmbedRequest.__struct_fields__, "query", "texts", "raw_scores", "return_text")  # what / takes
 plain = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=20)
 anything = st.recursive(
     plain,
@@ -58,7 +60,7 @@ messages = st.lists(
 
 @st.composite
 def bodies(draw, route):
-    names = list(route.body.__struct_fields__)
+    names = list(getattr(route.body, "__struct_fields__", TEI_FIELDS))
     body = draw(st.dictionaries(st.sampled_from(names), likely | anything, max_size=5))
     texts = likely | st.text(max_size=10) | st.lists(st.text(max_size=10), max_size=3)
     usual = dict.fromkeys(("prompt", "tokens", "input", "inputs", "query", "documents", "texts", "text_1"), texts)

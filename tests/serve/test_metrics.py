@@ -67,7 +67,13 @@ def test_counts_are_of_all_front_ends_under_our_names_and_vllms(server):
         return [total(found, name, **{label: "chat"}) for name, label in names]
 
     assert until(generated, [30, 30]) == [30, 30]
-    until(lambda: total(samples(server), "slipstream_prompt_tokens_total", model="vectors"), 27)
+
+    def ended():
+        found = samples(server)
+        refused = total(found, "slipstream_http_requests_total", route="/v1/embeddings", status="400")
+        return refused, total(found, "slipstream_requests_finished_total", model="vectors", reason="pooled")
+
+    until(ended, (1, 6))
     found = samples(server)
     assert total(found, "slipstream_prompt_tokens_total", model="vectors") == 27
     assert total(found, "vllm:prompt_tokens_total", model_name="chat") == 240
@@ -76,11 +82,17 @@ def test_counts_are_of_all_front_ends_under_our_names_and_vllms(server):
     assert total(found, "vllm:request_success_total", finished_reason="length") == 6
     assert total(found, "slipstream_http_requests_total", route="/v1/embeddings", status="400") == 1
     assert total(found, "slipstream_http_requests_total", route="/v1/completions", status="200") == 6
-    for name, count in (("time_to_first_token", 6), ("inter_token_latency", 24), ("e2e_request_latency", 6)):
+    counts = {"time_to_first_token": 6, "inter_token_latency": 24, "e2e_request_latency": 6}
+    counts |= {f"request_{part}_time": 6 for part in ("queue", "prefill", "decode", "inference")}
+    for name, count in counts.items():
         assert total(found, f"vllm:{name}_seconds_count", model_name="chat") == count, name
         assert total(found, f"slipstream_{name}_seconds_bucket", model="chat", le="+Inf") == count
         assert total(found, f"slipstream_{name}_seconds_sum", model="chat") > 0
     assert total(found, "slipstream_open_requests") == 0
+    parts = [total(found, f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "prefill", "decode")]
+    whole = total(found, "vllm:e2e_request_latency_seconds_sum", model_name="chat")
+    assert sum(parts) <= whole
+    assert total(found, "vllm:request_inference_time_seconds_sum") == pytest.approx(parts[1] + parts[2])
 
 
 def test_the_core_tells_its_lanes(server):

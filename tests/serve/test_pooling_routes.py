@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from slipstream import LLM, PoolingParams
+from slipstream.text.chat import render_chat
 
 TEXTS = ["The host never waits.", "A step is a trip.", "Rows are seats, pages are beds."]
 LONG = "word " * 60  # 300 tokens and more; the models take 128
@@ -203,6 +204,72 @@ def test_tei_predict(ask, llms):
     (pair,) = llms["ranker"].score(TEXTS[0], TEXTS[1], use_tqdm=False)
     near(ask("/predict", inputs=TEXTS[:2], model="ranker")[0]["score"], pair.outputs.score)
     assert ask("/predict", 422, inputs=TEXTS)["error_type"] == "Validation"
+
+
+def test_tei_root_does_what_the_model_is_made_for(ask, llms):
+    assert ask("/", inputs=TEXTS) == ask("/embed", inputs=TEXTS)
+    assert ask("/", inputs=TEXTS[0], model="classes") == ask("/predict", inputs=TEXTS[0], model="classes")
+    assert ask("/", inputs=TEXTS[0], model="words") == ask("/embed_sparse", inputs=TEXTS[0], model="words")
+    asked = {"query": TEXTS[0], "texts": TEXTS[1:], "model": "ranker"}
+    assert ask("/", **asked) == ask("/rerank", **asked)
+    assert ask("/", 422, inputs=TEXTS, query="x")["error"] == "there is no field query; leave it out"
+    assert ask("/", 400, query="x", model="ranker")["error_type"] == "Empty"
+    assert ask("/", 422, inputs="x", model=["vectors"])["error_type"] == "Validation"
+
+
+def test_tei_tokens_and_back(ask, llms):
+    tokenizer = llms["vectors"].tokenizer
+    (found,) = ask("/tokenize", inputs="a bc")
+    assert [one["id"] for one in found] == tokenizer.encode("a bc")
+    assert found[0]["special"] and found[0]["start"] is None and found[0]["text"] == "[CLS]"
+    assert [(one["text"], one["start"], one["stop"]) for one in found[1:-1]][:2] == [("a", 0, 1), (" ", 1, 2)]
+    (plain,) = ask("/tokenize", inputs="a bc", add_special_tokens=False)
+    assert plain == found[1:-1]
+    assert len(ask("/tokenize", inputs=TEXTS)) == 3
+    ids = [one["id"] for one in found]
+    assert ask("/decode", ids=ids) == ask("/decode", ids=[ids]) == ["a bc"]
+    assert ask("/decode", ids=[ids, ids[1:-1]], skip_special_tokens=False)[0] != "a bc"
+    assert ask("/tokenize", 422, inputs="x", prompt_name="query")["error_type"] == "Validation"
+    assert ask("/tokenize", 422, inputs="x", prompt="x")["error_type"] == "Validation"
+    assert ask("/tokenize", 400, inputs=[])["error_type"] == "Empty"
+    assert ask("/decode", 422, ids=[10**9])["error_type"] == "Validation"
+    assert ask("/decode", 422, ids=[[1], 2])["error_type"] == "Validation"
+    assert ask("/tokenize", prompt="a bc", model="vectors")["tokens"] == ids  # and vLLM's words still mean the same
+
+
+def chat_ids(tokenizer, messages):
+    text = render_chat(
+        tokenizer.chat_template(), messages, add_generation_prompt=False, special_tokens=tokenizer.special_tokens
+    )
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_a_vector_of_a_conversation(ask, llms, tiny_folder):
+    messages = [{"role": "user", "content": "hello"}]
+    answer = ask("/v1/embeddings", messages=messages, model="chat")
+    with LLM(tiny_folder, use_tqdm_on_load=False, num_threads=1, num_pages=64, dtype="float32") as llm:
+        ids = chat_ids(llm.tokenizer, messages)
+        (wanted,) = llm.embed({"prompt_token_ids": ids}, use_tqdm=False)
+    near(answer["data"][0]["embedding"], wanted.outputs.data)
+    assert answer["usage"]["prompt_tokens"] == len(ids)
+    longer = ask("/v1/embeddings", messages=messages, model="chat", add_generation_prompt=True)
+    assert longer["usage"]["prompt_tokens"] > len(ids)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"messages": [{"role": "user", "content": "x"}]}, "no chat template"),  # of the embedder
+        ({"messages": [{"role": "user", "content": "x"}], "input": "x"}, "give one of them"),
+        ({"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"}, "brings no template"),
+        ({"messages": []}, "no messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text alone"),
+        ({"input": "x", "add_generation_prompt": True}, "goes with messages"),
+        ({}, "no input"),
+    ],
+)
+def test_conversations_that_cannot_be_embedded_are_refused(ask, body, message):
+    assert message in ask("/v1/embeddings", 400, **body)["error"]["message"]
 
 
 def test_info_is_of_the_first_that_pools(pooling_server):

@@ -20,6 +20,7 @@ ARCHITECTURES = {
     "gemma3": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "olmo2": "Olmo2ForCausalLM",
+    "bert": "BertModel",
 }
 _WINDOWED = ("llama", "gemma2", "gemma3", "phi3")
 # the largest Gemma 2 and 3, told by their layers: their scores are scaled by hidden size over heads, not by head size
@@ -49,6 +50,8 @@ class _Facts:
         hidden = self.count("embedding_length")
         head_dim = self.count("attention.key_length", hidden // heads)
         vocab_size = self._vocab_size(hidden)
+        if self.architecture == "bert":
+            return self._encoder_info(hidden, heads, head_dim, vocab_size)
         rotated = self.count("rope.dimension_count", head_dim)
         if rotated != head_dim and self.architecture != "phi3":
             raise UnsupportedModel(
@@ -79,6 +82,33 @@ class _Facts:
             bos_token_id=self._token("bos_token_id"),
             extra=extra,
         )
+
+    def _encoder_info(self, hidden: int, heads: int, head_dim: int, vocab_size: int) -> ModelInfo:
+        """Tables give the number of positions and of token types; a reranker's classes are refused with its pooling."""
+        positions = self._rows("position_embd.weight")
+        return ModelInfo(
+            architecture=ARCHITECTURES["bert"],
+            vocab_size=vocab_size,
+            hidden_size=hidden,
+            num_layers=self.count("block_count"),
+            num_heads=heads,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            ffn_size=self.count("feed_forward_length"),
+            max_positions=min(positions, self.count("context_length", positions)),
+            norm_eps=self.real("attention.layer_norm_epsilon", 1e-12),
+            activation="gelu",
+            tied_embeddings=True,
+            is_causal=False,
+            num_types=self._rows("token_types.weight") if "token_types.weight" in self.file.tensors else 0,
+            extra=self._scalars(),
+        )
+
+    def _rows(self, name: str) -> int:
+        tensor = self.file.tensors.get(name)
+        if tensor is None or len(tensor.shape) != 2:
+            raise BadCheckpoint(f"{self.name}: tensor {name} is missing or no table; convert the model again")
+        return tensor.shape[0]
 
     def get(self, key: str) -> Any:
         return self.file.fields.get(f"{self.architecture}.{key}")
@@ -115,7 +145,7 @@ class _Facts:
             raise UnsupportedModel(
                 f"{self.name} is a mixture of {self.get('expert_count')} experts; we run dense models"
             )
-        if self.get("attention.causal") is False:
+        if self.get("attention.causal") is False and self.architecture != "bert":
             raise UnsupportedModel(
                 f"{self.name} lets every token see the whole text, which runs here from a folder with safetensors"
             )

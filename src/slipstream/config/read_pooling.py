@@ -145,7 +145,7 @@ def _embedder(path: Path, config: dict[str, Any], folder: SentenceFolder, common
         changes["late"] = True
     return PoolingInfo(
         tasks=tasks,
-        method=folder.method or "mean",  # as sentence-transformers does where nothing is said
+        method=folder.method or _gguf_method(config, path) or "mean",  # as sentence-transformers where nothing is said
         normalize=folder.normalize or not folder.has_modules,
         **common,
         **changes,

@@ -125,13 +125,17 @@ def _pinning_works() -> bool:
 
 
 def device_facts(kind: str) -> Machine:
-    """The machine's facts for `cpu`, `cuda`, or `auto`: a GPU if there is one."""
+    """The machine's facts for `cpu`, `cuda`, or `auto`: what SLIPSTREAM_DEVICE says, else a GPU if there is one."""
     has_cuda = torch.cuda.is_available()
+    if kind == "auto":
+        kind = os.environ.get("SLIPSTREAM_DEVICE") or ("cuda" if has_cuda else "cpu")
+        if kind not in ("cpu", "cuda"):
+            raise InvalidOption(f"SLIPSTREAM_DEVICE is {kind}; it takes cpu or cuda")
     if kind == "cuda" and not has_cuda:
         raise InvalidOption(
             'device is cuda, and torch finds no CUDA GPU; use device="cpu" or install a CUDA build of torch'
         )
-    if kind in ("cuda", "auto") and has_cuda:
+    if kind == "cuda":
         free, total = torch.cuda.mem_get_info()
         return Machine("cuda", free, total, default_threads(), ("bfloat16", "float16", "float32"))
     # float32 even where the checkpoint says bfloat16: a CPU without hardware for it is a hundred times slower

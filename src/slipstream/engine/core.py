@@ -18,10 +18,15 @@ from slipstream.step import StepPlan, StepResult
 
 
 class Handle(Protocol):
-    """A launched step. `wait` sleeps until its result is on the host."""
+    """A launched step. `wait` sleeps until its result is on the host.
+
+    A step in which nobody ends has none: its handle may say that it `is_silent`, and then does not sleep in `wait` but
+    in `end`, until the device is done with it.
+    """
 
     def wait(self) -> StepResult: ...
     def done(self) -> bool: ...
+    def end(self) -> None: ...
 
 
 class Executor(Protocol):
@@ -29,6 +34,7 @@ class Executor(Protocol):
 
     def launch(self, plan: StepPlan) -> None: ...
     def finish(self) -> Handle: ...
+    def forget(self, queries: tuple[int, ...]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -46,6 +52,7 @@ class EngineCore:
         self.account = Account()
         self.pace = Pace(config.scheduler.max_itl)
         self._causes: deque[str] = deque()  # of the gaps before the steps in flight
+        self._unbooked: deque[tuple[Handle, str]] = deque()  # committed without waiting, so maybe still on the device
         self.num_steps = 0
         self._num_submitted = 0
         self._failure: BaseException | None = None
@@ -61,8 +68,11 @@ class EngineCore:
         self._num_submitted += 1
         scheduler.submit(requests_of(message, self.config, number))
 
-    def abort(self, message: Abort) -> None:
-        self.scheduler.abort(message.request_id, message.sample)
+    def abort(self, message: Abort) -> int:
+        """Returns how many samples this ended: some may just have ended by themselves."""
+        ended = self.scheduler.abort(message.request_id, message.sample)
+        self._forget_if_idle()
+        return len(ended)
 
     def has_work(self) -> bool:
         return bool(self.in_flight) or self.scheduler.has_work()
@@ -72,16 +82,9 @@ class EngineCore:
         self._check_alive()
         self.account.enter()
         try:
-            if self._runs_too_far_ahead():
-                return self.scheduler.take_failures()
-            if isinstance(self.scheduler, Scheduler):
-                self.scheduler.most_tokens = self.pace.most_tokens()
-            plan = self.scheduler.plan()
-            if plan is not None:
-                self._launch(plan)
-            if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
-                return self._commit()
-            return self.scheduler.take_failures()
+            outputs = self._advance()
+            self._forget_if_idle()
+            return outputs
         except BaseException as error:
             self._failure = error  # whatever it was, the halves may disagree now about what was launched
             if not isinstance(error, Exception):
@@ -90,14 +93,30 @@ class EngineCore:
         finally:
             self.account.leave(self.has_work())
 
-    def _runs_too_far_ahead(self) -> bool:
-        """Whether enough is on its way already; then a short while has passed."""
-        if not self.in_flight or self.in_flight[-1].done():
-            return False
+    def _advance(self) -> list[Output]:
+        if self._runs_far_ahead():
+            # nothing is launched now, but whoever reads need not wait for the next launch
+            if self.in_flight[0].done():
+                return self._commit()
+            self._nap()
+            return self.scheduler.take_failures()
+        if isinstance(self.scheduler, Scheduler):
+            self.scheduler.most_tokens = self.pace.most_tokens()
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._launch(plan)
+        if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
+            return self._commit()
+        return self.scheduler.take_failures()
+
+    def _runs_far_ahead(self) -> bool:
+        """Whether enough is on its way already."""
+        return bool(self.in_flight) and not self.in_flight[-1].done() and self.pace.is_early()
+
+    def _nap(self) -> None:
         self.account.waits()
-        held = self.pace.hold_back()
+        self.pace.nap()
         self.account.waited()
-        return held
 
     def _launch(self, plan: StepPlan) -> None:
         self.executor.launch(plan)
@@ -111,14 +130,27 @@ class EngineCore:
     def _commit(self) -> list[Output]:
         """Learn the oldest step's result. Here, and nowhere else, the host waits for the device."""
         handle, cause = self.in_flight.popleft(), self._causes.popleft()
+        self._unbooked.append((handle, cause))
+        is_silent = getattr(handle, "is_silent", False)
         self.account.waits()
         result = handle.wait()
+        if is_silent and len(self._unbooked) + len(self.in_flight) > self.depth + 1:
+            self._unbooked[0][0].end()  # as far ahead as the rings have room for
         self.account.waited()
-        self.pace.committed(self.account.book(_span(handle), cause))
+        # what was waited for has ended, and all before it
+        while self._unbooked and (not is_silent or self._unbooked[0][0].done()):
+            handle, cause = self._unbooked.popleft()
+            self.pace.committed(self.account.book(_span(handle), cause))
         return self.scheduler.commit(result)
+
+    def _forget_if_idle(self) -> None:
+        """Queries that nobody needs are forgotten with the next step. If none may come, it is done now."""
+        if not self.has_work() and (forgotten := self.scheduler.take_forgotten()):
+            self.executor.forget(forgotten)
 
     def close(self) -> None:
         self.in_flight.clear()
+        self._unbooked.clear()
         self.executor.close()
 
     def _check_alive(self) -> None:

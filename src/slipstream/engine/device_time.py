@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -60,71 +61,91 @@ class Account:
     """Books every step of a core. Asks the device nothing it has not answered already, and never waits.
 
     Why a gap came about is settled when the step after it is launched. If the step before is still on the device then,
-    the gap is the device's own. Else the host was late: the core itself, or whoever called it, by whose part since the
-    launch before was longer.
+    the gap is the device's own. Else the host was late: a core, or whoever called it, by whose part since the launch
+    before was longer. Cores that share a device share its `Timeline`, and a gap begins where any of them left off.
     """
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.total = DeviceTime()
-        self._clock = clock
-        self._last: Span | None = None  # launched
-        self._before: Point | None = None  # the end of the step booked last
-        self._ran_dry = True  # since the last launch there was a time with nothing to do
-        self._inside = self._outside = 0.0  # since the last launch
-        self.host_seconds = 0.0  # that the core took from one launch to the last one
-        self._mark = clock()
+        self.timeline = Timeline(clock)
+        self._before: deque[Span | None] = deque()  # what the device did before each of the steps under way
+        self.host_seconds = 0.0  # that was taken from one launch to the last one
 
     def enter(self) -> None:
         """The core begins to step."""
-        now = self._clock()
-        self._outside += now - self._mark
-        self._mark = now
+        line = self.timeline
+        line.outside += line.lap()
+        line.working.add(self)
 
     def leave(self, has_work: bool) -> None:
         """The core gives its caller a turn."""
         self._pause()
-        self._ran_dry |= not has_work
+        if not has_work:
+            self.timeline.rest(self)
 
     def waits(self) -> None:
         """The core is about to wait for the device."""
         self._pause()
 
     def waited(self) -> None:
-        self._mark = self._clock()
+        self.timeline.lap()
 
     def _pause(self) -> None:
-        now = self._clock()
-        self._inside += now - self._mark
-        self.total.host += now - self._mark
-        self._mark = now
+        seconds = self.timeline.lap()
+        self.timeline.inside += seconds
+        self.total.host += seconds
 
     def launched(self) -> str:
         """A step's first work was queued: under what to book the gap before it."""
         self._pause()
-        if self._ran_dry:
+        line = self.timeline
+        if line.ran_dry:
             cause = "no_work"
-        elif self._last is not None and not self._last.ended.done():
+        elif line.last is not None and not line.last.ended.done():
             cause = "turnaround"
         else:
-            cause = "output" if self._outside > self._inside else "host_late"
-        self._ran_dry = False
-        self.host_seconds = self._inside
-        self._inside = self._outside = 0.0
+            cause = "output" if line.outside > line.inside else "host_late"
+        line.ran_dry = False
+        self.host_seconds = line.inside
+        line.inside = line.outside = 0.0
         return cause
 
     def follow(self, span: Span | None) -> None:
         """The step launched last is this one."""
-        self._last = span
+        self._before.append(self.timeline.last)
+        self.timeline.last = span
 
     def book(self, span: Span | None, cause: str) -> float:
-        """A step's result is there. Returns how long it was on the device."""
+        """The oldest step has ended. Returns how long it was on the device."""
+        before = self._before.popleft()
         if span is None:
             return 0.0
         total, busy = self.total, span.ended.since(span.started)
         total.num_steps += 1
         total.busy += busy
-        if self._before is not None:
+        if before is not None:
             # the clocks' grain may make a gap negative
-            setattr(total, cause, getattr(total, cause) + max(0.0, span.started.since(self._before)))
-        self._before = span.ended
+            setattr(total, cause, getattr(total, cause) + max(0.0, span.started.since(before.ended)))
         return busy
+
+
+class Timeline:
+    """One device's work in the order of its launches, and what the host did since the last of them."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.last: Span | None = None  # launched
+        self.inside = self.outside = 0.0  # of the cores, since the last launch
+        self.ran_dry = True  # since the last launch there was a time with nothing to do
+        self.working: set[Account] = set()  # those that have something to do
+        self._clock = clock
+        self._mark = clock()
+
+    def lap(self) -> float:
+        """Seconds since this was last asked."""
+        before, self._mark = self._mark, self._clock()
+        return self._mark - before
+
+    def rest(self, account: Account) -> None:
+        """It has nothing to do."""
+        self.working.discard(account)
+        self.ran_dry |= not self.working

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from slipstream.engine.core import EngineCore
 from slipstream.errors import EngineDead, ModelNotFound, UserError
 from slipstream.messages import Abort, Output, Submit
+from slipstream.scheduler.scheduler import Scheduler
 from slipstream.scheduler.whole import WholeScheduler
 
 GENERATING, POOLING = 2.0, 1.0
@@ -27,6 +28,8 @@ class Lanes:
         self.cores = dict(cores)
         self._lanes = {name: _Lane(name, core) for name, core in self.cores.items()}
         self._default = next(iter(self._lanes.values()))
+        for core in self.cores.values():
+            core.account.timeline = self._default.core.account.timeline  # they share a device
         self._failure: tuple[str, BaseException] | None = None  # of any lane: they share a device
 
     @property
@@ -41,9 +44,9 @@ class Lanes:
             raise UserError(f"a request {name!r} is being served already; give each its own id")
         lane.core.submit(message)
 
-    def abort(self, message: Abort) -> None:
-        for core in self.cores.values():
-            core.abort(message)  # those that do not know it ignore it
+    def abort(self, message: Abort) -> int:
+        """Returns how many samples this ended. Lanes that do not know the request ignore it."""
+        return sum(core.abort(message) for core in self.cores.values())
 
     def keeps_query(self, request_id: str) -> bool:
         return any(core.scheduler.keeps_query(request_id) for core in self.cores.values())
@@ -66,6 +69,11 @@ class Lanes:
         except BaseException as error:
             self._failure = lane.name, error
             raise
+
+    def take_begun(self) -> list[str]:
+        """Requests that the last step admitted for the first time, of models that continue text."""
+        schedulers = [core.scheduler for core in self.cores.values()]
+        return [name for each in schedulers if isinstance(each, Scheduler) for name in each.take_begun()]
 
     def check(self) -> None:
         """Assert every invariant of every lane; for tests and the end of a process."""

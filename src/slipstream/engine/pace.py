@@ -46,13 +46,13 @@ class Pace:
         self._host = 0.0  # seconds that the host takes for a step
         self._freed = 0.0  # when the device was last known to begin with the oldest step in flight
 
-    def hold_back(self) -> bool:
-        """Sleeps a little if launching another step now would only lengthen the queue. Says whether it did."""
-        early = self.too_early()
-        if early < SHORTEST_NAP:
-            return False
-        self._sleep(min(early, LONGEST_NAP))
-        return True
+    def is_early(self) -> bool:
+        """Whether launching another step now would only lengthen the queue."""
+        return self.too_early() >= SHORTEST_NAP
+
+    def nap(self) -> None:
+        """Sleeps a little, and not past the time when the next step is due."""
+        self._sleep(max(0.0, min(self.too_early(), LONGEST_NAP)))
 
     def too_early(self) -> float:
         """Seconds until another step is due; 0 or less: now."""
@@ -85,7 +85,8 @@ class Pace:
             return
         each = busy / step.num_tokens
         seconds = self._seconds.get(step.kind, each)
-        self._seconds[step.kind] = seconds + _NEWEST * (each - seconds)
+        # believed at once where it took less: to be early costs newcomers a little, to be late leaves the device idle
+        self._seconds[step.kind] = min(each, seconds + _NEWEST * (each - seconds))
         if step.has_chunks and step.num_tokens >= LEAST_CHUNK:
             before = each if self._per_token is None else self._per_token
             self._per_token = before + _NEWEST * (each - before)

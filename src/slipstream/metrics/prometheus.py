@@ -35,6 +35,10 @@ _HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
     ("time_to_first_token_seconds", "until a request's first token", "ttft"),
     ("inter_token_latency_seconds", "between two tokens of a text", "itl"),
     ("e2e_request_latency_seconds", "of whole requests", "e2e"),
+    ("request_queue_time_seconds", "until a prompt is begun", "queue"),
+    ("request_prefill_time_seconds", "from there to its first token", "prefill"),
+    ("request_decode_time_seconds", "from the first token to the last", "decode"),
+    ("request_inference_time_seconds", "from the prompt's beginning to the last token", "inference"),
     ("request_prompt_tokens", "tokens of a prompt", "prompt_length"),
     ("request_generation_tokens", "tokens generated for a prompt", "output_length"),
 )

@@ -47,6 +47,11 @@ class ModelStats(msgspec.Struct):
     ttft: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))  # until the first token
     itl: Histogram = msgspec.field(default_factory=lambda: Histogram(GAPS))  # between two tokens
     e2e: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))  # of a whole request
+    # of requests that generate: until the prompt is begun, from there to the first token, to the last, and both
+    queue: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))
+    prefill: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))
+    decode: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))
+    inference: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))
     prompt_length: Histogram = msgspec.field(default_factory=lambda: Histogram(TOKENS))
     output_length: Histogram = msgspec.field(default_factory=lambda: Histogram(TOKENS))
 

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 
 Walk = Callable[[], None]
 
+_FEW = 2  # calls that a process gets while more may come
 PATIENCE = 120.0  # seconds that a forked process may take; then its share is compiled here
 
 
@@ -61,37 +62,58 @@ def compiling_ahead(walk: Walk, num_processes: int) -> Iterator[None]:
 
 
 class ForkedCompiler(Executor):
-    """Collects calls, has forked processes make them for their effect on the disk, then makes them itself."""
+    """Has forked processes make calls for their effect on the disk, then makes them itself.
+
+    A call that comes while there is room for another process gets one at once: what takes longest should come first.
+    Those that found none are shared out by `start`.
+    """
 
     def __init__(self, num_processes: int, also: Callable[[Any], None] = lambda result: None) -> None:
         """`also` is what the processes do with each result, for the same reason."""
         self._num_processes = num_processes
         self._also = also
         self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
-        self._children: list[int] = []
+        self._waiting: list[Callable[[], Any]] = []  # for a process
+        self._children: set[int] = set()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
-        self._calls.append((lambda: fn(*args, **kwargs), future))
+
+        def call() -> Any:
+            return fn(*args, **kwargs)
+
+        self._calls.append((call, future))
+        self._waiting.append(call)
+        if len(self._children) >= self._num_processes:
+            self._children -= {child for child in self._children if _has_ended(child)}
+        if len(self._children) < self._num_processes:
+            # few, so that none of them waits long behind others, and more than one, as forking takes its time too
+            some, self._waiting = self._waiting[:_FEW], self._waiting[_FEW:]
+            self._fork(some)
         return future
 
     def start(self) -> None:
-        num = min(self._num_processes, len(self._calls))
+        """Nothing more will be submitted: what still waits gets processes of its own."""
+        waiting, self._waiting = self._waiting, []
+        num = min(self._num_processes, len(waiting))
         for child in range(num):
-            with warnings.catch_warnings():
-                # of threads that are not forked with us; whoever compiles needs none of them
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process = os.fork()
-            if process:
-                self._children.append(process)
-                continue
-            try:
-                _become_a_compiler()
-                for call, _ in self._calls[child::num]:
-                    with contextlib.suppress(Exception):
-                        self._also(call())
-            finally:
-                os._exit(0)
+            self._fork(waiting[child::num])
+
+    def _fork(self, calls: list[Callable[[], Any]]) -> None:
+        with warnings.catch_warnings():
+            # of threads that are not forked with us; whoever compiles needs none of them
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process = os.fork()
+        if process:
+            self._children.add(process)
+            return
+        try:
+            _become_a_compiler()
+            for call in calls:
+                with contextlib.suppress(Exception):
+                    self._also(call())
+        finally:
+            os._exit(0)
 
     def abandon(self) -> None:
         """Nobody needs the results any more."""
@@ -101,26 +123,32 @@ class ForkedCompiler(Executor):
                 os.waitpid(child, 0)
         for _, future in self._calls:
             future.set_exception(RuntimeError("the start was given up"))
-        self._children, self._calls = [], []
+        self._children, self._calls, self._waiting = set(), [], []
 
     def finish(self) -> None:
         """Wait for the processes, then make every call here: what was compiled is only read."""
         deadline = time.monotonic() + PATIENCE
         for child in self._children:
-            with contextlib.suppress(ChildProcessError):  # somebody else has waited for it
-                while os.waitpid(child, os.WNOHANG) == (0, 0):
-                    if time.monotonic() > deadline:
-                        os.kill(child, signal.SIGKILL)
-                        os.waitpid(child, 0)
-                        break
-                    time.sleep(0.005)
-        self._children = []
+            while not _has_ended(child):
+                if time.monotonic() > deadline:
+                    os.kill(child, signal.SIGKILL)
+                    os.waitpid(child, 0)
+                    break
+                time.sleep(0.005)
+        self._children = set()
         for call, future in self._calls:
             try:
                 future.set_result(call())
             except Exception as error:  # told again by the kernel's first launch
                 future.set_exception(error)
         self._calls = []
+
+
+def _has_ended(child: int) -> bool:
+    try:
+        return os.waitpid(child, os.WNOHANG) != (0, 0)
+    except ChildProcessError:  # somebody else has waited for it
+        return True
 
 
 def _become_a_compiler() -> None:

@@ -15,6 +15,8 @@ from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.load import open_model
 from slipstream.nn.models.registry import cache_specs
 from slipstream.ops.compile_ahead import can_compile_ahead, compiling_ahead
+from slipstream.ops.linear.ways import choosing
+from slipstream.pooling_params import PoolingParams
 from slipstream.runner.batch.input_batch import InputBatch, Inputs
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.row_state import RowState
@@ -27,10 +29,11 @@ from slipstream.runner.head import HeadMaker
 from slipstream.runner.kv_store import KVStore
 from slipstream.runner.output import ResultRing
 from slipstream.runner.pool import PoolHead
+from slipstream.runner.pool_warmup import PoolWarmUp
 from slipstream.runner.pooling.carry import Carry
 from slipstream.runner.runner import ModelRunner
 from slipstream.runner.sampling.sampler import Sampler
-from slipstream.runner.warmup import WarmUp
+from slipstream.runner.warmup import Start, WarmUp
 
 
 def layer_specs(info: ModelInfo, page_size: int, dtype: str) -> list[CacheSpec]:
@@ -45,31 +48,35 @@ def build_runner(
     if device is None:
         device = open_device(config.device.kind, config.scheduler.depth, config.device.num_threads)
     model, fill = open_model(config.model, device.torch_device)
-    warms_up = device.warms_up and config.model.generates and not config.scheduler.whole
-    measured = warms_up and config.device.keep_free is not None
+    warms_up = device.warms_up
+    measured = warms_up and config.device.keep_free is not None and not config.scheduler.whole
     runner = _assemble(config, device, model, (1,) * len(config.cache.groups) if measured else config.cache.group_pages)
     if not warms_up:
         fill(progress)
         return runner, config
-    scheduler = config.scheduler
-    warm_up = WarmUp(
-        runner,
-        scheduler.max_num_seqs,
-        scheduler.max_num_batched_tokens,
-        scheduler.max_model_len,
-        len(config.cache.groups),
-    )
+    warm_up = _warm_up(runner, config)
     if can_compile_ahead():
         with compiling_ahead(warm_up.walk, default_threads()):
             fill(progress)
     else:
         fill(progress)
-    warm_up.run_largest()
+    with choosing():
+        warm_up.run_largest()
     if measured:
         config = fit_cache(config, _room(config, device))
         runner.store.take_memory(config.cache.group_pages)
     warm_up.capture()
     return runner, config
+
+
+def _warm_up(runner: ModelRunner, config: EngineConfig) -> Start:
+    scheduler, num_groups, pooling = config.scheduler, len(config.cache.groups), config.model.pooling
+    if config.model.generates:
+        return WarmUp(
+            runner, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_model_len, num_groups
+        )
+    assert pooling is not None, "a model generates or pools"
+    return PoolWarmUp(runner, scheduler, PoolingParams(task=pooling.tasks[0]), num_groups)
 
 
 def _room(config: EngineConfig, device: Device) -> int:
@@ -90,6 +97,7 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
     store = KVStore(cache.groups, group_pages, dtype, device)
     graphs = GraphPool(device, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, eager=config.device.eager)
     info, pooling = config.model.info, config.model.pooling
+    results = ResultRing(num_slots, result_bytes(config) + pooled_bytes(config), device)
     heads: list[HeadMaker] = []
     row_states: list[RowState] = [store]
     input_batch: Inputs
@@ -103,12 +111,11 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
         row_states += [rows, tables]
         if config.model.generates:
             sampler = Sampler(num_rows, info.vocab_size, device, logit_dtype)
-            results = ResultRing(num_slots, result_bytes(config), device)
-            heads.append(GenerateHead(model, rows, sampler, results, logit_dtype, graphs))
+            steady = config.model.deterministic
+            heads.append(GenerateHead(model, rows, sampler, results, logit_dtype, graphs, steady=steady))
             row_states.append(sampler)
     if pooling is not None:
         carry = Carry(pooling.method, 0 if scheduler.whole else num_rows, info.hidden_size, dtype, device)
-        results = ResultRing(num_slots, pooled_bytes(config), device)
         pool = PoolHead(model.heads, pooling, info.vocab_size, carry, results, graphs, logit_dtype)
         heads.append(pool)
         row_states.append(pool)
@@ -129,5 +136,6 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
         heads=heads,
         row_states=row_states,
         ring=HostRing(num_slots, arena_bytes(config), device),
+        results=results,
         graphs=graphs,
     )

@@ -30,13 +30,17 @@ class GenerateHead:
         results: ResultRing,
         logit_dtype: torch.dtype,
         graphs: GraphPool,
+        *,
+        steady: bool = False,
     ) -> None:
+        """`steady`: a row's numbers are the same bits whatever runs beside it."""
         self.model = model
         self.rows = rows
         self.sampler = sampler
         self.results = results
         self.graphs = graphs
         self.logit_dtype = logit_dtype
+        self._steady = steady
         self._picked = _Picked(graphs.max_rows)
         self._numpy_dtype = np.float64 if logit_dtype is torch.float64 else np.float32
 
@@ -126,8 +130,10 @@ class GenerateHead:
 
     def _draw(self, hidden: torch.Tensor, rows: SampleBatch, replayed: Replayed, shape: ResultShape) -> torch.Tensor:
         """Device: a token for every row, padding and all, and the results packed."""
-        # kernels widen what they read, so only logits that are changed need the dtype that is sampled from
-        logits = self._logits(hidden) if replayed.edits else self.model.logits(hidden)
+        # kernels widen what they read, so only logits that are added to need the dtype that is sampled from; but the
+        # order of sums over them follows from their dtype, and whether one row's are added to is not another's concern
+        wide = replayed.adds or self._steady
+        logits = self._logits(hidden) if wide else self.model.logits(hidden)
         drawn = replayed.sample(logits, rows)
         self.rows.draw(rows.rows, drawn.tokens)
         results = {"tokens": drawn.tokens, "failed": drawn.failed}

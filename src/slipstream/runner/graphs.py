@@ -59,7 +59,8 @@ class GraphPool:
     def run(self, key: Hashable, work: Callable[[], T]) -> T:
         """Device: do `work`, or replay what it did when it was captured; its result lies where it lay then.
 
-        The first time it runs eagerly, which also compiles and tunes what it calls. The second time it is captured.
+        It is captured when it first comes, in an engine that has started by capturing the usual: kernels and libraries
+        are ready then. In any other it runs eagerly once, which gets them ready, and is captured the second time.
         """
         if not self.enabled or self._runs_first is None:
             return work()
@@ -77,12 +78,12 @@ class GraphPool:
 
     @contextlib.contextmanager
     def starting(self, *, capture: bool) -> Iterator[None]:
-        """While an engine starts: work is captured when it first comes, or never."""
+        """While an engine starts: work is captured when it first comes, and from then on; or nothing is."""
         before, self._runs_first = self._runs_first, 0 if capture else None
         try:
             yield
         finally:
-            self._runs_first = before
+            self._runs_first = 0 if capture else before
 
 
 def sizes_up_to(most: int, first_steps: int) -> list[int]:

@@ -9,16 +9,16 @@ import torch
 
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.output import StepHandle
+from slipstream.runner.output import Sent, StepHandle
 from slipstream.step import StepPlan
 
 Finish = Callable[[Gathered, torch.Tensor], None]
 
 
 class Head:
-    """One step's head: its closure for the device, and how its results leave; None if it has none."""
+    """One step's head: its closure for the device, and how its results are read once sent; None if it has none."""
 
-    def __init__(self, run: Finish, leave: Callable[[], StepHandle] | None) -> None:
+    def __init__(self, run: Finish, leave: Callable[[Sent], StepHandle] | None) -> None:
         self.run = run
         self.leave = leave
 

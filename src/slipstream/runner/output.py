@@ -17,9 +17,9 @@ import torch
 from slipstream.device.device import Bytes, Device
 from slipstream.device.streams import PASSED, Event
 from slipstream.device.sync_check import sync_allowed
-from slipstream.step import StepLogprobs, StepResult
+from slipstream.step import NO_INTS, StepLogprobs, StepResult
 
-_ALIGN = 8
+_ALIGN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,11 @@ class StepSpan(NamedTuple):
 class StepHandle:
     """A step on its way. `wait` is the one place where the host waits for the device."""
 
-    def __init__(self, ready: Event, shape: ResultShape, host: Bytes | None, count: int | None = None) -> None:
-        """`count`: rows whose results count, where the shape has more of them; prompts are not scored then."""
+    def __init__(self, ready: Event | None, shape: ResultShape, host: Bytes | None, count: int | None = None) -> None:
+        """`ready` is None where nothing of the step is copied, so there is nothing to wait for.
+
+        `count`: rows whose results count, where the shape has more of them; prompts are not scored then.
+        """
         self.ready = ready
         self._shape = shape
         self._host = host
@@ -111,14 +114,19 @@ class StepHandle:
         started, ended = self.started, self.ended
         return None if started is None or ended is None else StepSpan(started, ended)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether it is told without being waited for: then it may not have ended when its result is taken."""
+        return self.ready is None
+
     def done(self) -> bool:
-        return self.ready.done()
+        point = self.ended if self.ready is None else self.ready
+        return point is None or point.done()
 
     def wait(self) -> StepResult:
-        with sync_allowed("the commit of the oldest step"):
-            self.ready.wait()
-        if self._host is None:
-            return StepResult(np.zeros(0, np.int32), np.zeros(0, np.bool_))
+        if self.ready is None or self._host is None:
+            return StepResult(NO_INTS, np.zeros(0, np.bool_))
+        self._wait_until_copied()
         shape = self._shape
         own = self._host[: shape.num_bytes].copy()  # the slot will be written again
         count = self._count
@@ -131,6 +139,17 @@ class StepHandle:
         read = {field.name: np.ndarray(field.shape, field.dtype, own, field.start)[:count] for field in shape.fields}
         return StepResult(read["tokens"], read["failed"], _logprobs(read, ""), _logprobs(read, PROMPT))
 
+    def end(self) -> None:
+        """Sleep until a silent step has left the device, for whoever has run as far ahead as he may."""
+        assert self.ended is not None
+        with sync_allowed("the end of the oldest step"):
+            self.ended.wait()
+
+    def _wait_until_copied(self) -> None:
+        assert self.ready is not None
+        with sync_allowed("the commit of the oldest step"):
+            self.ready.wait()
+
 
 def _logprobs(read: dict[str, np.ndarray[Any, Any]], prefix: str) -> StepLogprobs | None:
     if f"{prefix}chosen" not in read:
@@ -141,72 +160,104 @@ def _logprobs(read: dict[str, np.ndarray[Any, Any]], prefix: str) -> StepLogprob
 
 class _Slot:
     def __init__(self, capacity: int, device: Device) -> None:
+        self.copied: Event = PASSED
+        self.used = 0  # bytes that the step being prepared writes
+        self.grow(capacity, device)
+
+    def grow(self, capacity: int, device: Device) -> None:
+        """Host: whoever used it before has been committed, and nobody has written to it since."""
         self.capacity = capacity
         self.host, self.host_tensor = device.host_buffer(capacity)
         self.on_device = torch.zeros(capacity, dtype=torch.uint8, device=device.torch_device)
-        self.copied: Event = PASSED
+
+
+class Sent(NamedTuple):
+    """A step that was launched whole, and its results on their way out."""
+
+    ended: Event  # on the compute stream, timed
+    copied: Event | None  # None: there is nothing to copy
+    host: Bytes | None  # where they will lie
 
 
 class ResultRing:
-    """`depth + 2` slots. A slot comes round again only after the step that used it was committed."""
+    """`depth + 2` slots. A slot comes round again only after the step that used it was committed.
+
+    What the heads of one step have to tell lies side by side in one slot, and leaves by one copy.
+    """
 
     def __init__(self, num_slots: int, capacity: int, device: Device) -> None:
         self.device = device
         self.slots = [_Slot(capacity, device) for _ in range(num_slots)]
         self._next = 0
+        self._opened: _Slot | None = None  # by the step that is being prepared
 
     def open(self, shape: ResultShape, count: int | None = None) -> ResultSlot:
-        """Host: the next slot, larger than before if this step reports more than any did.
+        """Host: room for a head's results; the slot gets larger if the step reports more than any did.
 
         `count`: rows whose results count, where the shape has some that pad.
         """
-        index = self._next
-        self._next = (index + 1) % len(self.slots)
-        slot = self.slots[index]
-        if shape.num_bytes > slot.capacity:
-            slot = self.slots[index] = _Slot(1 << (shape.num_bytes - 1).bit_length(), self.device)
-        self.device.compute.wait_for(slot.copied)
-        self.device.handed_back(slot.host)
-        return ResultSlot(slot, shape, self.device, count)
+        slot = self._opened
+        if slot is None:
+            slot = self._opened = self.slots[self._next]
+            self._next = (self._next + 1) % len(self.slots)
+            self.device.compute.wait_for(slot.copied)
+            self.device.handed_back(slot.host)
+            slot.used = 0
+        start = slot.used
+        slot.used = start + -(-shape.num_bytes // _ALIGN) * _ALIGN
+        if slot.used > slot.capacity:
+            slot.grow(_roomy(slot.used), self.device)
+        return ResultSlot(slot, start, shape, count)
+
+    def send(self) -> Sent:
+        """Host: queue the copy out of what the step's heads write, beside what the device computes next."""
+        device, slot = self.device, self._opened
+        ended = device.compute.record(timed=True)
+        if slot is None:  # nobody's result is ready
+            return Sent(ended, None, None)
+        self._opened = None
+        size, target, source = slot.used, slot.host_tensor, slot.on_device
+        device.copy.wait_for(ended)
+
+        def bring_out() -> None:
+            target[:size].copy_(source[:size], non_blocking=True)
+
+        device.copy.run(bring_out)
+        slot.copied = device.copy.record()
+        return Sent(ended, slot.copied, slot.host)
+
+
+def _roomy(num_bytes: int) -> int:
+    """So much or up to a quarter more: results that grow little by little do not ask for memory each time."""
+    step = 1 << max(num_bytes.bit_length() - 3, 12)
+    return -(-num_bytes // step) * step
 
 
 class ResultSlot:
-    """Where one step's results go."""
+    """Where one head's results of one step go."""
 
-    def __init__(self, slot: _Slot, shape: ResultShape, device: Device, count: int | None) -> None:
+    def __init__(self, slot: _Slot, start: int, shape: ResultShape, count: int | None) -> None:
         self._slot = slot
+        self._start = start
         self._shape = shape
-        self._device = device
         self._count = count
-        self.ended: Event = PASSED  # on the compute stream, once sent
 
     def write(self, results: dict[str, torch.Tensor]) -> None:
         """Device: put the results into the slot."""
-        pack(results, self._shape, self._slot.on_device)
+        pack(results, self._shape, self._slot.on_device[self._start :])
 
     def write_packed(self, packed: torch.Tensor) -> None:
         """Device: likewise, what `pack` made of them."""
-        self._slot.on_device[: self._shape.num_bytes].copy_(packed)
+        self._slot.on_device[self._start : self._start + self._shape.num_bytes].copy_(packed)
 
-    def leave(self) -> StepHandle:
-        """Host: queue the copy out; what the handle then reads is the result."""
-        handle = StepHandle(*self.send(), self._count)
-        handle.ended = self.ended
-        return handle
+    def leave(self, sent: Sent) -> StepHandle:
+        """Host: what the handle then reads is the result."""
+        return StepHandle(sent.copied, self._shape, self.find(sent), self._count)
 
-    def send(self) -> tuple[Event, ResultShape, Bytes]:
-        """Host: queue the copy out, beside what the device computes next: when it is made, and where it will lie."""
-        slot, size = self._slot, self._shape.num_bytes
-        copy = self._device.copy
-        self.ended = self._device.compute.record(timed=True)
-        copy.wait_for(self.ended)
-
-        def bring_out() -> None:
-            slot.host_tensor[:size].copy_(slot.on_device[:size], non_blocking=True)
-
-        copy.run(bring_out)
-        slot.copied = copy.record()
-        return slot.copied, self._shape, slot.host
+    def find(self, sent: Sent) -> Bytes:
+        """Host: the head's own part of what comes out."""
+        assert sent.host is not None, "a slot was opened, so it was sent"
+        return sent.host[self._start : self._start + self._shape.num_bytes]
 
 
 def pack(results: dict[str, torch.Tensor], shape: ResultShape, buffer: torch.Tensor) -> torch.Tensor:

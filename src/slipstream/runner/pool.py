@@ -17,7 +17,7 @@ from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head
-from slipstream.runner.output import ResultRing, ResultShape
+from slipstream.runner.output import ResultRing
 from slipstream.runner.pooling.activations import finish
 from slipstream.runner.pooling.carry import Carry
 from slipstream.runner.pooling.late import QueryStore
@@ -65,9 +65,13 @@ class PoolHead:
 
     def flush(self, upload: Upload) -> None:
         if self._forgotten:
-            for number in self._forgotten:
-                self._query_sizes.pop(number, None)
-            self.queries.forget(self._forgotten, upload)
+            upload.then(self.forget(self._forgotten))
+
+    def forget(self, numbers: tuple[int, ...]) -> Callable[[], None]:
+        """Host: nobody needs these queries any more; the closure is for the stream."""
+        for number in numbers:
+            self._query_sizes.pop(number, None)
+        return functools.partial(self.queries.forget, numbers)
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Head | None:
         """Host: stage what the step's rows need; None when it has no row that pools, now or later."""
@@ -95,21 +99,26 @@ class PoolHead:
 
     def _prepare_alike(self, count: int, setting: Setting, size: Size | None) -> Head:
         """Host: every row of the step ends with it, and all want the same. Nothing need be staged."""
+        # lines may be cut to as many widths as they have numbers: a graph for each would leave no room for others
+        common = setting if setting.cut is None else setting._replace(width=0, cut=None, finish="identity")
 
         def work(batch: Gathered, hidden: torch.Tensor) -> torch.Tensor:
-            return self._finish(pool_all(self.method, batch.view, hidden), setting)
+            return self._finish(pool_all(self.method, batch.view, hidden), common)
 
         def run(batch: Gathered, hidden: torch.Tensor) -> list[torch.Tensor]:
             if size is None:
-                return [work(batch, hidden)]
-            return [self.graphs.run(("pool", size, setting), lambda: work(batch, hidden))[:count]]
+                lines = work(batch, hidden)
+            else:
+                lines = self.graphs.run(("pool", size, common), lambda: work(batch, hidden))[:count]
+            return [lines if common is setting else finish(lines, setting)]
 
         return self._head([Block(setting.width, None, None, count)], run)
 
     def _head(self, blocks: list[Block], run: Callable[[Gathered, torch.Tensor], list[torch.Tensor]]) -> Head:
         shape = Block.lay_out(blocks, self._numpy_dtype)
         if not shape.num_bytes:  # nobody ends, or nothing of theirs is copied
-            leave = functools.partial(self._leave_without, shape, blocks) if blocks else None
+            nothing = np.zeros(0, np.uint8)
+            leave = (lambda sent: PoolHandle(sent.copied, shape, nothing, blocks)) if blocks else None
             return Head(lambda batch, hidden: _drop(run(batch, hidden)), leave)
         slot = self.results.open(shape)
 
@@ -119,12 +128,7 @@ class PoolHead:
                 fields |= block.name(place, lines.to(self.dtype))
             slot.write(fields)
 
-        return Head(write, lambda: PoolHandle(*slot.send(), slot.ended, blocks))
-
-    def _leave_without(self, shape: ResultShape, blocks: list[Block]) -> PoolHandle:
-        """Host: results without a number in them need no copy."""
-        ended = self.results.device.compute.record(timed=True)
-        return PoolHandle(ended, shape, np.zeros(0, np.uint8), ended, blocks)
+        return Head(write, lambda sent: PoolHandle(sent.copied, shape, slot.find(sent), blocks))
 
     def _settings(self, plan: StepPlan) -> list[Setting]:
         """Of the rows that end."""

@@ -19,7 +19,8 @@ from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head, HeadMaker
 from slipstream.runner.kv_store import KVStore
-from slipstream.runner.output import NO_RESULTS, StepHandle
+from slipstream.runner.output import NO_RESULTS, ResultRing, StepHandle
+from slipstream.runner.pool import PoolHead
 from slipstream.runner.pooling.results import MixedHandle
 from slipstream.step import StepPlan
 
@@ -37,6 +38,7 @@ class ModelRunner:
         heads: Sequence[HeadMaker],
         row_states: Sequence[RowState],
         ring: HostRing,
+        results: ResultRing,
         graphs: GraphPool,
     ) -> None:
         self.model = model
@@ -47,6 +49,7 @@ class ModelRunner:
         self.heads = heads
         self.row_states = row_states
         self.ring = ring
+        self.results = results
         self.graphs = graphs
         self.hot_path = HotPath()
         self._launched: tuple[_Step, list[Head]] | None = None
@@ -58,6 +61,13 @@ class ModelRunner:
     def finish(self) -> StepHandle:
         with self.hot_path():
             return self._finish()
+
+    def forget(self, queries: tuple[int, ...]) -> None:
+        """Free kept queries without a step, after all that was launched."""
+        for head in self.heads:
+            if isinstance(head, PoolHead):
+                self.device.compute.run(head.forget(queries))
+        self.device.compute.flush()
 
     def _launch(self, plan: StepPlan) -> None:
         assert self._launched is None, "a step was launched before the one before it was finished"
@@ -89,13 +99,13 @@ class ModelRunner:
         compute = self.device.compute
         for head in heads:
             compute.run(functools.partial(_run_head, head, step))
-        handles = [head.leave() for head in heads if head.leave is not None]
-        if not handles:  # nobody's result is ready, so nothing is copied
-            handle = StepHandle(compute.record(timed=True), NO_RESULTS, None)
-            handle.ended = handle.ready
+        sent = self.results.send()
+        handles = [head.leave(sent) for head in heads if head.leave is not None]
+        if not handles:
+            handle = StepHandle(sent.copied, NO_RESULTS, None)
         else:
             handle = handles[0] if len(handles) == 1 else MixedHandle(*handles)
-        handle.started = step.started
+        handle.started, handle.ended = step.started, sent.ended
         compute.flush()
         self.device.copy.flush()
         return handle

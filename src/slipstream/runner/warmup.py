@@ -7,6 +7,7 @@ pages, so what they compute falls into the null page and nobody reads it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -27,7 +28,22 @@ HEADS = (
 LARGEST = SamplingParams(temperature=0.8, top_p=0.95, logprobs=5)  # the head that takes the most memory of the usual
 
 
+class Start(Protocol):
+    """What happens before the first request, in this order; weights are there from the second on."""
+
+    def walk(self) -> None:
+        """One step of each kind that has kernels of its own, for `compiling_ahead`."""
+
+    def run_largest(self) -> None:
+        """The step that takes the most memory, launched kernel by kernel."""
+
+    def capture(self) -> None:
+        """The usual steps, at the sizes that they are padded to."""
+
+
 class WarmUp:
+    """Of a model that generates."""
+
     def __init__(
         self, runner: ModelRunner, max_num_seqs: int, max_tokens: int, max_length: int, num_groups: int
     ) -> None:
@@ -45,28 +61,28 @@ class WarmUp:
         # steps of one token a row: kernels differ up to some rows, and past them do not
         sizes = sorted({min(n, self.max_num_seqs) for n in (1, 2, 4, 8, 16, 24, 32, 64, self.max_num_seqs)})
         with graphs.starting(capture=False):
+            self.chunks(*self._largest())  # first, because attention of chunks takes longest to compile
             for number in range(max(len(sizes), len(HEADS))):
                 size = sizes[min(number, len(sizes) - 1)]
                 self.decode(size, HEADS[number] if number < len(HEADS) else GREEDY)
             # likewise steps of few tokens that are padded as such with chunks, where rows are fewer still
             for size in [2, *(n for n in graphs.token_sizes if n <= 64)]:
                 self.chunks(1, min(size, self.max_length - 1))
-            self.chunks(*self._largest())
             self.leave()
 
     def run_largest(self) -> None:
         """The step that takes the most memory, launched kernel by kernel."""
-        with self.runner.graphs.starting(capture=False), _enough_memory():
+        with self.runner.graphs.starting(capture=False), enough_memory():
             self.chunks(*self._largest(), LARGEST)
             self.leave()
 
     def capture(self) -> None:
         """Steps in which all rows decode and take their likeliest token, at every size they are padded to; the rest is
-        captured when it comes a second time."""
+        captured when it first comes, by the step that needs it, so that answers do not wait for all of it."""
         graphs = self.runner.graphs
         if not graphs.enabled:
             return
-        with graphs.starting(capture=True), _enough_memory():
+        with graphs.starting(capture=True), enough_memory():
             for size in reversed(graphs.row_sizes):  # the largest first: smaller ones fit into its memory
                 self.decode(size, GREEDY)
             self.leave()
@@ -130,16 +146,20 @@ class WarmUp:
         )
         self._seated = np.array([admission.row for admission in admitted], np.int32)
         self._num_steps += 1
-        hot_path = self.runner.hot_path
-        mode, hot_path.mode = hot_path.mode, ""  # what is used for the first time may wait
-        try:
-            self.runner.launch(plan)
-            self.runner.finish().wait()
-        finally:
-            hot_path.mode = mode
+        run_plan(self.runner, plan)
 
 
-class _enough_memory:
+def run_plan(runner: ModelRunner, plan: StepPlan) -> None:
+    hot_path = runner.hot_path
+    mode, hot_path.mode = hot_path.mode, ""  # what is used for the first time may wait
+    try:
+        runner.launch(plan)
+        runner.finish().wait()
+    finally:
+        hot_path.mode = mode
+
+
+class enough_memory:
     """Running out of the device's memory while starting is the user's to settle."""
 
     def __enter__(self) -> None:

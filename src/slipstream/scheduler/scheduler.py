@@ -14,7 +14,6 @@ plan seats another while the result is still on its way.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 
@@ -26,9 +25,10 @@ from slipstream.messages import Output
 from slipstream.request import NEVER, Request, Status
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager, Hit
+from slipstream.scheduler.chunks import add_chunk, num_wanted
 from slipstream.scheduler.fits import check_fits
 from slipstream.scheduler.in_flight import InFlight
-from slipstream.scheduler.plan_builder import Chunk, DecodeArrays, PlanBuilder, Pooling
+from slipstream.scheduler.plan_builder import DecodeArrays, PlanBuilder, Pooling
 from slipstream.scheduler.queries import Queries
 from slipstream.scheduler.reports import (
     draw_failure,
@@ -38,11 +38,11 @@ from slipstream.scheduler.reports import (
     pooled_report,
     prompt_reports,
 )
+from slipstream.scheduler.samples import join_samples, leader_to_fork, leave_leader, take_siblings
+from slipstream.scheduler.seats import Seats
 from slipstream.scheduler.stopping import check_stop
 from slipstream.scheduler.waiting import WaitingQueue
 from slipstream.step import StepPlan, StepResult
-
-_SCORED_AT_ONCE = 2**20  # prompt logprobs that one request reports in one step, where its prompt may be cut
 
 
 class Scheduler:
@@ -58,23 +58,20 @@ class Scheduler:
         self.num_preemptions = 0
         self.most_tokens: int | None = None  # of a step in which some row decodes; None: as many as the budget has
         self._waiting = WaitingQueue(config.max_waiting)
-        self._running: list[Request] = []  # by priority, then number: whoever is preempted comes last
+        self._seats = Seats(config.max_num_seqs)
         self._in_flight = InFlight()
         self._arrays = DecodeArrays()
         self._live: dict[str, list[Request]] = {}  # by id: samples that have not finished
-        self._free_rows = list(range(config.max_num_seqs - 1, -1, -1))
-        self._released: list[int] = []  # rows given back since the last plan
-        self._num_asking = 0  # running requests that want logprobs
         self._num_leaving = 0
         self._queries: Queries[Request] = Queries()
         self._failures: list[Output] = []
+        self._begun: list[str] = []  # texts to continue that the last plan admitted for the first time
         self._next_number = 0
-        self._next_admission = 0
         self._next_step = 0
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._seats.running)
 
     @property
     def num_waiting(self) -> int:
@@ -86,7 +83,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether there is anything to plan, to commit or to tell."""
-        return bool(self._running or self._waiting or self._in_flight or self._failures)
+        return bool(self._seats.running or self._waiting or self._in_flight or self._failures)
 
     def serves(self, request_id: str) -> bool:
         """Whether any sample of it has not ended."""
@@ -118,9 +115,7 @@ class Scheduler:
             self._waiting.push(leader)
         else:
             self._waiting.park(leader)
-        leader.siblings = list(requests[1:])
-        for sibling in leader.siblings:
-            sibling.leader = leader
+        for sibling in join_samples(requests):
             self._waiting.park(sibling)
 
     def abort(self, request_id: str, sample: int | None = None) -> list[Request]:
@@ -138,23 +133,21 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to compute before another result is seen."""
+        self._begun.clear()
         builder = PlanBuilder(self._next_step, len(self.cache.groups))
-        budget = Budget(self.config, len(self._free_rows))
-        if self.most_tokens is not None and self.most_tokens < budget.tokens and self.config.chunked_prefill:
-            num_decodes = sum(request.computed >= request.num_known for request in self._running)
-            if num_decodes:
-                budget.tokens = min(budget.tokens, max(self.most_tokens, num_decodes + 1))
+        budget = Budget(self.config, self._seats.num_free)
+        self._spare_readers(budget)
         if self._plan_running(builder, budget):
             self._plan_waiting(builder, budget)
         if not builder:
             return None  # rows released meanwhile are told to the device with the next plan
         sampling = builder.sort()
         num_logprobs = None
-        if self._num_asking:
+        if self._seats.num_asking:
             asked = [k for request in sampling if (k := request.params.num_logprobs) is not None]
             num_logprobs = max(asked, default=None)
         pooled = builder.pooled()
-        plan = builder.build(self._released, num_logprobs, self._arrays, self._pooling(pooled))
+        plan = builder.build(self._seats.take_released(), num_logprobs, self._arrays, self._pooling(pooled))
         self._in_flight.launch(
             self._next_step,
             sampling,
@@ -162,7 +155,6 @@ class Scheduler:
             builder.unsampled() if self.cache.forgets else None,
             pooled,
         )
-        self._released = []
         self._next_step += 1
         for chunk in builder.chunks:
             # from the next plan on: copies of a page are made before the step's own writes
@@ -172,8 +164,16 @@ class Scheduler:
             self._leave_early(request)
         return plan
 
+    def _spare_readers(self, budget: Budget) -> None:
+        """While rows decode, a step takes no more prompt than `most_tokens` allows; but some, and all that decode."""
+        if self.most_tokens is None or self.most_tokens >= budget.tokens or not self.config.chunked_prefill:
+            return
+        num_decodes = sum(request.computed >= request.num_known for request in self._seats.running)
+        if num_decodes:
+            budget.tokens = min(budget.tokens, max(self.most_tokens, num_decodes + 1))
+
     def _pooling(self, pooled: list[Request]) -> Pooling | None:
-        forgotten = self._queries.take_forgotten()
+        forgotten = self.take_forgotten()
         if not pooled and not forgotten:
             return None
         params = tuple([request.pooling for request in pooled if request.pooling is not None])
@@ -182,7 +182,7 @@ class Scheduler:
 
     def _plan_running(self, builder: PlanBuilder, budget: Budget) -> bool:
         """Give running requests their tokens. False if one had to make room: then nobody should be let in."""
-        running, decodes = self._running, builder.decodes
+        running, decodes = self._seats.running, builder.decodes
         num_preemptions = self.num_preemptions
         left = budget.tokens
         num_decodes = -1  # of all running; chunks leave them their tokens. Counted when first needed
@@ -209,7 +209,7 @@ class Scheduler:
                     continue  # its last token is on the way
                 if not self._make_room(request, start + 1, builder):
                     return False
-                self._set_runway(request)
+                request.set_runway()
             # All known tokens are launched, so exactly one is wanted: the token it drew last.
             request.computed = start + 1
             request.pending += 1
@@ -224,7 +224,7 @@ class Scheduler:
         while budget.tokens and budget.rows:
             request = self._waiting.head()
             # every running row may ask for a page in each step that can be launched before a result is seen
-            watermark = len(self._running) * (self.config.depth + 1)
+            watermark = self.num_running * (self.config.depth + 1)
             if request is None or cache.num_free <= watermark:
                 return
             known = len(request.tokens)
@@ -252,18 +252,9 @@ class Scheduler:
         """What a newcomer need not compute."""
         if request.unscored != NEVER or not self._may_skip(request):
             return self.cache.nothing  # its results come from hidden states, which nobody keeps
-        leader = request.leader
-        if (
-            leader is not None
-            and leader.status is Status.RUNNING
-            and leader.computed >= leader.num_known
-            # launched by an earlier plan: copies are made before the step's own writes
-            and leader.caught_up < self._next_step
-        ):
-            hit = self.cache.fork(request, leader)
-            if hit is not None:
-                return hit
-        return self.cache.match(request)
+        leader = leader_to_fork(request, self._next_step)
+        fork = None if leader is None else self.cache.fork(request, leader)
+        return self.cache.match(request) if fork is None else fork
 
     def _seat(self, request: Request, hit: Hit, builder: PlanBuilder) -> None:
         """A new admission, with its pages reserved."""
@@ -271,44 +262,18 @@ class Scheduler:
             builder.copies.append((group, page, request.pages[group][len(hit.pages[group])]))
         if not request.num_preemptions:
             request.num_cached = hit.length
-        request.leader = None
-        request.status = Status.RUNNING
-        request.row = self._free_rows.pop()
-        request.admission = self._next_admission
-        request.num_known = len(request.tokens)
-        request.computed = request.committed = hit.length
-        self._next_admission += 1
-        self._num_asking += request.params.num_logprobs is not None
-        insort(self._running, request, key=_rank)
+            if not request.sample and request.pooling is None:
+                self._begun.append(request.id)
+        leave_leader(request)
+        self._seats.take(request, hit.length)
         builder.admit(request)
 
     def _plan_chunk(self, request: Request, num: int, builder: PlanBuilder) -> None:
-        """Compute `num` known tokens. Their pages may be found at once: in a step, writes come before reads."""
-        start = request.computed
-        request.computed = start + num
-        is_last = request.computed == request.num_known
-        samples = is_last and request.pooling is None
-        if samples:
-            request.pending += 1
-            request.caught_up = self._next_step
-            self._set_runway(request)
-        first, num_scored = 0, 0
-        if request.unscored != NEVER:
-            first = request.unscored
-            num_scored = max(0, min(request.computed, request.num_prompt - 1) + 1 - first)
-            request.unscored = first + num_scored if first + num_scored < request.num_prompt else NEVER
-        builder.chunks.append(Chunk(request, start, num, samples, is_last and not samples, first, num_scored))
-        self.cache.publish(request)
+        add_chunk(request, num, builder)
+        self.cache.publish(request)  # in a step, writes come before reads: others may find its pages at once
 
     def _wanted(self, request: Request, start: int, known: int) -> int:
-        """The known tokens it has not computed; those of a long report only so many at a time."""
-        num = known - start
-        if request.unscored != NEVER and self.config.chunked_prefill:
-            num = min(num, max(1, _SCORED_AT_ONCE // max(1, request.params.prompt_logprobs or 0)))
-        return num
-
-    def _set_runway(self, request: Request) -> None:
-        request.runway = min(request.capacity, request.max_length - 1)
+        return num_wanted(request, start, known, may_cut=self.config.chunked_prefill)
 
     def _may_skip(self, request: Request) -> bool:
         """Whether its result needs nothing of positions whose cache content exists already."""
@@ -320,7 +285,7 @@ class Scheduler:
         If it did, and steps in flight hold pages that it will give back, it keeps its row and waits for them.
         """
         while (changed := self.cache.reserve(request, length)) is None:
-            victim = self._running[-1]
+            victim = self._seats.running[-1]
             if victim is request and self.cache.will_give_back(request):
                 return False
             self._preempt(victim)
@@ -369,7 +334,8 @@ class Scheduler:
                 continue  # launched once more before its end was known
             if bad:
                 outputs.append(draw_failure(request))
-                self._finish(request, spoiled=True)
+                self._finish(request)
+                self.cache.forget(request)
                 continue
             tokens = request.tokens
             tokens.append(token)
@@ -391,49 +357,48 @@ class Scheduler:
         for place, (request, pooled) in enumerate(zip(requests, result.pooled, strict=True)):
             if request.status is Status.FINISHED:
                 continue  # aborted
-            self._finish(request, spoiled=place in result.pool_failed)
+            self._finish(request)
             if place in result.pool_failed:
+                self.cache.forget(request)
                 yield pool_failure(request.id)
             else:
                 yield pooled_report(request.id, pooled, request.num_cached)
+
+    def take_forgotten(self) -> tuple[int, ...]:
+        """Kept queries that no one needs any more and no plan has told of."""
+        return self._queries.take_forgotten()
+
+    def take_begun(self) -> list[str]:
+        """Texts to continue whose waiting has ended with the last plan; each is named once, to whoever asks first."""
+        begun, self._begun = self._begun, []
+        return begun
 
     def take_failures(self) -> list[Output]:
         """Requests that ended without a step of their own."""
         failures, self._failures = self._failures, []
         return failures
 
-    def _finish(self, request: Request, *, spoiled: bool = False) -> None:
+    def _finish(self, request: Request) -> None:
         """The end, from any state. Results still in flight will be dropped."""
         if request.status is Status.RUNNING:
-            self._leave_row(request, spoiled=spoiled)
+            self._leave_row(request)
         elif request.status is Status.LEAVING:
             self._num_leaving -= 1
-            if spoiled:
-                self.cache.forget(request)
         else:
             self._waiting.remove(request)
         request.status = Status.FINISHED
         if request.pooling is not None:
             self._queries.end(request.pooling)
-        if request.leader is not None:
-            if request in request.leader.siblings:
-                request.leader.siblings.remove(request)
-            request.leader = None
+        leave_leader(request)
         self._let_siblings_go(request)
-        samples = self._live[request.id]
-        samples.remove(request)
-        if not samples:
+        live = self._live[request.id]
+        live.remove(request)
+        if not live:
             del self._live[request.id]
 
-    def _leave_row(self, request: Request, *, spoiled: bool = False) -> None:
-        """Row and pages are free at once: whatever is in flight runs before the plan that uses them next."""
-        del self._running[bisect_left(self._running, _rank(request), key=_rank)]
-        self._num_asking -= request.params.num_logprobs is not None
-        self._free_rows.append(request.row)
-        self._released.append(request.row)
-        self.cache.release(request, spoiled=spoiled)
-        request.row = request.admission = -1
-        request.computed = request.committed = request.num_known = request.runway = 0
+    def _leave_row(self, request: Request) -> None:
+        self.cache.release(request)
+        self._seats.leave(request)
 
     def _leave_early(self, request: Request) -> None:
         """All of a pooling request is launched: it needs its row and its pages no more."""
@@ -445,24 +410,18 @@ class Scheduler:
             self._waiting.unpark(document)
 
     def _let_siblings_go(self, leader: Request) -> None:
-        """They need not wait for their leader any longer, for better or worse."""
-        for sibling in leader.siblings:
+        for sibling in take_siblings(leader):
             self._waiting.unpark(sibling)
-        leader.siblings = []
 
     def check(self) -> None:
         """Assert every invariant of scheduler and cache; for tests."""
         self.cache.check()
         live = [request for samples in self._live.values() for request in samples]
         self._in_flight.check(live)
-        assert self._running == sorted(self._running, key=_rank), "running requests are out of order"
         running = [request for request in live if request.status is Status.RUNNING]
         waiting = [request for request in live if request.status is Status.WAITING]
         assert len(running) + len(waiting) + self._num_leaving == len(live), "a finished request is still listed"
-        assert set(running) == set(self._running), "running requests and their list differ"
-        rows = [request.row for request in running]
-        assert sorted(rows + self._free_rows) == list(range(self.config.max_num_seqs)), f"rows are lost: {rows}"
-        assert self._num_asking == sum(request.params.num_logprobs is not None for request in running)
+        self._seats.check(running)
         assert len(self._waiting) == len(waiting), f"{len(self._waiting)} in the queue, {len(waiting)} waiting"
         for request in waiting:
             assert request in self._waiting and request.row < 0 and not request.pages, f"{request} waits badly"
@@ -470,7 +429,3 @@ class Scheduler:
             target = len(request.tokens) + request.pending
             assert request.computed <= target <= request.max_length, f"{request} ran ahead"
             assert request.computed < request.num_known or request.computed + 1 == target, f"{request} lost a token"
-
-
-def _rank(request: Request) -> tuple[int, int]:
-    return request.priority, request.number

@@ -155,7 +155,7 @@ class WholeScheduler:
             pools=every,
             pool_params=params,
             queries=queries,
-            forgotten=self._queries.take_forgotten(),
+            forgotten=self.take_forgotten(),
             type_starts=type_starts,
             num_seen=num_seen,
         )
@@ -199,6 +199,10 @@ class WholeScheduler:
                 pool_failure(request.id) if place in result.pool_failed else pooled_report(request.id, pooled)
             )
         return outputs
+
+    def take_forgotten(self) -> tuple[int, ...]:
+        """Kept queries that no one needs any more and no plan has told of."""
+        return self._queries.take_forgotten()
 
     def take_failures(self) -> list[Output]:
         """Requests that ended without a step of their own."""

@@ -1,8 +1,8 @@
 """A GGUF's own vocabulary and merges as a `tokenizers.Tokenizer`.
 
-Two kinds are known: "gpt2", byte-level BPE with merges, and "llama", SentencePiece pieces with scores and byte
-fallback. A file names its way of splitting text before merging in `tokenizer.ggml.pre`; an unknown one is refused,
-because a wrong split gives wrong tokens in silence.
+Three kinds are known: "gpt2", byte-level BPE with merges; "llama", SentencePiece pieces with scores and byte fallback;
+and "bert", WordPiece. A file names its way of splitting text before merging in `tokenizer.ggml.pre`; an unknown one is
+refused, because a wrong split gives wrong tokens in silence.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 def gguf_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     """Build it from the fields `tokenizer.ggml.*`; special tokens in a text are recognised."""
     kind = fields.get("tokenizer.ggml.model")
-    build = {"gpt2": _byte_level, "llama": _sentence_piece}.get(str(kind))
+    build = {"gpt2": _byte_level, "llama": _sentence_piece, "bert": _word_piece}.get(str(kind))
     if build is None:
-        raise BadTokenizer(f"the GGUF's vocabulary is of kind {kind!r}, we read 'gpt2' and 'llama'; {_WAY_OUT}")
+        raise BadTokenizer(f"the GGUF's vocabulary is of kind {kind!r}, we read 'gpt2', 'llama' and 'bert'; {_WAY_OUT}")
     tokens = _list(fields, "tokens", str)
     types = _list(fields, "token_type", int) if "tokenizer.ggml.token_type" in fields else [1] * len(tokens)
     if len(types) != len(tokens):
@@ -37,7 +37,8 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     except Exception as error:  # the library raises plain Exceptions, for example on a merge it cannot look up
         raise _broken(str(error)) from None
     _add_marked_tokens(tokenizer, tokens, types)
-    _add_ends(tokenizer, fields, tokens)
+    if kind != "bert":  # which has its own
+        _add_ends(tokenizer, fields, tokens)
     return tokenizer
 
 
@@ -137,6 +138,37 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: list[str], types: list[in
     else:
         tokenizer.normalizer = spaces_to_marks
     tokenizer.decoder = decoders.Sequence(steps)
+    return tokenizer
+
+
+def _word_piece(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+    """A file marks the pieces that begin a word, where BERT marks those that do not. It says nothing of case: a
+    vocabulary without capital letters is for texts without them, and then without accents."""
+    words = [
+        token if kind in (_UNKNOWN, _CONTROL) or (token[:1] == "[" and token[-1:] == "]")
+        else token[1:] if token.startswith("▁")
+        else f"##{token}"
+        for token, kind in zip(tokens, types, strict=True)
+    ]  # fmt: skip
+    vocab = _numbered(words)
+    ends = {}
+    for mark, names in {"[CLS]": ("cls", "bos"), "[SEP]": ("seperator", "eos"), "[UNK]": ("unknown",)}.items():
+        named = next((found for name in names if (found := special_token(fields, name)) is not None), None)
+        text = mark if named is None else words[named[1]]
+        if text not in vocab:
+            raise _broken(f"there is no token {mark}")
+        ends[mark] = text
+    first, last, unknown = ends.values()
+    tokenizer = Tokenizer(models.WordPiece(vocab=vocab, unk_token=unknown))
+    lower = not any("A" <= letter <= "Z" for word in words if word[:1] != "[" for letter in word)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lower)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A {last}",
+        pair=f"{first} $A {last} $B:1 {last}:1",
+        special_tokens=[(first, vocab[first]), (last, vocab[last])],
+    )
     return tokenizer
 
 

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import os
+import struct
+import tempfile
+import zipfile
+from collections import OrderedDict
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hand_encoder import load_pooling, run_texts
@@ -83,3 +90,101 @@ def test_a_checkpoint_that_has_no_other_weights(tmp_path: Path) -> None:
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
     (folder / "model.safetensors").unlink()
     assert run_texts(load_pooling(folder), prompts)[0].equal(expected)
+
+
+def zip_with(path: Path, pickled: bytes, storages: dict[str, bytes] | None = None) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", pickled)
+        for key, data in (storages or {}).items():
+            archive.writestr(f"archive/data/{key}", data)
+    return path
+
+
+def tensor_pickle(**changes: Any) -> bytes:
+    """What torch.save writes for {"a": a tensor of two 32-bit numbers}, with some of it changed."""
+    told = {
+        "kind": b"X\x07\x00\x00\x00storage", "dtype": b"ctorch\nFloatStorage\n", "key": b"X\x01\x00\x00\x000",
+        "function": b"ctorch._utils\n_rebuild_tensor_v2\n", "offset": b"K\x00", "shape": b"K\x02\x85",
+        "strides": b"K\x01\x85", "name": b"X\x01\x00\x00\x00a", "before": b"", "after": b"",
+    } | changes  # fmt: skip
+    storage = b"(" + told["kind"] + told["dtype"] + told["key"] + b"X\x03\x00\x00\x00cpuK\x02tQ"
+    tensor = told["function"] + b"(" + storage + told["offset"] + told["shape"] + told["strides"] + b"\x89}tR"
+    return b"\x80\x02}" + told["name"] + told["before"] + tensor + told["after"] + b"s."
+
+
+NUMBERS = {"0": struct.pack("<2f", 1.5, -2.5)}
+
+
+def test_the_hand_written_pickle_is_one_that_works(tmp_path: Path) -> None:
+    """So that the hostile ones below fail for what is changed in them."""
+    assert read(zip_with(tmp_path / "x.pt", tensor_pickle(), NUMBERS))["a"].tolist() == [1.5, -2.5]
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol(protocol: int, tmp_path: Path) -> None:
+    saved = OrderedDict(a=torch.arange(3), b=torch.ones(2, 2))
+    torch.save(saved, tmp_path / "file.pt", pickle_protocol=protocol)
+    assert {name: tensor.tolist() for name, tensor in read(tmp_path / "file.pt").items()} == {
+        "a": [0, 1, 2], "b": [[1, 1], [1, 1]],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"function": b"cos\nsystem\n"}, "holds os.system"),
+        ({"function": b"cbuiltins\neval\n"}, "holds builtins.eval"),
+        ({"function": b"X\x02\x00\x00\x00osX\x06\x00\x00\x00system\x93"}, "holds os.system"),
+        ({"function": b"ctorch\nFloatStorage\n"}, "a call of what is no function"),
+        ({"function": b"K\x01"}, "a call of what is no function"),
+        ({"function": b"ccollections\nOrderedDict\n"}, "makes no sense"),
+        ({"kind": b"X\x06\x00\x00\x00module"}, "a module that is no storage"),
+        ({"dtype": b"X\x05\x00\x00\x00float"}, "no storage of numbers"),
+        ({"key": b"K\x00"}, "no storage of numbers"),
+        ({"shape": b"J\xfe\xff\xff\xff\x85"}, "numbers from 0 up"),
+        ({"strides": b"J\xff\xff\xff\xff\x85"}, "numbers from 0 up"),
+        ({"offset": b"X\x01\x00\x00\x00x"}, "numbers from 0 up"),
+        ({"strides": b")"}, "1 dimensions has 0 strides"),
+        ({"before": b"(i__main__\nEvil\n"}, "the instruction INST"),
+        ({"before": b"(cos\nsystem\no"}, "holds os.system"),
+        ({"before": b"\x8c\x02os\x8c\x06system\x93"}, "holds os.system"),
+        ({"before": b"\x82\x01"}, "the instruction EXT1"),
+        ({"before": b"ccollections\nOrderedDict\n)\x81"}, "the instruction NEWOBJ"),
+        ({"before": b"Pmodel\n"}, "the instruction PERSID"),
+        ({"before": b"h\x63"}, "makes no sense"),
+        ({"before": b"a"}, "as if it were a list"),
+        ({"name": b")"}, "a dictionary by tuple"),
+        ({"after": b"t"}, "makes no sense"),
+        ({"after": b"N"}, "as if it were a dict"),
+    ],
+)  # fmt: skip
+def test_hostile_pickles_are_refused_by_name_and_run_nothing(
+    changes: dict[str, bytes], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadCheckpoint, match=message):
+        read(zip_with(tmp_path / "x.pt", tensor_pickle(**changes), NUMBERS))
+
+
+def test_a_key_that_would_take_forever_to_hash_is_not_hashed(tmp_path: Path) -> None:
+    pairs = b"".join(b"q" + bytes([i]) + b"h" + bytes([i]) + b"\x86" for i in range(100))
+    with pytest.raises(BadCheckpoint, match="a dictionary by tuple"):
+        read(zip_with(tmp_path / "x.pt", b"\x80\x02})" + pairs + b"Ns.", NUMBERS))
+
+
+@pytest.mark.parametrize("storages", [{}, {"0": b"12345"}, {"0": b"1234"}], ids=["missing", "odd", "short"])
+def test_numbers_that_are_not_there_are_missed(storages: dict[str, bytes], tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match=r"x\.pt"):
+        read(zip_with(tmp_path / "x.pt", tensor_pickle(), storages))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's own, of texts with odd escapes
+@settings(max_examples=200, deadline=None, database=None)
+@given(st.data())
+def test_whatever_the_bytes_are_it_is_a_checkpoint_or_a_bad_one(data: st.DataObject) -> None:
+    whole = bytearray(tensor_pickle())
+    for place in data.draw(st.lists(st.integers(0, len(whole) - 1), min_size=1, max_size=6)):
+        whole[place] = data.draw(st.integers(0, 255))
+    with tempfile.TemporaryDirectory() as folder:
+        path = zip_with(Path(folder) / "x.pt", bytes(whole), NUMBERS)
+        with suppress(BadCheckpoint):
+            read(path)

@@ -122,11 +122,15 @@ def test_generated_pages_can_be_found_after_release():
     assert cache.match(request([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], "b")).length == 8
 
 
-def test_spoiled_pages_are_not_found_again():
+@pytest.mark.parametrize("held", [True, False])
+def test_forgotten_pages_are_not_found_again(held: bool):
     cache = make()
     req = request(list(range(10)))
     admit(cache, req)
-    cache.release(req, spoiled=True)
+    if not held:
+        cache.release(req)
+    assert cache.match(request(list(range(10)), "b")).length == 8
+    cache.forget(req)
     assert cache.match(request(list(range(10)), "b")).length == 0
     cache.check()
 

@@ -27,6 +27,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingInfo | None = None  # None: it only generates
     dtype: str = "float32"
     max_batch_tokens: int = 0  # of a step
+    max_waiting: int | None = None  # prompts that the core lets wait; None: nobody said
 
     @classmethod
     def of(cls, options: Options, config: EngineConfig, defaults: GenerationDefaults) -> ModelFacts:
@@ -42,6 +43,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
             pooling=config.model.pooling,
             dtype=config.model.dtype,
             max_batch_tokens=config.scheduler.max_num_batched_tokens,
+            max_waiting=config.scheduler.max_waiting,
         )
 
     def load_tokenizer(self) -> Tokenizer | None:

@@ -88,7 +88,12 @@ class InputProcessor:
         message = Submit(request_id, ids, params, time.time(), params.priority, params.cache_salt, bad_words)
         return message, text
 
-    def render_chat(
+    def render_chat(self, messages: Sequence[Message], **how: Any) -> str:
+        """A conversation to be continued, as the text of a prompt."""
+        self._check_generates()
+        return self.render_messages(messages, **how)
+
+    def render_messages(
         self,
         messages: Sequence[Message],
         *,
@@ -97,7 +102,7 @@ class InputProcessor:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        self._check_generates()
+        """The same for whatever is to be done with it."""
         tokenizer = self._need_tokenizer("messages")
         if clash := _TAKEN & set(chat_template_kwargs or ()):
             raise InvalidParams(

@@ -7,6 +7,7 @@ searched for stop strings as it comes; neither is ever taken back.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from slipstream.config.pooling_info import PoolingInfo
@@ -18,6 +19,8 @@ from slipstream.metrics.stats import ModelStats
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.text.tokenizer import Tokenizer
+
+_FIRST = 2**30  # more tokens than anybody collects: the first is never kept back
 
 
 class OutputProcessor:
@@ -41,6 +44,13 @@ class OutputProcessor:
     def drop(self, request_id: str) -> None:
         self.tracks.pop(request_id, None)
 
+    def begin(self, request_ids: Sequence[str]) -> None:
+        """These wait no more."""
+        now = time.monotonic()
+        for name in request_ids:
+            if (track := self.tracks.get(name)) is not None:
+                track.begun = now
+
     def process(self, outputs: list[Output]) -> tuple[list[Track], list[Abort]]:
         """Take in a step's outputs. Returns the requests that moved, and what the core need not go on with."""
         moved: dict[str, Track] = {}
@@ -63,6 +73,7 @@ class Track:
     """One request under way: its samples and its times."""
 
     stats: ModelStats | None = None  # where its tokens and times are counted
+    begun = 0.0  # monotonic seconds: its prompt is being computed; 0 before
     is_query = False  # late interaction: the core may keep something of it past its end, until it is aborted
 
     def __init__(self, message: Submit, prompt: str | None, tokenizer: Tokenizer | None, *, stream: bool) -> None:
@@ -75,6 +86,7 @@ class Track:
         assert isinstance(params, SamplingParams)
         self.samples = [Sample(i, params, tokenizer, stream=stream) for i in range(params.n)]
         self.finished = False
+        self.unread = _FIRST  # tokens since the last increment, if there was one
         self.num_cached = 0
         self.decoded = decoder_of(tokenizer if params.detokenize else None)
         # the first has nothing before it
@@ -96,6 +108,9 @@ class Track:
                 stats.generated_tokens += len(output.token_ids)
                 if not metrics.first_token_ts:
                     stats.ttft.observe(now - self._submitted)
+                    if self.begun:
+                        stats.queue.observe(self.begun - self._submitted)
+                        stats.prefill.observe(now - self.begun)
                 elif output.sample == 0:  # the others move in the same steps
                     stats.itl.observe(now - metrics.last_token_ts)
             if not metrics.first_token_ts:
@@ -103,6 +118,7 @@ class Track:
                 metrics.first_token_latency = now - self._submitted
                 self.num_cached = output.num_cached_tokens
             metrics.last_token_ts = now
+            self.unread += len(output.token_ids)
         sample = self.samples[output.sample]
         stopped = sample.take(output)
         if sample.finish_reason is not None:
@@ -123,6 +139,10 @@ class Track:
         if stats is None:
             return
         stats.e2e.observe(time.monotonic() - self._submitted)
+        if first := self.metrics.first_token_ts:
+            stats.decode.observe(self.metrics.last_token_ts - first)
+            if self.begun:
+                stats.inference.observe(self.metrics.last_token_ts - self.begun)
         stats.cached_tokens += self.num_cached
         stats.output_length.observe(self.num_tokens)
         for sample in self.samples:
@@ -137,6 +157,7 @@ class Track:
 
     def increment(self) -> list[Increment]:
         """What is new in each sample since the last call; only for those that are streamed. Costs what is new."""
+        self.unread = 0
         return [new for sample in self.samples if (new := sample.increment()) is not None]
 
     def result(self) -> RequestOutput:

@@ -17,7 +17,8 @@ import numpy as np
 
 from slipstream.config.pooling_info import Role
 from slipstream.engine.front.outputs import PoolTrack
-from slipstream.engine.front.pool_inputs import PLAIN, PoolInputs, PoolPrompt
+from slipstream.engine.front.pool_inputs import PoolInputs
+from slipstream.engine.front.pool_prompts import PoolPrompt
 from slipstream.engine.front.pool_results import (
     PoolingRequestOutput,
     RerankResult,
@@ -25,6 +26,7 @@ from slipstream.engine.front.pool_results import (
     ScoringRequestOutput,
     similarities,
 )
+from slipstream.engine.front.pool_words import PLAIN
 from slipstream.errors import InvalidParams, InvalidPrompt, SlipstreamError, UserError
 from slipstream.messages import Submit
 from slipstream.pooling_params import PoolingParams, Task

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from slipstream.engine.front.outputs import Track
+from slipstream.engine.front.served import ServedModel
 from slipstream.engine.front.stream import Mailbox
+from slipstream.messages import Submit
 
 if TYPE_CHECKING:
-    from slipstream.engine.front.frontend import AsyncEngine
+    from slipstream.engine.front.desk import Desk
 
 
 class Reading:
@@ -19,15 +21,18 @@ class Reading:
     To be used in a `with` block: what has not ended when the block is left is aborted.
     """
 
-    def __init__(self, engine: AsyncEngine, tracks: list[Track], mailbox: Mailbox) -> None:
-        self._engine = engine
-        self._mailbox = mailbox
-        self.tracks = tracks
+    def __init__(self, desk: Desk, served: ServedModel, mailbox: Mailbox, *, stream: bool) -> None:
+        """Without `stream` it hears only of ends."""
+        self._desk = desk
+        self.served = served
+        self.mailbox = mailbox
+        self.stream = stream
+        self.tracks: list[Track] = []
 
     async def __aiter__(self) -> AsyncIterator[list[Track]]:
         num_open = len(self.tracks)
         while num_open:
-            moved = await self._mailbox.get()
+            moved = await self.mailbox.get()
             num_open -= sum(track.finished for track in moved)
             yield moved
 
@@ -35,8 +40,25 @@ class Reading:
         """All of them, once they have ended."""
         num_open = len(self.tracks)
         while num_open:
-            num_open -= sum(track.finished for track in await self._mailbox.get())
+            num_open -= sum(track.finished for track in await self.mailbox.get())
         return self.tracks
+
+    async def feed(self, submits: Sequence[tuple[Submit, str | None]]) -> list[Track]:
+        """Send prompts, and return them all once they have ended.
+
+        However many they are: no more are sent than the core lets wait, and the others as room appears. Only who has
+        nothing under way, and so would wait for strangers, hears that there is none.
+        """
+        load, most = self._desk.load, self.served.facts.max_waiting or len(submits)
+        num_sent = num_open = 0
+        while True:
+            room = max(most - load.num_queued, 0 if num_open else 1)
+            for message, text in submits[num_sent : num_sent + room]:
+                self._desk.send(self, message, text)
+                num_sent, num_open = num_sent + 1, num_open + 1
+            if not num_open:
+                return self.tracks
+            num_open -= sum(track.finished for track in await self.mailbox.get())
 
     def __enter__(self) -> Reading:
         return self
@@ -44,4 +66,4 @@ class Reading:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._engine.leave(self, failed=kind is not None)
+        self._desk.leave(self, failed=kind is not None)

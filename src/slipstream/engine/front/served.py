@@ -9,7 +9,7 @@ import msgspec
 from slipstream.engine.front.facts import ModelFacts
 from slipstream.engine.front.inputs import InputProcessor
 from slipstream.engine.front.pool_inputs import PoolInputs
-from slipstream.errors import ModelNotFound
+from slipstream.errors import InvalidParams, ModelNotFound
 from slipstream.text.tokenizer import Tokenizer
 
 
@@ -33,6 +33,12 @@ class ServedModel(msgspec.Struct, frozen=True):
         if task == "score":
             return "classify" in pooling.tasks and pooling.num_labels == 1
         return task in pooling.tasks
+
+    def require_pooling(self) -> PoolInputs:
+        """For a call that wants numbers of it."""
+        if self.pool_inputs is None:
+            raise InvalidParams(f"{self.facts.name} only generates; choose a model that makes vectors or scores")
+        return self.pool_inputs
 
 
 def choose(models: Mapping[str, ServedModel], name: str | None, *tasks: str) -> ServedModel:

@@ -8,7 +8,7 @@ import threading
 
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.link.client import Listener
-from slipstream.engine.link.wire import FromCore, Refused, ToCore
+from slipstream.engine.link.wire import Begun, FromCore, Refused, ToCore
 from slipstream.messages import Abort, Submit
 
 
@@ -37,8 +37,10 @@ class ThreadClient:
     def _run(self) -> None:
         try:
             while self._receive():
-                if self.core.has_work() and (outputs := self.core.step()):
-                    self._tell(list(outputs))
+                if self.core.has_work():
+                    outputs = self.core.step()
+                    if (begun := self.core.take_begun()) or outputs:
+                        self._tell([*([Begun(begun)] if begun else ()), *outputs])
         except Exception as error:  # handed to every waiting reader
             self._call("fail", error)
         finally:

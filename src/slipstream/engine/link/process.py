@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -22,7 +22,7 @@ from slipstream.config.options import Options
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.link.hub import Connection, Hub
 from slipstream.engine.link.parent import die_with_parent
-from slipstream.engine.link.wire import Failed, FromCore, Loading, Opening, Pulse, Ready, Refused
+from slipstream.engine.link.wire import Begun, Failed, FromCore, Loading, Opening, Pulse, Ready, Refused
 from slipstream.errors import EngineDead, SlipstreamError
 from slipstream.messages import Abort, Output, Submit
 from slipstream.metrics.lane import LaneStats
@@ -55,7 +55,7 @@ class CoreProcess:
             for connection in gone:
                 self._abort_all_of(connection)
             if self.lanes.has_work():
-                self._deliver(self.lanes.step())
+                self._deliver(self.lanes.step(), self.lanes.take_begun())
             busy = self.lanes.has_work()
             self._pulse(busy)
 
@@ -74,10 +74,10 @@ class CoreProcess:
             owner = self._owners.get(name)
             if owner is not None and owner[0] is not connection:
                 return  # somebody else's
-            self.lanes.abort(message)  # one that has ended may have left a query behind
+            num_ended = self.lanes.abort(message)  # one that has ended may have left a query behind
             self._keepers.pop(name, None)
-            if owner is not None:
-                self._ended(name, owner[1] if message.sample is None else 1)
+            if num_ended:
+                self._ended(name, num_ended)
             return
         try:
             self.lanes.submit(message)
@@ -88,9 +88,12 @@ class CoreProcess:
             return
         self._owners[name] = connection, getattr(message.params, "n", 1)
 
-    def _deliver(self, outputs: list[Output]) -> None:
+    def _deliver(self, outputs: list[Output], begun: Sequence[str] = ()) -> None:
         """One frame for each front end that has something in this step."""
         shares: dict[Connection, list[FromCore]] = {}
+        for name in begun:
+            if (owner := self._owners.get(name)) is not None:
+                shares.setdefault(owner[0], []).append(Begun([name]))
         for output in outputs:
             owner = self._owners.get(output.request_id)
             if owner is None:

@@ -40,6 +40,12 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
         return SlipstreamError(f"{self.kind}: {self.message}")
 
 
+class Begun(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Requests that wait no more: their prompts are being computed."""
+
+    request_ids: list[str]
+
+
 class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Where the start stands, in words."""
 
@@ -76,7 +82,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 ToCore = Submit | Abort
-FromCore = Output | Refused | Loading | Opening | Ready | Pulse | Failed
+FromCore = Output | Begun | Refused | Loading | Opening | Ready | Pulse | Failed
 
 Message = TypeVar("Message")
 

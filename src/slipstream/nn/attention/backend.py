@@ -16,14 +16,14 @@ class AttentionBackend(Protocol):
     def forward(
         self,
         query: torch.Tensor,  # [T, heads, head dim]
-        key: torch.Tensor,  # [T, kv heads, head dim]
+        key: torch.Tensor | None,  # [T, kv heads, head dim]
         value: torch.Tensor,  # [T, kv heads, head dim]
         layer: int,
         scale: float,
         context: ForwardContext,
     ) -> torch.Tensor:
-        """Attend. Keys and values of this step are given, and are in the layer's pages already. Returns [T, heads, head
-        dim]."""
+        """Attend. Keys and values of this step are in the layer's pages already; keys are given once more where the
+        device's `turn_and_write` leaves them beside. Returns [T, heads, head dim]."""
 
     def whole(
         self,

@@ -153,7 +153,7 @@ class SdpaAttention:
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
+        key: torch.Tensor | None,
         value: torch.Tensor,
         layer: int,
         scale: float,
@@ -171,6 +171,7 @@ class SdpaAttention:
             elif isinstance(part, _Decode):
                 out = attend_decode(mine, keys, values, part.table, part.lengths, scale, cap, part.window)
             elif part.pages is None or part.mask is None:
+                assert key is not None, "chunks that see their own keys alone are given them"
                 out = attend_chunk(mine, key[part.tokens], value[part.tokens], scale)
             else:
                 out = attend_pages(mine, keys, values, part.pages, part.mask, scale, cap)

@@ -17,6 +17,7 @@ from slipstream.ops.paged_attention.triton import (
     attend_splits,
     attend_tiles,
     make_partials,
+    num_shares,
     query_tile,
     steady_shape,
 )
@@ -59,6 +60,7 @@ class TritonAttention:
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.dtype = dtype
         self.windows = windows
         self.soft_cap = soft_cap
         self.tile = query_tile(head_dim, dtype.itemsize)
@@ -91,6 +93,16 @@ class TritonAttention:
                     self.page_size,
                     self.tile,
                     window,
+                    num_shares(
+                        batch.lengths.device,
+                        self.dtype,
+                        self.num_heads,
+                        self.num_kv_heads,
+                        self.head_dim,
+                        self.page_size,
+                        window,
+                        self.soft_cap,
+                    ),
                     cut_singles=not self.one_kernel,
                 )
                 made[window] = _GroupPlan(work, make_partials(work, self.num_heads, self.head_dim), window)
@@ -99,7 +111,7 @@ class TritonAttention:
     def forward(
         self,
         query: torch.Tensor,
-        key: torch.Tensor,
+        key: torch.Tensor | None,
         value: torch.Tensor,
         layer: int,
         scale: float,

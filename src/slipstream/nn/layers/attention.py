@@ -59,7 +59,8 @@ class Attention(Layer):
     ) -> torch.Tensor:
         """x [T, hidden]; rotary is the rope table's rows for the step's positions, if any; bias as in
         `AttentionBackend.whole`."""
-        return self._attend(self.qkv(x), rotary, context, bias)
+        projected: torch.Tensor = self.output(self.mix(self.qkv(x), rotary, context, bias))
+        return projected
 
     def after_norm(
         self,
@@ -71,11 +72,16 @@ class Attention(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the norm of x + residual; and that sum."""
         qkv, total = norm.then(self.qkv, x, residual)
-        return self._attend(qkv, rotary, context, None), total
+        return self.output(self.mix(qkv, rotary, context)), total
 
-    def _attend(
-        self, qkv: torch.Tensor, rotary: torch.Tensor | None, context: ForwardContext, bias: torch.Tensor | None
+    def mix(
+        self,
+        qkv: torch.Tensor,
+        rotary: torch.Tensor | None,
+        context: ForwardContext,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        """What lies between the two products: [T, heads * head dim]."""
         heads = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         # queries and keys are treated alike up to here, so they go together
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
@@ -90,13 +96,11 @@ class Attention(Layer):
             assert rotary is not None, "what is kept in pages knows its position"
             keys, values = context.caches[self.layer]
             slots = context.batch.slots[context.group_of_layer[self.layer]]
-            query_key = turn_and_write(query_key, value, weight, eps, rotary, keys, values, slots)
-        elif rotary is not None:
-            query_key = norm_rope(query_key, weight, eps, rotary)
-        query, key = query_key.narrow(1, 0, num_heads), query_key.narrow(1, num_heads, num_kv_heads)
-        if self.reach is None:
-            out = context.attention.forward(query, key, value, self.layer, self.scale, context)
+            query, kept = turn_and_write(query_key, value, weight, eps, rotary, keys, values, slots)
+            out = context.attention.forward(query, kept, value, self.layer, self.scale, context)
         else:
+            if rotary is not None:
+                query_key = norm_rope(query_key, weight, eps, rotary)
+            query, key = query_key.split([num_heads, num_kv_heads], 1)
             out = context.attention.whole(query, key, value, self.scale, context, self.reach, bias)
-        projected: torch.Tensor = self.output(out.flatten(1))
-        return projected
+        return out.flatten(1)

@@ -18,6 +18,7 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp
 from slipstream.nn.layers.norm import HeadNorm, RMSNorm, Sum, WholeNorm
 from slipstream.nn.layers.rope import Rope
+from slipstream.nn.models.chained import ChainedLayers
 from slipstream.nn.models.fused import FusedLayers
 from slipstream.nn.models.heads import Heads
 from slipstream.nn.quant import FormatOf, take_memory
@@ -86,7 +87,7 @@ class Decoder(nn.Module):
             self.head: Linear | None = None
             if not shape.tied and not shape.headless:
                 self.head = Linear(shape.hidden_size, {"": shape.vocab_size}, False, format_of("head"), dtype)
-        self._fused = FusedLayers()
+        self._chains = (FusedLayers(), ChainedLayers())
         self.eval()
 
     def materialize(self, device: torch.device) -> None:
@@ -105,9 +106,10 @@ class Decoder(nn.Module):
             x = x * self.embedding_scale
         rotary = self.rope(batch.positions)
         local = rotary if self.local_rope is None else self.local_rope(batch.positions)
-        fused = self._fused.run(self, x, rotary, local, context)
-        if fused is not None:
-            return fused
+        for chain in self._chains:
+            fused = chain.run(self, x, rotary, local, context)
+            if fused is not None:
+                return fused
         residual = None
         for block in self.layers:
             x, residual = block(x, residual, local if block.window else rotary, context)

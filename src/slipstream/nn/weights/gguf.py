@@ -38,11 +38,26 @@ _NORMS_AROUND: dict[str, str | None] = {
     "blk.{n}.ffn_norm.weight": "model.layers.{n}.pre_feedforward_layernorm.weight",
     "blk.{n}.post_ffw_norm.weight": "model.layers.{n}.post_feedforward_layernorm.weight",
 }
+_BERT: dict[str, str | None] = {
+    "token_embd.weight": "embeddings.word_embeddings.weight",
+    "position_embd.weight": "embeddings.position_embeddings.weight",
+    "token_types.weight": "embeddings.token_type_embeddings.weight",
+    "token_embd_norm.{kind}": "embeddings.LayerNorm.{kind}",
+    "blk.{n}.attn_q.{kind}": "encoder.layer.{n}.attention.self.query.{kind}",
+    "blk.{n}.attn_k.{kind}": "encoder.layer.{n}.attention.self.key.{kind}",
+    "blk.{n}.attn_v.{kind}": "encoder.layer.{n}.attention.self.value.{kind}",
+    "blk.{n}.attn_output.{kind}": "encoder.layer.{n}.attention.output.dense.{kind}",
+    "blk.{n}.attn_output_norm.{kind}": "encoder.layer.{n}.attention.output.LayerNorm.{kind}",
+    "blk.{n}.ffn_up.{kind}": "encoder.layer.{n}.intermediate.dense.{kind}",
+    "blk.{n}.ffn_down.{kind}": "encoder.layer.{n}.output.dense.{kind}",
+    "blk.{n}.layer_output_norm.{kind}": "encoder.layer.{n}.output.LayerNorm.{kind}",
+}
 # by general.architecture: names that mean something else there
 _OWN_NAMES: dict[str, dict[str, str | None]] = {
     "gemma2": _NORMS_AROUND,
     "gemma3": _NORMS_AROUND,
     "olmo2": _NORMS_AROUND,
+    "bert": _BERT,
     "phi3": {
         "rope_factors_{which}.weight": None,  # became part of ModelInfo.rope
         "blk.{n}.attn_qkv.weight": "model.layers.{n}.self_attn.qkv_proj.weight",

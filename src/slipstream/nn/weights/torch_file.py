@@ -1,17 +1,16 @@
 """Weights from files that torch.save wrote, without running what is in them.
 
-Such a file is a zip with a pickle, which could name any function to be called. This reader lets it name what tensors
-are made of and nothing else, and a tensor is read when it is needed. Files from before torch 1.6 are no zips and are
-refused.
+Such a file is a zip with a pickle, which could name any function to be called. Here it is read as data
+(`pickle_data.py`): it may name what tensors are made of and nothing else, and a tensor is read when it is needed. Files
+from before torch 1.6 are no zips and are refused.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
 import zipfile
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import BadCheckpoint
+from slipstream.nn.weights.pickle_data import NotPlain, meaning_of, read_pickle
 from slipstream.nn.weights.source import SourceTensor
 
 _DTYPES = {
@@ -69,15 +69,15 @@ def _open(path: Path) -> dict[str, _Tensor]:
     try:
         with zipfile.ZipFile(path) as archive:
             pickled = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-            with archive.open(pickled) as file:
-                found = _Unpickler(file, pickled.removesuffix("data.pkl")).load()
+            load = partial(_storage, pickled.removesuffix("data.pkl"))
+            found = read_pickle(archive.read(pickled), _NAMES, load)
     except zipfile.BadZipFile:
         raise BadCheckpoint(f"{path} is no zip file: it is broken, or older than torch 1.6; {way_out}") from None
-    except _Forbidden as forbidden:
+    except NotPlain as error:
         raise BadCheckpoint(
-            f"{path} holds {forbidden}, not only tensors; it is not run, as it could do anything; {way_out}"
+            f"{path} holds {error}, not only tensors; it is not run, as it could do anything; {way_out}"
         ) from None
-    except (OSError, StopIteration, pickle.UnpicklingError, EOFError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, StopIteration, ValueError, NotImplementedError, RuntimeError, zlib.error) as error:
         raise BadCheckpoint(f"{path} cannot be read: {error}; download it again") from None
     if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
         found = found["state_dict"]
@@ -87,49 +87,48 @@ def _open(path: Path) -> dict[str, _Tensor]:
 
 
 def _read(path: Path, tensor: _Tensor) -> torch.Tensor:
-    with zipfile.ZipFile(path) as archive:
-        numbers = torch.frombuffer(bytearray(archive.read(tensor.storage.entry)), dtype=tensor.storage.dtype)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            numbers = torch.frombuffer(bytearray(archive.read(tensor.storage.entry)), dtype=tensor.storage.dtype)
+    except (OSError, KeyError, ValueError, NotImplementedError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
+        raise BadCheckpoint(f"{path}: {tensor.storage.entry} cannot be read: {error}; download it again") from None
     last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
     if math.prod(tensor.shape) and last >= len(numbers):
         raise BadCheckpoint(f"{path} is cut short; download it again")
     return numbers.as_strided(tensor.shape, tensor.strides, tensor.offset)
 
 
-class _Forbidden(Exception):
-    """The name of what a pickle wanted."""
-
-
-class _Unpickler(pickle.Unpickler):
-    """Knows the handful of names that a file of tensors needs."""
-
-    def __init__(self, file: Any, prefix: str) -> None:
-        super().__init__(file)
-        self.prefix = prefix
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[module, name]
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        raise _Forbidden(f"{module}.{name}")
-
-    def persistent_load(self, pid: Any) -> _Storage:
-        kind, dtype, key, *_ = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise _Forbidden(f"a {kind} of kind {dtype}")
-        return _Storage(f"{self.prefix}data/{key}", dtype)
+def _storage(prefix: str, pid: Any) -> _Storage:
+    """What a pickle points to outside itself: an entry of the zip with numbers of one kind."""
+    kind, dtype, key, *_ = map(meaning_of, pid)
+    if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
+        raise NotPlain(f"a {kind if isinstance(kind, str) else type(kind).__name__} that is no storage of numbers")
+    return _Storage(f"{prefix}data/{key}", dtype)
 
 
 def _tensor(storage: _Storage, offset: int, shape: Sequence[int], strides: Sequence[int], *others: Any) -> _Tensor:
+    sizes = (offset, *shape, *strides)
+    if not isinstance(storage, _Storage) or any(type(size) is not int or size < 0 for size in sizes):
+        raise ValueError("a tensor's place is not told in numbers from 0 up")
+    if len(shape) != len(strides):
+        raise ValueError(f"a tensor of {len(shape)} dimensions has {len(strides)} strides")
     return _Tensor(storage, offset, tuple(shape), tuple(strides))
 
 
 def _parameter(tensor: _Tensor, *others: Any) -> _Tensor:
+    if not isinstance(tensor, _Tensor):
+        raise ValueError("a parameter is no tensor")
     return tensor
 
 
-_ALLOWED: dict[tuple[str, str], Callable[..., Any]] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
+def _ordered_dict() -> dict[str, Any]:
+    """Empty: its items are told one by one, and checked."""
+    return {}
+
+
+_NAMES: dict[str, Any] = {
+    "collections.OrderedDict": _ordered_dict,
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch._utils._rebuild_parameter": _parameter,
+    **{f"torch.{name}": dtype for name, dtype in _DTYPES.items()},
 }

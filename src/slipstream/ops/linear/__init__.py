@@ -1,18 +1,21 @@
 """Products with a weight: x [rows, in] times weight [out, in], transposed, and what stands around them in a network.
 
 With few rows the time is that of reading the weight, and on CUDA our kernels read it faster than the library's at the
-shapes named here (benchmarks/ops/linear.py); everything else is the library's.
+shapes named here (benchmarks/ops/linear.py); everything else is the library's, for very many rows by the quickest of
+its ways.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from slipstream.ops.linear import ways
 from slipstream.ops.linear.native import linear as _library
+from slipstream.ops.linear.unnormed import Chain, Unnormed
 from slipstream.ops.norm import add_rms_norm, rms_norm
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -20,6 +23,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _MOST = 64  # rows that a kernel of ours takes
+_MOST_CHAINED = 256  # of a chain, which saves what lies between products
 _FEW = 2  # rows without the matrix units
 _GATES: dict[Activation | None, str] = {None: "", silu_and_mul: "silu", gelu_tanh_and_mul: "gelu_tanh"}
 
@@ -44,7 +48,9 @@ def gated_linear(
             return stream_rows(x, weight, bias, gate)
         if some_rows_win(len(x), len(weight), weight.shape[1]):
             return some_rows(x, weight, bias, gate)
-    out = _library(x, weight, bias)
+    out = ways.multiply(x, weight) if bias is None else None
+    if out is None:
+        out = _library(x, weight, bias)
     return out if activation is None else activation(out)
 
 
@@ -70,6 +76,41 @@ def norm_linear(
     else:
         normed, total = add_rms_norm(x, residual, norm, eps)
     return gated_linear(normed, weight, bias, activation), total
+
+
+def choose_chain(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Chain:
+    """How the products of a decoder's layer are best made, x being its input."""
+    if not x.is_cuda or x.element_size() != 2:
+        return ""
+    if _HAS_TRITON and x.dtype is torch.bfloat16 and _FEW < len(x) <= _MOST_CHAINED:
+        from slipstream.ops.linear.triton import streams_well
+
+        if all(streams_well(x, weight, chained=True) for weight in weights):
+            return "streamed"
+    return "library" if _MOST < len(x) < ways.LEAST_ROWS else ""
+
+
+def add_product(
+    chain: Chain, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float
+) -> Unnormed:
+    """The product plus the residual, which is used up, on its way through a norm."""
+    if chain != "streamed":
+        return Unnormed(residual.addmm_(x, weight.t()), norm, eps)
+    from slipstream.ops.linear.triton.hopper import add_streamed
+
+    return add_streamed(x, weight, residual, norm, eps)
+
+
+def normed_product(
+    x: Unnormed, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
+) -> torch.Tensor:
+    """The product with the norm, and after it an activation, if there is one."""
+    if x.squares is None:
+        return gated_linear(rms_norm(x.total, x.norm, x.eps), weight, bias, activation)
+    from slipstream.ops.linear.triton.hopper import stream_rows
+
+    out = stream_rows(x, weight, bias, _GATES.get(activation, ""))
+    return out if activation in _GATES or activation is None else activation(out)
 
 
 def _is_ours(x: torch.Tensor, activation: Activation | None) -> bool:

@@ -4,8 +4,9 @@ Rows of one token are cut along their keys, rows of more along their queries. Th
 once a step and serve all layers of one window; attention kernels run a fixed grid over them, so a launch looks the
 same whatever the lengths are and can be captured.
 
-How a row is cut depends on its own length, and on whether the step has room for more than a few rows: its sums have the
-same order in all steps of the one kind or of the other, whoever its neighbours are.
+How a row is cut depends on its own length, and on whether the step has room for few rows, some or many: its sums have
+the same order in all steps of one kind, whoever its neighbours are. Who computes which of the pieces depends on all of
+them: pieces that follow each other make a share, and all shares are about as much work.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ import triton.language as tl
 
 # A row of one token is cut every so many keys, and every 2, 4, 8... times as many where that is over MAX_SPLITS cuts.
 # Few rows need many pieces to keep the device busy; among many rows a piece should be worth its beginning and end.
-FEW_ROWS = 8
-SPLIT_OF_FEW = 256
-SPLIT_OF_MANY = 512
+FEW_ROWS, SPLIT_OF_FEW = 8, 256
+SOME_ROWS, SPLIT_OF_SOME = 128, 512
+SPLIT_OF_MANY = 1024
 MAX_SPLITS = 32
+SPLIT_COST = tl.constexpr(64)  # of a piece's beginning and end, in keys
 
 # Tiles go longest first, so that equal shares of them take equal time. But those of rows with many are sorted only
-# among neighbours that have about KEYS_TOGETHER keys: what they all read again and again stays in the device's cache.
-# Rows with fewer than FEW_TILES read little again, and come before.
-KEYS_TOGETHER = 8192
+# among neighbours that have up to KEYS_TOGETHER keys: what they all read again and again stays in the device's cache.
+# A row with more than half as many has no such neighbours. Rows with fewer than FEW_TILES read little again, and come
+# before.
+KEYS_TOGETHER = 12288
 FEW_TILES = tl.constexpr(8)
 
 RECORD = tl.constexpr(8)  # int32s of one piece of work
@@ -34,13 +37,16 @@ RECORD = tl.constexpr(8)  # int32s of one piece of work
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """`splits`: row, token, begin, end, index, number of splits of the row, length. `tiles`: row, first token, number
-    of tokens, first query of the tile, length. A length of 0 marks padding, whose output is zero."""
+    """`singles`, rows of one token: row, token, first key, keys of one split, number of splits, number of splits of
+    all singles before, length. `tiles`: row, first token, number of tokens, first query of the tile, length. A length
+    of 0 marks padding, whose output is zero."""
 
-    splits: torch.Tensor  # [capacity, RECORD] int32
+    singles: torch.Tensor  # [B + 1, RECORD] int32
+    shares: torch.Tensor  # [shares + 1, 2] int32: the single, and the split of it, that a share begins with
     tiles: torch.Tensor  # [capacity, RECORD] int32, those with the most keys first among neighbouring rows
     totals: torch.Tensor  # [2] int32, how many of each there are
     arrived: torch.Tensor  # [B, kv heads] int32, splits done; 0 between kernels
+    most_splits: int  # of all rows together
 
 
 def list_work(
@@ -54,12 +60,14 @@ def list_work(
     page_size: int,
     tile: int,
     window: int = 0,
+    num_shares: int = 1,
     min_split: int | None = None,
     max_splits: int = MAX_SPLITS,
     keys_together: int = KEYS_TOGETHER,
     cut_singles: bool = True,
 ) -> Work:
-    """Lists the work of B rows. Capacities follow from shapes and `max_length`, never from what the device holds.
+    """Lists the work of B rows, splits in no more than `num_shares` shares. Capacities follow from shapes and
+    `max_length`, never from what the device holds.
 
     Without `cut_singles` a row of one token is a tile like any other, and all work is for one kernel.
     """
@@ -69,17 +77,20 @@ def list_work(
     group = num_heads // num_kv_heads
     device = lengths.device
     if min_split is None:
-        min_split = SPLIT_OF_FEW if num_rows <= FEW_ROWS else SPLIT_OF_MANY
+        min_split = split_keys(num_rows)
     num_splits = num_rows * most_splits(max_length, window, min_split, max_splits)
     num_tiles = 0 if query_starts is None and cut_singles else num_tokens * group // tile + num_rows + 1
     work = Work(
-        torch.empty(num_splits, RECORD.value, dtype=torch.int32, device=device),
+        torch.empty(num_rows + 1, RECORD.value, dtype=torch.int32, device=device),
+        torch.empty(min(num_shares, num_splits) + 1, 2, dtype=torch.int32, device=device),
         torch.empty(num_tiles, RECORD.value, dtype=torch.int32, device=device),
         torch.empty(2, dtype=torch.int32, device=device),
         torch.empty(num_rows, num_kv_heads, dtype=torch.int32, device=device),
+        num_splits,
     )
     _list_work_kernel[(num_rows + 1,)](
-        work.splits,
+        work.singles,
+        work.shares,
         work.tiles,
         work.totals,
         work.arrived,
@@ -89,6 +100,7 @@ def list_work(
         page_table.stride(0),
         num_rows,
         num_tokens,
+        len(work.shares) - 1,
         HAS_STARTS=query_starts is not None,
         KV_HEADS=num_kv_heads,
         GROUP=group,
@@ -105,6 +117,13 @@ def list_work(
     return work
 
 
+def split_keys(num_rows: int) -> int:
+    """After how many keys a row is cut in a step with room for so many rows."""
+    if num_rows <= FEW_ROWS:
+        return SPLIT_OF_FEW
+    return SPLIT_OF_SOME if num_rows <= SOME_ROWS else SPLIT_OF_MANY
+
+
 def most_splits(max_length: int, window: int = 0, min_split: int = SPLIT_OF_FEW, max_splits: int = MAX_SPLITS) -> int:
     """Of any row of up to `max_length` positions."""
     if window:
@@ -119,11 +138,12 @@ ALIGN = tl.constexpr(128)  # a window's first split begins at a multiple of it; 
 # grid: (rows + 1,); program b counts the work of the rows before row b and lists row b's. The last one takes tokens
 # that belong to no row.
 @triton.jit(
-    do_not_specialize=["table_stride", "num_rows", "num_tokens"],
+    do_not_specialize=["table_stride", "num_rows", "num_tokens", "num_shares"],
     do_not_specialize_on_alignment=["lengths", "starts", "table"],
 )
 def _list_work_kernel(
-    splits_out,
+    singles_out,
+    shares_out,
     tiles_out,
     totals,
     arrived,
@@ -133,6 +153,7 @@ def _list_work_kernel(
     table_stride,
     num_rows,
     num_tokens,
+    num_shares,
     HAS_STARTS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -147,36 +168,52 @@ def _list_work_kernel(
 ):
     row = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
+    singles_before = 0
     splits_before = 0
     tiles_before = 0
     keys_before = tl.cast(0, tl.int64)  # of rows of many tiles
-    for first in range(0, row, BLOCK):
+    cost_before = tl.cast(0, tl.int64)  # of splits
+    cost_of_all = tl.cast(0, tl.int64)
+    for first in range(0, num_rows + 1, BLOCK):
         rows = first + lanes
         start, count, length = _read_rows(
             rows, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE
         )
         begin, size, splits = _cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS)
         single = (count == 1) & CUT_SINGLES
+        cost = tl.where((rows <= num_rows) & single, length - begin + splits * SPLIT_COST, 0).to(tl.int64)
+        cost_of_all += tl.sum(cost)
+        cost_before += tl.sum(tl.where(rows < row, cost, 0))
+        singles_before += tl.sum(((rows < row) & single).to(tl.int32))
         splits_before += tl.sum(tl.where((rows < row) & single, splits, 0))
         tiles = tl.where((rows < row) & ~single, tl.cdiv(count * GROUP, TILE), 0)
         tiles_before += tl.sum(tiles)
-        keys_before += tl.sum(tl.where(tiles >= FEW_TILES, length, 0).to(tl.int64))
+        keys_before += tl.sum(_held(tiles, length, TOGETHER))
 
     start, count, length = _read_rows(row, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE)
     if (count == 1) & CUT_SINGLES:
         begin, size, splits = _cut_keys(length, WINDOW, MIN_SPLIT, MAX_SPLITS)
-        for first in range(0, splits, BLOCK):
-            index = first + lanes
-            mask = index < splits
-            record = splits_out + (splits_before + index).to(tl.int64) * RECORD
-            tl.store(record, row, mask=mask)
-            tl.store(record + 1, start, mask=mask)
-            tl.store(record + 2, begin + index * size, mask=mask)
-            tl.store(record + 3, tl.minimum(begin + index * size + size, length), mask=mask)
-            tl.store(record + 4, index, mask=mask)
-            tl.store(record + 5, splits, mask=mask)
-            tl.store(record + 6, length, mask=mask)
-        splits_before += splits
+        record = singles_out + tl.cast(singles_before, tl.int64) * RECORD
+        tl.store(record, row)
+        tl.store(record + 1, start)
+        tl.store(record + 2, begin)
+        tl.store(record + 3, size)
+        tl.store(record + 4, splits)
+        tl.store(record + 5, splits_before)
+        tl.store(record + 6, length)
+        # the shares that begin in this row, each at the split nearest to its equal part of all work
+        cost_after = cost_before + length - begin + splits * SPLIT_COST
+        # never 0; but the compiler, before it has looked into the loop, divides by the 0 that it begins with
+        divisor = tl.maximum(cost_of_all, 1)
+        share_end = tl.cdiv(cost_after * num_shares, divisor).to(tl.int32)
+        for first in range(tl.cdiv(cost_before * num_shares, divisor).to(tl.int32), share_end, BLOCK):
+            share = first + lanes
+            mask = share < share_end
+            offset = share * cost_of_all // num_shares - cost_before
+            nearest = (2 * offset + size + SPLIT_COST) // (2 * (size + SPLIT_COST))
+            tl.store(shares_out + share * 2, singles_before, mask=mask)
+            tl.store(shares_out + share * 2 + 1, tl.minimum(nearest, splits).to(tl.int32), mask=mask)
+        singles_before += 1
     else:
         tiles = tl.cdiv(count * GROUP, TILE)
         tile_lanes = tl.arange(0, TILES)
@@ -187,7 +224,7 @@ def _list_work_kernel(
             place = index + _tiles_ahead(
                 row,
                 _last_key(query, count, length, GROUP, TILE),
-                tl.where(tiles < FEW_TILES, 0, 1 + keys_before // TOGETHER),
+                _company(tiles, keys_before, _held(tiles, length, TOGETHER), TOGETHER),
                 lengths,
                 starts,
                 table,
@@ -210,8 +247,13 @@ def _list_work_kernel(
         tiles_before += tiles
 
     if row == num_rows:
-        tl.store(totals, splits_before)
+        tl.store(totals, singles_before)
         tl.store(totals + 1, tiles_before)
+        # the end of the last share; and of all, where there is nothing to share
+        for first in range(tl.where(cost_of_all > 0, num_shares, 0), num_shares + 1, BLOCK):
+            share = first + lanes
+            tl.store(shares_out + share * 2, singles_before, mask=share <= num_shares)
+            tl.store(shares_out + share * 2 + 1, 0, mask=share <= num_shares)
     else:
         for head in tl.static_range(KV_HEADS):
             tl.store(arrived + row * KV_HEADS + head, 0)
@@ -257,6 +299,19 @@ def _last_key(query, count, length, GROUP: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
+def _held(tiles, length, TOGETHER: tl.constexpr):
+    """Keys that a row takes up of those that its company may have."""
+    whole = tl.cdiv(length, TOGETHER) * TOGETHER
+    return tl.where(tiles < FEW_TILES, 0, tl.where(2 * length > TOGETHER, whole, length)).to(tl.int64)
+
+
+@triton.jit
+def _company(tiles, before, held, TOGETHER: tl.constexpr):
+    """Number of the company that a row is sorted in, by where its last key comes; 0 is that of rows with few tiles."""
+    return tl.where(tiles < FEW_TILES, 0, 1 + (before + tl.maximum(held, 1) - 1) // TOGETHER)
+
+
+@triton.jit
 def _tiles_ahead(
     row,
     keys,  # [TILES] that a tile of this row sees
@@ -287,10 +342,9 @@ def _tiles_ahead(
         )
         single = (count == 1) & CUT_SINGLES
         tiles = tl.where((rows <= num_rows) & ~single, tl.cdiv(count * GROUP, TILE), 0)
-        held = tl.where(tiles >= FEW_TILES, length, 0).to(tl.int64)
+        held = _held(tiles, length, TOGETHER)
         if tl.sum(tiles) > 0:
-            before = keys_before + tl.cumsum(held, 0) - held
-            company = tl.where(tiles < FEW_TILES, 0, 1 + before // TOGETHER)
+            company = _company(tiles, keys_before + tl.cumsum(held, 0) - held, held, TOGETHER)
             tiles = tl.where(rows == row, 0, tiles)
             # the tiles of a row see ever more keys: those with more than some number begin at one of them
             limit = keys[None, :] - tl.where(rows < row, 1, 0)[:, None]

@@ -38,9 +38,11 @@ def turn_and_write(
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
     slots: torch.Tensor,  # [T] int64, page * page_size + place
-) -> torch.Tensor:
-    """Queries and keys normed and turned; keys and values also at their slots."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Queries and keys normed and turned; keys and values also at their slots. Keys are None where attention reads them
+    from the pages alone."""
     turned = norm_rope(query_key, weight, eps, rotary)
     num_kv_heads = value.shape[1]
-    write_cache(turned.narrow(1, turned.shape[1] - num_kv_heads, num_kv_heads), value, keys, values, slots)
-    return turned
+    query, key = turned.split([turned.shape[1] - num_kv_heads, num_kv_heads], 1)
+    write_cache(key, value, keys, values, slots)
+    return query, key

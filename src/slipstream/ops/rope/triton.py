@@ -8,6 +8,8 @@ import triton.language as tl
 
 from slipstream.ops.dependent import dependent, release_next, wait_for_previous
 
+_FEW = 64  # tokens
+
 
 def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rows: torch.Tensor) -> torch.Tensor:
     """x [T, heads, dim], normed per head by weight [heads, dim] if there is one, then turned by rows [T, 2, rotary]."""
@@ -23,12 +25,12 @@ def turn_and_write(
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
     slots: torch.Tensor,  # [T] int64, page * page_size + place
-) -> torch.Tensor:
-    """Queries and keys normed and turned; keys and values also at their slots. Slots of padding lie in page 0, where
-    anything may be written."""
+) -> tuple[torch.Tensor, None]:
+    """Queries normed and turned; keys too, and values, but these only at their slots, where attention reads them. Slots
+    of padding lie in page 0, where anything may be written."""
     assert keys.shape[2:] == value.shape[1:] and keys.stride() == values.stride(), f"{value.shape} into {keys.shape}"
     assert value.stride(2) == keys.stride(3) == 1, "head dims must be contiguous"
-    return _launch(query_key, value, weight, eps, rotary, keys, values, slots)
+    return _launch(query_key, value, weight, eps, rotary, keys, values, slots), None
 
 
 def _launch(
@@ -44,11 +46,12 @@ def _launch(
     num_tokens, num_turned, dim = x.shape
     num_kv_heads = 0 if value is None else value.shape[1]
     assert x.stride(2) == 1 and rotary.is_contiguous() and (weight is None or weight.is_contiguous())
-    out = torch.empty((num_tokens, num_turned, dim), dtype=x.dtype, device=x.device)
-    num_heads = num_turned + num_kv_heads
-    few = num_tokens <= 64  # more programs, each with less
-    block_heads = min(triton.next_power_of_2(num_heads), 4 if few else 8)
-    _turn_kernel[(num_tokens, triton.cdiv(num_heads, block_heads))](
+    out = torch.empty((num_tokens, num_turned - num_kv_heads, dim), dtype=x.dtype, device=x.device)
+    turns = rotary.shape[-1]
+    half = triton.next_power_of_2(turns // 2)
+    block_tokens, block_heads, warps = _blocks(num_tokens, num_turned, half)
+    num_blocks = triton.cdiv(num_turned, block_heads) + triton.cdiv(num_kv_heads, block_heads)
+    _turn_kernel[(triton.cdiv(num_tokens, block_tokens), num_blocks)](
         x,
         value,
         weight,
@@ -58,6 +61,7 @@ def _launch(
         values,
         slots,
         eps,
+        num_tokens,
         x.stride(0),
         x.stride(1),
         0 if value is None else value.stride(0),
@@ -69,17 +73,29 @@ def _launch(
         KV_HEADS=num_kv_heads,
         PAGE=0 if keys is None else keys.shape[1],
         DIM=dim,
-        ROTARY=rotary.shape[-1],
+        ROTARY=turns,
+        BLOCK_T=block_tokens,
         BLOCK_H=block_heads,
-        BLOCK_D=triton.next_power_of_2(dim),
-        num_warps=2 if few else 4,
+        BLOCK_HALF=half,
+        BLOCK_REST=triton.next_power_of_2(max(dim - turns, 1)),
+        num_warps=warps,
         **dependent(x.device, num_tokens),
     )
     return out
 
 
-# grid: (tokens, blocks of heads)
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _blocks(num_tokens: int, num_heads: int, half: int) -> tuple[int, int, int]:
+    """Tokens and heads of a program, and its warps. With few tokens there are more programs, each with less. A warp has
+    enough heads for eight numbers a lane: then a head's squares are summed in the same order whatever the step."""
+    heads_of_warp = max(4, 256 // half)
+    if num_tokens <= _FEW:
+        return 1, heads_of_warp, 1
+    heads = min(8, triton.next_power_of_2(num_heads))
+    return 4 * max(8, heads_of_warp) // heads, heads, 4
+
+
+# grid: (blocks of tokens, blocks of queries and keys, then of values)
+@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["slots"])
 def _turn_kernel(
     x,
     value,
@@ -90,6 +106,7 @@ def _turn_kernel(
     values,
     slots,
     eps,
+    num_tokens,
     token_stride,
     head_stride,
     value_token,
@@ -102,42 +119,87 @@ def _turn_kernel(
     PAGE: tl.constexpr,
     DIM: tl.constexpr,
     ROTARY: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
-    token = tl.program_id(0).to(tl.int64)
-    # queries, then keys, then values
-    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
-    dim = tl.arange(0, BLOCK_D)[None, :]
-    half: tl.constexpr = ROTARY // 2
-    # the dimension each one turns with; those past the rotary part stay
-    other = tl.where(dim < half, dim + half, tl.where(dim < ROTARY, dim - half, dim))
-    turned = (head < TURNED) & (dim < DIM)
-    if weight is not None:
-        factor = tl.load(weight + head * DIM + dim, mask=turned, other=0.0).to(tl.float32)
-        other_factor = tl.load(weight + head * DIM + other, mask=turned, other=0.0).to(tl.float32)
-    wait_for_previous(DEPENDENT)
-    start = x + token * token_stride + head * head_stride
-    own = tl.load(start + dim, mask=turned, other=0.0).to(tl.float32)
-    across = tl.load(start + other, mask=turned, other=0.0).to(tl.float32)
-    row = rotary + token * (2 * ROTARY)
-    cos = tl.load(row + dim, mask=dim < ROTARY, other=1.0).to(tl.float32)
-    sin = tl.load(row + ROTARY + dim, mask=dim < ROTARY, other=0.0).to(tl.float32)
-    if weight is not None:
-        scale = tl.rsqrt(tl.sum(own * own, 1) / DIM + eps)[:, None]
-        own *= scale * factor
-        across *= scale * other_factor
-    result = (own * cos + across * sin).to(out.dtype.element_ty)
-    tl.store(out + (token * TURNED + head) * DIM + dim, result, mask=turned)
-    if keys is not None:
-        slot = tl.load(slots + token)
-        page = slot // PAGE * page_stride + slot % PAGE * slot_stride
-        kv_head = head - (TURNED - KV_HEADS)
-        is_key = turned & (kv_head >= 0)
-        tl.store(keys + page + kv_head * page_head + dim, result.to(keys.dtype.element_ty), mask=is_key)
-        kv_head = head - TURNED
-        is_value = (kv_head >= 0) & (kv_head < KV_HEADS) & (dim < DIM)
-        copied = tl.load(value + token * value_token + kv_head * value_head + dim, mask=is_value, other=0.0)
-        tl.store(values + page + kv_head * page_head + dim, copied.to(values.dtype.element_ty), mask=is_value)
+    HALF: tl.constexpr = ROTARY // 2
+    TURNED_BLOCKS: tl.constexpr = (TURNED + BLOCK_H - 1) // BLOCK_H
+    QUERIES: tl.constexpr = TURNED - KV_HEADS
+    part = tl.program_id(1)
+    lane = tl.arange(0, BLOCK_T * BLOCK_H)
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + lane // BLOCK_H
+    there = token < num_tokens
+    # a dimension of the first half turns with that of the second; those past the rotary part stay
+    dim = tl.arange(0, BLOCK_HALF)[None, :]
+    rest = ROTARY + tl.arange(0, BLOCK_REST)[None, :]
+    if part < TURNED_BLOCKS:
+        head = part * BLOCK_H + lane % BLOCK_H
+        mine = (there & (head < TURNED))[:, None]
+        mask = mine & (dim < HALF)
+        rest_mask = mine & (rest < DIM)
+        if weight is not None:
+            factors = weight + (head * DIM)[:, None]
+            low_factor = tl.load(factors + dim, mask=mask, other=0.0).to(tl.float32)
+            high_factor = tl.load(factors + HALF + dim, mask=mask, other=0.0).to(tl.float32)
+            if ROTARY < DIM:
+                rest_factor = tl.load(factors + rest, mask=rest_mask, other=0.0).to(tl.float32)
+        wait_for_previous(DEPENDENT)
+        source = x + (token * token_stride + head * head_stride)[:, None]
+        low = tl.load(source + dim, mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(source + HALF + dim, mask=mask, other=0.0).to(tl.float32)
+        row = rotary + (token * (2 * ROTARY))[:, None] + dim
+        cos = tl.load(row, mask=mask, other=0.0).to(tl.float32)
+        sin = tl.load(row + ROTARY + HALF, mask=mask, other=0.0).to(tl.float32)
+        # here and below it is said which product is rounded first: where it is left to the compiler, it chooses
+        # differently for few tokens and for many, and a token's bits depend on its neighbours
+        square = tl.sum(tl.fma(low, low, high * high), 1)
+        if ROTARY < DIM:
+            stay = tl.load(source + rest, mask=rest_mask, other=0.0).to(tl.float32)
+            square += tl.sum(stay * stay, 1)
+        if weight is not None:
+            scale = tl.rsqrt(square / DIM + eps)[:, None]
+            low *= scale * low_factor
+            high *= scale * high_factor
+            if ROTARY < DIM:
+                stay *= scale * rest_factor
+        first = tl.fma(low, cos, -(high * sin)).to(out.dtype.element_ty)
+        second = tl.fma(high, cos, low * sin).to(out.dtype.element_ty)
+        query = (head < QUERIES)[:, None]
+        target = out + ((token * QUERIES + head) * DIM)[:, None]
+        tl.store(target + dim, first, mask=mask & query)
+        tl.store(target + HALF + dim, second, mask=mask & query)
+        if ROTARY < DIM:
+            tl.store(target + rest, stay.to(out.dtype.element_ty), mask=rest_mask & query)
+        if keys is not None:  # noqa: SIM102 - known to the compiler, the other not
+            if (part + 1) * BLOCK_H > QUERIES:
+                kv_head = head - QUERIES
+                target = keys + _place(slots, token, there, page_stride, slot_stride, PAGE)
+                target = (target + kv_head * page_head)[:, None]
+                key = (kv_head >= 0)[:, None]
+                tl.store(target + dim, first, mask=mask & key)
+                tl.store(target + HALF + dim, second, mask=mask & key)
+                if ROTARY < DIM:
+                    tl.store(target + rest, stay.to(out.dtype.element_ty), mask=rest_mask & key)
+    elif keys is not None:
+        wait_for_previous(DEPENDENT)
+        own = (part - TURNED_BLOCKS) * BLOCK_H + lane % BLOCK_H
+        held = (there & (own < KV_HEADS))[:, None]
+        given = value + (token * value_token + own * value_head)[:, None]
+        taken = values + _place(slots, token, there, page_stride, slot_stride, PAGE)
+        taken = (taken + own * page_head)[:, None]
+        half = held & (dim < HALF)
+        tl.store(taken + dim, tl.load(given + dim, mask=half), mask=half)
+        tl.store(taken + HALF + dim, tl.load(given + HALF + dim, mask=half), mask=half)
+        if ROTARY < DIM:
+            tail = held & (rest < DIM)
+            tl.store(taken + rest, tl.load(given + rest, mask=tail), mask=tail)
+
+
+@triton.jit
+def _place(slots, token, there, page_stride, slot_stride, PAGE: tl.constexpr):
+    slot = tl.load(slots + token, mask=there, other=0)
+    return slot // PAGE * page_stride + slot % PAGE * slot_stride

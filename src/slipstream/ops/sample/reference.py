@@ -104,6 +104,20 @@ def uniform(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return u.add_(0.5).mul_(2.0**-32).clamp_(max=1 - torch.finfo(dtype).eps / 2)
 
 
+IN_PROMPT, IN_OUTPUT = 1, 2
+"""Flags of a token that a row has seen."""
+
+
+class Penalty(NamedTuple):
+    """What `penalize_` takes, for those who read logits as it would leave them. They are not changed, and no copy of
+    them is made in a wider dtype."""
+
+    counts: torch.Tensor  # [slots, V] int32, how often a token is in the output
+    seen: torch.Tensor  # [slots, V] uint8, of flags
+    slots: torch.Tensor  # [R] where a row has its counts; negative: the row stays as it is
+    values: torch.Tensor  # [R, 3] repetition, presence, frequency
+
+
 class Choice(NamedTuple):
     tokens: torch.Tensor  # [R] int64, 0 where failed
     failed: torch.Tensor  # [R] bool: the row holds NaN, or nothing but -inf
@@ -115,8 +129,11 @@ def draw(
     random: torch.Tensor | None = None,  # [R] bool, rows that get noise; None: all
     temperature: torch.Tensor | None = None,  # [R], over 0; None: the logits are scaled already
     floor: torch.Tensor | None = None,  # [R], what `find_floor` says; None: logits under it are -inf already
+    penalty: Penalty | None = None,
 ) -> Choice:
     """[R, V] logits to [R] tokens, each with its softmax probability. A token at -inf is never drawn."""
+    if penalty is not None:
+        logits = _penalized(logits, penalty)
     if temperature is not None:
         logits = logits / temperature[:, None]
     if floor is not None:
@@ -128,8 +145,10 @@ def draw(
     return likeliest(gumbel.add_(logits))
 
 
-def likeliest(logits: torch.Tensor) -> Choice:
+def likeliest(logits: torch.Tensor, penalty: Penalty | None = None) -> Choice:
     """[R, V] to [R] tokens: the first of the largest. `max` says the same as `argmax` and is faster on the CPU."""
+    if penalty is not None:
+        logits = _penalized(logits, penalty)
     best, tokens = logits.max(-1)
     failed = (best > -torch.inf).logical_not_()  # NaN is not greater either
     return Choice(tokens.masked_fill_(failed, 0), failed)
@@ -168,7 +187,7 @@ def penalize_(
     logits: torch.Tensor,
     index: torch.Tensor | None,  # [N] which rows of the logits; None: all of them, in order
     counts: torch.Tensor,  # [slots, V] int32, how often a token is in the output
-    in_prompt: torch.Tensor,  # [slots, V] bool
+    seen: torch.Tensor,  # [slots, V] uint8, of flags
     slots: torch.Tensor,  # [N] where these rows have their counts; negative, without an index: the row stays as it is
     values: torch.Tensor,  # [N, 3] repetition, presence, frequency
 ) -> None:
@@ -176,20 +195,29 @@ def penalize_(
     repetition, presence, frequency = values[:, :, None].unbind(1)
     held = slots if index is not None else slots.clamp(min=0)
     before, counts = logits if index is None else logits.index_select(0, index), counts.index_select(0, held)
-    in_output = counts > 0
-    factor = torch.where(in_prompt.index_select(0, held) | in_output, repetition, 1)
+    flags = seen.index_select(0, held)
+    factor = torch.where(flags != 0, repetition, 1)
     own = torch.where(before > 0, before / factor, before * factor)
-    own.sub_(frequency * counts).sub_(presence * in_output)
+    own.sub_(frequency * counts).sub_(presence * (flags >= IN_OUTPUT))
     if index is None:
         logits.copy_(torch.where((slots >= 0)[:, None], own, before))
     else:
         logits.index_copy_(0, index, own)
 
 
-def count_(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-    """counts [slots, V] += 1 at (slots[i], tokens[i]), for those i whose slot is not negative."""
+def _penalized(logits: torch.Tensor, penalty: Penalty) -> torch.Tensor:
+    own = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    penalize_(own, None, *penalty)
+    return own
+
+
+def count_(counts: torch.Tensor, seen: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+    """counts [slots, V] += 1 at (slots[i], tokens[i]), and seen flagged, for those i whose slot is not negative."""
     places = slots.clamp(min=0) * counts.shape[1] + tokens
     counts.view(-1).index_add_(0, places, (slots >= 0).to(counts.dtype))
+    # what is written follows from the place alone, also where a negative slot names another's
+    in_output = (counts.view(-1).index_select(0, places) > 0).to(seen.dtype) * IN_OUTPUT
+    seen.view(-1).index_copy_(0, places, seen.view(-1).index_select(0, places) | in_output)
 
 
 def add_lines_(logits: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -> None:
@@ -204,12 +232,15 @@ def find_floor(
     # index [N] of rows, and how many of their largest to put in order; None: all rows, all of their logits
     order: Sequence[tuple[torch.Tensor, int]] | None,
     temperature: torch.Tensor | None = None,  # [R], over 0; None: the logits are scaled already
+    penalty: Penalty | None = None,
 ) -> torch.Tensor:
     """[R] smallest logits that min-p, then top-k, then top-p keep; -inf for a row of which all stay.
 
     `order` is the host's help for a sort: the most a top_k of these rows asks for, V for top-p without top-k, 0 for
     min-p alone. Rows it does not name keep all. A version that needs no sort goes by the limits and ignores it.
     """
+    if penalty is not None:
+        logits = _penalized(logits, penalty)
     if temperature is not None:
         logits = logits / temperature[:, None]
     if order is None:

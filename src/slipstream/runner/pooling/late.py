@@ -25,15 +25,10 @@ class QueryStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def forget(self, numbers: tuple[int, ...], upload: Upload) -> None:
-        """Host: queue it. A number that never came is fine: its query may have been given up before it ran."""
-        kept = self._kept
-
-        def forget() -> None:
-            for number in numbers:
-                kept.pop(number, None)
-
-        upload.then(forget)
+    def forget(self, numbers: tuple[int, ...]) -> None:
+        """Device. A number that never came is fine: its query may have been given up before it ran."""
+        for number in numbers:
+            self._kept.pop(number, None)
 
     def keep(self, lines: torch.Tensor, counts: Sequence[int], numbers: Sequence[int]) -> None:
         """Device: token vectors of some queries, one after another. A copy: the step's own memory is used again."""

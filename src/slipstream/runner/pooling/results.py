@@ -11,8 +11,8 @@ import torch
 
 from slipstream.device.device import Bytes
 from slipstream.device.streams import Event
-from slipstream.device.sync_check import sync_allowed
 from slipstream.runner.output import NO_RESULTS, ResultShape, StepHandle, lay_out
+from slipstream.runner.own_copy import own_copy
 from slipstream.step import NO_INTS, Floats, StepResult
 
 SUM = "sum of "
@@ -56,16 +56,15 @@ class Block:
 class PoolHandle(StepHandle):
     """A step's pooled results on their way."""
 
-    def __init__(self, ready: Event, shape: ResultShape, host: Bytes, ended: Event, blocks: list[Block]) -> None:
+    def __init__(self, ready: Event | None, shape: ResultShape, host: Bytes, blocks: list[Block]) -> None:
         super().__init__(ready, shape, host)
-        self.ended = ended
         self._blocks = blocks
 
     def wait(self) -> StepResult:
-        with sync_allowed("the commit of the oldest step"):
-            self.ready.wait()
+        if self.ready is not None:
+            self._wait_until_copied()
         assert self._host is not None
-        own = self._host[: self._shape.num_bytes].copy()  # the slot will be written again
+        own = own_copy(self._host)
         arrays = [np.ndarray(field.shape, field.dtype, own, field.start) for field in self._shape.fields]
         lines, sums = arrays[: len(self._blocks)], arrays[len(self._blocks) :]
         if len(lines) == 1 and self._blocks[0].places is None:  # mostly
@@ -82,16 +81,12 @@ class PoolHandle(StepHandle):
 
 
 class MixedHandle(StepHandle):
-    """A step that both generates and pools."""
+    """A step that both generates and pools; one copy brings out both."""
 
     def __init__(self, generated: StepHandle, pooled: StepHandle) -> None:
         super().__init__(pooled.ready, NO_RESULTS, None)
-        self.ended = pooled.ended
         self._generated = generated
         self._pooled = pooled
-
-    def done(self) -> bool:
-        return self._generated.done() and self._pooled.done()
 
     def wait(self) -> StepResult:
         drawn, own = self._generated.wait(), self._pooled.wait()

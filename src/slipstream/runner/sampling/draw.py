@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.ops.sample import DRAW, Choice, draw, find_floor, likeliest, row_key, step_keys
+from slipstream.ops.sample import DRAW, Choice, Penalty, draw, find_floor, likeliest, row_key, step_keys
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.scale import Scale
 from slipstream.runner.sampling.stage import SampleBatch
@@ -17,6 +17,9 @@ from slipstream.step import Ints, StepPlan
 
 DrawWork = Callable[[torch.Tensor, SampleBatch], Choice]
 """Device: logits [S, V] to tokens [S]."""
+
+PenaltyOf = Callable[[SampleBatch], Penalty | None]
+"""Device: what logits are read through."""
 
 
 class Draw:
@@ -69,24 +72,33 @@ class Draw:
 
         return mixed
 
-    def by_row(self, scale: Scale, truncate: Truncate | None) -> DrawWork:
-        """Host: the same for any rows, scaled and cut as it reads the logits; `truncate` if any row asks for that."""
+    def by_row(self, scale: Scale, truncate: Truncate | None, penalty_of: PenaltyOf) -> DrawWork:
+        """Host: the same for any rows, penalised, scaled and cut as it reads the logits; `truncate` if any row asks for
+        that."""
         keys, random, temperatures = self.keys.device, self.is_random.device, scale.staged.device
         limits = None if truncate is None else truncate.limits.device
 
         def drawn(logits: torch.Tensor, batch: SampleBatch) -> Choice:
             rows = batch.rows
-            temperature, floor = temperatures.index_select(0, rows), None
+            temperature, floor, penalty = temperatures.index_select(0, rows), None, penalty_of(batch)
             if limits is not None:
-                floor = find_floor(logits, limits.index_select(0, rows), None, temperature)
+                floor = find_floor(logits, limits.index_select(0, rows), None, temperature, penalty)
             own = _keys(keys, rows, batch.positions)
-            return draw(logits, own, random.index_select(0, rows), temperature, floor)
+            return draw(logits, own, random.index_select(0, rows), temperature, floor, penalty)
 
         return drawn
 
 
 def greedy(logits: torch.Tensor, batch: SampleBatch) -> Choice:
     return likeliest(logits)
+
+
+def greedy_by_row(penalty_of: PenaltyOf) -> DrawWork:
+    return lambda logits, batch: likeliest(logits, penalty_of(batch))
+
+
+def no_penalty(batch: SampleBatch) -> None:
+    return None
 
 
 def _keys(keys: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.ops.sample import count_, penalize_
+from slipstream.ops.sample import IN_OUTPUT, IN_PROMPT, Penalty, count_, penalize_
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.slots import Slots, SlotTable
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
@@ -16,7 +16,7 @@ from slipstream.step import Admission, Ints, StepPlan
 
 
 class Penalties:
-    """What a row has seen: its prompt as a mask, its output as counts, one slot for each row that is penalised.
+    """What a row has seen: flags for prompt and output, counts for the output, one slot for each row that is penalised.
 
     The host brings the history when the row is admitted; afterwards each token is counted where it was drawn.
     """
@@ -25,7 +25,7 @@ class Penalties:
         self.vocab_size = vocab_size
         self.slots = Slots(num_rows, device)
         self.counts = SlotTable(num_rows, vocab_size, torch.int32, device)
-        self.in_prompt = SlotTable(num_rows, vocab_size, torch.bool, device)
+        self.seen = SlotTable(num_rows, vocab_size, torch.uint8, device)
         self.values = StagedTensor((num_rows, 3), dtype, device)  # repetition, presence, frequency
         self._new: list[tuple[int, Admission]] = []
 
@@ -45,21 +45,22 @@ class Penalties:
         if self._new:
             most = 1 + max(slot for slot, _ in self._new)
             self.counts.reserve(most, self.vocab_size, upload)
-            self.in_prompt.reserve(most, self.vocab_size, upload)
+            self.seen.reserve(most, self.vocab_size, upload)
         for slot, admission in self._new:
             self._write(slot, admission, upload)
         self._new = []
 
     def _write(self, slot: int, admission: Admission, upload: Upload) -> None:
         assert admission.history is not None, f"row {admission.row} has penalties and came without its history"
-        counts, in_prompt = self.counts, self.in_prompt
+        counts, seen = self.counts, self.seen
         span, num_prompt = upload.put(admission.history), admission.num_prompt_tokens
 
         def write() -> None:
             history = upload.tensor(span).long()
             output = history[num_prompt:]
-            in_prompt.tensor[slot].zero_().index_fill_(0, history[:num_prompt], True)
-            counts.tensor[slot].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+            counted = counts.tensor[slot].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+            flags = seen.tensor[slot].copy_(counted > 0).mul_(IN_OUTPUT)
+            flags.index_copy_(0, history[:num_prompt], flags.index_select(0, history[:num_prompt]) | IN_PROMPT)
 
         upload.then(write)
 
@@ -68,16 +69,16 @@ class Penalties:
         if users is None:
             return None
         index_span, slot_span = users.index, users.slots
-        counts, in_prompt, values, vocab_size = self.counts, self.in_prompt, self.values.device, self.vocab_size
+        counts, seen, values = self.counts, self.seen, self.values.device
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
             index, slots = upload.tensor(index_span), upload.tensor(slot_span)
             own = values.index_select(0, batch.rows.index_select(0, index))
-            penalize_(logits, index, counts.tensor, in_prompt.tensor, slots, own)
+            penalize_(logits, index, counts.tensor, seen.tensor, slots, own)
 
         def drawn(tokens: torch.Tensor, batch: SampleBatch) -> None:
-            places = upload.tensor(slot_span) * vocab_size + tokens.index_select(0, upload.tensor(index_span))
-            counts.tensor.view(-1).index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+            own = tokens.index_select(0, upload.tensor(index_span))
+            count_(counts.tensor, seen.tensor, upload.tensor(slot_span), own)
 
         return StageWork(edit, drawn)
 
@@ -85,13 +86,15 @@ class Penalties:
         return self.slots.asks(rows)
 
     def by_row(self, rows: Ints) -> ByRow:
-        counts, in_prompt, values, held = self.counts, self.in_prompt, self.values.device, self.slots.staged.device
-
-        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
-            slots = held.index_select(0, batch.rows)
-            penalize_(logits, None, counts.tensor, in_prompt.tensor, slots, values.index_select(0, batch.rows))
+        """Logits are not edited: whoever draws reads them through `penalty`."""
+        counts, seen, held = self.counts, self.seen, self.slots.staged.device
 
         def drawn(tokens: torch.Tensor, batch: SampleBatch) -> None:
-            count_(counts.tensor, held.index_select(0, batch.rows), tokens)
+            count_(counts.tensor, seen.tensor, held.index_select(0, batch.rows), tokens)
 
-        return ByRow(("penalties", counts.shape), StageWork(edit, drawn))
+        return ByRow(("penalties", counts.shape), StageWork(None, drawn))
+
+    def penalty(self, batch: SampleBatch) -> Penalty:
+        """Device: what the draw is to know of these rows."""
+        slots = self.slots.staged.device.index_select(0, batch.rows)
+        return Penalty(self.counts.tensor, self.seen.tensor, slots, self.values.device.index_select(0, batch.rows))

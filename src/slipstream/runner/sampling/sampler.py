@@ -15,7 +15,7 @@ from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.bad_words import BadWords
 from slipstream.runner.sampling.bias import Bias
-from slipstream.runner.sampling.draw import Draw, DrawWork, greedy
+from slipstream.runner.sampling.draw import Draw, DrawWork, greedy_by_row, no_penalty
 from slipstream.runner.sampling.logprobs import GivenLogprobs, GivenWork, Logprobs
 from slipstream.runner.sampling.min_tokens import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
@@ -54,7 +54,8 @@ class Sample:
         """Device: logits [S, vocabulary] to tokens. The logits may be changed."""
         raw = logits if self.logprobs is None else self.logprobs.keep(logits)
         for work in self.works:
-            work.edit(logits, batch)
+            if work.edit is not None:
+                work.edit(logits, batch)
         # a row may fail by its parameters too: they can contradict each other and leave nothing to draw
         tokens, failed = self.draw(logits, batch)
         for work in self.works:
@@ -115,16 +116,18 @@ class Sampler:
         if self._bad_words.asks(rows):
             return None
         stages: tuple[ByRowStage, ...] = (self._bias, self._min_tokens, self._penalties)
-        edits = [stage.by_row(rows) for stage in stages if stage.asks(rows)]
-        draw: DrawWork = greedy
-        kind = "greedy"
+        works = [stage.by_row(rows) for stage in stages if stage.asks(rows)]
+        penalty_of = self._penalties.penalty if self._penalties.asks(rows) else no_penalty
         if self.draw.asks(rows):
             cuts = self._truncate.asks(rows)
-            draw = self.draw.by_row(self._scale, self._truncate if cuts else None)
+            draw = self.draw.by_row(self._scale, self._truncate if cuts else None, penalty_of)
             kind = "cut" if cuts else "random"
-        logprobs = None if num_logprobs is None else Logprobs(num_logprobs, edited=bool(edits))
-        key = (kind, num_logprobs, *(edit.key for edit in edits))
-        return Replayed(key, bool(edits), Sample([edit.work for edit in edits], draw, logprobs, None))
+        else:
+            draw, kind = greedy_by_row(penalty_of), "greedy"
+        edits = any(work.work.edit is not None for work in works)
+        logprobs = None if num_logprobs is None else Logprobs(num_logprobs, edited=edits)
+        key = (kind, num_logprobs, *(work.key for work in works))
+        return Replayed(key, self._bias.asks(rows), Sample([work.work for work in works], draw, logprobs, None))
 
 
 @dataclass(slots=True)
@@ -132,7 +135,7 @@ class Replayed:
     """One step's sampling, the same for all steps of this key and number of rows."""
 
     key: Hashable
-    edits: bool  # whether logits are changed, which wants them in their own dtype
+    adds: bool  # whether something is added to logits in place, which wants them in the dtype that is sampled from
     sample: Sample
 
 

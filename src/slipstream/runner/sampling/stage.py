@@ -39,7 +39,7 @@ class StageWork:
     field that `apply` changes.
     """
 
-    edit: Edit
+    edit: Edit | None
     drawn: Drawn | None = None  # for stages that keep account of the output
 
 

@@ -197,19 +197,11 @@ class CacheManager:
         request.num_published = full
         self._set_mark(request)
 
-    def release(self, request: Request, *, spoiled: bool = False) -> None:
-        """Give back all its pages, published as far as they can be.
-
-        What `spoiled` pages contain shall not be found by anyone again.
-        """
-        if not spoiled:
-            self.publish(request)
+    def release(self, request: Request) -> None:
+        """Give back all its pages, published as far as they can be."""
+        self.publish(request)
         for group, places in zip(self.groups, request.pages, strict=True):
-            held = _real(places)
-            if spoiled:
-                for page in held:
-                    group.pool.forget(page)
-            group.pool.release(held)
+            group.pool.release(_real(places))
         self._holders.discard(request)
         request.pages = []
         request.capacity = 0
@@ -217,7 +209,7 @@ class CacheManager:
         request.publish_after = NEVER
 
     def forget(self, request: Request) -> None:
-        """Let nobody find what a request published that holds its pages no more."""
+        """Let nobody find what a request has published, whether it holds those pages or has given them back."""
         for group in self.groups:
             for page_hash in request.hashes:
                 page = group.pool.find(page_hash)

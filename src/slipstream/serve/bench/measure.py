@@ -99,6 +99,8 @@ def measure(
     if warmup:
         first = workload.items(vocab_size, -1)[0]
         _run(llm, [Item(first.prompt, min(first.output_len, 4))], params, None, None, detokenize, lambda tokens: None)
+    # those at a rate have prompts of their own: they come after trials that found out what rate is possible
+    numbers = range(repeats) if rate is None else range(repeats, 2 * repeats)
     trials = [
         _run(
             llm,
@@ -109,7 +111,7 @@ def measure(
             detokenize,
             advance,
         )
-        for trial in range(repeats)
+        for trial in numbers
     ]
     return sorted(trials, key=lambda trial: trial.seconds)
 

@@ -20,6 +20,7 @@ from slipstream.serve.bench.measure import Spread, spread
 from slipstream.serve.bench.workload import Item, Workload
 
 VOCAB = range(3, 256)  # every vocabulary has these ids
+_AT_THE_DOOR = 16  # connections being made at a time
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -94,47 +95,49 @@ def run_online(
     """With a `rate` requests come whether or not others have ended, at random moments; else `concurrency` at once."""
     if rate is not None and rate <= 0:
         raise InvalidOption(f"rate is {rate}; give requests a second, above 0")
-    items = workload.items(len(VOCAB))
+    requests = [_request(target, item, params) for item in workload.items(len(VOCAB))]
     start = time.perf_counter()
-    answers = asyncio.run(_run(target, items, params, rate, concurrency, workload.seed, advance))
+    answers = asyncio.run(_run(target, requests, rate, concurrency, workload.seed, advance))
     return report(answers, time.perf_counter() - start), answers
 
 
 async def _run(
     target: Target,
-    items: Sequence[Item],
-    params: dict[str, Any],
+    requests: Sequence[bytes],
     rate: float | None,
     concurrency: int | None,
     seed: int,
     advance: Callable[[int], None],
 ) -> list[Answer]:
-    gate = asyncio.Semaphore(concurrency or len(items))
+    gate = asyncio.Semaphore(concurrency or len(requests))
+    # those at the door one after another: if all knocked at once, the first would be heard after the last has knocked
+    door = asyncio.Semaphore(_AT_THE_DOOR)
     draw = random.Random(seed)
 
-    async def one(item: Item) -> Answer:
+    async def one(request: bytes) -> Answer:
         async with gate:
-            answer = await ask(target, item, params)
+            answer = await ask(target, request, door)
         advance(answer.num_tokens)
         return answer
 
     tasks = []
-    for item in items:
-        tasks.append(asyncio.ensure_future(one(item)))
+    for request in requests:
+        tasks.append(asyncio.ensure_future(one(request)))
         if rate is not None:
             await asyncio.sleep(draw.expovariate(rate))
     return await asyncio.gather(*tasks)
 
 
-async def ask(target: Target, item: Item, params: dict[str, Any]) -> Answer:
+async def ask(target: Target, request: bytes, door: asyncio.Semaphore) -> Answer:
     answer = Answer(sent=time.perf_counter(), times=[])
     try:
-        reader, writer = await asyncio.open_connection(target.host, target.port)
+        async with door:
+            reader, writer = await asyncio.open_connection(target.host, target.port)
+            writer.write(request)
     except OSError as error:
         answer.error, answer.end = str(error), time.perf_counter()
         return answer
     try:
-        writer.write(_request(target, item, params))
         await _read(reader, answer)
     except (OSError, asyncio.IncompleteReadError, ValueError) as error:
         answer.error = f"{type(error).__name__}: {error}"

@@ -39,9 +39,10 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return self.input_len + self.output_len
 
     def items(self, vocab_size: int, trial: int = 0) -> list[Item]:
-        """Other trials have the same lengths and other tokens, so that no trial lives on the cache of one before."""
+        """Other trials have the same lengths and other tokens, and so have other workloads: none lives on another's
+        cache."""
         lengths = random.Random(self.seed)
-        tokens = random.Random(f"{self.seed} {trial}")
+        tokens = random.Random(f"{self.seed} {trial} {self.num_prompts} {self.input_len} {self.output_len}")
         ids = range(vocab_size)
         return [
             Item(tokens.choices(ids, k=self._length(lengths, self.input_len)), self._length(lengths, self.output_len))

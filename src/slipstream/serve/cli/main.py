@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from slipstream.errors import EngineClosed, EngineDead, SlipstreamError
-from slipstream.serve.cli import bench, chat, doctor, embed, generate, plan, rerank, score, serve, version
+from slipstream.serve.cli import bench, chat, compare, doctor, embed, generate, plan, serve, version
 from slipstream.serve.cli.run import OpenLLM, open_llm
 from slipstream.serve.cli.wording import Parser, in_flags
 
@@ -56,8 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     generate.add_command(commands)
     serve.add_command(commands)
     embed.add_command(commands)
-    rerank.add_command(commands)
-    score.add_command(commands)
+    compare.add_commands(commands)
     bench.add_command(commands)
     plan.add_command(commands)
     doctor.add_command(commands)

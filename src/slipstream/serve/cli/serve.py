@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from slipstream.config.locate import default_embedder
 from slipstream.config.options import Options, make_options
 from slipstream.errors import InvalidOption, ModelNotFound
@@ -26,9 +28,10 @@ ALIASES = {
     "max_inputs": "max-client-batch-size",  # TEI's
 }
 LEAST = {
-    "workers": 1, "port": 0, "max_queued_requests": 1, "max_queued_tokens": 1, "drain_timeout": 0, "status_interval": 0,
-    "watchdog_timeout": 0, "max_body_bytes": 1, "max_header_bytes": 256, "max_inputs": 1, "max_n": 1, "max_logprobs": 0,
-    "max_stop": 0, "max_stop_chars": 1, "max_bias": 0, "max_salt_chars": 0,
+    "workers": 1, "port": 0, "max_queued_requests": 1, "max_queued_tokens": 1, "stream_interval": 1,
+    "stream_keep_alive": 0, "drain_timeout": 0, "status_interval": 0, "watchdog_timeout": 0, "max_body_bytes": 1,
+    "max_header_bytes": 256, "max_inputs": 1, "max_n": 1, "max_logprobs": 0, "max_stop": 0, "max_stop_chars": 1,
+    "max_bias": 0, "max_salt_chars": 0,
 }  # fmt: skip
 
 
@@ -63,6 +66,9 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
 def server_settings(given: dict[str, Any]) -> Settings:
     given.setdefault("api_key", [key for key in os.environ.get("SLIPSTREAM_API_KEY", "").split(",") if key])
     given.setdefault("admin_key", os.environ.get("SLIPSTREAM_ADMIN_KEY") or None)
+    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+        if name in given:
+            given[name] = [each for text in given[name] for each in _listed(name, text)]
     settings = Settings(**given)
     for name, least in LEAST.items():
         if (value := getattr(settings, name)) < least:
@@ -76,6 +82,16 @@ def server_settings(given: dict[str, Any]) -> Settings:
     if any(not key.strip() for key in (*settings.api_key, settings.admin_key or "-")):
         raise InvalidOption("a key is empty; give one that is not, or leave it out")
     return settings
+
+
+def _listed(name: str, text: str) -> list[str]:
+    """One entry, or several as a JSON list, which is how vLLM takes them."""
+    if not text.startswith("["):
+        return [text]
+    try:
+        return msgspec.json.decode(text, type=list[str])
+    except msgspec.MsgspecError:
+        raise InvalidOption(f'{name} is {text!r}, which is no list in JSON; write ["a", "b"]') from None
 
 
 def model_options(models: list[str], given: dict[str, Any]) -> list[Options]:

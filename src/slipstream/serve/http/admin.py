@@ -21,5 +21,13 @@ async def abort_requests(call: Call, body: None) -> Reply:
 
 
 ROUTES = [
-    post("/abort_requests", abort_requests, "End everything under way", answer=Aborted, access="admin", waits=False),
+    post(
+        "/abort_requests",
+        abort_requests,
+        "End everything under way",
+        answer=Aborted,
+        access="admin",
+        waits=False,
+        queues=False,
+    ),
 ]

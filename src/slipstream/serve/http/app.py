@@ -9,30 +9,21 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import msgspec
 
+from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.call import Call
-from slipstream.serve.http.errors import HttpError, as_http_error, bad_request
-from slipstream.serve.http.reply import DONE, EventReply, Reply
+from slipstream.serve.http.errors import HttpError, as_http_error, bad_request, misfit
+from slipstream.serve.http.response import Receive, Response, Send
 from slipstream.serve.http.routes import Route
 from slipstream.serve.http.state import State
 from slipstream.serve.http.trace import record_call
 from slipstream.serve.http.watch import ClientGone, Watch
 
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-
 log = logging.getLogger("slipstream.http")
-
-_EVENT_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # a proxy that collects events spoils the stream
-]
 
 
 class App:
@@ -54,7 +45,7 @@ class App:
         headers = scope["headers"]
         request_id = _own_id(headers) or self.state.new_id()
         name, status, began = "unknown", 500, time.perf_counter()
-        response = _Response(send, request_id)
+        response = Response(send, request_id, self.state.settings.stream_keep_alive)
         route: Route | None = None
         call: Call | None = None
         try:
@@ -62,6 +53,8 @@ class App:
             name = route.path
             self.state.keys.check(route.access, headers)
             call = Call(self.state, request_id, headers, params, scope["query_string"])
+            if route.queues:
+                self.state.admit(1)  # before it is read: whatever it says, there is no room for it
             body = await self._read(route, headers, receive) if route.method == "POST" else None
             if route.waits:
                 self.state.check_ready()
@@ -83,13 +76,39 @@ class App:
             status = failure.status
             await response.fail(failure)
         finally:
-            self.state.counters.requests[name, status] += 1
+            seconds = time.perf_counter() - began
             if self.state.traces is not None and call is not None:
-                record_call(self.state.traces, call, scope["method"], name, status, time.perf_counter() - began)
-            if log.isEnabledFor(logging.INFO):
-                seconds = time.perf_counter() - began
-                facts = {"request_id": request_id, "method": scope["method"], "route": name, "status": status}
-                log.info("%s %s %s %d %.3f s", *facts.values(), seconds, extra=facts | {"seconds": round(seconds, 6)})
+                record_call(self.state.traces, call, scope["method"], name, status, seconds)
+            self._count(request_id, scope["method"], name, status, seconds)
+
+    def refusal(self, method: str, path: str, headers: Headers) -> tuple[HttpError, str] | None:
+        """The answer to a request for which there is no room, on its head alone, and its id.
+
+        None lets it in: there is room, or the route has another answer, or there is more to be found wrong with it.
+        """
+        if not self.state.is_full or self.state.traces is not None:
+            return None
+        began = time.perf_counter()
+        route = self._exact.get(path, {}).get(method)
+        if route is None or not route.queues:
+            return None
+        try:
+            self.state.keys.check(route.access, headers)
+        except HttpError:
+            return None
+        error = self.state.no_room()
+        assert error is not None, "a full queue has no room"
+        if route.failed is not None:
+            error = route.failed(error)
+        request_id = _own_id(headers) or self.state.new_id()
+        self._count(request_id, method, path, error.status, time.perf_counter() - began)
+        return error, request_id
+
+    def _count(self, request_id: str, method: str, name: str, status: int, seconds: float) -> None:
+        self.state.counters.requests[name, status] += 1
+        if log.isEnabledFor(logging.INFO):
+            facts = {"request_id": request_id, "method": method, "route": name, "status": status}
+            log.info("%s %s %s %d %.3f s", *facts.values(), seconds, extra=facts | {"seconds": round(seconds, 6)})
 
     def _find(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
         found = self._exact.get(path)
@@ -103,7 +122,7 @@ class App:
                 return route, match.groupdict()
         raise HttpError(404, "there is no such route; /docs lists them")
 
-    async def _read(self, route: Route, headers: Sequence[tuple[bytes, bytes]], receive: Receive) -> Any:
+    async def _read(self, route: Route, headers: Headers, receive: Receive) -> Any:
         limit = self.state.settings.max_body_bytes
         kind = b""
         for name, value in headers:
@@ -143,55 +162,11 @@ class App:
         return seconds if limit is None else min(seconds, limit)
 
 
-class _Response:
-    """Writes an answer, whole or in events, and an error wherever the answer has come to."""
-
-    def __init__(self, send: Send, request_id: str) -> None:
-        self._send = send
-        self._id = (b"x-request-id", request_id.encode())
-        self._begun = False
-
-    async def answer(self, reply: Reply | EventReply) -> int:
-        if isinstance(reply, Reply):
-            await self._whole(reply.status, reply.content_type, reply.body, list(reply.headers))
-            return reply.status
-        parts = reply.parts
-        try:
-            async for part in parts:
-                if not self._begun:  # not before there is something to say: until then it may fail with a status
-                    self._begun = True
-                    headers = [*_EVENT_HEADERS, self._id]
-                    await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-                await self._send({"type": "http.response.body", "body": part, "more_body": True})
-        finally:
-            await parts.aclose()  # type: ignore[attr-defined]
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
-        return 200
-
-    async def fail(self, error: HttpError) -> None:
-        if not self._begun:
-            await self._whole(error.status, b"application/json", error.body(), error.headers())
-            return
-        body = b"data: " + error.body() + b"\n\n" + DONE
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-    async def _whole(self, status: int, kind: bytes, body: bytes, more: list[tuple[bytes, bytes]]) -> None:
-        self._begun = True
-        headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), self._id, *more]
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
-
-
 def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        text, _, place = str(error).partition(" - at `$")
-        param = place.strip("`.") or None
-        if text.startswith("Object contains unknown field"):
-            param = ".".join(filter(None, (param, text.split("`")[1])))
-            raise bad_request(f"there is no field {param}; leave it out", param=param) from None
-        raise bad_request(f"{param or 'the body'}: {text}", param=param) from None
+        raise misfit(error) from None
     except msgspec.DecodeError as error:
         raise bad_request(f"the body is not JSON: {error}") from None
     except RecursionError:
@@ -201,7 +176,7 @@ def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
-def _own_id(headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+def _own_id(headers: Headers) -> str | None:
     """The caller's name for its request, if it may stand in a log and a header."""
     for name, value in headers:
         if name == b"x-request-id" and _ID.fullmatch(value):

@@ -69,6 +69,16 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return HttpError(400, message, param=param, code=code)
 
 
+def misfit(error: msgspec.ValidationError) -> HttpError:
+    """A body that is JSON and not what the route takes."""
+    text, _, place = str(error).partition(" - at `$")
+    param = place.strip("`.") or None
+    if text.startswith("Object contains unknown field"):
+        param = ".".join(filter(None, (param, text.split("`")[1])))
+        return bad_request(f"there is no field {param}; leave it out", param=param)
+    return bad_request(f"{param or 'the body'}: {text}", param=param)
+
+
 def as_http_error(error: Exception, request_id: str) -> HttpError:
     """Our own exceptions say what a caller may know. Of any other it learns only where the log has it."""
     if isinstance(error, HttpError):

@@ -22,11 +22,13 @@ from slipstream.serve.http.settings import Settings
 
 status = logging.getLogger("slipstream.status")
 
+_MAX_FILES = 2**20
 _CORE_SECONDS = 30.0  # for the core to end once its front ends have gone
 
 
 def launch(settings: Settings, options: list[Options]) -> None:
     """Serves until it is told to end. Raises EngineDead, with the root cause, if the core ends before."""
+    raise_file_limit()
     listeners = [listen(settings)]
     port = listeners[0].getsockname()[1]
     settings = msgspec.structs.replace(settings, port=port)
@@ -63,6 +65,18 @@ def listen(settings: Settings) -> socket.socket:
         raise InvalidOption(f"cannot listen on {settings.host} port {settings.port}: {error}; choose others") from None
     sock.listen(2048)  # who comes before the front end is up waits for it
     return sock
+
+
+def raise_file_limit() -> None:
+    """Every client is an open file, and many systems begin with 1024 of them; more may be had for the asking."""
+    try:
+        import resource  # not everywhere
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Supervisor:

@@ -30,10 +30,13 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     failed: Callable[[HttpError], HttpError] | None = None  # its errors in other words than OpenAI's
     failure: Any = None  # their type, for the docs
     waits: bool = True  # for the engine: watched for disconnects, deadlines, and refused while it is not ready
+    queues: bool = True  # asks the engine for something: refused while its queue is full
 
 
 def get(path: str, handler: Handler, summary: str, **more: Any) -> Route:
-    return Route(method="GET", path=path, handler=handler, summary=summary, **({"waits": False} | more))
+    return Route(
+        method="GET", path=path, handler=handler, summary=summary, **({"waits": False, "queues": False} | more)
+    )
 
 
 def post(path: str, handler: Handler, summary: str, body: Any = None, **more: Any) -> Route:

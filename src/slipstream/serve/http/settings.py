@@ -18,6 +18,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     api_key: Annotated[list[str], _doc("a key that requests must bring; may be given several times")] = []
     admin_key: Annotated[str | None, _doc("the key of the admin routes; without one they are closed")] = None
 
+    allowed_origins: Annotated[
+        list[str],
+        _doc("web pages of this origin may ask; * lets all in; may be given several times, or as a JSON list"),
+    ] = []
+    allowed_methods: Annotated[list[str], _doc("what such pages may do; * or none given: all there is")] = []
+    allowed_headers: Annotated[list[str], _doc("headers that such pages may send; * or none given: any")] = []
+    allow_credentials: Annotated[bool, _doc("let such pages send cookies and the like")] = False
+
     log_level: Annotated[
         Literal["error", "warning", "info"], _doc("info writes a line for each request, with its id")
     ] = "warning"
@@ -33,6 +41,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout: Annotated[
         float | None, _doc("seconds a request may take in all; a request may ask for less by X-Request-Timeout")
     ] = None
+    stream_interval: Annotated[
+        int, _doc("tokens that a stream collects for an event, after the first; more of them cost the front end less")
+    ] = 1
+    stream_keep_alive: Annotated[
+        float, _doc("seconds of silence after which a stream says that it is alive, lest a proxy cut it; 0: never")
+    ] = 15.0
     drain_timeout: Annotated[float, _doc("seconds that requests may go on after SIGTERM")] = 30.0
     watchdog_timeout: Annotated[
         float, _doc("seconds of silence from a busy engine after which /health says so; 0 turns it off")

@@ -27,6 +27,7 @@ class State:
     def __init__(self, settings: Settings, engine: AsyncEngine, board: Board | None = None) -> None:
         self.settings = settings
         self.engine = engine
+        engine.stream_interval = settings.stream_interval
         self.keys = Keys(settings.api_key, settings.admin_key)
         self.counters = Counters()
         self.started = int(time.time())
@@ -56,19 +57,29 @@ class State:
                 503, f"the server is starting ({self.engine.stage}); try again soon", retry_after=5, code="not_ready"
             )
 
-    def admit(self, num_requests: int, num_tokens: int = 0) -> None:
-        """Refuse at the door what would only wait: an answer now is worth more than one too late."""
+    @property
+    def is_full(self) -> bool:
+        """Whether not even one more prompt may wait."""
+        return self.engine.load.num_queued >= self._max_requests
+
+    def no_room(self, num_requests: int = 1, num_tokens: int = 0) -> HttpError | None:
+        """What to say to those who would only wait: an answer now is worth more than one too late."""
         load = self.engine.load
         if load.num_queued + num_requests > self._max_requests:
-            self._refuse(f"{load.num_queued} requests are waiting, {self._max_requests} may")
+            fact = f"{load.num_queued} requests are waiting, {self._max_requests} may"
         # a prompt longer than the bound is served when nobody else waits
-        if load.queued_tokens and load.queued_tokens + num_tokens > self._max_tokens:
-            self._refuse(f"{load.queued_tokens} prompt tokens are waiting, {self._max_tokens} may")
-
-    def _refuse(self, fact: str) -> None:
+        elif load.queued_tokens and load.queued_tokens + num_tokens > self._max_tokens:
+            fact = f"{load.queued_tokens} prompt tokens are waiting, {self._max_tokens} may"
+        else:
+            return None
         self.counters.refused["queue_full"] += 1
-        wait = min(60.0, max(1.0, self.engine.load.seconds_to_drain()))
-        raise HttpError(429, f"{fact}; try again in {wait:.0f} s", retry_after=wait, code="queue_full")
+        wait = min(60.0, max(1.0, load.seconds_to_drain()))
+        return HttpError(429, f"{fact}; try again in {wait:.0f} s", retry_after=wait, code="queue_full")
+
+    def admit(self, num_requests: int, num_tokens: int = 0) -> None:
+        """Raises where there is no room for so much."""
+        if (error := self.no_room(num_requests, num_tokens)) is not None:
+            raise error
 
     async def off_loop(self, size: int, work: Callable[[], Result]) -> Result:
         """Tokenising: short texts here and now, long ones beside the loop, which others wait for."""

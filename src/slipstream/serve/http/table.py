@@ -5,10 +5,12 @@ from __future__ import annotations
 from slipstream.serve.http import admin, metrics, system, tokenize
 from slipstream.serve.http.docs_page import docs_routes
 from slipstream.serve.http.openai import chat, completions, models
-from slipstream.serve.http.pooling import embeddings, pooling, rerank, score, tei
+from slipstream.serve.http.pooling import embeddings, pooling, rerank, score, tei, tei_tokens
 from slipstream.serve.http.routes import Route
 
-FILES = (completions, chat, embeddings, pooling, score, rerank, tei, models, tokenize, system, metrics, admin)
+FILES = (
+    completions, chat, embeddings, pooling, score, rerank, tei, tei_tokens, models, tokenize, system, metrics, admin,
+)  # fmt: skip
 
 
 def all_routes() -> list[Route]:

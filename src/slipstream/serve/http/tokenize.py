@@ -1,23 +1,25 @@
-"""POST /tokenize and /detokenize: what the engine itself would make of a text."""
+"""POST /tokenize and /detokenize: what the engine itself makes of a text. In vLLM's words; with `inputs`, in TEI's."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from slipstream.engine.front.served import ServedModel
 from slipstream.errors import InvalidPrompt
 from slipstream.serve.http.call import Call
-from slipstream.serve.http.errors import bad_request
+from slipstream.serve.http.errors import as_http_error, bad_request
 from slipstream.serve.http.openai.messages import message_chars, text_messages
+from slipstream.serve.http.pooling.tei_errors import in_tei_words
+from slipstream.serve.http.pooling.tei_tokens import tei_tokenize
 from slipstream.serve.http.reply import Reply, json_reply
 from slipstream.serve.http.routes import post
 from slipstream.text.tokenizer import Tokenizer
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A prompt, or messages."""
+    """A prompt, or messages; or inputs, for an answer as TEI's."""
 
     model: str | None = None
     prompt: str | None = None
@@ -27,6 +29,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    inputs: Annotated[str | list[str] | None, msgspec.Meta(description="TEI: a text or several")] = None
+    prompt_name: Annotated[str | None, msgspec.Meta(description="TEI: one of the model's prompts")] = None
 
 
 class TokenizeResponse(msgspec.Struct):
@@ -46,6 +50,13 @@ class DetokenizeResponse(msgspec.Struct):
 
 
 async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
+    if body.inputs is not None:
+        try:
+            return await _as_tei(call, body, body.inputs)
+        except Exception as error:
+            raise in_tei_words(as_http_error(error, call.id)) from error
+    if body.prompt_name is not None:
+        raise bad_request("prompt_name goes with inputs; give inputs, or leave it out", "prompt_name")
     served = call.state.engine.model(body.model)
     tokenizer = _tokenizer(served)
     if (body.prompt is None) == (body.messages is None):
@@ -68,6 +79,13 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
     return json_reply(TokenizeResponse(len(tokens), served.facts.max_model_len, tokens, texts))
 
 
+async def _as_tei(call: Call, body: TokenizeRequest, inputs: str | list[str]) -> Reply:
+    for name in ("prompt", "messages", "return_token_strs", "chat_template_kwargs"):
+        if getattr(body, name) is not None:
+            raise bad_request(f"{name} does not go with inputs; leave one of them out", name)
+    return await tei_tokenize(call, body.model, inputs, body.add_special_tokens is not False, body.prompt_name)
+
+
 async def detokenize(call: Call, body: DetokenizeRequest) -> Reply:
     served = call.state.engine.model(body.model)
     tokenizer = _tokenizer(served)
@@ -85,6 +103,6 @@ def _tokenizer(served: ServedModel) -> Tokenizer:
 
 
 ROUTES = [
-    post("/tokenize", tokenize, "Text to token ids", TokenizeRequest, answer=TokenizeResponse),
-    post("/detokenize", detokenize, "Token ids to text", DetokenizeRequest, answer=DetokenizeResponse),
+    post("/tokenize", tokenize, "Text to token ids", TokenizeRequest, answer=TokenizeResponse, queues=False),
+    post("/detokenize", detokenize, "Token ids to text", DetokenizeRequest, answer=DetokenizeResponse, queues=False),
 ]

@@ -9,7 +9,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -18,6 +18,8 @@ from slipstream.engine.front.frontend import AsyncEngine
 from slipstream.engine.link.remote import SocketClient
 from slipstream.metrics.board import Board
 from slipstream.serve.http.app import App
+from slipstream.serve.http.cors import Cors
+from slipstream.serve.http.server import Server
 from slipstream.serve.http.settings import Settings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
@@ -47,8 +49,10 @@ class _Worker:
         client = await SocketClient.connect(core)
         engine = AsyncEngine(client=client)
         self.state = State(self.settings, engine, self.board)
+        plain = App(self.state, all_routes())
+        app = Cors(plain, self.settings) if self.settings.allowed_origins else plain
         config = uvicorn.Config(
-            App(self.state, all_routes()),
+            app,
             lifespan="off",
             ws="none",
             log_config=None,
@@ -57,13 +61,12 @@ class _Worker:
             proxy_headers=False,
             timeout_keep_alive=75,
             timeout_graceful_shutdown=int(_CLOSING),
-            **_parser(self.settings.max_header_bytes),
+            **_parser(self.settings.max_header_bytes, app),
         )
-        self.server = _Server(config)
+        self.server = Server(config)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_end)
-        gc.freeze()  # what is loaded now stays, and need not be looked through again
         helpers = [loop.create_task(self._announce()), loop.create_task(self._until_lost())]
         if self.board is not None or self.settings.status_interval > 0:
             helpers.append(loop.create_task(self.state.report.run()))
@@ -83,6 +86,7 @@ class _Worker:
     async def _announce(self) -> None:
         with contextlib.suppress(Exception):  # a start that failed is told by its cause
             await self.state.engine.until_ready()
+            gc.freeze()  # what is loaded now stays, and need not be looked through again
             status.info("ready: serving %s", ", ".join(self.state.engine.models))
 
     async def _until_lost(self) -> None:
@@ -110,14 +114,6 @@ class _Worker:
         self.server.should_exit = True
 
 
-class _Server(uvicorn.Server):
-    """Signals are ours: they begin a drain."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         from uvloop import new_event_loop
@@ -127,9 +123,9 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def _parser(max_head: int) -> dict[str, Any]:
+def _parser(max_head: int, app: App | Cors) -> dict[str, Any]:
     try:
         from slipstream.serve.http.protocol import bounded  # needs httptools
     except ImportError:
         return {"http": "h11", "h11_max_incomplete_event_size": max_head}
-    return {"http": bounded(max_head)}
+    return {"http": bounded(max_head, app)}

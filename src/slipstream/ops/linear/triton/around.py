@@ -12,6 +12,7 @@ import triton.language as tl
 from torch.utils.weak import WeakTensorKeyDictionary
 
 GATES = {"": 0, "silu": 1, "gelu_tanh": 2}
+SMALL = 8 << 20  # numbers in a weight
 
 
 class Norm(NamedTuple):
@@ -23,15 +24,15 @@ class Norm(NamedTuple):
     total: torch.Tensor | None  # [rows, in], where the sum is left if there is a residual
 
 
-def streams_well(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def streams_well(x: torch.Tensor, weight: torch.Tensor, *, chained: bool = False) -> bool:
     """Where the kernel for Hopper serves and beats the library, by benchmarks/ops/linear.py. With more than 32 rows it
-    reads x as often as the weight; a short product of very many outputs leaves it too little to do at a time."""
+    reads x as often as the weight; a short product of very many outputs leaves it too little to do at a time. Chained,
+    it also saves what lies between products, by benchmarks/ops/layer.py."""
     if not can_stream(x, weight):
         return False
-    rows, num_in = x.shape
-    if rows > 32:
-        return weight.numel() <= 8 << 20
-    return len(weight) < 65536 or num_in >= 2048
+    if len(x) > (64 if chained else 32):
+        return weight.numel() <= SMALL
+    return len(weight) < 65536 or weight.shape[1] >= 2048
 
 
 def can_stream(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -1,8 +1,9 @@
-"""Products of 3 to 64 rows on Hopper: the weight comes by tensor copies, far ahead, and before the kernel that makes x
+"""Products of 3 to 256 rows on Hopper: the weight comes by tensor copies, far ahead, and before the kernel that makes x
 is done.
 
-64 outputs a program, for all rows: the weight is the left side of the product, so that few rows waste nothing. Written
-in Gluon, which has no interpreter: `tests/ops/test_kernels_compile.py` compiles it anywhere, `-m cuda` runs it.
+The weight is the left side of the product, so that few rows waste nothing. What stands around it in a decoder's layer
+is done inside: the end of a norm before it; bias, activation or residual, and the beginning of the next norm, after it.
+Written in Gluon, which has no interpreter: `tests/ops/test_kernels_compile.py` compiles it anywhere, `-m cuda` runs it.
 """
 
 from __future__ import annotations
@@ -23,68 +24,136 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.dependent import dependent, release_next, wait_for_previous
-from slipstream.ops.linear.triton.around import GATES, counters
+from slipstream.ops.linear.triton.around import GATES, SMALL, counters
+from slipstream.ops.linear.unnormed import Unnormed
 
-OUTPUTS = gl.constexpr(64)  # a program's, gates and ups together
-HALF = gl.constexpr(32)
 WIDTH = gl.constexpr(64)  # inputs that one tensor copy brings: 128 bytes
-COPIES = gl.constexpr(2)  # of the weight, in one stage
-REGISTERS = 96
 FETCH_REGISTERS = gl.constexpr(24)
+MEMORY = 195 << 10  # bytes that a program takes for what is on its way: one program a multiprocessor
+MULTIPROCESSORS = 132
 
 
 class StreamTile(NamedTuple):
     splits: int  # programs that share outputs, each with some of the inputs
-    stages: int
+    outputs: int = 64  # of a program, gates and ups together
+    rows: int = 0  # of a program; 0: all
+    copies: int = 2  # of the weight, in one stage
 
 
 def stream_rows(
-    x: torch.Tensor,  # [rows, in], up to 64 rows
+    x: torch.Tensor | Unnormed,  # [rows, in]
     weight: torch.Tensor,  # [out, in], or gates and then ups: [2 * out, in]
     bias: torch.Tensor | None,
     gate: str,
     tile: StreamTile | None = None,
 ) -> torch.Tensor:
-    rows, num_in = x.shape
+    """The product, of the norm if x is on its way through one."""
+    rows = len(x) if isinstance(x, torch.Tensor) else len(x.total)
     num_out = len(weight) // 2 if gate else len(weight)
-    out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device)
-    blocks = triton.cdiv(len(weight), OUTPUTS.value)
-    padded = max(16, triton.next_power_of_2(rows))
-    steps = triton.cdiv(num_in, WIDTH.value * COPIES.value)
-    tile = tile or stream_tile(blocks, steps, padded)
-    partials = arrived = None
-    if tile.splits > 1:
-        partials = torch.empty((tile.splits, blocks, OUTPUTS.value, padded), dtype=torch.float32, device=x.device)
-        arrived = counters(weight)
-        assert blocks <= len(arrived), f"{blocks} blocks of outputs, and counters for {len(arrived)}"
-    _stream_kernel[(blocks, tile.splits)](
-        _describe(x, padded),
-        _describe(weight, OUTPUTS.value // 2 if gate else OUTPUTS.value),
-        bias,
-        out,
-        partials,
-        arrived,
-        rows,
-        num_out,
-        steps,
-        triton.cdiv(steps, tile.splits),
-        GATE=GATES[gate],
-        SPLITS=tile.splits,
-        ROWS=padded,
-        STAGES=tile.stages,
-        num_warps=4,
-        maxnreg=REGISTERS,
-        **dependent(x.device, rows),
-    )
+    out = torch.empty((rows, num_out), dtype=weight.dtype, device=weight.device)
+    _launch(x, weight, bias, gate, out, tile or stream_tile(rows, len(weight), weight.shape[1], gate))
     return out
 
 
-def stream_tile(blocks: int, steps: int, rows: int) -> StreamTile:
-    """One program a multiprocessor, with as many stages as fit. Where outputs are few, so many programs share them that
-    all of each one's weight is on its way at once."""
-    splits = triton.cdiv(steps, 8) if blocks < 64 else 1
-    stage = (OUTPUTS.value + rows) * WIDTH.value * COPIES.value * 2  # bytes
-    return StreamTile(max(1, min(splits, 132 // blocks)), (195 << 10) // stage)
+def add_streamed(
+    x: torch.Tensor,  # [rows, in]
+    weight: torch.Tensor,  # [out, in]
+    residual: torch.Tensor,  # [rows, out]
+    norm: torch.Tensor,  # [out]
+    eps: float,
+    tile: StreamTile | None = None,
+) -> Unnormed:
+    """The product plus the residual, on its way through a norm."""
+    tile = tile or stream_tile(len(x), len(weight), weight.shape[1], "")
+    assert residual.is_contiguous() and residual.shape == (len(x), len(weight)), f"{residual.shape}"
+    total, weighted = (torch.empty(residual.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    squares = torch.empty(len(x), triton.cdiv(len(weight), tile.outputs), dtype=torch.float32, device=x.device)
+    made = Unnormed(total, norm, eps, weighted, squares)
+    _launch(x, weight, None, "", total, tile, residual, made)
+    return made
+
+
+def _launch(
+    x: torch.Tensor | Unnormed,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gate: str,
+    out: torch.Tensor,
+    tile: StreamTile,
+    residual: torch.Tensor | None = None,
+    made: Unnormed | None = None,
+) -> None:
+    squares, eps = None, 0.0
+    if isinstance(x, Unnormed):
+        assert x.weighted is not None and x.squares is not None
+        x, squares, eps = x.weighted, x.squares, x.eps
+    rows, num_in = x.shape
+    outputs = tile.outputs
+    padded = tile.rows or _padded(rows)
+    blocks, row_blocks = triton.cdiv(len(weight), outputs), triton.cdiv(rows, padded)
+    steps = triton.cdiv(num_in, WIDTH.value * tile.copies)
+    split_steps = triton.cdiv(steps, tile.splits)
+    partials = arrived = None
+    if tile.splits > 1:
+        shape = (tile.splits, blocks * row_blocks, outputs * padded)
+        partials = torch.empty(shape, dtype=torch.float32, device=x.device)
+        arrived = counters(weight)
+        assert blocks * row_blocks <= len(arrived), f"{blocks} x {row_blocks} blocks, and counters for {len(arrived)}"
+    _stream_kernel[(row_blocks, blocks, tile.splits)](
+        _describe(x, padded),
+        _describe(weight, outputs // 2 if gate else outputs),
+        squares,
+        eps,
+        bias,
+        residual,
+        None if made is None else made.norm,
+        out,
+        None if made is None else made.weighted,
+        None if made is None else made.squares,
+        partials,
+        arrived,
+        rows,
+        out.shape[1],
+        num_in,
+        steps,
+        split_steps,
+        PARTS=0 if squares is None else squares.shape[1],
+        GATE=GATES[gate],
+        SPLITS=tile.splits,
+        OUTPUTS=outputs,
+        ROWS=padded,
+        COPIES=tile.copies,
+        STAGES=stages_for(tile, padded),
+        num_warps=outputs // 16,
+        maxnreg=96 if padded <= 64 else 168,
+        **dependent(x.device, rows),
+    )
+
+
+def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
+    """Enough programs to fill the chip; settled by benchmarks/ops/layer.py. With few rows and outputs programs share
+    them, so that all of each one's weight is on its way at once."""
+    blocks = triton.cdiv(num_out, 64)
+    is_small = num_out * num_in <= SMALL
+    if rows <= 32 or (rows <= 64 and is_small and not gate):
+        most = MULTIPROCESSORS // blocks
+        splits = max(1, min(triton.cdiv(num_in, 1024), most)) if blocks <= 64 else 1
+        return StreamTile(splits, rows=min(32, _padded(rows)), copies=4 if splits == 1 and most else 2)
+    if rows <= 64 and not is_small:
+        return StreamTile(max(1, min(triton.cdiv(num_in, 6144), MULTIPROCESSORS // blocks)))
+    if gate:
+        return StreamTile(1, 128, 32 if rows <= 64 else 64 if rows <= 128 else 128, 1)
+    if blocks >= 64:
+        return StreamTile(1, 64, 64) if rows <= 128 else StreamTile(1, 128, 64, 1)
+    return StreamTile(1, 64, 64 if rows > 128 and num_in <= 2048 else 32)
+
+
+def stages_for(tile: StreamTile, rows: int) -> int:
+    return MEMORY // ((tile.outputs + rows) * WIDTH.value * tile.copies * 2)
+
+
+def _padded(rows: int) -> int:
+    return max(16, triton.next_power_of_2(rows))
 
 
 def _describe(matrix: torch.Tensor, num_rows: int) -> Any:
@@ -92,22 +161,32 @@ def _describe(matrix: torch.Tensor, num_rows: int) -> Any:
     return TensorDescriptor.from_tensor(matrix, box, gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16))
 
 
-# grid: (blocks of outputs, splits)
+# grid: (blocks of rows, blocks of outputs, splits)
 @gluon.jit(do_not_specialize=["num_rows"])
 def _stream_kernel(
     x,
     weight,
+    squares,
+    eps,
     bias,
+    residual,
+    norm,
     out,
+    weighted,
+    made,
     partials,
     arrived,
     num_rows,
     num_out,
+    num_in,
     num_steps,
     split_steps,
+    PARTS: gl.constexpr,
     GATE: gl.constexpr,
     SPLITS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
     ROWS: gl.constexpr,
+    COPIES: gl.constexpr,
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
@@ -117,14 +196,15 @@ def _stream_kernel(
     xs = gl.allocate_shared_memory(x.dtype, [STAGES * COPIES, ROWS, WIDTH], SHARED)
     there, used = _make_barriers(STAGES), _make_barriers(STAGES)
     fence_async_shared()
-    begin = gl.program_id(1) * split_steps
+    begin = gl.program_id(2) * split_steps
     count = gl.minimum(split_steps, num_steps - begin)
-    results = (bias, out, partials, arrived, num_rows, num_out)
     tiles = (ws, xs, there, used)
+    given = (squares, eps, num_in, bias, residual, norm, num_rows, num_out)
+    results = (out, weighted, made, partials, arrived)
     gl.warp_specialize(
         [
-            (_compute, (results, tiles, count, GATE, SPLITS, ROWS, STAGES)),
-            (_fetch, (x, weight, tiles, num_out, begin, count, GATE, ROWS, STAGES, DEPENDENT)),
+            (_compute, (tiles, given, results, count, PARTS, GATE, SPLITS, OUTPUTS, ROWS, COPIES, STAGES, DEPENDENT)),
+            (_fetch, (tiles, x, weight, num_out, begin, count, GATE, OUTPUTS, ROWS, COPIES, STAGES, DEPENDENT)),
         ],
         [1],
         [FETCH_REGISTERS],
@@ -141,36 +221,50 @@ def _make_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def _fetch(
+    tiles,
     x,
     weight,
-    tiles,
     num_out,
     begin,
     count,
     GATE: gl.constexpr,
+    OUTPUTS: gl.constexpr,
     ROWS: gl.constexpr,
+    COPIES: gl.constexpr,
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
     """One warp: as much of the weight as there is room for, then x once it is made, then the rest of both."""
     ws, xs, there, used = tiles
-    block = gl.program_id(0)
     ready = gl.minimum(count, STAGES)
     for step in range(ready):
-        _copy_weight(weight, ws, there, begin + step, step, block, num_out, GATE, ROWS)
+        _copy_weight(weight, ws, there, begin + step, step, num_out, GATE, OUTPUTS, ROWS, COPIES)
     wait_for_previous(DEPENDENT)
     for step in range(ready):
-        _copy_x(x, xs, there, begin + step, step)
+        _copy_x(x, xs, there, begin + step, step, ROWS, COPIES)
     for step in range(ready, count):
         stage = step % STAGES
         mbarrier.wait(used.index(stage), (step // STAGES & 1) ^ 1)
-        _copy_weight(weight, ws, there, begin + step, stage, block, num_out, GATE, ROWS)
-        _copy_x(x, xs, there, begin + step, stage)
+        _copy_weight(weight, ws, there, begin + step, stage, num_out, GATE, OUTPUTS, ROWS, COPIES)
+        _copy_x(x, xs, there, begin + step, stage, ROWS, COPIES)
 
 
 @gluon.jit
-def _copy_weight(weight, ws, there, step, stage, block, num_out, GATE: gl.constexpr, ROWS: gl.constexpr):
+def _copy_weight(
+    weight,
+    ws,
+    there,
+    step,
+    stage,
+    num_out,
+    GATE: gl.constexpr,
+    OUTPUTS: gl.constexpr,
+    ROWS: gl.constexpr,
+    COPIES: gl.constexpr,
+):
     """Start copying what a step reads of the weight. Its barrier waits for x too."""
+    HALF: gl.constexpr = OUTPUTS // 2
+    block = gl.program_id(1)
     bar = there.index(stage)
     mbarrier.expect(bar, COPIES * (OUTPUTS + ROWS) * WIDTH * 2)
     for part in gl.static_range(COPIES):
@@ -185,79 +279,112 @@ def _copy_weight(weight, ws, there, step, stage, block, num_out, GATE: gl.conste
 
 
 @gluon.jit
-def _copy_x(x, xs, there, step, stage):
+def _copy_x(x, xs, there, step, stage, ROWS: gl.constexpr, COPIES: gl.constexpr):
     for part in gl.static_range(COPIES):
-        k = (step * COPIES + part) * WIDTH
-        tma.async_copy_global_to_shared(x, [0, k], there.index(stage), xs.index(stage * COPIES + part))
+        place = [gl.program_id(0) * ROWS, (step * COPIES + part) * WIDTH]
+        tma.async_copy_global_to_shared(x, place, there.index(stage), xs.index(stage * COPIES + part))
 
 
 @gluon.jit
 def _compute(
-    results,
     tiles,
+    given,
+    results,
     count,
+    PARTS: gl.constexpr,
     GATE: gl.constexpr,
     SPLITS: gl.constexpr,
+    OUTPUTS: gl.constexpr,
     ROWS: gl.constexpr,
+    COPIES: gl.constexpr,
     STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
-    """Four warps: the sums, and what follows them. They touch nothing of others before x is there."""
-    bias, out, partials, arrived, num_rows, num_out = results
+    """A warp for 16 outputs: the sums, and what follows them."""
     ws, xs, there, used = tiles
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    block = gl.program_id(0)
+    squares, eps, num_in, bias, residual, norm, num_rows, num_out = given
+    out, weighted, made, partials, arrived = results
+    WARPS: gl.constexpr = OUTPUTS // 16
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
+    SIZE: gl.constexpr = OUTPUTS // 2 if GATE else OUTPUTS
+    # lanes beside each other, as out has them
+    LINES: gl.constexpr = gl.BlockedLayout([2 if SIZE >= 64 else 1, 1], [32, 1], [1, WARPS], [0, 1])
+    row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, LINES))
+    own = gl.program_id(1) * SIZE + gl.arange(0, SIZE, gl.SliceLayout(1, LINES))
+    inside = own < num_out
+    mask = gl.expand_dims(inside, 1) & gl.expand_dims(row < num_rows, 0)
+    place = gl.expand_dims(row * num_out, 0) + gl.expand_dims(own, 1)
+    # what is needed after the sums is on its way together with x
+    wait_for_previous(DEPENDENT)
+    if squares is not None:
+        part = gl.expand_dims(gl.arange(0, triton.next_power_of_2(PARTS), gl.SliceLayout(1, LINES)), 1)
+        line = gl.expand_dims(row, 0)
+        parts = gl.load(squares + line * PARTS + part, mask=(part < PARTS) & (line < num_rows), other=0.0)
+    if residual is not None:
+        added = gl.load(residual + place, mask=mask, other=0.0)
+
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, SUMS)
     for step in range(count):
         stage = step % STAGES
         mbarrier.wait(there.index(stage), step // STAGES & 1)
-        for part in gl.static_range(COPIES):
-            place = stage * COPIES + part
-            acc = warpgroup_mma(ws.index(place), xs.index(place).permute((1, 0)), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(used.index(stage), count=1)
+        for copy in gl.static_range(COPIES):
+            tile = stage * COPIES + copy
+            acc = warpgroup_mma(ws.index(tile), xs.index(tile).permute((1, 0)), acc, is_async=True)
+        # this step's are under way, those of the one before are done
+        acc = warpgroup_mma_wait(COPIES, deps=(acc,))
+        if (step > 0) & (step + STAGES <= count):  # whoever fetches waits for it
+            mbarrier.arrive(used.index((step - 1) % STAGES), count=1)
+    acc = warpgroup_mma_wait(0, deps=(acc,))
+
+    gl.thread_barrier()  # all have read x: the sums may lie where it was
+    sums = xs._reinterpret(gl.float32, [OUTPUTS, ROWS], gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
+    is_last = True
     if SPLITS > 1:
-        split = gl.program_id(1)
-        blocks = gl.num_programs(0)
-        lane = gl.arange(0, OUTPUTS, gl.SliceLayout(1, SUMS))
-        row = gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))
-        tile = gl.expand_dims(row * OUTPUTS, 0) + gl.expand_dims(lane, 1)
-        gl.store(partials + (split * blocks + block).to(gl.int64) * (OUTPUTS * ROWS) + tile, acc)
+        block = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+        blocks = gl.num_programs(0) * gl.num_programs(1)
+        lane = gl.expand_dims(gl.arange(0, OUTPUTS, gl.SliceLayout(1, SUMS)), 1)
+        where = partials + lane + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, SUMS)) * OUTPUTS, 0)
+        gl.store(where + (gl.program_id(2) * blocks + block).to(gl.int64) * (OUTPUTS * ROWS), acc)
         # every thread's stores are made before one of them tells of it
         gl.thread_barrier()
-        before = gl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu")
+        is_last = gl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         gl.thread_barrier()
-        if before == SPLITS - 1:
+        if is_last:
             acc = gl.zeros([OUTPUTS, ROWS], gl.float32, SUMS)
-            for other in gl.static_range(SPLITS):
-                start = partials + (other * blocks + block).to(gl.int64) * (OUTPUTS * ROWS)
-                acc += gl.load(start + tile, cache_modifier=".cg")
-            _finish(acc, bias, out, block, num_rows, num_out, GATE, ROWS)
+            for split in gl.static_range(SPLITS):
+                start = where + (split * blocks + block).to(gl.int64) * (OUTPUTS * ROWS)
+                acc += gl.load(start, cache_modifier=".cg")
+            sums.store(acc)
             gl.store(arrived + block, 0)
     else:
-        _finish(acc, bias, out, block, num_rows, num_out, GATE, ROWS)
+        sums.store(acc)
 
-
-@gluon.jit
-def _finish(acc, bias, out, block, num_rows, num_out, GATE: gl.constexpr, ROWS: gl.constexpr):
-    """Bias, activation, and the store."""
-    SIZE: gl.constexpr = OUTPUTS // 2 if GATE else OUTPUTS
-    LINES: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])  # lanes beside each other, as out has them
-    sums = gl.allocate_shared_memory(gl.float32, [OUTPUTS, ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0, 1]))
-    sums.store(acc)
-    own = block * SIZE + gl.arange(0, SIZE, gl.SliceLayout(1, LINES))
-    row = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, LINES)), 0)
-    inside = own < num_out
-    result = sums.slice(0, SIZE).load(LINES)
-    if bias is not None:
-        result += gl.expand_dims(gl.load(bias + own, mask=inside, other=0.0).to(gl.float32), 1)
-    if GATE:
-        up = sums.slice(SIZE, SIZE).load(LINES)
+    if is_last:
+        gl.thread_barrier()
+        result = sums.slice(0, SIZE).load(LINES)
+        if squares is not None:
+            scale = gl.expand_dims(gl.rsqrt(gl.sum(parts, 0) / num_in + eps), 0)
+            result *= scale
         if bias is not None:
-            up += gl.expand_dims(gl.load(bias + num_out + own, mask=inside, other=0.0).to(gl.float32), 1)
-        slope = result
-        if GATE == 2:
-            # (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
-            slope = 1.5957691216057308 * (result + 0.044715 * result * result * result)
-        result = result / (1.0 + gl.exp(-slope)) * up
-    mask = gl.expand_dims(inside, 1) & (row < num_rows)
-    gl.store(out + row * num_out + gl.expand_dims(own, 1), result.to(out.dtype.element_ty), mask=mask)
+            result += gl.expand_dims(gl.load(bias + own, mask=inside, other=0.0).to(gl.float32), 1)
+        if GATE:
+            up = sums.slice(SIZE, SIZE).load(LINES)
+            if squares is not None:
+                up *= scale
+            if bias is not None:
+                up += gl.expand_dims(gl.load(bias + num_out + own, mask=inside, other=0.0).to(gl.float32), 1)
+            slope = result
+            if GATE == 2:
+                # (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
+                slope = 1.5957691216057308 * (result + 0.044715 * result * result * result)
+            result = result / (1.0 + gl.exp(-slope)) * up
+        if residual is not None:
+            result += added.to(gl.float32)
+        rounded = result.to(out.dtype.element_ty)
+        gl.store(out + place, rounded, mask=mask)
+        if norm is not None:
+            value = rounded.to(gl.float32)
+            factor = gl.expand_dims(gl.load(norm + own, mask=inside, other=0.0).to(gl.float32), 1)
+            gl.store(weighted + place, (value * factor).to(out.dtype.element_ty), mask=mask)
+            total = gl.sum(value * value, 0)
+            gl.store(made + row * gl.num_programs(1) + gl.program_id(1), total, mask=row < num_rows)

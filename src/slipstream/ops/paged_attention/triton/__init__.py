@@ -1,6 +1,12 @@
 """Attention over pages on CUDA. All kernels run a fixed grid over work that `work.py` listed on the device."""
 
-from slipstream.ops.paged_attention.triton.decode import Partials, attend_splits, decode_shape, make_partials
+from slipstream.ops.paged_attention.triton.decode import (
+    Partials,
+    attend_splits,
+    decode_shape,
+    make_partials,
+    num_shares,
+)
 from slipstream.ops.paged_attention.triton.launch import KernelShape
 from slipstream.ops.paged_attention.triton.varlen import attend_tiles, query_tile, steady_shape, varlen_shape
 
@@ -11,6 +17,7 @@ __all__ = [
     "attend_tiles",
     "decode_shape",
     "make_partials",
+    "num_shares",
     "query_tile",
     "steady_shape",
     "varlen_shape",

@@ -18,11 +18,15 @@ from slipstream.ops.paged_attention.triton.launch import (
     KernelShape,
     check_layout,
     device_facts,
+    head_shape,
     hopper_serves,
-    num_programs,
+    launch_strides,
     pad_dim,
 )
-from slipstream.ops.paged_attention.work import RECORD, Work
+from slipstream.ops.paged_attention.triton.shares import my_share, read_single
+from slipstream.ops.paged_attention.work import Work
+
+HOPPER_PROGRAMS_PER_SM = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Partials:
 
 
 def make_partials(work: Work, num_heads: int, head_dim: int) -> Partials:
-    splits, device = len(work.splits), work.splits.device
+    splits, device = work.most_splits, work.singles.device
     return Partials(
         torch.empty(splits, num_heads, head_dim, dtype=torch.float32, device=device),
         torch.empty(splits, num_heads, 2, dtype=torch.float32, device=device),
@@ -59,58 +63,72 @@ def attend_splits(
     page_size, num_kv_heads = keys.shape[1:3]
     check_layout(out, query, keys, values)
     group = num_heads // num_kv_heads
-    plain = not window and not soft_cap and group <= 64
-    if shape is None and plain and hopper_serves(out.device, keys.dtype, dim, page_size):
+    if shape is None and _uses_hopper(out.device, keys.dtype, group, dim, page_size, window, soft_cap):
         from slipstream.ops.paged_attention.triton import hopper_decode
 
-        programs = min(hopper_decode.PROGRAMS_PER_SM * device_facts(out.device)[0], len(work.splits) * num_kv_heads)
-        hopper_decode.attend_splits(
-            out, query, keys, values, page_table, work, partials.sums, partials.stats, scale, programs
-        )
+        hopper_decode.attend_splits(out, query, keys, values, page_table, work, partials.sums, partials.stats, scale)
         return
     shape = shape or decode_shape(dim, keys.element_size())
-    _split_kernel[(num_programs(out.device, shape, len(work.splits) * num_kv_heads),)](
+    _split_kernel[((len(work.shares) - 1) * num_kv_heads,)](
         out,
         query,
         keys,
         values,
         page_table,
-        work.splits,
-        work.totals,
+        work.singles,
+        work.shares,
         work.arrived,
         partials.sums,
         partials.stats,
         scale,
         soft_cap,
-        page_table.stride(0),
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        out.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        keys.stride(2),
-        KV_HEADS=num_kv_heads,
-        GROUP=group,
-        DIM=dim,
+        *launch_strides(out, query, page_table),
+        *keys.stride()[:3],
         BLOCK_D=pad_dim(dim),
         TILE=max(16, triton.next_power_of_2(group)),
         BLOCK_N=shape.keys,
-        PAGE=page_size,
         WINDOW=window,
         SOFT_CAP=soft_cap > 0,
         num_warps=shape.warps,
         num_stages=shape.stages,
+        **head_shape(query, keys),
         **dependent(out.device, len(query)),
     )
 
 
+def num_shares(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    window: int = 0,
+    soft_cap: float = 0.0,
+) -> int:
+    """Into how many shares the splits of a step should go: as many as programs of the kernel run at once."""
+    if _uses_hopper(device, dtype, num_heads // num_kv_heads, head_dim, page_size, window, soft_cap):
+        programs_per_sm = HOPPER_PROGRAMS_PER_SM
+    else:
+        programs_per_sm = decode_shape(head_dim, dtype.itemsize).programs_per_sm
+    return max(1, programs_per_sm * device_facts(device)[0] // num_kv_heads)
+
+
+def _uses_hopper(
+    device: torch.device, dtype: torch.dtype, group: int, dim: int, page_size: int, window: int, soft_cap: float
+) -> bool:
+    return not window and not soft_cap and group <= 64 and hopper_serves(device, dtype, dim, page_size)
+
+
 def decode_shape(head_dim: int, itemsize: int) -> KernelShape:
     width = pad_dim(head_dim) * itemsize  # bytes of one key
-    return KernelShape(keys=64 if width <= 256 else 32, warps=4, stages=3 if width <= 512 else 2, programs_per_sm=3)
+    if width <= 256:
+        return KernelShape(keys=64, warps=4, stages=3, programs_per_sm=3)
+    # a third program would find no registers
+    return KernelShape(keys=32, warps=4, stages=3 if width <= 512 else 2, programs_per_sm=2)
 
 
-# grid: (k x SMs,) over (split, kv head)
+# grid: (shares x kv heads,)
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table"])
 def _split_kernel(
     out,
@@ -118,8 +136,8 @@ def _split_kernel(
     keys,
     values,
     table,
-    work,
-    totals,
+    singles,
+    shares,
     arrived,
     sums,
     stats,
@@ -149,69 +167,50 @@ def _split_kernel(
     lane = tl.arange(0, TILE)
     dim = tl.arange(0, BLOCK_D)
     mask = (lane < GROUP)[:, None] & (dim < DIM)[None, :]
-    num_items = tl.load(totals) * KV_HEADS
-    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
-        place = tl.cast(item // KV_HEADS, tl.int64)
-        kv_head = item % KV_HEADS
-        record = work + place * RECORD
-        row = tl.load(record).to(tl.int64)
-        token = tl.load(record + 1).to(tl.int64)
-        begin = tl.load(record + 2)
-        end = tl.load(record + 3)
-        index = tl.load(record + 4)
-        num_splits = tl.load(record + 5)
-        length = tl.load(record + 6)
-
-        head = kv_head * GROUP + lane
-        q = tl.load(query + token * query_token + head[:, None] * query_head + dim[None, :], mask=mask, other=0.0)
-        top = tl.full([TILE], float("-inf"), tl.float32)
-        total = tl.zeros([TILE], tl.float32)
-        acc = tl.zeros([TILE, BLOCK_D], tl.float32)
-        if WINDOW:
-            begin = tl.maximum(begin, tl.maximum(length - WINDOW, 0) // BLOCK_N * BLOCK_N)
-        acc, top, total = attend_keys(
-            acc,
-            top,
-            total,
-            q,
-            tl.zeros([TILE], tl.int32) + (length - 1),
-            keys + kv_head * head_stride,
-            values + kv_head * head_stride,
-            table + row * table_stride,
-            begin,
-            end,
-            scale,
-            soft_cap,
-            page_stride,
-            slot_stride,
-            DIM,
-            BLOCK_D,
-            BLOCK_N,
-            PAGE,
-            WINDOW,
-            SOFT_CAP,
-            True,
+    kv_head, first, first_split, last, last_split, end = my_share(shares, KV_HEADS)
+    head = kv_head * GROUP + lane
+    k_base = keys + kv_head * head_stride
+    v_base = values + kv_head * head_stride
+    for single in range(first, end):
+        row, token, begin, size, num_splits, place, length, split, stop = read_single(
+            singles, single, first, first_split, last, last_split
         )
-        if num_splits == 1:
-            acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-            where = out + token * out_token + head[:, None] * out_head + dim[None, :]
-            tl.store(where, acc.to(out.dtype.element_ty), mask=mask)
-        else:
-            partial = place * (KV_HEADS * GROUP) + head
-            tl.store(sums + partial[:, None] * DIM + dim[None, :], acc, mask=mask)
-            tl.store(stats + partial * 2, top, mask=lane < GROUP)
-            tl.store(stats + partial * 2 + 1, total, mask=lane < GROUP)
+        pages = (k_base, v_base, table + row * table_stride, page_stride, slot_stride)
+        position = tl.zeros([TILE], tl.int32) + (length - 1)
+        for index in range(split, stop):
+            q = tl.load(query + token * query_token + head[:, None] * query_head + dim[None, :], mask=mask, other=0.0)
+            top = tl.full([TILE], float("-inf"), tl.float32)
+            total = tl.zeros([TILE], tl.float32)
+            acc = tl.zeros([TILE, BLOCK_D], tl.float32)
+            key = begin + index * size
+            key_end = tl.minimum(key + size, length)
+            if WINDOW:
+                key = tl.maximum(key, tl.maximum(length - WINDOW, 0) // BLOCK_N * BLOCK_N)
+            acc, top, total = attend_keys(
+                acc, top, total, q, position, pages, key, key_end, scale, soft_cap,
+                DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True,
+            )  # fmt: skip
+            if num_splits == 1:
+                acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+                where = out + token * out_token + head[:, None] * out_head + dim[None, :]
+                tl.store(where, acc.to(out.dtype.element_ty), mask=mask)
+            else:
+                partial = (place + index) * (KV_HEADS * GROUP) + head
+                tl.store(sums + partial[:, None] * DIM + dim[None, :], acc, mask=mask)
+                tl.store(stats + partial * 2, top, mask=lane < GROUP)
+                tl.store(stats + partial * 2 + 1, total, mask=lane < GROUP)
+        if (num_splits > 1) & (split < stop):
             # every thread's stores are made before one of them tells of it
             tl.debug_barrier()
             counter = arrived + row * KV_HEADS + kv_head
-            before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            before = tl.atomic_add(counter, stop - split, sem="acq_rel", scope="gpu")
             tl.debug_barrier()
-            if before == num_splits - 1:
+            if before + stop - split == num_splits:
                 _join(
                     out + token * out_token,
                     sums,
                     stats,
-                    place - index,
+                    place,
                     num_splits,
                     kv_head,
                     out_head,

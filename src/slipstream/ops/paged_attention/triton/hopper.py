@@ -38,16 +38,38 @@ def copy_block(
     BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr,
 ):
-    """Start copying the keys or values from `start` on; `there` counts their bytes.
-
-    Up to the row's `length` these are its own, seen or not; past it comes the null page, which may hold anything.
-    """
+    """Start copying the keys or values from `start` on; `there` counts their bytes."""
     SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
     for part in gl.static_range(BLOCK_N // SIZE):
-        key = start + part * SIZE
-        page = gl.load(pages + key // PAGE, mask=key < length, other=0).to(gl.int32)
-        place = [page * PAGE + key % PAGE, kv_head * DIM]
-        tma.async_copy_global_to_shared(source, place, there, block.slice(part * SIZE, SIZE))
+        where = [_find(pages, start + part * SIZE, length, PAGE), kv_head * DIM]
+        tma.async_copy_global_to_shared(source, where, there, block.slice(part * SIZE, SIZE))
+
+
+@gluon.jit
+def find_places(pages, start, length, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
+    """Where the keys from `start` on lie, one number for each page: the first half of `copy_block`, for blocks of few
+    pages, since a fetching warp has few registers."""
+    SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
+    places = ()
+    for part in gl.static_range(BLOCK_N // SIZE):
+        places = places + (_find(pages, start + part * SIZE, length, PAGE),)  # type: ignore[assignment]
+    return places
+
+
+@gluon.jit
+def copy_places(source, places, kv_head, there, block, DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
+    """The second half: start copying the keys or values that lie there."""
+    SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
+    for part in gl.static_range(BLOCK_N // SIZE):
+        where = [places[part], kv_head * DIM]
+        tma.async_copy_global_to_shared(source, where, there, block.slice(part * SIZE, SIZE))
+
+
+@gluon.jit
+def _find(pages, key, length, PAGE: gl.constexpr):
+    """Up to the row's `length` keys are its own, seen or not; past it comes the null page, which may hold anything."""
+    page = gl.load(pages + key // PAGE, mask=key < length, other=0).to(gl.int32)
+    return page * PAGE + key % PAGE
 
 
 @gluon.jit

@@ -1,11 +1,13 @@
 """Prefill and mixed steps on Hopper: two warps fetch, two groups of four warps compute.
 
-The same work and the same sums as in `varlen.py`. One warp brings keys and one brings values. Each group of four
-computes half of a tile: it scores one block of keys while the products with the values of the block before it are
-still being made.
+The same work and the same sums as in `varlen.py`. One warp brings keys and one brings values, and the queries of the
+next tile as soon as those of the last are done with. Each group of four computes half of a tile: it scores one block of
+keys while the products with the values of the block before it are still being made.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from triton.experimental import gluon
@@ -13,12 +15,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.paged_attention.triton.hopper import clear_past_end, copy_block, describe, make_barriers
 from slipstream.ops.paged_attention.triton.keys import LOG2E
+from slipstream.ops.paged_attention.triton.launch import head_shape, launch_strides
 from slipstream.ops.paged_attention.work import RECORD, Work
 
 TILE = 128
@@ -41,32 +46,34 @@ def attend_tiles(
     scale: float,
     num_programs: int,
 ) -> None:
-    num_heads, dim = query.shape[1:]
-    page_size, num_kv_heads = keys.shape[1:3]
     _tile_kernel[(num_programs,)](
         out,
         query,
+        _describe_queries(query, query.shape[1] // keys.shape[2]),
         describe(keys, BLOCK_KEYS),
         describe(values, BLOCK_KEYS),
         page_table,
         work.tiles,
         work.totals,
         scale,
-        page_table.stride(0),
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        out.stride(1),
-        KV_HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads,
-        DIM=dim,
+        *launch_strides(out, query, page_table),
         TILE=TILE,
         BLOCK_N=BLOCK_KEYS,
-        PAGE=page_size,
         STAGES=STAGES,
         num_warps=4,
         maxnreg=EVEN_REGISTERS,
+        **head_shape(query, keys),
     )
+
+
+def _describe_queries(query: torch.Tensor, group: int) -> Any:
+    """For copies of one head of as many tokens as half a tile has; None where the heads that share keys do not fill a
+    tile evenly, or its parts would be too small for a copy."""
+    if group not in (1, 2, 4, 8):
+        return None
+    box = [TILE // 2 // group, query.shape[2]]
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)
+    return TensorDescriptor.from_tensor(query.flatten(1), box, layout)
 
 
 # grid: (SMs,) over (tile, kv head); every second turn runs backwards, so that no program always gets the longer one
@@ -74,6 +81,7 @@ def attend_tiles(
 def _tile_kernel(
     out,
     query,
+    queries,
     keys,
     values,
     table,
@@ -101,16 +109,20 @@ def _tile_kernel(
     v = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
     k_there, v_there = make_barriers(STAGES, 1), make_barriers(STAGES, 1)
     k_used, v_used = make_barriers(STAGES, 2), make_barriers(STAGES, 2)
+    q_there, q_used = make_barriers(2, 1), make_barriers(2, 1)
     fence_async_shared()
+    COPIED: gl.constexpr = queries is not None  # else whoever computes loads them
     tensors = (out, query, work, totals, scale, query_token, query_head, out_token, out_head)
-    shared = (q, k, v, k_there, k_used, v_there, v_used)
+    shared = (q, k, v, q_there, q_used, k_there, k_used, v_there, v_used)
     pages = (table, table_stride, work, totals)
+    asked = (queries, q, q_there, q_used)
+    of_keys, of_values = (keys, k, k_there, k_used), (values, v, v_there, v_used)
     gl.warp_specialize(
         [
-            (_compute, (tensors, shared, 0, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, STAGES)),
-            (_compute, (tensors, shared, 1, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, STAGES)),
-            (_fetch, (keys, pages, k, k_there, k_used, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, PAGE, STAGES)),
-            (_fetch, (values, pages, v, v_there, v_used, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, PAGE, STAGES)),
+            (_compute, (tensors, shared, 0, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, STAGES, COPIED)),
+            (_compute, (tensors, shared, 1, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, STAGES, COPIED)),
+            (_fetch, (of_keys, asked, pages, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, PAGE, STAGES, False)),
+            (_fetch, (of_values, asked, pages, KV_HEADS, GROUP, DIM, TILE, BLOCK_N, PAGE, STAGES, COPIED)),
         ],
         [4, 1, 1],
         [COMPUTE_REGISTERS, FETCH_REGISTERS, FETCH_REGISTERS],
@@ -119,11 +131,9 @@ def _tile_kernel(
 
 @gluon.jit
 def _fetch(
-    source,
+    sources,
+    asked,
     pages,
-    buffer,
-    there,
-    used,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
@@ -131,8 +141,11 @@ def _fetch(
     BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr,
     STAGES: gl.constexpr,
+    COPIED: gl.constexpr,
 ):
-    """One warp: keys or values of all tiles of this program, in their order."""
+    """One warp: keys or values of all tiles of this program, in their order; and where it is told so their queries."""
+    source, buffer, there, used = sources
+    queries, q, q_there, q_used = asked
     table, table_stride, work, totals = pages
     num_items = gl.load(totals + 1) * KV_HEADS
     num_turns = (num_items + gl.num_programs(0) - 1) // gl.num_programs(0)
@@ -143,6 +156,16 @@ def _fetch(
             record = work + (item // KV_HEADS).to(gl.int64) * RECORD
             pages_of_row = table + gl.load(record).to(gl.int64) * table_stride
             count, first, length, end = _extent(record, GROUP, TILE)
+            if COPIED:
+                TOKENS: gl.constexpr = TILE // 2 // GROUP
+                token = gl.load(record + 1) + first // GROUP
+                for half in gl.static_range(2):
+                    mbarrier.wait(q_used.index(half), (turn & 1) ^ 1)
+                    mbarrier.expect(q_there.index(half), TILE // 2 * DIM * 2)
+                    for head in gl.static_range(GROUP):
+                        place = [token + half * TOKENS, (item % KV_HEADS * GROUP + head) * DIM]
+                        part = q.index(half).slice(head * TOKENS, TOKENS)
+                        tma.async_copy_global_to_shared(queries, place, q_there.index(half), part)
             for start in range(0, end, BLOCK_N):
                 stage = done % STAGES
                 bar = there.index(stage)
@@ -165,10 +188,11 @@ def _compute(
     TILE: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    COPIED: gl.constexpr,
 ):
     """Four warps: one half of each tile of this program."""
     out, query, work, totals, scale, query_token, query_head, out_token, out_head = tensors
-    q_halves, k, v, k_there, k_used, v_there, v_used = shared
+    q_halves, k, v, q_there, q_used, k_there, k_used, v_there, v_used = shared
     DTYPE: gl.constexpr = query.dtype.element_ty
     ROWS: gl.constexpr = TILE // 2
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -188,16 +212,18 @@ def _compute(
             begin = gl.load(record + 1).to(gl.int64)
             count, first, length, end = _extent(record, GROUP, TILE)
             before = length - count
-            lane = first + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
-            token = lane // GROUP
-            head = item % KV_HEADS * GROUP + lane % GROUP
+            token, head = _lanes(first + HALF * ROWS, gl.arange(0, ROWS, gl.SliceLayout(1, LINES)), GROUP, ROWS, COPIED)
+            head += item % KV_HEADS * GROUP
             mask = gl.expand_dims(token < count, 1)
-            where = gl.expand_dims((begin + token) * query_token + head * query_head, 1) + dim
-            q.store(gl.load(query + where, mask=mask, other=0.0))
-            fence_async_shared()
+            if COPIED:
+                mbarrier.wait(q_there.index(HALF), turn & 1)
+            else:
+                where = gl.expand_dims((begin + token) * query_token + head * query_head, 1) + dim
+                q.store(gl.load(query + where, mask=mask, other=0.0))
+                fence_async_shared()
 
-            lane = first + HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-            position = before + gl.minimum(lane // GROUP, count - 1)
+            own, _ = _lanes(first + HALF * ROWS, gl.arange(0, ROWS, gl.SliceLayout(1, SCORES)), GROUP, ROWS, COPIED)
+            position = before + gl.minimum(own, count - 1)
             top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
             acc = gl.zeros([ROWS, DIM], gl.float32, SUMS)
@@ -226,6 +252,8 @@ def _compute(
                     acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, SUMS)), 1)
                     weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
                     done += 1
+                if COPIED:
+                    mbarrier.arrive(q_used.index(HALF), count=1)
                 last = (done - 1) % STAGES
                 mbarrier.wait(v_there.index(last), (done - 1) // STAGES & 1)
                 stop = (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N
@@ -234,10 +262,22 @@ def _compute(
                 acc = warpgroup_mma(weight, v.index(last), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(v_used.index(last), count=1)
+            elif COPIED:
+                mbarrier.arrive(q_used.index(HALF), count=1)
             total = gl.convert_layout(gl.where(total > 0, total, 1.0), gl.SliceLayout(1, SUMS))
             result = gl.convert_layout((acc / gl.expand_dims(total, 1)).to(DTYPE), LINES)
             where = gl.expand_dims((begin + token) * out_token + head * out_head, 1) + dim
             gl.store(out + where, result, mask=mask)
+
+
+@gluon.jit
+def _lanes(first, row, GROUP: gl.constexpr, ROWS: gl.constexpr, COPIED: gl.constexpr):
+    """Token of the row and head of the group, of each row of half a tile: head by head where they come by copies."""
+    if COPIED:
+        TOKENS: gl.constexpr = ROWS // GROUP
+        return first // GROUP + row % TOKENS, row // TOKENS
+    else:
+        return (first + row) // GROUP, (first + row) % GROUP
 
 
 @gluon.jit

@@ -18,15 +18,11 @@ def attend_keys(
     total,  # [TILE] sum of weights
     q,  # [TILE, BLOCK_D]
     position,  # [TILE] of each query
-    keys,
-    values,
-    table,
+    pages,  # keys and values of the kv head, page table of the row, strides of a page and of a slot
     begin,  # a multiple of BLOCK_N
     end,
     scale,
     soft_cap,
-    page_stride,
-    slot_stride,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -36,6 +32,7 @@ def attend_keys(
     MASKED: tl.constexpr,
 ):
     """Adds the keys from `begin` to `end` of one kv head and row."""
+    keys, values, table, page_stride, slot_stride = pages
     PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else "tf32"
     dim = tl.arange(0, BLOCK_D)
     lane = tl.arange(0, BLOCK_N)

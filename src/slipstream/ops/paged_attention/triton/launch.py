@@ -30,6 +30,17 @@ def check_layout(out: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, val
     assert keys.stride() == values.stride(), f"{keys.stride()} is not {values.stride()}"
 
 
+def launch_strides(out: torch.Tensor, query: torch.Tensor, page_table: torch.Tensor) -> tuple[int, ...]:
+    """Of the page table by row, of queries and output by token and head: as all kernels take them."""
+    return (page_table.stride(0), *query.stride()[:2], *out.stride()[:2])
+
+
+def head_shape(query: torch.Tensor, keys: torch.Tensor) -> dict[str, int]:
+    """What all kernels are compiled for."""
+    (_, num_heads, dim), (_, page_size, num_kv_heads, _) = query.shape, keys.shape
+    return {"KV_HEADS": num_kv_heads, "GROUP": num_heads // num_kv_heads, "DIM": dim, "PAGE": page_size}
+
+
 def num_programs(device: torch.device, shape: KernelShape, most: int) -> int:
     return min(most, shape.programs_per_sm * device_facts(device)[0])
 

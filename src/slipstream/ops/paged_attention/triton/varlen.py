@@ -14,7 +14,9 @@ from slipstream.ops.paged_attention.triton.launch import (
     KernelShape,
     check_layout,
     device_facts,
+    head_shape,
     hopper_serves,
+    launch_strides,
     num_programs,
     pad_dim,
 )
@@ -35,7 +37,7 @@ def attend_tiles(
 ) -> None:
     """Rows of several tokens, each seeing the keys up to its own; and zeros for tokens of no row. A `shape` asks for
     the kernel in this file."""
-    num_heads, dim = query.shape[1:]
+    dim = query.shape[2]
     page_size, num_kv_heads = keys.shape[1:3]
     check_layout(out, query, keys, values)
     plain = not window and not soft_cap
@@ -56,25 +58,16 @@ def attend_tiles(
         work.totals,
         scale,
         soft_cap,
-        page_table.stride(0),
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        out.stride(1),
-        keys.stride(0),
-        keys.stride(1),
-        keys.stride(2),
-        KV_HEADS=num_kv_heads,
-        GROUP=num_heads // num_kv_heads,
-        DIM=dim,
+        *launch_strides(out, query, page_table),
+        *keys.stride()[:3],
         BLOCK_D=pad_dim(dim),
         TILE=shape.tile,
         BLOCK_N=shape.keys,
-        PAGE=page_size,
         WINDOW=window,
         SOFT_CAP=soft_cap > 0,
         num_warps=shape.warps,
         num_stages=shape.stages,
+        **head_shape(query, keys),
     )
 
 
@@ -165,58 +158,20 @@ def _tile_kernel(
             acc = tl.zeros([TILE, BLOCK_D], tl.float32)
             k_base = keys + kv_head * head_stride
             v_base = values + kv_head * head_stride
-            pages = table + row * table_stride
+            pages = (k_base, v_base, table + row * table_stride, page_stride, slot_stride)
             if WINDOW:
                 masked = tl.maximum(before + first // GROUP - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
             else:
                 # keys that every query of the tile sees need no mask
                 masked = tl.maximum(before + first // GROUP + 1, 0) // BLOCK_N * BLOCK_N
                 acc, top, total = attend_keys(
-                    acc,
-                    top,
-                    total,
-                    q,
-                    position,
-                    k_base,
-                    v_base,
-                    pages,
-                    0,
-                    tl.minimum(masked, end),
-                    scale,
-                    soft_cap,
-                    page_stride,
-                    slot_stride,
-                    DIM,
-                    BLOCK_D,
-                    BLOCK_N,
-                    PAGE,
-                    WINDOW,
-                    SOFT_CAP,
-                    False,
-                )
+                    acc, top, total, q, position, pages, 0, tl.minimum(masked, end), scale, soft_cap,
+                    DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, False,
+                )  # fmt: skip
             acc, top, total = attend_keys(
-                acc,
-                top,
-                total,
-                q,
-                position,
-                k_base,
-                v_base,
-                pages,
-                masked,
-                end,
-                scale,
-                soft_cap,
-                page_stride,
-                slot_stride,
-                DIM,
-                BLOCK_D,
-                BLOCK_N,
-                PAGE,
-                WINDOW,
-                SOFT_CAP,
-                True,
-            )
+                acc, top, total, q, position, pages, masked, end, scale, soft_cap,
+                DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True,
+            )  # fmt: skip
             acc = acc / tl.where(total > 0, total, 1.0)[:, None]
             where = out + tokens * out_token + head[:, None] * out_head + dim[None, :]
             tl.store(where, acc.to(out.dtype.element_ty), mask=mask)

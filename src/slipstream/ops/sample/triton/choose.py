@@ -6,14 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.sample.reference import Choice
+from slipstream.ops.sample.reference import Choice, Penalty
 from slipstream.ops.sample.triton.noise import exponential_at, halves
+from slipstream.ops.sample.triton.penalty import penalized
 
 _CHUNK = 4096
 
 
-def likeliest(logits: torch.Tensor) -> Choice:
-    return _choose(logits, None, None, None, None)
+def likeliest(logits: torch.Tensor, penalty: Penalty | None = None) -> Choice:
+    return _choose(logits, None, None, None, None, penalty)
 
 
 def draw(
@@ -22,8 +23,9 @@ def draw(
     random: torch.Tensor | None = None,  # [R] bool
     temperature: torch.Tensor | None = None,  # [R]
     floor: torch.Tensor | None = None,  # [R]
+    penalty: Penalty | None = None,
 ) -> Choice:
-    return _choose(logits, keys, random, temperature, floor)
+    return _choose(logits, keys, random, temperature, floor, penalty)
 
 
 def _choose(
@@ -32,6 +34,7 @@ def _choose(
     random: torch.Tensor | None,
     temperature: torch.Tensor | None,
     floor: torch.Tensor | None,
+    penalty: Penalty | None,
 ) -> Choice:
     num_rows, size = logits.shape
     assert logits.stride(1) == 1, "a row of logits must lie in one piece"
@@ -46,6 +49,7 @@ def _choose(
         None if random is None else random.view(torch.uint8),
         temperature,
         floor,
+        *(penalty or (None, None, None, None)),
         tops,
         places,
         logits.stride(0),
@@ -66,13 +70,32 @@ def _choose(
 
 
 # grid: (chunks, rows)
-@triton.jit
-def _chunk_kernel(logits, keys, random, temperature, floor, tops, places, stride, size, CHUNK: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def _chunk_kernel(
+    logits,
+    keys,
+    random,
+    temperature,
+    floor,
+    counts,
+    seen,
+    slots,
+    values,
+    tops,
+    places,
+    stride,
+    size,
+    CHUNK: tl.constexpr,
+):
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     place = tl.arange(0, CHUNK)
     index = chunk * CHUNK + place
     score = tl.load(logits + row * stride + index, mask=index < size, other=float("-inf")).to(tl.float32)
+    if slots is not None:
+        slot = tl.load(slots + row).to(tl.int64)
+        if slot >= 0:
+            score = penalized(score, index, index < size, counts + slot * size, seen + slot * size, values + row * 3)
     spoilt = tl.max((score != score).to(tl.int32), 0)
     if temperature is not None:
         score = tl.div_rn(score, tl.zeros_like(score) + tl.load(temperature + row))

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.ops.sample.triton.penalty import IN_OUTPUT, penalized
+
 _BLOCK = 2048
 
 
@@ -13,22 +15,22 @@ def penalize_(
     logits: torch.Tensor,  # [R, V]
     index: torch.Tensor | None,  # [N] int64; None: all rows in order
     counts: torch.Tensor,  # [slots, V] int32
-    in_prompt: torch.Tensor,  # [slots, V] bool
+    seen: torch.Tensor,  # [slots, V] uint8
     slots: torch.Tensor,  # [N] int64
     values: torch.Tensor,  # [N, 3]
 ) -> None:
     """As the reference; and an entry whose slot is negative changes nothing."""
     assert logits.stride(1) == 1 and values.is_contiguous()
-    assert counts.is_contiguous() and in_prompt.is_contiguous() and counts.shape[1] == logits.shape[1]
+    assert counts.is_contiguous() and seen.is_contiguous() and counts.shape[1] == seen.shape[1] == logits.shape[1]
     size = logits.shape[1]
     _penalize_kernel[(triton.cdiv(size, _BLOCK), len(slots))](
-        logits, index, counts, in_prompt.view(torch.uint8), slots, values, logits.stride(0), size, BLOCK=_BLOCK
+        logits, index, counts, seen, slots, values, logits.stride(0), size, BLOCK=_BLOCK
     )
 
 
 # grid: (blocks, entries)
 @triton.jit(do_not_specialize_on_alignment=["index", "slots"])
-def _penalize_kernel(logits, index, counts, in_prompt, slots, values, stride, size, BLOCK: tl.constexpr):
+def _penalize_kernel(logits, index, counts, seen, slots, values, stride, size, BLOCK: tl.constexpr):
     entry = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + entry).to(tl.int64)
     if slot >= 0:
@@ -38,34 +40,28 @@ def _penalize_kernel(logits, index, counts, in_prompt, slots, values, stride, si
         if index is not None:
             row = tl.load(index + entry).to(tl.int64)
         where = logits + row * stride + token
-        x = tl.load(where, mask=mask).to(tl.float32)
-        count = tl.load(counts + slot * size + token, mask=mask, other=0)
-        seen = tl.load(in_prompt + slot * size + token, mask=mask, other=0)
-        repetition = tl.load(values + entry * 3).to(tl.float32)
-        presence = tl.load(values + entry * 3 + 1).to(tl.float32)
-        frequency = tl.load(values + entry * 3 + 2).to(tl.float32)
-        factor = tl.where((seen != 0) | (count > 0), repetition, 1.0)
-        x = tl.where(x > 0, tl.div_rn(x, factor), x * factor)
-        x = x - frequency * count.to(tl.float32)
-        x = x - tl.where(count > 0, presence, 0.0)
+        x = tl.load(where, mask=mask, other=0.0).to(tl.float32)
+        x = penalized(x, token, mask, counts + slot * size, seen + slot * size, values + entry * 3)
         tl.store(where, x.to(logits.dtype.element_ty), mask=mask)
 
 
-def count_(counts: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+def count_(counts: torch.Tensor, seen: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
     """As the reference; no two entries share a slot that is not negative."""
-    assert counts.is_contiguous() and counts.dtype == torch.int32
+    assert counts.is_contiguous() and counts.dtype == torch.int32 and seen.shape == counts.shape
+    assert seen.is_contiguous() and seen.dtype == torch.uint8
     num = len(slots)
-    _count_kernel[(triton.cdiv(num, 128),)](counts, slots, tokens, num, counts.shape[1], BLOCK=128, num_warps=4)
+    _count_kernel[(triton.cdiv(num, 128),)](counts, seen, slots, tokens, num, counts.shape[1], BLOCK=128, num_warps=4)
 
 
 # grid: (blocks of entries,)
 @triton.jit(do_not_specialize=["num"])
-def _count_kernel(counts, slots, tokens, num, size, BLOCK: tl.constexpr):
+def _count_kernel(counts, seen, slots, tokens, num, size, BLOCK: tl.constexpr):
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + entry, mask=entry < num, other=-1).to(tl.int64)
     token = tl.load(tokens + entry, mask=entry < num, other=0).to(tl.int64)
-    where = counts + slot * size + token
-    tl.store(where, tl.load(where, mask=slot >= 0, other=0) + 1, mask=slot >= 0)
+    place = slot * size + token
+    tl.store(counts + place, tl.load(counts + place, mask=slot >= 0, other=0) + 1, mask=slot >= 0)
+    tl.store(seen + place, tl.load(seen + place, mask=slot >= 0, other=0) | IN_OUTPUT, mask=slot >= 0)
 
 
 def add_lines_(logits: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -> None:

@@ -14,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.ops.sample.reference import Penalty
+from slipstream.ops.sample.triton.penalty import penalized
+
 _SPAN = 128  # logits of one peak
 _SPANS = 32  # of one chunk
 _TILE = 64  # spans looked at together
@@ -24,6 +27,7 @@ def find_floor(
     limits: torch.Tensor,  # [R, 3] log of min_p, top_k, top_p
     order: Sequence[tuple[torch.Tensor, int]] | None = (),  # for a sort, which this is not
     temperature: torch.Tensor | None = None,  # [R]
+    penalty: Penalty | None = None,
 ) -> torch.Tensor:
     """[R] float32. Where no more than rounding decides, the sum of top-p may fall on the other side than a sort's."""
     num_rows, size = logits.shape
@@ -35,10 +39,12 @@ def find_floor(
     stats = torch.empty(num_rows, 3, num_chunks, dtype=torch.float32, device=device)
     listed = torch.empty(num_rows, num_spans, dtype=torch.int32, device=device)
     floor = torch.empty(num_rows, dtype=torch.float32, device=device)
+    penalties = penalty or (None, None, None, None)
     _survey_kernel[(num_chunks, num_rows)](
         logits,
         limits,
         temperature,
+        *penalties,
         peaks,
         stats,
         logits.stride(0),
@@ -52,6 +58,7 @@ def find_floor(
         logits,
         limits,
         temperature,
+        *penalties,
         peaks,
         stats,
         listed,
@@ -82,20 +89,27 @@ def _asks(limits, row, size):
 
 
 @triton.jit
-def _load_logits(row, offset, mask, temperature):
-    """Scaled; NaN, whose row gets no token, as if it were out."""
-    x = tl.load(row + offset, mask=mask, other=float("-inf")).to(tl.float32)
+def _load_logits(own, offset, mask, temperature, slot, counts, seen, values):
+    """Penalised and scaled; NaN, whose row gets no token, as if it were out."""
+    x = tl.load(own + offset, mask=mask, other=float("-inf")).to(tl.float32)
+    if slot is not None:  # noqa: SIM102 (this one is asked by the compiler)
+        if slot >= 0:
+            x = penalized(x, offset, mask, counts, seen, values)
     if temperature is not None:
         x = tl.div_rn(x, tl.zeros_like(x) + temperature)
     return tl.where(x == x, x, float("-inf"))
 
 
 # grid: (chunks, rows)
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _survey_kernel(
     logits,
     limits,
     temperature,
+    counts,
+    seen,
+    slots,
+    values,
     peaks,
     stats,
     stride,
@@ -115,7 +129,14 @@ def _survey_kernel(
             scale = tl.load(temperature + row)
         else:
             scale = None
-        x = _load_logits(logits + row * stride, offset, offset < size, scale)
+        if slots is not None:
+            slot = tl.load(slots + row).to(tl.int64)
+            counts += slot * size
+            seen += slot * size
+            values += row * 3
+        else:
+            slot = None
+        x = _load_logits(logits + row * stride, offset, offset < size, scale, slot, counts, seen, values)
         peak = tl.max(x, 1)
         tl.store(peaks + row * num_spans + span, peak, mask=span < num_spans)
         top = tl.max(peak, 0)
@@ -131,11 +152,15 @@ def _survey_kernel(
 
 
 # grid: (rows,)
-@triton.jit(do_not_specialize=["num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=["slots"])
 def _floor_kernel(
     logits,
     limits,
     temperature,
+    counts,
+    seen,
+    slots,
+    values,
     peaks,
     stats,
     listed,
@@ -187,7 +212,16 @@ def _floor_kernel(
                 scale = tl.load(temperature + row)
             else:
                 scale = None
-            count, mass = _measure(own, spans, num_active, size, scale, best, bottom, SPAN, TILE)
+            if slots is not None:
+                slot = tl.load(slots + row).to(tl.int64)
+                counts += slot * size
+                seen += slot * size
+                values += row * 3
+            else:
+                slot = None
+            count, mass = _measure(
+                own, spans, num_active, size, scale, slot, counts, seen, values, best, bottom, SPAN, TILE
+            )
             # first the k-th largest, then top-p among those that are left
             for by_mass in range(2):
                 goal = top_k.to(tl.float32)
@@ -199,7 +233,23 @@ def _floor_kernel(
                     asked = has_p
                 if asked:
                     bottom, count, mass = _search(
-                        own, spans, num_active, size, scale, best, bottom, count, mass, goal, by_mass, SPAN, TILE
+                        own,
+                        spans,
+                        num_active,
+                        size,
+                        scale,
+                        slot,
+                        counts,
+                        seen,
+                        values,
+                        best,
+                        bottom,
+                        count,
+                        mass,
+                        goal,
+                        by_mass,
+                        SPAN,
+                        TILE,
                     )
             found = bottom
     tl.store(floor + row, found)
@@ -232,20 +282,48 @@ def _reach_of_peaks(peak, best, by_count, count_goal, mass_goal, TILE: tl.conste
 
 
 @triton.jit
-def _load_spans(own, spans, start, num_active, size, scale, SPAN: tl.constexpr, TILE: tl.constexpr):
+def _load_spans(
+    own,
+    spans,
+    start,
+    num_active,
+    size,
+    scale,
+    slot,
+    counts,
+    seen,
+    values,
+    SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+):
     place = start + tl.arange(0, TILE)
     span = tl.load(spans + place, mask=place < num_active, other=0)
     offset = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-    return _load_logits(own, offset, (place < num_active)[:, None] & (offset < size), scale)
+    mask = (place < num_active)[:, None] & (offset < size)
+    return _load_logits(own, offset, mask, scale, slot, counts, seen, values)
 
 
 @triton.jit
-def _measure(own, spans, num_active, size, scale, best, pivot, SPAN: tl.constexpr, TILE: tl.constexpr):
+def _measure(
+    own,
+    spans,
+    num_active,
+    size,
+    scale,
+    slot,
+    counts,
+    seen,
+    values,
+    best,
+    pivot,
+    SPAN: tl.constexpr,
+    TILE: tl.constexpr,
+):
     """How many logits reach the pivot, and the sum of their weights."""
     count = tl.full([], 0, tl.int32)
     mass = tl.full([], 0, tl.float32)
     for start in range(0, num_active, TILE):
-        x = _load_spans(own, spans, start, num_active, size, scale, SPAN, TILE)
+        x = _load_spans(own, spans, start, num_active, size, scale, slot, counts, seen, values, SPAN, TILE)
         over = x >= pivot
         count += tl.sum(tl.sum(over.to(tl.int32), 1), 0)
         mass += tl.sum(tl.sum(tl.where(over, tl.exp(x - best), 0.0), 1), 0)
@@ -259,6 +337,10 @@ def _search(
     num_active,
     size,
     scale,
+    slot,
+    counts,
+    seen,
+    values,
     best,
     low,  # is reached by enough: `count` logits, of weight `mass`
     count,
@@ -283,7 +365,7 @@ def _search(
         m2 = tl.full([], 0, tl.float32)
         m3 = tl.full([], 0, tl.float32)
         for start in range(0, num_active, TILE):
-            x = _load_spans(own, spans, start, num_active, size, scale, SPAN, TILE)
+            x = _load_spans(own, spans, start, num_active, size, scale, slot, counts, seen, values, SPAN, TILE)
             weight = tl.exp(x - best)
             c1 += tl.sum(tl.sum((x >= left).to(tl.int32), 1), 0)
             c2 += tl.sum(tl.sum((x >= middle).to(tl.int32), 1), 0)
@@ -308,7 +390,7 @@ def _search(
             first = tl.full([], float("inf"), tl.float32)
             last = tl.full([], float("-inf"), tl.float32)
             for start in range(0, num_active, TILE):
-                x = _load_spans(own, spans, start, num_active, size, scale, SPAN, TILE)
+                x = _load_spans(own, spans, start, num_active, size, scale, slot, counts, seen, values, SPAN, TILE)
                 first = tl.minimum(first, tl.min(tl.min(tl.where(x >= low, x, float("inf")), 1), 0))
                 last = tl.maximum(last, tl.max(tl.max(tl.where(x < high, x, float("-inf")), 1), 0))
             low = first

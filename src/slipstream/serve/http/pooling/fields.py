@@ -40,10 +40,6 @@ class PoolFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class VectorFields(PoolFields, kw_only=True, forbid_unknown_fields=True):
     """Of routes that hand out numbers."""
 
-    input: Annotated[
-        str | list[str | int | list[int]],
-        _doc("a text, a list of token ids, or a list of either"),
-    ]
     encoding_format: Annotated[
         Literal["float", "base64"] | None, _doc("base64 is of little-endian 32-bit numbers; default float")
     ] = None
@@ -52,6 +48,9 @@ class VectorFields(PoolFields, kw_only=True, forbid_unknown_fields=True):
     prompt_name: Annotated[str | None, _doc("one of the model's prompts, to put before each text")] = None
     embed_dtype: Refused = None
     endianness: Refused = None
+
+
+Input = Annotated[str | list[str | int | list[int]], _doc("a text, a list of token ids, or a list of either")]
 
 
 class PoolUsage(msgspec.Struct):

@@ -13,6 +13,7 @@ from slipstream.pooling_params import Task
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.pooling.embeddings import written
 from slipstream.serve.http.pooling.fields import (
+    Input,
     PoolFields,
     PoolUsage,
     VectorFields,
@@ -25,6 +26,7 @@ from slipstream.serve.http.routes import post
 
 
 class PoolingRequest(VectorFields, kw_only=True, forbid_unknown_fields=True):
+    input: Input
     task: Annotated[Task | None, msgspec.Meta(description="what is wanted; default the model's first")] = None
     activation: Annotated[bool | None, msgspec.Meta(description="probabilities or raw scores")] = None
     use_activation: Annotated[bool | None, msgspec.Meta(description="the same")] = None
@@ -84,10 +86,7 @@ def sparse_weights(found: Any) -> list[SparseWeight]:
 
 
 class ClassifyRequest(PoolFields, kw_only=True, forbid_unknown_fields=True):
-    input: Annotated[
-        str | list[str | int | list[int]],
-        msgspec.Meta(description="a text, a list of token ids, or a list of either"),
-    ]
+    input: Input
     activation: Annotated[bool | None, msgspec.Meta(description="probabilities or raw scores")] = None
     use_activation: Annotated[bool | None, msgspec.Meta(description="the same")] = None
     softmax: Annotated[bool | None, msgspec.Meta(description="the same")] = None

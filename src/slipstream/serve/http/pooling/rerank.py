@@ -101,7 +101,7 @@ def _reranker(version: str) -> Any:
     async def create_rerank(call: Call, body: RerankRequest) -> Reply:
         if body.texts is not None:
             try:
-                return await _as_tei(call, body, body.texts)
+                return await rerank_as_tei(call, body)
             except Exception as error:
                 raise in_tei_words(as_http_error(error, call.id)) from error
         if body.documents is None:
@@ -137,7 +137,9 @@ async def _as_cohere(call: Call, body: RerankRequest, documents: list[str | dict
     return json_reply(RerankResponse(f"rerank-{call.id}", chosen.name, usage, results, meta))
 
 
-async def _as_tei(call: Call, body: RerankRequest, texts: list[str]) -> Reply:
+async def rerank_as_tei(call: Call, body: RerankRequest) -> Reply:
+    if (texts := body.texts) is None:
+        raise bad_request("there are no texts; give a list of them", "texts", "empty")
     for name in ("documents", "top_n", "return_documents", "max_tokens_per_doc", "activation", "use_activation"):
         if getattr(body, name) is not None:
             raise bad_request(f"{name} goes with documents; give documents, or leave it out", name)

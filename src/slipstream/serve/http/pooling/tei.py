@@ -11,10 +11,10 @@ from slipstream.engine.front.pooling_calls import encode, score
 from slipstream.engine.front.served import POOLING_TASKS
 from slipstream.pooling_params import Task
 from slipstream.serve.http.call import Call
-from slipstream.serve.http.errors import bad_request
+from slipstream.serve.http.errors import bad_request, misfit
 from slipstream.serve.http.pooling.fields import PoolFields, check_count, pooling_params, prompts_of, size_of
 from slipstream.serve.http.pooling.pooling import SparseWeight, sparse_weights
-from slipstream.serve.http.pooling.rerank import tei_truncation
+from slipstream.serve.http.pooling.rerank import RerankRequest, rerank_as_tei, tei_truncation
 from slipstream.serve.http.pooling.run import Chosen, choose, numbers_of, run, run_text, short_text
 from slipstream.serve.http.pooling.tei_errors import TeiErrorBody, in_tei_words
 from slipstream.serve.http.reply import Reply, json_reply
@@ -219,11 +219,32 @@ def _model_type(chosen: Chosen) -> dict[str, Any]:
     return {"embedding": {"pooling": _POOL_NAMES.get(pooling.method, pooling.method)}}
 
 
+async def any_of_these(call: Call, body: dict[str, Any]) -> Reply:
+    """What the model is made for: one that ranks ranks, one that classifies classifies, others make vectors."""
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise bad_request("model is no text; give a name from /v1/models", "model")
+    pooling = choose(call, model, *POOLING_TASKS).inputs.pooling
+    kind: type[PoolFields]
+    handler: Any
+    if "classify" in pooling.tasks:
+        kind, handler = (RerankRequest, rerank_as_tei) if pooling.num_labels == 1 else (PredictRequest, predict)
+    else:
+        kind, handler = (TokensRequest, embed_sparse) if pooling.tasks[0] == "sparse" else (EmbedRequest, embed)
+    try:
+        asked = msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        raise misfit(error) from None
+    reply: Reply = await handler(call, asked)
+    return reply
+
+
 def _tei(path: str, handler: Any, summary: str, body: Any, answer: Any) -> Route:
     return post(path, handler, summary, body, answer=answer, failed=in_tei_words, failure=TeiErrorBody)
 
 
 ROUTES = [
+    _tei("/", any_of_these, "TEI: what the first model that pools is made for", dict[str, Any], Any),
     _tei("/embed", embed, "TEI: a vector for each text", EmbedRequest, list[list[float]]),
     _tei("/embed_all", embed_all, "TEI: a vector for each token", TokensRequest, list[list[list[float]]]),
     _tei("/embed_sparse", embed_sparse, "TEI: weights of words", TokensRequest, list[list[SparseWeight]]),

@@ -1,0 +1,117 @@
+"""A decoder's layer on the GPU, for steps in which every row has one token, at the shapes of two models.
+
+    python benchmarks/ops/layer.py [--model 0.6B] [--rows 16 256] [--keys 1024]
+
+Weights of all layers take turns, so that none is found in the cache. Times are medians of replayed graphs, in the form
+in which an engine runs the step, and with the layers one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+import numpy as np
+import torch
+
+from slipstream.config.model_info import RopeInfo
+from slipstream.nn.attention.triton import TritonAttention
+from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.models.decoder import Decoder, DecoderShape
+from slipstream.nn.quant import Plain
+
+PAGE = 16
+MODELS = {  # hidden, heads, kv heads, feed-forward, layers
+    "0.6B": (1024, 16, 8, 3072, 28),
+    "8B": (4096, 32, 8, 12288, 8),
+}
+
+
+def make_decoder(name: str) -> Decoder:
+    hidden, heads, kv_heads, ffn, layers = MODELS[name]
+    shape = DecoderShape(
+        vocab_size=256,
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        ffn_size=ffn,
+        activation="silu",
+        norm_eps=1e-6,
+        rope=RopeInfo(theta=1e6),
+        max_positions=40960,
+        tied=True,
+        qk_norm="heads",
+    )
+    decoder = Decoder(shape, 8192, torch.bfloat16, lambda name: Plain(torch.bfloat16))
+    decoder.materialize(torch.device("cuda"))
+    for parameter in decoder.parameters():
+        parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
+    return decoder
+
+
+def make_context(decoder: Decoder, rows: int, keys: int) -> ForwardContext:
+    """Rows of so many keys, their pages in no order."""
+    shape, each = decoder.shape, -(-keys // PAGE)
+    pages = (torch.randperm(rows * each, device="cuda") + 1).view(rows, each)
+    cache = (rows * each + 1, PAGE, shape.num_kv_heads, 128)
+    half = {"device": "cuda", "dtype": torch.bfloat16}
+    caches = [(torch.randn(cache, **half), torch.randn(cache, **half)) for _ in decoder.layers]
+    lengths = torch.full((rows,), keys, device="cuda")
+    batch = BatchView(
+        ids=torch.randint(256, (rows,), device="cuda"),
+        positions=lengths - 1,
+        lengths=lengths,
+        slots=(pages[:, -1] * PAGE + (keys - 1) % PAGE,),
+        page_tables=(pages,),
+        num_tokens=np.ones(rows, np.int32),
+        max_lengths=np.full(rows, keys, np.int32),
+        num_single=rows,
+    )
+    attention = TritonAttention(PAGE, shape.num_heads, shape.num_kv_heads, 128, torch.bfloat16)
+    return ForwardContext(batch, attention, attention.plan(batch), caches, (0,) * shape.num_layers)
+
+
+def time_us(decoder: Decoder, context: ForwardContext) -> float:
+    """Of one layer."""
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.no_grad():
+        decoder(context)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            decoder(context)
+        times = []
+        for _ in range(15):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+    return statistics.median(times) * 1000 / decoder.shape.num_layers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 32, 64, 128, 256])
+    parser.add_argument("--keys", type=int, default=384)
+    args = parser.parse_args()
+    for name in args.model:
+        decoder = make_decoder(name)
+        chains = decoder._chains
+        for rows in args.rows:
+            context = make_context(decoder, rows, args.keys)
+            together = time_us(decoder, context)
+            decoder._chains = ()
+            apart = time_us(decoder, context)
+            decoder._chains = chains
+            print(f"{name} {rows:>3} rows x {args.keys} keys: {together:.2f} us, one by one {apart:.2f}", flush=True)
+            del context
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What a request's parameters may ask of this model: they are settled before anything runs, or refused."""
+
+from __future__ import annotations
+
+from slipstream.config.pooling_info import PoolingInfo
+from slipstream.errors import InvalidParams
+from slipstream.pooling_params import PoolingParams, Task
+
+
+def settle_params(
+    params: PoolingParams | None, task: Task | None, pooling: PoolingInfo, max_model_len: int, model_name: str
+) -> PoolingParams:
+    """Parameters whose task is named and which this model can honour."""
+    params = PoolingParams() if params is None else params
+    if not isinstance(params, PoolingParams):
+        raise InvalidParams(f"pooling_params is {type(params).__name__}; give PoolingParams or a list of them")
+    if task is not None and params.task not in (None, task):
+        raise InvalidParams(
+            f"the parameters ask for {params.task} and the call for {task}; use encode, or leave one out"
+        )
+    task = task or params.task or pooling.tasks[0]
+    if task not in pooling.tasks:
+        can = (*pooling.tasks, "generate") if pooling.generates else pooling.tasks
+        raise InvalidParams(f"{model_name} does not do {task}; it does {', '.join(can)}")
+    if params.dimensions is not None:
+        _check_dimensions(params.dimensions, task, pooling, model_name)
+    if (params.step_tag_id is not None or params.columns) and task != "token_classify":
+        raise InvalidParams(f"step_tag_id and returned_token_ids are for token_classify; the task is {task}")
+    if params.columns and max(params.columns) >= pooling.num_labels:
+        raise InvalidParams(
+            f"returned_token_ids holds {max(params.columns)}; {model_name} has 0 to {pooling.num_labels - 1}"
+        )
+    if (keep := params.truncate_prompt_tokens) is not None and keep > max_model_len:
+        raise InvalidParams(
+            f"truncate_prompt_tokens is {keep}, {model_name} takes {max_model_len}; give at most that, or -1"
+        )
+    return params if params.task == task else params.with_changes(task=task)
+
+
+def _check_dimensions(dimensions: int, task: Task, pooling: PoolingInfo, model_name: str) -> None:
+    if task not in ("embed", "token_embed"):
+        raise InvalidParams(f"dimensions is {dimensions} and the task {task}, which makes no vectors; leave it out")
+    size = pooling.embed_size if task == "embed" else pooling.token_size
+    sizes = pooling.matryoshka
+    if dimensions > size:
+        raise InvalidParams(f"dimensions is {dimensions}; vectors of {model_name} have {size}")
+    if sizes is None:
+        raise InvalidParams(f"vectors of {model_name} were not made to be cut; leave dimensions out")
+    if sizes != "any" and dimensions not in (*sizes, size):
+        raise InvalidParams(
+            f"dimensions is {dimensions}; vectors of {model_name} were made to be cut to {', '.join(map(str, sizes))}"
+        )

@@ -1,0 +1,244 @@
+"""PromptReader: prompts for pooling, of whatever kind, to token ids.
+
+A call brings many at once, so they are checked and encoded by the hundred: a request costs a few C calls.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.config.pooling_info import PoolingInfo, Role
+from slipstream.engine.front.pool_words import PLAIN
+from slipstream.errors import BadTokenizer, InvalidPrompt, PromptTooLong, UserError
+from slipstream.pooling_params import PoolingParams
+from slipstream.text.pieces import Pieces
+from slipstream.text.tokenizer import Tokenizer
+
+# a text, token ids, an object with either, or a pair of texts
+PoolPrompt = str | Sequence[int] | Mapping[str, Any] | tuple[str, str] | NDArray[Any]
+
+_Cut = tuple[int | None, str]  # the length a text is cut to, and from which end
+
+
+class Prepared(msgspec.Struct, frozen=True, gc=False):
+    """One prompt, ready to be sent."""
+
+    place: int  # among the call's prompts
+    text: str | None
+    ids: array[int]
+    type_start: int | None
+    params: PoolingParams
+    num_seen: int | None = None  # of its tokens the first so many are seen by all of them; None: each is
+
+
+class PromptReader:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        pooling: PoolingInfo,
+        max_model_len: int,
+        vocab_size: int,
+        model_name: str,
+        max_positions: int,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.pooling = pooling
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.model_name = model_name
+        self.can_grow = max_model_len < max_positions  # whether a higher max_model_len would help
+        self._pieces: Pieces | None = None  # made when the first text comes
+
+    def read(
+        self,
+        prompts: Sequence[PoolPrompt],
+        params: Sequence[PoolingParams],
+        start: int,
+        total: int,
+        prefix: str,
+        role: Role,
+    ) -> list[Prepared]:
+        """Prompts from the `start`-th of `total` on. `prefix` is put before texts, `role` is what late interaction
+        makes of them; token ids are taken as they are."""
+        prepared: list[Prepared | None] = [None] * len(prompts)
+        texts: dict[_Cut, list[int]] = {}  # places of texts by how they are cut
+        pairs: dict[_Cut, list[int]] = {}
+        shown: list[str | None] = [None] * len(prompts)
+        place = 0
+        try:
+            for place, prompt in enumerate(prompts):
+                kind = type(prompt)
+                if kind is list or kind is array or kind is np.ndarray:
+                    ids = self._kept(_ids(prompt), params[place])
+                    prepared[place] = Prepared(start + place, None, ids, None, params[place])
+                elif kind is tuple and len(cast(tuple[Any, ...], prompt)) == 2 and _has_text(prompt):
+                    _check_pair(*cast(tuple[Any, Any], prompt))
+                    pairs.setdefault(self._limit(params[place], PLAIN), []).append(place)
+                elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
+                    whole = _ids(prompt["prompt_token_ids"])
+                    ids = self._kept(whole, params[place])
+                    begin = self._type_start(prompt.get("token_type_ids"), len(whole))
+                    begin = None if begin is not None and begin >= len(ids) else begin
+                    prepared[place] = Prepared(start + place, prompt.get("prompt"), ids, begin, params[place])
+                elif isinstance(text := prompt.get("prompt") if isinstance(prompt, Mapping) else prompt, str):
+                    if not text.strip():
+                        raise InvalidPrompt("the text is empty; give at least a word")
+                    shown[place] = text
+                    texts.setdefault(self._limit(params[place], role), []).append(place)
+                elif isinstance(prompt, Sequence):
+                    ids = self._kept(_ids(prompt), params[place])
+                    prepared[place] = Prepared(start + place, None, ids, None, params[place])
+                else:
+                    raise InvalidPrompt(
+                        f"a prompt is a text, a list of token ids, a pair of texts or an object with prompt or "
+                        f"prompt_token_ids; this is {type(prompt).__name__}"
+                    )
+            for (limit, side), places in texts.items():
+                given = [prefix + cast(str, shown[place]) for place in places]
+                for place, found in zip(places, self._encode(self._case(given), limit, side), strict=True):
+                    ids, seen = self._as(role, found) if role is not PLAIN else (array("i", found), None)
+                    prepared[place] = Prepared(start + place, shown[place], ids, None, params[place], seen)
+            for (limit, side), places in pairs.items():
+                two = [cast(tuple[str, str], prompts[place]) for place in places]
+                for place, (found, begin) in zip(places, self._encoder().pairs(two, limit, side=side), strict=True):
+                    begin = begin if self.pooling.has_types else None
+                    prepared[place] = Prepared(start + place, None, array("i", found), begin, params[place])
+            done = cast(list[Prepared], prepared)
+            lengths = [len(one.ids) for one in done]
+            if min(lengths) < 1 or max(lengths) > self.max_model_len:
+                place = next(i for i, length in enumerate(lengths) if not 0 < length <= self.max_model_len)
+                self._refuse_length(lengths[place])
+            place = -1
+            self._check_range(done)
+        except UserError as error:
+            if total == 1 or place < 0:
+                raise
+            raise type(error)(f"prompt {start + place + 1} of {total}: {error}") from None
+        return done
+
+    def text_ids(self, text: str, params: PoolingParams, prefix: str = "") -> list[int]:
+        """Of one text. The same ids as `read` gives, for those to whom a request is one text and time counts."""
+        if not text or text.isspace():
+            raise InvalidPrompt("the text is empty; give at least a word")
+        limit, side = self._limit(params, PLAIN)
+        (ids,) = self._encode(self._case([prefix + text]), limit, side)
+        if not 0 < len(ids) <= self.max_model_len:
+            self._refuse_length(len(ids))
+        if max(ids) >= self.vocab_size:
+            raise InvalidPrompt(f"token id {max(ids)} is unknown; {self.model_name} has 0 to {self.vocab_size - 1}")
+        return ids
+
+    def _kept(self, ids: array[int], params: PoolingParams) -> array[int]:
+        keep = params.truncate_prompt_tokens
+        if keep is None or params.truncation_side == "never":
+            return ids
+        keep = keep if keep > 0 else self.max_model_len
+        return ids[-keep:] if params.truncation_side == "left" else ids[:keep]
+
+    def _limit(self, params: PoolingParams, role: Role) -> _Cut:
+        """Tokens to which a text is cut: as asked, else as its role or the folder says, else not at all."""
+        side = params.truncation_side
+        if side == "never":
+            return None, side
+        keep = params.truncate_prompt_tokens
+        if keep is None:
+            keep = self.pooling.max_seq_length if role.length is None else role.length
+            if keep is None:
+                return None, side
+        keep = self.max_model_len if keep < 0 else min(keep, self.max_model_len)
+        return (keep if role.token_id is None else max(keep - 1, 1)), side
+
+    def _as(self, role: Role, found: list[int]) -> tuple[array[int], int | None]:
+        """A text's ids as late interaction reads them, and how many of them are seen; None: all."""
+        ids = array("i", found)
+        if role.token_id is not None:
+            ids.insert(1, role.token_id)
+        missing = min(role.filled, self.max_model_len) - len(ids)
+        if role.filler_id is None or missing <= 0:
+            return ids, None
+        num_seen = None if role.filler_is_seen else len(ids)
+        ids.extend([role.filler_id] * missing)
+        return ids, num_seen
+
+    def _type_start(self, types: Any, count: int) -> int | None:
+        if types is None:
+            return None
+        found = types.tolist() if isinstance(types, np.ndarray) else types
+        found = list(found) if isinstance(found, Sequence) else []
+        num_zeros = found.count(0)
+        if len(found) != count or found != [0] * num_zeros + [1] * (count - num_zeros):
+            raise InvalidPrompt(
+                f"token_type_ids must be {count} numbers, zeros first and then ones; leave them out or correct them"
+            )
+        if num_zeros == count:
+            return None
+        if not self.pooling.has_types:
+            raise InvalidPrompt(
+                f"token_type_ids holds ones, and {self.model_name} tells no two texts apart; leave them out"
+            )
+        return num_zeros
+
+    def _case(self, texts: list[str]) -> list[str]:
+        return [text.lower() for text in texts] if self.pooling.lower_case else texts
+
+    def _encode(self, texts: list[str], limit: int | None, side: str) -> list[list[int]]:
+        found = self._encoder().texts(texts, limit, side=side)
+        if side == "never" and (most := self.pooling.max_seq_length) is not None:
+            for ids in found:
+                if len(ids) > most:
+                    raise PromptTooLong(
+                        f"the prompt has {len(ids)} tokens, {self.model_name} reads {most} of a text; shorten it or "
+                        "let it be cut"
+                    )
+        return found
+
+    def _encoder(self) -> Pieces:
+        if self._pieces is None:
+            if self.tokenizer is None:
+                raise BadTokenizer("the prompt is text and skip_tokenizer_init is set; give token ids or unset it")
+            self._pieces = Pieces(self.tokenizer)
+        return self._pieces
+
+    def _refuse_length(self, length: int) -> None:
+        if not length:
+            raise InvalidPrompt("the prompt has no tokens; give at least one")
+        way_out = "shorten it or set truncate_prompt_tokens" + (", or raise max_model_len" if self.can_grow else "")
+        raise PromptTooLong(f"the prompt has {length} tokens, {self.model_name} takes {self.max_model_len}; {way_out}")
+
+    def _check_range(self, prepared: list[Prepared]) -> None:
+        """All ids at once: looking into each prompt would cost more than reading it did."""
+        ids = np.frombuffer(b"".join([one.ids for one in prepared]), np.int32)
+        if ids.min() < 0 or ids.max() >= self.vocab_size:
+            for one in prepared:
+                for token in one.ids:
+                    if not 0 <= token < self.vocab_size:
+                        raise InvalidPrompt(
+                            f"token id {token} is unknown; {self.model_name} has 0 to {self.vocab_size - 1}"
+                        )
+
+
+def _ids(given: Any) -> array[int]:
+    try:
+        return array("i", given.tolist() if isinstance(given, np.ndarray) else given)
+    except OverflowError:
+        raise InvalidPrompt("prompt_token_ids holds a number that no model has a token for; give token ids") from None
+    except (TypeError, ValueError):
+        raise InvalidPrompt(
+            f"prompt_token_ids is {type(given).__name__} and not a list of whole numbers; give token ids"
+        ) from None
+
+
+def _has_text(pair: Any) -> bool:
+    return isinstance(pair[0], str) or isinstance(pair[1], str)
+
+
+def _check_pair(first: Any, second: Any) -> None:
+    for one in (first, second):
+        if not isinstance(one, str):
+            raise InvalidPrompt(f"a pair is two texts, and one of these is {type(one).__name__}; give texts")

@@ -1,0 +1,225 @@
+"""The library's products of many rows on CUDA, each by the quickest of the ways the library offers.
+
+cuBLAS lists some eight algorithms for a product, and torch takes the first. On a chip that large products drive to the
+limit of its power another is quicker by up to a seventh (H200, docs/log.md). So an engine that starts tries them all
+on its largest step (`choosing`), and products of that shape go the quickest way from then on. Every way sums in float32
+and keeps a sum in one piece.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import statistics
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+
+from slipstream.device.sync_check import sync_allowed
+
+LEAST_ROWS = 1024
+"""With fewer a product is over before the clock follows it."""
+
+_MOST_WAYS = 16
+_WORKSPACE = 256  # bytes
+_ROUNDS = 5
+_WORTH = 0.99  # of the first way's time; what gains less may be noise
+
+_Shape = tuple[torch.device, torch.dtype, int, int, int]  # rows, outputs, inputs
+_chosen: dict[_Shape, Product | None] = {}
+_is_choosing = False
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """x [rows, in] times weight [out, in], transposed; None where no way was chosen."""
+    if len(x) < LEAST_ROWS or not (_chosen or _is_choosing) or not _is_plain(x, weight):
+        return None
+    shape = (x.device, x.dtype, len(x), *weight.shape)
+    if _is_choosing and shape not in _chosen:
+        _chosen[shape] = choose(x, weight)
+    product = _chosen.get(shape)
+    if product is None:
+        return None
+    out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    product.run(product.best, x, weight, out)
+    return out
+
+
+@contextlib.contextmanager
+def choosing() -> Iterator[None]:
+    """Meanwhile products of shapes not seen before are timed, for which the host waits."""
+    global _is_choosing
+    before, _is_choosing = _is_choosing, True
+    try:
+        yield
+    finally:
+        _is_choosing = before
+
+
+def choose(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
+    """The product of such shapes with its quickest way; None if that is what torch takes anyway, or cannot be asked."""
+    library = loaded()
+    if library is None:
+        return None
+    try:
+        product = Product(library, x, weight)
+    except LibraryError:
+        return None
+    out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
+    ways = range(product.num_ways)
+    times: list[list[float]] = [[] for _ in ways]
+    for _ in range(_ROUNDS):
+        for way in ways:
+            times[way].append(_time(product, way, x, weight, out))
+    product.best = quickest(times)
+    return product if product.best else None
+
+
+def quickest(times: list[list[float]]) -> int:
+    """By the medians; the first unless another is worth it. Ways that failed have a time of infinity."""
+    medians = [statistics.median(each) for each in times]
+    if not medians:
+        return 0
+    best = min(range(len(medians)), key=medians.__getitem__)
+    return best if medians[best] < _WORTH * medians[0] else 0
+
+
+class Product:
+    """Products of one shape, by any of the ways that the library lists for it, its favourite first."""
+
+    def __init__(self, library: Any, x: torch.Tensor, weight: torch.Tensor) -> None:
+        self.best = 0
+        self._library = library
+        self._handle = _handle(x.device)
+        rows, (num_out, num_in) = len(x), weight.shape
+        kind = {torch.bfloat16: _BFLOAT16, torch.float16: _FLOAT16}[x.dtype]
+        # to the library a row is a column: out = weight, transposed, times x
+        self._operation = ctypes.c_void_p()
+        _check(library.cublasLtMatmulDescCreate(ctypes.byref(self._operation), _SUM_IN_FLOAT32, _FLOAT32))
+        _set(library.cublasLtMatmulDescSetAttribute, self._operation, _TRANSPOSE_FIRST, ctypes.c_int32(1))
+        self._layouts = [self._layout(kind, *sizes) for sizes in ((num_in, num_out), (num_in, rows), (num_out, rows))]
+        self._ways = self._list_ways()
+
+    @property
+    def num_ways(self) -> int:
+        return len(self._ways)
+
+    def run(self, way: int, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """Device: out becomes the product."""
+        first, second, third = self._layouts
+        space = torch.empty(_WORKSPACE, dtype=torch.uint8, device=x.device)
+        status = self._library.cublasLtMatmul(
+            self._handle,
+            self._operation,
+            ctypes.byref(_ONE),
+            ctypes.c_void_p(weight.data_ptr()),
+            first,
+            ctypes.c_void_p(x.data_ptr()),
+            second,
+            ctypes.byref(_ZERO),
+            ctypes.c_void_p(out.data_ptr()),
+            third,
+            ctypes.c_void_p(out.data_ptr()),
+            third,
+            ctypes.byref(self._ways[way].algorithm),
+            ctypes.c_void_p(space.data_ptr()),
+            ctypes.c_size_t(_WORKSPACE),
+            ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
+        )
+        _check(status)
+
+    def _layout(self, kind: int, num_rows: int, num_columns: int) -> ctypes.c_void_p:
+        layout = ctypes.c_void_p()
+        sizes = ctypes.c_uint64(num_rows), ctypes.c_uint64(num_columns), ctypes.c_int64(num_rows)
+        _check(self._library.cublasLtMatrixLayoutCreate(ctypes.byref(layout), kind, *sizes))
+        return layout
+
+    def _list_ways(self) -> list[_Way]:
+        """Those that need no memory but for a counter: none of them splits a sum."""
+        preference = ctypes.c_void_p()
+        _check(self._library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
+        most = ctypes.c_uint64(_WORKSPACE)
+        _set(self._library.cublasLtMatmulPreferenceSetAttribute, preference, _MOST_WORKSPACE, most)
+        first, second, third = self._layouts
+        ways, found = (_Way * _MOST_WAYS)(), ctypes.c_int()
+        shape = self._operation, first, second, third, third
+        status = self._library.cublasLtMatmulAlgoGetHeuristic(
+            self._handle, *shape, preference, _MOST_WAYS, ways, ctypes.byref(found)
+        )
+        self._library.cublasLtMatmulPreferenceDestroy(preference)
+        return [] if status else list(ways[: found.value])
+
+
+class _Way(ctypes.Structure):
+    """One result of the library's heuristics."""
+
+    _fields_ = [
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("status", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    ]
+
+
+# numbers of the library's interface
+_BFLOAT16, _FLOAT16, _FLOAT32 = 14, 2, 0
+_SUM_IN_FLOAT32 = 68
+_TRANSPOSE_FIRST = 3
+_MOST_WORKSPACE = 1
+_ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
+
+
+def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    sixteen_bits = x.dtype is weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+    aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0 and (weight.shape[0] | weight.shape[1]) % 8 == 0
+    return x.is_cuda and sixteen_bits and aligned and x.is_contiguous() and weight.is_contiguous()
+
+
+def _time(product: Product, way: int, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> float:
+    """Milliseconds; infinity where the way does not go."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    try:
+        product.run(way, x, weight, out)
+        begin.record()
+        product.run(way, x, weight, out)
+        end.record()
+    except LibraryError:
+        return math.inf
+    with sync_allowed("an engine that starts tries the library's ways"):
+        end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+@cache
+def loaded() -> Any:
+    """What torch has loaded already; None where it has another."""
+    version = (torch.version.cuda or "").split(".")[0]
+    try:
+        return ctypes.CDLL(f"libcublasLt.so.{version}")
+    except OSError:
+        return None
+
+
+@cache
+def _handle(device: torch.device) -> ctypes.c_void_p:
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        _check(loaded().cublasLtCreate(ctypes.byref(handle)))
+    return handle
+
+
+def _set(setter: Any, target: ctypes.c_void_p, attribute: int, value: Any) -> None:
+    _check(setter(target, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))))
+
+
+def _check(status: int) -> None:
+    if status:
+        raise LibraryError(f"cublasLt answered with status {status}")
+
+
+class LibraryError(RuntimeError):
+    """The library cannot do what it was asked."""

@@ -1,0 +1,36 @@
+"""A copy of a result buffer that its reader may keep: the buffer itself is written again by a later step.
+
+Token vectors come to tens of megabytes a step. Most of such a copy is memory touched for the first time, which one
+thread does more slowly than the device computes the next step; several do it at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from slipstream.device.device import Bytes, default_threads
+
+LARGE = 4 * 2**20  # bytes from which threads pay
+MOST_THREADS = 8
+
+
+def own_copy(buffer: Bytes) -> Bytes:
+    num_threads = min(MOST_THREADS, default_threads() // 2) if buffer.nbytes >= LARGE else 1
+    if num_threads < 2:
+        return buffer.copy()
+    own = np.empty_like(buffer)
+    size = -(-len(buffer) // num_threads)
+    parts = [slice(start, start + size) for start in range(0, len(buffer), size)]
+    copies = [_threads().submit(np.copyto, own[part], buffer[part]) for part in parts[1:]]
+    np.copyto(own[parts[0]], buffer[parts[0]])
+    for copy in copies:
+        copy.result()
+    return own
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MOST_THREADS - 1, "slipstream-results")

@@ -1,0 +1,62 @@
+"""Seats: who runs, and in which row.
+
+A row is free the moment its owner leaves: whatever is in flight runs before the plan that uses it next. The device
+hears of it with that plan.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+
+from slipstream.request import Request, Status
+
+
+class Seats:
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.running: list[Request] = []  # by priority, then number: whoever is preempted comes last
+        self.num_asking = 0  # of those, requests that want logprobs
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._released: list[int] = []  # since the last plan
+        self._next_admission = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, request: Request, num_cached: int) -> None:
+        """A newcomer sits down, with so many of its positions computed by others."""
+        request.status = Status.RUNNING
+        request.row = self._free.pop()
+        request.admission = self._next_admission
+        request.num_known = len(request.tokens)
+        request.computed = request.committed = num_cached
+        self._next_admission += 1
+        self.num_asking += request.params.num_logprobs is not None
+        insort(self.running, request, key=_rank)
+
+    def leave(self, request: Request) -> None:
+        del self.running[bisect_left(self.running, _rank(request), key=_rank)]
+        self.num_asking -= request.params.num_logprobs is not None
+        self._free.append(request.row)
+        self._released.append(request.row)
+        request.row = request.admission = -1
+        request.computed = request.committed = request.num_known = request.runway = 0
+
+    def take_released(self) -> list[int]:
+        """Rows given back since this was last asked."""
+        released, self._released = self._released, []
+        return released
+
+    def check(self, running: Iterable[Request]) -> None:
+        """Assert that these and no others sit, each in a row of their own; for tests."""
+        assert self.running == sorted(self.running, key=_rank), "running requests are out of order"
+        assert set(running) == set(self.running), "running requests and their list differ"
+        rows = [request.row for request in self.running]
+        assert sorted(rows + self._free) == list(range(self.num_rows)), f"rows are lost: {rows}"
+        assert self.num_asking == sum(request.params.num_logprobs is not None for request in self.running)
+
+
+def _rank(request: Request) -> tuple[int, int]:
+    return request.priority, request.number

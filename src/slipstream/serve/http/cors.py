@@ -1,0 +1,86 @@
+"""Cors: which web pages may ask this server, as browsers want to be told. Without --allowed-origins none may."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from slipstream.serve.http.app import App
+from slipstream.serve.http.auth import Headers
+from slipstream.serve.http.errors import HttpError
+from slipstream.serve.http.response import Receive, Send
+from slipstream.serve.http.settings import Settings
+
+_SECONDS = b"600"  # for which a browser need not ask again
+_METHODS = b"GET, POST"  # all there are
+_SHOWN = (b"access-control-expose-headers", b"x-request-id, retry-after")
+
+
+class Cors:
+    """Around the app: answers a browser that asks first, and says on other answers who may read them."""
+
+    def __init__(self, app: App, settings: Settings) -> None:
+        self.app = app
+        self._origins = frozenset(settings.allowed_origins)
+        self._methods = _joined(settings.allowed_methods) or _METHODS
+        self._headers = _joined(settings.allowed_headers)  # None: whatever is asked for
+        self._credentials = settings.allow_credentials
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        headers = scope.get("headers", ())
+        origin = _find(headers, b"origin")
+        if scope["type"] != "http" or origin is None:
+            await self.app(scope, receive, send)
+            return
+        own = self._own(origin)
+        if scope["method"] == "OPTIONS" and _find(headers, b"access-control-request-method") is not None:
+            await self._ask_first(headers, origin, own, send)
+            return
+
+        async def send_with(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *own, *([_SHOWN] if own else [])]
+            await send(message)
+
+        await self.app(scope, receive, send_with)
+
+    def refusal(self, method: str, path: str, headers: Headers) -> tuple[HttpError, str] | None:
+        """As the app's; a browser's request goes the long way, where its answer gets these headers."""
+        return self.app.refusal(method, path, headers) if _find(headers, b"origin") is None else None
+
+    def _own(self, origin: bytes) -> list[tuple[bytes, bytes]]:
+        """What to say of an origin; nothing if it may not ask."""
+        anyone = "*" in self._origins
+        if not anyone and origin.decode("latin-1") not in self._origins:
+            return []
+        if anyone and not self._credentials:
+            return [(b"access-control-allow-origin", b"*")]
+        own = [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+        return [*own, (b"access-control-allow-credentials", b"true")] if self._credentials else own
+
+    async def _ask_first(self, headers: Headers, origin: bytes, own: list[tuple[bytes, bytes]], send: Send) -> None:
+        body, status = b"", 204
+        if own:
+            wanted = _find(headers, b"access-control-request-headers") or b""
+            own = [
+                *own,
+                (b"access-control-allow-methods", self._methods),
+                (b"access-control-allow-headers", wanted if self._headers is None else self._headers),
+                (b"access-control-max-age", _SECONDS),
+            ]
+        else:
+            shown = origin.decode("latin-1")
+            error = HttpError(403, f"pages of {shown} may not ask this server; --allowed-origins names those that may")
+            body, status, own = error.body(), error.status, [(b"content-type", b"application/json")]
+        if body:
+            own.append((b"content-length", str(len(body)).encode()))
+        await send({"type": "http.response.start", "status": status, "headers": own})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _joined(given: list[str]) -> bytes | None:
+    return None if not given or "*" in given else ", ".join(given).encode()
+
+
+def _find(headers: Headers, name: bytes) -> bytes | None:
+    return next((value for key, value in headers if key == name), None)

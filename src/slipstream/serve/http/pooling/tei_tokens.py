@@ -1,0 +1,98 @@
+"""Tokens in TEI's words: /tokenize where a request says `inputs`, and /decode."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from slipstream.engine.front.served import POOLING_TASKS, ServedModel
+from slipstream.errors import InvalidPrompt
+from slipstream.serve.http.call import Call
+from slipstream.serve.http.errors import bad_request
+from slipstream.serve.http.pooling.fields import check_count, size_of
+from slipstream.serve.http.pooling.tei_errors import TeiErrorBody, in_tei_words
+from slipstream.serve.http.reply import Reply, json_reply
+from slipstream.serve.http.routes import post
+from slipstream.text.tokenizer import Tokenizer
+
+
+class SimpleToken(msgspec.Struct):
+    id: int
+    text: str
+    special: bool
+    start: int | None = None  # in the text, in characters; none for a special token
+    stop: int | None = None
+
+
+async def tei_tokenize(
+    call: Call, model: str | None, inputs: str | list[str], special: bool, prompt_name: str | None
+) -> Reply:
+    """The tokens of each text, and where they stand in it."""
+    served, tokenizer = _tokenizer(call, model)
+    texts = [inputs] if isinstance(inputs, str) else inputs
+    check_count(call, len(texts), "inputs")
+    if not texts:
+        raise bad_request("inputs is empty; give a text", "inputs", "empty")
+    if served.pool_inputs is not None:
+        before = served.pool_inputs.prefix(prompt_name)
+        texts = [before + text for text in texts]
+    elif prompt_name is not None:
+        raise bad_request(f"{served.facts.name} has no prompts by name; leave prompt_name out", "prompt_name")
+
+    def work() -> list[list[SimpleToken]]:
+        tokenizer.encodings(texts, add_special_tokens=special)  # says what is wrong with a text
+        found = tokenizer.backend.encode_batch(texts, add_special_tokens=special)
+        return [_tokens(text, encoding) for text, encoding in zip(texts, found, strict=True)]
+
+    return json_reply(await call.state.off_loop(size_of(texts), work))
+
+
+def _tokens(text: str, encoding: Any) -> list[SimpleToken]:
+    tokens = []
+    parts = zip(encoding.ids, encoding.tokens, encoding.special_tokens_mask, encoding.offsets, strict=True)
+    for token, piece, is_special, (start, stop) in parts:
+        if is_special:
+            tokens.append(SimpleToken(token, piece, True))
+        else:
+            tokens.append(SimpleToken(token, text[start:stop], False, start, stop))
+    return tokens
+
+
+class DecodeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+    ids: Annotated[list[int | list[int]], msgspec.Meta(description="token ids: one list or several")]
+    skip_special_tokens: bool = True
+
+
+async def decode(call: Call, body: DecodeRequest) -> Reply:
+    served, tokenizer = _tokenizer(call, body.model)
+    lists: list[Any] = body.ids if body.ids and isinstance(body.ids[0], list) else [body.ids]
+    check_count(call, len(lists), "ids")
+    for ids in lists:
+        if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+            raise bad_request("ids is a list of token ids, or a list of such lists", "ids")
+        for token in ids:
+            if not 0 <= token < served.facts.vocab_size:
+                raise InvalidPrompt(f"token id {token} is unknown; there are 0 to {served.facts.vocab_size - 1}")
+    size = sum(map(len, lists))
+
+    def work() -> list[str]:
+        return [tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) for ids in lists]
+
+    return json_reply(await call.state.off_loop(size, work))
+
+
+def _tokenizer(call: Call, model: str | None) -> tuple[ServedModel, Tokenizer]:
+    served = call.state.engine.model(model, *POOLING_TASKS)
+    if served.tokenizer is None:
+        raise bad_request("this server works on token ids alone; start it without --skip-tokenizer-init")
+    return served, served.tokenizer
+
+
+ROUTES = [
+    post(
+        "/decode", decode, "TEI: token ids to text", DecodeRequest,
+        answer=list[str], failed=in_tei_words, failure=TeiErrorBody, queues=False,
+    ),
+]  # fmt: skip

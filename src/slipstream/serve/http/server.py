@@ -1,0 +1,85 @@
+"""Server: uvicorn's, but for its signals, which are ours, and for how it takes connections.
+
+uvloop takes one connection in a turn of the event loop. Turns are short while there is little to do; under load a crowd
+of new clients would wait a turn each, thousands of them for seconds, before anybody could even tell them that there is
+no room. Here all that wait are taken at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+log = logging.getLogger("slipstream.http")
+
+_AT_ONCE = 256  # connections taken in one turn; between two turns others have theirs
+_BACKLOG = 4096  # connections that the system keeps for us meanwhile, as far as it lets us
+_PAUSE = 0.5  # seconds until another try where the system has no room for a connection
+
+
+class Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # they begin a drain, elsewhere
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=[])
+        for sock in sockets or []:
+            self.servers.append(Acceptor(sock, self._protocol))  # type: ignore[arg-type]
+
+    def _protocol(self) -> asyncio.Protocol:
+        made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
+        return made
+
+
+class Acceptor:
+    """Takes connections until it is closed."""
+
+    def __init__(self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        self.sock = sock
+        self._make_protocol = make_protocol
+        self._loop = asyncio.get_running_loop()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._pause: asyncio.TimerHandle | None = None
+        sock.setblocking(False)
+        sock.listen(_BACKLOG)
+        self._resume()
+
+    def close(self) -> None:
+        if self._pause is not None:
+            self._pause.cancel()
+        self._loop.remove_reader(self.sock)
+
+    async def wait_closed(self) -> None:
+        if self._opening:
+            await asyncio.wait(self._opening)
+
+    def _resume(self) -> None:
+        self._pause = None
+        self._loop.add_reader(self.sock, self._accept)
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                connection, _ = self.sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no file descriptors left, most likely
+                log.error("no connection can be taken: %s; those who wait wait on", error.strerror)
+                self._loop.remove_reader(self.sock)
+                self._pause = self._loop.call_later(_PAUSE, self._resume)
+                return
+            task = self._loop.create_task(self._open(connection))
+            self._opening.add(task)
+            task.add_done_callback(self._opening.discard)
+
+    async def _open(self, connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # it has gone already
+            await self._loop.connect_accepted_socket(self._make_protocol, connection)

@@ -1,0 +1,108 @@
+"""The core's loop over a scripted device: what is committed when, and how it ends."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripted_engine import scripted_core, submit, tokens_alone
+from slipstream.errors import EngineDead
+from slipstream.messages import Abort, Submit
+from slipstream.pooling_params import PoolingParams
+from slipstream.request import FinishReason
+
+DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
+
+
+def run(core):
+    outputs = []
+    while core.has_work():
+        outputs += core.step()
+        core.scheduler.check()
+    return outputs
+
+
+@DEPTHS
+def test_the_host_waits_once_a_step_and_only_for_the_oldest(depth):
+    core = scripted_core(depth)
+    message = submit("a", [1, 2, 3], max_tokens=9)
+    core.submit(message)
+    outputs = run(core)
+    assert [token for output in outputs for token in output.token_ids] == tokens_alone(message, 0)[0]
+    assert core.num_steps == core.executor.num_waits == 9
+
+
+def test_a_result_that_is_there_is_told_while_the_next_launch_is_held_back(monkeypatch):
+    """Steps are long, so launching further ahead is of no use; the oldest step's tokens are."""
+    core = scripted_core(depth=2)
+    core.submit(submit("a", [1, 2, 3], max_tokens=9))
+    assert core.step() == core.step() == []  # two are on their way
+    monkeypatch.setattr(core.pace, "too_early", lambda: 1.0)
+    naps = []
+    monkeypatch.setattr(core.pace, "_sleep", naps.append)
+    assert core.step() == [] and len(naps) == 1  # none is done
+    core.executor.run()
+    (output,) = core.step()
+    assert len(output.token_ids) == 1 and core.num_steps == 2
+    assert len(naps) == 1 and not core.executor.num_waits
+
+
+@DEPTHS
+@pytest.mark.parametrize("where", ["launch", "finish", "wait"])
+def test_a_device_that_breaks_ends_the_engine_with_its_reason(depth, where):
+    core = scripted_core(depth)
+    core.submit(submit("a", [1, 2, 3], max_tokens=30))
+    for _ in range(5):
+        core.step()
+    core.executor.breaks_at = where
+    with pytest.raises(EngineDead, match="the engine failed in step .*device-side assert triggered; start a new one"):
+        for _ in range(depth + 1):
+            core.step()
+    with pytest.raises(EngineDead, match="has failed before: device-side assert"):
+        core.step()
+    with pytest.raises(EngineDead, match="has failed before: device-side assert"):
+        core.submit(submit("b", [1]))
+    core.abort(Abort("a"))  # whoever leaves now is not troubled
+    core.close()
+    assert core.executor.closed
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_query_given_up_is_forgotten_at_once_unless_the_device_is_broken(breaks):
+    core = scripted_core()
+    core.submit(Submit("q", [1, 2], PoolingParams(task="token_embed", query_key="q", query_uses=2), 0.0))
+    run(core)
+    if breaks:
+        core.submit(submit("a", [1], max_tokens=5))
+        core.executor.breaks_at = "launch"
+        with pytest.raises(EngineDead):
+            core.step()
+        core.abort(Abort("a"))
+    core.abort(Abort("q"))
+    assert core.executor.forgotten == ([] if breaks else [0])
+
+
+@DEPTHS
+def test_an_abort_drops_what_is_in_flight_and_frees_the_rest(depth):
+    core = scripted_core(depth, num_pages=9)
+    gone, stays = submit("gone", [1, 2, 3], n=2, max_tokens=20), submit("stays", [4, 5], max_tokens=20)
+    core.submit(gone)
+    core.submit(stays)
+    outputs = [output for _ in range(4 + depth) for output in core.step()]
+    core.abort(Abort("gone"))
+    late = run(core)
+    assert {output.request_id for output in late} == {"stays"}
+    mine = [token for output in outputs + late if output.request_id == "stays" for token in output.token_ids]
+    assert mine == tokens_alone(stays, 0)[0]
+    assert core.scheduler.cache.num_free == core.scheduler.cache.num_usable
+
+
+@DEPTHS
+def test_the_last_token_in_flight_ends_it_once(depth):
+    core = scripted_core(depth)
+    for i in range(3):
+        core.submit(submit(f"r{i}", [i], max_tokens=1 + i))
+    ends = [output for output in run(core) if output.finish_reason is not None]
+    assert [(output.request_id, output.finish_reason) for output in ends] == [
+        (f"r{i}", FinishReason.LENGTH) for i in range(3)
+    ]
+    assert core.num_steps == 3  # nothing was launched past a length that is known

@@ -1,0 +1,54 @@
+"""Law 7's matrix, for the tests of tokens and those of vectors: its prompts, and what a cell means to an engine."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+SHARED = list(range(40, 75))
+PROMPTS = [
+    [7, 9, 11],
+    SHARED + [100, 101],
+    SHARED + [100, 102, 103, 104, 105, 106, 107],
+    [200],
+    list(range(120, 167)),
+    SHARED[:16],
+]  # of a vocabulary of 304; two share more than a page
+FACTORS = ("batched", "chunked", "cached", "preempted", "depth")
+CELLS = list(itertools.product((True, False), (True, False), (True, False), (True, False), (0, 1, 2)))
+# a few of them in which every pair of values of every two factors comes up
+PAIRED = [
+    dict(zip(FACTORS, cell, strict=True))
+    for cell in (
+        (True, True, True, True, 2),
+        (True, False, False, True, 1),
+        (True, False, True, False, 0),
+        (False, True, False, False, 2),
+        (False, False, True, True, 1),
+        (True, True, False, True, 0),
+        (True, False, False, False, 2),
+        (False, True, True, False, 1),
+    )
+]
+
+
+def options_of(
+    *,
+    few_pages: int,
+    batched: bool = True,
+    chunked: bool = False,
+    cached: bool = False,
+    preempted: bool = False,
+    depth: int = 0,
+) -> dict[str, Any]:
+    """`few_pages`: with how many the prompts do not all fit at once."""
+    return dict(
+        dtype="float64",
+        page_size=4,
+        num_threads=1,
+        max_num_seqs=8 if batched else 1,
+        max_num_batched_tokens=11 if chunked else 512,
+        enable_prefix_caching=cached,
+        num_pages=few_pages if preempted else 400,
+        depth=depth,
+    )

@@ -1,0 +1,155 @@
+"""Layers as a chain of products that add residuals themselves, against the same layers one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hand_batch import HandRunner
+from hand_load import load
+from slipstream.config.model_info import RopeInfo
+from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.models import chained
+from slipstream.nn.models.chained import ChainedLayers
+from slipstream.nn.models.decoder import Decoder, DecoderShape
+from slipstream.nn.models.fused import FusedLayers
+from slipstream.nn.quant import Plain
+from slipstream.nn.steady import Steady
+from slipstream.ops.linear import choose_chain
+from tiny import write_tiny
+
+PROMPTS = {"a": [5, 9, 33, 2, 71], "b": list(range(3, 40)), "c": [8]}
+NEXT = [{"a": [7], "b": [11], "c": [13]}, {"b": [40]}, {"a": [4], "b": [5], "c": [6]}]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each step ran as a chain. Here it may run anywhere."""
+    made: list[bool] = []
+    run = ChainedLayers.run
+
+    def counted(self, *args):
+        out = run(self, *args)
+        made.append(out is not None)
+        return out
+
+    monkeypatch.setattr(FusedLayers, "run", lambda *args: None)
+    monkeypatch.setattr(ChainedLayers, "run", counted)
+    monkeypatch.setattr(chained, "choose_chain", lambda x, weights: "library" if len(weights) == 4 else "")
+    return made
+
+
+def steps(model: Decoder) -> tuple[HandRunner, list[dict[str, torch.Tensor]]]:
+    runner = HandRunner(model, torch.float64)
+    for name, ids in PROMPTS.items():
+        runner.run({name: [*ids, 50]})
+    return runner, [runner.run(chunks) for chunks in NEXT]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
+def test_a_chain_equals_the_layers_one_by_one(
+    family: str, calls: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(write_tiny(tmp_path, family), torch.float64)
+    runner, found = steps(model)
+    assert calls == [True] * (len(PROMPTS) + len(NEXT))
+    monkeypatch.setattr(chained, "choose_chain", lambda x, weights: "")
+    reference, expected = steps(model)
+    assert not any(calls[len(calls) // 2 :])
+    for mine, theirs in zip(found, expected, strict=True):
+        for name in mine:
+            torch.testing.assert_close(mine[name], theirs[name], rtol=1e-9, atol=1e-9)
+    for mine, theirs in zip(runner.caches, reference.caches, strict=True):  # garbage lies where it lay
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "olmo2"])
+def test_norms_after_run_one_by_one(family: str, calls: list[bool], tmp_path: Path) -> None:
+    steps(load(write_tiny(tmp_path, family), torch.float64))
+    assert not any(calls)
+
+
+def test_biases_and_other_weights_run_one_by_one(calls: list[bool], tmp_path: Path) -> None:
+    steps(load(write_tiny(tmp_path / "biased", "llama", attention_bias=True, mlp_bias=True), torch.float64))
+    model = load(write_tiny(tmp_path / "plain", "llama"), torch.float64)
+    model.layers[1].mlp.down.weight.__class__ = type(Steady(torch.float64).new_weight(1, 1))
+    assert not any(calls) and not chained._is_plain(model.layers[1]) and chained._is_plain(model.layers[0])
+
+
+def test_nothing_is_chained_on_a_cpu() -> None:
+    assert choose_chain(torch.ones(100, 64, dtype=torch.bfloat16), [torch.ones(64, 64, dtype=torch.bfloat16)]) == ""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [3, 16, 33, 64, 65, 128, 256, 300])
+def test_a_chain_on_the_gpu_is_as_close_as_the_layers_one_by_one(rows: int) -> None:
+    torch.manual_seed(rows)
+    exact, decoder = (make_decoder(dtype) for dtype in (torch.float32, torch.bfloat16))
+    for mine, theirs in zip(exact.parameters(), decoder.parameters(), strict=True):
+        theirs.copy_(mine.normal_(1.0 if mine.dim() == 1 else 0.0, 0.05).copy_(mine.bfloat16()))
+    results = {}
+    for name, model, chains in (
+        ("exact", exact, ()),
+        ("chain", decoder, (ChainedLayers(),)),
+        ("one by one", decoder, ()),
+    ):
+        model._chains = chains
+        with torch.no_grad():
+            results[name] = model(make_context(model, rows)).double()
+    off = {name: (out - results["exact"]).norm() / results["exact"].norm() for name, out in results.items()}
+    x = torch.ones(rows, 512, device="cuda", dtype=torch.bfloat16)
+    chain = choose_chain(x, [decoder.layers[0].mlp.down.weight.data])
+    assert chain or rows <= 64  # on Hopper all are
+    assert off["chain"] < 1.3 * off["one by one"] < 0.05
+    assert chain != "streamed" or not results["chain"].equal(results["one by one"])
+
+
+def make_decoder(dtype: torch.dtype) -> Decoder:
+    shape = DecoderShape(
+        vocab_size=64,
+        hidden_size=512,
+        num_layers=4,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=128,
+        ffn_size=1032,
+        activation="silu",
+        norm_eps=1e-6,
+        rope=RopeInfo(),
+        max_positions=512,
+        tied=True,
+        qk_norm="heads",
+        qkv_bias=True,
+    )
+    decoder = Decoder(shape, 512, dtype, lambda name: Plain(dtype))
+    decoder.materialize(torch.device("cuda"))
+    return decoder
+
+
+def make_context(decoder: Decoder, rows: int) -> ForwardContext:
+    """Rows of a token, each after 20 others."""
+    from slipstream.nn.attention.triton import TritonAttention
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    dtype = decoder.embedding.weight.data.dtype
+    pages = (torch.arange(2 * rows, device="cuda") + 1).view(rows, 2)
+    caches = []
+    for _ in decoder.layers:
+        made = torch.randn(2, 2 * rows + 1, 16, 2, 128, device="cuda", generator=generator).bfloat16().to(dtype)
+        caches.append((made[0], made[1]))
+    lengths = torch.full((rows,), 21, device="cuda")
+    batch = BatchView(
+        ids=torch.arange(rows, device="cuda") % 64,
+        positions=lengths - 1,
+        lengths=lengths,
+        slots=(pages[:, 1] * 16 + 4,),
+        page_tables=(pages,),
+        num_tokens=np.ones(rows, np.int32),
+        max_lengths=np.full(rows, 21, np.int32),
+        num_single=rows,
+    )
+    attention = TritonAttention(16, 6, 2, 128, dtype)
+    return ForwardContext(batch, attention, attention.plan(batch), caches, (0,) * 4)

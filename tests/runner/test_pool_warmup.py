@@ -1,0 +1,123 @@
+"""A model that only pools gets ready by plans of prompts, and nothing of them is left."""
+
+import numpy as np
+import pytest
+
+from pool_bench import PoolBench, assert_same, rewrite
+from replay_device import ReplayDevice
+from slipstream.errors import NotEnoughMemory
+from slipstream.pooling_params import PoolingParams
+from slipstream.runner.pool_warmup import PoolWarmUp
+from slipstream.runner.warmup import WarmUp
+from tiny import write_tiny
+from tiny_encoder import write_modules, write_tiny_encoder
+
+EMBED = PoolingParams(task="embed")
+PROMPTS = [[5, 6, 7], [9] * 11, [3, 4]]
+OPTIONS = dict(max_model_len=32, max_num_seqs=4, max_num_batched_tokens=64)
+
+
+class Gpu(ReplayDevice):
+    """A device that warms up, and whose kernels take their shapes from the host, so nothing is padded."""
+
+    can_graph = False
+    warms_up = True
+
+    def __init__(self, depth, free=10**9):
+        super().__init__(depth)
+        self.free = free
+
+    def free_memory(self):
+        return self.free
+
+
+@pytest.fixture(scope="module", params=["encoder", "decoder mean", "decoder last"])
+def model(request, tmp_path_factory):
+    kind, *method = request.param.split()
+    folder = tmp_path_factory.mktemp(kind)
+    if kind == "encoder":
+        return dict(folder=write_tiny_encoder(folder, "bert", "Model"), **OPTIONS)
+    pooling = {"mean": "mean", "last": "lasttoken"}[method[0]]
+    return dict(folder=write_decoder(folder, pooling), **OPTIONS)
+
+
+def write_decoder(folder, pooling):
+    """One that has a cache, and continues no text."""
+    return write_modules(rewrite(write_tiny(folder, "llama"), {"architectures": ["LlamaModel"]}, {}), pooling)
+
+
+def seen_by(bench):
+    """The plans that its runner gets from now on."""
+    runner, seen = bench.core.executor, []
+    launch = runner.launch
+    runner.launch = lambda plan: (seen.append(plan), launch(plan))
+    return seen
+
+
+def warm_up_of(bench):
+    return PoolWarmUp(bench.core.executor, bench.core.config.scheduler, EMBED, len(bench.core.config.cache.groups))
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_warm_engine_says_the_same(model, depth):
+    with PoolBench(**model) as bench:
+        wanted = bench.pool(PROMPTS, EMBED)
+    with PoolBench(**model, depth=depth, device=Gpu(depth)) as bench:
+        assert not bench.core.executor.heads[-1].carry.parts
+        assert_same(bench.pool(PROMPTS, EMBED), wanted)
+
+
+def test_it_is_part_of_the_start_where_the_device_asks_for_it(model, monkeypatch):
+    calls = []
+    for name in ("walk", "run_largest", "capture"):
+        monkeypatch.setattr(PoolWarmUp, name, lambda self, name=name: calls.append(name))
+        monkeypatch.setattr(WarmUp, name, lambda self: pytest.fail("it generates nothing"))
+    with PoolBench(**model):
+        assert not calls
+    with PoolBench(**model, device=Gpu(0)):
+        assert calls[-2:] == ["run_largest", "capture"]
+
+
+def test_the_largest_steps_fill_budget_and_rows(model):
+    with PoolBench(**model) as bench:
+        seen = seen_by(bench)
+        warm_up_of(bench).run_largest()
+        many, long = seen[:2]
+        is_whole = bench.core.config.scheduler.whole
+        assert many.num_tokens.tolist() == [16] * 4
+        assert long.num_tokens.tolist() == ([32, 32] if is_whole else [31, 31, 2])
+        assert many.pools.all() and many.pool_params == (EMBED,) * 4
+        if is_whole:
+            assert len(seen) == 2 and not many.pool_admitted
+        else:
+            assert seen[2].released.tolist() == [0, 1, 2] and not bench.core.executor.heads[-1].carry.admissions
+
+
+def test_every_size_that_steps_are_padded_to_is_run_twice(model, monkeypatch):
+    """What comes a second time is captured."""
+    with PoolBench(**model) as bench:
+        graphs = bench.core.executor.graphs
+        graphs.token_sizes, graphs.enabled = [5, 8, 33, 64], True
+        monkeypatch.setattr(graphs, "size_for", lambda plan: None)  # the CPU's attention goes row by row
+        seen = seen_by(bench)
+        warm_up_of(bench).capture()
+        sizes = [plan.total_tokens for plan in seen if plan.pools is not None]
+        assert sizes == [64, 64, 33, 33, 8, 8, 5, 5]
+        assert all(plan.num_tokens.max() <= 32 and np.array_equal(plan.lengths, plan.num_tokens) for plan in seen)
+
+
+def test_the_cache_of_a_model_that_only_pools_is_measured_too(tmp_path, monkeypatch):
+    from slipstream.config import resolve
+    from slipstream.runner import assemble
+
+    monkeypatch.setattr(resolve, "_keep_free", lambda options, machine: 1000)
+    monkeypatch.setattr(assemble, "_room", lambda config, device: device.free_memory() - config.device.keep_free)
+    folder = write_decoder(tmp_path, "lasttoken")
+    with PoolBench(folder, **OPTIONS, device=Gpu(0)) as bench:
+        page = sum(group.bytes_per_page for group in bench.core.config.cache.groups)
+        wanted = bench.pool(PROMPTS, EMBED)
+    with PoolBench(folder, **OPTIONS, device=Gpu(0, 1000 + 12 * page + 5)) as bench:
+        assert bench.core.config.cache.num_pages == 12
+        assert_same(bench.pool(PROMPTS, EMBED), wanted)
+    with pytest.raises(NotEnoughMemory, match="one request of max_model_len 32 takes"):
+        PoolBench(folder, **OPTIONS, device=Gpu(0, 1000 + 5 * page))

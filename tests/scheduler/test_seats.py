@@ -1,0 +1,56 @@
+"""Who sits where, in which order, and what the device is told of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.params import SamplingParams
+from slipstream.request import Request, Status
+from slipstream.scheduler.seats import Seats
+
+
+def seated(seats: Seats, number: int, priority: int = 0, **params: object) -> Request:
+    request = Request(f"r{number}", [1, 2, 3], SamplingParams(**params), priority=priority, max_length=9)
+    request.number = number
+    seats.take(request, num_cached=2)
+    return request
+
+
+def test_whoever_is_preempted_first_comes_last():
+    seats = Seats(4)
+    old, low, young, high = (seated(seats, n, p) for n, p in ((0, 0), (1, 5), (2, 0), (3, -1)))
+    assert seats.running == [high, old, young, low]
+    seats.check([old, low, young, high])
+    assert seats.num_free == 0 and sorted(request.row for request in seats.running) == [0, 1, 2, 3]
+
+
+def test_a_newcomer_begins_where_its_cached_positions_end():
+    request = seated(Seats(1), 0)
+    assert (request.status, request.computed, request.committed, request.num_known) == (Status.RUNNING, 2, 2, 3)
+
+
+def test_a_row_that_was_left_is_free_at_once_and_told_once():
+    seats = Seats(1)
+    first = seated(seats, 0)
+    seats.leave(first)
+    assert first.row == first.admission == -1 and first.computed == 0
+    second = seated(seats, 1)
+    assert (second.row, second.admission) == (0, 1)
+    assert seats.take_released() == [0] and seats.take_released() == []
+
+
+def test_those_who_want_logprobs_are_counted_while_they_sit():
+    seats = Seats(3)
+    curious, _ = seated(seats, 0, logprobs=2), seated(seats, 1)
+    assert seats.num_asking == 1
+    seats.leave(curious)
+    assert seats.num_asking == 0
+
+
+def test_a_row_that_is_lost_is_noticed():
+    seats = Seats(2)
+    request = seated(seats, 0)
+    seats.check([request])
+    request.row = 1
+    with pytest.raises(AssertionError, match="rows are lost"):
+        seats.check([request])

@@ -1,0 +1,108 @@
+"""Cores and lanes over scripted devices: the engine's loop without a model."""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+from scripted import ScriptedExecutor, alone, make_config
+from slipstream.config.config import SchedulerConfig
+from slipstream.engine.core import EngineCore
+from slipstream.messages import Submit
+from slipstream.params import SamplingParams
+from slipstream.request import FinishReason, Request
+from slipstream.step import StepPlan, StepResult
+
+
+class ScriptedDevice:
+    """Plays a plan when its result is waited for, or when the test lets it `run`. May be told to break."""
+
+    def __init__(self, page_size: int, max_num_seqs: int) -> None:
+        self.executor = ScriptedExecutor(page_size, max_num_seqs=max_num_seqs)
+        self.handles: deque[_Handle] = deque()  # launched and not played
+        self.breaks_at: str | None = None  # launch, finish or wait
+        self.num_waits = 0
+        self.forgotten: list[int] = []  # queries, with no step to come
+        self.closed = False
+
+    def launch(self, plan: StepPlan) -> None:
+        self._break("launch")
+        self.executor.launch(plan)
+
+    def finish(self) -> _Handle:
+        self._break("finish")
+        self.handles.append(_Handle(self))
+        return self.handles[-1]
+
+    def forget(self, queries: tuple[int, ...]) -> None:
+        assert self.breaks_at is None, "nothing is asked of a device that is broken"
+        self.forgotten += queries
+
+    def run(self) -> None:
+        """The oldest step is done."""
+        self.handles.popleft().result = self.executor.wait()
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _break(self, where: str) -> None:
+        if self.breaks_at == where:
+            raise RuntimeError("device-side assert triggered")
+
+
+class _Handle:
+    def __init__(self, device: ScriptedDevice) -> None:
+        self.device = device
+        self.result: StepResult | None = None
+
+    def done(self) -> bool:
+        return self.result is not None
+
+    def wait(self) -> StepResult:
+        self.device._break("wait")
+        self.device.num_waits += not self.done()
+        while self.result is None:
+            self.device.run()
+        return self.result
+
+
+def scripted_core(
+    depth: int = 0,
+    *,
+    page_size: int = 4,
+    num_pages: int = 64,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_model_len: int = 64,
+    max_waiting: int = 1000,
+) -> EngineCore:
+    limits = SchedulerConfig(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_waiting=max_waiting,
+        chunked_prefill=True,
+        depth=depth,
+        seed=0,
+        staged_ints=4096,
+    )
+    config: Any = SimpleNamespace(
+        model=SimpleNamespace(info=SimpleNamespace(eos_token_ids=())),
+        cache=make_config(page_size, num_pages),
+        scheduler=limits,
+    )
+    return EngineCore(config, ScriptedDevice(page_size, max_num_seqs))
+
+
+def submit(name: str, prompt: list[int], model: str = "", **params: Any) -> Submit:
+    """A prompt whose seed is 0."""
+    return Submit(name, prompt, SamplingParams(seed=0, **params), 0.0, model=model)
+
+
+def tokens_alone(message: Submit, sample: int, max_model_len: int = 64) -> tuple[list[int], FinishReason]:
+    """What a sample of this prompt gets on a machine of its own."""
+    params, prompt = message.params, message.prompt_token_ids
+    assert isinstance(params, SamplingParams)
+    most = max_model_len if params.max_tokens is None else min(max_model_len, len(prompt) + params.max_tokens)
+    return alone(Request("", prompt, params, sample=sample, stop_ids=params.stop_ids, max_length=most))

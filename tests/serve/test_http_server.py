@@ -1,0 +1,211 @@
+"""The HTTP server under the app: how connections come in, and how a crowd is turned away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import socket
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+import uvloop
+
+from serve.asgi import at_door
+from slipstream.request import FinishReason
+from slipstream.serve.http.launch import raise_file_limit
+from slipstream.serve.http.protocol import bounded
+from slipstream.serve.http.server import Acceptor, Server
+from tiny_tokenizer import write_byte_tokenizer
+
+ASK = {"prompt": "hello", "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(path)
+    return path
+
+
+@asynccontextmanager
+async def served(door):
+    """The door's app behind a real port."""
+    config = uvicorn.Config(
+        door.app, lifespan="off", ws="none", log_config=None, access_log=False, http=bounded(4096, door.app)
+    )
+    server, listener = Server(config), socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started:
+        await asyncio.sleep(0)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
+@asynccontextmanager
+async def full(door):
+    """A prompt is waiting, and no more than one may."""
+    waiting = door.begin("POST", "/v1/completions", ASK, authorization="Bearer key")
+    await door.core.until(lambda: door.core.submits)
+    yield
+    door.core.token(door.core.submits[0], 65, end=FinishReason.STOP)
+    assert (await waiting.end()).status == 200
+
+
+def head(path, length, *more):
+    lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {length}", *more]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+async def answer(reader):
+    text = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+    status, *lines = text.decode().split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines if line)
+    body = await reader.readexactly(int(headers["content-length"]))
+    return int(status.split()[1]), headers, json.loads(body)
+
+
+KEY = "authorization: Bearer key"
+
+
+def test_a_full_server_refuses_on_the_head_alone_and_goes_on_with_the_connection(folder):
+    async def scenario(door):
+        async with served(door) as port, full(door):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head("/v1/completions", 2000, KEY, "x-request-id: mine"))
+            status, headers, body = await answer(reader)  # nothing of the body has been sent
+            assert (status, headers["x-request-id"], headers["connection"]) == (429, "mine", "keep-alive")
+            assert body["error"]["code"] == "queue_full" and int(headers["retry-after"]) >= 1
+            writer.write(b"x" * 2000 + head("/v1/embeddings", 2, KEY) + b"{}" + head("/embed", 2, KEY) + b"{}")
+            assert (await answer(reader))[0] == 429
+            assert (await answer(reader))[2]["error_type"] == "Overloaded"  # as its clients know it
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await answer(reader))[0] == 200
+            writer.close()
+        assert door.state.counters.refused == {"queue_full": 3}
+        assert door.state.counters.requests["/v1/completions", 429] == 1 and len(door.core.submits) == 1
+
+    at_door(folder, scenario, answers=False, max_queued_requests=1, api_key=["key"])
+
+
+def test_who_has_no_key_is_not_told_how_busy_it_is_and_tokenizing_goes_on(folder):
+    async def scenario(door):
+        async with served(door) as port, full(door):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head("/v1/completions", 2) + b"{}")
+            assert (await answer(reader))[0] == 401
+            writer.write(head("/v1/completions", 2, "authorization: Bearer guess") + b"{}")
+            assert (await answer(reader))[0] == 401
+            data = json.dumps({"prompt": "hello"}).encode()
+            writer.write(head("/tokenize", len(data), KEY) + data)
+            assert (await answer(reader))[0] == 200
+            writer.close()
+        assert not door.state.counters.refused
+
+    at_door(folder, scenario, answers=False, max_queued_requests=1, api_key=["key"])
+
+
+def test_a_refused_connection_that_is_to_close_closes_when_all_is_read(folder):
+    async def scenario(door):
+        async with served(door) as port, full(door):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head("/v1/completions", 100, KEY, "connection: close") + b"x" * 50)
+            status, headers, _ = await answer(reader)
+            assert (status, headers["connection"]) == (429, "close")
+            writer.write(b"x" * 50)
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+
+    at_door(folder, scenario, answers=False, max_queued_requests=1, api_key=["key"])
+
+
+def test_a_request_behind_one_under_way_waits_for_its_turn(folder):
+    """Pipelined: its refusal may not overtake the answer before it."""
+
+    async def scenario(door):
+        async with served(door) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            data = json.dumps(ASK).encode()
+            writer.write((head("/v1/completions", len(data), KEY) + data) * 2)
+            await door.core.until(lambda: door.core.submits)
+            door.core.token(door.core.submits[0], 65, end=FinishReason.STOP)
+            assert (await answer(reader))[0] == 200
+            await door.core.until(lambda: len(door.core.submits) == 2)
+            door.core.token(door.core.submits[1], 65, end=FinishReason.STOP)
+            assert (await answer(reader))[0] == 200
+            writer.close()
+
+    at_door(folder, scenario, answers=False, max_queued_requests=1, api_key=["key"])
+
+
+def test_all_connections_that_wait_are_taken_at_once():
+    """uvloop's own server takes one in a turn of the loop."""
+    made = []
+
+    class Taken(asyncio.Protocol):
+        def connection_made(self, transport):
+            made.append(transport)
+
+    async def scenario():
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(64)
+            clients = [socket.create_connection(listener.getsockname()) for _ in range(50)]
+            acceptor = Acceptor(listener, Taken)
+            for _ in range(4):
+                await asyncio.sleep(0)
+            assert len(made) == 50
+            assert made[0].get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            acceptor.close()
+            await acceptor.wait_closed()
+            for each in (*made, *clients):
+                each.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())
+
+
+def test_as_many_files_may_be_open_as_the_system_allows():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
+        raise_file_limit()
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft == min(hard if hard != resource.RLIM_INFINITY else 2**20, 2**20) and hard == before[1]
+        raise_file_limit()  # and never fewer
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_system_without_room_is_asked_again_later(monkeypatch, caplog):
+    class Full:
+        tries = 0
+
+        def accept(self):
+            self.tries += 1
+            raise OSError(24, "Too many open files")
+
+        def __getattr__(self, name):
+            return getattr(listener, name)
+
+    monkeypatch.setattr("slipstream.serve.http.server._PAUSE", 0.0)
+
+    async def scenario():
+        sock = Full()
+        acceptor = Acceptor(sock, asyncio.Protocol)
+        with socket.create_connection(listener.getsockname()):
+            while sock.tries < 3:
+                await asyncio.sleep(0)
+        acceptor.close()
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        asyncio.run(asyncio.wait_for(scenario(), 10))
+    assert "Too many open files" in caplog.text

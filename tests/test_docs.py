@@ -1,0 +1,74 @@
+"""What the docs name is there: files, links and flags. Figures and words are for people to check."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from slipstream.config.options import Options
+from slipstream.serve.http.settings import Settings
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PLACES = [ROOT, ROOT / "src/slipstream", ROOT / "tests"]
+NOT_OURS = {"2_Dense/", "2_MultiVectorMask/"}  # folders of checkpoints
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def missing_files(text: str) -> list[str]:
+    """Paths in backticks, whole or as they stand below the package or the tests; what is planned need not be there."""
+    missing = []
+    for line in text.splitlines():
+        if line.lower().startswith(("planned", "later")):
+            continue
+        for path in re.findall(r"`([\w./*-]+(?:\.py|\.md|\.c|\.h|/))`", line):
+            folders = PLACES if "/" in path.rstrip("/") else [*PLACES, *PLACES[1].rglob("*/"), *PLACES[2].rglob("*/")]
+            folders += [ROOT / "benchmarks", ROOT / "examples"]
+            if path not in NOT_OURS and not any(any(folder.glob(path.rstrip("/"))) for folder in folders):
+                missing.append(path)
+    return missing
+
+
+def broken_links(text: str, folder: Path) -> list[str]:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
+    return [link for link in links if "://" not in link and not (folder / link).exists()]
+
+
+def unknown_flags(text: str, known: str) -> list[str]:
+    options = {name.replace("_", "-") for kind in (Options, Settings) for name in kind.__struct_fields__}
+    flags = re.findall(r"(?<![\w-])--([a-z][a-z-]+)", text)
+    return [flag for flag in flags if flag.removeprefix("no-") not in options and f"--{flag}" not in known]
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    """All that may say which flags there are: the command line, scripts and benchmarks."""
+    files = [*ROOT.glob("src/**/*.py"), *ROOT.glob("scripts/*"), *ROOT.glob("benchmarks/**/*.py")]
+    return "\n".join(file.read_text() for file in files if file.is_file())
+
+
+@pages
+def test_the_files_it_names_are_there(page: Path) -> None:
+    assert not missing_files(page.read_text())
+
+
+@pages
+def test_its_links_lead_somewhere(page: Path) -> None:
+    assert not broken_links(page.read_text(), page.parent)
+
+
+@pages
+def test_the_flags_it_names_exist(page: Path, sources: str) -> None:
+    assert not unknown_flags(page.read_text(), sources)
+
+
+def test_what_is_not_there_is_noticed(sources: str) -> None:
+    text = (
+        "See `engine/nowhere.py`, `step.py` and `runner/`, [this](docs/nothing.md), with `--no-such-flag` or `--depth`."
+    )
+    assert missing_files(text) == ["engine/nowhere.py"]
+    assert broken_links(text, ROOT) == ["docs/nothing.md"]
+    assert unknown_flags(text, sources) == ["no-such-flag"]

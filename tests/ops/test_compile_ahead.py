@@ -1,5 +1,6 @@
 """Calls made by forked processes for their effect, and zeros in memory nobody wrote."""
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -79,6 +80,20 @@ def test_a_process_that_becomes_free_gets_a_few_of_those_that_wait(monkeypatch):
     assert forks == [1, 1, 2, 2, 1]
     ended.extend(range(9))
     compiler.finish()
+
+
+def test_nothing_is_collected_in_a_process_from_its_first_moment_on(tmp_path):
+    """Others' callbacks come before any line of ours there, and a freed event of the device would end it."""
+    states, watching = tmp_path / "states", [True]
+    os.register_at_fork(after_in_child=lambda: watching and states.write_text(str(gc.isenabled())))
+    compiler = ForkedCompiler(1)
+    compiler.submit(lambda: states.write_text(f"{states.read_text()}, {gc.isenabled()}"))
+    compiler.start()
+    for child in compiler._children:
+        os.waitpid(child, 0)
+    watching.clear()
+    assert states.read_text() == "False, False" and gc.isenabled()
+    compiler.abandon()
 
 
 def test_what_else_is_to_be_done_is_done_elsewhere_alone(tmp_path):

@@ -8,8 +8,9 @@ from slipstream import LLM, SamplingParams
 from slipstream.device.device import Device
 from slipstream.errors import NotEnoughMemory
 from slipstream.runner.batch.input_batch import Size
+from slipstream.runner.graphs import GraphPool
 from slipstream.runner.sampling.sampler import Sampler
-from slipstream.runner.warmup import HEADS, WarmUp
+from slipstream.runner.warmup import HEADS, KERNEL_SIZES, WarmUp, chunk_sizes
 from tiny import write_tiny
 
 PROMPTS = [[5, 6, 7], [9] * 11, [3]]
@@ -101,6 +102,33 @@ def test_all_kinds_of_heads_are_walked_however_few_rows_there_are(folder):
         WarmUp(runner, 1, 16, 64, 1).walk()
         walked = [plan.admitted[0].params for plan in seen if plan.admitted]
         assert walked[1 : 1 + len(HEADS)] == list(HEADS)  # behind the largest step
+
+
+def test_every_size_with_kernels_of_its_own_is_walked_in_steps_of_single_tokens_and_of_chunks(folder):
+    with LLM(folder, **(OPTIONS | dict(max_num_seqs=130))) as llm:
+        runner, seen = llm.core.executor, []
+        launch = runner.launch
+        runner.launch = lambda plan: (seen.append(plan), launch(plan))
+        WarmUp(runner, 130, 256, 64, 1).walk()
+        singles = {len(plan.rows) for plan in seen if not len(plan.tokens)}
+        chunks = [plan.total_tokens for plan in seen if len(plan.tokens) and len(plan.rows) < plan.total_tokens]
+        assert singles == {1, 2, 4, 8, 16, 24, 32, 64, 128, 130}
+        for low, high in zip((0, *KERNEL_SIZES), KERNEL_SIZES, strict=False):
+            assert any(low < total <= high for total in chunks), (low, high)
+        assert all(plan.num_tokens.max() <= 63 for plan in seen)
+
+
+@pytest.mark.parametrize(
+    ("max_rows", "max_tokens", "sizes"),
+    [(8, 1024, [16, 32, 64, 128, 256]), (100, 1024, [128, 256]), (256, 8192, [320]), (8, 40, [16, 32, 40]), (8, 8, [])],
+)
+def test_chunks_are_walked_at_the_sizes_they_will_be_padded_to(max_rows, max_tokens, sizes):
+    assert chunk_sizes(GraphPool(ReplayDevice(0), max_rows, max_tokens, eager=False), max_tokens) == sizes
+
+
+def test_no_size_is_larger_than_all_rows_together(folder):
+    with LLM(folder, **OPTIONS, _device=ReplayDevice(0)) as llm:
+        assert llm.core.executor.graphs.token_sizes[-1] == 4 * 64
 
 
 def test_running_out_of_memory_says_what_to_change(folder):

@@ -11,17 +11,17 @@ from slipstream.config.config import SchedulerConfig
 from slipstream.errors import InvalidPrompt, PromptTooLong, QueueFull, UserError
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
-from slipstream.scheduler.whole import WholeRequest, WholeScheduler
+from slipstream.scheduler.whole import LEAST_HALF, WholeRequest, WholeScheduler
 from slipstream.step import NO_INTS, StepResult
 
 EMBED = PoolingParams(task="embed")
 
 
-def make(tokens=32, rows=4, length=16, waiting=100):
+def make(tokens=32, rows=4, length=16, waiting=100, depth=2):
     return WholeScheduler(
         SchedulerConfig(
             max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=length, max_waiting=waiting,
-            chunked_prefill=False, depth=2, seed=0, staged_ints=0, whole=True,
+            chunked_prefill=False, depth=depth, seed=0, staged_ints=0, whole=True,
         )
     )  # fmt: skip
 
@@ -55,6 +55,41 @@ def test_a_step_takes_as_many_as_fit_and_nobody_overtakes():
     assert [output.request_id for output in outputs] == [f"r{i}" for i in range(5)]
     assert [output.pooled.array().tolist() for output in outputs] == [[120.0], [45.0], [120.0], [0.0], [10.0]]
     assert all(output.finish_reason is FinishReason.STOP for output in outputs) and not scheduler.has_work()
+
+
+@pytest.mark.parametrize(("depth", "sizes"), [(0, [8]), (1, [4, 4]), (2, [4, 4])])
+def test_a_flock_is_parted_where_steps_are_launched_ahead(depth, sizes):
+    """So that there is always one half on the device while the other comes and goes."""
+    scheduler = make(tokens=4096, rows=64, length=4096, depth=depth)
+    for i in range(8):
+        submit(scheduler, f"r{i}", LEAST_HALF // 4)
+    plans = [scheduler.plan() for _ in sizes]
+    assert [len(plan.rows) for plan in plans] == sizes and scheduler.plan() is None
+    for turn in range(3):  # whoever is answered asks again
+        for place, size in enumerate(sizes):
+            outputs = scheduler.commit(result(plans[place]))
+            for output in outputs:
+                submit(scheduler, f"{output.request_id}-{turn}", LEAST_HALF // 4)
+            plans[place] = scheduler.plan()
+            assert len(plans[place].rows) == size
+            scheduler.check()
+
+
+def test_what_is_small_or_follows_another_step_is_not_parted():
+    scheduler = make(tokens=4096, rows=64, length=4096, depth=1)
+    for i in range(7):
+        submit(scheduler, f"r{i}", LEAST_HALF // 4)
+    first = scheduler.plan()
+    assert len(first.rows) == 7
+    for i in range(20):
+        submit(scheduler, f"s{i}", LEAST_HALF // 4)
+    assert len(scheduler.plan().rows) == 20
+
+
+def test_one_long_prompt_goes_whole():
+    scheduler = make(tokens=4096, rows=64, length=4096, depth=1)
+    submit(scheduler, "a", 4 * LEAST_HALF)
+    assert scheduler.plan().num_tokens.tolist() == [4 * LEAST_HALF]
 
 
 def test_rows_bound_a_step_too():

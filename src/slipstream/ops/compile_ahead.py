@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -100,13 +100,16 @@ class ForkedCompiler(Executor):
             self._fork(waiting[child::num])
 
     def _fork(self, calls: list[Callable[[], Any]]) -> None:
-        with warnings.catch_warnings():
-            # of threads that are not forked with us; whoever compiles needs none of them
-            warnings.simplefilter("ignore", DeprecationWarning)
-            process = os.fork()
-        if process:
-            self._children.add(process)
-            return
+        with _no_garbage_collected():  # from before the fork on: others have callbacks that run in the child first
+            with warnings.catch_warnings():
+                # of threads that are not forked with us; whoever compiles needs none of them
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process = os.fork()
+            if not process:
+                self._compile_and_exit(calls)
+        self._children.add(process)
+
+    def _compile_and_exit(self, calls: list[Callable[[], Any]]) -> NoReturn:
         try:
             _become_a_compiler()
             for call in calls:
@@ -151,10 +154,21 @@ def _has_ended(child: int) -> bool:
         return True
 
 
+@contextlib.contextmanager
+def _no_garbage_collected() -> Iterator[None]:
+    """An event of the device that is freed in a forked process ends that process."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _become_a_compiler() -> None:
     """In a process just forked: whatever of the device was inherited stays untouched, and nobody hears of a mishap."""
-    gc.disable()
-    gc.freeze()  # an event of the device, freed here, would end this process
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)

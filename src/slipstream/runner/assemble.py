@@ -95,7 +95,9 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
     num_rows = scheduler.max_num_seqs + 1  # the last is nobody's: padding points at it
     num_slots = scheduler.depth + 2
     store = KVStore(cache.groups, group_pages, dtype, device)
-    graphs = GraphPool(device, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, eager=config.device.eager)
+    # no step has more tokens than its rows have together
+    max_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * scheduler.max_model_len)
+    graphs = GraphPool(device, scheduler.max_num_seqs, max_tokens, eager=config.device.eager)
     info, pooling = config.model.info, config.model.pooling
     results = ResultRing(num_slots, result_bytes(config) + pooled_bytes(config), device)
     heads: list[HeadMaker] = []

@@ -7,10 +7,8 @@ import numpy as np
 from slipstream.config.config import SchedulerConfig
 from slipstream.pooling_params import PoolingParams
 from slipstream.runner.runner import ModelRunner
-from slipstream.runner.warmup import enough_memory, run_plan
+from slipstream.runner.warmup import chunk_sizes, enough_memory, run_plan
 from slipstream.step import NO_INTS, NO_PAGES, Ints, PoolAdmission, StepPlan
-
-FEW = (2, 16, 64)  # tokens of steps that are not padded, where kernels differ
 
 
 class PoolWarmUp:
@@ -27,11 +25,9 @@ class PoolWarmUp:
 
     def walk(self) -> None:
         graphs = self.runner.graphs
-        padded = graphs.token_sizes
-        few = [padded[0], padded[len(padded) // 2]] if padded else FEW
         with graphs.starting(capture=False):
-            for size in few:
-                self.prompts(self._filling(min(size, self.scheduler.max_num_batched_tokens)))
+            for size in chunk_sizes(graphs, self.scheduler.max_num_batched_tokens):
+                self.prompts(self._filling(size))
             self._run_largest()
 
     def run_largest(self) -> None:

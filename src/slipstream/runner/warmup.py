@@ -6,6 +6,7 @@ pages, so what they compute falls into the null page and nobody reads it.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,6 +14,7 @@ import numpy as np
 
 from slipstream.errors import NotEnoughMemory
 from slipstream.params import SamplingParams
+from slipstream.runner.graphs import GraphPool
 from slipstream.runner.runner import ModelRunner
 from slipstream.step import NO_INTS, NO_PAGES, Admission, Ints, StepPlan
 
@@ -25,6 +27,8 @@ HEADS = (
     SamplingParams(temperature=0.8, top_p=0.95, top_k=50),
     SamplingParams(temperature=0.0, logprobs=5),
 )
+KERNEL_SIZES = (2, 16, 32, 64, 128, 256)
+"""Rows or tokens up to which kernels differ: a step of each meets them all."""
 LARGEST = SamplingParams(temperature=0.8, top_p=0.95, logprobs=5)  # the head that takes the most memory of the usual
 
 
@@ -58,16 +62,17 @@ class WarmUp:
     def walk(self) -> None:
         """One step of each kind that has kernels of its own, for `compiling_ahead`."""
         graphs = self.runner.graphs
-        # steps of one token a row: kernels differ up to some rows, and past them do not
-        sizes = sorted({min(n, self.max_num_seqs) for n in (1, 2, 4, 8, 16, 24, 32, 64, self.max_num_seqs)})
+        # steps of one token a row
+        sizes = sorted({min(n, self.max_num_seqs) for n in (1, 4, 8, 24, *KERNEL_SIZES, self.max_num_seqs)})
         with graphs.starting(capture=False):
             self.chunks(*self._largest())  # first, because attention of chunks takes longest to compile
             for number in range(max(len(sizes), len(HEADS))):
                 size = sizes[min(number, len(sizes) - 1)]
                 self.decode(size, HEADS[number] if number < len(HEADS) else GREEDY)
-            # likewise steps of few tokens that are padded as such with chunks, where rows are fewer still
-            for size in [2, *(n for n in graphs.token_sizes if n <= 64)]:
-                self.chunks(1, min(size, self.max_length - 1))
+            for size in chunk_sizes(graphs, self.max_tokens):
+                num_rows = -(-size // max(1, self.max_length - 1))
+                if num_rows <= self.max_num_seqs:
+                    self.chunks(num_rows, size // num_rows)
             self.leave()
 
     def run_largest(self) -> None:
@@ -147,6 +152,14 @@ class WarmUp:
         self._seated = np.array([admission.row for admission in admitted], np.int32)
         self._num_steps += 1
         run_plan(self.runner, plan)
+
+
+def chunk_sizes(graphs: GraphPool, max_tokens: int) -> list[int]:
+    """Tokens of steps with chunks that meet every kernel which is made for few tokens, padded as they will be."""
+    padded = graphs.token_sizes
+    if not padded:
+        return [] if graphs.enabled else sorted({min(size, max_tokens) for size in KERNEL_SIZES})
+    return sorted({padded[bisect.bisect_left(padded, min(size, padded[-1]))] for size in KERNEL_SIZES})
 
 
 def run_plan(runner: ModelRunner, plan: StepPlan) -> None:

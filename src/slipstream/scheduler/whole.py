@@ -23,6 +23,9 @@ from slipstream.scheduler.queries import Queries
 from slipstream.scheduler.reports import lost_query, pool_failure, pooled_report
 from slipstream.step import NO_INTS, Bools, Ints, StepPlan, StepResult
 
+LEAST_HALF = 512
+"""Tokens of a step that a device computes hardly slower by the token than a larger one."""
+
 
 class WholeRequest:
     """A prompt to be pooled."""
@@ -58,6 +61,7 @@ class WholeScheduler:
         self._live: dict[str, WholeRequest] = {}  # by id: not finished
         self._queues: dict[int, deque[WholeRequest]] = {}  # by priority; aborted ones stay until they come up
         self._num_waiting = 0  # those that are not done
+        self._tokens_waiting = 0  # of theirs
         self._in_flight: deque[list[WholeRequest]] = deque()
         self._queries: Queries[WholeRequest] = Queries()
         self._failures: list[Output] = []
@@ -102,6 +106,7 @@ class WholeScheduler:
             self._push(request)
         self._live[request.id] = request
         self._num_waiting += 1
+        self._tokens_waiting += request.num_tokens
 
     def _push(self, request: WholeRequest) -> None:
         queue = self._queues.get(request.params.priority)
@@ -114,14 +119,19 @@ class WholeScheduler:
         """Forget a request, whatever it is doing. Returns those that were still alive."""
         request = self._live.get(request_id) if sample in (None, 0) else None
         if request is not None:
-            self._num_waiting -= not request.is_launched
+            if not request.is_launched:
+                self._leave_queue(request)
             self._end(request)
         for document in self._queries.give_up(request_id):
             if not document.is_done:
-                self._num_waiting -= 1
+                self._leave_queue(document)
                 self._end(document)
                 self._failures.append(lost_query(document.id))
         return [] if request is None else [request]
+
+    def _leave_queue(self, request: WholeRequest) -> None:
+        self._num_waiting -= 1
+        self._tokens_waiting -= request.num_tokens
 
     def plan(self) -> StepPlan | None:
         """As many of those that wait as fit one step, in their order: nobody overtakes because it is smaller."""
@@ -161,6 +171,7 @@ class WholeScheduler:
         )
         self._next_step += 1
         self._num_waiting -= count
+        self._tokens_waiting -= len(plan.tokens)
         self._in_flight.append(taken)
         return plan
 
@@ -168,6 +179,10 @@ class WholeScheduler:
         left, rows = self.config.max_num_batched_tokens, self.config.max_num_seqs
         if self.most_tokens is not None:
             left = min(left, self.most_tokens)
+        if self.config.depth and not self._in_flight and self._tokens_waiting >= 2 * LEAST_HALF:
+            # While the device computes one half the host makes ready the other. Taken at once, those who ask again
+            # when they are answered would come in one flock for ever, and device and host take turns.
+            left = min(left, -(-self._tokens_waiting // 2))
         taken: list[WholeRequest] = []
         for priority, queue in list(self._queues.items()):
             while queue:
@@ -221,6 +236,7 @@ class WholeScheduler:
         parked = [request for request in self._queries.waiting() if not request.is_done]
         launched = [request for step in self._in_flight for request in step if not request.is_done]
         assert len(waiting) + len(parked) == self._num_waiting, f"{self._num_waiting} said to wait, {waiting}, {parked}"
+        assert sum(request.num_tokens for request in waiting + parked) == self._tokens_waiting, "tokens are lost"
         everyone = waiting + parked + launched
         assert len({request.id for request in everyone}) == len(everyone) == len(self._live), "a request is lost"
         assert all(self._live[request.id] is request for request in everyone)

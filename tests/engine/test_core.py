@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from scripted_engine import scripted_core, submit, tokens_alone
@@ -9,6 +10,7 @@ from slipstream.errors import EngineDead
 from slipstream.messages import Abort, Submit
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
+from slipstream.step import StepResult
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
@@ -106,3 +108,42 @@ def test_the_last_token_in_flight_ends_it_once(depth):
         (f"r{i}", FinishReason.LENGTH) for i in range(3)
     ]
     assert core.num_steps == 3  # nothing was launched past a length that is known
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_silent_steps_of_one_who_left_leave_the_rings_their_room(depth):
+    """Nobody waits for steps in which nobody ends: those left behind by an abort still lie in slots of the rings."""
+    core = scripted_core(depth, max_num_batched_tokens=4)
+    device = core.executor
+    finish, most = device.finish, 0
+
+    def finish_silently():
+        nonlocal most
+        most = max(most, len(device.handles) + 1)
+        return SilentHandle(finish())
+
+    device.finish = finish_silently
+    for name, first in (("a", 1), ("b", 101)):
+        core.submit(submit(name, list(range(first, first + 48)), max_tokens=2))
+        for _ in range(6):
+            core.step()
+        core.abort(Abort(name))
+        while core.has_work():
+            core.step()
+    assert most == depth + 2  # as many as there are slots
+
+
+class SilentHandle:
+    is_silent = True
+
+    def __init__(self, handle):
+        self.handle = handle
+
+    def done(self):
+        return self.handle.done()
+
+    def wait(self):
+        return StepResult(np.zeros(0, np.int32), np.zeros(0, np.bool_))
+
+    def end(self):
+        self.handle.wait()

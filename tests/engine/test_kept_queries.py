@@ -13,7 +13,7 @@ from slipstream.config.pooling_info import PoolingInfo
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.link.process import CoreProcess
 from slipstream.engine.link.wire import Refused
-from slipstream.errors import QueueFull, UserError
+from slipstream.errors import EngineClosed, QueueFull, UserError
 from slipstream.messages import Abort, Output, Pooled, Submit
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
@@ -73,16 +73,27 @@ def test_no_more_prompts_of_a_call_are_sent_than_the_core_lets_wait(folder):
                 core.say(done(core.submits[num_sent - 2], float(num_sent)))
             core.say(done(core.submits[3], 5.0))
             assert [one.outputs.data.tolist() for one in await call] == [[2.0], [3.0], [4.0], [5.0]]
-            # with strangers in the queue somebody new asks all the same, and hears that it is full
+            # strangers fill the queue: somebody new waits until there is room
             first = asyncio.create_task(engine.encode([[1], [2], [3]]))
             await core.until(lambda: len(core.submits) == 6)
-            second = asyncio.create_task(engine.encode([[5], [6]]))
-            await core.until(lambda: len(core.submits) == 7)
-            core.say(Refused.of(core.submits[6].request_id, QueueFull("full")))
-            with pytest.raises(QueueFull):
-                await second
-            assert not first.done()
-            first.cancel()
+            second, third = (asyncio.create_task(engine.encode([ids])) for ids in ([5], [6]))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert len(core.submits) == 6
+            second.cancel()  # one that leaves while it waits takes nobody's turn
+            core.say(done(core.submits[4], 1.0), done(core.submits[5], 2.0))
+            await core.until(lambda: len(core.submits) == 8)
+            for submit in core.submits[6:]:
+                core.say(done(submit, float(submit.prompt_token_ids[0])))
+            assert [one.outputs.data.tolist() for one in await first] == [[1.0], [2.0], [3.0]]
+            assert [one.outputs.data.tolist() for one in await third] == [[6.0]]
+            # those who wait hear that the engine is closed
+            first, second = (asyncio.create_task(engine.encode([[1], [2]])) for _ in range(2))
+            await core.until(lambda: len(core.submits) == 10)
+            await engine.close()
+            for call in (first, second):
+                with pytest.raises(EngineClosed):
+                    await call
         finally:
             await engine.close()
 

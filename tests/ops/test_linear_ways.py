@@ -24,6 +24,42 @@ def test_nothing_is_chosen_without_cuda():
         assert ways.multiply(x, weight) is None
 
 
+def test_ways_that_split_a_sum_are_not_asked_for():
+    """Some add its parts in the output itself and need no more memory than a counter."""
+    given = {}
+
+    class Library:
+        cublasLtMatmulPreferenceCreate = cublasLtMatmulPreferenceDestroy = staticmethod(lambda preference: 0)
+        cublasLtMatmulAlgoGetHeuristic = staticmethod(lambda *args: 0)
+
+        @staticmethod
+        def cublasLtMatmulPreferenceSetAttribute(preference, attribute, value, size):
+            given[attribute] = (value._obj.value, size.value)
+            return 0
+
+    product = object.__new__(ways.Product)
+    product._library, product._handle, product._operation, product._layouts = Library, None, None, [None] * 3
+    assert product._list_ways() == []
+    assert given == {1: (256, 8), 3: (0, 4)}, "most bytes of memory, and no kind of split"
+
+
+def test_a_matrix_that_begins_at_an_odd_place_is_torchs():
+    """The library lists ways for matrices that begin at multiples of 256 bytes."""
+
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    numbers = torch.zeros(64 * 64 + 256, dtype=torch.bfloat16)
+    first = -numbers.data_ptr() % 256 // 2
+
+    def at(place: int) -> torch.Tensor:
+        return numbers[first + place :][: 64 * 64].view(64, 64).as_subclass(OnDevice)
+
+    assert ways._is_plain(at(0), at(128))
+    assert not ways._is_plain(at(8), at(0))
+    assert not ways._is_plain(at(0), at(8))
+
+
 def make(rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     random = torch.Generator("cuda").manual_seed(rows)
     return tuple(  # type: ignore[return-value]

@@ -30,10 +30,10 @@ def folder(tmp_path_factory):
 
 
 @asynccontextmanager
-async def served(door):
+async def served(door, **config):
     """The door's app behind a real port."""
     config = uvicorn.Config(
-        door.app, lifespan="off", ws="none", log_config=None, access_log=False, http=bounded(4096, door.app)
+        door.app, lifespan="off", ws="none", log_config=None, access_log=False, http=bounded(4096, door.app), **config
     )
     server, listener = Server(config), socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -143,6 +143,66 @@ def test_a_request_behind_one_under_way_waits_for_its_turn(folder):
     at_door(folder, scenario, answers=False, max_queued_requests=1, api_key=["key"])
 
 
+def test_an_answer_without_a_body_leaves_at_once_and_the_connection_goes_on(folder):
+    async def scenario(door):
+        async with served(door) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"HEAD /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).startswith(b"HTTP/1.1 200")
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert (await answer(reader))[0] == 200
+            writer.close()
+
+    at_door(folder, scenario)
+
+
+def test_a_refused_request_that_waits_for_a_word_to_go_on_ends_its_connection(folder):
+    """Whoever asks first may leave its body away, and what comes next would be taken for it."""
+
+    async def scenario(door):
+        async with served(door) as port, full(door):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head("/v1/completions", 100, KEY, "expect: 100-continue"))
+            status, headers, _ = await answer(reader)
+            assert (status, headers["connection"]) == (429, "close")
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+
+    at_door(folder, scenario, answers=False, max_queued_requests=1, api_key=["key"])
+
+
+def test_a_refused_connection_that_falls_silent_is_closed(folder):
+    async def scenario(door):
+        async with served(door, timeout_keep_alive=0.2) as port, full(door):
+            for rest in (b"x" * 100, b"x"):  # all of its body, or a part of it
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(head("/v1/completions", 100, KEY))
+                assert (await answer(reader))[0] == 429
+                writer.write(rest)
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+                writer.close()
+
+    at_door(folder, scenario, answers=False, max_queued_requests=1, api_key=["key"])
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"])
+def test_a_head_that_comes_too_slowly_ends_its_connection(folder, monkeypatch, before):
+    """The first of a connection, and any after it."""
+    monkeypatch.setattr("slipstream.serve.http.protocol._HEAD_SECONDS", 0.05)
+
+    async def scenario(door):
+        async with served(door, timeout_keep_alive=1000) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            if before:
+                writer.write(before)
+                assert (await answer(reader))[0] == 200
+            writer.write(b"GET /hea")
+            assert await asyncio.wait_for(reader.read(), 10) == b""
+            writer.close()
+
+    at_door(folder, scenario)
+
+
 def test_all_connections_that_wait_are_taken_at_once():
     """uvloop's own server takes one in a turn of the loop."""
     made = []
@@ -165,6 +225,24 @@ def test_all_connections_that_wait_are_taken_at_once():
             await acceptor.wait_closed()
             for each in (*made, *clients):
                 each.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())
+
+
+def test_a_connection_that_is_being_taken_when_the_server_ends_is_closed():
+    async def scenario():
+        with socket.socket() as listener, socket.socket() as client:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            client.connect(listener.getsockname())
+            acceptor = Acceptor(listener, asyncio.Protocol)
+            while not acceptor._opening:
+                await asyncio.sleep(0)
+            acceptor.close()
+            await acceptor.wait_closed()
+            client.setblocking(False)
+            assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 1), 10) == b""
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(scenario())

@@ -158,7 +158,9 @@ def test_rerank_as_tei_asks(ask, llms):
     assert abs(raw[0]["score"] - answer[0]["score"]) > 1e-3
     assert ask("/rerank", 413, query="q", texts=[LONG])["error_type"] == "Validation"
     assert ask("/rerank", query="q", texts=[LONG], truncate=True)
-    assert ask("/rerank", 422, query="q", texts=["a"], top_n=1)["error_type"] == "Validation"
+    for name, value in {"top_n": 1, "rank_fields": ["title"], "max_chunks_per_doc": 2}.items():
+        refused = ask("/rerank", 422, query="q", texts=["a"], **{name: value})
+        assert refused["error_type"] == "Validation" and refused["error"].startswith(f"{name} goes with documents")
     assert ask("/rerank", 400, query="q", texts=[])["error_type"] == "Empty"
 
 
@@ -167,6 +169,11 @@ def test_rerank_as_tei_asks(ask, llms):
                                   {"documents": ["a"], "max_tokens_per_doc": 0}, {"documents": [""]}])  # fmt: skip
 def test_bad_reranks_get_a_400(ask, body):
     assert ask("/rerank", 400, query="q", **body)["error"]["message"]
+
+
+@pytest.mark.parametrize("name, value", [("return_text", True), ("truncate", True), ("truncation_direction", "left")])
+def test_what_goes_with_texts_is_refused_beside_documents(ask, name, value):
+    assert ask("/rerank", 400, query="q", documents=["a"], **{name: value})["error"]["param"] == name
 
 
 def test_tei_embed(ask, llms):

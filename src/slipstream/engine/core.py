@@ -119,6 +119,7 @@ class EngineCore:
         self.account.waited()
 
     def _launch(self, plan: StepPlan) -> None:
+        self._keep_room()  # those who left may have left silent steps behind
         self.executor.launch(plan)
         self._causes.append(self.account.launched())
         handle = self.executor.finish()
@@ -128,20 +129,31 @@ class EngineCore:
         self.num_steps += 1
 
     def _commit(self) -> list[Output]:
-        """Learn the oldest step's result. Here, and nowhere else, the host waits for the device."""
+        """Learn the oldest step's result. Here and in `_keep_room`, and nowhere else, the host waits for the device."""
         handle, cause = self.in_flight.popleft(), self._causes.popleft()
         self._unbooked.append((handle, cause))
         is_silent = getattr(handle, "is_silent", False)
         self.account.waits()
         result = handle.wait()
-        if is_silent and len(self._unbooked) + len(self.in_flight) > self.depth + 1:
-            self._unbooked[0][0].end()  # as far ahead as the rings have room for
         self.account.waited()
+        if is_silent:
+            self._keep_room()
         # what was waited for has ended, and all before it
         while self._unbooked and (not is_silent or self._unbooked[0][0].done()):
-            handle, cause = self._unbooked.popleft()
-            self.pace.committed(self.account.book(_span(handle), cause))
+            self._book()
         return self.scheduler.commit(result)
+
+    def _keep_room(self) -> None:
+        """Sees off the oldest silent step where the host is as far ahead as the rings have room for."""
+        if len(self._unbooked) + len(self.in_flight) > self.depth + 1:
+            self.account.waits()
+            self._unbooked[0][0].end()
+            self.account.waited()
+            self._book()
+
+    def _book(self) -> None:
+        handle, cause = self._unbooked.popleft()
+        self.pace.committed(self.account.book(_span(handle), cause))
 
     def _forget_if_idle(self) -> None:
         """Queries that nobody needs are forgotten with the next step. If none may come, it is done now."""

@@ -168,7 +168,8 @@ class _Slot:
         """Host: whoever used it before has been committed, and nobody has written to it since."""
         self.capacity = capacity
         self.host, self.host_tensor = device.host_buffer(capacity)
-        self.on_device = torch.zeros(capacity, dtype=torch.uint8, device=device.torch_device)
+        # not zeros: they would be written on the host's own stream, perhaps after what the step writes
+        self.on_device = torch.empty(capacity, dtype=torch.uint8, device=device.torch_device)
 
 
 class Sent(NamedTuple):

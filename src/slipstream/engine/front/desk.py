@@ -42,6 +42,7 @@ class Desk:
         self.stream_interval = 1  # tokens of which a stream's reader hears at once, after the first
         self._ready = False
         self._waiters: list[asyncio.Future[None]] = []  # for it to be ready, or lost
+        self._for_room: list[asyncio.Future[None]] = []  # for others to leave the queue
         self._opening: asyncio.Task[None] | None = None
         self._outputs = OutputProcessor(None)
         self._mailboxes: dict[str, Mailbox] = {}
@@ -79,7 +80,7 @@ class Desk:
         num_tokens = len(message.prompt_token_ids)
         stats.prompt_tokens += num_tokens
         stats.prompt_length.observe(num_tokens)
-        self.load.enter(num_tokens)
+        self.load.enter(message.model, num_tokens)
         self.client.send(message)
 
     def leave(self, reading: Reading, *, failed: bool) -> None:
@@ -89,6 +90,17 @@ class Desk:
                 self.client.send(Abort(track.id))
             self._outputs.drop(track.id)
             self._close(track)
+
+    def num_queued(self, served: ServedModel) -> int:
+        """Prompts of this front end that wait for the model."""
+        return self.load.queued_of[served.facts.name if len(self.models) > 1 else ""]
+
+    async def until_one_starts(self) -> None:
+        """Returns when a prompt has left the queue; raises if none ever will."""
+        self.check()
+        self._for_room.append(waiter := asyncio.get_running_loop().create_future())
+        await waiter
+        self.check()
 
     # Ending
 
@@ -147,7 +159,8 @@ class Desk:
             self.failure = error
         for mailbox in self._mailboxes.values():
             mailbox.fail(self.failure)
-        self._wake_waiters()
+        _wake(self._waiters)
+        _wake(self._for_room)
 
     def _take(self, outputs: list[Output]) -> None:
         moved, aborts = self._outputs.process(outputs)
@@ -214,7 +227,9 @@ class Desk:
 
     def _start(self, track: Track) -> None:
         track.queued = False
-        self.load.start(len(track.message.prompt_token_ids))
+        self.load.start(track.message.model, len(track.message.prompt_token_ids))
+        if self._for_room:
+            _wake(self._for_room)
 
     def _close(self, track: Track) -> None:
         if self._mailboxes.pop(track.id, None) is not None:
@@ -225,10 +240,11 @@ class Desk:
 
     def _look_ready(self) -> None:
         if self.is_ready:
-            self._wake_waiters()
+            _wake(self._waiters)
 
-    def _wake_waiters(self) -> None:
-        for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-        self._waiters.clear()
+
+def _wake(waiters: list[asyncio.Future[None]]) -> None:
+    for waiter in waiters:
+        if not waiter.done():
+            waiter.set_result(None)
+    waiters.clear()

@@ -24,7 +24,6 @@ from slipstream.engine.front.pool_results import (
 from slipstream.engine.front.results import Increment, RequestOutput
 from slipstream.engine.front.served import POOLING_TASKS, SCORING, ServedModel
 from slipstream.engine.link.client import CoreClient
-from slipstream.errors import InvalidParams
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams, Task
 
@@ -178,10 +177,7 @@ class AsyncEngine(Desk):
 
     def pool_inputs(self, model: str | None = None) -> PoolInputs:
         self.check()
-        served = self.model(model)
-        if served.pool_inputs is None:
-            raise InvalidParams(f"{served.facts.name} only generates; choose a model that makes vectors or scores")
-        return served.pool_inputs
+        return self.model(model).require_pooling()
 
     # The models
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 
 
 class QueueLoad:
@@ -12,17 +13,20 @@ class QueueLoad:
         self.num_open = 0
         self.num_queued = 0
         self.queued_tokens = 0
+        self.queued_of: Counter[str] = Counter()  # prompts queued for each model, by name
         self._rate = 0.0  # requests that leave the queue in a second, lately
         self._since = time.monotonic()
         self._num_left = 0
 
-    def enter(self, num_tokens: int) -> None:
+    def enter(self, model: str, num_tokens: int) -> None:
         self.num_open += 1
         self.num_queued += 1
+        self.queued_of[model] += 1
         self.queued_tokens += num_tokens
 
-    def start(self, num_tokens: int) -> None:
+    def start(self, model: str, num_tokens: int) -> None:
         self.num_queued -= 1
+        self.queued_of[model] -= 1
         self.queued_tokens -= num_tokens
         self._num_left += 1
 

@@ -46,19 +46,22 @@ class Reading:
     async def feed(self, submits: Sequence[tuple[Submit, str | None]]) -> list[Track]:
         """Send prompts, and return them all once they have ended.
 
-        However many they are: no more are sent than the core lets wait, and the others as room appears. Only who has
-        nothing under way, and so would wait for strangers, hears that there is none.
+        However many they are: no more are sent than the core lets wait, and the others as room appears, also where
+        it is strangers who fill the queue.
         """
-        load, most = self._desk.load, self.served.facts.max_waiting or len(submits)
+        desk, most = self._desk, self.served.facts.max_waiting or len(submits)
         num_sent = num_open = 0
         while True:
-            room = max(most - load.num_queued, 0 if num_open else 1)
+            room = max(most - desk.num_queued(self.served), 0)
             for message, text in submits[num_sent : num_sent + room]:
-                self._desk.send(self, message, text)
+                desk.send(self, message, text)
                 num_sent, num_open = num_sent + 1, num_open + 1
-            if not num_open:
+            if num_open:
+                num_open -= sum(track.finished for track in await self.mailbox.get())
+            elif num_sent < len(submits):
+                await desk.until_one_starts()
+            else:
                 return self.tracks
-            num_open -= sum(track.finished for track in await self.mailbox.get())
 
     def __enter__(self) -> Reading:
         return self

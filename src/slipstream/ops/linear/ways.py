@@ -25,6 +25,7 @@ LEAST_ROWS = 1024
 
 _MOST_WAYS = 16
 _WORKSPACE = 256  # bytes
+_ALIGNMENT = 256  # bytes; what the library takes for granted of a matrix when it lists ways
 _ROUNDS = 5
 _WORTH = 0.99  # of the first way's time; what gains less may be noise
 
@@ -138,11 +139,13 @@ class Product:
         return layout
 
     def _list_ways(self) -> list[_Way]:
-        """Those that need no memory but for a counter: none of them splits a sum."""
+        """Those that split no sum and need no memory but for a counter."""
         preference = ctypes.c_void_p()
         _check(self._library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
         most = ctypes.c_uint64(_WORKSPACE)
         _set(self._library.cublasLtMatmulPreferenceSetAttribute, preference, _MOST_WORKSPACE, most)
+        # else it lists some that add up parts of a sum in the output itself, which is of 16 bits
+        _set(self._library.cublasLtMatmulPreferenceSetAttribute, preference, _SPLITS, ctypes.c_uint32(0))
         first, second, third = self._layouts
         ways, found = (_Way * _MOST_WAYS)(), ctypes.c_int()
         shape = self._operation, first, second, third, third
@@ -169,13 +172,13 @@ class _Way(ctypes.Structure):
 _BFLOAT16, _FLOAT16, _FLOAT32 = 14, 2, 0
 _SUM_IN_FLOAT32 = 68
 _TRANSPOSE_FIRST = 3
-_MOST_WORKSPACE = 1
+_MOST_WORKSPACE, _SPLITS = 1, 3
 _ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
 
 def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
     sixteen_bits = x.dtype is weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
-    aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0 and (weight.shape[0] | weight.shape[1]) % 8 == 0
+    aligned = (x.data_ptr() | weight.data_ptr()) % _ALIGNMENT == 0 and (weight.shape[0] | weight.shape[1]) % 8 == 0
     return x.is_cuda and sixteen_bits and aligned and x.is_contiguous() and weight.is_contiguous()
 
 

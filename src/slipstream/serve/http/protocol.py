@@ -49,7 +49,7 @@ def bounded(max_head: int, door: Door) -> type[HttpToolsProtocol]:
         def on_headers_complete(self) -> None:
             self._in_head = False
             self._stop_timer()
-            self._refused = (self.cycle is None or self.cycle.response_complete) and self._refuse()
+            self._refused = self._is_answered() and self._refuse()
             if not self._refused:
                 super().on_headers_complete()
 
@@ -64,6 +64,10 @@ def bounded(max_head: int, door: Door) -> type[HttpToolsProtocol]:
             elif not self.parser.should_keep_alive():
                 self.transport.close()  # not before all of it is read, or the client would not see the answer
 
+        def on_response_complete(self) -> None:
+            self.transport.flush()  # type: ignore[attr-defined]  # an answer to HEAD has nothing after its head
+            super().on_response_complete()
+
         def data_received(self, data: bytes) -> None:
             self._head_bytes += len(data)
             if self._in_head and self._head_bytes > max_head and b"\r\n\r\n" not in data[:max_head]:
@@ -71,6 +75,19 @@ def bounded(max_head: int, door: Door) -> type[HttpToolsProtocol]:
                 self.send_400_response(f"The request line and headers have more than {max_head} bytes.")
                 return
             super().data_received(data)
+            if self.transport.is_closing():
+                return
+            if self._in_head and self._head_bytes and self._timer is None:  # another head has begun
+                self._timer = self.loop.call_later(_HEAD_SECONDS, self._too_slow)
+            if self._is_answered() and self.timeout_keep_alive_task is None:
+                # uvicorn stops this clock at any data, and goes on with it only after an answer
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
+
+        def _is_answered(self) -> bool:
+            """Whether nobody waits for an answer."""
+            return self.cycle is None or self.cycle.response_complete
 
         def _refuse(self) -> bool:
             path = self.url.partition(b"?")[0].decode("latin-1")
@@ -79,21 +96,26 @@ def bounded(max_head: int, door: Door) -> type[HttpToolsProtocol]:
                 return False
             error, request_id = found
             body = error.body()
+            # who asked whether to send a body may now leave it away, and what comes next would be taken for it
+            goes_on = self.parser.should_keep_alive() and not self.expect_100_continue
             headers = [
                 *self.server_state.default_headers,
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(body)).encode()),
                 (b"x-request-id", request_id.encode()),
                 *error.headers(),
-                (b"connection", b"keep-alive" if self.parser.should_keep_alive() else b"close"),
+                (b"connection", b"keep-alive" if goes_on else b"close"),
             ]
             lines = b"".join(b"%b: %b\r\n" % header for header in headers)
             self.transport.write_whole(STATUS_LINE[error.status] + lines + b"\r\n" + body)  # type: ignore[attr-defined]
+            if self.expect_100_continue:
+                self.transport.close()
             self.on_response_complete()
             return True
 
         def _too_slow(self) -> None:
-            if self._in_head and not self.transport.is_closing():
+            self._timer = None
+            if self._in_head and self._is_answered() and not self.transport.is_closing():
                 self.transport.close()
 
         def _stop_timer(self) -> None:
@@ -125,10 +147,13 @@ class _Joined:
     def write_whole(self, data: bytes) -> None:
         self._transport.write(data)
 
-    def close(self) -> None:
+    def flush(self) -> None:
         if self._head:
             self._transport.write(self._head)
             self._head = b""
+
+    def close(self) -> None:
+        self.flush()
         self._transport.close()
 
     def __getattr__(self, name: str) -> Any:

@@ -48,11 +48,13 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
         self._pause: asyncio.TimerHandle | None = None
+        self._closed = False
         sock.setblocking(False)
         sock.listen(_BACKLOG)
         self._resume()
 
     def close(self) -> None:
+        self._closed = True
         if self._pause is not None:
             self._pause.cancel()
         self._loop.remove_reader(self.sock)
@@ -82,4 +84,6 @@ class Acceptor:
 
     async def _open(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError):  # it has gone already
-            await self._loop.connect_accepted_socket(self._make_protocol, connection)
+            transport, _ = await self._loop.connect_accepted_socket(self._make_protocol, connection)
+            if self._closed:  # meanwhile, and whoever ends connections has not seen this one
+                transport.close()

@@ -57,7 +57,8 @@ def counters(weight: torch.Tensor) -> torch.Tensor:
     that two engines never count together."""
     found: torch.Tensor | None = _counters.get(weight)
     if found is None:
-        found = torch.zeros(triton.cdiv(len(weight), 16), dtype=torch.int32, device=weight.device)
+        # one more, since few outputs may be shared by two blocks of rows
+        found = torch.zeros(triton.cdiv(len(weight), 16) + 1, dtype=torch.int32, device=weight.device)
         if not (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             _counters[weight] = found  # else they are the graph's, and every replay sets them to 0
     return found

@@ -27,5 +27,6 @@ def penalized(
     factor = tl.where(flags != 0, repetition, 1.0)
     x = tl.where(x > 0, tl.div_rn(x, factor), x * factor)
     if frequency != 0.0:
-        x = x - frequency * tl.load(counts + token, mask=mask, other=0).to(tl.float32)
+        # rounded once, wherever this is compiled into: those who cut and those who draw must see the same numbers
+        x = tl.fma(-frequency, tl.load(counts + token, mask=mask, other=0).to(tl.float32), x)
     return x - tl.where(flags >= IN_OUTPUT, presence, 0.0)

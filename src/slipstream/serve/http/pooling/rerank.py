@@ -94,7 +94,11 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "rank_fields": ((["text"],), "the field text of a document is read; put what counts into it"),
     "max_chunks_per_doc": ((), "documents are read as one; use max_tokens_per_doc"),
 }
-_TEI_ONLY = ("raw_scores", "return_text", "truncate", "truncation_direction")
+_TEIS = ("return_text", "truncate", "truncation_direction")
+"""Fields that only go with `texts`, and those that only go with `documents`."""
+_COHERES = (
+    "documents", "top_n", "return_documents", "max_tokens_per_doc", "activation", "use_activation", *_REFUSED,
+)  # fmt: skip
 
 
 def _reranker(version: str) -> Any:
@@ -112,7 +116,7 @@ def _reranker(version: str) -> Any:
 
 
 async def _as_cohere(call: Call, body: RerankRequest, documents: list[str | dict[str, Any]], version: str) -> Reply:
-    for name in ("return_text", "truncate", "truncation_direction"):
+    for name in _TEIS:
         if getattr(body, name) is not None:
             raise bad_request(f"{name} goes with texts; give texts, or leave it out", name)
     for name in _REFUSED:
@@ -140,7 +144,7 @@ async def _as_cohere(call: Call, body: RerankRequest, documents: list[str | dict
 async def rerank_as_tei(call: Call, body: RerankRequest) -> Reply:
     if (texts := body.texts) is None:
         raise bad_request("there are no texts; give a list of them", "texts", "empty")
-    for name in ("documents", "top_n", "return_documents", "max_tokens_per_doc", "activation", "use_activation"):
+    for name in _COHERES:
         if getattr(body, name) is not None:
             raise bad_request(f"{name} goes with documents; give documents, or leave it out", name)
     chosen = choose(call, body.model, *SCORING)

@@ -7,6 +7,7 @@ from serve.fake_llm import FakeLLM
 from serve.server_process import ServerProcess
 from slipstream.serve.cli.main import main
 from tiny import write_tiny
+from tiny_tokenizer import write_byte_tokenizer
 
 
 class Terminal:
@@ -35,6 +36,14 @@ class Terminal:
 @pytest.fixture
 def terminal(monkeypatch, capsys):
     return Terminal(monkeypatch, capsys)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """All that a front end reads of a model: its tokenizer."""
+    path = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(path)
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -7,17 +7,9 @@ import pytest
 from serve.asgi import Door, at_door
 from slipstream.serve.cli.serve import server_settings
 from slipstream.serve.http.cors import Cors
-from tiny_tokenizer import write_byte_tokenizer
 
 PAGE = "https://page.example"
 ASK = {"prompt": "hello", "max_tokens": 2}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer")
-    write_byte_tokenizer(path)
-    return path
 
 
 def with_cors(folder, scenario, **settings):

@@ -11,16 +11,8 @@ from serve.asgi import at_door
 from slipstream.engine.link.wire import Failed, Pulse, Ready, Refused
 from slipstream.request import FinishReason
 from slipstream.serve.http.watchdog import Watchdog
-from tiny_tokenizer import write_byte_tokenizer
 
 ASK = {"prompt": "hello", "max_tokens": 4}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer")
-    write_byte_tokenizer(path)
-    return path
 
 
 def once(folder, method, path, body=None, settings=None, **headers):

@@ -17,16 +17,8 @@ from slipstream.request import FinishReason
 from slipstream.serve.http.launch import raise_file_limit
 from slipstream.serve.http.protocol import bounded
 from slipstream.serve.http.server import Acceptor, Server
-from tiny_tokenizer import write_byte_tokenizer
 
 ASK = {"prompt": "hello", "max_tokens": 4}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tokenizer")
-    write_byte_tokenizer(path)
-    return path
 
 
 @asynccontextmanager

@@ -17,7 +17,6 @@ from slipstream.serve.http.app import App
 from slipstream.serve.http.settings import Settings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
-from tiny_tokenizer import write_byte_tokenizer
 
 ASKED = {
     "/v1/embeddings": {"input": "ab"},
@@ -30,12 +29,6 @@ STATUS = {  # as OpenAI's, and as TEI's
     "abort": (503, 503),
     "refused": (429, 429),
 }
-
-
-@pytest.fixture
-def folder(tmp_path):
-    write_byte_tokenizer(tmp_path)
-    return tmp_path
 
 
 def at_door(folder, scenario, **settings):

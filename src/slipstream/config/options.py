@@ -77,7 +77,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: Annotated[bool, _doc("launch kernels one by one instead of replaying captured graphs")] = False
     deterministic: Annotated[
         bool,
-        _doc("on a GPU: the same bits alone or batched, whole or in chunks; slower, see docs/performance.md"),
+        _doc("on a GPU: the same tokens to the bit, alone or batched, whole or in chunks; slower, see docs/async.md"),
     ] = False
     seed: Annotated[int, _doc("of draws by requests that bring no seed, and of dummy weights")] = 0
     num_threads: Annotated[int | None, _doc("threads of the CPU device")] = None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import random
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timing import replay_seconds
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from slipstream.ops.paged_attention.triton import (
@@ -180,15 +180,7 @@ def seconds(call: Callable[[], None], calls: int, replays: int) -> float:
         call()
     for _ in range(3):
         graph.replay()
-    times = []
-    for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / calls)
-    return statistics.median(times)
+    return replay_seconds(graph, replays) / calls
 
 
 def bench_decode(

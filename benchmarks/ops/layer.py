@@ -9,10 +9,10 @@ in which an engine runs the step, and with the layers one by one.
 from __future__ import annotations
 
 import argparse
-import statistics
 
 import numpy as np
 import torch
+from timing import replay_seconds
 
 from slipstream.config.model_info import RopeInfo
 from slipstream.nn.attention.triton import TritonAttention
@@ -83,15 +83,8 @@ def time_us(decoder: Decoder, context: ForwardContext) -> float:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             decoder(context)
-        times = []
-        for _ in range(15):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-    return statistics.median(times) * 1000 / decoder.shape.num_layers
+        seconds = replay_seconds(graph)
+    return seconds * 1e6 / decoder.shape.num_layers
 
 
 def main() -> None:

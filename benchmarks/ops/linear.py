@@ -9,11 +9,11 @@ each kernel may start while the one before it ends. `--tiles` tries other ways t
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from timing import replay_seconds
 
 from slipstream.ops.activation import silu_and_mul
 from slipstream.ops.linear import gated_linear
@@ -51,15 +51,8 @@ def time_us(product: Product, x: torch.Tensor, weights: list[torch.Tensor]) -> f
         with torch.cuda.graph(graph, stream=stream):
             for weight in weights:
                 product(x, weight)
-        times = []
-        for _ in range(15):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-    return statistics.median(times) * 1000 / len(weights)
+        seconds = replay_seconds(graph)
+    return seconds * 1e6 / len(weights)
 
 
 def candidates(rows: int, gate: str) -> dict[str, Product]:

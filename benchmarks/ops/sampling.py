@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timing import replay_seconds
 
 from slipstream.ops.activation import reference as activation
 from slipstream.ops.norm import reference as norm
@@ -55,15 +55,7 @@ def seconds(call: Call, copies: int, replays: int) -> float:
             call(copy)
     for _ in range(3):
         graph.replay()
-    times = []
-    for _ in range(replays):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / copies)
-    return statistics.median(times)
+    return replay_seconds(graph, replays) / copies
 
 
 def distance(mine: Any, expected: Any) -> float:

@@ -143,9 +143,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
             check_whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_COUNT)
             if self.truncate_prompt_tokens == 0:
                 raise InvalidParams("truncate_prompt_tokens is 0, which leaves no prompt; give 1 or more, or -1")
-        check_whole("priority", self.priority, -(2**62), 2**62)
-        if not isinstance(self.cache_salt, str):
-            raise InvalidParams(f"cache_salt is {self.cache_salt!r}; give a string")
+        check_turn(self.priority, self.cache_salt)
 
     def _freeze(self, name: str, value: object) -> None:
         msgspec.structs.force_setattr(self, name, value)
@@ -201,6 +199,13 @@ def check_whole(name: str, value: object, low: int | None, high: int | None) -> 
         raise InvalidParams(f"{name} is {value!r}; give a whole number")
     if (low is not None and value < low) or (high is not None and value > high):
         raise InvalidParams(f"{name} is {value}; give {_range(low, high, False)}")
+
+
+def check_turn(priority: object, cache_salt: object) -> None:
+    """What every request says of its turn, and of who may share its pages."""
+    check_whole("priority", priority, -(2**62), 2**62)
+    if not isinstance(cache_salt, str):
+        raise InvalidParams(f"cache_salt is {cache_salt!r}; give a string")
 
 
 def _range(low: float | None, high: float | None, open_low: bool) -> str:

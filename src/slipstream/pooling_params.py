@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import msgspec
 
 from slipstream.errors import InvalidParams
-from slipstream.params import MAX_COUNT, CheckedNames, check_ids, check_whole
+from slipstream.params import MAX_COUNT, CheckedNames, check_ids, check_turn, check_whole
 
 Task = Literal["embed", "classify", "token_embed", "token_classify", "sparse"]
 
@@ -89,9 +89,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                 f"query_key is {self.query_key!r} and the task {self.task}; late interaction compares token vectors, "
                 "so use token_embed"
             )
-        check_whole("priority", self.priority, -(2**62), 2**62)
-        if not isinstance(self.cache_salt, str):
-            raise InvalidParams(f"cache_salt is {self.cache_salt!r}; give a string")
+        check_turn(self.priority, self.cache_salt)
 
     def _freeze(self, name: str, value: object) -> None:
         msgspec.structs.force_setattr(self, name, value)

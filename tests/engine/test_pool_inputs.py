@@ -9,6 +9,7 @@ import pytest
 from slipstream.config.pooling_info import PoolingInfo, Role
 from slipstream.engine.front.outputs import PoolTrack
 from slipstream.engine.front.pool_inputs import PoolInputs
+from slipstream.engine.front.pool_prompts import PromptReader
 from slipstream.engine.front.pool_results import EmbeddingOutput, PoolingRequestOutput
 from slipstream.engine.front.pooling_calls import Batch, Feed, as_batch, encode, rerank, score
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong, SlipstreamError
@@ -39,7 +40,8 @@ def inputs(pooling=EMBEDDER, tokenizer=True, length=64, **facts):
     import msgspec
 
     pooling = msgspec.structs.replace(pooling, **facts)
-    return PoolInputs(Tokenizer(pair_tokenizer()) if tokenizer else None, pooling, length, 304, "tiny", length)
+    backend = Tokenizer(pair_tokenizer()) if tokenizer else None
+    return PoolInputs(PromptReader(backend, pooling, length, 304, "tiny", length))
 
 
 def prepared(given, prompts, params=EMBED, **how):

@@ -10,6 +10,7 @@ from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.engine.front.inputs import InputProcessor
 from slipstream.engine.front.pool_inputs import PoolInputs
+from slipstream.engine.front.pool_prompts import PromptReader
 from slipstream.text.chat import load_chat_template
 from slipstream.text.tokenizer import Tokenizer
 
@@ -65,4 +66,6 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     def make_pool_inputs(self, tokenizer: Tokenizer | None) -> PoolInputs | None:
         if self.pooling is None:
             return None
-        return PoolInputs(tokenizer, self.pooling, self.max_model_len, self.vocab_size, self.name, self.max_positions)
+        return PoolInputs(
+            PromptReader(tokenizer, self.pooling, self.max_model_len, self.vocab_size, self.name, self.max_positions)
+        )

@@ -5,31 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from slipstream.config.pooling_info import PoolingInfo, Role
+from slipstream.config.pooling_info import Role
 from slipstream.engine.front.pool_params import settle_params
 from slipstream.engine.front.pool_prompts import PoolPrompt, Prepared, PromptReader
 from slipstream.engine.front.pool_words import PLAIN, join_pair, prefix_of, role_of
 from slipstream.pooling_params import PoolingParams, Task
-from slipstream.text.tokenizer import Tokenizer
 
 _FIRST, _MOST = 64, 1024  # prompts encoded at a time: few at first, so that the device has work at once
 
 
 class PoolInputs:
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        pooling: PoolingInfo,
-        max_model_len: int,
-        vocab_size: int,
-        model_name: str,
-        max_positions: int,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.pooling = pooling
-        self.max_model_len = max_model_len
-        self.model_name = model_name
-        self._reader = PromptReader(tokenizer, pooling, max_model_len, vocab_size, model_name, max_positions)
+    def __init__(self, reader: PromptReader) -> None:
+        self.tokenizer = reader.tokenizer
+        self.pooling = reader.pooling
+        self.max_model_len = reader.max_model_len
+        self.model_name = reader.model_name
+        self._reader = reader
 
     def settle(self, params: PoolingParams | None, task: Task | None = None) -> PoolingParams:
         """Parameters whose task is named and which this model can honour."""

@@ -1,9 +1,10 @@
 """Host time of one step: CPU time of the calling thread in plan + launch + commit, with a model of no layers.
 
-    python benchmarks/step_overhead.py [--rows 8 256] [--steps 400] [--json]
+    python benchmarks/step_overhead.py [--rows 8 256] [--steps 400] [--logprobs 5] [--json]
 
 At depth 1 the device is a thread of its own, so what is counted is the host's part alone; at depth 0 the device's
-small operations run in the same thread and are counted too. The scheduler's own part is shown beside both.
+small operations run in the same thread and are counted too. The scheduler's own part is shown beside both, and what a
+front end takes to hear of the step, in that thread or in another process.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from slipstream import LLM, SamplingParams
+from slipstream.engine.front.outputs import OutputProcessor
 from slipstream.messages import Submit
 
 CONFIG = {
@@ -52,11 +54,14 @@ def measure(folder: str, rows: int, depth: int, steps: int, params: SamplingPara
     ) as llm:
         core = llm.core
         core.executor.model = core.executor.heads[0].model = NoLayers()  # type: ignore[attr-defined]
+        front = OutputProcessor(None)
         for i in range(rows):
-            core.submit(Submit(f"r{i}", [1 + i % 60] * 8, params.with_changes(max_tokens=steps + 60), time.time()))
+            submit = Submit(f"r{i}", [1 + i % 60] * 8, params.with_changes(max_tokens=steps + 60), time.time())
+            core.submit(submit)
+            front.open(submit, None, stream=False)
         for _ in range(30):
-            core.step()
-        whole, planning = [], []
+            front.process(core.step())
+        whole, planning, hearing = [], [], []
         plan, commit = core.scheduler.plan, core.scheduler.commit
 
         def timed(function: Any) -> Any:
@@ -80,11 +85,15 @@ def measure(folder: str, rows: int, depth: int, steps: int, params: SamplingPara
                 continue
             whole.append(spent)
             assert len(outputs) == rows
+            start = time.thread_time_ns()
+            front.process(outputs)
+            hearing.append(time.thread_time_ns() - start)
     return {
         "rows": rows,
         "depth": depth,
         "host_us": round(statistics.median(whole) / 1000, 1),
         "scheduler_us": round(statistics.median(planning) / 1000, 1),
+        "front_us": round(statistics.median(hearing) / 1000, 1),
     }
 
 
@@ -92,6 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 256])
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--logprobs", type=int, metavar="K", help="each row asks for its K likeliest tokens")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     results = []
@@ -99,14 +109,14 @@ def main() -> None:
         (Path(folder) / "config.json").write_text(json.dumps(CONFIG))
         for depth in (1, 0):
             for rows in args.rows:
-                params = SamplingParams(temperature=0, ignore_eos=True)
+                params = SamplingParams(temperature=0, ignore_eos=True, logprobs=args.logprobs)
                 results.append(measure(folder, rows, depth, args.steps, params))
     if args.json:
         print(json.dumps(results))
         return
-    print(f"{'rows':>6} {'depth':>6} {'host us/step':>14} {'of it scheduler':>16}")
+    print(f"{'rows':>6} {'depth':>6} {'host us/step':>14} {'of it scheduler':>16} {'front end':>10}")
     for r in results:
-        print(f"{r['rows']:>6} {r['depth']:>6} {r['host_us']:>14} {r['scheduler_us']:>16}")
+        print(f"{r['rows']:>6} {r['depth']:>6} {r['host_us']:>14} {r['scheduler_us']:>16} {r['front_us']:>10}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.models.decoder import Decoder
 from slipstream.scheduler.cache.layout import group_layers
 
-GARBAGE = 1e4
+GARBAGE = float("nan")
 
 
 @dataclass
@@ -92,14 +92,20 @@ class HandRunner:
             num_tokens=np.array(counts, np.int32),
             max_lengths=max_lengths,
             num_single=num_single,
+            query_starts=torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32, device=self.device),
         )
 
-    def context(self, batch: BatchView) -> ForwardContext:
+    def context(self, batch: BatchView, only_last: bool = False) -> ForwardContext:
         plan = self.attention.plan(batch)
-        return ForwardContext(batch, self.attention, plan, self.caches, self.group_of_layer)
+        return ForwardContext(batch, self.attention, plan, self.caches, self.group_of_layer, only_last)
 
     def run(self, chunks: dict[str, list[int]]) -> dict[str, torch.Tensor]:
         """Logits of every token, by row."""
         context = self.context(self.batch(chunks))
         logits = self.model.logits(self.model(context))
         return dict(zip(chunks, logits.split([len(ids) for ids in chunks.values()]), strict=True))
+
+    def run_last(self, chunks: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+        """Logits of every row's last token, and of no other."""
+        logits = self.model.logits(self.model(self.context(self.batch(chunks), only_last=True)))
+        return dict(zip(chunks, logits, strict=True))

@@ -17,7 +17,7 @@ import numpy as np
 from slipstream.cache_spec import CacheGroup, PagedSpec, WindowSpec
 from slipstream.config.config import CacheConfig, SchedulerConfig
 from slipstream.messages import Output
-from slipstream.params import SamplingParams
+from slipstream.params import LONG_REPORT, SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import NEVER, FinishReason, Request
 from slipstream.scheduler.cache.manager import CacheManager
@@ -35,6 +35,11 @@ def draw(tokens: Sequence[int], seed: int, sample: int) -> int:
 def pooled(tokens: Sequence[int]) -> float:
     """The pooled result of this prompt."""
     return float(draw(tokens, -1, -1))
+
+
+def _report(tokens: Sequence[int], ranks: Sequence[int], k: int) -> StepLogprobs:
+    ids = np.arange(len(tokens) * k, dtype=np.int32).reshape(len(tokens), k)
+    return StepLogprobs(-np.array(tokens, np.float64) - 1, np.array(ranks, np.int32), ids, -ids - 0.5)
 
 
 class _Row:
@@ -169,13 +174,15 @@ class ScriptedExecutor:
         count = len(tokens)
         logprobs = None
         if (k := plan.num_logprobs) is not None:
-            ids = np.arange(count * k, dtype=np.int32).reshape(count, k)
-            chosen = -np.array(tokens, np.float64) - 1
-            logprobs = StepLogprobs(chosen, np.arange(1, count + 1, dtype=np.int32), ids, -ids - 0.5)
+            logprobs = _report(tokens, range(1, count + 1), k)
             given = [len(self.rows[row].admission.params.given_ids) for row in plan.rows[plan.samples].tolist()]
             if any(given):
                 asking = [token for token, num in zip(tokens, given, strict=True) if num]
                 logprobs = replace(logprobs, given=-np.array([asking] * max(given), np.float64).T)
+            wanted = [self.rows[row].admission.params.num_logprobs or 0 for row in plan.rows[plan.samples].tolist()]
+            if long := [place for place, num in enumerate(wanted) if num > LONG_REPORT]:
+                own = _report([tokens[place] for place in long], [place + 1 for place in long], max(wanted))
+                logprobs = replace(logprobs, long=own)
         return StepResult(
             np.array(tokens, np.int32),
             np.array(failed, np.bool_),
@@ -263,6 +270,7 @@ class Bench:
         max_waiting: int = 1000,
         chunked_prefill: bool = True,
         staged_ints: int = 4096,
+        most_reported: int = 2**20,
     ) -> None:
         self.depth = depth
         windows = windows or (0,) * num_groups
@@ -280,6 +288,7 @@ class Bench:
                 depth=depth,
                 seed=0,
                 staged_ints=staged_ints,
+                most_reported=most_reported,
                 cached_tasks=("embed",),
             ),
             self.cache,

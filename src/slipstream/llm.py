@@ -274,17 +274,18 @@ class LLM:
         salts = _spread("cache_salt", cache_salt, len(prompts))
         # every prompt is checked before any runs
         submits: list[Prepared] = []
-        for prompt, p, rank, salt in zip(prompts, params, priorities, salts, strict=True):
+        encoded = served.inputs.encode_texts(prompts, add_special_tokens)
+        for prompt, p, rank, salt, ids in zip(prompts, params, priorities, salts, encoded, strict=True):
+            how: Any = dict(priority=rank, cache_salt=salt, add_special_tokens=add_special_tokens, encoded=ids)
             try:
-                submit = served.inputs.submit(
-                    self._new_id(), prompt, p, priority=rank, cache_salt=salt, add_special_tokens=add_special_tokens
-                )
+                submit = served.inputs.submit(self._new_id(), prompt, p, **how)
             except UserError as error:
                 if len(prompts) == 1:
                     raise
                 raise type(error)(f"prompt {len(submits) + 1} of {len(prompts)}: {error}") from None
             submits.append(submit)
-        tracks = self._drive.run(served, submits, len(submits), use_tqdm=use_tqdm)
+        late = self._drive.may_be_late(served, submits)
+        tracks = self._drive.run(served, submits, len(submits), use_tqdm=use_tqdm, late=late)
         return [track.result() for track in tracks]
 
     def _call(self, served: ServedModel, call: pooling_calls.Call[T], use_tqdm: bool) -> T:

@@ -37,14 +37,9 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     sample: int | None = None
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """The chosen token's logprob and rank, the likeliest tokens, and those of logprob_token_ids in their order."""
-
-    chosen: float
-    rank: int
-    top_ids: list[int]
-    top: list[float]
-    given: list[float] = []
+LOGPROB = np.dtype([("logprob", "<f8"), ("token", "<i4"), ("rank", "<i4")])
+"""A logprob on its way. A token of a text or a prompt has several of them, each of its request equally many: its own,
+those of the likeliest tokens in their order, those of logprob_token_ids. Rank 1 is the likeliest, 0 was not counted."""
 
 
 _NAMES = {np.dtype(real): real.__name__ for real in (np.float16, np.float32, np.float64)}  # asking costs 3 us each
@@ -75,10 +70,10 @@ class Output(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     request_id: str
     sample: int
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: bytes | None = None  # LOGPROBs of each of these tokens, one token after another
     finish_reason: FinishReason | None = None
     stop_token: int | None = None  # the token that ended it, if one did
     num_cached_tokens: int = 0
     error: str | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None  # of the next prompt tokens, from the second on; comes by chunks
+    prompt_logprobs: bytes | None = None  # of the next prompt tokens, from the second on; comes by chunks
     pooled: Pooled | None = None  # the whole result of a pooling request, which ends with it

@@ -40,7 +40,7 @@ class Request:
         "id", "sample", "number", "params", "pooling", "priority", "cache_salt", "stop_ids", "bad_words",
         "seed", "tokens", "num_prompt", "max_length", "status", "row", "admission", "num_known", "computed",
         "committed", "pending", "runway", "num_cached", "num_preemptions", "caught_up", "leader", "siblings",
-        "unscored", "num_staged_ids", "pages", "capacity", "hashes", "num_published", "publish_after",
+        "unscored", "num_logprobs", "num_staged_ids", "pages", "capacity", "hashes", "num_published", "publish_after",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +85,7 @@ class Request:
         # the next prompt token whose logprob is to be asked for; NEVER when there is none. It only goes up: what was
         # launched before a preemption is still delivered. Of a prompt's samples the first asks for all
         self.unscored = NEVER if params.prompt_logprobs is None or sample or len(prompt) < 2 else 1
+        self.num_logprobs = params.num_logprobs  # with each token; asked for in every step
         # numbers an admission of it brings to the device beside its pages and its history
         self.num_staged_ids = (
             (len(self.stop_ids) if params.min_tokens else 0)

@@ -91,7 +91,9 @@ class StepPlan:
 
     new_pages: tuple[PageUpdates, ...]  # one a cache group
     copies: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int32))  # (group, from page, to page)
-    num_logprobs: int | None = None  # likeliest tokens to report for each sampling row; None: no logprobs at all
+    # likeliest tokens to report for each sampling row but those that want more than LONG_REPORT, which get their own;
+    # None: no logprobs at all
+    num_logprobs: int | None = None
     scores: PromptScores | None = None
 
     # Pooling. A plan of whole prompts has no admissions: its rows are seats of this step alone.
@@ -117,6 +119,7 @@ class StepLogprobs:
     top_ids: Ints  # [entries, k]
     top: Floats  # [entries, k]
     given: Floats | None = None  # [asking, most ids] for sampling rows with logprob_token_ids, those alone, in order
+    long: StepLogprobs | None = None  # of sampling rows that want more than LONG_REPORT, those alone, in order
 
 
 @dataclass(frozen=True, slots=True)

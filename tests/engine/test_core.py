@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from scripted_engine import scripted_core, submit, tokens_alone
-from slipstream.errors import EngineDead
+from slipstream.errors import EngineDead, QueueFull
 from slipstream.messages import Abort, Submit
+from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
 from slipstream.step import StepResult
@@ -46,6 +47,21 @@ def test_a_result_that_is_there_is_told_while_the_next_launch_is_held_back(monke
     (output,) = core.step()
     assert len(output.token_ids) == 1 and core.num_steps == 2
     assert len(naps) == 1 and not core.executor.num_waits
+
+
+def test_one_that_is_refused_changes_nobody_elses_draws():
+    """Who brings no seed gets one by its place in line, however often it had to ask."""
+    seeds = []
+    for num_refused in (0, 3):
+        core = scripted_core(max_waiting=1)
+        core.submit(Submit("a", [1], SamplingParams(), 0.0))
+        for _ in range(num_refused):
+            with pytest.raises(QueueFull):
+                core.submit(Submit("b", [1], SamplingParams(), 0.0))
+        run(core)
+        core.submit(Submit("b", [1], SamplingParams(), 0.0))
+        seeds.append(core.scheduler._live["b"][0].seed)
+    assert seeds[0] == seeds[1]
 
 
 @DEPTHS

@@ -108,7 +108,7 @@ def test_refusals_aborts_and_front_ends_that_go_harm_nobody(folder):
         return one.pulse
 
     pulse = with_core(scenario, {"model": folder, "max_waiting": 4}, front_ends=2)
-    assert pulse.num_steps > 0
+    assert sum(lane.num_steps for lane in pulse.lanes) > 0
 
 
 def failed_start(*options):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.device.sync_check import watch
 from tiny import write_tiny
 
@@ -23,6 +25,8 @@ FEATURES = {
     "logprobs": SamplingParams(temperature=0, logprobs=4, prompt_logprobs=2, max_tokens=12),
     "lists": SamplingParams(temperature=0, logit_bias={5: 3.0}, bad_words=["a", "bc"], min_tokens=4, max_tokens=16),
     "samples": SamplingParams(n=3, temperature=1.0, seed=8, max_tokens=12),
+    # no start meets its kernels, and its head is captured when it first comes
+    "rare": SamplingParams(temperature=0, logit_bias={5: 3.0}, min_tokens=4, max_tokens=16),
 }
 
 
@@ -38,7 +42,7 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wanted(folder):
-    with LLM(folder, **OPTIONS, device="cpu") as llm:
+    with LLM(folder, **OPTIONS, device="cpu", num_threads=1) as llm:
         return {name: tokens(llm.generate(PROMPTS, params)) for name, params in FEATURES.items()}
 
 
@@ -62,7 +66,32 @@ def test_tokens_are_those_of_the_cpu(folder, wanted, options):
                 assert tokens(llm.generate(PROMPTS, params)) == wanted[name], name
         graphs = llm.core.executor.graphs
         assert (graphs.num_captured > 0) == (not options.get("enforce_eager", False))
+        assert not graphs.gave_up
         llm.core.scheduler.cache.check()
+
+
+def test_a_core_in_another_thread_gives_the_same_tokens(folder, wanted):
+    """It was started in this one: whatever a library keeps for each thread is first used inside a capture."""
+
+    async def last(stream):
+        async for result in stream:
+            final = result
+        return final
+
+    async def main():
+        options = {name: value for name, value in OPTIONS.items() if name != "use_tqdm_on_load"}
+        engine = AsyncEngine(folder, **options, device="cuda")
+        try:
+            results = await asyncio.gather(
+                *(last(engine.generate(prompt, GREEDY, f"r{i}")) for i, prompt in enumerate(PROMPTS))
+            )
+            (core,) = engine.client.core.cores.values()
+            assert not core.executor.graphs.gave_up
+            return results
+        finally:
+            await engine.close()
+
+    assert tokens(asyncio.run(asyncio.wait_for(main(), 120))) == wanted["greedy"]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +112,7 @@ def test_launching_never_waits_in_steady_state(folder, options, monkeypatch):
             hot_path.mode = mode
             for params in FEATURES.values():
                 llm.generate(PROMPTS, params)
-            llm.generate(PROMPTS, list(FEATURES.values()) + [GREEDY])
+            llm.generate(PROMPTS, list(FEATURES.values()))
         assert not hot_path.log.found
 
 
@@ -118,32 +147,47 @@ def bits(results):
     ]
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("qwen3", "bfloat16"), ("gemma2", "float32")])
-def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside(family, dtype, tmp_path):
-    folder = str(write_tiny(tmp_path, family, head_dim=64))
-    prompts = [[i + 3, *(20 + (7 * i + j) % 90 for j in range(25 * i)), i + 5] for i in range(6)]
-    base = OPTIONS | dict(dtype=dtype, deterministic=True, max_model_len=256, num_pages=160, device="cuda")
+class Steady:
+    """A deterministic engine's settings, and what requests get of it when each is alone in a step."""
 
-    def run(batched=True, beside=(), **options):
-        with LLM(folder, **(base | options)) as llm:
-            found = []
-            for params in SHARP.values():
-                for _ in range(2):
-                    if batched:
-                        others = prompts[: len(beside)]
-                        results = llm.generate([*others, *prompts], [*beside, *[params] * len(prompts)])[len(others) :]
-                    else:
-                        results = [llm.generate([prompt], params)[0] for prompt in prompts]
-                    found.append(bits(results))
-            return found
+    def __init__(self, folder, dtype):
+        self.prompts = [[i + 3, *(20 + (7 * i + j) % 90 for j in range(25 * i)), i + 5] for i in range(6)]
+        settings = dict(dtype=dtype, deterministic=True, max_model_len=256, num_pages=160, device="cuda")
+        self.options = dict(model=str(folder)) | OPTIONS | settings
+        with LLM(**self.options | dict(max_num_seqs=1)) as llm:
+            self.alone = [
+                bits([llm.generate([prompt], params)[0] for prompt in self.prompts])
+                for params in SHARP.values()
+                for _ in range(2)
+            ]
 
-    alone = run(batched=False, max_num_seqs=1)
-    assert alone[0] == alone[1], "repeated"
-    for name, options in {
-        "batched": {},
-        "others": dict(beside=BESIDE),
-        "eager": dict(enforce_eager=True, depth=0, enable_prefix_caching=False),
-        "chunked": dict(max_num_batched_tokens=17, depth=2),
-        "preempted": dict(num_pages=24, depth=2),
-    }.items():
-        assert run(**options) == alone, name
+    def run(self, beside=(), **options):
+        others = self.prompts[: len(beside)]
+        with LLM(**self.options | options) as llm:
+            return [
+                bits(llm.generate([*others, *self.prompts], [*beside, *[params] * len(self.prompts)])[len(others) :])
+                for params in SHARP.values()
+                for _ in range(2)
+            ]
+
+
+@pytest.fixture(scope="module", params=["qwen3-bfloat16", "gemma2-float32"])
+def steady(request, tmp_path_factory):
+    family, dtype = request.param.split("-")
+    return Steady(write_tiny(tmp_path_factory.mktemp("steady"), family, head_dim=64), dtype)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(beside=BESIDE),
+        dict(enforce_eager=True, depth=0, enable_prefix_caching=False),
+        dict(max_num_batched_tokens=17, depth=2),
+        dict(num_pages=24, depth=2),
+    ],
+    ids=["batched", "others", "eager", "chunked", "preempted"],
+)
+def test_a_deterministic_engine_gives_the_same_bits_whatever_runs_beside(steady, options):
+    assert steady.alone[0] == steady.alone[1], "repeated"
+    assert steady.run(**options) == steady.alone

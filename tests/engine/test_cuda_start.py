@@ -90,3 +90,12 @@ def test_the_devices_time_is_accounted(folder):
         llm.generate(PROMPTS, USUAL["greedy"])
         spent = llm.core.account.total.since(before)
         assert spent.num_steps >= 20 and spent.busy > 0 and 0 < spent.busy_share <= 1
+
+
+def test_a_start_is_right_whatever_stream_is_late(folder):
+    """What the host's own stream has still to write must not fall on what the first steps have uploaded."""
+    with LLM(folder, **OPTIONS) as llm:
+        wanted = [result.outputs[0].token_ids for result in llm.generate(PROMPTS, USUAL["greedy"])]
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    with LLM(folder, **OPTIONS) as llm:
+        assert [result.outputs[0].token_ids for result in llm.generate(PROMPTS, USUAL["greedy"])] == wanted

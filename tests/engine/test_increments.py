@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import random
 
+import numpy as np
 import pytest
 
 from scripted_core import ScriptedCore, facts
 from slipstream.engine.front.outputs import OutputProcessor
-from slipstream.messages import Output, Submit, TokenLogprobs
+from slipstream.messages import LOGPROB, Output, Submit
 from slipstream.params import SamplingParams
 from slipstream.request import FinishReason
 from slipstream.text.tokenizer import Tokenizer
@@ -42,7 +43,8 @@ def test_increments_make_the_whole_at_any_pace(folder, stop, logprobs, pace):
         new, place = ids[place : place + num], place + num
         end = FinishReason.LENGTH if place >= len(ids) else None
         for sample in range(2):
-            given = None if logprobs is None else [TokenLogprobs(-1.0, 1, [], [])] * len(new)
+            told = np.array([(-1.0 - place, token, 1) for token in new], LOGPROB).tobytes()
+            given = None if logprobs is None else told
             processor.process([Output("a", sample, new, given, end)])
         if draw.random() < 1 / pace or track.finished:
             for increment in track.increment():

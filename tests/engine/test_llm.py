@@ -10,7 +10,8 @@ import weakref
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.errors import EngineClosed, EngineDead, QueueFull
+from slipstream.engine.front import inputs
+from slipstream.errors import EngineClosed, EngineDead, InvalidPrompt, QueueFull
 from tiny import write_tiny
 
 SMALL = dict(use_tqdm_on_load=False, max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
@@ -39,6 +40,33 @@ def test_every_form_of_prompt_gives_the_same(llm):
     assert [r.outputs[0].token_ids for r in together] == [r.outputs[0].token_ids for r in results]
     assert results[0].prompt == "Hello"
     assert results[0].prompt_token_ids == ids
+
+
+def test_texts_are_encoded_together_and_stay_what_they_are(llm, monkeypatch):
+    monkeypatch.setattr(inputs, "_ENCODED_AT_ONCE", 10)
+    prompts = ["Hello", {"prompt": "wide world", "cache_salt": "s"}, [5, 6], "ab", {"prompt_token_ids": [7]}, "c"]
+    alone = [llm.generate([prompt], FOUR)[0] for prompt in prompts]
+    portions = []
+    encode = type(llm.tokenizer).encode_batch
+
+    def watched(self, texts, *how):
+        portions.append(list(texts))
+        return encode(self, texts, *how)
+
+    monkeypatch.setattr(type(llm.tokenizer), "encode_batch", watched)
+    together = llm.generate(prompts, FOUR)
+    assert portions == [["Hello", "wide world"], ["ab", "c"]]
+    assert [r.prompt_token_ids for r in together] == [r.prompt_token_ids for r in alone]
+    assert [r.prompt for r in together] == ["Hello", "wide world", None, "ab", None, "c"]
+    assert [r.outputs[0].token_ids for r in together] == [r.outputs[0].token_ids for r in alone]
+
+
+@pytest.mark.parametrize("bad", ["", "\ud800", {"prompt": ""}, {"prompt": 3}, [-1], [True], 5])
+def test_a_bad_prompt_is_told_by_its_place_before_any_runs(llm, bad):
+    num_steps = llm.core.num_steps
+    with pytest.raises(InvalidPrompt, match="prompt 3 of 4: "):
+        llm.generate(["Hello", [1], bad, "world"], FOUR)
+    assert llm.core.num_steps == num_steps and not llm.core.has_work()
 
 
 def test_result_fields(llm):

@@ -13,6 +13,7 @@ from itertools import chain
 import pytest
 import torch
 
+import slipstream.config.memory
 from live_bytes import LiveBytes
 from slipstream import LLM, SamplingParams
 from slipstream.config.locate import locate
@@ -129,6 +130,39 @@ def test_sampling_stays_within_the_bound(tmp_path, feature, dtype):
         assert peak > 0.5 * memory.activations
 
 
+WHOLE = [
+    dict(logprobs=-1),
+    dict(prompt_logprobs=-1),
+    dict(prompt_logprobs=0),
+    dict(logprobs=3),
+    dict(logprob_token_ids=list(range(1500)), logprobs=40),
+]
+
+
+@pytest.mark.parametrize(
+    "wanted", [WHOLE, [WHOLE[0]], [WHOLE[1]], [WHOLE[4]]], ids=["mixed", "tokens", "prompts", "given"]
+)
+@pytest.mark.parametrize("options", [dict(depth=0), dict(depth=1, dtype="float64")], ids=["float32", "float64"])
+def test_whole_vocabularies_stay_within_what_was_foretold(tmp_path, wanted, options, monkeypatch):
+    monkeypatch.setattr(slipstream.config.memory, "MOST_REPORTED", 4 * 2001)
+    folder = write_small(tmp_path, vocab_size=2000)
+    options |= dict(model=folder, load_format="dummy", skip_tokenizer_init=True, num_threads=1)
+    llm, memory = open_model(options | dict(max_model_len=32, max_num_seqs=16, max_num_batched_tokens=64, num_pages=64))
+    params = [SamplingParams(max_tokens=2, ignore_eos=True, **wanted[i % len(wanted)]) for i in range(16)]
+    with llm, LiveBytes() as live:
+        results = llm.generate([[i, 1, 2, 3] for i in range(16)], params, use_tqdm=False)
+        slots = llm.core.executor.results.slots
+        assert num_bytes(slot.on_device for slot in slots) <= memory.results + memory.reports
+        assert num_bytes(slot.host_tensor for slot in slots) <= memory.results_host + memory.reports_host
+    assert live.peak <= memory.activations + memory.features + memory.reports
+    for result, asked in zip(results, params, strict=True):
+        of_tokens, of_prompt = result.outputs[0].logprobs, result.prompt_logprobs
+        if asked.logprobs is not None:
+            assert len(of_tokens) == 2 and len(of_tokens[0]) >= (2000 if asked.logprobs < 0 else asked.logprobs)
+        if asked.prompt_logprobs is not None:
+            assert len(of_prompt) == 4 and len(of_prompt[1]) >= (2000 if asked.prompt_logprobs else 1)
+
+
 @pytest.mark.parametrize(
     ("tokens", "shape"), [(64, {}), (512, {}), (512, dict(intermediate_size=32)), (64, dict(num_key_value_heads=8))]
 )
@@ -138,6 +172,24 @@ def test_the_body_stays_within_the_bound(tmp_path, shape, tokens):
         folder, FEATURES["greedy"], max_model_len=512, max_num_seqs=4, max_num_batched_tokens=tokens, num_pages=4 * 32
     )
     assert 0.2 * memory.activations < peak <= memory.activations
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+@pytest.mark.parametrize(("rows", "prompt_logprobs"), [(40, None), (40, 1), (5, None), (90, None)])
+def test_a_step_of_many_rows_stays_within_the_bound(tmp_path, rows, prompt_logprobs, page_size):
+    """Also where its last layer is for last tokens alone, and those are nearly all."""
+    folder = write_small(tmp_path, intermediate_size=64, sliding_window=20, architectures=["MistralForCausalLM"])
+    peak, memory = peak_of_run(
+        folder,
+        FEATURES["greedy"] | dict(prompt_logprobs=prompt_logprobs),
+        max_model_len=42,
+        max_num_seqs=rows,
+        max_num_batched_tokens=100,
+        page_size=page_size,
+        num_pages=1200,
+        dtype="float64",
+    )
+    assert peak <= memory.activations
 
 
 # Python, torch and the checkpoint's file stay out: the process is measured from where the engine is imported, and

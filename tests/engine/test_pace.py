@@ -35,11 +35,20 @@ class World:
         self.now += seconds
 
     def run(self, step, busy, times=30, host=0.001):
-        """Steps one after another, as the device reports them."""
+        """Steps one after another, as the device reports them, each after a rest."""
         for _ in range(times):
             self.pace.launched(step, host)
             self.now += busy
             self.pace.committed(busy)
+
+    def run_on(self, step, *busy):
+        """Steps that follow each other without one, the first of them after one."""
+        self.pace.launched(step, 0.001)
+        for seconds, is_last in zip(busy, [False] * (len(busy) - 1) + [True], strict=True):
+            if not is_last:
+                self.pace.launched(step, 0.001)
+            self.now += seconds
+            self.pace.committed(seconds)
 
 
 def test_nothing_is_held_back_before_anything_is_known():
@@ -84,6 +93,32 @@ def test_a_step_that_took_less_is_believed_at_once_and_one_that_took_more_is_not
     world.pace.committed(0.4)
     world.pace.launched(plan(8, 4000), 0.001)
     assert 0.3 < world.pace.too_early() + LEAST_AHEAD < 0.35
+
+
+def test_the_first_step_after_a_rest_is_expected_to_take_what_such_steps_took():
+    """A GPU that has cooled is quicker, and must not wait for the second step because later ones took longer."""
+    world = World()
+    warm = [0.24] * 30
+    for first in (0.19, 0.2):
+        world.run_on(plan(8, 4000), first, *warm)
+    world.now += 60
+    world.pace.launched(plan(8, 4000), 0.001)
+    assert world.pace.too_early() == pytest.approx(0.193 - LEAST_AHEAD)
+    world.pace.launched(plan(8, 4000), 0.001)  # this one is on its heels
+    assert world.pace.too_early() == pytest.approx(0.193 + 0.24 - LEAST_AHEAD, rel=0.01)
+
+
+def test_a_step_of_a_kind_that_never_came_after_a_rest_holds_nothing_back():
+    world = World()
+    world.run_on(plan(8, 4000), *[0.24] * 30)
+    world.pace.launched(plan(8, 1000), 0.001)
+    world.pace.launched(plan(8, 2000), 0.001)
+    world.now += 0.1
+    world.pace.committed(0.1)
+    world.now += 0.1
+    world.pace.committed(0.1)
+    world.pace.launched(plan(8, 2000), 0.001)
+    assert not world.pace.is_early()
 
 
 def test_a_slow_host_starts_earlier():

@@ -39,7 +39,7 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def embedder(folders):
-    with LLM(str(folders / "embedder"), use_tqdm_on_load=False) as llm:
+    with LLM(str(folders / "embedder"), num_threads=1, use_tqdm_on_load=False) as llm:
         yield llm
 
 
@@ -81,7 +81,7 @@ def test_vectors_of_a_sentence_transformers_folder(embedder, folders):
 
 @pytest.mark.cuda
 def test_on_a_gpu_float32_encoders_run_in_float16_and_stay_near(folders, embedder):
-    with LLM(str(folders / "embedder"), device="cuda", use_tqdm_on_load=False) as llm:
+    with LLM(str(folders / "embedder"), device="cuda", max_num_seqs=8, use_tqdm_on_load=False) as llm:
         assert llm.config.model.dtype == "float16"
         for _ in range(3):  # launched, captured, replayed
             found = np.stack([one.outputs.data for one in llm.embed(TEXTS)]).astype(np.float64)

@@ -23,7 +23,8 @@ from slipstream.engine.link.wire import (
     to_core_frames,
 )
 from slipstream.errors import PromptTooLong, QueueFull, SlipstreamError
-from slipstream.messages import Abort, Output, Pooled, Submit, TokenLogprobs
+from slipstream.messages import Abort, Output, Pooled, Submit
+from slipstream.metrics.lane import LaneStats
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
@@ -40,13 +41,13 @@ TO_CORE = [
 ]
 FROM_CORE = [
     Output("a", 0, [7]),
-    Output("a", 1, [7, 8], [TokenLogprobs(-0.5, 1, [7], [-0.5], [-3.0])] * 2, FinishReason.STOP, 8, 4),
-    Output("b", 0, [], error="no", prompt_logprobs=[TokenLogprobs(-1.0, 2, [], [])]),
+    Output("a", 1, [7, 8], bytes(range(32)) * 2, FinishReason.STOP, 8, 4),
+    Output("b", 0, [], error="no", prompt_logprobs=b"16 bytes of them"),
     Refused("a", "QueueFull", "full"),
     Loading("weights"),
     Opening([FACTS], 77),
     Ready(),
-    Pulse(1, 2, 3, 4, 5, 6),
+    Pulse([LaneStats("one", 1, 2, 3, 4, 5, 6), LaneStats("two", busy=0.5)]),
     Failed("RuntimeError: boom"),
 ]
 

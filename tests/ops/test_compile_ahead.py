@@ -235,6 +235,17 @@ try:
         raise KeyboardInterrupt
 except KeyboardInterrupt:
     print("interrupted")
+
+def walk_and_fail():
+    walk()
+    raise RuntimeError("the walk failed")
+
+double.device_caches[0][0].clear()
+try:
+    with compiling_ahead(walk_and_fail, 4):
+        print("never")
+except RuntimeError:
+    print("told")
 """
 
 
@@ -250,4 +261,4 @@ def test_a_walk_compiles_each_variant_once_and_launches_nothing(tmp_path):
         [sys.executable, str(program), str(launchers)], env=env, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["loading", "ready", "interrupted"]
+    assert done.stdout.split() == ["loading", "ready", "interrupted", "told"]

@@ -75,6 +75,9 @@ def rest():
     blocks = dict(PAGE=16, TOKENS=128, PAGES=256)
     build("slipstream.ops.rows.triton", "_gather_kernel", x, GROUPS=2, **blocks)
     build("slipstream.ops.rows.triton", "_gather_kernel", x, GROUPS=1, counts=None, offsets=None, given=None, **blocks)
+    x = of(HALF, "embedding angles x rotary") | of(LONG, "ids positions") | {"scale": "fp32"}
+    shape = dict(SIZE=1000, TURNS=256, BLOCK=256, DEPENDENT=True)
+    build("slipstream.ops.lookup.triton", "_look_up_kernel", x, SCALED=True, **shape)
 
 
 def pool():
@@ -165,6 +168,21 @@ def hopper():
         triton.compile(source, GPUTarget("cuda", 90, 32), options)
         print("_stream_kernel")
 
+    def build_gate(gate, ahead):
+        kernel = importlib.import_module("slipstream.ops.linear.triton.gate")._gate_kernel
+        boxes = {"x": [128, 64], "weight": [128, 64], "out": [64, 128]}
+        x = {
+            name: f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
+            for name, box in boxes.items()
+        }
+        constants = {"GATE": gate, "AHEAD": ahead}
+        signature = {arg: "constexpr" if arg in constants else x.get(arg, "i32") for arg in kernel.arg_names}
+        source = GluonASTSource(kernel, signature, constants, {})
+        triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": 4, "maxnreg": 168})
+        print("_gate_kernel")
+
+    build_gate(1, 2)
+    build_gate(2, 0)
     added = dict.fromkeys(["residual", "norm", "weighted", "made"])
     whole = dict.fromkeys(["partials", "arrived"])
     build_product(64, 16, 1, 1, PARTS=20, **added, **whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -12,16 +13,40 @@ from slipstream.ops.linear import ways
 
 
 def test_the_quickest_way_is_taken_if_it_is_worth_it():
-    assert ways.quickest([[2.0, 9.0, 2.0], [1.9, 1.9, 8.0], [3.0, 1.0, 3.0]]) == 1
-    assert ways.quickest([[2.0, 2.0, 2.0], [1.99, 1.99, 1.99]]) == 0, "as good as the same"
-    assert ways.quickest([[2.0], [math.inf]]) == 0
+    assert ways.quickest([2.0, 1.9, 3.0]) == 1
+    assert ways.quickest([2.0, 1.99]) == 0, "as good as the same"
+    assert ways.quickest([2.0, math.inf]) == 0
     assert ways.quickest([]) == 0, "the library has none"
+
+
+def test_the_best_few_are_heard_again_and_the_first_always():
+    assert ways.finalists([1.0, 1.01, 1.2, 0.99]) == [3, 0, 1]
+    assert ways.finalists([1.2, 1.01, 1.0, 1.02, 1.03]) == [2, 1, 0]
+    assert ways.finalists([1.0, 1.5, math.inf]) == [0]
+    assert ways.finalists([math.inf, 1.0]) == [1, 0]
+    assert ways.finalists([math.inf, math.inf]) == ways.finalists([]) == []
 
 
 def test_nothing_is_chosen_without_cuda():
     x, weight = torch.ones(ways.LEAST_ROWS, 64), torch.ones(8, 64)
     with ways.choosing():
         assert ways.multiply(x, weight) is None
+        assert not ways.add_to(torch.ones(ways.LEAST_ROWS, 8), x, weight)
+
+
+def test_an_engine_that_starts_tries_nothing_on_what_another_thread_computes(monkeypatch):
+    """The numbers that ways are tried on are overwritten."""
+    tried = []
+    monkeypatch.setattr(ways, "_is_plain", lambda x, weight: True)
+    monkeypatch.setattr(ways, "choose", lambda x, weight: tried.append(len(x)))
+    monkeypatch.setattr(ways, "_chosen", {})
+    weight = torch.ones(8, 64)
+    with ways.choosing():
+        other = threading.Thread(target=ways.multiply, args=(torch.ones(2048, 64), weight))
+        other.start()
+        other.join()
+        assert ways.multiply(torch.ones(1024, 64), weight) is None
+    assert tried == [1024]
 
 
 def test_ways_that_split_a_sum_are_not_asked_for():
@@ -79,6 +104,8 @@ def test_every_way_gives_torchs_product(sizes, dtype):
         out = torch.full_like(expected, torch.nan)
         product.run(way, x, weight, out)
         torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-1)
+        product.run(way, x, weight, out, add=True)
+        torch.testing.assert_close(out, 2 * expected, rtol=2e-2, atol=2e-1)
 
 
 @pytest.mark.cuda

@@ -110,9 +110,9 @@ def attention_by_hand(query: torch.Tensor, keys: torch.Tensor, values: torch.Ten
 
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (3, 1)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_attention_over_pages_ignores_finite_garbage(heads: tuple[int, int], dtype: torch.dtype) -> None:
+def test_attention_reads_no_slots_but_those_it_is_given(heads: tuple[int, int], dtype: torch.dtype) -> None:
     num_heads, num_kv_heads = heads
-    keys, values = torch.full((2, 9, 4, num_kv_heads, 8), 1e4, dtype=dtype)
+    keys, values = torch.full((2, 9, 4, num_kv_heads, 8), torch.nan, dtype=dtype)
     pages = torch.tensor([[3, 8, 1], [5, 2, 0]])
     lengths = [10, 5]
     for row, length in enumerate(lengths):
@@ -124,7 +124,10 @@ def test_attention_over_pages_ignores_finite_garbage(heads: tuple[int, int], dty
     mask = torch.zeros(2, 1, 1, 12, dtype=dtype)
     for row, length in enumerate(lengths):
         mask[row, ..., length:] = -torch.inf
-    out = attend_single(query, keys, values, pages.flatten(), mask, 0.3)
+    slots = (pages.unsqueeze(2) * 4 + torch.arange(4)).flatten(1)
+    for row, length in enumerate(lengths):
+        slots[row, length:] = slots[row, 0]
+    out = attend_single(query, keys, values, slots.flatten(), mask, 0.3)
     for row, length in enumerate(lengths):
         mine = keys[pages[row]].flatten(0, 1)[:length], values[pages[row]].flatten(0, 1)[:length]
         torch.testing.assert_close(out[row], attention_by_hand(query[row], *mine, 0.3))
@@ -132,7 +135,7 @@ def test_attention_over_pages_ignores_finite_garbage(heads: tuple[int, int], dty
     # the same row as a chunk: its last two tokens
     chunk_mask = torch.zeros(2, 12, dtype=dtype)
     chunk_mask[0, 9:] = chunk_mask[1, 10:] = -torch.inf
-    chunk = attend_pages(query, keys, values, pages[0], chunk_mask, 0.3)
+    chunk = attend_pages(query, keys, values, slots[0], chunk_mask, 0.3)
     for token, length in enumerate([9, 10]):
         mine = keys[pages[0]].flatten(0, 1)[:length], values[pages[0]].flatten(0, 1)[:length]
         torch.testing.assert_close(chunk[token], attention_by_hand(query[token], *mine, 0.3))

@@ -263,6 +263,24 @@ def test_groups_have_their_own_tables_and_windows():
         assert (out - case.expected()).norm() <= 2e-6 * out.norm()
 
 
+@pytest.mark.parametrize("one_kernel", [False, True])
+@pytest.mark.parametrize("window", [0, 40])
+def test_last_tokens_look_alone_and_in_the_memory_of_the_others(window, one_kernel):
+    case = Case([700, 33, 290, 77, 0, 0], [1, 1, 40, 9, 0, 0], window=window, loose=3, slack=100)
+    backend = TritonAttention(16, 4, 2, 16, torch.float32, (window,), one_kernel=one_kernel)
+    context = ForwardContext(case.batch, backend, backend.plan(case.batch), [case.cache], (0,), only_last=True)
+    together = backend.forward(case.query, case.key, case.value, 0, case.scale, context)
+    last = context.last_tokens()
+    assert last.places.tolist() == [0, 1, 41, 50, 50, 50]
+    assert last.context.plan.groups[0].partials is context.plan.groups[0].partials
+    alone = backend.forward(last.of(case.query), case.key, case.value, 0, case.scale, last.context)
+    wanted = case.expected()[last.places[:4].long()]
+    assert (alone[:4].double() - wanted).norm() <= 2e-6 * wanted.norm()
+    assert not alone[4:].any()
+    if one_kernel:
+        assert torch.equal(alone[:4], together[last.places[:4].long()])
+
+
 @pytest.mark.parametrize("num_shares", [1, 7, 500])
 def test_work_covers_every_key_and_query_once(num_shares):
     lengths, counts = [1, 256, 257, 20_000, 700], [1, 1, 1, 1, 300]
@@ -395,7 +413,8 @@ def test_mixed_rows_at_real_size(dim):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(
-    ("heads", "page_size"), [((8, 8), 8), ((7, 1), 32), ((16, 1), 64), ((24, 3), 128), ((40, 8), 256)]
+    ("heads", "page_size"),
+    [((8, 8), 8), ((7, 1), 32), ((16, 1), 64), ((24, 3), 128), ((40, 8), 256), ((24, 1), 16), ((40, 1), 16)],
 )
 def test_any_group_of_heads_and_any_page(heads, page_size):
     lengths, counts = [*ragged(30, 3000), 128, 129, 2500, 127, 64], [1] * 30 + [128, 129, 900, 2, 64]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
+import logging
 
+import numpy as np
+import pytest
+
+from slipstream.config.memory import sizes_up_to
 from slipstream.device.device import Device
 from slipstream.runner.batch.input_batch import Size
-from slipstream.runner.graphs import GraphPool, sizes_up_to
+from slipstream.runner.graphs import GraphPool
 from slipstream.step import NO_INTS, StepPlan
 
 
@@ -74,6 +78,52 @@ def test_once_the_usual_was_captured_all_else_is_when_it_first_comes():
         pool.run("b", lambda: ran.append("later"))
     assert ran == ["only run", "at start", "later"] and pool.num_captured == 2
     assert device.replays == 4
+
+
+class Refuser(Recorder):
+    """Captures nothing that comes while it refuses, and has begun the work by then."""
+
+    def __init__(self, error: str = "operation not permitted") -> None:
+        super().__init__()
+        self.error = error
+        self.refuses = False
+
+    def capture(self, work):
+        if self.refuses:
+            work()
+            raise RuntimeError(f"{self.error}\nand a long story")
+        return super().capture(work)
+
+
+def test_work_that_cannot_be_captured_is_run(caplog):
+    device, ran = Refuser(), []
+    pool = pool_on(device)
+    with pool.starting(capture=True):
+        pool.run("before", lambda: ran.append("before"))
+    device.refuses = True
+    with caplog.at_level(logging.WARNING, "slipstream"):
+        assert [pool.run("a", lambda i=i: ran.append(i) or i) for i in range(3)] == [0, 1, 2]
+    assert ran == ["before", 0, 0, 1, 2]  # the first while it was tried, and again
+    (record,) = caplog.records
+    assert "operation not permitted" in record.message and "story" not in record.message
+    device.refuses = False
+    for i in range(2):  # it may read what the others left, each time somewhere else
+        assert pool.run("after a", lambda i=i: i) == i
+    pool.run("before", lambda: ran.append("never"))
+    assert "never" not in ran and device.replays == 2 and pool.num_captured == 1
+
+
+def test_graphs_for_which_there_is_no_memory_are_told_of_at_the_start():
+    device = Refuser("CUDA out of memory")
+    device.refuses = True
+    pool = pool_on(device)
+    with pytest.raises(RuntimeError, match="out of memory"), pool.starting(capture=True):
+        pool.run("a", lambda: None)
+    assert pool.run("a", lambda: 7) == 7  # later it is no reason to lose a step
+    pool = pool_on(device)
+    with pytest.raises(RuntimeError, match="out of memory"), pool.starting():
+        for _ in range(2):  # once to get ready, then to be captured
+            pool.run("a", lambda: None)
 
 
 def test_eager_and_devices_without_graphs_just_run():

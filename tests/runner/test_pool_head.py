@@ -29,7 +29,9 @@ def test_vectors_of_every_size_share_a_graph(tmp_path, normalize, monkeypatch):
         full = np.stack(bench.pool(prompts, params.with_changes(normalize=False)))
         head = bench.core.executor.heads[-1]
         real, head.graphs = head._prepare_alike, Recorder()
-        monkeypatch.setattr(head, "_prepare_alike", lambda count, setting, size: real(count, setting, Size(64, count)))
+        monkeypatch.setattr(
+            head, "_prepare_alike", lambda count, setting, size, last: real(count, setting, Size(64, count), last)
+        )
         for width in range(1, full.shape[1] + 1):
             cut = full[:, :width]
             wanted = cut / np.linalg.norm(cut, axis=1, keepdims=True) if normalize else cut

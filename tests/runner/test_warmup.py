@@ -1,5 +1,7 @@
 """Getting ready by running plans: what is captured, and that nothing of it is left."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -51,7 +53,7 @@ def test_a_warm_engine_says_the_same_and_has_captured_what_it_needs(folder, want
         assert graphs.num_captured == 0  # so far everything was only run
         warm_up.capture()
         captured = {key for key, entry in graphs._captured.items() if entry is not None}
-        assert {("body", Size(n, n)) for n in (1, 2, 4)} < captured
+        assert {("body", Size(n, n), False) for n in (1, 2, 4)} < captured
         assert {key[1] for key in captured if key[0] == "head"} == {1, 2, 4}
         before = graphs.num_captured
         replays = device.num_replays
@@ -176,3 +178,56 @@ def test_the_cache_takes_what_was_measured_to_be_left(folder, wanted, monkeypatc
         assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted
     with pytest.raises(NotEnoughMemory, match="one request of max_model_len 64 takes"):
         LLM(folder, **options, _device=Gpu(1000 + 5 * page))
+
+
+def test_no_step_overtakes_what_was_written_on_another_stream(folder, monkeypatch):
+    """Zeros of tables and caches, and weights, come by the host's own stream; steps run on one that does not wait."""
+    from slipstream.config import resolve
+    from slipstream.runner import assemble, warmup
+    from slipstream.runner.kv_store import KVStore
+
+    happened = []
+
+    @contextlib.contextmanager
+    def compiling_ahead(walk, num_processes):
+        walk()
+        yield
+
+    def noted(owner, name, what):
+        real = getattr(owner, name)
+
+        def call(*args, **kwargs):
+            happened.append(what)
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, call)
+
+    monkeypatch.setattr(resolve, "_keep_free", lambda options, machine: 1000)
+    monkeypatch.setattr(assemble, "_room", lambda config, device: device.free_memory() - config.device.keep_free)
+    monkeypatch.setattr(assemble, "can_compile_ahead", lambda: True)
+    monkeypatch.setattr(assemble, "compiling_ahead", compiling_ahead)
+    monkeypatch.setattr(ReplayDevice, "can_graph", False)
+    noted(assemble, "_assemble", "written")
+    noted(KVStore, "take_memory", "written")
+    noted(Gpu, "settle", "settled")
+    noted(warmup, "run_plan", "step")
+    real_open = assemble.open_model
+
+    def open_model(*args):
+        model, fill = real_open(*args)
+
+        def fill_and_note(progress):
+            happened.append("written")
+            fill(progress)
+
+        return model, fill_and_note
+
+    monkeypatch.setattr(assemble, "open_model", open_model)
+    options = {name: value for name, value in OPTIONS.items() if name != "num_pages"}
+    LLM(folder, **options, _device=Gpu(10**9)).close()
+    assert "step" in happened and happened.count("written") >= 3
+    last = ""
+    for what in happened:
+        assert (last, what) != ("written", "step")
+        last = what if what != "step" else last
+    assert last == "settled", "nor one of the first request"

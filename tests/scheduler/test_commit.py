@@ -207,3 +207,19 @@ def count_operations(num_output: int) -> int:
 
 def test_committing_costs_the_same_after_sixty_thousand_tokens():
     assert count_operations(60_000) == count_operations(64)
+
+
+def test_rows_that_began_together_publish_what_they_wrote_in_turns():
+    bench = Bench(num_pages=512, max_num_seqs=16, max_model_len=128)
+    requests = [bench.submit([k, 1, 2, 3], max_tokens=100)[0] for k in range(16)]
+    bench.step()
+    published, in_each_step = [1] * 16, []
+    for _ in range(90):
+        bench.step()
+        before, published = published, [request.num_published for request in requests]
+        in_each_step.append(sum(old < new for old, new in zip(before, published, strict=True)))
+    assert sum(in_each_step) >= 4 * 16 and max(in_each_step) <= 4
+    assert min(published) > 90 // 4 - 6  # nobody waits for long
+    bench.run()
+    for request in requests:
+        bench.check_tokens(request)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scripted import Bench, alone
 from slipstream.errors import RequestTooLarge, UserError
+from slipstream.messages import LOGPROB
 from slipstream.request import FinishReason, Request, Status
 
 ROOT = list(range(40, 60))  # prompts begin alike, so that pages are shared
@@ -130,7 +132,8 @@ class Story:
             else:
                 self.bench.check_tokens(request)
             if request.params.prompt_logprobs is not None and not request.sample:
-                scores = [score.chosen for output in outputs for score in output.prompt_logprobs or ()]
+                told = b"".join(output.prompt_logprobs or b"" for output in outputs)
+                scores = np.frombuffer(told, LOGPROB)["logprob"][:: 1 + request.params.prompt_logprobs].tolist()
                 assert scores == [-token for token in request.tokens[1 : request.num_prompt]]
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from scripted import Bench
 from slipstream.errors import InvalidOption, InvalidPrompt, PromptTooLong, QueueFull, RequestTooLarge, UserError
+from slipstream.messages import LOGPROB
 from slipstream.request import Status
 
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
@@ -293,9 +294,9 @@ def test_num_logprobs_is_the_most_that_any_sampling_row_wants():
             assert output.logprobs is None
         else:
             assert output.logprobs is not None
-            (entry,) = output.logprobs
-            assert len(entry.top_ids) == len(entry.top) == count
-            assert entry.chosen == -output.token_ids[0] - 1
+            own, *top = np.frombuffer(output.logprobs, LOGPROB).tolist()
+            assert own[:2] == (-output.token_ids[0] - 1, output.token_ids[0])
+            assert [rank for _, _, rank in top] == list(range(1, count + 1))
 
 
 def test_plans_are_not_touched_after_they_were_handed_over():

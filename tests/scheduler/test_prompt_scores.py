@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from scripted import Bench
+from slipstream.messages import LOGPROB
 
 
 def scores_of(bench: Bench, request) -> list[float]:
     """Everything the outputs said about this sample's prompt."""
     mine = [o for o in bench.outputs if (o.request_id, o.sample) == (request.id, request.sample)]
-    return [entry.chosen for output in mine for entry in output.prompt_logprobs or ()]
+    each = 1 + (request.params.prompt_logprobs or 0)
+    told = np.frombuffer(b"".join(output.prompt_logprobs or b"" for output in mine), LOGPROB)[::each]
+    assert told["token"].tolist() == request.tokens[1 : 1 + len(told)]
+    assert told["rank"].tolist() == list(range(1, 1 + len(told)))
+    return told["logprob"].tolist()
 
 
 def check(bench: Bench, request) -> None:
@@ -31,8 +37,8 @@ def test_each_prompt_token_but_the_first_is_scored_once(depth, budget):
         check(bench, request)
         bench.check_tokens(request)
     assert scores_of(bench, silent) == []
-    entry = next(o.prompt_logprobs for o in bench.outputs if o.prompt_logprobs)[0]
-    assert len(entry.top_ids) == len(entry.top) == 2
+    told = np.frombuffer(next(o.prompt_logprobs for o in bench.outputs if o.prompt_logprobs), LOGPROB)
+    assert told["rank"][1:3].tolist() == [1, 2] and (told["logprob"][1:3] == -told["token"][1:3] - 0.5).all()
 
 
 def test_a_chunk_brings_the_token_after_it():
@@ -86,7 +92,7 @@ def test_a_long_report_comes_in_short_chunks():
     bench = Bench(max_num_batched_tokens=64, max_model_len=64)
     (request,) = bench.submit(list(range(40)), max_tokens=1, prompt_logprobs=2**18)
     plan = bench.plan()
-    assert plan.num_tokens.tolist() == [4] and plan.scores.num_logprobs == 2**18
+    assert plan.num_tokens.tolist() == [3] and plan.scores.num_logprobs == 2**18
     bench.scheduler.abort(request.id)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from serve.asgi import at_door
 from slipstream.engine.link.wire import Failed, Pulse, Ready, Refused
+from slipstream.metrics.lane import LaneStats
 from slipstream.request import FinishReason
 from slipstream.serve.http.watchdog import Watchdog
 
@@ -379,8 +380,8 @@ def test_the_watchdog_turns_health_while_a_busy_engine_is_silent(folder, capfd):
         dog.look(now + 6)
         health = await door.get("/health")
         assert health.status == 503 and "6 s" in health.json()["status"]
-        door.core.say(Pulse(num_steps=1))
-        while door.state.engine.pulse.num_steps == 0:
+        door.core.say(Pulse([LaneStats("tiny", num_steps=1)]))
+        while not door.state.engine.pulse.lanes:
             await asyncio.sleep(0)
         dog.look(time.monotonic())
         assert (await door.get("/health")).status == 200

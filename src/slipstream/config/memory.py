@@ -11,6 +11,7 @@ import msgspec
 
 from slipstream.config.config import EngineConfig
 from slipstream.config.model_info import ModelInfo
+from slipstream.params import LONG_REPORT
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -20,17 +21,16 @@ GATHERED_KEYS = 65_536
 SCORED_AT_ONCE = 64
 """Prompt tokens whose logits are made together."""
 
-USUAL_LOGPROBS = 20
-"""Result slots are sized for this many; a step that reports more gets a larger one."""
-
+MOST_REPORTED = 2**20  # numbers in one step's long reports, or in what it tells of prompts
+ALIGNMENT = 256  # of a slot's fields, all together
 PENALTY_BYTES = 5  # for each token of the vocabulary: a count and whether the prompt has it
-SUM_OF_SIZES = 7  # times the largest size that steps are padded to
+SUM_OF_SIZES = 8  # times the largest size that steps are padded to, steps with chunks captured in two kinds
 WORKSPACE = 256 * 2**20  # that libraries and the driver take for graphs
 SORTED_BYTES = 8  # an index beside each sorted logit
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes. On a GPU `staging_host` and `results_host` are pinned memory of the host, all else is the device's."""
+    """Bytes. On a GPU what ends with `_host` is pinned memory of the host, all else is the device's."""
 
     weights: int  # parameters and the rope table
     cache: int
@@ -40,6 +40,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     staging_host: int
     results: int
     results_host: int
+    reports: int  # what results take more when a step reports as many logprobs as it may
+    reports_host: int
     hidden: int  # of the largest step, inside one block
     attention: int  # gathered keys and masks, inside one block
     logits: int  # from the head's product to the drawn tokens, every sampling feature in use
@@ -52,7 +54,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        rings = self.staging + self.staging_host + self.results + self.results_host
+        rings = self.staging + self.staging_host + self.results + self.results_host + self.reports + self.reports_host
         return self.weights + self.cache + self.tables + self.features + rings + self.activations + self.graphs
 
 
@@ -86,6 +88,8 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
         staging_host=slots * staging,
         results=slots * results,
         results_host=slots * results,
+        reports=slots * report_bytes(config) + score_bytes(config),
+        reports_host=slots * report_bytes(config),
         hidden=hidden,
         attention=attention,
         logits=logits if generates else 0,
@@ -97,6 +101,7 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
             max(hidden + attention, logits),
             rows=scheduler.max_num_seqs,
             tokens=scheduler.max_num_batched_tokens,
+            pages=len(cache.groups) * -(-scheduler.max_model_len // cache.page_size),
         ),
     )
 
@@ -107,11 +112,25 @@ def feature_bytes(info: ModelInfo, dtype: str, rows: int) -> int:
     return 3 * (rows + 1) * info.vocab_size * (PENALTY_BYTES + max(ITEMSIZE[dtype], 4)) // 2
 
 
-def graph_bytes(info: ModelInfo, dtype: str, activations: int, *, rows: int, tokens: int) -> int:
-    """Of captured steps: they share the memory that one of them works in, and each keeps its hidden states."""
-    # sizes are at least a quarter apart towards the largest, so they sum up to no more than this
+def graph_bytes(info: ModelInfo, dtype: str, activations: int, *, rows: int, tokens: int, pages: int) -> int:
+    """Of captured steps: they share the memory that one of them works in, and each keeps its hidden states and page
+    tables, in which a row has so many `pages`, those of all groups together."""
+    # sizes are at least a quarter apart towards the largest, so they sum up to no more than this, and with them the
+    # rows of those that keep one hidden state a row
     kept = SUM_OF_SIZES * (rows + tokens)
-    return activations + kept * info.hidden_size * ITEMSIZE[dtype] + WORKSPACE
+    # mixed steps are of two kinds, and have tables for all rows
+    mixed = sum(size > rows for size in sizes_up_to(tokens, first_steps=64))
+    tabled = 2 * mixed * rows + sum(sizes_up_to(rows, first_steps=8))
+    return activations + kept * info.hidden_size * ITEMSIZE[dtype] + tabled * pages * 8 + WORKSPACE
+
+
+def sizes_up_to(most: int, first_steps: int) -> list[int]:
+    """1, 2, 4 and so on, then in steps that waste at most a fifth and are no smaller than `first_steps`."""
+    sizes, size = [], 1
+    while size < most:
+        sizes.append(size)
+        size += size if size < 2 * first_steps else max(first_steps, 1 << (size.bit_length() - 3))
+    return [*sizes, most]
 
 
 def activation_bytes(
@@ -129,7 +148,8 @@ def activation_bytes(
     if on_cpu:
         gathered = min(max(GATHERED_KEYS, length), rows * length)
         masked = groups * (rows + tokens) * length  # a mask for each single row and for each token of chunks
-        attention = 2 * gathered * keys * size + masked * (size + 1)
+        slots = groups * rows * length  # int64, where each of those keys lies, with and without what is not seen
+        attention = 2 * gathered * keys * size + masked * (size + 1) + 2 * slots * 8
         if info.extra.get("attn_logit_softcapping"):  # bounded scores are made in full
             attention += 3 * info.num_heads * max(tokens * length, gathered) * size
     # the product, its copy in the logits' dtype, one kept for logprobs, one edited, noise, two sorted or masked
@@ -138,6 +158,11 @@ def activation_bytes(
     drawn = min(max(rows, SCORED_AT_ONCE), tokens)
     logits = drawn * info.vocab_size * per_logit + tokens * info.hidden_size * size
     return hidden, attention, logits
+
+
+def hidden_bytes(config: EngineConfig) -> int:
+    """Hidden states of all tokens of the largest step, which most steps do not give: only those of last tokens."""
+    return config.scheduler.max_num_batched_tokens * config.model.info.hidden_size * ITEMSIZE[config.model.dtype]
 
 
 def arena_bytes(config: EngineConfig) -> int:
@@ -155,10 +180,34 @@ def arena_bytes(config: EngineConfig) -> int:
 
 
 def result_bytes(config: EngineConfig) -> int:
-    """Of one slot: token, flag, logprob, rank and the usual number of alternatives for each row."""
+    """Of one slot: token, flag, logprob, rank and as many alternatives for each row as no long report has."""
     if not config.model.generates:
         return 0
-    return (config.scheduler.max_num_seqs + 1) * 24 * (USUAL_LOGPROBS + 2)
+    return (config.scheduler.max_num_seqs + 1) * 24 * (LONG_REPORT + 2)
+
+
+def most_reported(info: ModelInfo) -> int:
+    """Numbers of one kind in one step's reports: a few whole vocabularies, or one that is larger than usual."""
+    return max(MOST_REPORTED, 1 + info.vocab_size)
+
+
+def report_bytes(config: EngineConfig) -> int:
+    """What one slot grows by, at most: long reports, given ids and scored prompts."""
+    if not config.model.generates:
+        return 0
+    scheduler, real = config.scheduler, max(ITEMSIZE[config.model.dtype], 4)
+    of_rows = min(scheduler.most_reported, scheduler.max_num_seqs * (1 + config.model.info.vocab_size))
+    # a logprob and an id of each; of given ids the logprob
+    return of_rows * (8 + real + real) + score_bytes(config) // 2 + ALIGNMENT
+
+
+def score_bytes(config: EngineConfig) -> int:
+    """Of what a step reports of prompt tokens, in parts and as a whole, before it is in the slot."""
+    if not config.model.generates:
+        return 0
+    scheduler, real = config.scheduler, max(ITEMSIZE[config.model.dtype], 4)
+    num = min(scheduler.most_reported, scheduler.max_num_batched_tokens * (1 + config.model.info.vocab_size))
+    return 2 * num * (8 + real)
 
 
 def pooled_bytes(config: EngineConfig) -> int:

@@ -12,7 +12,7 @@ import msgspec
 from slipstream.cache_spec import CacheGroup
 from slipstream.config.cache_size import CacheSize
 from slipstream.config.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
-from slipstream.config.memory import activation_bytes, feature_bytes, graph_bytes
+from slipstream.config.memory import activation_bytes, feature_bytes, graph_bytes, most_reported
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
@@ -106,7 +106,8 @@ def resolve(
     if not on_cpu:
         taken += feature_bytes(info, dtype, max_num_seqs)
         if not options.enforce_eager:
-            taken += graph_bytes(info, dtype, activations, rows=max_num_seqs, tokens=step_tokens)
+            pages = len(groups) * -(-wanted // page_size)
+            taken += graph_bytes(info, dtype, activations, rows=max_num_seqs, tokens=step_tokens, pages=pages)
     num_pages = _num_pages(options, size, taken, machine)
     length = size.longest(num_pages)
     if length < 2:
@@ -164,6 +165,7 @@ def resolve(
             depth=depth,
             seed=options.seed,
             staged_ints=staged_ints(length, page_size, max_num_seqs, len(groups), info.vocab_size),
+            most_reported=most_reported(info),
             whole=whole,
             max_itl=_max_itl(options, machine),
             cached_tasks=("embed", "classify") if pooling is not None and pooling.method == "last" else (),

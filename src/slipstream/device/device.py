@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import os
@@ -57,12 +58,18 @@ class Device:
     def handed_back(self, buffer: Bytes) -> None:
         """A buffer is about to be written anew; a test device poisons it."""
 
+    def settle(self) -> None:
+        """While an engine starts: what was asked of the device is done, on whatever stream; the host waits for it."""
+
     def free_memory(self) -> int | None:
         """Bytes of the device that nobody holds, once all that was queued has run; None: it is the host's memory."""
         return None
 
     def capture(self, work: Callable[[], T]) -> tuple[Work, T]:
-        """Record what `work` launches, without running it: how to replay it, and the result it then writes."""
+        """Record what `work` launches, without running it: how to replay it, and the result it then writes.
+
+        A RuntimeError if it cannot be recorded; the work may be run then.
+        """
         raise NotImplementedError(f"{self.kind} has no graphs")
 
     def close(self) -> None:
@@ -95,8 +102,13 @@ class CudaDevice(Device):
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
+    def settle(self) -> None:
+        # not the whole device: another engine's capture would not survive that
+        for stream in (torch.cuda.current_stream(self.torch_device), self.compute.stream, self.copy.stream):
+            stream.synchronize()
+
     def free_memory(self) -> int | None:
-        torch.cuda.synchronize(self.torch_device)
+        self.settle()
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
     def capture(self, work: Callable[[], T]) -> tuple[Work, T]:
@@ -106,15 +118,26 @@ class CudaDevice(Device):
         gc.disable()
         try:
             with torch.cuda.stream(self.compute.stream):
-                graph.capture_begin(pool=self._graph_memory, capture_error_mode="thread_local")
+                # relaxed: a library that this thread first uses here takes memory for itself, which other modes refuse.
+                # What waits for this stream is refused in any
+                graph.capture_begin(pool=self._graph_memory, capture_error_mode="relaxed")
                 try:
                     result = work()
-                finally:
                     graph.capture_end()
+                except BaseException:
+                    self._end_spoilt_capture(graph)
+                    raise
         finally:
             if collects:
                 gc.enable()
         return graph.replay, result
+
+    def _end_spoilt_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        """The stream takes work again, and memory comes from where it came before."""
+        with contextlib.suppress(RuntimeError):  # it says once more what went wrong
+            graph.capture_end()
+        with contextlib.suppress(RuntimeError):  # what capture_end does last, if it comes to it
+            torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_memory)
 
 
 def _pinning_works() -> bool:

@@ -64,9 +64,8 @@ class EngineCore:
         if isinstance(scheduler, WholeScheduler):
             scheduler.submit(whole_request(message))
             return
-        number = self._num_submitted
+        scheduler.submit(requests_of(message, self.config, self._num_submitted))
         self._num_submitted += 1
-        scheduler.submit(requests_of(message, self.config, number))
 
     def abort(self, message: Abort) -> int:
         """Returns how many samples this ended: some may just have ended by themselves."""
@@ -76,6 +75,10 @@ class EngineCore:
 
     def has_work(self) -> bool:
         return bool(self.in_flight) or self.scheduler.has_work()
+
+    def runs_far_ahead(self) -> bool:
+        """Whether enough is on its way already, so that another step is not due."""
+        return bool(self.in_flight) and not self.in_flight[-1].done() and self.pace.is_early()
 
     def step(self) -> list[Output]:
         """Launch a step if there is one, and commit the oldest once enough are in flight."""
@@ -94,7 +97,7 @@ class EngineCore:
             self.account.leave(self.has_work())
 
     def _advance(self) -> list[Output]:
-        if self._runs_far_ahead():
+        if self.runs_far_ahead():
             # nothing is launched now, but whoever reads need not wait for the next launch
             if self.in_flight[0].done():
                 return self._commit()
@@ -108,10 +111,6 @@ class EngineCore:
         if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
             return self._commit()
         return self.scheduler.take_failures()
-
-    def _runs_far_ahead(self) -> bool:
-        """Whether enough is on its way already."""
-        return bool(self.in_flight) and not self.in_flight[-1].done() and self.pace.is_early()
 
     def _nap(self) -> None:
         self.account.waits()

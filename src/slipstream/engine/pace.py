@@ -26,6 +26,7 @@ class _Step:
     kind: int
     num_tokens: int
     has_chunks: bool
+    after_rest: bool
     launched: float
 
 
@@ -42,6 +43,7 @@ class Pace:
         self._sleep = sleep
         self._steps: deque[_Step] = deque()
         self._seconds: dict[int, float] = {}  # for each token of a step of some kind
+        self._rested: dict[int, float] = {}  # the same after a rest: a GPU that has cooled is a fifth quicker
         self._per_token: float | None = None  # of a step with chunks
         self._host = 0.0  # seconds that the host takes for a step
         self._freed = 0.0  # when the device was last known to begin with the oldest step in flight
@@ -59,7 +61,7 @@ class Pace:
         steps = self._steps
         if not steps:
             return 0.0
-        ahead = sum(self._seconds.get(step.kind, 0.0) * step.num_tokens for step in steps)
+        ahead = sum(self._known(step).get(step.kind, 0.0) * step.num_tokens for step in steps)
         ahead -= self._clock() - max(steps[0].launched, self._freed)
         return ahead - max(2 * self._host, LEAST_AHEAD)
 
@@ -75,7 +77,7 @@ class Pace:
         num_tokens = plan.total_tokens if has_chunks else len(plan.rows)
         kind = 2 * num_tokens.bit_length() + has_chunks
         self._host += _NEWEST * (host - self._host)
-        self._steps.append(_Step(kind, num_tokens, has_chunks, self._clock()))
+        self._steps.append(_Step(kind, num_tokens, has_chunks, not self._steps, self._clock()))
 
     def committed(self, busy: float) -> None:
         """The oldest step's result is there, after so many seconds on the device; 0: nobody knows."""
@@ -84,9 +86,13 @@ class Pace:
         if busy <= 0:
             return
         each = busy / step.num_tokens
-        seconds = self._seconds.get(step.kind, each)
-        # believed at once where it took less: to be early costs newcomers a little, to be late leaves the device idle
-        self._seconds[step.kind] = min(each, seconds + _NEWEST * (each - seconds))
+        for known in (self._seconds, self._rested) if step.after_rest else (self._seconds,):
+            before = known.get(step.kind, each)
+            # believed at once where it took less: to be early costs newcomers a little, to be late idles the device
+            known[step.kind] = min(each, before + _NEWEST * (each - before))
         if step.has_chunks and step.num_tokens >= LEAST_CHUNK:
             before = each if self._per_token is None else self._per_token
             self._per_token = before + _NEWEST * (each - before)
+
+    def _known(self, step: _Step) -> dict[int, float]:
+        return self._rested if step.after_rest else self._seconds

@@ -1,6 +1,7 @@
 """All that a layer may see of a step, passed down as an argument.
 
 `BatchView` is what `runner/batch/input_batch.py` gathered; `ForwardContext` adds the caches and the attention plan.
+Where of each row only the last token's hidden state is wanted, most of the last layer is for `LastTokens` alone.
 Layers know tokens and positions. They know nothing of requests.
 """
 
@@ -27,7 +28,8 @@ class BatchView:
     ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     lengths: torch.Tensor  # [B] int64, positions each row has after this step
-    slots: tuple[torch.Tensor, ...]  # per group: [T] int64, where a token's keys go: page * page_size + place
+    # per group: [T] int64, where a token's keys go: page * page_size + place; empty: they are there already
+    slots: tuple[torch.Tensor, ...]
     page_tables: tuple[torch.Tensor, ...]  # per group: [B, width] int64 pages, width = pages of the longest row
 
     num_tokens: NDArray[np.int32]  # host [B]
@@ -48,3 +50,38 @@ class ForwardContext:
     plan: Any  # what the backend made of the batch, for its own use
     caches: list[Any]  # per layer: (keys, values), each [pages, page_size, kv heads, head dim]
     group_of_layer: tuple[int, ...]
+    only_last: bool = False  # the model gives a hidden state for each row, its last token's, not for each token
+
+    def last_places(self) -> torch.Tensor:
+        """[B] int32: where each row's last token is. Rows that pad begin where the tokens end: they get the last."""
+        starts = self.batch.query_starts
+        assert starts is not None, "with one token a row all of them are the last"
+        return starts[1:] - 1
+
+    def last_tokens(self) -> LastTokens:
+        batch, places = self.batch, self.last_places()
+        num_rows = len(batch.lengths)
+        alone = BatchView(
+            ids=batch.ids.index_select(0, places),
+            positions=batch.positions.index_select(0, places),
+            lengths=batch.lengths,
+            slots=(),
+            page_tables=batch.page_tables,
+            num_tokens=np.ones(num_rows, np.int32),
+            max_lengths=batch.max_lengths,
+            num_single=num_rows,
+        )
+        plan = self.attention.plan(alone, after=self.plan)
+        return LastTokens(places, ForwardContext(alone, self.attention, plan, self.caches, self.group_of_layer))
+
+
+@dataclass(frozen=True, slots=True)
+class LastTokens:
+    """The last token of each row, as a step of one token a row whose keys are in the pages already."""
+
+    places: torch.Tensor  # [B] int32, in the step they belong to
+    context: ForwardContext
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """Theirs, of something that all tokens have."""
+        return x.index_select(0, self.places)

@@ -50,13 +50,13 @@ def compiling_ahead(walk: Walk, num_processes: int) -> Iterator[None]:
 
     compiler = ForkedCompiler(num_processes, _build_launcher)
     with triton.AsyncCompileMode(compiler, ignore_errors=True):
-        with _nothing_launched(), _ZeroFilled():
-            walk()
-        compiler.start()
         try:
+            with _nothing_launched(), _ZeroFilled():
+                walk()
+            compiler.start()
             yield
         except BaseException:
-            compiler.abandon()
+            compiler.abandon()  # Triton's mode waits for all that was submitted, whatever happened
             raise
         compiler.finish()
 

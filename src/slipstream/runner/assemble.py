@@ -6,7 +6,15 @@ import torch
 
 from slipstream.cache_spec import CacheSpec
 from slipstream.config.config import EngineConfig
-from slipstream.config.memory import ITEMSIZE, arena_bytes, plan_memory, pooled_bytes, result_bytes
+from slipstream.config.memory import (
+    ITEMSIZE,
+    arena_bytes,
+    hidden_bytes,
+    plan_memory,
+    pooled_bytes,
+    report_bytes,
+    result_bytes,
+)
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.resolve import fit_cache
 from slipstream.device.device import Device, default_threads, open_device
@@ -55,16 +63,20 @@ def build_runner(
         fill(progress)
         return runner, config
     warm_up = _warm_up(runner, config)
+    # zeros and weights are written on the host's own stream, steps run on another: one must not overtake the other
+    device.settle()
     if can_compile_ahead():
         with compiling_ahead(warm_up.walk, default_threads()):
             fill(progress)
     else:
         fill(progress)
+    device.settle()
     with choosing():
         warm_up.run_largest()
     if measured:
         config = fit_cache(config, _room(config, device))
         runner.store.take_memory(config.cache.group_pages)
+        device.settle()
     warm_up.capture()
     return runner, config
 
@@ -84,7 +96,7 @@ def _room(config: EngineConfig, device: Device) -> int:
     free, keep_free = device.free_memory(), config.device.keep_free
     assert free is not None and keep_free is not None
     coming = plan_memory(config, 0)
-    return free - keep_free - coming.features - coming.graphs
+    return free - keep_free - coming.features - coming.reports - coming.graphs - hidden_bytes(config)
 
 
 def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages: tuple[int, ...]) -> ModelRunner:
@@ -99,7 +111,8 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
     max_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * scheduler.max_model_len)
     graphs = GraphPool(device, scheduler.max_num_seqs, max_tokens, eager=config.device.eager)
     info, pooling = config.model.info, config.model.pooling
-    results = ResultRing(num_slots, result_bytes(config) + pooled_bytes(config), device)
+    result_size = result_bytes(config) + pooled_bytes(config)
+    results = ResultRing(num_slots, result_size, device, most=result_size + report_bytes(config))
     heads: list[HeadMaker] = []
     row_states: list[RowState] = [store]
     input_batch: Inputs

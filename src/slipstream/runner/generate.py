@@ -14,7 +14,7 @@ from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head
-from slipstream.runner.output import PROMPT, ResultRing, ResultShape, pack, result_shape
+from slipstream.runner.output import LONG, PROMPT, ResultRing, ResultShape, pack, result_shape
 from slipstream.runner.sampling.logprobs import prepare_scores
 from slipstream.runner.sampling.sampler import Replayed, Sampler
 from slipstream.runner.sampling.stage import SampleBatch
@@ -44,7 +44,12 @@ class GenerateHead:
         self._picked = _Picked(graphs.max_rows)
         self._numpy_dtype = np.float64 if logit_dtype is torch.float64 else np.float32
 
-    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Head | None:
+    def wants_all(self, plan: StepPlan) -> bool:
+        return plan.scores is not None
+
+    def prepare(
+        self, plan: StepPlan, upload: Upload, size: Size | None = None, *, only_last: bool = False
+    ) -> Head | None:
         """Host: stage what the draw needs; None when no row draws in this step and no prompt is scored.
 
         `size` says what the body is padded to, if it is.
@@ -57,8 +62,8 @@ class GenerateHead:
             if not num_samples and scores is None:
                 return None
             if num_samples < plan.total_tokens:
-                last = np.cumsum(plan.num_tokens) - 1
-                pick = np.stack([last[which], which, plan.rows[which]]).astype(np.int64)
+                places = which if only_last else np.cumsum(plan.num_tokens)[which] - 1
+                pick = np.stack([places, which, plan.rows[which]]).astype(np.int64)
         if scores is None and (pick is not None or (size is not None and size.is_single)):
             replayed = self._prepare_replayed(plan, num_samples, pick, upload)
             if replayed is not None:
@@ -73,6 +78,7 @@ class GenerateHead:
             self._numpy_dtype,
             None if sample is None or sample.given is None else sample.given.shape,
             None if scores is None else (len(scores.places), scores.num_logprobs),
+            None if sample is None or sample.long is None else sample.long.shape,
         )
         slot = self.results.open(shape)
         num_rows = len(plan.rows)
@@ -85,8 +91,8 @@ class GenerateHead:
                 if is_padded:
                     hidden, rows, positions = hidden[:num_rows], rows[:num_rows], positions[:num_rows]
                 if picked is not None:
-                    last_tokens, places, rows = upload.tensor(picked).unbind(0)
-                    hidden = hidden.index_select(0, last_tokens)
+                    own, places, rows = upload.tensor(picked).unbind(0)
+                    hidden = hidden.index_select(0, own)
                     positions = positions.index_select(0, places)
                 drawn = sample(self._logits(hidden), SampleBatch(rows, positions))
                 self.rows.draw(rows, drawn.tokens)
@@ -95,6 +101,8 @@ class GenerateHead:
                     results |= _named("", drawn.logprobs)
                 if drawn.given is not None:
                     results["given"] = drawn.given
+                if drawn.long is not None:
+                    results |= _named(LONG, drawn.long)
             slot.write(results)
 
         return Head(run, slot.leave)
@@ -104,8 +112,9 @@ class GenerateHead:
     ) -> Head | None:
         """Host: a head that is the same from step to step, if this step's can be.
 
-        `pick` says which tokens of the step sample: their places, their rows' places, their rows. They are brought
-        together at fixed addresses first. Without it all of them do, and lie where the body's replay left them.
+        `pick` says which hidden states of the step are sampled from: their places, their rows' places, their rows. They
+        are brought together at fixed addresses first. Without it all of them are, and lie where the body's replay left
+        them.
         """
         num_rows = self.graphs.rows_for(num_samples)
         if num_rows is None or (replayed := self.sampler.prepare_by_row(plan)) is None:
@@ -148,20 +157,20 @@ class GenerateHead:
 
 
 class _Picked:
-    """Hidden states, rows and positions of those tokens of a step that sample, at addresses that do not change."""
+    """Hidden states that are sampled from, their rows and positions, at addresses that do not change."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def bring(self, hidden: torch.Tensor, rows: SampleBatch, pick: torch.Tensor) -> tuple[torch.Tensor, SampleBatch]:
-        """Device: `pick` [3, n] are the tokens' places, their rows' places among the step's, and the rows."""
+        """Device: `pick` [3, n] are the hidden states' places, their rows' places among the step's, and the rows."""
         if self._buffers is None:
             ids = torch.zeros(2, self._num_rows, dtype=torch.int64, device=hidden.device)
             self._buffers = hidden.new_zeros(self._num_rows, hidden.shape[1]), ids[0], ids[1]
-        tokens, places, own_rows = pick.unbind(0)
-        own_hidden, own, positions = (buffer[: len(tokens)] for buffer in self._buffers)
-        torch.index_select(hidden, 0, tokens, out=own_hidden)
+        lines, places, own_rows = pick.unbind(0)
+        own_hidden, own, positions = (buffer[: len(lines)] for buffer in self._buffers)
+        torch.index_select(hidden, 0, lines, out=own_hidden)
         torch.index_select(rows.positions, 0, places, out=positions)
         own.copy_(own_rows)
         return own_hidden, SampleBatch(own, positions)

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import logging
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
+from slipstream.config.memory import sizes_up_to
 from slipstream.device.device import Device
 from slipstream.runner.batch.input_batch import Size
 from slipstream.step import StepPlan
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 MOST_GRAPHS = 1024
 """Work beyond them runs eagerly. None is given up: one graph reads what another has written where it lay then."""
@@ -34,6 +37,8 @@ class GraphPool:
         self.token_sizes = [n for n in sizes_up_to(max_tokens, first_steps=64) if n > max_rows] if self.enabled else []
         self._captured: dict[Hashable, tuple[Callable[[], None], Any] | None] = {}
         self._runs_first: int | None = 1  # before a key is captured; None: nothing is
+        self._is_starting = False
+        self.gave_up = False  # a capture has failed
 
     @property
     def num_captured(self) -> int:
@@ -59,8 +64,8 @@ class GraphPool:
     def run(self, key: Hashable, work: Callable[[], T]) -> T:
         """Device: do `work`, or replay what it did when it was captured; its result lies where it lay then.
 
-        It is captured when it first comes, in an engine that has started by capturing the usual: kernels and libraries
-        are ready then. In any other it runs eagerly once, which gets them ready, and is captured the second time.
+        It is captured when it first comes, in an engine that has started by capturing the usual; in any other it runs
+        eagerly once and is captured the second time.
         """
         if not self.enabled or self._runs_first is None:
             return work()
@@ -69,27 +74,42 @@ class GraphPool:
             if key not in self._captured and self._runs_first:
                 self._captured[key] = None
                 return work()
-            if len(self._captured) > MOST_GRAPHS and self.num_captured >= MOST_GRAPHS:
+            if self.gave_up or (len(self._captured) > MOST_GRAPHS and self.num_captured >= MOST_GRAPHS):
                 return work()
-            entry = self._captured[key] = self.device.capture(work)
+            entry = self._captured[key] = self._capture(work)
+            if entry is None:
+                return work()
         replay, result = entry
         replay()
         return result
 
+    def _capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T] | None:
+        """None if it fails. Then nothing more is captured: what follows in a step would read what was never captured.
+        What was captured before is replayed as ever."""
+        try:
+            return self.device.capture(work)
+        except RuntimeError as error:
+            if self._is_starting and "out of memory" in str(error):
+                raise  # for the user to settle
+            self.gave_up = True
+            log.warning(
+                "work of the device could not be captured (%s: %s); what was not captured before is launched kernel by "
+                "kernel from now on, which is slower",
+                type(error).__name__,
+                str(error).partition("\n")[0],
+            )
+            return None
+
     @contextlib.contextmanager
-    def starting(self, *, capture: bool) -> Iterator[None]:
-        """While an engine starts: work is captured when it first comes, and from then on; or nothing is."""
-        before, self._runs_first = self._runs_first, 0 if capture else None
+    def starting(self, *, capture: bool | None = None) -> Iterator[None]:
+        """While an engine starts: work is captured when it first comes, and from then on; or nothing is; or all is as
+        ever. What does not fit into memory meanwhile is told."""
+        before = self._runs_first
+        if capture is not None:
+            self._runs_first = 0 if capture else None
+        self._is_starting = True
         try:
             yield
         finally:
+            self._is_starting = False
             self._runs_first = 0 if capture else before
-
-
-def sizes_up_to(most: int, first_steps: int) -> list[int]:
-    """1, 2, 4 and so on, then in steps that waste at most a fifth and are no smaller than `first_steps`."""
-    sizes, size = [], 1
-    while size < most:
-        sizes.append(size)
-        size += size if size < 2 * first_steps else max(first_steps, 1 << (size.bit_length() - 3))
-    return [*sizes, most]

@@ -26,5 +26,11 @@ class Head:
 class HeadMaker(Protocol):
     """What the runner asks for a head of each step."""
 
-    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Head | None:
-        """Host: stage what the head needs; None when this step needs none. `size`: what the body is padded to."""
+    def wants_all(self, plan: StepPlan) -> bool:
+        """Host: whether the head reads other hidden states than that of each row's last token."""
+
+    def prepare(
+        self, plan: StepPlan, upload: Upload, size: Size | None = None, *, only_last: bool = False
+    ) -> Head | None:
+        """Host: stage what the head needs; None when this step needs none. `size`: what the body is padded to.
+        `only_last`: the hidden states are those of each row's last token, not of all tokens."""

@@ -15,7 +15,11 @@ from slipstream.step import StepPlan
 
 
 class KVStore:
-    """`caches[layer]` is (keys, values), each [pages, page_size, kv heads, head dim]. Page 0 stays zero."""
+    """`caches[layer]` is (keys, values), each [pages, page_size, kv heads, head dim].
+
+    Pages keep what others left in them, be it NaN, and padding is written into page 0. Nothing is cleared: attention
+    reads the slots that its rows have filled and no others.
+    """
 
     def __init__(
         self, groups: tuple[CacheGroup, ...], group_pages: tuple[int, ...], dtype: torch.dtype, device: Device
@@ -41,7 +45,6 @@ class KVStore:
             for layer in group.layers:
                 self.caches[layer] = None  # type: ignore[call-overload]
                 try:
-                    # zeros, so that a masked slot of a fresh page is a number
                     keys, values = (self.device.zeros(shape, self.dtype) for _ in range(2))
                     self.caches[layer] = keys, values
                 except (RuntimeError, MemoryError):

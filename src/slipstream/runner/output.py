@@ -49,6 +49,7 @@ def result_shape(
     logit_dtype: Any,  # numpy's
     given: tuple[int, int] | None = None,  # of the logprobs of given ids
     scores: tuple[int, int] | None = None,  # scored prompt tokens, and the likeliest reported of each
+    long: tuple[int, int] | None = None,  # rows with long reports, and the likeliest reported of each
 ) -> ResultShape:
     wanted: list[tuple[str, tuple[int, ...], Any]] = [
         ("tokens", (num_samples,), np.int64),
@@ -60,6 +61,8 @@ def result_shape(
         wanted.append(("given", given, logit_dtype))
     if scores is not None:
         wanted += _logprob_fields(PROMPT, *scores, logit_dtype)
+    if long is not None:
+        wanted += _logprob_fields(LONG, *long, logit_dtype)
     return lay_out(wanted)
 
 
@@ -75,6 +78,8 @@ def lay_out(wanted: list[tuple[str, tuple[int, ...], Any]]) -> ResultShape:
 
 PROMPT = "prompt_"
 """Begins the names of fields that are about prompt tokens."""
+LONG = "long_"
+"""Likewise, about rows with long reports."""
 
 
 def _logprob_fields(prefix: str, num: int, k: int, real: Any) -> list[tuple[str, tuple[int, ...], Any]]:
@@ -155,7 +160,9 @@ def _logprobs(read: dict[str, np.ndarray[Any, Any]], prefix: str) -> StepLogprob
     if f"{prefix}chosen" not in read:
         return None
     chosen, rank, top_ids, top = (read[f"{prefix}{name}"] for name in ("chosen", "rank", "top_ids", "top"))
-    return StepLogprobs(chosen, rank, top_ids, top, None if prefix else read.get("given"))
+    if prefix:
+        return StepLogprobs(chosen, rank, top_ids, top)
+    return StepLogprobs(chosen, rank, top_ids, top, read.get("given"), _logprobs(read, LONG))
 
 
 class _Slot:
@@ -186,8 +193,10 @@ class ResultRing:
     What the heads of one step have to tell lies side by side in one slot, and leaves by one copy.
     """
 
-    def __init__(self, num_slots: int, capacity: int, device: Device) -> None:
+    def __init__(self, num_slots: int, capacity: int, device: Device, most: int = 0) -> None:
+        """Slots have `capacity` bytes, and get larger when a step needs it: up to `most` they are planned for."""
         self.device = device
+        self._most = most
         self.slots = [_Slot(capacity, device) for _ in range(num_slots)]
         self._next = 0
         self._opened: _Slot | None = None  # by the step that is being prepared
@@ -207,7 +216,8 @@ class ResultRing:
         start = slot.used
         slot.used = start + -(-shape.num_bytes // _ALIGN) * _ALIGN
         if slot.used > slot.capacity:
-            slot.grow(_roomy(slot.used), self.device)
+            roomy = _roomy(slot.used)
+            slot.grow(min(roomy, max(slot.used, self._most)) if self._most else roomy, self.device)
         return ResultSlot(slot, start, shape, count)
 
     def send(self) -> Sent:

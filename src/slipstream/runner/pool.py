@@ -73,7 +73,19 @@ class PoolHead:
             self._query_sizes.pop(number, None)
         return functools.partial(self.queries.forget, numbers)
 
-    def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Head | None:
+    def wants_all(self, plan: StepPlan) -> bool:
+        if plan.pools is None and not self.carry.admissions:
+            return False
+        if self.method != "last":
+            return True
+        params = plan.pool_params
+        if len(params) < len(plan.rows):  # others may go on
+            params += tuple(admission.params for admission in self.carry.admissions.values())
+        return any(self.settings.of(own).task not in ("embed", "classify") for own in _distinct(params))
+
+    def prepare(
+        self, plan: StepPlan, upload: Upload, size: Size | None = None, *, only_last: bool = False
+    ) -> Head | None:
         """Host: stage what the step's rows need; None when it has no row that pools, now or later."""
         if plan.pools is None and not self.carry.admissions:
             return None
@@ -81,12 +93,12 @@ class PoolHead:
             setting, *others = {self.settings.of(params) for params in _distinct(plan.pool_params)}
             in_one_step = self.method == "last" or np.array_equal(plan.lengths, plan.num_tokens)
             if not others and setting.task in ("embed", "classify") and in_one_step:
-                return self._prepare_alike(len(plan.rows), setting, size)
+                return self._prepare_alike(len(plan.rows), setting, size, only_last)
         members = self._members(plan)
         if not members:
             return None
         before, blocks, jobs = self._prepare_tokens(members, upload)
-        vector_blocks, vectors = self._prepare_vectors(members, upload)
+        vector_blocks, vectors = self._prepare_vectors(members, upload, only_last)
         blocks += vector_blocks
 
         def run(batch: Gathered, hidden: torch.Tensor) -> list[torch.Tensor]:
@@ -97,19 +109,19 @@ class PoolHead:
 
         return self._head(blocks, run)
 
-    def _prepare_alike(self, count: int, setting: Setting, size: Size | None) -> Head:
+    def _prepare_alike(self, count: int, setting: Setting, size: Size | None, only_last: bool) -> Head:
         """Host: every row of the step ends with it, and all want the same. Nothing need be staged."""
         # lines may be cut to as many widths as they have numbers: a graph for each would leave no room for others
         common = setting if setting.cut is None else setting._replace(width=0, cut=None, finish="identity")
 
         def work(batch: Gathered, hidden: torch.Tensor) -> torch.Tensor:
-            return self._finish(pool_all(self.method, batch.view, hidden), common)
+            return self._finish(hidden if only_last else pool_all(self.method, batch.view, hidden), common)
 
         def run(batch: Gathered, hidden: torch.Tensor) -> list[torch.Tensor]:
             if size is None:
                 lines = work(batch, hidden)
             else:
-                lines = self.graphs.run(("pool", size, common), lambda: work(batch, hidden))[:count]
+                lines = self.graphs.run(("pool", size, only_last, common), lambda: work(batch, hidden))[:count]
             return [lines if common is setting else finish(lines, setting)]
 
         return self._head([Block(setting.width, None, None, count)], run)
@@ -162,7 +174,9 @@ class PoolHead:
 
     # Results with a line for each prompt
 
-    def _prepare_vectors(self, members: list[Member], upload: Upload) -> tuple[list[Block], Jobs | None]:
+    def _prepare_vectors(
+        self, members: list[Member], upload: Upload, only_last: bool
+    ) -> tuple[list[Block], Jobs | None]:
         """One line for each prompt that ends, by the model's method; then what each setting makes of its lines."""
         mine = [member for member in members if member.setting.task in ("embed", "classify")]
         ending = [member for member in mine if member.ends]
@@ -183,7 +197,7 @@ class PoolHead:
             take = take_lines(np.array([m.place for m in ending], np.int64), upload)
 
             def lines(view: BatchView, hidden: torch.Tensor) -> torch.Tensor:
-                return take(pool_all(self.method, view, hidden))
+                return take(hidden if only_last else pool_all(self.method, view, hidden))
 
         groups = by_setting(ending)
         blocks = [Block(own.width, [m.result for m in group], None, len(group)) for own, group in groups.items()]

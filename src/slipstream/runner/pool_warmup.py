@@ -39,7 +39,7 @@ class PoolWarmUp:
         graphs = self.runner.graphs
         if not graphs.enabled:
             return
-        with enough_memory():
+        with graphs.starting(), enough_memory():
             for size in reversed(graphs.token_sizes):  # the largest first: smaller ones fit into its memory
                 for _ in range(2):  # first kernel by kernel, which leaves nothing to be loaded; then it is captured
                     self.prompts(self._filling(size))

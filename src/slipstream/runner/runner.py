@@ -78,16 +78,19 @@ class ModelRunner:
             state.apply(plan)
         for state in self.row_states:
             state.flush(upload)
-        heads = [head for maker in self.heads if (head := maker.prepare(plan, upload, size)) is not None]
+        only_last = self._reads_only_last(plan)
+        prepared = [maker.prepare(plan, upload, size, only_last=only_last) for maker in self.heads]
+        heads = [head for head in prepared if head is not None]
         upload.send(self.device.compute)
         step = _Step(upload.sent)
 
         def forward() -> tuple[Gathered, torch.Tensor]:
             batch = gather()
-            return batch, self._forward(batch)
+            return batch, self._forward(batch, only_last)
 
         def body() -> None:
-            step.batch, step.hidden = forward() if size is None else self.graphs.run(("body", size), forward)
+            key = ("body", size, only_last)
+            step.batch, step.hidden = forward() if size is None else self.graphs.run(key, forward)
 
         self.device.compute.run(body)
         self.device.compute.flush()
@@ -110,12 +113,18 @@ class ModelRunner:
         self.device.copy.flush()
         return handle
 
-    def _forward(self, batch: Gathered) -> torch.Tensor:
+    def _reads_only_last(self, plan: StepPlan) -> bool:
+        """Host: whether of rows of several tokens only the last one's hidden state is read. Models that keep nothing in
+        a cache give all of them."""
+        if not len(plan.tokens) or not self.store.caches or plan.total_tokens == len(plan.rows):
+            return False
+        return not any(head.wants_all(plan) for head in self.heads)
+
+    def _forward(self, batch: Gathered, only_last: bool) -> torch.Tensor:
         """Device: the network, once, over all tokens of the step."""
-        view = batch.view
-        context = ForwardContext(
-            view, self.attention, self.attention.plan(view), self.store.caches, self.store.group_of_layer
-        )
+        view, store = batch.view, self.store
+        plan = self.attention.plan(view)
+        context = ForwardContext(view, self.attention, plan, store.caches, store.group_of_layer, only_last)
         hidden = self.model(context)
         self.input_batch.advance(batch)
         return hidden

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from slipstream.config.config import SchedulerConfig
 from slipstream.request import NEVER, Request
 from slipstream.scheduler.plan_builder import Chunk, PlanBuilder
 
-_SCORED_AT_ONCE = 2**20  # prompt logprobs that one request reports in one step, where its prompt may be cut
 
-
-def num_wanted(request: Request, start: int, known: int, *, may_cut: bool) -> int:
-    """The known tokens it has not computed; those of a long report only so many at a time."""
-    num = known - start
-    if request.unscored != NEVER and may_cut:
-        num = min(num, max(1, _SCORED_AT_ONCE // max(1, request.params.prompt_logprobs or 0)))
-    return num
+def num_wanted(request: Request, start: int, known: int, builder: PlanBuilder, config: SchedulerConfig) -> int:
+    """The known tokens it has not computed; of a prompt to be scored as many as the step has room to report on, which
+    may be none if others are scored in it."""
+    first = request.unscored
+    if first == NEVER:
+        return known - start
+    room = builder.score_room(request, config.most_reported)
+    if min(known, request.num_prompt - 1) + 1 - first <= room:
+        return known - start
+    return max(0, room + first - 1 - start) if config.chunked_prefill else 0
 
 
 def add_chunk(request: Request, num: int, builder: PlanBuilder) -> None:
@@ -31,4 +34,4 @@ def add_chunk(request: Request, num: int, builder: PlanBuilder) -> None:
         first = request.unscored
         num_scored = max(0, min(request.computed, request.num_prompt - 1) + 1 - first)
         request.unscored = first + num_scored if first + num_scored < request.num_prompt else NEVER
-    builder.chunks.append(Chunk(request, start, num, samples, is_last and not samples, first, num_scored))
+    builder.add(Chunk(request, start, num, samples, is_last and not samples, first, num_scored))

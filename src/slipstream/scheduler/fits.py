@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from slipstream.config.config import SchedulerConfig
 from slipstream.errors import InvalidPrompt, PromptTooLong, RequestTooLarge
-from slipstream.request import Request
+from slipstream.request import NEVER, Request
 from slipstream.scheduler.cache.manager import CacheManager
 
 
@@ -21,8 +22,8 @@ def check_length(num_tokens: int, limit: int, *, wants_output: bool) -> None:
         )
 
 
-def check_fits(request: Request, limit: int, cache: CacheManager) -> None:
-    wants_output = request.pooling is None
+def check_fits(request: Request, config: SchedulerConfig, cache: CacheManager) -> None:
+    limit, wants_output = config.max_model_len, request.pooling is None
     check_length(request.num_prompt, limit, wants_output=wants_output)
     most = limit if wants_output else request.num_prompt + 1
     assert request.num_prompt < request.max_length <= most, f"{request} has a max_length of {request.max_length}"
@@ -33,4 +34,21 @@ def check_fits(request: Request, limit: int, cache: CacheManager) -> None:
         raise RequestTooLarge(
             f"the prompt's {request.num_prompt} tokens{output} need {cache.pages_for(length)} cache pages, there are "
             f"{cache.num_usable} in all; {way_out} or give the cache more memory"
+        )
+    if request.unscored != NEVER and not config.chunked_prefill:
+        _check_scores(request.num_prompt - 1, request.params.prompt_logprobs or 0, config.most_reported)
+
+
+def fits_any(config: SchedulerConfig, cache: CacheManager) -> bool:
+    """Whether there is nothing to refuse: every prompt within the model length can run."""
+    return config.chunked_prefill and cache.can_ever_fit(config.max_model_len - 1)
+
+
+def _check_scores(num_tokens: int, num_logprobs: int, most: int) -> None:
+    """Of a prompt that one step computes whole."""
+    if (total := num_tokens * (1 + num_logprobs)) > most:
+        raise RequestTooLarge(
+            f"prompt_logprobs is {num_logprobs}, which makes {total:,} numbers for {num_tokens} tokens; a step reports "
+            f"up to {most:,}, and without chunked prefill a prompt is one step; lower prompt_logprobs, shorten the "
+            "prompt or leave enable_chunked_prefill on"
         )

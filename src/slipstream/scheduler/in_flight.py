@@ -21,7 +21,7 @@ class Launched:
     step: int
     requests: list[Request]
     admissions: list[int]
-    scored: list[tuple[Request, int]]  # prompts it scores, and how many tokens of each
+    scored: list[tuple[Request, int, int]]  # prompts it scores: the first of their tokens, and how many
     chunks: list[tuple[Request, int, int]]  # requests that compute and do not sample, their admissions and lengths
     pooled: list[Request]  # those whose pooled result it brings, in the plan's order
 
@@ -37,7 +37,7 @@ class InFlight:
         self,
         step: int,
         requests: list[Request],
-        scored: list[tuple[Request, int]] | None = None,
+        scored: list[tuple[Request, int, int]] | None = None,
         chunks: list[tuple[Request, int, int]] | None = None,
         pooled: list[Request] | None = None,
     ) -> None:

@@ -60,6 +60,8 @@ class PlanBuilder:
         self.admitted: list[Admission] = []
         self.pool_admitted: list[PoolAdmission] = []
         self.copies: list[tuple[int, int, int]] = []
+        self._num_scored = 0
+        self._widest = 0  # of what is reported of scored tokens
         self._updates: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in range(num_groups)]
 
     def __bool__(self) -> bool:
@@ -96,6 +98,17 @@ class PlanBuilder:
                 rows.append(row)
                 places.append(place)
                 pages.append(page)
+
+    def add(self, chunk: Chunk) -> None:
+        self.chunks.append(chunk)
+        if chunk.num_scored:
+            self._num_scored += chunk.num_scored
+            self._widest = max(self._widest, _score_width(chunk.request))
+
+    def score_room(self, request: Request, most: int) -> int:
+        """How many prompt tokens of this request the step may still score: lines of all are as long as the longest, and
+        have `most` numbers together."""
+        return most // max(self._widest, _score_width(request)) - self._num_scored
 
     def sort(self) -> list[Request]:
         """Bring the rows into the plan's order; returns those that sample."""
@@ -167,9 +180,9 @@ class PlanBuilder:
         requests = [chunk.request for chunk in self.chunks if not chunk.samples]
         return [(request, request.admission, request.computed) for request in requests]
 
-    def scored(self) -> list[tuple[Request, int]]:
-        """Whose prompts are scored, and how many tokens of each; rows must be in order."""
-        return [(chunk.request, chunk.num_scored) for chunk in self.chunks if chunk.num_scored]
+    def scored(self) -> list[tuple[Request, int, int]]:
+        """Whose prompts are scored, from which token on and how many; rows must be in order."""
+        return [(chunk.request, chunk.first_scored, chunk.num_scored) for chunk in self.chunks if chunk.num_scored]
 
     def _scores(self) -> PromptScores | None:
         places: list[int] = []
@@ -203,6 +216,11 @@ class DecodeArrays:
             self.requests = requests
             self.rows = np.array([request.row for request in requests], np.int32)
             self.lengths = np.array([request.computed for request in requests], np.int32)
+
+
+def _score_width(request: Request) -> int:
+    """A prompt token's own logprob and those of the likeliest."""
+    return 1 + (request.params.prompt_logprobs or 0)
 
 
 def _ints(values: list[int]) -> Ints:

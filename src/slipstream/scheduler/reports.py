@@ -4,42 +4,81 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from slipstream.messages import Output, Pooled, TokenLogprobs
+import numpy as np
+
+from slipstream.messages import LOGPROB, Output, Pooled
+from slipstream.params import LONG_REPORT
 from slipstream.request import FinishReason, Request, Status
-from slipstream.step import Floats, StepLogprobs
+from slipstream.step import Floats, Ints, StepLogprobs, StepResult
 
 
-def logprob_reports(requests: list[Request], logprobs: StepLogprobs) -> list[list[TokenLogprobs] | None]:
-    """For each request what it asked for; the step reports as many as the most curious of its rows wants."""
-    chosen, rank = logprobs.chosen.tolist(), logprobs.rank.tolist()
-    top_ids, top = logprobs.top_ids, logprobs.top
-    given = iter(() if logprobs.given is None else logprobs.given)
-    reports: list[list[TokenLogprobs] | None] = []
-    for i, request in enumerate(requests):
-        k = request.params.num_logprobs
-        if k is None:
-            reports.append(None)
-            continue
-        num_given = len(request.params.given_ids)
-        own = next(given)[:num_given].tolist() if num_given else []
-        reports.append([TokenLogprobs(chosen[i], rank[i], top_ids[i, :k].tolist(), top[i, :k].tolist(), own)])
+def logprob_reports(requests: list[Request], result: StepResult) -> list[bytes | None]:
+    """For each request what it asked for."""
+    logprobs = result.logprobs
+    assert logprobs is not None
+    reports = _reports([request.num_logprobs for request in requests], result.tokens, logprobs)
+    if logprobs.given is not None:
+        asking = (place for place, request in enumerate(requests) if request.params.given_ids)
+        for place, given in zip(asking, logprobs.given, strict=True):
+            reports[place] = (reports[place] or b"") + _pack_given(requests[place].params.given_ids, given)
     return reports
 
 
-def prompt_reports(scored: Sequence[tuple[Request, int]], logprobs: StepLogprobs) -> Iterator[Output]:
+def _reports(wanted: list[int | None], tokens: Ints, logprobs: StepLogprobs) -> list[bytes | None]:
+    """`wanted`: likeliest tokens for each row; None: it wants nothing."""
+    if len(set(wanted)) == 1 and wanted[0] is not None and wanted[0] <= LONG_REPORT:  # mostly
+        packed, size = _pack(tokens, logprobs, slice(None), wanted[0]), _size(wanted[0])
+        return [packed[start : start + size] for start in range(0, len(packed), size)]
+    reports: list[bytes | None] = [None] * len(wanted)
+    kinds: dict[int, list[int]] = {}  # places of those who want few, and of those who want just so many
+    for place, k in enumerate(wanted):
+        if k is not None:
+            kinds.setdefault(max(k, LONG_REPORT), []).append(place)
+    long = [place for place, k in enumerate(wanted) if k is not None and k > LONG_REPORT]
+    for kind, places in kinds.items():
+        most = max(wanted[place] or 0 for place in places)
+        source, entries = logprobs, places
+        if kind > LONG_REPORT:
+            assert logprobs.long is not None
+            source, entries = logprobs.long, [long.index(place) for place in places]
+        packed = _pack(tokens[places], source, entries, most)
+        for start, place in zip(range(0, len(packed), _size(most)), places, strict=True):
+            reports[place] = packed[start : start + _size(wanted[place] or 0)]  # the first of them
+    return reports
+
+
+def _size(k: int) -> int:
+    """Bytes of a token's own logprob and of those of the k likeliest."""
+    return (1 + k) * LOGPROB.itemsize
+
+
+def _pack(tokens: Ints, logprobs: StepLogprobs, entries: slice | list[int], k: int) -> bytes:
+    """LOGPROBs of some entries, [entries, 1 + k]; `tokens` are those they belong to."""
+    packed = np.empty((len(tokens), 1 + k), LOGPROB)
+    values, ids, ranks = packed["logprob"], packed["token"], packed["rank"]
+    values[:, 0], values[:, 1:] = logprobs.chosen[entries], logprobs.top[entries, :k]
+    ids[:, 0], ids[:, 1:] = tokens, logprobs.top_ids[entries, :k]
+    ranks[:, 0], ranks[:, 1:] = logprobs.rank[entries], np.arange(1, k + 1)
+    return packed.tobytes()
+
+
+def _pack_given(ids: tuple[int, ...], logprobs: Floats) -> bytes:
+    packed = np.zeros(len(ids), LOGPROB)
+    packed["logprob"], packed["token"] = logprobs[: len(ids)], ids
+    return packed.tobytes()
+
+
+def prompt_reports(scored: Sequence[tuple[Request, int, int]], logprobs: StepLogprobs) -> Iterator[Output]:
     """What a step says of prompts, for those that still want to hear it."""
-    chosen, rank = logprobs.chosen.tolist(), logprobs.rank.tolist()
     start = 0
-    for request, num in scored:
-        places = range(start, start + num)
+    for request, first, num in scored:
+        own = slice(start, start + num)
         start += num
         if request.status is Status.FINISHED:
             continue
         k = request.params.prompt_logprobs or 0
-        report = [
-            TokenLogprobs(chosen[i], rank[i], logprobs.top_ids[i, :k].tolist(), logprobs.top[i, :k].tolist())
-            for i in places
-        ]
+        tokens = np.array(request.tokens[first : first + num], np.int32)
+        report = _pack(tokens, logprobs, own, k)
         yield Output(request.id, request.sample, [], num_cached_tokens=request.num_cached, prompt_logprobs=report)
 
 

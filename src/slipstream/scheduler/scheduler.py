@@ -14,7 +14,7 @@ plan seats another while the result is still on its way.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -22,6 +22,7 @@ import numpy as np
 from slipstream.config.config import SchedulerConfig
 from slipstream.errors import InvalidOption, UserError
 from slipstream.messages import Output
+from slipstream.params import LONG_REPORT
 from slipstream.request import NEVER, Request, Status
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager, Hit
@@ -57,6 +58,8 @@ class Scheduler:
         self.cache = cache
         self.num_preemptions = 0
         self.most_tokens: int | None = None  # of a step in which some row decodes; None: as many as the budget has
+        # submits the next request of somebody who has more of them; False if there is none or no room
+        self.refill: Callable[[], bool] | None = None
         self._waiting = WaitingQueue(config.max_waiting)
         self._seats = Seats(config.max_num_seqs)
         self._in_flight = InFlight()
@@ -103,7 +106,7 @@ class Scheduler:
         leader = requests[0]
         if leader.id in self._live:
             raise UserError(f"a request {leader.id!r} is being served already; give each its own id")
-        check_fits(leader, self.config.max_model_len, self.cache)
+        check_fits(leader, self.config, self.cache)
         self._waiting.check_room(len(requests))
         is_ready = leader.pooling is None or self._queries.enter(leader.id, leader, leader.pooling)
         number = self._next_number
@@ -144,7 +147,7 @@ class Scheduler:
         sampling = builder.sort()
         num_logprobs = None
         if self._seats.num_asking:
-            asked = [k for request in sampling if (k := request.params.num_logprobs) is not None]
+            asked = [0 if k > LONG_REPORT else k for request in sampling if (k := request.num_logprobs) is not None]
             num_logprobs = max(asked, default=None)
         pooled = builder.pooled()
         plan = builder.build(self._seats.take_released(), num_logprobs, self._arrays, self._pooling(pooled))
@@ -195,7 +198,8 @@ class Scheduler:
                 if start < request.num_known:
                     if num_decodes < 0:
                         num_decodes = sum(1 for other in running if other.computed >= other.num_known)
-                    num = min(self._wanted(request, start, request.num_known), left - (num_decodes - len(decodes)))
+                    wanted = num_wanted(request, start, request.num_known, builder, self.config)
+                    num = min(wanted, left - (num_decodes - len(decodes)))
                     if num <= 0:
                         if builder:
                             continue
@@ -223,13 +227,19 @@ class Scheduler:
         cache = self.cache
         while budget.tokens and budget.rows:
             request = self._waiting.head()
+            if request is None and self.refill is not None and self.refill():
+                continue
             # every running row may ask for a page in each step that can be launched before a result is seen
             watermark = self.num_running * (self.config.depth + 1)
             if request is None or cache.num_free <= watermark:
                 return
+            if not self._seats.can_report(request, self.config.most_reported):
+                return
             known = len(request.tokens)
             hit = self._hit(request)
-            num = self._wanted(request, hit.length, known)
+            num = num_wanted(request, hit.length, known, builder, self.config)
+            if not num:
+                return
             if num > budget.tokens:
                 if not self.config.chunked_prefill:
                     return
@@ -271,9 +281,6 @@ class Scheduler:
     def _plan_chunk(self, request: Request, num: int, builder: PlanBuilder) -> None:
         add_chunk(request, num, builder)
         self.cache.publish(request)  # in a step, writes come before reads: others may find its pages at once
-
-    def _wanted(self, request: Request, start: int, known: int) -> int:
-        return num_wanted(request, start, known, may_cut=self.config.chunked_prefill)
 
     def _may_skip(self, request: Request) -> bool:
         """Whether its result needs nothing of positions whose cache content exists already."""
@@ -320,7 +327,7 @@ class Scheduler:
         )
         count = len(drawn)
         failed = result.failed.tolist() if np.count_nonzero(result.failed) else repeat(False, count)
-        tops = repeat(None, count) if result.logprobs is None else logprob_reports(launched.requests, result.logprobs)
+        tops = repeat(None, count) if result.logprobs is None else logprob_reports(launched.requests, result)
         outputs = self.take_failures()
         if result.prompt_logprobs is not None:
             outputs += prompt_reports(launched.scored, result.prompt_logprobs)

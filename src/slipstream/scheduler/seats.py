@@ -17,6 +17,7 @@ class Seats:
         self.num_rows = num_rows
         self.running: list[Request] = []  # by priority, then number: whoever is preempted comes last
         self.num_asking = 0  # of those, requests that want logprobs
+        self._widths: list[int] = []  # of those with reports of their own, rising
         self._free = list(range(num_rows - 1, -1, -1))
         self._released: list[int] = []  # since the last plan
         self._next_admission = 0
@@ -33,16 +34,28 @@ class Seats:
         request.num_known = len(request.tokens)
         request.computed = request.committed = num_cached
         self._next_admission += 1
-        self.num_asking += request.params.num_logprobs is not None
+        self.num_asking += request.num_logprobs is not None
+        if width := request.params.report_width:
+            insort(self._widths, width)
         insort(self.running, request, key=_rank)
 
     def leave(self, request: Request) -> None:
         del self.running[bisect_left(self.running, _rank(request), key=_rank)]
-        self.num_asking -= request.params.num_logprobs is not None
+        self.num_asking -= request.num_logprobs is not None
+        if width := request.params.report_width:
+            del self._widths[bisect_left(self._widths, width)]
         self._free.append(request.row)
         self._released.append(request.row)
         request.row = request.admission = -1
         request.computed = request.committed = request.num_known = request.runway = 0
+
+    def can_report(self, request: Request, most: int) -> bool:
+        """Whether a step's reports stay within `most` numbers if it sits down. All of their lines are as long as the
+        longest. One alone always may."""
+        width = request.params.report_width
+        if not width or not self._widths:
+            return True
+        return (len(self._widths) + 1) * max(width, self._widths[-1]) <= most
 
     def take_released(self) -> list[int]:
         """Rows given back since this was last asked."""
@@ -55,7 +68,8 @@ class Seats:
         assert set(running) == set(self.running), "running requests and their list differ"
         rows = [request.row for request in self.running]
         assert sorted(rows + self._free) == list(range(self.num_rows)), f"rows are lost: {rows}"
-        assert self.num_asking == sum(request.params.num_logprobs is not None for request in self.running)
+        assert self.num_asking == sum(request.num_logprobs is not None for request in self.running)
+        assert self._widths == sorted(width for request in self.running if (width := request.params.report_width))
 
 
 def _rank(request: Request) -> tuple[int, int]:

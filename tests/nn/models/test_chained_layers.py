@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,7 +64,26 @@ def test_a_chain_equals_the_layers_one_by_one(
         for name in mine:
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-9, atol=1e-9)
     for mine, theirs in zip(runner.caches, reference.caches, strict=True):  # garbage lies where it lay
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def test_a_chain_ends_with_last_tokens_alone(
+    calls: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(write_tiny(tmp_path, "qwen3"), torch.float64)
+    steps = [{"a": [5, 9, 33], "b": list(range(3, 40))}, {"c": [8], "b": [11], "a": [7, 8]}]
+    rows: list[int] = []
+    down: Any = model.layers[-1].mlp.down
+    multiply = down.weight.multiply
+    down.weight.multiply = lambda x, bias: (rows.append(len(x)), multiply(x, bias))[1]
+    runner = HandRunner(model, torch.float64)
+    found = [runner.run_last(chunks) for chunks in steps]
+    assert calls == [True, True] and rows == [2, 3]
+    monkeypatch.setattr(chained, "choose_chain", lambda x, weights: "")
+    reference = HandRunner(model, torch.float64)
+    for mine, theirs in zip(found, [reference.run(chunks) for chunks in steps], strict=True):
+        for name in mine:
+            torch.testing.assert_close(mine[name], theirs[name][-1], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "olmo2"])
@@ -84,7 +104,7 @@ def test_nothing_is_chained_on_a_cpu() -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("rows", [3, 16, 33, 64, 65, 128, 256, 300])
+@pytest.mark.parametrize("rows", [3, 16, 33, 64, 65, 128, 256, 300, 1100])
 def test_a_chain_on_the_gpu_is_as_close_as_the_layers_one_by_one(rows: int) -> None:
     torch.manual_seed(rows)
     exact, decoder = (make_decoder(dtype) for dtype in (torch.float32, torch.bfloat16))
@@ -105,6 +125,58 @@ def test_a_chain_on_the_gpu_is_as_close_as_the_layers_one_by_one(rows: int) -> N
     assert chain or rows <= 64  # on Hopper all are
     assert off["chain"] < 1.3 * off["one by one"] < 0.05
     assert chain != "streamed" or not results["chain"].equal(results["one by one"])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "counts", [[1, 1, 14], [1] * 20 + [40], [1, 1, 200], [1] * 250 + [60], [3, 700], [1, 2000], [1] * 100 + [1500, 0]]
+)
+def test_last_tokens_alone_on_the_gpu(counts: list[int]) -> None:
+    """By whichever chain the step goes, or by none."""
+    torch.manual_seed(len(counts))
+    decoder = make_decoder(torch.bfloat16)
+    for parameter in decoder.parameters():
+        parameter.copy_(parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.05))
+    with torch.no_grad():
+        everything = decoder(make_chunks(decoder, counts, only_last=False))
+        last = decoder(make_chunks(decoder, counts, only_last=True))
+    places = torch.tensor(counts, device="cuda").cumsum(0) - 1
+    wanted = everything[places]
+    assert last.shape == wanted.shape
+    real = torch.tensor([count > 0 for count in counts], device="cuda")
+    assert (last - wanted)[real].norm() < 0.02 * wanted[real].norm()
+    assert last.isfinite().all()
+
+
+def make_chunks(decoder: Decoder, counts: list[int], *, only_last: bool) -> ForwardContext:
+    """Rows of so many tokens, from position 0 on; a row of none has no pages."""
+    from slipstream.nn.attention.triton import TritonAttention
+
+    width = 160
+    dtype = decoder.embedding.weight.data.dtype
+    num_rows, total = len(counts), sum(counts)
+    pages = torch.arange(num_rows * width, device="cuda").view(num_rows, width) + 1
+    pages[torch.tensor(counts) == 0] = 0
+    row = torch.repeat_interleave(torch.arange(num_rows), torch.tensor(counts)).cuda()
+    starts = torch.tensor(np.cumsum([0, *counts]), dtype=torch.int32, device="cuda")
+    positions = torch.arange(total, device="cuda") - starts[row]
+    caches = [
+        tuple(torch.zeros(num_rows * width + 1, 16, 2, 128, device="cuda", dtype=dtype) for _ in range(2))
+        for _ in decoder.layers
+    ]
+    batch = BatchView(
+        ids=torch.arange(total, device="cuda") % 61,
+        positions=positions % 512,  # as far as the rope goes
+        lengths=torch.tensor(counts, device="cuda"),
+        slots=(pages[row, positions // 16] * 16 + positions % 16,),
+        page_tables=(pages,),
+        num_tokens=np.array(counts, np.int32),
+        max_lengths=np.full(num_rows, width * 16, np.int32),
+        num_single=0,
+        query_starts=starts,
+    )
+    attention = TritonAttention(16, 6, 2, 128, dtype)
+    return ForwardContext(batch, attention, attention.plan(batch), caches, (0,) * 4, only_last)
 
 
 def make_decoder(dtype: torch.dtype) -> Decoder:

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from hand_batch import HandRunner
 from hand_load import load
 from slipstream.errors import UnsupportedModel
+from slipstream.nn.layers.linear import Linear
 from tiny import LLAMA3_ROPE, LONG_ROPE, write_tiny
 
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -90,6 +91,47 @@ def test_logits_equal_transformers(variant: str, dtype: torch.dtype, tmp_path: P
         assert expected[name].std() > 0.5
         torch.testing.assert_close(whole[name], expected[name], rtol=0, atol=TOLERANCE[dtype])
         torch.testing.assert_close(chunked[name], expected[name], rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_last_tokens_alone_equal_transformers(variant: str, tmp_path: Path) -> None:
+    """The last layer computes for one token a row; what it leaves in the cache is of all of them."""
+    family, overrides = VARIANTS[variant]
+    folder = write_tiny(tmp_path, family, torch.float64, **overrides)
+    texts = prompts(long=61, short=7, one=20)
+    expected = oracle(folder, torch.float64, texts)
+    runner = HandRunner(load(folder, torch.float64), torch.float64, slack=3)
+    place = dict.fromkeys(texts, 0)
+    for step in ({"long": 5, "one": 19}, {"short": 1, "one": 1, "long": 40}, {"long": 13, "short": 3}, {"short": 3}):
+        chunks = {name: texts[name][place[name] : place[name] + size] for name, size in step.items()}
+        for name, logits in runner.run_last(chunks).items():
+            place[name] += step[name]
+            torch.testing.assert_close(logits, expected[name][place[name] - 1], rtol=0, atol=1e-9)
+    for name, logits in runner.run({"short": [1], "one": [2], "long": texts["long"][58:]}).items():
+        if name == "long":
+            torch.testing.assert_close(logits, expected[name][58:], rtol=0, atol=1e-9)
+
+
+def test_most_of_the_last_layer_is_for_last_tokens_alone(tmp_path: Path) -> None:
+    model = load(write_tiny(tmp_path, num_hidden_layers=3))
+    rows = [
+        [count_rows(part) for part in (block.attention.qkv, block.attention.output, block.mlp.gate_up, block.mlp.down)]
+        for block in model.layers
+    ]
+    runner = HandRunner(model)
+    batch = runner.batch({"a": [5], "b": [6] * 9, "c": [7] * 30})
+    assert model(runner.context(batch, only_last=True)).shape == (3, 64)
+    assert rows == [[[40]] * 4, [[40]] * 4, [[40], [3], [3], [3]]]
+
+
+def count_rows(product: Linear) -> list[int]:
+    """How many rows each call of a product had, from now on."""
+    rows: list[int] = []
+    weight: Any = product.weight
+    for name in ("multiply", "multiply_normed"):
+        made = getattr(weight, name)
+        setattr(weight, name, lambda x, *args, made=made: (rows.append(len(x)), made(x, *args))[1])
+    return rows
 
 
 @pytest.mark.parametrize(("num_positions", "length"), [(256, 61), (32, 31)], ids=["long", "short"])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
 
 from slipstream.config.generation import GenerationDefaults
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong
@@ -21,6 +23,7 @@ _TAKEN = {"template", "messages", "add_generation_prompt", "continue_final_messa
 MAX_REPORTED = 2**24  # logprobs in one answer
 _FEW = 100  # logprobs a token that nobody need think about
 _BYTES_EACH = 250  # about what one takes in the answer: a key, a number, a rank, a text
+_ENCODED_AT_ONCE = 2**21  # characters
 
 
 class InputProcessor:
@@ -39,6 +42,8 @@ class InputProcessor:
         self.vocab_size = vocab_size
         self.model_name = model_name
         self.can_grow = max_model_len < max_positions  # whether a higher max_model_len would help
+        self._settled: tuple[SamplingParams | None, SamplingParams] | None = None  # as given last, and settled
+        self._ids_type = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
         self.instead: tuple[str, ...] = ()  # what a model does that continues no text
 
     def default_params(self) -> SamplingParams:
@@ -54,24 +59,21 @@ class InputProcessor:
         priority: int | None = None,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
+        encoded: list[int] | None = None,
     ) -> tuple[Submit, str | None]:
         """The message for the core, and the prompt's text if it was given as one.
 
         A priority or salt given here counts more than one in the prompt object, and that more than the parameters'.
+        `encoded` is what `encode_texts` has made of the prompt.
         """
         self._check_generates()
-        params = self.default_params() if params is None else params
-        self._check_params(params)
+        params = self._settle(params)
         if cache_salt is None and isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt")
-        changes = {"priority": priority, "cache_salt": cache_salt}
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(params, name) == -1:
-                changes[name] = self.vocab_size
-        changes = {name: value for name, value in changes.items() if value is not None}
-        if changes:
-            params = params.with_changes(**changes)
-        text, ids = self._tokens(prompt, add_special_tokens)
+        if priority is not None or cache_salt is not None:
+            changes = {"priority": priority, "cache_salt": cache_salt}
+            params = params.with_changes(**{name: value for name, value in changes.items() if value is not None})
+        text, ids = (text_of(prompt), encoded) if encoded else self._tokens(prompt, add_special_tokens)
         if params.truncate_prompt_tokens is not None:
             keep = params.truncate_prompt_tokens
             ids = ids[-(keep if keep > 0 else self.max_model_len - 1) :]
@@ -87,6 +89,24 @@ class InputProcessor:
         bad_words = self._bad_words(params)
         message = Submit(request_id, ids, params, time.time(), params.priority, params.cache_salt, bad_words)
         return message, text
+
+    def encode_texts(self, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[list[int] | None]:
+        """Token ids of the prompts that are texts, many at a time: the tokenizer then has all cores.
+
+        None for the others, and for those that `submit` should complain about in their turn.
+        """
+        found: list[list[int] | None] = [None] * len(prompts)
+        texts = {place: text for place, prompt in enumerate(prompts) if (text := text_of(prompt))}
+        if self.tokenizer is None or len(texts) < 2:
+            return found
+        for places in _portions(texts):
+            try:
+                ids = self.tokenizer.encode_batch([texts[place] for place in places], add_special_tokens)
+            except InvalidPrompt:
+                continue
+            for place, own in zip(places, ids, strict=True):
+                found[place] = own
+        return found
 
     def render_chat(self, messages: Sequence[Message], **how: Any) -> str:
         """A conversation to be continued, as the text of a prompt."""
@@ -142,8 +162,10 @@ class InputProcessor:
         # numpy integers and the like count as whole numbers too
         if isinstance(ids, str | bytes) or not hasattr(ids, "__iter__"):
             raise InvalidPrompt(f"prompt_token_ids is {type(ids).__name__}; give a list of token ids")
-        if type(ids) is list and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < self.vocab_size:
-            return ids  # the usual case, at the speed of C
+        try:
+            return msgspec.convert(ids, self._ids_type)  # the usual case: a copy, at the speed of C
+        except msgspec.ValidationError:
+            pass  # other kinds of whole numbers, or something to complain about
         checked = []
         for token in ids:
             if isinstance(token, bool) or not hasattr(token, "__index__"):
@@ -153,6 +175,18 @@ class InputProcessor:
                 raise InvalidPrompt(f"token id {token} is unknown; {self.model_name} has 0 to {self.vocab_size - 1}")
             checked.append(token)
         return checked
+
+    def _settle(self, given: SamplingParams | None) -> SamplingParams:
+        """Checked, and -1 replaced by what it means. Mostly all prompts of a call have the same."""
+        last = self._settled
+        if last is None or last[0] is not given:
+            params = self.default_params() if given is None else given
+            self._check_params(params)
+            whole = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
+            if whole:
+                params = params.with_changes(**dict.fromkeys(whole, self.vocab_size))
+            self._settled = last = given, params
+        return last[1]
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
@@ -218,3 +252,24 @@ class InputProcessor:
         if self.tokenizer is None:
             raise BadTokenizer(f"the prompt is {what} and skip_tokenizer_init is set; give token ids or unset it")
         return self.tokenizer
+
+
+def text_of(prompt: Prompt) -> str | None:
+    """If it is one to be encoded."""
+    if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt:
+        prompt = prompt.get("prompt", ())
+    return prompt if isinstance(prompt, str) else None
+
+
+def _portions(texts: Mapping[int, str]) -> Iterator[list[int]]:
+    """Places of texts that are encoded together: not all at once, since a tokenizer notes much about each token."""
+    places: list[int] = []
+    size = 0
+    for place, text in texts.items():
+        places.append(place)
+        size += len(text)
+        if size >= _ENCODED_AT_ONCE:
+            yield places
+            places, size = [], 0
+    if places:
+        yield places

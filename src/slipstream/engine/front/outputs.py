@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.engine.front.logprobs import Logprobs, LogprobStore, texts_of
 from slipstream.engine.front.pool_results import PoolingRequestOutput, wrap
 from slipstream.engine.front.results import Increment, Logprob, RequestMetrics, RequestOutput
-from slipstream.engine.front.sample import Sample, decoder_of, logprob_entry
+from slipstream.engine.front.sample import Sample
 from slipstream.messages import Abort, Output, Submit
 from slipstream.metrics.stats import ModelStats
 from slipstream.params import SamplingParams
@@ -88,34 +89,31 @@ class Track:
         self.finished = False
         self.unread = _FIRST  # tokens since the last increment, if there was one
         self.num_cached = 0
-        self.decoded = decoder_of(tokenizer if params.detokenize else None)
-        # the first has nothing before it
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._prompt_logprobs: LogprobStore | None = None  # from the second token on
         if params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]
+            texts = texts_of(tokenizer if params.detokenize else None)
+            self._prompt_logprobs = LogprobStore(1 + params.prompt_logprobs, texts)
         self.metrics = RequestMetrics(message.arrival_time)
-        self._submitted = time.monotonic()
+        self.submitted = time.monotonic()
 
     def take(self, output: Output, now: float) -> bool:
         """Returns whether a stop string ended a sample that the core still runs."""
         metrics = self.metrics
-        if output.prompt_logprobs is not None and self.prompt_logprobs is not None:
-            for of_token in output.prompt_logprobs:
-                token = self.message.prompt_token_ids[len(self.prompt_logprobs)]
-                self.prompt_logprobs.append(logprob_entry(token, of_token, (), self.decoded))
+        if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
+            self._prompt_logprobs.take(output.prompt_logprobs)
         if output.token_ids:
             if (stats := self.stats) is not None:
                 stats.generated_tokens += len(output.token_ids)
                 if not metrics.first_token_ts:
-                    stats.ttft.observe(now - self._submitted)
+                    stats.ttft.observe(now - self.submitted)
                     if self.begun:
-                        stats.queue.observe(self.begun - self._submitted)
+                        stats.queue.observe(self.begun - self.submitted)
                         stats.prefill.observe(now - self.begun)
                 elif output.sample == 0:  # the others move in the same steps
                     stats.itl.observe(now - metrics.last_token_ts)
             if not metrics.first_token_ts:
                 metrics.first_token_ts = now
-                metrics.first_token_latency = now - self._submitted
+                metrics.first_token_latency = now - self.submitted
                 self.num_cached = output.num_cached_tokens
             metrics.last_token_ts = now
             self.unread += len(output.token_ids)
@@ -129,6 +127,12 @@ class Track:
         self.finished = all(sample.finish_reason is not None for sample in self.samples)
 
     @property
+    def prompt_logprobs(self) -> Logprobs[dict[int, Logprob] | None] | None:
+        """Of the prompt's tokens so far: None for the first, which has nothing before it. None where nobody asked."""
+        store = self._prompt_logprobs
+        return None if store is None else Logprobs(store, range(-1, len(store)))
+
+    @property
     def num_tokens(self) -> int:
         """Of all samples so far."""
         return sum(len(sample.token_ids) for sample in self.samples)
@@ -138,7 +142,7 @@ class Track:
         stats = self.stats
         if stats is None:
             return
-        stats.e2e.observe(time.monotonic() - self._submitted)
+        stats.e2e.observe(time.monotonic() - self.submitted)
         if first := self.metrics.first_token_ts:
             stats.decode.observe(self.metrics.last_token_ts - first)
             if self.begun:
@@ -167,7 +171,7 @@ class Track:
             prompt_token_ids=self.message.prompt_token_ids,
             outputs=[sample.result() for sample in self.samples],
             finished=self.finished,
-            prompt_logprobs=None if self.prompt_logprobs is None else list(self.prompt_logprobs),
+            prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=self.num_cached,
             metrics=self.metrics,
         )
@@ -187,7 +191,7 @@ class PoolTrack(Track):
         self.prompt = prompt
         self.finished = False
         self.output: Output | None = None  # None as well when it was aborted
-        self._submitted = time.monotonic()
+        self.submitted = time.monotonic()
 
     def take(self, output: Output, now: float) -> bool:
         self.output = output
@@ -198,7 +202,7 @@ class PoolTrack(Track):
         stats, output = self.stats, self.output
         if stats is None:
             return
-        stats.e2e.observe(time.monotonic() - self._submitted)
+        stats.e2e.observe(time.monotonic() - self.submitted)
         stats.cached_tokens += 0 if output is None else output.num_cached_tokens
         reason = "abort" if output is None else "error" if output.pooled is None else "pooled"
         stats.finished[reason] = stats.finished.get(reason, 0) + 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 
@@ -26,7 +28,7 @@ class CompletionOutput(msgspec.Struct):
     token_ids: list[int]
     cumulative_logprob: float | None = None
     # a token: the chosen one first, then the likeliest, then those of logprob_token_ids
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # stop, length, abort or error
     stop_reason: int | str | None = None  # the stop token or string that ended it; None for the end token
 
@@ -40,7 +42,7 @@ class Increment(msgspec.Struct):
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: Sequence[dict[int, Logprob]] | None
     finish_reason: str | None  # given with the last one
     stop_reason: int | str | None
 
@@ -53,6 +55,6 @@ class RequestOutput(msgspec.Struct):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # a prompt token; None for the first
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None  # a prompt token; None for the first
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None

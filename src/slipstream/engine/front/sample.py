@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
+from slipstream.engine.front.logprobs import Logprobs, LogprobStore, texts_of
 from slipstream.engine.front.results import CompletionOutput, Increment, Logprob
-from slipstream.messages import Output, TokenLogprobs
+from slipstream.messages import Output
 from slipstream.params import SamplingParams
 from slipstream.request import FinishReason
 from slipstream.text.detokenizer import Detokenizer
@@ -32,10 +31,10 @@ class Sample:
         self._told_end = False
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.logprobs: list[dict[int, Logprob]] | None = [] if params.num_logprobs is not None else None
-        self.cumulative = 0.0
+        self._logprobs: LogprobStore | None = None
+        if params.num_logprobs is not None:
+            self._logprobs = LogprobStore(1 + params.num_logprobs + len(params.given_ids), texts_of(tokenizer))
         self._own_stops = frozenset(params.stop_ids)
-        self._decoded = decoder_of(tokenizer)
         # only when text is looked at before the end, or is not what the tokenizer itself makes
         watched = stream or bool(params.stop_strings) or not params.spaces_between_special_tokens
         self._detokenizer = (
@@ -57,9 +56,8 @@ class Sample:
                 return output.finish_reason is None
         else:
             self.token_ids += output.token_ids
-            if self.logprobs is not None and output.logprobs is not None:
-                for token, of_token in zip(output.token_ids, output.logprobs, strict=True):
-                    self._take_logprobs(token, of_token)
+            if output.logprobs is not None and self._logprobs is not None:
+                self._logprobs.take(output.logprobs)
         if output.finish_reason is not None:
             self._finish(output)
         return False
@@ -68,8 +66,9 @@ class Sample:
         """One token after the other. Returns whether a stop string ended it."""
         for place, token in enumerate(output.token_ids):
             self.token_ids.append(token)
-            if self.logprobs is not None and output.logprobs is not None:
-                self._take_logprobs(token, output.logprobs[place])
+            if output.logprobs is not None and self._logprobs is not None:
+                size = self._logprobs.size
+                self._logprobs.take(output.logprobs[place * size : (place + 1) * size])
             is_end = self._hides_last(output) and place == len(output.token_ids) - 1
             if self._detokenizer is None or is_end:
                 continue
@@ -148,13 +147,14 @@ class Sample:
         text = "".join(self._new)
         self._new.clear()
         self._num_told, self._told_end = len(self.token_ids), ended
-        logprobs = None if self.logprobs is None else self.logprobs[start:]
+        logprobs = None if (told := self.logprobs) is None else told[start:]
         return Increment(self.index, text, self.token_ids[start:], logprobs, self.finish_reason, self.stop_reason)
 
-    def _take_logprobs(self, token: int, of_token: TokenLogprobs) -> None:
-        assert self.logprobs is not None
-        self.logprobs.append(logprob_entry(token, of_token, self.params.given_ids, self._decoded))
-        self.cumulative += of_token.chosen
+    @property
+    def logprobs(self) -> Logprobs[dict[int, Logprob]] | None:
+        """Of its tokens so far; None where nobody asked."""
+        store = self._logprobs
+        return None if store is None else Logprobs(store, range(len(store)))
 
     def _hides_last(self, output: Output) -> bool:
         """The token that ended it is no text, unless it is asked for."""
@@ -165,26 +165,8 @@ class Sample:
             index=self.index,
             text=self.text,
             token_ids=list(self.token_ids),
-            cumulative_logprob=self.cumulative if self.logprobs is not None else None,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
+            cumulative_logprob=None if self._logprobs is None else self._logprobs.cumulative(),
+            logprobs=self.logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
-
-
-def decoder_of(tokenizer: Tokenizer | None) -> Callable[[int], str | None]:
-    return (lambda token: None) if tokenizer is None else tokenizer.text_of
-
-
-def logprob_entry(
-    token: int, of_token: TokenLogprobs, given_ids: tuple[int, ...], decoded: Callable[[int], str | None]
-) -> dict[int, Logprob]:
-    """The token itself first, then the likeliest, then the given ones, whose rank nobody counted."""
-    entry = {token: Logprob(of_token.chosen, of_token.rank, decoded(token))}
-    for rank, (other, value) in enumerate(zip(of_token.top_ids, of_token.top, strict=True), 1):
-        if other != token:
-            entry[other] = Logprob(value, rank, decoded(other))
-    for other, value in zip(given_ids, of_token.given, strict=True):
-        if other not in entry:
-            entry[other] = Logprob(value, None, decoded(other))
-    return entry

@@ -131,10 +131,7 @@ class CoreProcess:
         self._last_pulse = now
         if self._keepers:
             self._keepers = {name: own for name, own in self._keepers.items() if self.lanes.keeps_query(name)}
-        lanes = [_lane_stats(name, core) for name, core in self.lanes.cores.items()]
-        names = Pulse.__struct_fields__[:-1]
-        totals = {name: sum(getattr(lane, name) for lane in lanes) for name in names}
-        self.hub.broadcast(Pulse(**totals, lanes=lanes))
+        self.hub.broadcast(Pulse([_lane_stats(name, core) for name, core in self.lanes.cores.items()]))
 
 
 def _lane_stats(name: str, core: EngineCore) -> LaneStats:

@@ -66,13 +66,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Pulse(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """How the core is doing: sent now and then while it works, and when it comes to rest."""
 
-    num_steps: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    num_preemptions: int = 0
-    num_free_pages: int = 0  # of the group that keeps every position; cached pages that nobody holds are free
-    num_pages: int = 0
-    lanes: list[LaneStats] = []  # the same of each model, and more
+    lanes: list[LaneStats] = []  # of each model
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -10,8 +10,12 @@ from slipstream.nn.context import BatchView, ForwardContext
 
 
 class AttentionBackend(Protocol):
-    def plan(self, batch: BatchView) -> Any:
-        """Once a step, before the first layer: masks, indices, work lists shared by all layers."""
+    def plan(self, batch: BatchView, after: Any = None) -> Any:
+        """Once a step, before the first layer: masks, indices, work lists shared by all layers.
+
+        `after` is the plan of a step of which `batch` has each row's last token. Nobody uses it any more once this one
+        is used, so its memory may serve both.
+        """
 
     def forward(
         self,

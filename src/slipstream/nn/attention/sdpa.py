@@ -29,7 +29,7 @@ class _Singles:
     """Neighbouring rows of one token each that are gathered to one width."""
 
     tokens: slice
-    pages: torch.Tensor  # [rows * width]
+    slots: torch.Tensor  # [rows * width * page_size]
     mask: torch.Tensor  # [rows, 1, 1, width * page_size]
 
 
@@ -45,11 +45,13 @@ class _Decode:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Several tokens of one row. With no pages they begin at position 0 and see their own keys alone."""
+    """Several tokens of one row, or the last alone. With no slots they begin at position 0 and see their own keys."""
 
     tokens: slice
-    pages: torch.Tensor | None  # [width]
+    own: slice  # where the keys of this step are that they see with no slots
+    slots: torch.Tensor | None  # [width * page_size]
     mask: torch.Tensor | None  # [tokens, width * page_size]
+    ends: bool  # with the last token of the row
 
 
 Part = _Singles | _Decode | _Chunk
@@ -80,13 +82,15 @@ class SdpaAttention:
         self.windows = windows
         self.score_cap = score_cap
 
-    def plan(self, batch: BatchView) -> SdpaPlan:
+    def plan(self, batch: BatchView, after: SdpaPlan | None = None) -> SdpaPlan:
         if not batch.page_tables:
             return SdpaPlan((), plan_whole(batch.num_tokens, batch.host_seen))
-        groups = zip(batch.page_tables, self.windows, strict=True)
-        return SdpaPlan(tuple(self._plan_group(batch, table, window) for table, window in groups), None)
+        if after is not None:
+            return SdpaPlan(tuple(_last_of(parts) for parts in after.groups), None)
+        groups = zip(batch.page_tables, batch.slots, self.windows, strict=True)
+        return SdpaPlan(tuple(self._plan_group(batch, *group) for group in groups), None)
 
-    def _plan_group(self, batch: BatchView, table: torch.Tensor, window: int) -> Parts:
+    def _plan_group(self, batch: BatchView, table: torch.Tensor, written: torch.Tensor, window: int) -> Parts:
         widths: NDArray[np.int32] = -(-batch.max_lengths // self.page_size)
         single = batch.num_single
         parts: list[Part] = []
@@ -100,15 +104,17 @@ class SdpaAttention:
         for start, stop, width in split_by_width(
             touched.tolist(), CALL_COST // self.page_size, GATHERED_KEYS // self.page_size
         ):
-            last = batch.lengths[start:stop] - 1
-            pages, mask = self._see(table[start:stop], last, last, width, window)
-            parts.append(_Singles(slice(start, stop), pages.reshape(-1), mask.view(stop - start, 1, 1, -1)))
+            rows = slice(start, stop)
+            last = batch.lengths[rows] - 1
+            slots, mask = self._see(table[rows], written[rows], last, width, window)
+            parts.append(_Singles(rows, slots.view(-1), mask.view(stop - start, 1, 1, -1)))
         start = single
         for row in range(single, len(widths)):
             num_tokens, length = int(batch.num_tokens[row]), int(batch.max_lengths[row])
             stop = start + num_tokens
             if num_tokens == length and not (window and num_tokens > window) and not self.score_cap:
-                parts.append(_Chunk(slice(start, stop), None, None))
+                tokens = slice(start, stop)
+                parts.append(_Chunk(tokens, tokens, None, None, True))
             else:
                 at_once = WINDOW_TOKENS if window else num_tokens
                 for first in range(start, stop, at_once):
@@ -116,9 +122,9 @@ class SdpaAttention:
                     width = int(widths[row])
                     if window:
                         width = min(width, self._touched(window, tokens.stop - first))
-                    positions = batch.positions[tokens]
-                    pages, mask = self._see(table[row : row + 1], positions[:1], positions, width, window)
-                    parts.append(_Chunk(tokens, pages.reshape(-1), mask))
+                    positions, last = batch.positions[tokens], written[tokens][-1:]
+                    slots, mask = self._see(table[row : row + 1], last, positions, width, window)
+                    parts.append(_Chunk(tokens, tokens, slots.view(-1), mask, tokens.stop == stop))
             start = stop
         return tuple(parts)
 
@@ -127,28 +133,33 @@ class SdpaAttention:
         return -(-(window + num_tokens - 2) // self.page_size) + 1
 
     def _see(
-        self, table: torch.Tensor, first: torch.Tensor, positions: torch.Tensor, width: int, window: int
+        self, table: torch.Tensor, written: torch.Tensor, positions: torch.Tensor, width: int, window: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pages of each row that its tokens see, and the mask over them.
+        """The slots of each row that its tokens see, and the mask over them.
 
-        `first` [rows] are the rows' first positions, `positions` [queries] those of all their tokens: as many as rows,
-        or any number of a single one. Returns [rows, width] and [queries, width * page_size]: 0 for a key that is seen,
-        minus infinity otherwise.
+        `positions` [queries] are as many as rows, or any number of a single one; `written` [rows] is where the last of
+        each row lies. Returns [rows, width * page_size] and [queries, width * page_size]: 0 for a key that is seen,
+        minus infinity otherwise. Pages keep what others left, be it NaN: `written` stands where no token looks.
         """
-        places = torch.arange(width * self.page_size, device=positions.device)
+        num_rows, page_size = len(table), self.page_size
+        first, last = positions[:num_rows].unsqueeze(1), positions[-num_rows:].unsqueeze(1)
         queries = positions.unsqueeze(1)
+        keys = torch.arange(width * page_size, device=positions.device)
         if not window:
-            hidden = places > queries
             pages = table[:, :width]
+            hidden, unseen = keys > queries, keys > last
         else:
-            # the page of the first key seen; past the table's end the last page stands in, wholly masked
-            begin = (first - (window - 1)).clamp_(min=0) // self.page_size
-            index = begin.unsqueeze(1) + torch.arange(width, device=begin.device)
+            # from the page of the first key seen; past the table's end the last page stands in, and is not read
+            begin = (first - (window - 1)).clamp_(min=0) // page_size
+            index = begin + torch.arange(width, device=begin.device)
             pages = table.gather(1, index.clamp_(max=table.shape[1] - 1))
-            keys = begin.unsqueeze(1) * self.page_size + places
+            keys = begin * page_size + keys
             hidden = (keys > queries).logical_or_(keys <= queries - window)
+            unseen = (keys > last).logical_or_(keys <= first - window)
+        slots = pages.unsqueeze(2) * page_size + torch.arange(page_size, device=pages.device)
+        slots = torch.where(unseen, written.unsqueeze(1), slots.view(num_rows, -1))
         mask = torch.zeros(hidden.shape, dtype=self.dtype, device=positions.device)
-        return pages, mask.masked_fill_(hidden, -torch.inf)
+        return slots, mask.masked_fill_(hidden, -torch.inf)
 
     def forward(
         self,
@@ -167,14 +178,14 @@ class SdpaAttention:
         for part in plan.groups[group]:
             mine = query[part.tokens]
             if isinstance(part, _Singles):
-                out = attend_single(mine, keys, values, part.pages, part.mask, scale, cap)
+                out = attend_single(mine, keys, values, part.slots, part.mask, scale, cap)
             elif isinstance(part, _Decode):
                 out = attend_decode(mine, keys, values, part.table, part.lengths, scale, cap, part.window)
-            elif part.pages is None or part.mask is None:
+            elif part.slots is None or part.mask is None:
                 assert key is not None, "chunks that see their own keys alone are given them"
-                out = attend_chunk(mine, key[part.tokens], value[part.tokens], scale)
+                out = attend_chunk(mine, key[part.own], value[part.own], scale)
             else:
-                out = attend_pages(mine, keys, values, part.pages, part.mask, scale, cap)
+                out = attend_pages(mine, keys, values, part.slots, part.mask, scale, cap)
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -191,6 +202,19 @@ class SdpaAttention:
         plan: SdpaPlan = context.plan
         assert plan.whole is not None, "whole rows are for models that keep nothing in a cache"
         return attend_whole(query, key, value, scale, plan.whole, reach, bias)
+
+
+def _last_of(parts: Parts) -> Parts:
+    """Of every row the last token, over the keys that it has among others."""
+    made: list[Part] = []
+    for part in parts:
+        if not isinstance(part, _Chunk):
+            made.append(part)
+        elif part.ends:
+            row = made[-1].tokens.stop if made else 0
+            mask = None if part.mask is None else part.mask[-1:]
+            made.append(_Chunk(slice(row, row + 1), part.own, part.slots, mask, True))
+    return tuple(made)
 
 
 def split_by_width(widths: list[int], call_cost: int, most: int) -> list[tuple[int, int, int]]:

@@ -67,7 +67,7 @@ class TritonAttention:
         self.one_kernel = one_kernel
         self.cut = choose_cut(head_dim, dtype)
 
-    def plan(self, batch: BatchView) -> TritonPlan:
+    def plan(self, batch: BatchView, after: TritonPlan | None = None) -> TritonPlan:
         if not batch.page_tables:
             starts = batch.query_starts
             if starts is None:
@@ -105,7 +105,12 @@ class TritonAttention:
                     ),
                     cut_singles=not self.one_kernel,
                 )
-                made[window] = _GroupPlan(work, make_partials(work, self.num_heads, self.head_dim), window)
+                if after is None:
+                    partials = make_partials(work, self.num_heads, self.head_dim)
+                else:
+                    partials = after.groups[group].partials
+                    assert len(partials.sums) == work.most_splits, "a plan after one of other rows"
+                made[window] = _GroupPlan(work, partials, window)
         return TritonPlan(tuple(made[window] for window in self.windows), has_chunks or self.one_kernel)
 
     def forward(

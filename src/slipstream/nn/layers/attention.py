@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.nn.context import ForwardContext
+from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import HeadNorm, RMSNorm, Sum, WholeNorm
@@ -69,10 +69,12 @@ class Attention(Layer):
         residual: torch.Tensor | None,
         rotary: torch.Tensor,
         context: ForwardContext,
+        last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the norm of x + residual; and that sum."""
+        """Of the norm of x + residual; and that sum. Of all tokens, or only of the `last`."""
         qkv, total = norm.then(self.qkv, x, residual)
-        return self.output(self.mix(qkv, rotary, context)), total
+        mixed = self.mix(qkv, rotary, context, last=last)
+        return self.output(mixed), total if last is None else last.of(total)
 
     def mix(
         self,
@@ -80,8 +82,10 @@ class Attention(Layer):
         rotary: torch.Tensor | None,
         context: ForwardContext,
         bias: torch.Tensor | None = None,
+        last: LastTokens | None = None,
     ) -> torch.Tensor:
-        """What lies between the two products: [T, heads * head dim]."""
+        """What lies between the two products: [T, heads * head dim]. All tokens leave keys and values; those that look
+        at them may be only the `last`."""
         heads = qkv.view(-1, self.num_heads + 2 * self.num_kv_heads, self.head_dim)
         # queries and keys are treated alike up to here, so they go together
         num_heads, num_kv_heads = self.num_heads, self.num_kv_heads
@@ -97,6 +101,8 @@ class Attention(Layer):
             keys, values = context.caches[self.layer]
             slots = context.batch.slots[context.group_of_layer[self.layer]]
             query, kept = turn_and_write(query_key, value, weight, eps, rotary, keys, values, slots)
+            if last is not None:
+                query, context = last.of(query), last.context
             out = context.attention.forward(query, kept, value, self.layer, self.scale, context)
         else:
             if rotary is not None:

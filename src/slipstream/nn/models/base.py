@@ -12,7 +12,7 @@ from slipstream.nn.context import ForwardContext
 
 class CausalLM(Protocol):
     def __call__(self, context: ForwardContext) -> torch.Tensor:
-        """The step's tokens to hidden states [T, hidden]."""
+        """The step's tokens to hidden states [T, hidden]; with `only_last` [B, hidden]."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [S, hidden] to [S, vocabulary], in the model's dtype."""

@@ -35,9 +35,14 @@ class ChainedLayers:
         chain = choose_chain(x, [product.weight.data for product in _products(blocks[0])]) if self._is_able else ""
         if not chain:
             return None
+        last = None
         qkv, total = blocks[0].attention_norm.then(blocks[0].attention.qkv, x, None)
         for block, following in zip(blocks, [*blocks[1:], None], strict=True):
-            mixed = block.attention.mix(qkv, local if block.window else rotary, context)
+            if following is None and context.only_last and chain == "library":  # which takes any number of rows
+                last = context.last_tokens()
+            mixed = block.attention.mix(qkv, local if block.window else rotary, context, last=last)
+            if last is not None:
+                total = last.of(total)
             sums = _add(chain, block.attention.output, mixed, total, block.mlp_norm)
             hidden = _multiply(block.mlp.gate_up, sums, block.mlp.activation)
             if following is None:
@@ -45,7 +50,7 @@ class ChainedLayers:
             sums = _add(chain, block.mlp.down, hidden, sums.total, following.attention_norm)
             qkv, total = _multiply(following.attention.qkv, sums), sums.total
         out: torch.Tensor = decoder.norm(block.mlp.down(hidden), sums.total)[0]
-        return out
+        return out.index_select(0, context.last_places()) if context.only_last and last is None else out
 
 
 def _add(chain: Chain, product: Linear, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> Unnormed:

@@ -10,7 +10,7 @@ from torch import nn
 
 from slipstream.cache_spec import CacheSpec, PagedSpec, WindowSpec
 from slipstream.config.model_info import RopeInfo
-from slipstream.nn.context import ForwardContext
+from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.attention import Attention
 from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.layer import Layer
@@ -21,7 +21,8 @@ from slipstream.nn.layers.rope import Rope
 from slipstream.nn.models.chained import ChainedLayers
 from slipstream.nn.models.fused import FusedLayers
 from slipstream.nn.models.heads import Heads
-from slipstream.nn.quant import FormatOf, take_memory
+from slipstream.nn.quant import FormatOf, PlainWeight, take_memory
+from slipstream.ops.lookup import look_up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,18 +102,22 @@ class Decoder(nn.Module):
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
         batch = context.batch
-        x = self.embedding(batch.ids)
-        if self.embedding_scale != 1.0:
-            x = x * self.embedding_scale
-        rotary = self.rope(batch.positions)
+        weight, scale = self.embedding.weight, self.embedding_scale
+        if type(weight) is PlainWeight:
+            x, rotary = look_up(weight.data, batch.ids, scale, self.rope.table, batch.positions)
+        else:
+            x, rotary = self.embedding(batch.ids), self.rope(batch.positions)
+            x = x if scale == 1.0 else x * scale
         local = rotary if self.local_rope is None else self.local_rope(batch.positions)
         for chain in self._chains:
             fused = chain.run(self, x, rotary, local, context)
             if fused is not None:
                 return fused
-        residual = None
+        residual = last = None
         for block in self.layers:
-            x, residual = block(x, residual, local if block.window else rotary, context)
+            if context.only_last and block is self.layers[-1]:
+                last = context.last_tokens()
+            x, residual = block(x, residual, local if block.window else rotary, context, last)
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
 
@@ -175,9 +180,15 @@ class Block(Layer):
         self.mlp_out_norm = norm(shape.norm_after)
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotary: torch.Tensor, context: ForwardContext
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        rotary: torch.Tensor,
+        context: ForwardContext,
+        last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.attention.after_norm(self.attention_norm, x, residual, rotary, context)
+        """Both of all tokens; with `last` what comes out is theirs."""
+        x, residual = self.attention.after_norm(self.attention_norm, x, residual, rotary, context, last)
         if self.attention_out_norm is not None:
             x, _ = self.attention_out_norm(x)
         x, residual = self.mlp.after_norm(self.mlp_norm, x, residual)

@@ -1,8 +1,8 @@
 """Products with a weight: x [rows, in] times weight [out, in], transposed, and what stands around them in a network.
 
 With few rows the time is that of reading the weight, and on CUDA our kernels read it faster than the library's at the
-shapes named here (benchmarks/ops/linear.py); everything else is the library's, for very many rows by the quickest of
-its ways.
+shapes named here (benchmarks/ops/linear.py). Everything else is the library's, for very many rows by the quickest of
+its ways; but gates and ups of these are ours again, so that they need not be written.
 """
 
 from __future__ import annotations
@@ -48,7 +48,14 @@ def gated_linear(
             return stream_rows(x, weight, bias, gate)
         if some_rows_win(len(x), len(weight), weight.shape[1]):
             return some_rows(x, weight, bias, gate)
-    out = ways.multiply(x, weight) if bias is None else None
+    if bias is None and len(x) >= ways.LEAST_ROWS:
+        if _GATES.get(activation) and _can_gate(x, weight):
+            from slipstream.ops.linear.triton.gate import gate_many
+
+            return gate_many(x, weight, _GATES[activation])
+        out = ways.multiply(x, weight)
+    else:
+        out = None
     if out is None:
         out = _library(x, weight, bias)
     return out if activation is None else activation(out)
@@ -87,7 +94,7 @@ def choose_chain(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Chain:
 
         if all(streams_well(x, weight, chained=True) for weight in weights):
             return "streamed"
-    return "library" if _MOST < len(x) < ways.LEAST_ROWS else ""
+    return "library" if len(x) > _MOST else ""
 
 
 def add_product(
@@ -95,7 +102,9 @@ def add_product(
 ) -> Unnormed:
     """The product plus the residual, which is used up, on its way through a norm."""
     if chain != "streamed":
-        return Unnormed(residual.addmm_(x, weight.t()), norm, eps)
+        if not ways.add_to(residual, x, weight):
+            residual.addmm_(x, weight.t())
+        return Unnormed(residual, norm, eps)
     from slipstream.ops.linear.triton.hopper import add_streamed
 
     return add_streamed(x, weight, residual, norm, eps)
@@ -111,6 +120,14 @@ def normed_product(
 
     out = stream_rows(x, weight, bias, _GATES.get(activation, ""))
     return out if activation in _GATES or activation is None else activation(out)
+
+
+def _can_gate(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    if not (x.is_cuda and x.dtype is torch.bfloat16 and _HAS_TRITON):
+        return False
+    from slipstream.ops.linear.triton import can_stream
+
+    return len(weight) % 16 == 0 and can_stream(x, weight)  # what is made is copied out as x and weight are copied in
 
 
 def _is_ours(x: torch.Tensor, activation: Activation | None) -> bool:

@@ -2,8 +2,9 @@
 
 cuBLAS lists some eight algorithms for a product, and torch takes the first. On a chip that large products drive to the
 limit of its power another is quicker by up to a seventh (H200, docs/log.md). So an engine that starts tries them all
-on its largest step (`choosing`), and products of that shape go the quickest way from then on. Every way sums in float32
-and keeps a sum in one piece.
+on its largest step (`choosing`), and products of that shape go the quickest way from then on. What is quickest alone
+may be so by taking more power, for which all pay with a slower clock; so the best few are tried again under load, each
+for long enough that the clock follows. Every way sums in float32 and keeps a sum in one piece.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import ctypes
 import math
 import statistics
+import threading
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -26,22 +28,23 @@ LEAST_ROWS = 1024
 _MOST_WAYS = 16
 _WORKSPACE = 256  # bytes
 _ALIGNMENT = 256  # bytes; what the library takes for granted of a matrix when it lists ways
-_ROUNDS = 5
+_ROUNDS = 3
 _WORTH = 0.99  # of the first way's time; what gains less may be noise
+_NEAR = 1.06  # of the least time; who is within it may be the best under load
+_FINALISTS = 3
+_LOAD = 400  # products that a finalist makes in a row,
+_LOAD_TIME = 40.0  # in no more than so many milliseconds: the clock follows after twenty
+_HEATING = 2  # such turns get the device going before the first are compared
 
 _Shape = tuple[torch.device, torch.dtype, int, int, int]  # rows, outputs, inputs
 _chosen: dict[_Shape, Product | None] = {}
-_is_choosing = False
+_here = threading.local()  # `choosing`: whether this thread does; another's engine may be answering meanwhile
+_heated: set[torch.device] = set()
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     """x [rows, in] times weight [out, in], transposed; None where no way was chosen."""
-    if len(x) < LEAST_ROWS or not (_chosen or _is_choosing) or not _is_plain(x, weight):
-        return None
-    shape = (x.device, x.dtype, len(x), *weight.shape)
-    if _is_choosing and shape not in _chosen:
-        _chosen[shape] = choose(x, weight)
-    product = _chosen.get(shape)
+    product = _find(x, weight)
     if product is None:
         return None
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
@@ -49,19 +52,40 @@ def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
     return out
 
 
+def add_to(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """The same product, added to the residual; False where no way was chosen."""
+    if not residual.is_contiguous() or residual.data_ptr() % _ALIGNMENT:
+        return False
+    product = _find(x, weight)
+    if product is None:
+        return False
+    product.run(product.best, x, weight, residual, add=True)
+    return True
+
+
+def _find(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
+    is_choosing = getattr(_here, "choosing", False)
+    if len(x) < LEAST_ROWS or not (_chosen or is_choosing) or not _is_plain(x, weight):
+        return None
+    shape = (x.device, x.dtype, len(x), *weight.shape)
+    if is_choosing and shape not in _chosen:
+        _chosen[shape] = choose(x, weight)
+    return _chosen.get(shape)
+
+
 @contextlib.contextmanager
 def choosing() -> Iterator[None]:
-    """Meanwhile products of shapes not seen before are timed, for which the host waits."""
-    global _is_choosing
-    before, _is_choosing = _is_choosing, True
+    """Meanwhile this thread's products of shapes not seen before are timed, for which the host waits."""
+    before, _here.choosing = getattr(_here, "choosing", False), True
     try:
         yield
     finally:
-        _is_choosing = before
+        _here.choosing = before
 
 
 def choose(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
-    """The product of such shapes with its quickest way; None if that is what torch takes anyway, or cannot be asked."""
+    """The product of such shapes with its quickest way; None if that is what torch takes anyway, or cannot be asked.
+    x is overwritten: an engine starts with equal rows, which take less power than any that will come."""
     library = loaded()
     if library is None:
         return None
@@ -69,23 +93,38 @@ def choose(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
         product = Product(library, x, weight)
     except LibraryError:
         return None
+    x.normal_(generator=torch.Generator(x.device).manual_seed(0))
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     ways = range(product.num_ways)
     times: list[list[float]] = [[] for _ in ways]
-    for _ in range(_ROUNDS):
+    for turn in range(_ROUNDS):
         for way in ways:
-            times[way].append(_time(product, way, x, weight, out))
-    product.best = quickest(times)
+            times[way].append(_time(product, way, x, weight, out, 1 if turn else 2))
+    medians = [statistics.median(each) for each in times]
+    final = finalists(medians)
+    if len(final) > 1:
+        count = max(2, min(_LOAD, math.ceil(_LOAD_TIME / medians[final[0]])))
+        if x.device not in _heated:  # later shapes find it so
+            _time(product, final[0], x, weight, out, _HEATING * count)
+            _heated.add(x.device)
+        medians = [_time(product, way, x, weight, out, count) if way in final else math.inf for way in ways]
+    product.best = quickest(medians)
     return product if product.best else None
 
 
-def quickest(times: list[list[float]]) -> int:
-    """By the medians; the first unless another is worth it. Ways that failed have a time of infinity."""
-    medians = [statistics.median(each) for each in times]
-    if not medians:
+def finalists(medians: list[float]) -> list[int]:
+    """Ways that may be the best under load, the quickest alone first; the library's own favourite is always heard."""
+    near = [way for way, median in enumerate(medians) if median < _NEAR * min(medians)]
+    near = sorted(near, key=medians.__getitem__)[:_FINALISTS]
+    return near if not near or 0 in near else [*near[: _FINALISTS - 1], 0]
+
+
+def quickest(times: list[float]) -> int:
+    """The first way unless another is worth it. Those that failed or were not tried have a time of infinity."""
+    if not times:
         return 0
-    best = min(range(len(medians)), key=medians.__getitem__)
-    return best if medians[best] < _WORTH * medians[0] else 0
+    best = min(range(len(times)), key=times.__getitem__)
+    return best if times[best] < _WORTH * times[0] else 0
 
 
 class Product:
@@ -108,8 +147,8 @@ class Product:
     def num_ways(self) -> int:
         return len(self._ways)
 
-    def run(self, way: int, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """Device: out becomes the product."""
+    def run(self, way: int, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
+        """Device: out becomes the product, or that is added to it."""
         first, second, third = self._layouts
         space = torch.empty(_WORKSPACE, dtype=torch.uint8, device=x.device)
         status = self._library.cublasLtMatmul(
@@ -120,7 +159,7 @@ class Product:
             first,
             ctypes.c_void_p(x.data_ptr()),
             second,
-            ctypes.byref(_ZERO),
+            ctypes.byref(_ONE if add else _ZERO),
             ctypes.c_void_p(out.data_ptr()),
             third,
             ctypes.c_void_p(out.data_ptr()),
@@ -182,19 +221,21 @@ def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return x.is_cuda and sixteen_bits and aligned and x.is_contiguous() and weight.is_contiguous()
 
 
-def _time(product: Product, way: int, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> float:
-    """Milliseconds; infinity where the way does not go."""
+def _time(product: Product, way: int, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, count: int) -> float:
+    """Milliseconds of a product, in the second half of so many in a row; infinity where the way does not go."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    skipped = count // 2
     try:
-        product.run(way, x, weight, out)
-        begin.record()
-        product.run(way, x, weight, out)
+        for turn in range(count):
+            if turn == skipped:
+                begin.record()
+            product.run(way, x, weight, out)
         end.record()
     except LibraryError:
         return math.inf
     with sync_allowed("an engine that starts tries the library's ways"):
         end.synchronize()
-    return float(begin.elapsed_time(end))
+    return float(begin.elapsed_time(end)) / (count - skipped)
 
 
 @cache

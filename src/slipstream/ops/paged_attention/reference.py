@@ -1,8 +1,8 @@
 """Attention over pages by torch's scaled dot product, or step by step where scores are bounded.
 
-Pages are gathered into one stretch of keys a row, the last page's unused slots are masked. Masks are added to the
-scores, in the query's dtype: 0 where a key is seen, minus infinity where not. What lies in a masked slot must be
-finite, nothing more: its weight is exactly 0.
+Slots are gathered into one stretch of keys a row. Masks are added to the scores, in the query's dtype: 0 where a key is
+seen, minus infinity where not. The weight of a masked slot is exactly 0, and 0 times NaN is NaN: so a row is given
+slots that it has filled, one of them again and again to make the stretch as long as the others.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ def attend_single(
     query: torch.Tensor,  # [B, heads, dim], one token a row
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
-    pages: torch.Tensor,  # [B * width] int64, the rows' page tables one after another
-    mask: torch.Tensor,  # [B, 1, 1, width * page_size]
+    slots: torch.Tensor,  # [B * K] int64, page * page_size + place, those of one row after another
+    mask: torch.Tensor,  # [B, 1, 1, K]
     scale: float,
     score_cap: float = 0.0,  # scores are bounded to this by tanh; 0: they are not
 ) -> torch.Tensor:
@@ -25,7 +25,7 @@ def attend_single(
     num_kv_heads = keys.shape[2]
     # heads that share keys stand in for a sequence of queries: each key is read once, and nothing is repeated
     grouped = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
-    found, worth = _gather(keys, pages, num_rows), _gather(values, pages, num_rows)
+    found, worth = _gather(keys, slots, num_rows), _gather(values, slots, num_rows)
     if score_cap:
         out = _attend_bounded(grouped, found, worth, mask, scale, score_cap)
     else:
@@ -37,8 +37,8 @@ def attend_pages(
     query: torch.Tensor,  # [T, heads, dim], tokens of one row
     keys: torch.Tensor,
     values: torch.Tensor,
-    pages: torch.Tensor,  # [width] int64
-    mask: torch.Tensor,  # [T, width * page_size]
+    slots: torch.Tensor,  # [K] int64
+    mask: torch.Tensor,  # [T, K]
     scale: float,
     score_cap: float = 0.0,
 ) -> torch.Tensor:
@@ -47,13 +47,13 @@ def attend_pages(
         num_tokens, num_heads, dim = query.shape
         # the heads that share a key head are one more dimension: [kv heads, sharing, T, dim]
         grouped = query.view(num_tokens, keys.shape[2], -1, dim).permute(1, 2, 0, 3)
-        found, worth = _gather(keys, pages, 1)[0].unsqueeze(1), _gather(values, pages, 1)[0].unsqueeze(1)
+        found, worth = _gather(keys, slots, 1)[0].unsqueeze(1), _gather(values, slots, 1)[0].unsqueeze(1)
         out = _attend_bounded(grouped, found, worth, mask, scale, score_cap)
         return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, dim)
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
-        _gather(keys, pages, 1),
-        _gather(values, pages, 1),
+        _gather(keys, slots, 1),
+        _gather(values, slots, 1),
         attn_mask=mask,
         scale=scale,
         enable_gqa=True,
@@ -62,9 +62,11 @@ def attend_pages(
 
 
 def attend_chunk(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Tokens of one row that begin at position 0: all their keys are at hand, [T, kv heads, dim]; no page is read."""
+    """Tokens of one row that begin at position 0, all of them or the last alone: all their keys are at hand, [T, kv
+    heads, dim]; no page is read."""
+    is_causal = len(query) > 1
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)
 
 
@@ -77,7 +79,7 @@ def _attend_bounded(
     return weights @ value
 
 
-def _gather(cache: torch.Tensor, pages: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """[rows, kv heads, keys, dim], a view of the gathered pages."""
+def _gather(cache: torch.Tensor, slots: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """[rows, kv heads, keys, dim], a view of the gathered slots."""
     _, _, num_kv_heads, dim = cache.shape
-    return cache.index_select(0, pages).view(num_rows, -1, num_kv_heads, dim).transpose(1, 2)
+    return cache.flatten(0, 1).index_select(0, slots).view(num_rows, -1, num_kv_heads, dim).transpose(1, 2)

@@ -11,6 +11,7 @@ import torch
 from slipstream.config.memory import SCORED_AT_ONCE
 from slipstream.device.device import Device
 from slipstream.ops.sample import TopLogprobs, logprobs_of, top_logprobs
+from slipstream.params import LONG_REPORT
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.slots import Slots, SlotTable
 from slipstream.step import Ints, PromptScores, StepPlan
@@ -82,6 +83,49 @@ class GivenLogprobs:
             return logprobs_of(raw.index_select(0, upload.tensor(users.index)), ids.long())
 
         return GivenWork((len(users.rows), most), report)
+
+
+@dataclass(frozen=True, slots=True)
+class LongWork:
+    """What one step reports of rows that want very many."""
+
+    shape: tuple[int, int]  # those rows, and the most that one of them wants
+    report: Callable[[torch.Tensor, torch.Tensor], TopLogprobs]  # device: raw logits and tokens of all rows
+
+
+class LongLogprobs:
+    """Rows that want more than LONG_REPORT of the likeliest. A RowState, with nothing on the device."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._wanted = np.zeros(num_rows, np.int64)
+        self._num = 0  # rows that want them
+
+    def apply(self, plan: StepPlan) -> None:
+        self._wanted[plan.released] = 0
+        for admission in plan.admitted:
+            num = admission.params.num_logprobs or 0
+            self._wanted[admission.row] = num if num > LONG_REPORT else 0
+        self._num = int(np.count_nonzero(self._wanted))
+
+    def flush(self, upload: Upload) -> None:
+        pass
+
+    def asks(self, rows: Ints) -> bool:
+        """Host: whether any of these rows wants them."""
+        return self._num > 0 and bool(self._wanted[rows].any())
+
+    def prepare(self, rows: Ints, upload: Upload) -> LongWork | None:
+        if not self.asks(rows):
+            return None
+        wanted = self._wanted[rows]
+        which = np.flatnonzero(wanted)
+        span, most = upload.put(which), int(wanted.max())
+
+        def report(raw: torch.Tensor, tokens: torch.Tensor) -> TopLogprobs:
+            index = upload.tensor(span)
+            return top_logprobs(raw.index_select(0, index), tokens.index_select(0, index), most)
+
+        return LongWork((len(which), most), report)
 
 
 def prepare_scores(

@@ -16,7 +16,7 @@ from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.bad_words import BadWords
 from slipstream.runner.sampling.bias import Bias
 from slipstream.runner.sampling.draw import Draw, DrawWork, greedy_by_row, no_penalty
-from slipstream.runner.sampling.logprobs import GivenLogprobs, GivenWork, Logprobs
+from slipstream.runner.sampling.logprobs import GivenLogprobs, GivenWork, Logprobs, LongLogprobs, LongWork
 from slipstream.runner.sampling.min_tokens import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
 from slipstream.runner.sampling.scale import Scale
@@ -35,10 +35,7 @@ class SampleOutput:
     failed: torch.Tensor  # [S] bool: the row's logits held NaN, or no token was left; its token is 0
     logprobs: TopLogprobs | None  # of the raw logits
     given: torch.Tensor | None = None  # likewise, for rows that gave ids
-
-
-LIKELY_LOGPROBS = 32
-"""More are not replayed: each number of them is other work, and memory of its own."""
+    long: TopLogprobs | None = None  # likewise, for rows that want very many
 
 
 @dataclass(slots=True)  # made in every step: a frozen one costs twice as much
@@ -48,7 +45,8 @@ class Sample:
     works: list[StageWork]
     draw: DrawWork
     logprobs: Logprobs | None
-    given: GivenWork | None
+    given: GivenWork | None = None
+    long: LongWork | None = None
 
     def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> SampleOutput:
         """Device: logits [S, vocabulary] to tokens. The logits may be changed."""
@@ -64,7 +62,8 @@ class Sample:
         if self.logprobs is None:
             return SampleOutput(tokens, failed, None)
         given = None if self.given is None else self.given.report(raw)
-        return SampleOutput(tokens, failed, self.logprobs.report(raw, tokens), given)
+        long = None if self.long is None else self.long.report(raw, tokens)
+        return SampleOutput(tokens, failed, self.logprobs.report(raw, tokens), given, long)
 
 
 class Sampler:
@@ -85,7 +84,8 @@ class Sampler:
         self._bad_words, self._scale, self._truncate = bad_words, scale, truncate
         self.draw = Draw(num_rows, device)
         self.given = GivenLogprobs(num_rows, device)
-        self._states: list[RowState] = [*self.stages, self.draw, self.given]
+        self.long = LongLogprobs(num_rows)
+        self._states: list[RowState] = [*self.stages, self.draw, self.given, self.long]
         self._changed = False  # whether anyone came or went in this step
 
     def apply(self, plan: StepPlan) -> None:
@@ -105,13 +105,14 @@ class Sampler:
         works = [work for stage in self.stages if (work := stage.prepare(rows, upload)) is not None]
         draw = self.draw.prepare(rows, upload)
         if num_logprobs is None:
-            return Sample(works, draw, None, None)
-        return Sample(works, draw, Logprobs(num_logprobs, edited=bool(works)), self.given.prepare(rows, upload))
+            return Sample(works, draw, None)
+        logprobs = Logprobs(num_logprobs, edited=bool(works))
+        return Sample(works, draw, logprobs, self.given.prepare(rows, upload), self.long.prepare(rows, upload))
 
     def prepare_by_row(self, plan: StepPlan) -> Replayed | None:
         """Host: as `prepare`, as work that may be captured and stages nothing; None if a row asks for what cannot."""
         rows, num_logprobs = _sampling_rows(plan), plan.num_logprobs
-        if num_logprobs is not None and (num_logprobs > LIKELY_LOGPROBS or self.given.slots.asks(rows)):
+        if num_logprobs is not None and (self.long.asks(rows) or self.given.slots.asks(rows)):
             return None
         if self._bad_words.asks(rows):
             return None
@@ -127,7 +128,7 @@ class Sampler:
         edits = any(work.work.edit is not None for work in works)
         logprobs = None if num_logprobs is None else Logprobs(num_logprobs, edited=edits)
         key = (kind, num_logprobs, *(work.key for work in works))
-        return Replayed(key, self._bias.asks(rows), Sample([work.work for work in works], draw, logprobs, None))
+        return Replayed(key, self._bias.asks(rows), Sample([work.work for work in works], draw, logprobs))
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ so requests of different salts share nothing.
 from __future__ import annotations
 
 from array import array
+from functools import lru_cache
 from hashlib import blake2b
 
 DIGEST_BYTES = 16
@@ -28,5 +29,6 @@ def extend_hashes(hashes: list[bytes], tokens: list[int], num_pages: int, page_s
         hashes.append(parent)
 
 
+@lru_cache(64)
 def _root(salt: str) -> bytes:
     return blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()

@@ -126,6 +126,8 @@ class CacheManager:
         if hit is not None:
             return self._seat(request, length, hit, keep, known)
         num_places = -(-length // self.page_size)
+        if not self.forgets:
+            return self._grow(request, num_places, keep)
         unneeded = [self._unneeded(request, index, group) for index, group in enumerate(self.groups)]
         for group, held, (_, old) in zip(self.groups, request.pages, unneeded, strict=True):
             if num_places - len(held) > group.pool.num_free + group.pool.num_held_once(old) - keep:
@@ -143,6 +145,21 @@ class CacheManager:
                 changed.append((index, len(held), pages))
                 held += pages
         request.capacity = num_places * self.page_size if self.groups else NEVER
+        return changed
+
+    def _grow(self, request: Request, num_places: int, keep: int) -> list[Run] | None:
+        """The same where no group gives pages back. Rows that began together all come here in the same step."""
+        held_by_group = request.pages
+        for group, held in zip(self.groups, held_by_group, strict=True):
+            if num_places - len(held) > group.pool.num_free - keep:
+                return None
+        changed: list[Run] = []
+        for index, held in enumerate(held_by_group):
+            if num_places > len(held):
+                pages = self.groups[index].pool.take(num_places - len(held))
+                changed.append((index, len(held), pages))
+                held += pages
+        request.capacity = num_places * self.page_size if held_by_group else NEVER
         return changed
 
     def _unneeded(self, request: Request, index: int, group: Group) -> tuple[int, list[int]]:
@@ -217,9 +234,11 @@ class CacheManager:
                     group.pool.forget(page)
 
     def _set_mark(self, request: Request) -> None:
-        # the last known token may not have been launched, so a page counts once the token after it is known
+        # the last known token may not have been launched, so a page counts once the token after it is known; and rows
+        # that began together need not all have their turn in the same step
         if self.prefix_caching:
-            request.publish_after = (request.num_published + PUBLISH_PAGES) * self.page_size
+            turn = request.number % self.page_size
+            request.publish_after = (request.num_published + PUBLISH_PAGES) * self.page_size + turn
 
     def check(self) -> None:
         """Assert every invariant; for tests, as it walks over all pages."""

@@ -97,6 +97,7 @@ def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
         ("features", memory.features, "penalties and biases, when every row asks for them; nothing when none does"),
         ("staging", memory.staging + memory.staging_host, f"{scheduler.depth + 2} slots of the host and an arena"),
         ("results", memory.results + memory.results_host, f"{scheduler.depth + 2} slots on each side"),
+        ("reports", memory.reports + memory.reports_host, "what those grow by for whole vocabularies of logprobs"),
         ("activations", memory.activations, "of the largest step: the larger of the next two"),
         ("  body", body, f"{scheduler.max_num_batched_tokens} tokens; {_mib(memory.attention)} of it attention's own"),
         ("  head", memory.logits, f"logits of {scheduler.max_num_seqs} rows, every sampling feature in use"),

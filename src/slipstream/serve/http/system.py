@@ -54,17 +54,17 @@ async def ready(call: Call, body: None) -> Reply:
 
 async def load(call: Call, body: None) -> Reply:
     engine = call.state.engine
-    queue, pulse = engine.load, engine.pulse
+    queue, lanes = engine.load, engine.pulse.lanes
     return json_reply(
         Load(
             server_load=queue.num_open,
             queued_requests=queue.num_queued,
             queued_tokens=queue.queued_tokens,
-            running=pulse.num_running,
-            waiting=pulse.num_waiting,
-            free_pages=pulse.num_free_pages,
-            pages=pulse.num_pages,
-            steps=pulse.num_steps,
+            running=sum(lane.num_running for lane in lanes),
+            waiting=sum(lane.num_waiting for lane in lanes),
+            free_pages=sum(lane.num_free_pages for lane in lanes),
+            pages=sum(lane.num_pages for lane in lanes),
+            steps=sum(lane.num_steps for lane in lanes),
         )
     )
 

@@ -27,6 +27,7 @@ from slipstream.ops.paged_attention.triton.shares import my_share, read_single
 from slipstream.ops.paged_attention.work import Work
 
 HOPPER_PROGRAMS_PER_SM = 2
+HOPPER_HEADS = 32  # that share keys; the sums of more find no registers
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +118,7 @@ def num_shares(
 def _uses_hopper(
     device: torch.device, dtype: torch.dtype, group: int, dim: int, page_size: int, window: int, soft_cap: float
 ) -> bool:
-    return not window and not soft_cap and group <= 64 and hopper_serves(device, dtype, dim, page_size)
+    return not window and not soft_cap and group <= HOPPER_HEADS and hopper_serves(device, dtype, dim, page_size)
 
 
 def decode_shape(head_dim: int, itemsize: int) -> KernelShape:
@@ -187,7 +188,7 @@ def _split_kernel(
             if WINDOW:
                 key = tl.maximum(key, tl.maximum(length - WINDOW, 0) // BLOCK_N * BLOCK_N)
             acc, top, total = attend_keys(
-                acc, top, total, q, position, pages, key, key_end, scale, soft_cap,
+                (acc, top, total), (q, position, scale, soft_cap), pages, key, key_end,
                 DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True,
             )  # fmt: skip
             if num_splits == 1:

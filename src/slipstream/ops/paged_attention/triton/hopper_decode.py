@@ -1,7 +1,8 @@
 """Decode on Hopper: one warp fetches keys and values, across splits and rows, and four compute.
 
 The same work as in `decode.py`. Memory is never idle between two rows: while the sums of one are stored and joined, the
-keys of the next are on their way.
+keys of the next are on their way. Keys are the left side of products, since the matrix units take 64 rows at a time and
+heads that share keys are few: what is computed for nothing takes time, and power from the products beside.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ from slipstream.ops.paged_attention.triton.shares import my_share, read_single
 from slipstream.ops.paged_attention.work import Work
 
 BLOCK_KEYS = 64
-ROWS = gl.constexpr(64)  # of a product, the heads that share keys first among them; the rest are zeros
 EVEN_REGISTERS = 128  # a thread, with two programs on a multiprocessor
 FETCH_REGISTERS = gl.constexpr(24)
 
@@ -101,6 +101,10 @@ def _split_kernel(
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], DTYPE)
     k = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
     v = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
+    # the right sides of products
+    LANES: gl.constexpr = max(8, triton.next_power_of_2(GROUP))
+    queries = gl.allocate_shared_memory(DTYPE, [LANES, DIM], SHARED)
+    weights = gl.allocate_shared_memory(DTYPE, [LANES, BLOCK_N], SHARED)
     blocks = (k, v, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
     fence_async_shared()
     wait_for_previous(DEPENDENT)
@@ -108,7 +112,7 @@ def _split_kernel(
     sources = (keys, values, table, table_stride, singles, shares)
     gl.warp_specialize(
         [
-            (_compute, (tensors, blocks, KV_HEADS, GROUP, DIM, BLOCK_N, STAGES)),
+            (_compute, (tensors, blocks, (queries, weights), KV_HEADS, GROUP, DIM, BLOCK_N, STAGES)),
             (_fetch, (sources, blocks, KV_HEADS, DIM, BLOCK_N, PAGE, STAGES)),
         ],
         [1],
@@ -152,6 +156,7 @@ def _fetch(
 def _compute(
     tensors,
     blocks,
+    own,
     KV_HEADS: gl.constexpr,
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
@@ -161,18 +166,19 @@ def _compute(
     """Four warps: the sums of this program's share, and the output of rows whose last split is among them."""
     out, query, singles, shares, arrived, sums, stats, scale, query_token, query_head, out_token, out_head = tensors
     k, v, there, used = blocks
+    queries, weights = own
     DTYPE: gl.constexpr = query.dtype.element_ty
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIM, 16])
-    QUERIES: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
+    LANES: gl.constexpr = queries.shape[0]
+    # [keys or dimensions, heads]: all that a head needs of its own lies in columns
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 16])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [4, 1], [1, 0])
     factor = scale * LOG2E
-    q_lane = gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(1, QUERIES)), 1)
-    q_dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, QUERIES)), 0)
-    lane = gl.arange(0, ROWS, gl.SliceLayout(1, SUMS))
-    dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, SUMS)), 0)
-    mask = gl.expand_dims(lane < GROUP, 1)
+    q_lane = gl.expand_dims(gl.arange(0, LANES, gl.SliceLayout(1, LINES)), 1)
+    q_dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, LINES)), 0)
+    lane = gl.arange(0, LANES, gl.SliceLayout(0, SUMS))
+    dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(1, SUMS)), 1)
+    key = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
+    mask = gl.expand_dims(lane < GROUP, 0)
     kv_head, first, first_split, last, last_split, end = my_share(shares, KV_HEADS)
     head = kv_head * GROUP + lane
     done = 0
@@ -182,42 +188,47 @@ def _compute(
         )
         q_place = token * query_token + (kv_head * GROUP + q_lane) * query_head + q_dim
         q = gl.load(query + q_place, mask=(q_lane < GROUP) & (q_dim < DIM), other=0.0)
+        gl.thread_barrier()  # all are done with the queries of the row before
+        queries.store(q)
+        fence_async_shared()
+        gl.thread_barrier()
         for index in range(split, stop):
-            top = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
-            total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-            acc = gl.zeros([ROWS, DIM], gl.float32, SUMS)
+            # heads past the group weigh nothing
+            top = gl.where(lane < GROUP, float("-inf"), 1e30)
+            totals = gl.zeros([BLOCK_N, LANES], gl.float32, SUMS)
+            acc = gl.zeros([DIM, LANES], gl.float32, SUMS)
             begin_keys = begin + index * size
             for start in range(begin_keys, gl.minimum(begin_keys + size, length), BLOCK_N):
                 stage = done % STAGES
                 mbarrier.wait(there.index(stage), done // STAGES & 1)
-                nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
-                score = warpgroup_mma(q, k.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
+                nothing = gl.zeros([BLOCK_N, LANES], gl.float32, SUMS)
+                score = warpgroup_mma(k.index(stage), queries.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 score = warpgroup_mma_wait(0, deps=(score,))
-                key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-                score = gl.where(gl.expand_dims(key < length, 0), score, float("-inf"))
-                higher = gl.maximum(top, gl.max(score, 1) * factor)
-                weight = gl.exp2(score * factor - gl.expand_dims(higher, 1))
-                fade = gl.exp2(top - higher)
-                total = total * fade + gl.sum(weight, 1)
+                score = gl.where(gl.expand_dims(start + key < length, 1), score * factor, float("-inf"))
+                higher = gl.maximum(top, gl.max(score, 0))
+                weight = gl.exp2(score - gl.expand_dims(higher, 0))
+                fade = gl.expand_dims(gl.exp2(top - higher), 0)
+                totals = totals * fade + weight
                 top = higher
-                acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, SUMS)), 1)
-                weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
+                acc = acc * fade
+                weights.store(gl.permute(weight.to(DTYPE), (1, 0)))
+                fence_async_shared()
                 if start + BLOCK_N > length:
                     clear_past_end(v.index(stage), length - start, LINES, BLOCK_N)
-                acc = warpgroup_mma(weight, v.index(stage), acc, is_async=True)
+                gl.thread_barrier()
+                acc = warpgroup_mma(v.index(stage).permute((1, 0)), weights.permute((1, 0)), acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
                 mbarrier.arrive(used.index(stage), count=1)
                 done += 1
 
-            top = gl.convert_layout(top, gl.SliceLayout(1, SUMS))
-            total = gl.convert_layout(total, gl.SliceLayout(1, SUMS))
+            total = gl.sum(totals, 0)
             if num_splits == 1:
-                result = acc / gl.expand_dims(gl.where(total > 0, total, 1.0), 1)
-                where = out + token * out_token + gl.expand_dims(head * out_head, 1) + dim
+                result = acc / gl.expand_dims(gl.where(total > 0, total, 1.0), 0)
+                where = out + token * out_token + gl.expand_dims(head * out_head, 0) + dim
                 gl.store(where, result.to(DTYPE), mask=mask)
             else:
                 partial = (place + index) * (KV_HEADS * GROUP) + head
-                gl.store(sums + gl.expand_dims(partial * DIM, 1) + dim, acc, mask=mask)
+                gl.store(sums + gl.expand_dims(partial * DIM, 0) + dim, acc, mask=mask)
                 gl.store(stats + partial * 2, top, mask=lane < GROUP)
                 gl.store(stats + partial * 2 + 1, total, mask=lane < GROUP)
         if (num_splits > 1) & (split < stop):

@@ -200,6 +200,7 @@ def _compute(
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [4, 1], [1, 0])
     q = q_halves.index(HALF)
+    blocks = (q, k, v, k_there, k_used, v_there, v_used)
     dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(0, LINES)), 0)
     factor = scale * LOG2E
     num_items = gl.load(totals + 1) * KV_HEADS
@@ -228,27 +229,25 @@ def _compute(
             total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
             acc = gl.zeros([ROWS, DIM], gl.float32, SUMS)
             if end > 0:
-                score = _score(q, k, k_there, done, SCORES, ROWS, BLOCK_N, STAGES)
+                score = _score(q, k, k_there, done, SCORES, STAGES)
                 score = warpgroup_mma_wait(0, deps=(score,))
                 mbarrier.arrive(k_used.index(done % STAGES), count=1)
-                weight, top, total, fade = _weigh(score, top, total, factor, 0, position, True, SCORES, BLOCK_N)
+                weight, top, total, fade = _weigh(score, top, total, factor, 0, position, True, SCORES)
                 weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
                 done += 1
                 # keys that every query of the tile sees need no mask
                 masked = gl.maximum((before + first // GROUP + 1) // BLOCK_N, 1) * BLOCK_N
                 for start in range(BLOCK_N, gl.minimum(masked, end), BLOCK_N):
                     acc, weight, top, total, fade = _turn(
-                        q, k, v, k_there, k_used, v_there, v_used, acc, weight, top, total, factor, start, position,
-                        done, False, SCORES, ROWS, BLOCK_N, STAGES,
-                    )  # fmt: skip
+                        blocks, (acc, weight, top, total), factor, start, position, done, False, SCORES, STAGES
+                    )
                     acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, SUMS)), 1)
                     weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
                     done += 1
                 for start in range(masked, end, BLOCK_N):
                     acc, weight, top, total, fade = _turn(
-                        q, k, v, k_there, k_used, v_there, v_used, acc, weight, top, total, factor, start, position,
-                        done, True, SCORES, ROWS, BLOCK_N, STAGES,
-                    )  # fmt: skip
+                        blocks, (acc, weight, top, total), factor, start, position, done, True, SCORES, STAGES
+                    )
                     acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, SUMS)), 1)
                     weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
                     done += 1
@@ -282,18 +281,27 @@ def _lanes(first, row, GROUP: gl.constexpr, ROWS: gl.constexpr, COPIED: gl.const
 
 @gluon.jit
 def _turn(
-    q, k, v, k_there, k_used, v_there, v_used, acc, weight, top, total, factor, start, position, done,
-    MASKED: gl.constexpr, SCORES: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+    blocks,
+    sums,
+    factor,
+    start,
+    position,
+    done,
+    MASKED: gl.constexpr,
+    SCORES: gl.constexpr,
+    STAGES: gl.constexpr,
+):
     """Scores and weights of block `done`, while the values of the block before it are summed."""
-    score = _score(q, k, k_there, done, SCORES, ROWS, BLOCK_N, STAGES)
+    q, k, v, k_there, k_used, v_there, v_used = blocks
+    acc, weight, top, total = sums
+    score = _score(q, k, k_there, done, SCORES, STAGES)
     last = (done - 1) % STAGES
     phase = (done - 1) // STAGES & 1
     mbarrier.wait(v_there.index(last), phase)
     acc = warpgroup_mma(weight, v.index(last), acc, is_async=True)
     score = warpgroup_mma_wait(1, deps=(score,))
     mbarrier.arrive(k_used.index(done % STAGES), count=1)
-    weight, top, total, fade = _weigh(score, top, total, factor, start, position, MASKED, SCORES, BLOCK_N)
+    weight, top, total, fade = _weigh(score, top, total, factor, start, position, MASKED, SCORES)
     # come to pass long ago: its branch keeps the assembler from moving the weights behind the wait for the sums
     mbarrier.wait(v_there.index(last), phase)
     acc, weight = warpgroup_mma_wait(0, deps=(acc, weight))
@@ -302,19 +310,20 @@ def _turn(
 
 
 @gluon.jit
-def _score(q, k, k_there, done, SCORES: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+def _score(q, k, k_there, done, SCORES: gl.constexpr, STAGES: gl.constexpr):
     stage = done % STAGES
     mbarrier.wait(k_there.index(stage), done // STAGES & 1)
+    ROWS: gl.constexpr = q.shape[0]
+    BLOCK_N: gl.constexpr = k.shape[1]
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, SCORES)
     return warpgroup_mma(q, k.index(stage).permute((1, 0)), nothing, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def _weigh(
-    score, top, total, factor, start, position, MASKED: gl.constexpr, SCORES: gl.constexpr, BLOCK_N: gl.constexpr
-):
+def _weigh(score, top, total, factor, start, position, MASKED: gl.constexpr, SCORES: gl.constexpr):
     """Every query sees the first key of the first block, so that `top` is finite from there on."""
     if MASKED:
+        BLOCK_N: gl.constexpr = score.shape[1]
         key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
         score = gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), score, float("-inf"))
     higher = gl.maximum(top, gl.max(score, 1) * factor)

@@ -13,16 +13,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def attend_keys(
-    acc,  # [TILE, BLOCK_D] float32, weighted sum of values
-    top,  # [TILE] highest score so far, times log2(e)
-    total,  # [TILE] sum of weights
-    q,  # [TILE, BLOCK_D]
-    position,  # [TILE] of each query
+    sums,  # so far: weighted sum of values [TILE, BLOCK_D], highest score [TILE] times log2(e), sum of weights [TILE]
+    queries,  # [TILE, BLOCK_D], their positions [TILE], scale and soft cap
     pages,  # keys and values of the kv head, page table of the row, strides of a page and of a slot
     begin,  # a multiple of BLOCK_N
     end,
-    scale,
-    soft_cap,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -31,7 +26,9 @@ def attend_keys(
     SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Adds the keys from `begin` to `end` of one kv head and row."""
+    """Sums with the keys from `begin` to `end` of one kv head and row."""
+    acc, top, total = sums
+    q, position, scale, soft_cap = queries
     keys, values, table, page_stride, slot_stride = pages
     PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else "tf32"
     dim = tl.arange(0, BLOCK_D)

@@ -156,6 +156,8 @@ def _tile_kernel(
             top = tl.full([TILE], float("-inf"), tl.float32)
             total = tl.zeros([TILE], tl.float32)
             acc = tl.zeros([TILE, BLOCK_D], tl.float32)
+            sums = (acc, top, total)
+            queries = (q, position, scale, soft_cap)
             k_base = keys + kv_head * head_stride
             v_base = values + kv_head * head_stride
             pages = (k_base, v_base, table + row * table_stride, page_stride, slot_stride)
@@ -164,14 +166,11 @@ def _tile_kernel(
             else:
                 # keys that every query of the tile sees need no mask
                 masked = tl.maximum(before + first // GROUP + 1, 0) // BLOCK_N * BLOCK_N
-                acc, top, total = attend_keys(
-                    acc, top, total, q, position, pages, 0, tl.minimum(masked, end), scale, soft_cap,
-                    DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, False,
-                )  # fmt: skip
-            acc, top, total = attend_keys(
-                acc, top, total, q, position, pages, masked, end, scale, soft_cap,
-                DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True,
-            )  # fmt: skip
+                seen = tl.minimum(masked, end)
+                sums = attend_keys(sums, queries, pages, 0, seen, DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, False)
+            acc, _, total = attend_keys(
+                sums, queries, pages, masked, end, DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True
+            )
             acc = acc / tl.where(total > 0, total, 1.0)[:, None]
             where = out + tokens * out_token + head[:, None] * out_head + dim[None, :]
             tl.store(where, acc.to(out.dtype.element_ty), mask=mask)

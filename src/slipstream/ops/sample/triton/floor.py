@@ -89,8 +89,14 @@ def _asks(limits, row, size):
 
 
 @triton.jit
-def _load_logits(own, offset, mask, temperature, slot, counts, seen, values):
+def _load_logits(
+    line,  # of a row: its logits and their number, temperature, slot of penalties, its counts, flags and penalties
+    offset,
+    mask,
+):
     """Penalised and scaled; NaN, whose row gets no token, as if it were out."""
+    own, size, temperature, slot, counts, seen, values = line
+    mask = mask & (offset < size)
     x = tl.load(own + offset, mask=mask, other=float("-inf")).to(tl.float32)
     if slot is not None:  # noqa: SIM102 (this one is asked by the compiler)
         if slot >= 0:
@@ -125,18 +131,17 @@ def _survey_kernel(
     if has_min | has_k | has_p:
         span = chunk * SPANS + tl.arange(0, SPANS)
         offset = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+        scale: tl.constexpr = None
+        slot: tl.constexpr = None
         if temperature is not None:
             scale = tl.load(temperature + row)
-        else:
-            scale = None
         if slots is not None:
             slot = tl.load(slots + row).to(tl.int64)
             counts += slot * size
             seen += slot * size
             values += row * 3
-        else:
-            slot = None
-        x = _load_logits(logits + row * stride, offset, offset < size, scale, slot, counts, seen, values)
+        line = (logits + row * stride, size, scale, slot, counts, seen, values)
+        x = _load_logits(line, offset, True)
         peak = tl.max(x, 1)
         tl.store(peaks + row * num_spans + span, peak, mask=span < num_spans)
         top = tl.max(peak, 0)
@@ -208,20 +213,17 @@ def _floor_kernel(
             tl.debug_barrier()
 
             own = logits + row * stride
+            scale: tl.constexpr = None
+            slot: tl.constexpr = None
             if temperature is not None:
                 scale = tl.load(temperature + row)
-            else:
-                scale = None
             if slots is not None:
                 slot = tl.load(slots + row).to(tl.int64)
                 counts += slot * size
                 seen += slot * size
                 values += row * 3
-            else:
-                slot = None
-            count, mass = _measure(
-                own, spans, num_active, size, scale, slot, counts, seen, values, best, bottom, SPAN, TILE
-            )
+            line = (own, size, scale, slot, counts, seen, values)
+            count, mass = _measure(line, spans, num_active, best, bottom, SPAN, TILE)
             # first the k-th largest, then top-p among those that are left
             for by_mass in range(2):
                 goal = top_k.to(tl.float32)
@@ -233,23 +235,7 @@ def _floor_kernel(
                     asked = has_p
                 if asked:
                     bottom, count, mass = _search(
-                        own,
-                        spans,
-                        num_active,
-                        size,
-                        scale,
-                        slot,
-                        counts,
-                        seen,
-                        values,
-                        best,
-                        bottom,
-                        count,
-                        mass,
-                        goal,
-                        by_mass,
-                        SPAN,
-                        TILE,
+                        line, spans, num_active, best, bottom, count, mass, goal, by_mass, SPAN, TILE
                     )
             found = bottom
     tl.store(floor + row, found)
@@ -282,48 +268,20 @@ def _reach_of_peaks(peak, best, by_count, count_goal, mass_goal, TILE: tl.conste
 
 
 @triton.jit
-def _load_spans(
-    own,
-    spans,
-    start,
-    num_active,
-    size,
-    scale,
-    slot,
-    counts,
-    seen,
-    values,
-    SPAN: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _load_spans(line, spans, start, num_active, SPAN: tl.constexpr, TILE: tl.constexpr):
     place = start + tl.arange(0, TILE)
     span = tl.load(spans + place, mask=place < num_active, other=0)
     offset = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-    mask = (place < num_active)[:, None] & (offset < size)
-    return _load_logits(own, offset, mask, scale, slot, counts, seen, values)
+    return _load_logits(line, offset, (place < num_active)[:, None])
 
 
 @triton.jit
-def _measure(
-    own,
-    spans,
-    num_active,
-    size,
-    scale,
-    slot,
-    counts,
-    seen,
-    values,
-    best,
-    pivot,
-    SPAN: tl.constexpr,
-    TILE: tl.constexpr,
-):
+def _measure(line, spans, num_active, best, pivot, SPAN: tl.constexpr, TILE: tl.constexpr):
     """How many logits reach the pivot, and the sum of their weights."""
     count = tl.full([], 0, tl.int32)
     mass = tl.full([], 0, tl.float32)
     for start in range(0, num_active, TILE):
-        x = _load_spans(own, spans, start, num_active, size, scale, slot, counts, seen, values, SPAN, TILE)
+        x = _load_spans(line, spans, start, num_active, SPAN, TILE)
         over = x >= pivot
         count += tl.sum(tl.sum(over.to(tl.int32), 1), 0)
         mass += tl.sum(tl.sum(tl.where(over, tl.exp(x - best), 0.0), 1), 0)
@@ -332,15 +290,9 @@ def _measure(
 
 @triton.jit
 def _search(
-    own,
+    line,
     spans,
     num_active,
-    size,
-    scale,
-    slot,
-    counts,
-    seen,
-    values,
     best,
     low,  # is reached by enough: `count` logits, of weight `mass`
     count,
@@ -365,7 +317,7 @@ def _search(
         m2 = tl.full([], 0, tl.float32)
         m3 = tl.full([], 0, tl.float32)
         for start in range(0, num_active, TILE):
-            x = _load_spans(own, spans, start, num_active, size, scale, slot, counts, seen, values, SPAN, TILE)
+            x = _load_spans(line, spans, start, num_active, SPAN, TILE)
             weight = tl.exp(x - best)
             c1 += tl.sum(tl.sum((x >= left).to(tl.int32), 1), 0)
             c2 += tl.sum(tl.sum((x >= middle).to(tl.int32), 1), 0)
@@ -390,7 +342,7 @@ def _search(
             first = tl.full([], float("inf"), tl.float32)
             last = tl.full([], float("-inf"), tl.float32)
             for start in range(0, num_active, TILE):
-                x = _load_spans(own, spans, start, num_active, size, scale, slot, counts, seen, values, SPAN, TILE)
+                x = _load_spans(line, spans, start, num_active, SPAN, TILE)
                 first = tl.minimum(first, tl.min(tl.min(tl.where(x >= low, x, float("inf")), 1), 0))
                 last = tl.maximum(last, tl.max(tl.max(tl.where(x < high, x, float("-inf")), 1), 0))
             low = first

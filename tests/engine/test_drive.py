@@ -1,0 +1,165 @@
+"""Drive: when the prompts of a call are taken in, over a scripted device."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import msgspec
+import numpy as np
+import pytest
+
+from scripted_engine import scripted_core, submit, tokens_alone
+from slipstream.engine.drive import A_FEW, Drive
+from slipstream.engine.lanes import Lanes
+from slipstream.errors import EngineDead, QueueFull, RequestTooLarge
+
+SERVED = SimpleNamespace(facts=SimpleNamespace(name="m"), tokenizer=None)
+DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
+
+
+class World:
+    """A drive that keeps what was launched, and how many had been taken in by then."""
+
+    def __init__(self, depth=1, **limits):
+        self.core = scripted_core(depth, **limits)
+        self.drive = Drive(Lanes({"m": self.core}))
+        self.plans, self.num_taken = [], []
+        launch = self.core.executor.launch
+
+        def watched(plan):
+            self.plans.append(plan)
+            self.num_taken.append(self.core._num_submitted)
+            launch(plan)
+
+        self.core.executor.launch = watched
+
+    def may_be_late(self, messages):
+        return self.drive.may_be_late(SERVED, [(message, None) for message in messages])
+
+    def run(self, messages, late=True):
+        prepared = [(message, None) for message in messages]
+        return self.drive.run(SERVED, prepared, len(prepared), use_tqdm=False, late=late)
+
+
+def tokens_of(track):
+    return [sample.token_ids for sample in track.samples]
+
+
+def mixed(num):
+    """Prompts of all lengths; some begin alike, some are drawn from several times."""
+    rng = np.random.default_rng(3)
+    same = rng.integers(90, size=40).tolist()
+    for place in range(num):
+        head = same[: int(rng.integers(40))] if place % 3 else []
+        tail = rng.integers(90, size=int(rng.integers(1, 14))).tolist()
+        yield submit(f"r{place}", head + tail, n=1 + (place % 5 == 4), max_tokens=int(rng.integers(1, 9)))
+
+
+@DEPTHS
+@pytest.mark.parametrize("limits", [{}, dict(num_pages=24), dict(max_num_seqs=3), dict(max_waiting=5)])
+def test_the_steps_are_the_same_whenever_prompts_are_taken_in(depth, limits):
+    messages = list(mixed(40))
+    late, early = World(depth, **limits), World(depth, **limits)
+    assert late.may_be_late(messages)
+    found, wanted = late.run(messages), early.run(messages, late=False)
+    assert [track.id for track in found] == [message.request_id for message in messages]
+    assert [tokens_of(track) for track in found] == [tokens_of(track) for track in wanted]
+    assert tokens_of(found[4]) == [tokens_alone(messages[4], sample)[0] for sample in (0, 1)]
+    assert len(late.plans) == len(early.plans) or "max_waiting" in limits
+    if "max_waiting" not in limits:
+        for ours, theirs in zip(late.plans, early.plans, strict=True):
+            assert str(ours) == str(theirs)
+    late.core.scheduler.check()
+
+
+def test_the_first_step_waits_only_for_those_it_has_room_for():
+    messages = [submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)]
+    world = World(depth=0, max_num_batched_tokens=16)
+    world.run(messages)
+    assert world.num_taken == list(range(2, 21, 2))
+    world = World(max_num_batched_tokens=16)
+    world.run(messages)
+    assert world.num_taken[:4] == [2, 2 + A_FEW, 2 + 2 * A_FEW, 20]
+    world = World(max_num_batched_tokens=16)
+    world.run(messages, late=False)
+    assert set(world.num_taken) == {20}
+
+
+def test_prompts_that_are_in_the_cache_do_not_make_small_steps():
+    world = World(max_num_batched_tokens=16)
+    again = [submit(f"r{place}", [7] * 13, max_tokens=1) for place in range(9)]
+    world.run(again[:1])
+    world.plans.clear()
+    world.run(again[1:])
+    assert [int(plan.num_tokens.sum()) for plan in world.plans] == [8]
+
+
+def test_the_others_are_taken_in_while_a_step_is_not_due(monkeypatch):
+    world = World(max_num_batched_tokens=16)
+    asked = []
+
+    def too_early():
+        asked.append(world.core._num_submitted)
+        return 1.0 if len(asked) < 4 else 0.0
+
+    monkeypatch.setattr(world.core.pace, "too_early", too_early)
+    world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
+    many = 2 + A_FEW
+    assert asked[:4] == [many, many + 1, many + 2, many + 3] and world.num_taken[:2] == [2, many + 3]
+
+
+def test_who_waits_has_waited_since_the_call_began():
+    world = World(max_num_batched_tokens=16)
+    tracks = world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
+    assert len({track.submitted for track in tracks}) == 1
+    latencies = [track.metrics.first_token_latency for track in tracks]
+    assert latencies == sorted(latencies)
+
+
+def test_all_come_first_where_it_matters_who_comes_when():
+    some = list(mixed(3))
+    assert World().may_be_late(some)
+    assert not World().may_be_late([*some, msgspec.structs.replace(some[0], priority=1)])
+    assert not World(num_pages=9).may_be_late(some)  # one that is too large must be refused before any runs
+    world = World()
+    with_others = world.drive.stream(SERVED, (submit("other", [1], max_tokens=9), None))
+    next(with_others)
+    assert not world.may_be_late(some)
+    with_others.close()
+    assert world.may_be_late(some)
+
+
+def test_one_that_can_never_run_is_refused_before_any_runs():
+    world = World(num_pages=9)
+    messages = [submit("a", [1] * 8), submit("b", [1] * 40, max_tokens=20)]
+    with pytest.raises(RequestTooLarge):
+        world.run(messages, late=world.may_be_late(messages))
+    assert not world.plans and not world.core.has_work()
+
+
+def test_more_samples_than_may_wait_are_refused_where_nobody_else_is():
+    world = World(max_waiting=5)
+    with pytest.raises(QueueFull):
+        world.run([*mixed(9), submit("z", [1], n=9)])
+    assert world.core.step() == [] and not world.core.has_work()  # the engine is well
+    world.core.scheduler.check()
+
+
+def test_a_call_that_fails_takes_back_what_it_asked_for():
+    world = World(max_num_batched_tokens=16)
+    world.drive.outputs.process = None  # whoever takes the results fails
+    with pytest.raises(TypeError):
+        world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
+    del world.drive.outputs.process
+    assert world.core.scheduler.refill is None and not world.drive.outputs.tracks
+    assert world.core.scheduler.num_waiting == world.core.scheduler.num_running == 0
+    (track,) = world.run([submit("next", [1, 2], max_tokens=3)])
+    assert tokens_of(track) == [tokens_alone(track.message, 0)[0]]
+
+
+def test_a_device_that_breaks_while_prompts_are_taken_in():
+    world = World(max_num_batched_tokens=16)
+    world.core.executor.breaks_at = "finish"
+    with pytest.raises(EngineDead):
+        world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
+    assert not world.drive.outputs.tracks

@@ -1,0 +1,98 @@
+"""A step reports no more logprobs than it has room for, whoever wants them of it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from scripted import Bench
+from slipstream.errors import RequestTooLarge
+from slipstream.messages import LOGPROB
+from slipstream.params import LONG_REPORT, SamplingParams
+from slipstream.step import StepPlan
+
+MOST = 400
+SAMPLED = [None, 0, 3, LONG_REPORT, LONG_REPORT + 1, 90, 399]
+OF_PROMPT = [None, None, 0, 7, 60, 399]
+GIVEN = [(), (), (5,), tuple(range(90))]
+
+
+class Counted(Bench):
+    """Notes how many numbers each step reports."""
+
+    def __init__(self, **options: int) -> None:
+        super().__init__(**options)
+        self.seated: dict[int, SamplingParams] = {}
+        self.most_lines = 0
+
+    def plan(self) -> StepPlan | None:
+        plan = super().plan()
+        if plan is not None:
+            for row in plan.released.tolist():
+                self.seated.pop(row, None)
+            self.seated |= {admission.row: admission.params for admission in plan.admitted}
+            params = [self.seated[row] for row in plan.rows[plan.samples].tolist()]
+            self.check_lines([1 + k for own in params if (k := own.num_logprobs or 0) > LONG_REPORT])
+            self.check_lines([len(own.given_ids) for own in params if own.given_ids])
+            if plan.scores is not None:
+                self.check_lines([1 + plan.scores.num_logprobs] * len(plan.scores.places))
+            wanted = [k if k <= LONG_REPORT else 0 for own in params if (k := own.num_logprobs) is not None]
+            assert plan.num_logprobs == max(wanted, default=None)
+        return plan
+
+    def check_lines(self, lengths: list[int]) -> None:
+        assert len(lengths) * max(lengths, default=0) <= MOST, f"{lengths}"
+        self.most_lines = max(self.most_lines, len(lengths))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_step_reports_more_than_it_may(seed):
+    rng = random.Random(seed)
+    bench = Counted(
+        depth=seed % 3, num_pages=20, max_num_batched_tokens=rng.choice([5, 16, 64]), max_num_seqs=6, most_reported=MOST
+    )
+    for _ in range(25):
+        bench.submit(
+            [rng.randrange(90) for _ in range(rng.randrange(1, 14))],
+            n=rng.choice([1, 1, 3]),
+            max_tokens=rng.randrange(1, 12),
+            priority=rng.randrange(3),
+            logprobs=rng.choice(SAMPLED),
+            prompt_logprobs=rng.choice(OF_PROMPT),
+            logprob_token_ids=rng.choice(GIVEN),
+        )
+        for _ in range(rng.randrange(3)):
+            if bench.scheduler.has_work():
+                bench.step()
+    bench.run()
+    assert bench.most_lines > 1
+    for request in bench.requests:
+        bench.check_tokens(request)
+        mine = [o for o in bench.outputs if (o.request_id, o.sample) == (request.id, request.sample)]
+        params = request.params
+        if params.num_logprobs is not None:
+            each = 1 + params.num_logprobs + len(params.given_ids)
+            assert all(len(np.frombuffer(o.logprobs, LOGPROB)) == each for o in mine if o.token_ids)
+        if params.prompt_logprobs is not None and not request.sample:
+            told = sum(len(np.frombuffer(o.prompt_logprobs, LOGPROB)) for o in mine if o.prompt_logprobs)
+            assert told == (request.num_prompt - 1) * (1 + params.prompt_logprobs)
+
+
+def test_short_reports_wait_for_nobody():
+    bench = Counted(most_reported=MOST, max_num_seqs=4)
+    bench.submit([1], logprobs=399)
+    for _ in range(3):
+        bench.submit([2], logprobs=LONG_REPORT)
+    assert len(bench.plan().rows) == 4
+
+
+def test_a_prompt_in_one_step_that_could_never_be_told_is_refused():
+    bench = Bench(chunked_prefill=False, most_reported=MOST)
+    bench.submit([1] * 5, prompt_logprobs=99)
+    with pytest.raises(RequestTooLarge, match="500 numbers for 5 tokens.*enable_chunked_prefill"):
+        bench.submit([1] * 6, prompt_logprobs=99)
+    bench.submit([1] * 5, prompt_logprobs=99)
+    bench.run()
+    assert len(bench.plans[0].rows) == 1  # the second would have been too much for the same step

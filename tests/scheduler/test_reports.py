@@ -1,0 +1,73 @@
+"""Each request gets the logprobs it asked for, whatever its neighbours want."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from slipstream.messages import LOGPROB
+from slipstream.params import LONG_REPORT, SamplingParams
+from slipstream.request import Request
+from slipstream.scheduler.reports import logprob_reports
+from slipstream.step import StepLogprobs, StepResult
+
+
+def told_of(num_rows: int, k: int, dtype: type = np.float32, given: np.ndarray | None = None) -> StepLogprobs:
+    rng = np.random.default_rng(k)
+    return StepLogprobs(
+        chosen=-rng.random(num_rows).astype(dtype),
+        rank=rng.integers(1, 99, num_rows),
+        top_ids=rng.integers(0, 9999, (num_rows, k)),
+        top=-rng.random((num_rows, k)).astype(dtype),
+        given=given,
+    )
+
+
+def step(num_rows: int, k: int, given: np.ndarray | None = None) -> StepResult:
+    return of(told_of(num_rows, k, given=given))
+
+
+def of(logprobs: StepLogprobs) -> StepResult:
+    num_rows = len(logprobs.chosen)
+    return StepResult(np.arange(7, 7 + num_rows, dtype=np.int32), np.zeros(num_rows, np.bool_), logprobs)
+
+
+def request(**params: object) -> Request:
+    return Request("r", [1], SamplingParams(**params), max_length=9)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize(
+    "wanted", [[5] * 7, [0], [None, 0, 2, 40, None, 33, 5, 40, 100], [None, 3], [1, 2, 3], [100] * 2 + [0], [40] * 3]
+)
+def test_each_row_gets_as_many_as_it_wants(wanted, dtype):
+    long = [i for i, k in enumerate(wanted) if k is not None and k > LONG_REPORT]
+    short = max(k or 0 for i, k in enumerate(wanted) if i not in long) if len(long) < len(wanted) else 0
+    apart = told_of(len(long), max(wanted[i] for i in long), dtype) if long else None
+    result = of(replace(told_of(len(wanted), short, dtype), long=apart))
+    reports = logprob_reports([request(logprobs=k) for k in wanted], result)
+    for i, (k, report) in enumerate(zip(wanted, reports, strict=True)):
+        if k is None:
+            assert report is None
+            continue
+        told, at = (apart, long.index(i)) if i in long else (result.logprobs, i)
+        top = zip(told.top[at, :k].tolist(), told.top_ids[at, :k].tolist(), range(1, k + 1), strict=True)
+        own = told.chosen[at].item(), result.tokens[i].item(), told.rank[at].item()
+        assert np.frombuffer(report, LOGPROB).tolist() == [own, *top]
+
+
+def test_given_ids_follow_without_a_rank():
+    asked = [request(logprobs=1, logprob_token_ids=[7]), request(), request(logprob_token_ids=[9, 4, 11])]
+    given = -np.arange(6.0).reshape(2, 3)
+    with_top, silent, alone = logprob_reports(asked, step(3, 1, given=given))
+    assert silent is None
+    assert np.frombuffer(with_top, LOGPROB).tolist()[2:] == [(0.0, 7, 0)]
+    assert np.frombuffer(alone, LOGPROB).tolist()[1:] == [(-3.0, 9, 0), (-4.0, 4, 0), (-5.0, 11, 0)]
+
+
+def test_a_report_keeps_nothing_of_the_step_alive():
+    result = step(64, 5)
+    for report in logprob_reports([request(logprobs=5)] * 64, result):
+        assert type(report) is bytes and len(report) == 6 * LOGPROB.itemsize

@@ -213,6 +213,12 @@ def check_turn(priority: object, cache_salt: object) -> None:
     check_whole("priority", priority, -(2**62), 2**62)
     if not isinstance(cache_salt, str):
         raise InvalidParams(f"cache_salt is {cache_salt!r}; give a string")
+    try:
+        cache_salt.encode()
+    except UnicodeEncodeError:
+        raise InvalidParams(
+            "cache_salt holds half of a surrogate pair, which is no character; give text that is UTF-8"
+        ) from None
 
 
 def _range(low: float | None, high: float | None, open_low: bool) -> str:

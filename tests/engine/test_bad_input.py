@@ -128,6 +128,7 @@ def test_a_bad_prompt_is_refused_and_others_are_served(llm, prompt, error, says)
         dict(priority=None),
         dict(cache_salt=3),
         dict(cache_salt=None),
+        dict(cache_salt="\ud800"),
     ],
 )
 def test_bad_sampling_params_fail_where_they_are_built(bad):
@@ -140,6 +141,15 @@ def test_params_are_checked_against_the_vocabulary(llm):
         llm.generate([1], SamplingParams(stop_token_ids=[100000]))
     with pytest.raises(InvalidParams, match="logprobs is 100000"):
         llm.generate([1], SamplingParams(logprobs=100000))
+
+
+def test_a_bias_that_was_changed_is_checked_again(llm):
+    params = SamplingParams(max_tokens=1, logit_bias={1: 2.0})
+    llm.generate([1], params)
+    params.logit_bias[99999] = 2.0
+    with pytest.raises(InvalidParams, match="logit_bias holds 99999"):
+        llm.generate([1], params)
+    assert llm.generate([1], SamplingParams(max_tokens=1))[0].finished
 
 
 def test_as_many_params_as_prompts(llm):

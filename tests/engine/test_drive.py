@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from types import SimpleNamespace
 
 import msgspec
@@ -163,3 +164,68 @@ def test_a_device_that_breaks_while_prompts_are_taken_in():
     with pytest.raises(EngineDead):
         world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
     assert not world.drive.outputs.tracks
+
+
+@DEPTHS
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupt_while_a_prompt_is_taken_in_leaves_nothing_half_done(depth, late, monkeypatch):
+    """Between the two lines by which a request begins to wait."""
+    from slipstream.scheduler import waiting
+
+    world = World(depth)
+    push = waiting.heapq.heappush
+
+    def interrupted(*args):
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+        return push(*args)
+
+    monkeypatch.setattr(waiting.heapq, "heappush", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        world.run([submit("a", [1, 2]), submit("b", [3])], late=late)
+    assert world.core.scheduler.num_waiting == 0 and not world.drive.outputs.tracks
+    world.core.scheduler.check()
+    (track,) = world.run([submit("next", [1, 2], max_tokens=3)])
+    assert tokens_of(track) == [tokens_alone(track.message, 0)[0]]
+
+
+def test_an_interrupted_call_takes_nothing_from_a_stream():
+    world = World()
+    message = submit("s", [1, 2], max_tokens=6)
+    stream = world.drive.stream(SERVED, (message, None))
+    next(stream)
+    step = world.core.step
+
+    def interrupted():
+        outputs = step()
+        if outputs:
+            world.core.step = step
+            signal.raise_signal(signal.SIGINT)
+        return outputs
+
+    world.core.step = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        world.run([submit("a", [3], max_tokens=9)], late=False)
+    *_, last = stream
+    assert last.outputs[0].token_ids == tokens_alone(message, 0)[0]
+
+
+def test_a_second_interrupt_finds_all_of_them_given_up():
+    world = World(max_num_seqs=4)
+    abort, step, aborted = world.drive.lanes.abort, world.core.step, []
+
+    def interrupted_abort(message):
+        aborted.append(message)
+        if len(aborted) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return abort(message)
+
+    def interrupted():
+        world.core.step = step
+        signal.raise_signal(signal.SIGINT)
+        return step()
+
+    world.drive.lanes.abort, world.core.step = interrupted_abort, interrupted
+    with pytest.raises(KeyboardInterrupt):
+        world.run([submit(f"a{place}", [place], max_tokens=50) for place in range(20)], late=False)
+    assert len(aborted) == 20 and world.core.scheduler.num_waiting == 0 and not world.drive.outputs.tracks

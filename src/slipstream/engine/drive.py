@@ -65,14 +65,15 @@ class Drive:
             if held is None:
                 return False
             try:
-                track = self._submit(served, held, stream=False)
+                with held_back():  # taken in whole and noted, or not at all
+                    track = self._submit(served, held, stream=False)
+                    tracks.append(track)
             except QueueFull:
                 if not core.has_work():
                     raise
                 return False  # room comes as others finish
             if late:
                 track.submitted = start  # it has waited since then
-            tracks.append(track)
             left.add(track.id)
             held = next(waiting, None)
             return True
@@ -112,8 +113,10 @@ class Drive:
     def stream(self, served: ServedModel, prepared: Prepared) -> Iterator[RequestOutput]:
         """One request's results as they grow. Whoever leaves early aborts it."""
         self.check_open()
-        track = self._submit(served, prepared, stream=True)
+        tracks: list[Track] = []
         try:
+            with held_back():
+                tracks.append(track := self._submit(served, prepared, stream=True))
             shown = 0
             while True:
                 # others may step the engine too, so what is new is looked for before each step
@@ -125,16 +128,15 @@ class Drive:
                 else:
                     self.step()
         finally:
-            self._give_up([track])
+            self._give_up(tracks)
 
     def step(self) -> list[Track]:
         """One step of the engine. Returns the requests that moved."""
         self.check_open()
-        with held_back():
-            outputs = self.lanes.step()
-        moved, aborts = self.outputs.process(outputs)
-        for abort in aborts:
-            self.lanes.abort(abort)
+        with held_back():  # what a step brought is everybody's, not only its caller's
+            moved, aborts = self.outputs.process(self.lanes.step())
+            for abort in aborts:
+                self.lanes.abort(abort)
         return moved
 
     def close(self) -> None:
@@ -153,7 +155,8 @@ class Drive:
         return self.outputs.open(message, text, stream=stream, tokenizer=served.tokenizer)
 
     def _give_up(self, tracks: list[Track]) -> None:
-        for track in tracks:
-            if (not track.finished or track.is_query) and not self.closed:
-                self.lanes.abort(Abort(track.id))
-                self.outputs.drop(track.id)
+        with held_back():  # whoever interrupts twice means it, but all of them
+            for track in tracks:
+                if (not track.finished or track.is_query) and not self.closed:
+                    self.lanes.abort(Abort(track.id))
+                    self.outputs.drop(track.id)

@@ -179,7 +179,7 @@ class InputProcessor:
     def _settle(self, given: SamplingParams | None) -> SamplingParams:
         """Checked, and -1 replaced by what it means. Mostly all prompts of a call have the same."""
         last = self._settled
-        if last is None or last[0] is not given:
+        if last is None or last[0] is not given or last[1].logit_bias:  # a dict, which may have been changed
             params = self.default_params() if given is None else given
             self._check_params(params)
             whole = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]

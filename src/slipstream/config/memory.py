@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from slipstream.config.config import EngineConfig
+from slipstream.config.config import MOST_REPORTED, EngineConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.params import LONG_REPORT
 
@@ -21,7 +21,6 @@ GATHERED_KEYS = 65_536
 SCORED_AT_ONCE = 64
 """Prompt tokens whose logits are made together."""
 
-MOST_REPORTED = 2**20  # numbers in one step's long reports, or in what it tells of prompts
 ALIGNMENT = 256  # of a slot's fields, all together
 PENALTY_BYTES = 5  # for each token of the vocabulary: a count and whether the prompt has it
 SUM_OF_SIZES = 8  # times the largest size that steps are padded to, steps with chunks captured in two kinds

@@ -34,13 +34,14 @@ def _reports(wanted: list[int | None], tokens: Ints, logprobs: StepLogprobs) -> 
     for place, k in enumerate(wanted):
         if k is not None:
             kinds.setdefault(max(k, LONG_REPORT), []).append(place)
-    long = [place for place, k in enumerate(wanted) if k is not None and k > LONG_REPORT]
+    of_long = (place for place, k in enumerate(wanted) if k is not None and k > LONG_REPORT)
+    entry_of = {place: entry for entry, place in enumerate(of_long)}  # among the long reports, which lie apart
     for kind, places in kinds.items():
         most = max(wanted[place] or 0 for place in places)
         source, entries = logprobs, places
         if kind > LONG_REPORT:
             assert logprobs.long is not None
-            source, entries = logprobs.long, [long.index(place) for place in places]
+            source, entries = logprobs.long, [entry_of[place] for place in places]
         packed = _pack(tokens[places], source, entries, most)
         for start, place in zip(range(0, len(packed), _size(most)), places, strict=True):
             reports[place] = packed[start : start + _size(wanted[place] or 0)]  # the first of them

@@ -30,9 +30,7 @@ ROWS = gl.constexpr(64)  # of a group
 SIZE = gl.constexpr(128)  # gates of a tile, and ups
 WIDTH = gl.constexpr(64)  # inputs of a step: 128 bytes
 STAGES = gl.constexpr(4)
-GROUP = gl.constexpr(
-    16
-)  # blocks of rows whose tiles are made together, so that what is read lies in the device's cache
+GROUP = gl.constexpr(16)  # blocks of rows whose tiles are made together: what they read lies in the device's cache
 LONG = 2048  # inputs from which it pays that one group is ahead
 # A program has a multiprocessor to itself. Its registers, shared out evenly, are 168 a thread; the warp that fetches
 # gives most of its own to those that compute.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -68,6 +70,7 @@ def test_a_model_that_only_pools_is_ready_too(kind, tmp_path, monkeypatch):
         assert {key for key, entry in graphs._captured.items() if entry is not None} == captured
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="reads the whole card's memory: run it without -n")
 @pytest.mark.parametrize("eager", [False, True])
 def test_the_memory_it_was_told_to_leave_stays_free(folder, eager):
     torch.cuda.empty_cache()

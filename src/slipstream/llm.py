@@ -13,7 +13,7 @@ from slipstream.config.options import options_of
 from slipstream.device.device import Device
 from slipstream.engine.build import build_lanes
 from slipstream.engine.core import EngineCore
-from slipstream.engine.drive import Drive, Prepared
+from slipstream.engine.drive import Drive
 from slipstream.engine.front import pooling_calls
 from slipstream.engine.front.inputs import InputProcessor, Message, Prompt
 from slipstream.engine.front.pool_prompts import PoolPrompt
@@ -24,10 +24,11 @@ from slipstream.engine.front.pool_results import (
     RerankResult,
     ScoringRequestOutput,
 )
+from slipstream.engine.front.prompts import Prompts
 from slipstream.engine.front.results import RequestOutput
 from slipstream.engine.front.served import POOLING_TASKS, SCORING, ServedModel, choose
 from slipstream.engine.garbage import nothing_old
-from slipstream.errors import InvalidParams, InvalidPrompt, UserError
+from slipstream.errors import InvalidParams, InvalidPrompt
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams, Task
 from slipstream.text.tokenizer import Tokenizer
@@ -272,20 +273,19 @@ class LLM:
         params = _spread("sampling_params", sampling_params, len(prompts))
         priorities = _spread("priority", priority, len(prompts))
         salts = _spread("cache_salt", cache_salt, len(prompts))
-        # every prompt is checked before any runs
-        submits: list[Prepared] = []
-        encoded = served.inputs.encode_texts(prompts, add_special_tokens)
-        for prompt, p, rank, salt, ids in zip(prompts, params, priorities, salts, encoded, strict=True):
-            how: Any = dict(priority=rank, cache_salt=salt, add_special_tokens=add_special_tokens, encoded=ids)
-            try:
-                submit = served.inputs.submit(self._new_id(), prompt, p, **how)
-            except UserError as error:
-                if len(prompts) == 1:
-                    raise
-                raise type(error)(f"prompt {len(submits) + 1} of {len(prompts)}: {error}") from None
-            submits.append(submit)
-        late = self._drive.may_be_late(served, submits)
-        tracks = self._drive.run(served, submits, len(submits), use_tqdm=use_tqdm, late=late)
+        # every prompt is checked before any runs; then texts may be encoded while the device works
+        asked = Prompts(
+            served.inputs,
+            prompts,
+            params,
+            self._new_id,
+            priorities=priorities,
+            salts=salts,
+            add_special_tokens=add_special_tokens,
+        )
+        late = self._drive.may_be_late(served, asked.asked)
+        submits = asked if late and asked.is_sure else list(asked)
+        tracks = self._drive.run(served, submits, len(prompts), use_tqdm=use_tqdm, late=late)
         return [track.result() for track in tracks]
 
     def _call(self, served: ServedModel, call: pooling_calls.Call[T], use_tqdm: bool) -> T:
@@ -296,10 +296,8 @@ class LLM:
             while True:
                 batches = next(call) if found is None else call.send(found)
                 feed = pooling_calls.Feed(served.require_pooling(), batches, self._new_id)
-                # a step's worth is kept ready, so that the device works while the next texts are encoded
-                ahead = 2 * self._configs[served.facts.name].scheduler.max_num_seqs
                 with nothing_old():
-                    tracks = self._drive.run(served, feed, feed.total, use_tqdm=use_tqdm, ahead=ahead)
+                    tracks = self._drive.run(served, feed, feed.total, use_tqdm=use_tqdm, late=feed.is_level)
                     found = feed.results(tracks)  # type: ignore[arg-type]
         except StopIteration as end:
             result: T = end.value

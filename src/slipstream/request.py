@@ -40,7 +40,8 @@ class Request:
         "id", "sample", "number", "params", "pooling", "priority", "cache_salt", "stop_ids", "bad_words",
         "seed", "tokens", "num_prompt", "max_length", "status", "row", "admission", "num_known", "computed",
         "committed", "pending", "runway", "num_cached", "num_preemptions", "caught_up", "leader", "siblings",
-        "unscored", "num_logprobs", "num_staged_ids", "pages", "capacity", "hashes", "num_published", "publish_after",
+        "unscored", "num_logprobs", "report_width", "num_staged_ids", "pages", "capacity", "hashes", "num_published",
+        "publish_after",
     )  # fmt: skip
 
     def __init__(
@@ -85,15 +86,19 @@ class Request:
         # the next prompt token whose logprob is to be asked for; NEVER when there is none. It only goes up: what was
         # launched before a preemption is still delivered. Of a prompt's samples the first asks for all
         self.unscored = NEVER if params.prompt_logprobs is None or sample or len(prompt) < 2 else 1
-        self.num_logprobs = params.num_logprobs  # with each token; asked for in every step
-        # numbers an admission of it brings to the device beside its pages and its history
-        self.num_staged_ids = (
-            (len(self.stop_ids) if params.min_tokens else 0)
-            + len(params.allowed_token_ids or ())
-            + 3 * len(params.logit_bias or ())  # an id, and a value of up to 8 bytes
-            + 2 * sum(map(len, bad_words))  # an id and its place
-            + len(params.given_ids)
-        )
+        self.num_logprobs: int | None = None  # with each token; asked for in every step
+        self.report_width = self.num_staged_ids = 0
+        if self.pooling is None:
+            self.num_logprobs = params.num_logprobs
+            self.report_width = params.report_width
+            # numbers an admission of it brings to the device beside its pages and its history
+            self.num_staged_ids = (
+                (len(self.stop_ids) if params.min_tokens else 0)
+                + len(params.allowed_token_ids or ())
+                + 3 * len(params.logit_bias or ())  # an id, and a value of up to 8 bytes
+                + 2 * sum(map(len, bad_words))  # an id and its place
+                + len(params.given_ids)
+            )
 
         # the samples of one prompt: the first leads, the others wait for its pages
         self.leader: Request | None = None  # until this one is admitted

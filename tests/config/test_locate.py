@@ -56,6 +56,14 @@ def test_a_missing_default_gives_the_line_that_installs_it(monkeypatch: pytest.M
         locate(None)
 
 
+def test_a_folder_of_the_first_sentence_transformers_says_how_to_renew_it(tmp_path: Path) -> None:
+    (tmp_path / "0_Transformer").mkdir()
+    (tmp_path / "0_Transformer" / "config.json").write_text("{}")
+    (tmp_path / "modules.json").write_text("[]")
+    with pytest.raises(ModelNotFound, match="its model in 0_Transformer, as sentence-transformers did before 2.0"):
+        locate(str(tmp_path))
+
+
 def test_folders_and_files(tmp_path: Path) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()

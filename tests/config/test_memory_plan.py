@@ -8,7 +8,8 @@ from slipstream.cache_spec import CacheGroup, PagedSpec
 from slipstream.config.memory import activation_bytes, plan_memory
 from slipstream.config.model_info import ModelInfo, model_info_from_config
 from slipstream.config.options import make_options
-from slipstream.config.resolve import Machine, Source, resolve
+from slipstream.config.resolve import LIBRARIES, Machine, Source, fit_cache, resolve
+from slipstream.errors import NotEnoughMemory
 from small_model import CONFIG
 
 INFO: ModelInfo = model_info_from_config(CONFIG | {"vocab_size": 150_000, "max_position_embeddings": 32_768})
@@ -46,3 +47,23 @@ def test_a_larger_step_takes_more(more):
     assert sum(activation_bytes(INFO, "float32", **(size | {more: 4 * size[more]}))) > sum(
         activation_bytes(INFO, "float32", **size)
     )
+
+
+@pytest.mark.parametrize("options", [{}, dict(enforce_eager=True), dict(max_num_seqs=2000), dict(depth=4)])
+@pytest.mark.parametrize("room", [0, 64, 300, 1000])
+def test_the_length_that_fits_is_one_that_the_start_finds_room_for(room, options):
+    """On a card that leaves so many MiB for the cache, less or more."""
+    fitted = dict(max_model_len="auto", gpu_memory_utilization=0.9) | options
+    roomy = Machine("cuda", 800 * GIB, 1000 * GIB, 8, ("bfloat16",))
+    whole = plan_memory(settle(roomy, **fitted), 2 * GIB)
+    total = int((whole.of_device - whole.cache + LIBRARIES + room * 2**20) / 0.9) + 1
+    try:
+        config = settle(Machine("cuda", total, total, 8, ("bfloat16",)), **fitted)
+    except NotEnoughMemory:
+        assert not room
+        return
+    memory = plan_memory(config, 2 * GIB)
+    # what lies there when the start looks: all that does not come later, and what libraries take
+    here = memory.of_device - memory.cache - memory.later + LIBRARIES
+    left = total - here - config.device.keep_free - memory.later
+    assert fit_cache(config, left).scheduler.max_model_len == config.scheduler.max_model_len > 2

@@ -149,6 +149,18 @@ def test_a_projection_behind_the_pooling(tmp_path: Path) -> None:
     assert pooling.embed_size == 8 and pooling.token_size == 32 and not found.per_token
 
 
+@pytest.mark.parametrize(
+    "kinds", [("Pooling", "Normalize", "Dense"), ("Dense", "Pooling"), ("Dense", "Pooling", "Normalize")]
+)
+def test_modules_in_an_order_that_would_be_another_model_are_refused(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    dense = {"in_features": 32, "out_features": 8, "activation_function": IDENTITY}
+    dense |= {"module_input_name": "token_embeddings"} if kinds[0] == "Dense" else {}
+    listed = modules("Transformer", *kinds)
+    files = {f"{module['path']}__config": {"pooling_mode": "mean"} | dense for module in listed[1:]}
+    with pytest.raises(UnsupportedModel, match="comes after"):
+        read(tmp_path, BERT, modules=listed, **files)
+
+
 @pytest.mark.parametrize("name", ["os.system", "torch.nn.modules.activation.Threshold", "evil.torch.nn.Tanh"])
 def test_no_activation_but_known_ones_of_torch(tmp_path: Path, name: str) -> None:
     dense = {"in_features": 32, "out_features": 8, "activation_function": name}
@@ -197,6 +209,19 @@ def test_the_length_is_the_tokenizers_where_the_folder_leaves_it_out(tmp_path: P
     assert read(tmp_path, BERT, tokenizer_config={"model_max_length": 10**30}, **pooled).max_seq_length is None
     # never more than the model has positions for
     assert read(tmp_path, BERT, sentence_bert_config={"max_seq_length": 999}, **pooled).max_seq_length == 64
+
+
+@pytest.mark.parametrize("family", ["roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet"])
+def test_older_folders_name_the_file_of_lengths_after_the_family(tmp_path: Path, family: str) -> None:
+    pooled: dict[str, Any] = {
+        "modules": modules("Transformer", "Pooling"),
+        "1_Pooling__config": {"pooling_mode": "mean"},
+        f"sentence_{family}_config": {"max_seq_length": 20, "do_lower_case": True},
+    }
+    pooling = read(tmp_path, BERT, **pooled)
+    assert pooling.max_seq_length == 20 and pooling.lower_case
+    # where there are two, the usual name is the one that counts
+    assert read(tmp_path, BERT, **pooled, sentence_bert_config={"max_seq_length": 30}).max_seq_length == 30
 
 
 def test_flags_count_more_than_the_folder(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ CPU = Machine("cpu", 8 * 2**30, 16 * 2**30, 4, ("float32",))
 GPU = Machine("cuda", 70 * 2**30, 80 * 2**30, 8, ("bfloat16", "float16", "float32"))
 
 
-def settle(machine=CPU, **options):
-    return resolve(make_options(**options), INFO, Source("/m", "folder", "m", 10**6), GROUPS, "float32", machine)
+def settle(machine=CPU, info=INFO, groups=GROUPS, **options):
+    return resolve(make_options(**options), info, Source("/m", "folder", "m", 10**6), groups, "float32", machine)
 
 
 def test_defaults_follow_the_machine():
@@ -61,6 +61,18 @@ def test_rows_and_tokens_of_a_step_agree():
     with pytest.raises(InvalidOption, match="fewer than"):
         settle(max_num_batched_tokens=7, max_num_seqs=8)
     assert settle(enable_chunked_prefill=False).scheduler.max_num_batched_tokens == 1024
+
+
+def test_steps_of_a_small_encoder_are_larger_on_a_gpu():
+    def size(machine, hidden, groups=(), **options):
+        scheduler = settle(machine, msgspec.structs.replace(INFO, hidden_size=hidden), groups, **options).scheduler
+        return scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+
+    usual = size(GPU, 384, GROUPS)
+    assert size(GPU, 1024) == usual
+    assert size(GPU, 384) == (2 * usual[0], 2 * usual[1])
+    assert size(CPU, 384)[0] == size(CPU, 1024)[0] == size(CPU, 384, GROUPS)[0]
+    assert size(GPU, 384, max_num_seqs=100, max_num_batched_tokens=3000) == (100, 3000)
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from slipstream.device.device import device_facts
+from slipstream.device.device import _pinning_works, device_facts, seems_cuda
 from slipstream.errors import InvalidOption
 
 
@@ -28,3 +28,30 @@ def test_a_gpu_that_is_not_there_is_said_to_be_missing(monkeypatch):
         device_facts("auto")
     monkeypatch.delenv("SLIPSTREAM_DEVICE")
     assert device_facts("auto").kind == "cpu"
+
+
+def test_what_seems_to_be_a_gpu_is_found_without_asking_the_driver(monkeypatch):
+    def ask():
+        raise AssertionError("asked")
+
+    there = {"/dev/nvidiactl"}
+    monkeypatch.setattr(torch.cuda, "is_available", ask)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr("os.path.exists", lambda path: path in there)
+    monkeypatch.delenv("SLIPSTREAM_DEVICE", raising=False)
+    assert seems_cuda("auto") and seems_cuda("cuda") and not seems_cuda("cpu")
+    monkeypatch.setenv("SLIPSTREAM_DEVICE", "cpu")
+    assert not seems_cuda("auto")
+    monkeypatch.delenv("SLIPSTREAM_DEVICE")
+    there.clear()
+    assert not seems_cuda("auto") and seems_cuda("cuda")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert not seems_cuda("cuda")
+
+
+def test_a_platform_may_refuse_to_pin(monkeypatch):
+    def refuse(*shape, pin_memory):
+        raise RuntimeError("CUDA error: operation not supported")
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    assert not _pinning_works()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from slipstream.device.sync_check.operations import copy_waits
 from slipstream.device.sync_check.watch import _watching
 from slipstream.errors import InvalidOption
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WAITS = {
     "item()": lambda x: x.sum().item(),
     "item() ": lambda x: bool(x.sum() > 0),
@@ -36,8 +39,9 @@ FINE = {
 
 @pytest.mark.parametrize("what", WAITS)
 def test_a_wait_is_found_with_its_place(what):
+    x = torch.tensor([1.0, 2.0, 3.0], device=DEVICE)
     with watch() as log:
-        WAITS[what](torch.tensor([1.0, 2.0, 3.0]))
+        WAITS[what](x)
     (sync,) = log.found
     assert sync.what == what.strip() and sync.count == 1
     assert "test_sync_check.py" in sync.stack[0] and "in <lambda>" in sync.stack[0]
@@ -51,10 +55,21 @@ def test_what_does_not_wait_is_left_alone(what):
     assert not log.found and not log.allowed
 
 
+@pytest.mark.parametrize("what", WAITS)
+def test_reads_of_host_memory_count_where_the_cpu_is_the_device(what):
+    x = torch.tensor([1.0, 2.0, 3.0])
+    with watch(cpu=False) as log:
+        WAITS[what](x)
+    assert not log.found
+    with watch(cpu=True) as log:
+        WAITS[what](x)
+    assert log.found
+
+
 def test_waits_at_one_place_are_one_finding():
     with watch() as log:
         for _ in range(5):
-            torch.ones(1).item()
+            torch.ones(1, device=DEVICE).item()
     (sync,) = log.found
     assert sync.count == 5
     assert str(sync).startswith("item() (5 times, ") and sync.stack[0] in str(sync)
@@ -62,15 +77,23 @@ def test_waits_at_one_place_are_one_finding():
 
 def test_a_wait_with_a_reason_is_kept_apart():
     with watch() as log, sync_allowed("the test reads its result"):
-        torch.ones(1).item()
+        torch.ones(1, device=DEVICE).item()
     assert not log.found
     assert [sync.allowed for sync in log.allowed] == ["the test reads its result"]
+
+
+def test_a_place_that_waits_with_a_reason_and_without_is_found():
+    with watch() as log:
+        for reason in (sync_allowed("the first time"), nullcontext()):
+            with reason:
+                torch.ones(1, device=DEVICE).item()
+    assert [sync.count for sync in log.found] == [1] == [sync.count for sync in log.allowed]
 
 
 def test_nothing_is_watched_after_the_block():
     with watch() as log:
         pass
-    torch.ones(1).item()
+    torch.ones(1, device=DEVICE).item()
     assert not log.found
 
 
@@ -131,7 +154,15 @@ def test_a_wait_for_an_event_is_found_unless_it_has_passed():
 
 def test_other_threads_are_not_watched():
     with watch() as log:
-        thread = threading.Thread(target=lambda: torch.ones(1).item())
+        thread = threading.Thread(target=lambda: torch.ones(1, device=DEVICE).item())
+        thread.start()
+        thread.join()
+    assert not log.found
+
+
+def test_torchs_warnings_of_other_threads_are_theirs():
+    with watch() as log:
+        thread = threading.Thread(target=_watching.heard.warn)
         thread.start()
         thread.join()
     assert not log.found
@@ -141,7 +172,7 @@ def test_the_switch_warns_once_a_place_or_fails(monkeypatch, caplog):
     def read_twice(hot_path):
         for _ in range(2):
             with hot_path():
-                torch.ones(1).item()
+                torch.ones(1, device=DEVICE).item()
 
     monkeypatch.delenv("SLIPSTREAM_SYNC_CHECK", raising=False)
     read_twice(HotPath())
@@ -154,16 +185,18 @@ def test_the_switch_warns_once_a_place_or_fails(monkeypatch, caplog):
     with pytest.raises(SyncFound, match=r"the host waits for the device: item\(\)"):
         read_twice(HotPath())
     with HotPath()(), sync_allowed("the test may"):
-        torch.ones(1).item()
+        torch.ones(1, device=DEVICE).item()
     monkeypatch.setenv("SLIPSTREAM_SYNC_CHECK", "loud")
     with pytest.raises(InvalidOption, match="set it to warn or error"):
         HotPath()
 
 
-def test_any_program_can_be_watched(tmp_path, capsys):
+def test_any_program_can_be_watched(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
     script = tmp_path / "program.py"
     script.write_text(
-        "import sys, torch\nx = torch.arange(3.0)\nprint(x[x > 0].sum().item(), sys.argv[1:])\nsys.exit(3)\n"
+        f"import sys, torch\nx = torch.arange(3.0, device={DEVICE!r})\n"
+        "print(x[x > 0].sum().item(), sys.argv[1:])\nsys.exit(3)\n"
     )
     assert main([str(script), "--its", "own"]) == 3
     out, err = capsys.readouterr()
@@ -171,6 +204,33 @@ def test_any_program_can_be_watched(tmp_path, capsys):
     assert err.startswith("the host waited 2 times at 2 places, ")
     assert "item() (1 times, " in err and "a mask as an index" in err
     assert f"\n    {script}:3 in <module>\n" in err
+
+
+def test_a_program_has_its_neighbours_and_its_last_words(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "beside_the_program", raising=False)
+    (tmp_path / "beside_the_program.py").write_text("def read(x):\n    return x.sum().item()\n")
+    script = tmp_path / "program.py"
+    script.write_text(
+        f"import sys, torch, beside_the_program as b\nb.read(torch.ones(3, device={DEVICE!r}))\nsys.exit('enough')\n"
+    )
+    assert main([str(script)]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("enough\n") and f"{tmp_path / 'beside_the_program.py'}:2 in read" in err
+
+
+def test_a_program_that_is_not_there(capsys):
+    assert main(["nowhere.py"]) == 2
+    assert capsys.readouterr().err == "there is no nowhere.py here; give a script, or -m and a module\n"
+
+
+def test_a_program_that_fails_is_told_of_all_the_same(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("sys.path", [*sys.path])
+    script = tmp_path / "program.py"
+    script.write_text(f"import torch\ntorch.ones(1, device={DEVICE!r}).item()\nraise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt):
+        main([str(script)])
+    assert "the host waited 1 times at 1 places" in capsys.readouterr().err
 
 
 @pytest.mark.cuda
@@ -230,3 +290,26 @@ def test_torchs_warning_inside_a_named_wait_is_that_waits():
             _watching.heard.warn()
         _watching.heard.warn()
     assert [sync.what for sync in log.found] == ["a wait of ours", "a synchronising CUDA call"]
+
+
+def test_torchs_late_warning_of_a_wait_is_not_another_wait():
+    with watch(cpu=True) as log:
+        for _ in range(2):
+            torch.ones(1).item(), _watching.heard.warn()
+        _watching.heard.warn()
+    assert [(sync.what, sync.count) for sync in log.found] == [("item()", 2), ("a synchronising CUDA call", 1)]
+
+
+@pytest.mark.cuda
+def test_a_wait_on_cuda_is_told_once_and_from_the_line_where_it_is():
+    x, pageable = torch.ones(4, device="cuda"), torch.ones(4)
+    with watch() as log:
+        x.sum().item()
+        x[x > 0]
+        x.repeat_interleave(x.long())
+        x.copy_(pageable, non_blocking=True)
+        torch.cuda.synchronize()
+    assert all(sync.count == 1 for sync in log.found) and len(log.found) <= 5
+    assert {"item()", "a mask as an index", "repeat_interleave() without output_size"} <= {s.what for s in log.found}
+    assert all("test_sync_check.py" in sync.stack[0] for sync in log.found)
+    assert len({sync.stack for sync in log.found}) == len(log.found)

@@ -21,7 +21,12 @@ FEATURES = {
     "truncated": SamplingParams(
         temperature=0.9, seed=3, top_k=9, top_p=0.9, min_p=0.01, max_tokens=20, ignore_eos=True
     ),
-    "penalties": SamplingParams(temperature=0, repetition_penalty=1.3, presence_penalty=0.4, max_tokens=20),
+    "penalties": SamplingParams(
+        temperature=0, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, max_tokens=20
+    ),
+    "allowed": SamplingParams(temperature=0.9, seed=2, allowed_token_ids=[7, 30, 31, 99, 200], max_tokens=12),
+    "given": SamplingParams(temperature=0, logprob_token_ids=[3, 5, 250], max_tokens=12),
+    "vocabulary": SamplingParams(temperature=0, logprobs=-1, max_tokens=4),
     "logprobs": SamplingParams(temperature=0, logprobs=4, prompt_logprobs=2, max_tokens=12),
     "lists": SamplingParams(temperature=0, logit_bias={5: 3.0}, bad_words=["a", "bc"], min_tokens=4, max_tokens=16),
     "samples": SamplingParams(n=3, temperature=1.0, seed=8, max_tokens=12),
@@ -70,6 +75,14 @@ def test_tokens_are_those_of_the_cpu(folder, wanted, options):
         llm.core.scheduler.cache.check()
 
 
+def test_a_platform_that_pins_no_memory_gives_the_same_tokens(folder, wanted, monkeypatch):
+    monkeypatch.setattr("slipstream.device.device._pinning_works", lambda: False)
+    with LLM(folder, **OPTIONS, device="cuda") as llm:
+        assert not llm.core.executor.ring.slots[0].tensor.is_pinned()
+        for _ in range(3):
+            assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted["greedy"]
+
+
 def test_a_core_in_another_thread_gives_the_same_tokens(folder, wanted):
     """It was started in this one: whatever a library keeps for each thread is first used inside a capture."""
 
@@ -112,7 +125,7 @@ def test_launching_never_waits_in_steady_state(folder, options, monkeypatch):
             hot_path.mode = mode
             for params in FEATURES.values():
                 llm.generate(PROMPTS, params)
-            llm.generate(PROMPTS, list(FEATURES.values()))
+            llm.generate((2 * PROMPTS)[: len(FEATURES)], list(FEATURES.values()))
         assert not hot_path.log.found
 
 

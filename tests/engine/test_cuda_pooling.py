@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pool_bench import PoolBench, assert_same
+from pool_bench import PoolBench, assert_same, write_reward_model
 from slipstream.device.sync_check import watch
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
@@ -64,4 +64,36 @@ def test_steady_state_never_waits_outside_the_commit(model):
             bench.pool(PROMPTS, EMBED), bench.pool(PROMPTS, params)
         with watch() as log:
             bench.pool(PROMPTS, EMBED), bench.pool(PROMPTS, params)
+        assert not log.found, "\n".join(f"{sync.what} x{sync.count}\n{sync.stack}" for sync in log.found)
+
+
+CLASSES = [PoolingParams(task="classify"), PoolingParams(task="classify", activation=False)]
+TOKEN_CLASSES = [PoolingParams(task="token_classify"), PoolingParams(task="token_classify", activation=False)]
+STEPS = [PoolingParams(task="token_classify"), PoolingParams(task="token_classify", returned_token_ids=[1])]
+# what the model is, what is asked of it, and where the second text of a pair begins
+HEADS = {
+    "pairs": ("bert ForSequenceClassification", CLASSES, [None, 3, 8, None, 20, 1, 30, 49]),
+    "classes": ("modernbert ForSequenceClassification", CLASSES, ()),
+    "token classes": ("roberta ForTokenClassification", TOKEN_CLASSES, ()),
+    "words": ("bert ForMaskedLM", [PoolingParams(task="sparse")] * 2, ()),
+    "steps": ("reward", STEPS, ()),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_every_head_gives_the_cpus_numbers_and_nobody_waits(name, tmp_path):
+    (family, *task), (alike, other), types = (HEADS[name][0].split(), *HEADS[name][1:])
+    if family == "reward":
+        folder = write_reward_model(tmp_path)
+    else:
+        folder = write_tiny_encoder(tmp_path, family, *task, hidden_size=96)
+    mixed = [alike, other] * (len(PROMPTS) // 2)
+    with PoolBench(folder, **OPTIONS, device_kind="cpu") as bench:
+        wanted = bench.pool(PROMPTS, alike, types), bench.pool(PROMPTS, mixed, types)
+    with PoolBench(folder, **OPTIONS, device_kind="cuda", depth=2, max_num_batched_tokens=64) as bench:
+        for _ in range(3):  # eager, captured, replayed
+            assert_same(bench.pool(PROMPTS, alike, types), wanted[0], 2e-3)
+            assert_same(bench.pool(PROMPTS, mixed, types), wanted[1], 2e-3)
+        with watch() as log:
+            bench.pool(PROMPTS, alike, types), bench.pool(PROMPTS, mixed, types)
         assert not log.found, "\n".join(f"{sync.what} x{sync.count}\n{sync.stack}" for sync in log.found)

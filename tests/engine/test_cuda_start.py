@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -102,3 +104,51 @@ def test_a_start_is_right_whatever_stream_is_late(folder):
     torch.cuda._sleep(2_000_000_000)  # about a second
     with LLM(folder, **OPTIONS) as llm:
         assert [result.outputs[0].token_ids for result in llm.generate(PROMPTS, USUAL["greedy"])] == wanted
+
+
+START = """
+import sys, torch
+from slipstream import LLM
+from slipstream.ops.compile_ahead import ForkedCompiler
+from slipstream.runner.warmup import WarmUp
+
+def noted(owner, name, note):
+    real = getattr(owner, name)
+    setattr(owner, name, lambda *args: (note(), real(*args), note())[1])
+
+forks, taken = [], []
+noted(ForkedCompiler, "_fork", lambda: forks.append(1))
+noted(WarmUp, "run_largest", lambda: taken.append(torch.cuda.memory_reserved()))
+LLM(sys.argv[1], dtype="bfloat16", use_tqdm_on_load=False, num_pages=600, max_num_seqs=8).close()
+print(len(forks), taken[1] - taken[0])
+"""
+
+
+def test_a_second_start_compiles_nothing_and_the_largest_step_finds_its_memory_taken(tmp_path):
+    # gates and ups of 8,184 tokens are 134 MB
+    folder = str(write_tiny(tmp_path / "model", "qwen3", head_dim=64, intermediate_size=8192))
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "kernels"), "SLIPSTREAM_DEVICE": "cuda"}
+    env["PYTHONPATH"] = f"src:{env.get('PYTHONPATH', '')}"
+    told = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", START, folder], env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        told.append([int(number) for number in done.stdout.split()])
+    (first_forks, first_bytes), (forks, num_bytes) = told
+    assert first_forks and not forks
+    assert max(first_bytes, num_bytes) < 64 << 20, "the walk has not taken it"
+
+
+def test_a_captured_step_clears_nothing(tmp_path_factory):
+    """What kernels count with is there before any graph is captured, for every layer: no replay sets it to 0."""
+    sizes = dict(head_dim=64, hidden_size=256, intermediate_size=3072, num_hidden_layers=6)  # sums of `down` are split
+    folder = write_tiny(tmp_path_factory.mktemp("tiny"), "qwen3", **sizes)
+    with LLM(str(folder), **OPTIONS) as llm:
+        params = SamplingParams(temperature=0, **LENGTHS)
+        llm.generate(PROMPTS, params)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            llm.generate(PROMPTS, params)
+            torch.cuda.synchronize()
+    steps = sum(event.count for event in profile.key_averages() if "_gather_kernel" in event.key)
+    fills = sum(event.count for event in profile.key_averages() if "FillFunctor<int>" in event.key)
+    assert steps >= LENGTHS["max_tokens"] and fills < steps

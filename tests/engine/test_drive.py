@@ -12,7 +12,7 @@ import pytest
 from scripted_engine import scripted_core, submit, tokens_alone
 from slipstream.engine.drive import A_FEW, Drive
 from slipstream.engine.lanes import Lanes
-from slipstream.errors import EngineDead, QueueFull, RequestTooLarge
+from slipstream.errors import EngineDead, InvalidPrompt, QueueFull, RequestTooLarge
 
 SERVED = SimpleNamespace(facts=SimpleNamespace(name="m"), tokenizer=None)
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
@@ -146,6 +146,51 @@ def test_more_samples_than_may_wait_are_refused_where_nobody_else_is():
     world.core.scheduler.check()
 
 
+class Late(list):
+    """Prompts that become ready some time, the first two at once."""
+
+    ready = True
+
+    def is_ready(self):
+        return self.ready
+
+    def __iter__(self):
+        for place, prepared in enumerate(super().__iter__()):
+            self.ready = place < 1
+            yield prepared
+
+
+@DEPTHS
+def test_what_is_not_ready_is_waited_for_only_where_a_step_has_room(depth):
+    """So steps are the same, however long a text takes to be encoded."""
+    messages = [submit(f"r{place}", [place + 1] * 8, max_tokens=3) for place in range(20)]
+    late, early = (World(depth, max_num_batched_tokens=16, max_num_seqs=4) for _ in range(2))
+    prompts = Late((message, None) for message in messages)
+    found = late.drive.run(SERVED, prompts, 20, use_tqdm=False, late=True)
+    wanted = early.run(messages, late=False)
+    assert [tokens_of(track) for track in found] == [tokens_of(track) for track in wanted]
+    assert list(map(str, late.plans)) == list(map(str, early.plans))
+    assert late.num_taken[:3] == [2, 4, 4], "nobody was asked for without a seat"
+
+
+@DEPTHS
+@pytest.mark.parametrize("place", [0, 1, 7])
+def test_a_prompt_that_is_refused_between_others_ends_the_call_and_not_the_engine(depth, place):
+    world = World(depth, max_num_batched_tokens=16)
+
+    def prompts():
+        for number in range(place):
+            yield submit(f"r{number}", [number + 1] * 8, max_tokens=3), None
+        raise InvalidPrompt("no")
+
+    with pytest.raises(InvalidPrompt, match="no"):
+        world.drive.run(SERVED, prompts(), 20, use_tqdm=False, late=True)
+    assert not world.drive.outputs.tracks and not world.core.scheduler.num_running
+    world.core.scheduler.check()
+    (track,) = world.run([submit("next", [1, 2], max_tokens=3)])
+    assert tokens_of(track) == [tokens_alone(track.message, 0)[0]]
+
+
 def test_a_call_that_fails_takes_back_what_it_asked_for():
     world = World(max_num_batched_tokens=16)
     world.drive.outputs.process = None  # whoever takes the results fails
@@ -229,3 +274,19 @@ def test_a_second_interrupt_finds_all_of_them_given_up():
     with pytest.raises(KeyboardInterrupt):
         world.run([submit(f"a{place}", [place], max_tokens=50) for place in range(20)], late=False)
     assert len(aborted) == 20 and world.core.scheduler.num_waiting == 0 and not world.drive.outputs.tracks
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_call_changes_the_handler_of_interrupts_once(late, monkeypatch):
+    """It took longer than to take a prompt in, and was done for each."""
+    changes = []
+    change = signal.signal
+
+    def counted(number, handler):
+        changes.append(handler)
+        return change(number, handler)
+
+    monkeypatch.setattr(signal, "signal", counted)
+    world = World()
+    world.run([submit(f"r{place}", [place + 1], max_tokens=4) for place in range(30)], late=late)
+    assert len(world.plans) > 4 and len(changes) == 2

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from slipstream.config.config import SchedulerConfig
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineDead, ModelNotFound, UserError
 from slipstream.messages import Abort, Submit
 from slipstream.params import SamplingParams
+from slipstream.scheduler.whole import WholeScheduler
 
 
 class FakeCore:
@@ -91,6 +93,26 @@ def test_a_long_step_of_one_is_paid_back():
     lanes = Lanes({"chat": chat, "embed": embed})
     run(lanes, 1000)
     assert embed.num_steps <= 1000 / 200 + 2, "a hundred times as long at half the weight: once in two hundred"
+
+
+def test_a_step_of_prompts_is_short_while_others_read_along():
+    """`max_itl` bounds it, by what its lane has seen; and not any more once nobody reads."""
+    chat, embed = FakeCore(0.001, 3), FakeCore(0.001, 8, whole=True)
+    embed.pace = SimpleNamespace(most_tokens=lambda: 77)
+    embed.scheduler = WholeScheduler(
+        SchedulerConfig(
+            max_num_seqs=4, max_num_batched_tokens=512, max_model_len=512, max_waiting=9, chunked_prefill=False,
+            depth=1, seed=0, staged_ints=0, whole=True,
+        )
+    )  # fmt: skip
+    lanes, seen = Lanes({"chat": chat, "embed": embed}), []
+    while lanes.has_work():
+        before, readers_wait = embed.num_steps, chat.has_work()
+        lanes.step()
+        if embed.num_steps > before:
+            seen.append((readers_wait, embed.scheduler.most_tokens))
+    assert (True, 77) in seen and seen[-1] == (False, None)
+    assert set(seen) == {(True, 77), (False, None)}
 
 
 def test_a_device_that_keeps_no_time_counts_steps():

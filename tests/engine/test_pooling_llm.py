@@ -334,3 +334,24 @@ def test_a_call_of_more_prompts_than_may_wait_feeds_itself_in(embedder, folders)
     for one, other in zip(vectors, embedder.embed(texts), strict=True):
         np.testing.assert_allclose(one.outputs.data, other.outputs.data, atol=1e-6)
     assert len(scores) == len(pairs) and all(one.error is None for one in scores)
+
+
+@pytest.mark.parametrize("kind", ["embedder", "decoder"])
+def test_the_first_step_waits_only_for_those_it_has_room_for(folders, kind, monkeypatch):
+    prompts = [[5 + place % 40, 6 + place // 40] for place in range(200)]
+    with LLM(
+        str(folders / kind), max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, use_tqdm_on_load=False
+    ) as llm:
+        taken = []
+        launch = llm.core.executor.launch
+
+        def launched(plan):
+            taken.append(len(llm._drive.outputs.tracks))
+            launch(plan)
+
+        monkeypatch.setattr(llm.core.executor, "launch", launched)
+        alone = llm.encode(prompts[:1], pooling_task="embed")[0].outputs.data
+        taken.clear()
+        found = llm.encode(prompts, pooling_task="embed", use_tqdm=False)
+        assert taken[0] == 8 and len(taken) == 25 and len(found) == 200
+        np.testing.assert_allclose(found[0].outputs.data, alone, atol=1e-5)

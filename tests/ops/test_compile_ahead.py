@@ -1,4 +1,4 @@
-"""Calls made by forked processes for their effect, and zeros in memory nobody wrote."""
+"""Tasks made by forked processes for their effect, and zeros in memory nobody wrote."""
 
 import gc
 import importlib.util
@@ -15,79 +15,168 @@ from slipstream.ops import compile_ahead
 from slipstream.ops.compile_ahead import ForkedCompiler, _kind, _ZeroFilled
 
 
-def test_every_call_is_made_elsewhere_first_and_then_here(tmp_path):
+class Note:
+    """A task that writes down who did what with it."""
+
+    def __init__(self, folder, name="task", made=False):
+        self.folder = folder
+        self.name = name
+        self.made = made
+
+    def is_made(self):
+        return self.made
+
+    def make(self):
+        (self.folder / f"made-{self.name}-{os.getpid()}").touch()
+
+    def read(self):
+        (self.folder / f"read-{self.name}-{os.getpid()}").touch()
+
+
+def notes(folder, kind):
+    """Names and processes of what was made, or read."""
+    found = [file.name.split("-") for file in folder.iterdir()]
+    return sorted((name, int(process)) for what, name, process in found if what == kind)
+
+
+def test_every_task_is_made_elsewhere_and_read_here(tmp_path):
     compiler = ForkedCompiler(3)
-
-    def call(i):
-        (tmp_path / f"{i}-{os.getpid()}").touch()
-        return i * i
-
-    futures = [compiler.submit(call, i) for i in range(7)]
+    for i in range(7):
+        compiler.submit(Note(tmp_path, i))
     compiler.start()
     compiler.finish()
-    assert [future.result(timeout=0) for future in futures] == [i * i for i in range(7)]
-    made = [name.name.split("-") for name in tmp_path.iterdir()]
-    assert len(made) == 14 and len({process for _, process in made}) > 3  # this one, and three others at least
-    assert {i for i, process in made if int(process) == os.getpid()} == {str(i) for i in range(7)}
+    assert notes(tmp_path, "read") == [(str(i), os.getpid()) for i in range(7)]
+    made = notes(tmp_path, "made")
+    assert [name for name, _ in made] == [str(i) for i in range(7)]
+    processes = {process for _, process in made}
+    assert len(processes) >= 3 and os.getpid() not in processes
 
 
-def test_a_call_does_not_wait_for_those_that_come_after_it(tmp_path):
-    own, far = os.getpid(), tmp_path / "far"
+def test_a_task_does_not_wait_for_those_that_come_after_it(tmp_path):
     compiler = ForkedCompiler(1)
-
-    def first():
-        if os.getpid() != own:
-            far.touch()
-
-    compiler.submit(first)
+    compiler.submit(Note(tmp_path))
     deadline = time.monotonic() + 20
-    while not far.exists() and time.monotonic() < deadline:
+    while not notes(tmp_path, "made") and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert far.exists(), "nothing was done before the start"
+    assert notes(tmp_path, "made"), "nothing was done before the start"
     compiler.start()
     compiler.finish()
 
 
-def test_there_are_no_more_processes_than_asked_for_while_calls_come(monkeypatch):
+def test_no_process_is_forked_for_what_an_earlier_run_has_made(tmp_path):
+    compiler = ForkedCompiler(2)
+    for i in range(3):
+        compiler.submit(Note(tmp_path, i, made=True))
+    compiler.start()
+    assert not compiler._children and not notes(tmp_path, "read")
+    compiler.finish()
+    assert len(notes(tmp_path, "read")) == 3 and not notes(tmp_path, "made")
+
+
+def forks_noted(monkeypatch, ended):
+    """Sizes of the shares of processes that are numbered and never forked."""
     forks = []
-    monkeypatch.setattr(ForkedCompiler, "_fork", lambda self, calls: (forks.append(len(calls)), self._children.add(-1)))
-    monkeypatch.setattr(compile_ahead, "_has_ended", lambda child: False)
+
+    def fork(self, tasks, niceness=0):
+        forks.append(len(tasks))
+        self._children[len(forks)] = tasks
+
+    monkeypatch.setattr(ForkedCompiler, "_fork", fork)
+    monkeypatch.setattr(compile_ahead, "_has_ended", lambda child: child in ended)
+    return forks
+
+
+def test_there_are_no_more_processes_than_asked_for_while_tasks_come(monkeypatch, tmp_path):
+    forks = forks_noted(monkeypatch, ended := set())
     compiler = ForkedCompiler(1)
-    for _ in range(5):
-        compiler.submit(lambda: 3)
+    for i in range(5):
+        compiler.submit(Note(tmp_path, i))
     assert forks == [1]
     compiler.start()
     assert forks == [1, 4]
-    monkeypatch.setattr(compile_ahead, "_has_ended", lambda child: True)
-    compiler.submit(lambda: 3)
+    ended.update(range(9))
+    compiler.submit(Note(tmp_path, 5))
     assert forks == [1, 4, 1]
     compiler.finish()
+    assert len(notes(tmp_path, "read")) == 6
 
 
-def test_a_process_that_becomes_free_gets_a_few_of_those_that_wait(monkeypatch):
-    forks, ended = [], []
-    monkeypatch.setattr(
-        ForkedCompiler, "_fork", lambda self, calls: (forks.append(len(calls)), self._children.add(len(forks)))
-    )
-    monkeypatch.setattr(compile_ahead, "_has_ended", lambda child: child in ended)
+def test_those_that_come_first_go_first(tmp_path):
+    """The longest comes first, and the end waits for it."""
+
+    class Nice(Note):
+        def make(self):
+            while not (self.folder / "all-are-there").exists():
+                time.sleep(0.001)
+            (self.folder / f"nice-{self.name}-{os.nice(0)}").touch()
+
+    compiler = ForkedCompiler(1)
+    for i in range(2):
+        compiler.submit(Nice(tmp_path, i))
+    compiler.start()
+    (tmp_path / "all-are-there").touch()
+    compiler.finish()
+    (_, first), (_, second) = notes(tmp_path, "nice")
+    assert first == os.nice(0) < second
+
+
+def test_a_process_that_becomes_free_gets_a_few_of_those_that_wait(monkeypatch, tmp_path):
+    forks = forks_noted(monkeypatch, ended := set())
     compiler = ForkedCompiler(2)
     for _ in range(6):
-        compiler.submit(lambda: 3)
-    ended.append(1)
-    compiler.submit(lambda: 3)
+        compiler.submit(Note(tmp_path))
+    ended.add(1)
+    compiler.submit(Note(tmp_path))
     assert forks == [1, 1, 2]
     compiler.start()
     assert forks == [1, 1, 2, 2, 1]
-    ended.extend(range(9))
+    ended.update(range(9))
     compiler.finish()
+
+
+def test_what_one_process_has_made_is_read_while_others_go_on(monkeypatch, tmp_path):
+    forks_noted(monkeypatch, ended := {2})
+    compiler = ForkedCompiler(2)
+    for name in ("long", "short"):
+        compiler.submit(Note(tmp_path, name))
+    compiler.start()
+    compiler.finish(but=1)
+    assert [name for name, _ in notes(tmp_path, "read")] == ["short"]
+    ended.add(1)
+    compiler.finish()
+    assert [name for name, _ in notes(tmp_path, "read")] == ["long", "short"]
+
+
+def test_a_process_that_has_more_than_one_task_left_is_not_left_alone(monkeypatch, tmp_path):
+    forks_noted(monkeypatch, set())
+    compiler = ForkedCompiler(1)
+    first, second, third = (Note(tmp_path, i) for i in range(3))
+    for task in (first, second, third):
+        compiler.submit(task)
+    compiler.start()
+    polls = []
+    monkeypatch.setattr(compile_ahead, "_has_ended", lambda child: child == 1)
+
+    def sleep(seconds):
+        polls.append(seconds)
+        second.made = True
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    compiler.finish(but=1)
+    assert len(polls) == 1
 
 
 def test_nothing_is_collected_in_a_process_from_its_first_moment_on(tmp_path):
     """Others' callbacks come before any line of ours there, and a freed event of the device would end it."""
     states, watching = tmp_path / "states", [True]
+
+    class State(Note):
+        def make(self):
+            states.write_text(f"{states.read_text()}, {gc.isenabled()}")
+
     os.register_at_fork(after_in_child=lambda: watching and states.write_text(str(gc.isenabled())))
     compiler = ForkedCompiler(1)
-    compiler.submit(lambda: states.write_text(f"{states.read_text()}, {gc.isenabled()}"))
+    compiler.submit(State(tmp_path))
     compiler.start()
     for child in compiler._children:
         os.waitpid(child, 0)
@@ -96,48 +185,42 @@ def test_nothing_is_collected_in_a_process_from_its_first_moment_on(tmp_path):
     compiler.abandon()
 
 
-def test_what_else_is_to_be_done_is_done_elsewhere_alone(tmp_path):
-    compiler = ForkedCompiler(2, lambda result: (tmp_path / f"{result}-{os.getpid()}").touch())
-    futures = [compiler.submit(lambda i=i: i) for i in range(3)]
+def test_a_task_that_fails_fails_alone(tmp_path):
+    class Bad(Note):
+        def make(self):
+            raise ValueError("no such instruction")
+
+        read = make
+
+    compiler = ForkedCompiler(1)
+    for task in (Note(tmp_path, 0), Bad(tmp_path), Note(tmp_path, 1)):
+        compiler.submit(task)
     compiler.start()
     compiler.finish()
-    assert [future.result(timeout=0) for future in futures] == [0, 1, 2]
-    made = [name.name.split("-") for name in tmp_path.iterdir()]
-    assert sorted(i for i, _ in made) == ["0", "1", "2"] and str(os.getpid()) not in {process for _, process in made}
+    assert len(notes(tmp_path, "made")) == len(notes(tmp_path, "read")) == 2
 
 
-def test_a_call_that_fails_fails_alone(tmp_path):
-    compiler = ForkedCompiler(2)
-
-    def fail():
-        raise ValueError("no such instruction")
-
-    bad, good = compiler.submit(fail), compiler.submit(lambda: 5)
-    compiler.start()
-    compiler.finish()
-    assert good.result(timeout=0) == 5
-    with pytest.raises(ValueError, match="no such instruction"):
-        bad.result(timeout=0)
+class Endless(Note):
+    def make(self):
+        time.sleep(60)
 
 
-def test_a_process_that_hangs_is_not_waited_for(monkeypatch):
+def test_a_process_that_hangs_is_not_waited_for(monkeypatch, tmp_path):
     monkeypatch.setattr(compile_ahead, "PATIENCE", 0.05)
-    own = os.getpid()
     compiler = ForkedCompiler(1)
-    future = compiler.submit(lambda: "here" if os.getpid() == own else time.sleep(60))
+    compiler.submit(Endless(tmp_path))
     compiler.start()
     compiler.finish()
-    assert future.result(timeout=0) == "here"
+    assert notes(tmp_path, "read") == [("task", os.getpid())]
 
 
-def test_an_abandoned_compiler_waits_for_nobody():
-    own = os.getpid()
+def test_an_abandoned_compiler_waits_for_nobody_and_reads_nothing(tmp_path):
     compiler = ForkedCompiler(1)
-    future = compiler.submit(lambda: None if os.getpid() == own else time.sleep(60))
-    compiler.start()
+    for task in (Endless(tmp_path), Endless(tmp_path), Note(tmp_path, made=True)):
+        compiler.submit(task)
     compiler.abandon()
-    assert isinstance(future.exception(timeout=0), RuntimeError)
     compiler.finish()
+    assert not list(tmp_path.iterdir())
 
 
 def test_nothing_to_compile_is_no_trouble():
@@ -218,7 +301,8 @@ def walk():
             x = torch.empty(64)
             assert not x.any()
             out = torch.ones(64)
-            double[(1,)](x, out, 64, BLOCK=block)
+            for num in (48, 64):  # one program serves both
+                double[(1,)](x, out, num, BLOCK=block)
             assert out.all(), "it was launched"
 
 with compiling_ahead(walk, 4):
@@ -227,7 +311,14 @@ kernels = double.device_caches[0][0]
 assert len(kernels) == 2 and all("cubin" in kernel.asm for kernel in kernels.values()), kernels
 processes = os.listdir(sys.argv[1])
 assert len(processes) == 2 and str(os.getpid()) not in processes, processes
+assert all(os.path.getsize(os.path.join(sys.argv[1], process)) == 1 for process in processes), "made twice"
 print("ready")
+
+double.device_caches[0][0].clear()
+with compiling_ahead(walk, 4):
+    pass
+assert len(double.device_caches[0][0]) == 2 and os.listdir(sys.argv[1]) == processes, "compiled again"
+print("again")
 
 double.device_caches[0][0].clear()
 try:
@@ -261,4 +352,4 @@ def test_a_walk_compiles_each_variant_once_and_launches_nothing(tmp_path):
         [sys.executable, str(program), str(launchers)], env=env, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["loading", "ready", "interrupted", "told"]
+    assert done.stdout.split() == ["loading", "ready", "again", "interrupted", "told"]

@@ -27,26 +27,94 @@ def test_the_best_few_are_heard_again_and_the_first_always():
     assert ways.finalists([math.inf, math.inf]) == ways.finalists([]) == []
 
 
-def test_nothing_is_chosen_without_cuda():
+def test_a_device_that_slows_down_on_the_way_favours_nobody(monkeypatch):
+    """Under load the clock falls, and who comes later has less of it."""
+
+    class Listed:
+        num_ways, best = 3, 0
+
+    alone, calls = [1.0, 0.985, 1.5], []
+
+    def time(product, way, x, weight, out, count):
+        calls.append(count)
+        return alone[way] * 1.01 ** len(calls)
+
+    monkeypatch.setattr(ways, "_list_ways", lambda x, weight: Listed())
+    monkeypatch.setattr(ways, "_time", time)
+    monkeypatch.setattr(ways, "_heated", set())
+    chosen = ways.choose(torch.zeros(1024, 8), torch.zeros(8, 8))
+    assert chosen is not None and chosen.best == 1
+    assert min(calls) > 2, "the device has work when the clock is started"
+
+
+def test_nothing_is_noted_without_cuda():
     x, weight = torch.ones(ways.LEAST_ROWS, 64), torch.ones(8, 64)
-    with ways.choosing():
+    with ways.noting() as noted:
         assert ways.multiply(x, weight) is None
         assert not ways.add_to(torch.ones(ways.LEAST_ROWS, 8), x, weight)
+    assert not noted
 
 
-def test_an_engine_that_starts_tries_nothing_on_what_another_thread_computes(monkeypatch):
-    """The numbers that ways are tried on are overwritten."""
-    tried = []
+def test_an_engine_that_starts_notes_what_its_own_thread_computes(monkeypatch):
     monkeypatch.setattr(ways, "_is_plain", lambda x, weight: True)
-    monkeypatch.setattr(ways, "choose", lambda x, weight: tried.append(len(x)))
     monkeypatch.setattr(ways, "_chosen", {})
     weight = torch.ones(8, 64)
-    with ways.choosing():
+    with ways.noting() as noted:
         other = threading.Thread(target=ways.multiply, args=(torch.ones(2048, 64), weight))
         other.start()
         other.join()
-        assert ways.multiply(torch.ones(1024, 64), weight) is None
-    assert tried == [1024]
+        for _ in range(2):
+            assert ways.multiply(torch.ones(1024, 64), weight) is None
+    ways.multiply(torch.ones(1500, 64), weight)
+    assert [rows for _, _, rows, _, _ in noted] == [1024]
+
+
+def test_each_shape_that_was_noted_is_tried_once_on_numbers_of_its_own(monkeypatch):
+    monkeypatch.setattr(ways, "_is_plain", lambda x, weight: True)
+    monkeypatch.setattr(ways, "_chosen", {})
+    tried = []
+    monkeypatch.setattr(ways, "choose", lambda x, weight: tried.append((x.shape, x.unique().numel() > 1000, weight)))
+    x, weight = torch.zeros(1024, 64), torch.ones(8, 64)
+    with ways.noting() as noted:
+        ways.multiply(x, weight)
+        ways.choose_ways(noted)
+        ways.multiply(x, weight)
+        ways.choose_ways(noted)
+    assert len(tried) == 1 and tried[0][:2] == (x.shape, True) and tried[0][2] is weight
+    assert not x.any(), "overwritten"
+
+
+def test_few_rows_are_added_by_the_first_way_that_splits_no_sum(monkeypatch):
+    made, added = [], []
+
+    class Listed:
+        best, num_ways = 0, 8
+
+        def __init__(self, library, x, weight):
+            made.append((*x.shape, len(weight)))
+
+        def run(self, way, x, weight, out, *, add):
+            added.append((way, *out.shape, add))
+
+    monkeypatch.setattr(ways, "_is_plain", lambda x, weight: True)
+    monkeypatch.setattr(ways, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(ways, "_unsplit", {})
+    monkeypatch.setattr(ways, "_ALIGNMENT", 4)
+    monkeypatch.setattr(ways, "loaded", lambda: "library")
+    monkeypatch.setattr(ways, "Product", Listed)
+
+    def add(rows: int, num_out: int, num_in: int = 64) -> bool:
+        return ways.add_to(torch.empty(rows, num_out), torch.empty(rows, num_in), torch.empty(num_out, num_in))
+
+    assert add(65, 4096) and add(65, 4096) and add(256, 4096)
+    assert made == [(65, 64, 4096), (256, 64, 4096)]
+    assert added == [(0, 65, 4096, True)] * 2 + [(0, 256, 4096, True)]
+    assert not add(64, 4096) and not add(257, 4096), "not few, or ours"
+    assert not add(65, 4088), "sums are few"
+    assert add(112, 4096, 4104) and add(128, 4096, 4096) and add(192, 4096, 4104)
+    assert not add(128, 4096, 4104), "sums are long"
+    monkeypatch.setattr(ways, "loaded", lambda: None)
+    assert not add(66, 4096)
 
 
 def test_ways_that_split_a_sum_are_not_asked_for():
@@ -94,7 +162,7 @@ def make(rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> tuple[torc
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("sizes", [(1024, 1000, 512), (1025, 4096, 1024), (8192, 6144, 1024)])
+@pytest.mark.parametrize("sizes", [(80, 4096, 2056), (1024, 1000, 512), (1025, 4096, 1024), (8192, 6144, 1024)])
 def test_every_way_gives_torchs_product(sizes, dtype):
     x, weight = make(*sizes, dtype)
     expected = F.linear(x, weight)
@@ -109,10 +177,29 @@ def test_every_way_gives_torchs_product(sizes, dtype):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("rows", [65, 80, 100, 192, 256])
+def test_few_rows_are_added_as_torch_adds_them(rows):
+    x, weight = make(rows, 4096, 2056, torch.bfloat16)
+    residual = torch.randn(rows, 4096, device="cuda").bfloat16()
+    expected = torch.addmm(residual.double(), x.double(), weight.t().double())
+    theirs = residual.clone().addmm_(x, weight.t())
+    if not ways.add_to(residual, x, weight):
+        pytest.skip("made for Hopper")
+    assert (residual.double() - expected).abs().mean() <= 1.02 * (theirs.double() - expected).abs().mean()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ways.add_to(residual, x, weight)
+    residual.zero_()
+    graph.replay()
+    torch.testing.assert_close(residual, F.linear(x, weight), rtol=1e-2, atol=1e-1)
+
+
+@pytest.mark.cuda
 def test_a_chosen_way_can_be_captured_and_serves_no_other_shape():
     x, weight = make(2048, 768, 512, torch.bfloat16)
-    with ways.choosing():
+    with ways.noting() as noted:
         ways.multiply(x, weight)
+    ways.choose_ways(noted)
     key = (x.device, x.dtype, 2048, 768, 512)
     assert key in ways._chosen, "tried, whatever came of it"
     product = ways._chosen[key] = ways.Product(ways.loaded(), x, weight)

@@ -1,4 +1,4 @@
-"""Gates and ups of very many rows with their activation, against exact ones."""
+"""Products of very many rows with the activation after them, against exact ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.ops.activation import silu_and_mul
-from slipstream.ops.linear import gated_linear
+from slipstream.ops.linear import activated_linear, gated_linear
 
 
 @pytest.mark.cuda
@@ -74,3 +74,59 @@ def test_very_many_rows_go_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
     gated_linear(x, weight[:1500], None, silu_and_mul)  # results of 1,500 bytes a row
     gated_linear(x, weight, weight.new_zeros(1552), silu_and_mul)
     assert rows == [1024, 1500]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "rows, num_out, num_in", [(1025, 768, 520), (8191, 4096, 1024), (1, 256, 64), (1030, 1536, 384)]
+)
+def test_gelu_is_as_close_as_the_library_with_gelu_after_it(
+    rows: int, num_out: int, num_in: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, num_in, device="cuda"), torch.randn(num_out, num_in, device="cuda") / num_in**0.5
+    x, weight, bias = x.to(dtype), weight.to(dtype), (2 * torch.randn(num_out, device="cuda")).to(dtype)
+    hopper(x, weight)
+    from slipstream.ops.linear.triton.gate import gelu_many
+
+    exact = F.gelu(F.linear(x.double(), weight.double(), bias.double()))
+    allowed = (F.gelu(F.linear(x, weight, bias)).double() - exact).abs()
+    found = (gelu_many(x, weight, bias).double() - exact).abs()
+    assert not found.isnan().any()
+    assert found.mean() <= allowed.mean() and found.max() <= 1.5 * allowed.max()
+
+
+@pytest.mark.cuda
+def test_gelu_of_very_many_rows_goes_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight, bias = (torch.randn(*size, device="cuda").half() for size in ((1500, 512), (768, 512), (768,)))
+    hopper(x, weight)
+    from slipstream.ops.linear.triton import gate
+
+    rows: list[int] = []
+    make = gate.gelu_many
+    monkeypatch.setattr(gate, "gelu_many", lambda x, *args: (rows.append(len(x)), make(x, *args))[1])
+    for count in (1023, 1024, 1500):
+        found = activated_linear(x[:count], weight, bias, F.gelu)
+        torch.testing.assert_close(found, F.gelu(F.linear(x[:count], weight, bias)), rtol=5e-3, atol=0.1)
+    activated_linear(x, weight[:640], bias[:640], F.gelu)  # two halves and a half of tiles
+    activated_linear(x, weight, None, F.gelu)
+    activated_linear(x, weight, bias, torch.relu)
+    assert rows == [1024, 1500]
+
+
+def test_gelu_by_the_kernels_formula_is_gelu() -> None:
+    """The arithmetic of `_gelu`, in float32."""
+    x = torch.cat([torch.linspace(-12, 12, 200_001), torch.tensor([0.0, -0.0, 1e-20, -1e-20, 300.0, -300.0])])
+    size = x.abs()
+    t = 1 / (1 + 0.3275911 * 0.7071067811865476 * size)
+    tail = 0.5 * 1.421413741 + t * (0.5 * -1.453152027 + t * (0.5 * 1.061405429))
+    tail = t * (0.5 * 0.254829592 + t * (0.5 * -0.284496736 + t * tail))
+    found = x.clamp(min=0) - size * tail * torch.exp2(x * x * (-0.5 * 1.4426950408889634))
+    assert (found.double() - F.gelu(x.double())).abs().max() < 1e-6
+
+
+def test_without_a_kernel_the_activation_follows_the_product() -> None:
+    x, weight, bias = torch.randn(1100, 16), torch.randn(256, 16), torch.randn(256)
+    for own in (bias, None):
+        torch.testing.assert_close(activated_linear(x, weight, own, F.gelu), F.gelu(F.linear(x, weight, own)))

@@ -104,6 +104,28 @@ def test_tiles_for_hopper_fit(rows, num_out, num_in, gate):
     assert tile.splits == 1 or blocks * row_blocks * tile.splits <= 2 * hopper.MULTIPROCESSORS
 
 
+def test_counters_are_a_weights_own_and_there_before_a_graph_is_captured(monkeypatch):
+    around = importlib.import_module("slipstream.ops.linear.triton.around")
+    monkeypatch.setattr(around, "_zeros", {})
+    monkeypatch.setattr(around, "_CHUNK", 256)
+    weights = [torch.empty(num_out, 1) for num_out in (100, 1000, 16)]
+    first = around.counters(weights[0])
+    monkeypatch.setattr(around, "_is_capturing", lambda device: True)
+    second = around.counters(weights[1])  # met by a graph first: from the same memory, which a replay need not clear
+    assert second.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+    assert around.counters(weights[0]) is first and around.counters(weights[1]) is second
+    assert (len(first), len(second)) == (8, 64)
+    assert second.data_ptr() - first.data_ptr() == 4 * around._LINE  # nobody else's line
+    assert not first.any() and not second.any()
+    huge = torch.empty(16 * 256, 1)
+    own = around.counters(huge)  # no room: the graph's own, and the next one asks again
+    assert around.counters(huge) is not own and len(own) == 257 and not own.any()
+    monkeypatch.setattr(around, "_is_capturing", lambda device: False)
+    kept = around.counters(huge)
+    assert around.counters(huge) is kept and not kept.any()
+    assert around.counters(weights[2]) is not first
+
+
 CUDA_SHAPES = [(1024, 4096), (2048, 1024), (3072, 1024), (4096, 6144), (12288, 4096), (1024, 151_936)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from dataclasses import dataclass
@@ -167,6 +168,18 @@ def test_mixed_rows_with_padding():
     Case([100, 0, 257, 0, 30, 300, 0], [1, 1, 1, 1, 30, 130, 0], loose=5, dtype=torch.float16).check()
 
 
+@pytest.mark.parametrize("loose", [0, 5])
+def test_where_no_row_has_one_token_none_is_looked_for(loose, monkeypatch):
+    from slipstream.nn.attention import triton
+
+    case = Case([100, 30, 300, 0, 0], [100, 30, 130, 0, 0], loose=loose)
+    both = case.run()
+    case.batch = dataclasses.replace(case.batch, all_long=True)
+    monkeypatch.setattr(triton, "attend_splits", None)
+    case.check()
+    assert torch.equal(case.run(), both)
+
+
 def test_padding_alone_is_zero():
     case = singles([0, 0, 0])
     assert (case.run() == 0).all()
@@ -271,6 +284,7 @@ def test_last_tokens_look_alone_and_in_the_memory_of_the_others(window, one_kern
     context = ForwardContext(case.batch, backend, backend.plan(case.batch), [case.cache], (0,), only_last=True)
     together = backend.forward(case.query, case.key, case.value, 0, case.scale, context)
     last = context.last_tokens()
+    assert not len(last.context.batch.ids) + len(last.context.batch.positions)  # nobody looks anything up
     assert last.places.tolist() == [0, 1, 41, 50, 50, 50]
     assert last.context.plan.groups[0].partials is context.plan.groups[0].partials
     alone = backend.forward(last.of(case.query), case.key, case.value, 0, case.scale, last.context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from slipstream.config.memory import sizes_up_to
 from slipstream.device.device import Device
 from slipstream.runner.batch.input_batch import Size
 from slipstream.runner.graphs import GraphPool
-from slipstream.step import NO_INTS, StepPlan
+from slipstream.step import NO_INTS, NO_PAGES, StepPlan
 
 
 def plan_of(num_rows: int, chunk: int = 1) -> StepPlan:
@@ -144,6 +145,11 @@ def test_sizes_cover_every_count_and_waste_little():
     assert pool.size_for(plan_of(257)) is None
 
 
+def test_a_size_that_is_worth_less_than_another_is_not_padded_to():
+    assert {192, 208, 256} <= set(pool_on(Recorder()).row_sizes) and 224 not in pool_on(Recorder()).row_sizes
+    assert GraphPool(Recorder(), 224, 2048, eager=False).row_sizes[-2:] == [192, 224], "the most is a size"
+
+
 def test_a_plan_with_a_chunk_is_padded_by_tokens():
     pool = pool_on(Recorder())
     assert pool.size_for(plan_of(3)) == Size(4, 4)
@@ -152,3 +158,16 @@ def test_a_plan_with_a_chunk_is_padded_by_tokens():
     assert pool.size_for(plan_of(3, chunk=2046)) == Size(2048, 256)
     assert pool.size_for(plan_of(3, chunk=2047)) is None
     assert not any(Size(n, 256).is_single for n in pool.token_sizes)
+
+
+def test_only_steps_that_pool_say_that_all_their_rows_are_long():
+    """Others would be captured twice at each size: with rows that decode and without."""
+    pool = pool_on(Recorder())
+    plan = replace(plan_of(1, chunk=300), new_pages=(NO_PAGES,))
+    assert pool.size_for(plan) == Size(320, 256)
+    pooling = replace(plan, pools=np.ones(1, np.bool_), samples=np.zeros(1, np.bool_))
+    assert pool.size_for(pooling) == Size(320, 256, all_long=True)
+    beside = replace(plan_of(2, chunk=300), new_pages=(NO_PAGES,), pools=np.array([False, True]))
+    assert pool.size_for(beside) == Size(320, 256)
+    whole = replace(pooling, new_pages=())
+    assert pool.size_for(whole) == Size(320, 256)

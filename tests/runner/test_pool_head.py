@@ -1,12 +1,19 @@
-"""What of pooling is captured, and how large results come home."""
+"""What of pooling is captured, what is kept, and how large results come home."""
 
 import numpy as np
 import pytest
+import torch
 
 from pool_bench import PoolBench
+from slipstream.config.pooling_info import PoolingInfo
+from slipstream.device.device import Device
 from slipstream.pooling_params import PoolingParams
 from slipstream.runner import own_copy as home
 from slipstream.runner.batch.input_batch import Size
+from slipstream.runner.batch.staging import HostRing
+from slipstream.runner.pooling import late
+from slipstream.runner.pooling.late import QueryStore
+from slipstream.runner.pooling.setting import Settings
 from tiny_encoder import write_tiny_encoder
 
 
@@ -50,3 +57,30 @@ def test_a_copy_is_the_readers_own(num_bytes, num_cores, monkeypatch):
     own = home.own_copy(buffer)
     buffer[:] = 0
     assert own.tobytes() == wanted
+
+
+@pytest.mark.parametrize("at_once", [1, 4, 2**26])
+def test_a_kept_query_outlives_the_memory_of_its_step(at_once, monkeypatch):
+    """Its vectors may be a view of hidden states that the next replay writes again."""
+    monkeypatch.setattr(late, "MOST_SCORES", at_once)
+    device, store, hidden = Device(0, 1), QueryStore(), torch.eye(3)
+    store.keep(hidden, [2, 1], [7, 8])
+    hidden.zero_()
+    upload = HostRing(2, 4096, device).open()
+    # the third has no token that counts
+    score = store.prepare_scores([1, 2, 0, 1], [7, 8, 7, 8], [2, 1, 2, 1], upload)
+    upload.send(device.compute)
+    documents = torch.tensor([[3.0, 4.0, 5.0], [0.0, 0.0, 1.0], [1.0, 1.0, 2.0], [9.0, 9.0, -1.0]])
+    assert score(documents).tolist() == [[7.0], [2.0], [0.0], [-1.0]]
+
+
+@pytest.mark.parametrize("usually", [True, False])
+def test_activation_means_the_norm_of_vectors_where_nothing_is_said_of_that(usually):
+    info = PoolingInfo(method="mean", is_causal=False, embed_size=8, token_size=8, normalize=usually)
+    settings = Settings(info, None, 304)
+    for task in ("embed", "token_embed"):
+        assert settings.of(PoolingParams(task=task)).finish == ("normalize" if usually else "identity")
+        assert settings.of(PoolingParams(task=task, use_activation=False)).finish == "identity"
+        assert settings.of(PoolingParams(task=task, activation=True)).finish == "normalize"
+        assert settings.of(PoolingParams(task=task, activation=True, normalize=False)).finish == "identity"
+        assert settings.of(PoolingParams(task=task, activation=False, normalize=True)).finish == "normalize"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.device.device import Device
-from slipstream.runner.output import ResultRing, lay_out
+from slipstream.device.streams import ThreadedStream
+from slipstream.runner.output import ResultRing, lay_out, result_shape
 
 
 class Ops(TorchDispatchMode):
@@ -29,3 +32,63 @@ def test_a_slot_grows_without_writing_to_the_device():
     slot.write({"lines": torch.arange(512.0).view(8, 64)})
     sent = ring.send()
     assert np.array_equal(slot.find(sent).view(np.float32), np.arange(512, dtype=np.float32))
+
+
+def test_a_result_is_its_readers_own():
+    """Whoever has waited for a step may keep what it said, although the slot comes round again."""
+    ring = ResultRing(1, 64, Device(0, 1))
+    results = []
+    for number in (3, 5):
+        slot = ring.open(result_shape(2, None, np.float32))
+        slot.write({"tokens": torch.tensor([number, 7]), "failed": torch.tensor([number == 3, False])})
+        results.append(slot.leave(ring.send()).wait())
+    assert [result.tokens.tolist() for result in results] == [[3, 7], [5, 7]]
+    assert [result.failed.tolist() for result in results] == [[True, False], [False, False]]
+
+
+class Held(ThreadedStream):
+    """Copies wait until somebody waits for them; before each it is noted what would leave."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.source = torch.zeros(0)
+        self.left: list[float] = []
+        super().__init__("held-copies")
+
+    def before(self) -> None:
+        assert self.gate.wait(60), "nobody waits for the copies"
+        self.left.append(float(self.source[0]))
+
+
+class Letting(ThreadedStream):
+    """Lets the copies go when it comes to wait for one."""
+
+    def __init__(self, copies: Held) -> None:
+        self.copies = copies
+        super().__init__("letting")
+
+    def wait_for(self, event) -> None:
+        if not event.done():
+            self.run(self.copies.gate.set)
+        super().wait_for(event)
+
+
+def test_a_slot_is_written_again_after_its_copy_and_the_host_waits_for_neither():
+    device = Device(0, 1)
+    device.copy = copies = Held()
+    device.compute = Letting(copies)
+    ring = ResultRing(1, 16, device)
+    copies.source = ring.slots[0].on_device.view(torch.float32)
+    for number in (1.0, 2.0):  # the second comes while the first is held back
+        slot = ring.open(lay_out([("numbers", (4,), np.float32)]))
+        device.compute.run(lambda slot=slot, n=number: slot.write({"numbers": torch.full((4,), n)}))
+        sent = ring.send()
+    assert not copies.left
+    copies.flush()
+    device.compute.record().wait()
+    copies.gate.set()
+    copies.record().wait()
+    # before each copy the stream waits for what is to be copied, so every second is one
+    assert copies.left[1::2] == [1.0, 2.0]
+    assert slot.find(sent).view(np.float32).tolist() == [2.0] * 4
+    device.close()

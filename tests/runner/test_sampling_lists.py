@@ -153,3 +153,35 @@ def test_given_ids_are_reported_of_the_raw_logits():
     np.testing.assert_allclose(out.given[0, :2].numpy(), exact[0, [7, 3]], rtol=1e-12)
     np.testing.assert_allclose(out.given[1].numpy(), exact[2, [0, 49, 7, 8, 9]], rtol=1e-12)
     assert harness.step([0], [3], logits[:1], num_logprobs=1).given is None
+
+
+def test_the_table_of_given_ids_follows_those_who_are_here():
+    """However many there were once, and however long a list was: lines times the longest stay within bounds."""
+    rng, most, vocab = np.random.default_rng(5), 200, 97
+    harness = Harness(16, vocab)
+    logits = random_logits(16, vocab)
+    exact = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    here: dict[int, list[int]] = {}
+    sizes = set()
+    for step in range(120):
+        many = step // 20 % 2 == 0
+        released = [row for row in list(here) if rng.random() < (0.1 if many else 0.5)]
+        for row in released:
+            del here[row]
+        admitted = []
+        for row in set(range(16)) - here.keys() - set(released):
+            ids = rng.permutation(vocab)[: rng.choice([1, 2, 5] if many else [20, 50, vocab])].tolist()
+            widest = max(len(ids), *map(len, here.values()), 0)
+            if rng.random() < 0.4 and (not here or (len(here) + 1) * widest <= most):
+                here[row] = ids
+                admitted.append(admission(row, GREEDY.with_changes(logprob_token_ids=ids)))
+        rows = sorted(here)
+        if not rows:
+            harness.step([15], [2 + step], logits[15:], released=released)
+            continue
+        out = harness.step(rows, [2 + step] * len(rows), logits[rows], admitted, released=released, num_logprobs=0)
+        for place, row in enumerate(rows):
+            got = out.given[place, : len(here[row])].numpy()
+            np.testing.assert_allclose(got, exact[row, here[row]], rtol=1e-5)
+        sizes.add(harness.sampler.given.ids.tensor.numel())
+    assert max(sizes) <= 4 * most and len(sizes) > 3

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from sampling_harness import GREEDY, Harness, admission, penalized, truncated
+from sampling_harness import GREEDY, Harness, admission, make_plan, penalized, truncated
 
 from slipstream.params import SamplingParams
 from slipstream.runner.sampling.min_tokens import MinTokens
@@ -245,6 +245,13 @@ def test_ties_at_the_edge_stay(params, kept):
     assert np.flatnonzero(np.isfinite(got[0])).tolist() == kept
 
 
+@pytest.mark.parametrize(("top_p", "num"), [(0.5, 1), (0.75, 2), (0.4999, 1), (0.5001, 2), (0.7501, 4)])
+def test_tokens_that_reach_top_p_exactly_are_enough(top_p, num):
+    logits = np.log([[1, 1 / 2, 1 / 4, 1 / 4]])
+    got = Harness(2, 4).edited([0], [2], logits, [admission(0, SamplingParams(top_p=top_p))])
+    assert np.isfinite(got[0]).sum() == num
+
+
 def test_ties_do_not_depend_on_a_neighbour_without_top_k():
     """The neighbour needs a sort; the row's top-p must still sum over its own k tokens."""
     logits = np.zeros((2, 100))
@@ -308,3 +315,20 @@ def test_the_likeliest_token_has_rank_one():
 
 def test_no_logprobs_unless_asked():
     assert Harness(2, 7).step([0], [2], np.zeros((1, 7)), [admission(0, GREEDY)]).logprobs is None
+
+
+def test_rows_that_pool_come_and_go_unnoticed():
+    """Thousands a second do; only those are looked at whose text was continued."""
+    harness = Harness(8, 16)
+    seen = []
+    for state in harness.sampler._states:
+        state.apply = lambda plan, apply=state.apply: (seen.append(plan.released.tolist()), apply(plan))
+    each = len(harness.sampler._states)
+    harness.sampler.apply(make_plan([5], released=[1, 2, 3]))
+    assert not seen
+    harness.sampler.apply(make_plan([1], [admission(1, GREEDY)], released=[4]))
+    harness.sampler.apply(make_plan([1], released=[2, 3]))
+    assert len(seen) == each
+    harness.sampler.apply(make_plan([2], released=[3, 1]))
+    harness.sampler.apply(make_plan([2], released=[1]))
+    assert seen == [[4]] * each + [[3, 1]] * each

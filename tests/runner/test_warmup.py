@@ -5,14 +5,18 @@ import contextlib
 import numpy as np
 import pytest
 
+from live_bytes import LiveBytes
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
+from slipstream.config.memory import plan_memory
 from slipstream.device.device import Device
 from slipstream.errors import NotEnoughMemory
 from slipstream.runner.batch.input_batch import Size
+from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.sampling.sampler import Sampler
 from slipstream.runner.warmup import HEADS, KERNEL_SIZES, WarmUp, chunk_sizes
+from small_model import write_small
 from tiny import write_tiny
 
 PROMPTS = [[5, 6, 7], [9] * 11, [3]]
@@ -94,6 +98,20 @@ def test_the_largest_step_fills_budget_and_rows(folder):
         seen.clear()
         warm_up_of(llm, max_tokens=4000).run_largest()  # no row is longer than a request may be
         assert seen[0].total_tokens == 4 * 63
+
+
+def test_a_walk_leaves_out_layers_that_are_like_others_and_nothing_else_does(tmp_path):
+    folder = str(write_tiny(tmp_path, "llama", num_hidden_layers=6))
+    with LLM(folder, **OPTIONS) as llm:
+        model, run = llm.core.executor.model, []
+        for place, block in enumerate(model.layers):
+            forward = block.forward
+            block.forward = lambda *args, place=place, forward=forward: (run.append(place), forward(*args))[1]
+        warm_up_of(llm).walk()
+        assert set(run) == {0, 1, 5}
+        run.clear()
+        warm_up_of(llm).run_largest()
+        assert set(run) == set(range(6))
 
 
 def test_all_kinds_of_heads_are_walked_however_few_rows_there_are(folder):
@@ -231,3 +249,50 @@ def test_no_step_overtakes_what_was_written_on_another_stream(folder, monkeypatc
         assert (last, what) != ("written", "step")
         last = what if what != "step" else last
     assert last == "settled", "nor one of the first request"
+
+
+@pytest.mark.parametrize("max_tokens", [16, 300])
+def test_rows_are_left_where_they_are(folder, max_tokens):
+    """Whoever reads a row's pages must not be told that it is shorter."""
+    with LLM(folder, **(OPTIONS | dict(max_num_batched_tokens=max_tokens))) as llm:
+        runner, launch = llm.core.executor, llm.core.executor.launch
+        table = next(state for state in runner.row_states if isinstance(state, RowTable))
+        seen = []
+
+        def watched(plan):
+            launch(plan)
+            seen.append((plan.lengths, table.computed[plan.rows.astype(np.int64)].numpy()))
+
+        runner.launch = watched
+        warm_up = warm_up_of(llm, max_tokens)
+        warm_up.walk()
+        warm_up.run_largest()
+        assert len(seen) > 10 and all((told >= true).all() for told, true in seen)
+
+
+FEATURES = {
+    "greedy": dict(temperature=0.0),
+    "random": dict(top_p=0.9, top_k=50, min_p=0.01, logprobs=5),
+    "penalties": dict(repetition_penalty=1.1, top_p=0.9, logprobs=5),
+    "bias": dict(logit_bias={3: 1.0}, top_p=0.9, logprobs=5),
+    "prompt": dict(temperature=0.0, prompt_logprobs=3),
+}
+
+
+@pytest.mark.parametrize("sizes", [(1, 64, 64), (1, 512, 512), (16, 20, 64), (16, 16, 64), (8, 100, 64), (5, 700, 200)])
+def test_no_step_takes_more_than_the_largest_and_what_comes_later(tmp_path, sizes):
+    """Few tokens, many rows, and the other way about."""
+    rows, tokens, length = sizes
+    options = OPTIONS | dict(dtype="float32", load_format="dummy", skip_tokenizer_init=True, num_pages=1000)
+    limits = dict(max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=length)
+    with LLM(write_small(tmp_path, vocab_size=20_000), **(options | limits)) as llm:
+        later = plan_memory(llm.config, 0).later
+        with LiveBytes() as largest:
+            WarmUp(llm.core.executor, rows, tokens, length, 1).run_largest()
+        for name, params in FEATURES.items():
+            for num in (4, length - 8):
+                prompts = [[(i * 5 + place) % 61 for place in range(num)] for i in range(2 * rows)]
+                with LiveBytes() as live:
+                    llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True, **params), use_tqdm=False)
+                own = later if name != "random" else 0
+                assert live.peak <= largest.peak + own, (name, num)

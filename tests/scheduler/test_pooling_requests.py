@@ -92,3 +92,22 @@ def test_a_failed_result_is_told_and_its_pages_are_not_found_again():
     bench.run()
     assert again.num_cached == 0
     bench.check_tokens(again)
+
+
+def test_documents_of_a_query_are_not_all_taken_in_while_they_cannot_go():
+    """A step that asks for more gets one that must wait: it does not go on asking."""
+    bench = Bench(depth=1, max_num_seqs=8, max_num_batched_tokens=64)
+    query = bench.pool([1] * 4, task="token_embed", query_key="q", query_uses=20)
+    waiting = list(range(20))
+
+    def refill(most):
+        taken, waiting[:] = waiting[:most], waiting[most:]
+        for place in taken:
+            bench.pool([2, place], task="token_embed", query_key="q")
+        return len(taken)
+
+    bench.scheduler.refill = refill
+    assert len(bench.plan().rows) == 1 and len(waiting) == 19
+    assert len(bench.plan().rows) == 8 and len(waiting) == 12
+    bench.run()
+    assert not waiting and len(bench.outputs) == 21 and bench.outputs[0].request_id == query.id

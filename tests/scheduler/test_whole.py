@@ -11,7 +11,7 @@ from slipstream.config.config import SchedulerConfig
 from slipstream.errors import InvalidPrompt, PromptTooLong, QueueFull, UserError
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
-from slipstream.scheduler.whole import LEAST_HALF, WholeRequest, WholeScheduler
+from slipstream.scheduler.whole import A_FEW, LEAST_HALF, WholeRequest, WholeScheduler
 from slipstream.step import NO_INTS, StepResult
 
 EMBED = PoolingParams(task="embed")
@@ -97,6 +97,61 @@ def test_rows_bound_a_step_too():
     for i in range(9):
         submit(scheduler, f"r{i}", 1)
     assert [len(scheduler.plan().rows) for _ in range(3)] == [4, 4, 1]
+
+
+def refilled(scheduler, lengths, params=EMBED):
+    """Has somebody who has more prompts of these lengths. Gives those that are not taken in yet."""
+    waiting = list(enumerate(lengths))
+
+    def refill(most):
+        taken, waiting[:] = waiting[:most], waiting[most:]
+        for place, length in taken:
+            submit(scheduler, f"more{place}", length, params)
+        return len(taken)
+
+    scheduler.refill = refill
+    return waiting
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_step_asks_for_those_it_has_room_for(depth):
+    scheduler = make(tokens=4096, rows=64, length=4096, depth=depth)
+    submit(scheduler, "first", 8)
+    waiting = refilled(scheduler, [LEAST_HALF // 4] * 99)
+    first = scheduler.plan()
+    assert first.num_tokens.tolist() == [8] + [LEAST_HALF // 4] * 31  # full, and not parted: there are more
+    assert len(waiting) == 99 - 2 * A_FEW
+    scheduler.check()
+    sizes = [len(first.rows)]
+    plans = [first]
+    while (plan := scheduler.plan()) is not None:
+        sizes.append(len(plan.rows))
+        plans.append(plan)
+    assert sizes == [32, 32, 32, 4] and not waiting
+    outputs = [output for plan in plans for output in scheduler.commit(result(plan))]
+    assert len({output.request_id for output in outputs}) == 100
+    scheduler.check()
+
+
+def test_a_step_that_is_full_asks_for_nobody():
+    scheduler = make()
+    for length in (16, 16):
+        submit(scheduler, f"r{scheduler.num_waiting}", length)
+    waiting = refilled(scheduler, [1] * 9)
+    assert scheduler.plan().num_tokens.tolist() == [16, 16] and len(waiting) == 9
+    for place in range(4):
+        submit(scheduler, f"s{place}", 1)
+    assert scheduler.plan().num_tokens.tolist() == [1] * 4 and len(waiting) == 9
+
+
+def test_documents_of_a_query_are_not_all_taken_in_while_they_cannot_go():
+    query = PoolingParams(task="token_embed", query_key="q", query_uses=90)
+    scheduler = make(rows=64)
+    submit(scheduler, "query", 4, query)
+    waiting = refilled(scheduler, [1] * 90, query.with_changes(query_uses=0))
+    assert scheduler.plan().num_tokens.tolist() == [4] and len(waiting) == 90 - A_FEW
+    assert len(scheduler.plan().rows) == 32
+    scheduler.check()
 
 
 def test_lower_priorities_go_first_and_leave_no_queue_behind():

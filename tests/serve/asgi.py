@@ -100,7 +100,7 @@ def at_door(
     """Runs a scenario against a fresh server. When it is over, nothing may be under way."""
 
     async def main() -> Any:
-        engine, core = await ScriptedCore.open(facts(folder), ready=ready, answers=answers)
+        engine, core = await ScriptedCore.open(facts(folder, max_waiting=100), ready=ready, answers=answers)
         door = Door(App(State(Settings(**settings), engine), all_routes()), core)
         try:
             result = await asyncio.wait_for(scenario(door), 30)

@@ -11,6 +11,7 @@ from slipstream.serve.bench.shapes import SHAPES, Shape
 from slipstream.serve.bench.workload import Workload
 from slipstream.serve.cli.main import main
 from small_model import write_small
+from tiny_encoder import write_tiny_encoder
 
 OFFLINE = Path(__file__).parents[2] / "benchmarks" / "offline.py"
 
@@ -141,8 +142,12 @@ def test_shapes_by_name_are_a_line_each(model, capsys, small_shapes):
 
 def test_a_shape_that_is_too_long_does_not_keep_the_others_from_it(model, capsys, small_shapes, monkeypatch):
     monkeypatch.setitem(SHAPES, "long", Shape(Workload(num_prompts=1, input_len=9, output_len=5000)))
-    facts = json.loads(bench(capsys, model, "--shape long bs1 --json"))
-    assert "longer than" in facts["shapes"]["long"]["error"] and facts["shapes"]["bs1"]["output_tokens"] == 18
+    for kind in ("throughput", "latency", "long", "step"):
+        facts = json.loads(bench(capsys, model, f"{kind} --shape bs1 long sample --json"))["shapes"]
+        assert "longer than" in facts["long"]["error"] and list(facts) == ["bs1", "long", "sample"]
+        assert facts["sample"]["device"]["num_steps"] > 0
+        lines = bench(capsys, model, f"{kind} --shape bs1 long sample")
+        assert "long" in lines and "longer than" in lines and lines.index("sample") > lines.index("bs1")
 
 
 def test_the_devices_time_is_in_the_report(model, capsys):
@@ -194,6 +199,15 @@ def test_long_texts_are_compared_with_penalised_ones(model, capsys):
     assert "at 500" in lines[1] and [line.split()[0] for line in lines[2:]] == ["plain", "penalised"]
 
 
+def test_shapes_of_any_lengths_are_compared_along_their_texts(model, capsys, small_shapes, monkeypatch):
+    monkeypatch.setitem(SHAPES, "long", Shape(Workload(num_prompts=1, input_len=4, output_len=580)))
+    for names in ("long bs1", "bs1 long"):
+        lines = bench(capsys, model, f"long --shape {names}").splitlines()
+        assert "at 500" in lines[1] and [line.split()[0] for line in lines[2:]] == names.split()
+        of = {line.split()[0]: line.split()[1:] for line in lines[2:]}
+        assert of["bs1"][1] == "-" and float(of["long"][1]) > 0
+
+
 def test_steps_show_the_hosts_part(model, capsys):
     out = bench(capsys, model, "step --num-prompts 2 --input-len 4 --output-len 6")
     assert "us a step: planning, launching, committing" in out
@@ -201,7 +215,15 @@ def test_steps_show_the_hosts_part(model, capsys):
     assert facts["shapes"]["given"]["device"]["host"] > 0
 
 
+def test_startup_of_a_model_that_only_pools_ends_with_its_first_vector(tmp_path, capsys):
+    model = ["--model", str(write_tiny_encoder(tmp_path, "bert", "Model")), "--num-threads", "1"]
+    lines = bench(capsys, model, "startup").splitlines()
+    assert lines[0].split() == ["seconds", "import", "start", "1", "result", "total"]
+    assert [line.split()[0] for line in lines[1:]] == ["cold", "warm"]
+
+
 def test_startup_is_measured_in_new_processes(model, capsys):
     facts = json.loads(bench(capsys, model, "startup --json"))
     cold, warm = facts["starts"]
+    assert cold["answer"] == warm["answer"] == "2 tokens"
     assert cold["cold"] and not warm["cold"] and min(cold["import_seconds"], warm["start_seconds"]) > 0

@@ -131,6 +131,7 @@ def test_admin_routes_want_the_admin_key(folder, settings, key, status):
         ("POST", "/v1/completions", {"prompt": "x", "model": "other"}, 404, "no model 'other'"),
         ("POST", "/v1/completions", {"prompt": "x", "n": 129}, 400, "this server takes 128"),
         ("POST", "/v1/completions", {"prompt": "x", "n": 0}, 400, "n is 0"),
+        ("POST", "/v1/completions", {"prompt": ["x", "y"], "n": 101}, 400, "no more than 100 may wait"),
         ("POST", "/v1/completions", {"prompt": "x", "logprobs": 21}, 400, "this server takes 20"),
         ("POST", "/v1/completions", {"prompt": "x", "logprobs": -1}, 400, "logprobs is -1"),
         ("POST", "/v1/completions", {"prompt": "x", "prompt_logprobs": 21}, 400, "this server takes 20"),

@@ -26,9 +26,9 @@ class Counting(Tokenizer):
 
     read = 0
 
-    def encodings(self, texts, add_special_tokens=True):
+    def encodings(self, texts, add_special_tokens=True, **how):
         self.read += sum(len(part) for text in texts for part in ([text] if isinstance(text, str) else text))
-        return super().encodings(texts, add_special_tokens)
+        return super().encodings(texts, add_special_tokens, **how)
 
 
 @pytest.fixture
@@ -75,6 +75,59 @@ def test_no_more_of_a_long_text_is_read_than_needed(pieces):
     pieces.tokenizer.read = 0
     pieces.pairs([(text, text)], 16)
     assert pieces.tokenizer.read < 6_000
+
+
+IDEOGRAPHS = "中文文本没有空格，也不需要。"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["the\ncat\tsat\u3000on\n\n" * 20_000, IDEOGRAPHS * 20_000, "cat." * 50_000, ("the" + IDEOGRAPHS) * 10_000],
+    ids=["lines", "ideographs", "points", "both"],
+)
+def test_texts_without_spaces_are_read_no_further_where_words_are_seen_to_end(pieces, text):
+    for limit in (3, 16, 200):
+        pieces.tokenizer.read = 0
+        assert pieces.texts([text], limit) == [library_cut(text, limit)[0]]
+        assert pieces.tokenizer.read < 40 * (limit + 32)
+        pieces.tokenizer.read = 0
+        assert pieces.pairs([("the cat", text)], limit + 9) == [(ids := library_cut("the cat", limit + 9, text)[0], 4)]
+        assert len(ids) == limit + 9 and pieces.tokenizer.read < 80 * (limit + 32)
+
+
+def test_a_word_cut_in_two_counts_for_nothing(pieces):
+    """All of it is unknown, and what was read of it is not."""
+    before = ("x" * 12 + ".") * 96 + ("x" * 33 + ".") * 2 + "."
+    text = before + "run" + "ning" * 20 + "q" + "?" * 9_000
+    read = text[: 6 * (200 + 32)]
+    assert read.endswith("ning") and len(wordpiece().encode(read).ids) > 200 + 16
+    assert pieces.texts([text], 200) == [library_cut(text, 200)[0]]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_text_has_the_tokens_that_it_has_when_read_whole(pieces, seed):
+    """Of any letters, words, ends of lines and marks, by tokenizers that see words in it and by one that sees none."""
+    rng = random.Random(seed)
+    parts = ["the", "cat", " ", "\n", "中", "。", ",", "runs", "x" * 150, "\u3000", "é", "e\u0301", " \n ", "running"]
+    text = "".join(rng.choice(parts) for _ in range(3_000))
+    for backend in (wordpiece(), bytewise(True), bytewise(False)):
+        own = Pieces(Tokenizer(backend))
+        whole = backend.encode(text, add_special_tokens=False).ids
+        num = backend.num_special_tokens_to_add(is_pair=False)
+        for limit in (4, 30, 300):
+            (found,) = own.texts([text], limit)
+            assert len(found) == limit
+            assert found[num // 2 : limit - num // 2] == whole[: limit - num]
+
+
+def bytewise(split: bool) -> Backend:
+    """Bytes that join into pairs; where it splits, only inside of a word or of a row of marks."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [("t", "h"), ("th", "e"), ("c", "a"), ("Ġ", "t"), (",", ","), ("ä", "¸"), ("ä¸", "Ń"), ("Ċ", "Ġ")]
+    vocabulary = {token: i for i, token in enumerate([*alphabet, *(a + b for a, b in merges)])}
+    backend = Backend(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split)
+    return backend
 
 
 def test_long_words_and_texts_without_spaces_are_read_as_far_as_needed(pieces):

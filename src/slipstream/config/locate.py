@@ -77,6 +77,11 @@ def _in_folder(folder: Path, name: str) -> LocatedModel:
         return LocatedModel(ggufs[0], "gguf", ggufs[0].stem)
     if ggufs:
         raise ModelNotFound(f"{folder} holds {len(ggufs)} .gguf files; give one of them, for example {ggufs[0]}")
+    if (folder / "modules.json").is_file() and (inside := sorted(folder.glob("0_*/config.json"))):
+        raise ModelNotFound(
+            f"{folder} has its model in {inside[0].parent.name}, as sentence-transformers did before 2.0; load and "
+            "save it with a newer one, and it will stand beside modules.json"
+        )
     raise ModelNotFound(f"{folder} holds neither config.json nor a .gguf file; give a folder in Hugging Face layout")
 
 

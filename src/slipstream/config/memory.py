@@ -21,6 +21,12 @@ GATHERED_KEYS = 65_536
 SCORED_AT_ONCE = 64
 """Prompt tokens whose logits are made together."""
 
+MAX_SPLITS, SMALLEST_SPLIT = 32, 256
+"""Into how many pieces attention on a GPU cuts a row's keys at most, and the keys of one at least."""
+
+VOCABULARY_CHUNK = 2048
+"""Tokens whose weights of all words are made together."""
+
 ALIGNMENT = 256  # of a slot's fields, all together
 PENALTY_BYTES = 5  # for each token of the vocabulary: a count and whether the prompt has it
 SUM_OF_SIZES = 8  # times the largest size that steps are padded to, steps with chunks captured in two kinds
@@ -43,8 +49,9 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     reports_host: int
     hidden: int  # of the largest step, inside one block
     attention: int  # gathered keys and masks, inside one block
-    logits: int  # from the head's product to the drawn tokens, every sampling feature in use
+    logits: int  # from the head's product to the drawn tokens, every sampling feature in use; or to pooled results
     graphs: int = 0  # activations of captured steps, which have memory of their own, and what they leave in it
+    unread: int = 0  # among the activations: of tokens that few steps ask for, hidden states and logits
 
     @property
     def activations(self) -> int:
@@ -52,9 +59,18 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
         return max(self.hidden + self.attention, self.logits)
 
     @property
-    def total(self) -> int:
-        rings = self.staging + self.staging_host + self.results + self.results_host + self.reports + self.reports_host
+    def of_device(self) -> int:
+        rings = self.staging + self.results + self.reports
         return self.weights + self.cache + self.tables + self.features + rings + self.activations + self.graphs
+
+    @property
+    def later(self) -> int:
+        """Of the device: what is not there yet when weights are loaded and the largest usual step has run."""
+        return self.features + self.reports + self.graphs + self.unread
+
+    @property
+    def total(self) -> int:
+        return self.of_device + self.staging_host + self.results_host + self.reports_host
 
 
 def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
@@ -78,6 +94,8 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
         length=scheduler.max_model_len,
         groups=len(cache.groups),
     )
+    if not generates:
+        logits = pool_head_bytes(config)
     return MemoryPlan(
         weights=weights,
         cache=cache.num_bytes,
@@ -87,21 +105,22 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
         staging_host=slots * staging,
         results=slots * results,
         results_host=slots * results,
-        reports=slots * report_bytes(config) + score_bytes(config),
+        reports=slots * report_bytes(config) + score_bytes(config) + given_bytes(config),
         reports_host=slots * report_bytes(config),
         hidden=hidden,
         attention=attention,
-        logits=logits if generates else 0,
+        logits=logits,
         graphs=0
         if on_cpu or config.device.eager
         else graph_bytes(
             info,
             config.model.dtype,
-            max(hidden + attention, logits),
+            max(hidden + attention, logits if generates else 0),  # results of tokens are never captured
             rows=scheduler.max_num_seqs,
             tokens=scheduler.max_num_batched_tokens,
             pages=len(cache.groups) * -(-scheduler.max_model_len // cache.page_size),
         ),
+        unread=unread_bytes(config),
     )
 
 
@@ -143,7 +162,8 @@ def activation_bytes(
     widest = max(4 * queries + 5 * keys, 3 * info.ffn_size)
     rotary = 3 * info.head_dim  # table rows and their index
     hidden = tokens * (stream + widest + rotary) * size + tokens * 64
-    attention = 0
+    # partial sums of rows cut along their keys, where those of each group have a window of their own
+    attention = groups * rows * min(MAX_SPLITS, -(-length // SMALLEST_SPLIT)) * (queries + 2 * info.num_heads) * 4
     if on_cpu:
         gathered = min(max(GATHERED_KEYS, length), rows * length)
         masked = groups * (rows + tokens) * length  # a mask for each single row and for each token of chunks
@@ -159,9 +179,13 @@ def activation_bytes(
     return hidden, attention, logits
 
 
-def hidden_bytes(config: EngineConfig) -> int:
-    """Hidden states of all tokens of the largest step, which most steps do not give: only those of last tokens."""
-    return config.scheduler.max_num_batched_tokens * config.model.info.hidden_size * ITEMSIZE[config.model.dtype]
+def unread_bytes(config: EngineConfig) -> int:
+    """What a step takes more that tells of prompt tokens. Others give hidden states of last tokens, logits of rows."""
+    scheduler, info, size = config.scheduler, config.model.info, ITEMSIZE[config.model.dtype]
+    tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    num_scored = max(0, min(SCORED_AT_ONCE, tokens) - rows) if config.model.generates else 0
+    # the product, its copy in float32, and what the report makes of it
+    return tokens * info.hidden_size * size + num_scored * info.vocab_size * (size + 2 * max(size, 4))
 
 
 def arena_bytes(config: EngineConfig) -> int:
@@ -191,13 +215,24 @@ def most_reported(info: ModelInfo) -> int:
 
 
 def report_bytes(config: EngineConfig) -> int:
-    """What one slot grows by, at most: long reports, given ids and scored prompts."""
+    """What one slot grows by, at most: long reports, given ids and scored prompts; lines of all tokens."""
+    real = max(ITEMSIZE[config.model.dtype], 4)
     if not config.model.generates:
-        return 0
-    scheduler, real = config.scheduler, max(ITEMSIZE[config.model.dtype], 4)
-    of_rows = min(scheduler.most_reported, scheduler.max_num_seqs * (1 + config.model.info.vocab_size))
+        lines, width = _token_lines(config)
+        return lines * (width + 1) * real + ALIGNMENT if lines else 0  # a sum beside each
     # a logprob and an id of each; of given ids the logprob
-    return of_rows * (8 + real + real) + score_bytes(config) // 2 + ALIGNMENT
+    return _reported(config) * (8 + real + real) + score_bytes(config) // 2 + ALIGNMENT
+
+
+def given_bytes(config: EngineConfig) -> int:
+    """Of the ids of rows that gave some: twice as many lines and columns as may be, and the table before it."""
+    return 2 * 4 * _reported(config) * 4 if config.model.generates else 0
+
+
+def _reported(config: EngineConfig) -> int:
+    """Numbers of one kind that a step's rows report at most."""
+    scheduler = config.scheduler
+    return min(scheduler.most_reported, scheduler.max_num_seqs * (1 + config.model.info.vocab_size))
 
 
 def score_bytes(config: EngineConfig) -> int:
@@ -215,3 +250,34 @@ def pooled_bytes(config: EngineConfig) -> int:
     if pooling is None or config.model.generates:
         return 0
     return config.scheduler.max_num_seqs * max(pooling.embed_size, pooling.num_labels) * size
+
+
+def pool_head_bytes(config: EngineConfig) -> int:
+    """From a step's hidden states to results, of a model that only pools."""
+    scheduler, info, pooling = config.scheduler, config.model.info, config.model.pooling
+    assert pooling is not None, "a model generates or pools"
+    size, real = ITEMSIZE[config.model.dtype], max(ITEMSIZE[config.model.dtype], 4)
+    hidden, tokens, rows = info.hidden_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    lines, width = _token_lines(config)
+    if pooling.tasks == ("sparse",):
+        chunk = min(tokens, VOCABULARY_CHUNK) * info.vocab_size * (size + real)
+        return 4 * tokens * hidden * size + chunk + 4 * (rows + 1) * info.vocab_size * real
+    widest = max(
+        hidden, pooling.embed_size, width, pooling.num_labels, *(dense.out_features for dense in pooling.dense)
+    )
+    # lines in float32, before and after a product and a norm; of prompts that take several steps, what they keep
+    kept = 0 if scheduler.whole else 2 * scheduler.max_model_len * hidden * size
+    return tokens * hidden * size + max(lines, rows) * (hidden + 3 * widest) * real + kept
+
+
+def _token_lines(config: EngineConfig) -> tuple[int, int]:
+    """The most lines that a step reports of tokens, and their width; of rows where each gives all words a weight."""
+    scheduler, pooling = config.scheduler, config.model.pooling
+    assert pooling is not None, "a model generates or pools"
+    if pooling.tasks == ("sparse",):
+        return scheduler.max_num_seqs, config.model.info.vocab_size
+    widths = {"token_embed": pooling.token_size, "token_classify": pooling.num_labels, "sparse": 1}
+    width = max((widths.get(task, 0) for task in pooling.tasks), default=0)
+    # what earlier steps have computed of a prompt comes with its end
+    before = 0 if scheduler.whole else scheduler.max_model_len
+    return (scheduler.max_num_batched_tokens + before, width) if width else (0, 0)

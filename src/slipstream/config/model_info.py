@@ -123,6 +123,15 @@ def family_name(architecture: str) -> str:
     return re.sub(r"(For[A-Z]\w*|(?<=\w)Model)$", "", architecture)
 
 
+def _refuse_quantised(config: dict[str, Any]) -> None:
+    for name in ("quantization_config", "compression_config"):
+        if (method := config.get(name)) is not None:
+            kind = method.get("quant_method", "an unnamed method") if isinstance(method, dict) else method
+            raise UnsupportedModel(
+                f"the checkpoint is quantised by {kind}, which we do not run; give the plain checkpoint or a GGUF file"
+            )
+
+
 def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures:
@@ -130,6 +139,7 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
     architecture = architectures[0]
     family = family_name(architecture)
     config = _rename(_text_part(config))
+    _refuse_quantised(config)
     is_encoder = family in ENCODERS
     usual = ENCODERS[family] if is_encoder else _DECODERS.get(family, {})
     config = {"rms_norm_eps": 1e-6} | usual | config

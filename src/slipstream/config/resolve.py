@@ -12,7 +12,7 @@ import msgspec
 from slipstream.cache_spec import CacheGroup
 from slipstream.config.cache_size import CacheSize
 from slipstream.config.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
-from slipstream.config.memory import activation_bytes, feature_bytes, graph_bytes, most_reported
+from slipstream.config.memory import most_reported, plan_memory
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
@@ -21,7 +21,10 @@ from slipstream.params import MAX_BAD_WORDS
 
 DEFAULT_MAX_ITL = 50  # milliseconds
 DEFAULT_SHARE = 0.9  # of a GPU's memory
-DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}  # of one step
+DEFAULT_ROWS = {"cpu": 64, "cuda": 256}  # of one step
+DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}
+SMALL = 512  # numbers in a hidden state of an encoder that a GPU computes more quickly than the host makes steps
+LIBRARIES = 2**30  # of a GPU's memory: workspaces and code of libraries
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -65,7 +68,9 @@ def resolve(
 ) -> EngineConfig:
     on_cpu = machine.kind == "cpu"
     page_size = _positive("page_size", options.page_size)
-    max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, 64 if on_cpu else 256)
+    whole = not groups  # nothing is kept between steps, so a prompt is computed in one
+    larger = 2 if whole and not on_cpu and info.hidden_size <= SMALL else 1
+    max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, larger * DEFAULT_ROWS[machine.kind])
     depth = options.depth if options.depth is not None else (0 if on_cpu else 1)
     if not 0 <= depth <= 8:
         raise InvalidOption(f"depth is {depth}; give 0 to 8, where 0 is synchronous and 1 or 2 hide the host's work")
@@ -87,32 +92,64 @@ def resolve(
                 f"max_model_len is {wanted}, {source.name} was made for {info.max_positions}; give at most that"
             )
 
-    whole = not groups  # nothing is kept between steps, so a prompt is computed in one
     chunked = options.enable_chunked_prefill and not whole
-    tokens = options.max_num_batched_tokens or DEFAULT_TOKENS[machine.kind]
-    step_tokens = max(tokens, max_num_seqs) if chunked else max(tokens, wanted)
+    given = options.max_num_batched_tokens
+    if given is not None:
+        _positive("max_num_batched_tokens", given)
+        if max(given, wanted if whole else 0) < max_num_seqs:  # every running row wants a token a step
+            if options.max_num_seqs is not None:
+                raise InvalidOption(
+                    f"max_num_batched_tokens is {given}, fewer than the {max_num_seqs} requests of max_num_seqs; "
+                    "raise the first or lower the second"
+                )
+            max_num_seqs = given
+
+    def settled(length: int, size: CacheSize, num_pages: int) -> EngineConfig:
+        batched = max(larger * DEFAULT_TOKENS[machine.kind], max_num_seqs) if given is None else given
+        if whole or (given is None and not chunked):
+            batched = max(batched, length)
+        return EngineConfig(
+            model=model_config(options, info, source, dtype, length, pooling),
+            cache=CacheConfig(
+                page_size=page_size,
+                num_pages=num_pages,
+                prefix_caching=options.enable_prefix_caching,
+                groups=groups,
+                group_pages=size.group_pages(num_pages),
+                step_tokens=min(batched, length),
+            ),
+            scheduler=SchedulerConfig(
+                max_num_seqs=max_num_seqs,
+                max_num_batched_tokens=batched,
+                max_model_len=length,
+                max_waiting=_positive("max_waiting", options.max_waiting),
+                chunked_prefill=chunked,
+                depth=depth,
+                seed=options.seed,
+                staged_ints=staged_ints(length, page_size, max_num_seqs, len(groups), info.vocab_size),
+                most_reported=most_reported(info),
+                whole=whole,
+                max_itl=_max_itl(options, machine),
+                cached_tasks=("embed", "classify") if pooling is not None and pooling.method == "last" else (),
+            ),
+            device=DeviceConfig(
+                kind=machine.kind,
+                num_threads=_positive("num_threads", options.num_threads, machine.num_threads),
+                eager=options.enforce_eager,
+                keep_free=_keep_free(options, machine),
+            ),
+        )
+
+    step_tokens = max(given or DEFAULT_TOKENS[machine.kind], max_num_seqs if chunked else wanted)
     size = CacheSize(groups, wanted, max_num_seqs, step_tokens, options.enable_prefix_caching)
-    beside = activation_bytes(
-        info,
-        dtype,
-        on_cpu=on_cpu,
-        rows=max_num_seqs,
-        tokens=step_tokens if whole else tokens,
-        length=wanted,
-        groups=len(groups),
-    )
-    activations = max(beside[0] + beside[1], beside[2])
-    taken = source.num_bytes + activations
-    if not on_cpu:
-        taken += feature_bytes(info, dtype, max_num_seqs)
-        if not options.enforce_eager:
-            pages = len(groups) * -(-wanted // page_size)
-            taken += graph_bytes(info, dtype, activations, rows=max_num_seqs, tokens=step_tokens, pages=pages)
-    num_pages = _num_pages(options, size, taken, machine)
+    # at the full length, so that whatever length fits, all else does
+    memory = plan_memory(settled(wanted, size, size.enough), source.num_bytes)
+    num_pages = _num_pages(options, size, (memory.total if on_cpu else memory.of_device) - memory.cache, machine)
     length = size.longest(num_pages)
     if length < 2:
         raise NotEnoughMemory(
-            f"the cache holds {length} positions, a request needs at least 2; give more kv_cache_memory or num_pages"
+            f"the cache holds {length} positions, a request needs at least 2; give more kv_cache_memory or num_pages, "
+            "lower max_num_seqs or max_num_batched_tokens, or take a smaller model"
         )
     if length < wanted and not fit_length:
         raise NotEnoughMemory(
@@ -120,63 +157,13 @@ def resolve(
             f"{size.num_bytes(num_pages) / 2**20:.0f} MiB), max_model_len is {wanted}; give {length} or less, "
             'max_model_len="auto", or more kv_cache_memory'
         )
-
-    batched = options.max_num_batched_tokens
-    if batched is None:
-        batched = DEFAULT_TOKENS[machine.kind]
-        if not chunked:
-            batched = max(batched, length)
-    _positive("max_num_batched_tokens", batched)
-    if whole:
-        batched = max(batched, length)
-    if not chunked and batched < length:
+    config = settled(length, size, num_pages)
+    if not chunked and (batched := config.scheduler.max_num_batched_tokens) < length:
         raise InvalidOption(
             f"max_num_batched_tokens is {batched} and max_model_len {length}: without chunked prefill a "
             "prompt must fit one step; raise the first, lower the second, or leave enable_chunked_prefill on"
         )
-    if batched < max_num_seqs:
-        # every running row wants a token a step
-        if options.max_num_seqs is not None and options.max_num_batched_tokens is not None:
-            raise InvalidOption(
-                f"max_num_batched_tokens is {batched}, fewer than the {max_num_seqs} requests of max_num_seqs; "
-                "raise the first or lower the second"
-            )
-        if options.max_num_batched_tokens is None:
-            batched = max_num_seqs
-        else:
-            max_num_seqs = batched
-
-    return EngineConfig(
-        model=model_config(options, info, source, dtype, length, pooling),
-        cache=CacheConfig(
-            page_size=page_size,
-            num_pages=num_pages,
-            prefix_caching=options.enable_prefix_caching,
-            groups=groups,
-            group_pages=size.group_pages(num_pages),
-            step_tokens=min(batched, length),
-        ),
-        scheduler=SchedulerConfig(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=batched,
-            max_model_len=length,
-            max_waiting=_positive("max_waiting", options.max_waiting),
-            chunked_prefill=chunked,
-            depth=depth,
-            seed=options.seed,
-            staged_ints=staged_ints(length, page_size, max_num_seqs, len(groups), info.vocab_size),
-            most_reported=most_reported(info),
-            whole=whole,
-            max_itl=_max_itl(options, machine),
-            cached_tasks=("embed", "classify") if pooling is not None and pooling.method == "last" else (),
-        ),
-        device=DeviceConfig(
-            kind=machine.kind,
-            num_threads=_positive("num_threads", options.num_threads, machine.num_threads),
-            eager=options.enforce_eager,
-            keep_free=_keep_free(options, machine),
-        ),
-    )
+    return config
 
 
 def model_config(
@@ -210,7 +197,7 @@ def staged_ints(max_length: int, page_size: int, max_num_seqs: int, num_groups: 
 
 
 def _num_pages(options: Options, size: CacheSize, other_bytes: int, machine: Machine) -> int:
-    """`other_bytes`: weights and activations, which come before the cache."""
+    """`other_bytes`: all but the cache."""
     if options.num_pages is not None:
         return _positive("num_pages", options.num_pages) + 1  # the null page comes on top
     if options.kv_cache_memory is not None:
@@ -220,8 +207,7 @@ def _num_pages(options: Options, size: CacheSize, other_bytes: int, machine: Mac
         raise InvalidOption(f"gpu_memory_utilization is {share}; give a share above 0 and up to 1")
     if machine.kind == "cuda":
         taken = machine.total_memory - machine.free_memory
-        # a GiB for tables, rings and the libraries' own workspaces
-        room = int(machine.total_memory * (share or DEFAULT_SHARE)) - taken - other_bytes - 2**30
+        room = int(machine.total_memory * (share or DEFAULT_SHARE)) - taken - other_bytes - LIBRARIES
     else:
         # a fifth of what is free: a laptop has other things to do
         room = int((machine.free_memory - other_bytes) * (share or 0.2))

@@ -33,6 +33,11 @@ _SIMILARITIES: dict[str, Similarity] = {
     "cosine": "cosine", "dot": "dot", "dot_product": "dot", "euclidean": "euclidean", "manhattan": "manhattan",
 }  # fmt: skip
 _PASSED_OVER = {"Dropout"}
+# of the transformer's own settings; folders of the first releases name the file after the family
+_LENGTH_FILES = tuple(
+    f"sentence_{family}_config.json"
+    for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
 
 
 class SentenceFolder(msgspec.Struct, kw_only=True):
@@ -70,13 +75,14 @@ def read_sentence_folder(
             _take_module(found, folder, module, any_method)
         # projections with no pooling behind them are for tokens
         found.late = found.late or (found.method is None and not found.sparse and bool(found.dense))
-    _take_lengths(found, folder)
+    own: dict[str, Any] = next((read for name in _LENGTH_FILES if (read := _read(folder / name, dict))), {})
+    _take_lengths(found, folder, own)
     settings = _read(folder / "config_sentence_transformers.json", dict) or {}
     _take_prompts(found, settings)
     if not any_activation:
         _take_activation(found, settings, config)
     found.late_settings = settings
-    found.module_settings = (_read(folder / "sentence_bert_config.json", dict) or {}) | found.module_settings
+    found.module_settings = own | found.module_settings
     return found
 
 
@@ -89,6 +95,13 @@ def _take_module(found: SentenceFolder, folder: Path, module: Any, any_method: b
     settings: dict[str, Any] = (_read(folder / path / "config.json", dict) if path else None) or {}
     if kind in ("Transformer", "MLMTransformer") or kind in _PASSED_OVER:
         return
+    # here vectors are pooled, then projected, then normalised
+    before = ["Dense"] * bool(found.dense and kind == "Pooling") + ["Normalize"] * found.normalize
+    if kind in ("Pooling", "Dense") and before:
+        raise UnsupportedModel(
+            f"modules.json of {folder.name}: {kind} comes after {' and '.join(before)}, which does not run here; "
+            "pooling, projections and a norm do, in that order"
+        )
     if kind == "Pooling":
         found.method = "mean" if any_method else _method(settings, path)
         found.include_prompt = bool(settings.get("include_prompt", True))
@@ -156,8 +169,7 @@ def _dense(settings: dict[str, Any], path: str, found: SentenceFolder) -> DenseI
         raise BadCheckpoint(f"{path}/config.json: {error} is missing or no number; download it again") from None
 
 
-def _take_lengths(found: SentenceFolder, folder: Path) -> None:
-    settings = _read(folder / "sentence_bert_config.json", dict) or {}
+def _take_lengths(found: SentenceFolder, folder: Path, settings: dict[str, Any]) -> None:
     tokenizer = _read(folder / "tokenizer_config.json", dict) or {}
     names = tokenizer.get("model_input_names")
     found.gives_types = not isinstance(names, list) or "token_type_ids" in names
@@ -168,7 +180,7 @@ def _take_lengths(found: SentenceFolder, folder: Path) -> None:
         length = tokenizer.get("model_max_length")
         length = None if not isinstance(length, int | float) or length > 10**9 else int(length)
     if length is not None and (type(length) is not int or length < 1):
-        raise BadCheckpoint(f"sentence_bert_config.json of {folder.name}: max_seq_length is {length!r}")
+        raise BadCheckpoint(f"{folder.name}: max_seq_length is {length!r}")
     found.max_seq_length = length
 
 

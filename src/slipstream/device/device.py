@@ -166,6 +166,13 @@ def device_facts(kind: str) -> Machine:
     return Machine("cpu", available_memory(), _total_memory(), default_threads(), ("float32", *half))
 
 
+def seems_cuda(kind: str) -> bool:
+    """Whether `device_facts` will most likely speak of a GPU. To ask the driver takes a quarter of a second."""
+    if kind == "auto":
+        kind = os.environ.get("SLIPSTREAM_DEVICE") or ("cuda" if os.path.exists("/dev/nvidiactl") else "cpu")
+    return kind == "cuda" and torch.version.cuda is not None
+
+
 def _cpu_has_bfloat16() -> bool:
     """Whether products in bfloat16 have instructions of their own."""
     try:

@@ -16,12 +16,13 @@ from slipstream.config.model_info import ModelInfo, read_model_info
 from slipstream.config.options import Options
 from slipstream.config.read_pooling import read_pooling
 from slipstream.config.resolve import DEFAULT_SHARE, Source, model_config, resolve, resolve_dtype
-from slipstream.device.device import Device, device_facts, open_device
+from slipstream.device.device import Device, device_facts, open_device, seems_cuda
 from slipstream.engine.core import EngineCore
 from slipstream.engine.front.facts import ModelFacts
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import InvalidOption
 from slipstream.nn.models.measure import weight_bytes
+from slipstream.ops.compile_ahead import get_ready
 from slipstream.runner.assemble import build_runner, layer_specs
 from slipstream.scheduler.cache.layout import group_layers
 
@@ -35,6 +36,8 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 def open_model(options: Options) -> Opened:
+    if seems_cuda(options.device):
+        get_ready()  # meanwhile: it takes as long as all of this
     located = locate(options.model, options.revision, options.task)
     file = GgufFile.open(located.path) if located.kind == "gguf" else None
     info, defaults = _read(located)

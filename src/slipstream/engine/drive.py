@@ -5,19 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
+from slipstream.engine.front.inputs import Prepared
 from slipstream.engine.front.outputs import OutputProcessor, Track
 from slipstream.engine.front.results import RequestOutput
 from slipstream.engine.front.served import ServedModel
-from slipstream.engine.interrupts import held_back
+from slipstream.engine.interrupts import held_back, watched
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.progress import progress
-from slipstream.errors import EngineClosed, QueueFull
-from slipstream.messages import Abort, Submit
+from slipstream.errors import EngineClosed, QueueFull, UserError
+from slipstream.messages import Abort
 from slipstream.scheduler.fits import fits_any
 from slipstream.scheduler.scheduler import Scheduler
-
-Prepared = tuple[Submit, str | None]
-"""A prompt as the core takes it, and its text."""
 
 A_FEW = 8  # prompts taken in with each step, so that many rows that end together find others ready
 
@@ -35,10 +33,9 @@ class Drive:
         total: int,
         *,
         use_tqdm: bool,
-        ahead: int | None = None,
         late: bool = False,
     ) -> list[Track]:
-        """Step until all have ended. With `ahead` no more than so many wait in the engine at a time.
+        """Step until all have ended.
 
         With `late` the first step need not wait until all are taken in: a step asks for whom it has room for, and the
         others come while the device works. The steps are the same, if nobody has a claim to go before the others.
@@ -46,58 +43,78 @@ class Drive:
         self.check_open()
         tracks: list[Track] = []
         left: set[str] = set()  # of those, by id
-        waiting = iter(submits)
-        held = next(waiting, None)
+        waiting, held = iter(submits), None  # those who are not taken in yet, and the first of them if it was seen
+        is_ready = getattr(submits, "is_ready", lambda: True)  # whether looking at the first means no waiting
+        ended, refused = False, None
         core = self.lanes.cores[served.facts.name]
         scheduler = core.scheduler
         start = time.monotonic()
 
-        def has_room(num_new: int) -> bool:
+        def room(num_new: int) -> int:
+            """How many may be taken in before this is asked again; `num_new` were since the last step."""
             if not late:
-                return ahead is None or scheduler.num_waiting < ahead
+                return total
+            if not is_ready():
+                return not core.has_work()  # there is nothing to do but wait
             if not core.in_flight:
                 return not scheduler.num_waiting  # the device waits
-            return num_new < A_FEW or core.runs_far_ahead()
+            return A_FEW - num_new if num_new < A_FEW else core.runs_far_ahead()
 
-        def take() -> bool:
-            """Take the next one in; False if there is none, or no room."""
-            nonlocal held
-            if held is None:
-                return False
+        def take(most: int) -> int:
+            """Take the next ones in, and say how many there were."""
+            nonlocal held, ended
+            num = 0
+            while num < most and (not num or is_ready()):
+                held = held or next(waiting, None)
+                if held is None:
+                    ended = True
+                    break
+                message, text = held
+                try:
+                    with hold:  # taken in whole and noted, or not at all
+                        core.submit(message)
+                        track = self.outputs.open(message, text, stream=False, tokenizer=served.tokenizer)
+                        tracks.append(track)
+                except QueueFull:
+                    if not core.has_work():
+                        raise
+                    break  # room comes as others finish
+                if late:
+                    track.submitted = start  # it has waited since then
+                left.add(message.request_id)
+                held = None
+                num += 1
+            return num
+
+        def take_inside(most: int) -> int:
+            """A step asks for more. If that cannot be, it is told when the step is over."""
+            nonlocal ended, refused
             try:
-                with held_back():  # taken in whole and noted, or not at all
-                    track = self._submit(served, held, stream=False)
-                    tracks.append(track)
-            except QueueFull:
-                if not core.has_work():
-                    raise
-                return False  # room comes as others finish
-            if late:
-                track.submitted = start  # it has waited since then
-            left.add(track.id)
-            held = next(waiting, None)
-            return True
+                return take(most)
+            except UserError as error:
+                ended, refused = True, error
+                return 0
 
         try:
             if late:
-                assert isinstance(scheduler, Scheduler), "whole prompts are encoded as they are needed"
-                scheduler.refill = take
-            with progress(total, "prompts", use_tqdm) as advance:
+                scheduler.refill = take_inside
+            with progress(total, "prompts", use_tqdm) as advance, watched() as hold:
                 # what else is under way goes on meanwhile; without it, steps launched too far are seen off here
-                while held is not None or left or (core.has_work() and not self.outputs.tracks):
+                while not ended or left or (core.has_work() and not self.outputs.tracks):
                     num_new = 0
-                    while has_room(num_new) and take():
-                        num_new += 1
+                    while (taken := take(room(num_new))) > 0:
+                        num_new += taken
                     for track in self.step():
                         if track.finished and track.id in left:
                             left.discard(track.id)
                             advance(track.num_tokens)
+                    if refused is not None:
+                        raise refused
         except BaseException:
             self._give_up(tracks)
             raise
         finally:
-            if isinstance(scheduler, Scheduler):
-                scheduler.refill = None
+            scheduler.refill = None
         return tracks
 
     def may_be_late(self, served: ServedModel, submits: Sequence[Prepared]) -> bool:

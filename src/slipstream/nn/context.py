@@ -25,8 +25,9 @@ class BatchView:
     T tokens, B rows. Host values are exact counts the host decided on or upper bounds; device values are the truth.
     """
 
-    ids: torch.Tensor  # [T] int64
-    positions: torch.Tensor  # [T] int64
+    # [T] int64 each; empty: vectors and angles were looked up already
+    ids: torch.Tensor
+    positions: torch.Tensor
     lengths: torch.Tensor  # [B] int64, positions each row has after this step
     # per group: [T] int64, where a token's keys go: page * page_size + place; empty: they are there already
     slots: tuple[torch.Tensor, ...]
@@ -35,6 +36,7 @@ class BatchView:
     num_tokens: NDArray[np.int32]  # host [B]
     max_lengths: NDArray[np.int32]  # host [B], at least `lengths`
     num_single: int  # host: leading rows that have one token
+    all_long: bool = False  # host: it is known that no row has one token
 
     query_starts: torch.Tensor | None = None  # [B + 1] int32, first token of each row; None: one token a row
     token_types: torch.Tensor | None = None  # [T] int64, of encoders that tell two texts apart; None: all are 0
@@ -62,8 +64,8 @@ class ForwardContext:
         batch, places = self.batch, self.last_places()
         num_rows = len(batch.lengths)
         alone = BatchView(
-            ids=batch.ids.index_select(0, places),
-            positions=batch.positions.index_select(0, places),
+            ids=batch.ids[:0],
+            positions=batch.positions[:0],
             lengths=batch.lengths,
             slots=(),
             page_tables=batch.page_tables,

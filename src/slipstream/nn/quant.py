@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from slipstream.ops.linear import Activation, linear, norm_linear
+from slipstream.ops.linear import Activation, activated_linear, linear, norm_linear
 from slipstream.ops.norm import add_rms_norm, rms_norm
 from slipstream.ops.weight_run import WeightRun, plain_run
 
@@ -65,6 +65,10 @@ class Weight(nn.Module, ABC):
             normed, total = add_rms_norm(x, residual, norm, eps)
         out = self.multiply(normed, bias)
         return out if activation is None else activation(out), total
+
+    def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        """The product, through an activation of each of its numbers."""
+        return activation(self.multiply(x, bias))
 
     @abstractmethod
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
@@ -128,6 +132,9 @@ class PlainWeight(Weight):
         activation: Activation | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return norm_linear(x, residual, norm, eps, self.data, bias, activation)
+
+    def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        return activated_linear(x, self.data, bias, activation)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return self.data.index_select(0, ids)

@@ -35,3 +35,6 @@ class SteadyWeight(PlainWeight):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # one by one: what is fused depends on the number of rows
         return Weight.multiply_normed(self, x, residual, norm, eps, bias, activation)
+
+    def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
+        return Weight.multiply_activated(self, x, bias, activation)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import hashlib
 import importlib.util
 import os
 import signal
@@ -19,132 +20,183 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from concurrent.futures import Executor, Future
-from typing import Any, NoReturn
+from functools import cache
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 Walk = Callable[[], None]
 
-_FEW = 2  # calls that a process gets while more may come
+_FEW = 2  # tasks that a process gets while more may come
+_LATE = 10  # the niceness of processes that are more than there is room for
 PATIENCE = 120.0  # seconds that a forked process may take; then its share is compiled here
 
 
 def can_compile_ahead() -> bool:
     """Whether there is a Triton that lets others compile for it, and it compiles at all rather than interpret."""
-    if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") == "1":
+    if not _has_compiler():
         return False
     import triton
 
     return hasattr(triton, "AsyncCompileMode") and hasattr(os, "fork")
 
 
+def _has_compiler() -> bool:
+    return importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") != "1"
+
+
+@cache
+def get_ready() -> threading.Thread | None:
+    """Begin, beside the caller, with what Triton does once in a process: it is imported, compiles some C, asks for
+    its assembler's version and hashes itself, 400 MB of it."""
+    if not _has_compiler():
+        return None
+    thread = threading.Thread(target=_use_triton_first, name="slipstream-triton", daemon=True)
+    thread.start()
+    return thread
+
+
+def _use_triton_first() -> None:
+    with contextlib.suppress(Exception):  # told again by whoever needs it
+        from triton.runtime.cache import triton_key
+
+        hashing = threading.Thread(target=triton_key, daemon=True)
+        hashing.start()
+        from triton.compiler import make_backend
+        from triton.runtime import driver
+
+        make_backend(driver.active.get_current_target()).hash()
+        importlib.import_module("triton.experimental.gluon.nvidia.hopper")
+        hashing.join()
+
+
 @contextlib.contextmanager
-def compiling_ahead(walk: Walk, num_processes: int) -> Iterator[None]:
+def compiling_ahead(walk: Walk, num_processes: int) -> Iterator[ForkedCompiler]:
     """Walks, then runs the block while kernels compile; they are ready when it ends.
 
     One that fails to compile says so when it is first launched.
     """
     import triton
 
-    compiler = ForkedCompiler(num_processes, _build_launcher)
-    with triton.AsyncCompileMode(compiler, ignore_errors=True):
-        try:
-            with _nothing_launched(), _ZeroFilled():
-                walk()
-            compiler.start()
-            yield
-        except BaseException:
-            compiler.abandon()  # Triton's mode waits for all that was submitted, whatever happened
-            raise
-        compiler.finish()
+    thread = get_ready()
+    if thread is not None:
+        thread.join()  # before anything is forked
+
+    class Mode(triton.AsyncCompileMode):  # type: ignore[misc]
+        def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> None:
+            if key not in submitted:  # calls that differ may come to the same
+                submitted.add(key)
+                compiler.submit(_Kernel(key, compile_fn, finalize_fn))
+
+    submitted: set[str] = set()
+    compiler = ForkedCompiler(num_processes)
+    try:
+        with Mode(compiler), _nothing_launched(), _ZeroFilled():
+            walk()
+        compiler.start()
+        yield compiler
+    except BaseException:
+        compiler.abandon()
+        raise
+    compiler.finish()
 
 
-class ForkedCompiler(Executor):
-    """Has forked processes make calls for their effect on the disk, then makes them itself.
+class Task(Protocol):
+    """Something whose effect stays on the disk, so that it is made once and then only read."""
 
-    A call that comes while there is room for another process gets one at once: what takes longest should come first.
-    Those that found none are shared out by `start`.
+    def is_made(self) -> bool:
+        """Whether all of it is on the disk. If that is not certain, no."""
+
+    def make(self) -> None: ...
+
+    def read(self) -> None:
+        """Or make it now, if it is not there."""
+
+
+class ForkedCompiler:
+    """Has forked processes make tasks, then reads what they have made.
+
+    A task that comes while there is room for another process gets one at once: what takes longest should come first.
+    Those that found none are shared out by `start`. One that was made by an earlier run needs none.
     """
 
-    def __init__(self, num_processes: int, also: Callable[[Any], None] = lambda result: None) -> None:
-        """`also` is what the processes do with each result, for the same reason."""
+    def __init__(self, num_processes: int) -> None:
         self._num_processes = num_processes
-        self._also = also
-        self._calls: list[tuple[Callable[[], Any], Future[Any]]] = []
-        self._waiting: list[Callable[[], Any]] = []  # for a process
-        self._children: set[int] = set()
+        self._waiting: list[Task] = []  # for a process
+        self._children: dict[int, list[Task]] = {}
+        self._made: list[Task] = []  # by processes that are gone
 
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-
-        def call() -> Any:
-            return fn(*args, **kwargs)
-
-        self._calls.append((call, future))
-        self._waiting.append(call)
+    def submit(self, task: Task) -> None:
+        if task.is_made():
+            self._made.append(task)
+            return
+        self._waiting.append(task)
         if len(self._children) >= self._num_processes:
-            self._children -= {child for child in self._children if _has_ended(child)}
+            self._part_from_children()
         if len(self._children) < self._num_processes:
             # few, so that none of them waits long behind others, and more than one, as forking takes its time too
             some, self._waiting = self._waiting[:_FEW], self._waiting[_FEW:]
             self._fork(some)
-        return future
 
     def start(self) -> None:
-        """Nothing more will be submitted: what still waits gets processes of its own."""
+        """Nothing more will be submitted: what still waits gets processes of its own, which let the others go first."""
         waiting, self._waiting = self._waiting, []
         num = min(self._num_processes, len(waiting))
         for child in range(num):
-            self._fork(waiting[child::num])
+            self._fork(waiting[child::num], _LATE)
 
-    def _fork(self, calls: list[Callable[[], Any]]) -> None:
+    def _fork(self, tasks: list[Task], niceness: int = 0) -> None:
         with _no_garbage_collected():  # from before the fork on: others have callbacks that run in the child first
             with warnings.catch_warnings():
                 # of threads that are not forked with us; whoever compiles needs none of them
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process = os.fork()
             if not process:
-                self._compile_and_exit(calls)
-        self._children.add(process)
+                _make_and_exit(tasks, niceness)
+        self._children[process] = tasks
 
-    def _compile_and_exit(self, calls: list[Callable[[], Any]]) -> NoReturn:
-        try:
-            _become_a_compiler()
-            for call in calls:
-                with contextlib.suppress(Exception):
-                    self._also(call())
-        finally:
-            os._exit(0)
+    def _part_from_children(self) -> None:
+        for child in [child for child in self._children if _has_ended(child)]:
+            self._made += self._children.pop(child)
 
     def abandon(self) -> None:
-        """Nobody needs the results any more."""
+        """Nobody needs the tasks any more."""
         for child in self._children:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
-        for _, future in self._calls:
-            future.set_exception(RuntimeError("the start was given up"))
-        self._children, self._calls, self._waiting = set(), [], []
+        self._waiting, self._children, self._made = [], {}, []
 
-    def finish(self) -> None:
-        """Wait for the processes, then make every call here: what was compiled is only read."""
+    def finish(self, but: int = 0) -> None:
+        """Read what was made, of each process as soon as it has ended; until no more than `but` tasks are left, with a
+        process each. What none has made is made here."""
         deadline = time.monotonic() + PATIENCE
-        for child in self._children:
-            while not _has_ended(child):
-                if time.monotonic() > deadline:
+        while True:
+            self._part_from_children()
+            for task in self._made:
+                with contextlib.suppress(Exception):  # told by the kernel's first launch
+                    task.read()
+            self._made = []
+            if len(self._children) <= but and self._num_left() <= but:
+                return
+            if time.monotonic() > deadline:
+                for child in self._children:
                     os.kill(child, signal.SIGKILL)
-                    os.waitpid(child, 0)
-                    break
-                time.sleep(0.005)
-        self._children = set()
-        for call, future in self._calls:
-            try:
-                future.set_result(call())
-            except Exception as error:  # told again by the kernel's first launch
-                future.set_exception(error)
-        self._calls = []
+            time.sleep(0.005)
+
+    def _num_left(self) -> int:
+        return sum(not task.is_made() for tasks in self._children.values() for task in tasks)
+
+
+def _make_and_exit(tasks: list[Task], niceness: int) -> NoReturn:
+    try:
+        _become_a_compiler(niceness)
+        for task in tasks:
+            with contextlib.suppress(Exception):
+                task.make()
+    finally:
+        os._exit(0)
 
 
 def _has_ended(child: int) -> bool:
@@ -166,20 +218,41 @@ def _no_garbage_collected() -> Iterator[None]:
             gc.enable()
 
 
-def _become_a_compiler() -> None:
+def _become_a_compiler(niceness: int) -> None:
     """In a process just forked: whatever of the device was inherited stays untouched, and nobody hears of a mishap."""
     gc.freeze()
+    os.nice(niceness)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
 
 
-def _build_launcher(kernel: Any) -> None:
-    """The piece of C by which Triton hands arguments over: a compiler's run too, as long as a small kernel's."""
-    from triton.runtime import driver
+class _Kernel:
+    """A kernel that Triton was asked for, and the piece of C by which it hands arguments over: a compiler's run too, as
+    long as a small kernel's, which Triton puts off until the first launch."""
 
-    driver.active.launcher_cls(kernel.src, kernel.metadata)
+    _MARK = "launcher_is_built"
+
+    def __init__(self, key: str, compile: Callable[[], Any], finalize: Callable[[Any], None]) -> None:
+        from triton.runtime.cache import get_cache_manager
+
+        self._compile = compile
+        self._finalize = finalize
+        self._files = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())  # as Triton finds the kernel's own
+
+    def is_made(self) -> bool:
+        return self._files.get_file(self._MARK) is not None
+
+    def make(self) -> None:
+        from triton.runtime import driver
+
+        kernel = self._compile()
+        driver.active.launcher_cls(kernel.src, kernel.metadata)
+        self._files.put("", self._MARK)
+
+    def read(self) -> None:
+        self._finalize(self._compile())  # found in Triton's cache, and launched from now on
 
 
 @contextlib.contextmanager

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
 from slipstream.cache_spec import CacheSpec
@@ -9,7 +12,6 @@ from slipstream.config.config import EngineConfig
 from slipstream.config.memory import (
     ITEMSIZE,
     arena_bytes,
-    hidden_bytes,
     plan_memory,
     pooled_bytes,
     report_bytes,
@@ -22,8 +24,8 @@ from slipstream.nn.attention.choose import choose_attention
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.load import open_model
 from slipstream.nn.models.registry import cache_specs
-from slipstream.ops.compile_ahead import can_compile_ahead, compiling_ahead
-from slipstream.ops.linear.ways import choosing
+from slipstream.ops.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
+from slipstream.ops.linear.ways import choose_ways, noting
 from slipstream.pooling_params import PoolingParams
 from slipstream.runner.batch.input_batch import InputBatch, Inputs
 from slipstream.runner.batch.page_tables import PageTables
@@ -65,20 +67,31 @@ def build_runner(
     warm_up = _warm_up(runner, config)
     # zeros and weights are written on the host's own stream, steps run on another: one must not overtake the other
     device.settle()
-    if can_compile_ahead():
-        with compiling_ahead(warm_up.walk, default_threads()):
-            fill(progress)
-    else:
+    with noting() as products, _walking(warm_up) as compiler:
         fill(progress)
-    device.settle()
-    with choosing():
-        warm_up.run_largest()
-    if measured:
-        config = fit_cache(config, _room(config, device))
-        runner.store.take_memory(config.cache.group_pages)
         device.settle()
-    warm_up.capture()
+        device.compute.run(lambda: choose_ways(products))
+        if measured:  # what the largest step takes was taken by walking through it
+            config = fit_cache(config, _room(config, device))
+            runner.store.take_memory(config.cache.group_pages)
+            device.settle()
+        if compiler is not None:
+            # attention of chunks takes longest, and steps of single tokens do without it
+            compiler.finish(but=1 if config.model.generates else 0)
+        warm_up.capture()
+    warm_up.run_largest()
     return runner, config
+
+
+@contextlib.contextmanager
+def _walking(warm_up: Start) -> Iterator[ForkedCompiler | None]:
+    """Kernels that the walk meets are compiled beside the block, where that can be."""
+    if can_compile_ahead():
+        with compiling_ahead(warm_up.walk, default_threads()) as compiler:
+            yield compiler
+    else:
+        warm_up.walk()
+        yield None
 
 
 def _warm_up(runner: ModelRunner, config: EngineConfig) -> Start:
@@ -92,11 +105,10 @@ def _warm_up(runner: ModelRunner, config: EngineConfig) -> Start:
 
 
 def _room(config: EngineConfig, device: Device) -> int:
-    """Bytes left for the cache once the largest step has run: what is still to come is reckoned."""
+    """Bytes left for the cache once the largest step was walked through: what is still to come is reckoned."""
     free, keep_free = device.free_memory(), config.device.keep_free
     assert free is not None and keep_free is not None
-    coming = plan_memory(config, 0)
-    return free - keep_free - coming.features - coming.reports - coming.graphs - hidden_bytes(config)
+    return free - keep_free - plan_memory(config, 0).later
 
 
 def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages: tuple[int, ...]) -> ModelRunner:

@@ -24,6 +24,10 @@ log = logging.getLogger(__name__)
 MOST_GRAPHS = 1024
 """Work beyond them runs eagerly. None is given up: one graph reads what another has written where it lay then."""
 
+BETTER = {224: 208}
+"""Rows to pad to, instead of what the rule gives: products of 224 rows take the library as long as those of 256, and of
+208 a tenth less (H200, docs/log.md)."""
+
 
 class GraphPool:
     """What was captured, by key. On a device without graphs, or when eager is wanted, work is simply run."""
@@ -32,7 +36,8 @@ class GraphPool:
         self.device = device
         self.enabled = device.can_graph and not eager
         self.max_rows = max_rows
-        self.row_sizes = sizes_up_to(max_rows, first_steps=8) if self.enabled else []
+        sizes = sizes_up_to(max_rows, first_steps=8) if self.enabled else []
+        self.row_sizes = [BETTER.get(size, size) if size < max_rows else size for size in sizes]
         # more tokens than rows, so that no size of a mixed step looks like one of single tokens
         self.token_sizes = [n for n in sizes_up_to(max_tokens, first_steps=64) if n > max_rows] if self.enabled else []
         self._captured: dict[Hashable, tuple[Callable[[], None], Any] | None] = {}
@@ -54,7 +59,12 @@ class GraphPool:
             padded = self.rows_for(num_rows)
             return None if padded is None else Size(padded, padded)
         at = bisect.bisect_left(self.token_sizes, total)
-        return Size(self.token_sizes[at], self.max_rows) if at < len(self.token_sizes) else None
+        if at == len(self.token_sizes):
+            return None
+        # only of steps that pool, which have cache pages: texts that are continued soon decode beside others, and
+        # each size would be captured twice
+        all_long = plan.pools is not None and bool(plan.new_pages) and int(plan.num_tokens[0]) > 1
+        return Size(self.token_sizes[at], self.max_rows, all_long)
 
     def rows_for(self, num_rows: int) -> int | None:
         """What to pad a head of so many rows to; None: run it as it is."""

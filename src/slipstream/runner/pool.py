@@ -229,8 +229,7 @@ class PoolHead:
         before: list[Lines] = []
         blocks: list[Block] = []
         jobs: list[Job] = []
-        # queries first: a document may be scored in the step that computes its query
-        for setting, group in sorted(groups.items(), key=lambda item: item[0].late == "document"):
+        for setting, group in groups.items():  # no document is in a step with its query
             pieces: list[Lines] = []
             counts: list[int] = []
             for in_one_step, run in groupby(group, key=lambda member: member.ends and not member.has_begun):

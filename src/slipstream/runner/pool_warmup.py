@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from slipstream.config.config import SchedulerConfig
+from slipstream.nn.models.shortened import shortened
 from slipstream.pooling_params import PoolingParams
 from slipstream.runner.runner import ModelRunner
 from slipstream.runner.warmup import chunk_sizes, enough_memory, run_plan
@@ -21,11 +22,12 @@ class PoolWarmUp:
         self._longest = scheduler.max_model_len if scheduler.whole else max(1, scheduler.max_model_len - 1)
         self._no_pages = (NO_PAGES,) * num_groups
         self._seated: Ints = NO_INTS
+        self._left_at = 0  # positions that the first row has
         self._num_steps = 0
 
     def walk(self) -> None:
         graphs = self.runner.graphs
-        with graphs.starting(capture=False):
+        with graphs.starting(capture=False), enough_memory(), shortened(self.runner.model):
             for size in chunk_sizes(graphs, self.scheduler.max_num_batched_tokens):
                 self.prompts(self._filling(size))
             self._run_largest()
@@ -45,25 +47,29 @@ class PoolWarmUp:
                     self.prompts(self._filling(size))
             self.leave()
 
-    def prompts(self, counts: Ints) -> None:
-        """A step of prompts of so many tokens each."""
+    def prompts(self, counts: Ints, max_length: int = 0) -> None:
+        """A step of prompts of so many tokens each. Where rows outlive a step, they may be as long as `max_length` for
+        all that the host knows."""
         rows = np.arange(len(counts), dtype=np.int32)
         admitted: tuple[PoolAdmission, ...] = ()
         if not self.scheduler.whole:
             seats = enumerate(counts.tolist())
             admitted = tuple(PoolAdmission(row, row, count, 0, self.params) for row, count in seats)
-        self._step(rows, counts, admitted, (self.params,) * len(counts))
+        self._left_at = int(counts[0])
+        lengths = counts if self.scheduler.whole else np.maximum(counts, max_length, dtype=np.int32)
+        self._step(rows, counts, lengths, admitted, (self.params,) * len(counts))
 
     def leave(self) -> None:
-        """All rows are given back: a step of one row that nobody sits in says so."""
+        """All rows are given back: a step of one row that nobody sits in says so. It goes on where the row was left."""
         if len(self._seated):
-            self._step(np.zeros(1, np.int32), np.ones(1, np.int32), (), ())
+            self._left_at += 1
+            self._step(np.zeros(1, np.int32), np.ones(1, np.int32), np.full(1, self._left_at, np.int32), (), ())
 
     def _run_largest(self) -> None:
         scheduler = self.scheduler
         tokens, most = scheduler.max_num_batched_tokens, min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         # as many prompts as there may be, and as long ones
-        self.prompts(np.full(most, max(1, min(tokens // most, self._longest)), np.int32))
+        self.prompts(np.full(most, max(1, min(tokens // most, self._longest)), np.int32), self._longest)
         self.prompts(self._filling(tokens))
         self.leave()
 
@@ -74,7 +80,12 @@ class PoolWarmUp:
         return np.array(counts[:most], np.int32)
 
     def _step(
-        self, rows: Ints, counts: Ints, admitted: tuple[PoolAdmission, ...], params: tuple[PoolingParams, ...]
+        self,
+        rows: Ints,
+        counts: Ints,
+        lengths: Ints,
+        admitted: tuple[PoolAdmission, ...],
+        params: tuple[PoolingParams, ...],
     ) -> None:
         plan = StepPlan(
             step=self._num_steps,
@@ -82,7 +93,7 @@ class PoolWarmUp:
             admitted=(),
             rows=rows,
             num_tokens=counts,
-            lengths=counts,
+            lengths=lengths,
             samples=np.zeros(len(rows), np.bool_),
             num_given=counts,
             tokens=np.zeros(int(counts.sum()), np.int32),

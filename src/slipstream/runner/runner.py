@@ -51,7 +51,7 @@ class ModelRunner:
         self.ring = ring
         self.results = results
         self.graphs = graphs
-        self.hot_path = HotPath()
+        self.hot_path = HotPath(cpu=device.kind == "cpu")
         self._launched: tuple[_Step, list[Head]] | None = None
 
     def launch(self, plan: StepPlan) -> None:

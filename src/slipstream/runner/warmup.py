@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from slipstream.errors import NotEnoughMemory
+from slipstream.nn.models.shortened import shortened
 from slipstream.params import SamplingParams
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.runner import ModelRunner
@@ -36,13 +37,14 @@ class Start(Protocol):
     """What happens before the first request, in this order; weights are there from the second on."""
 
     def walk(self) -> None:
-        """One step of each kind that has kernels of its own, for `compiling_ahead`."""
-
-    def run_largest(self) -> None:
-        """The step that takes the most memory, launched kernel by kernel."""
+        """One step of each kind that has kernels of its own, for `compiling_ahead`, and the one that takes the most
+        memory."""
 
     def capture(self) -> None:
         """The usual steps, at the sizes that they are padded to."""
+
+    def run_largest(self) -> None:
+        """The step that takes the most memory, launched kernel by kernel: it fits, or the user hears of it."""
 
 
 class WarmUp:
@@ -57,15 +59,16 @@ class WarmUp:
         self.max_length = max_length
         self._no_pages = (NO_PAGES,) * num_groups
         self._seated: Ints = NO_INTS
+        self._left_at = 0  # positions that the first row has
         self._num_steps = 0
 
     def walk(self) -> None:
-        """One step of each kind that has kernels of its own, for `compiling_ahead`."""
         graphs = self.runner.graphs
         # steps of one token a row
         sizes = sorted({min(n, self.max_num_seqs) for n in (1, 4, 8, 24, *KERNEL_SIZES, self.max_num_seqs)})
-        with graphs.starting(capture=False):
-            self.chunks(*self._largest())  # first, because attention of chunks takes longest to compile
+        with graphs.starting(capture=False), enough_memory(), shortened(self.runner.model):
+            # first, because attention of chunks takes longest to compile; and so that its memory is taken
+            self.largest()
             for number in range(max(len(sizes), len(HEADS))):
                 size = sizes[min(number, len(sizes) - 1)]
                 self.decode(size, HEADS[number] if number < len(HEADS) else GREEDY)
@@ -76,9 +79,8 @@ class WarmUp:
             self.leave()
 
     def run_largest(self) -> None:
-        """The step that takes the most memory, launched kernel by kernel."""
         with self.runner.graphs.starting(capture=False), enough_memory():
-            self.chunks(*self._largest(), LARGEST)
+            self.largest()
             self.leave()
 
     def capture(self) -> None:
@@ -100,15 +102,20 @@ class WarmUp:
         """A step in which so many rows compute so many given tokens each, and draw."""
         self._run(np.full(num_rows, num_tokens, np.int32), params, given=True)
 
-    def leave(self) -> None:
-        """All rows are given back: a step of one row that nobody sits in says so."""
-        self._step(np.zeros(1, np.int32), np.ones(1, np.int32), (), given=False, num_logprobs=None)
-
-    def _largest(self) -> tuple[int, int]:
+    def largest(self) -> None:
+        """As many rows and tokens as there may be. For all that the host knows of them, rows are as long as any can be:
+        attention takes memory by that."""
         num_rows = min(self.max_num_seqs, self.max_tokens)
-        return num_rows, max(1, min(self.max_tokens // num_rows, self.max_length - 1))
+        num_tokens = max(1, min(self.max_tokens // num_rows, self.max_length - 1))
+        self._run(np.full(num_rows, num_tokens, np.int32), LARGEST, given=True, max_length=self.max_length)
 
-    def _run(self, num_tokens: Ints, params: SamplingParams, *, given: bool) -> None:
+    def leave(self) -> None:
+        """All rows are given back: a step of one row that nobody sits in says so. It goes on where the row was left."""
+        self._left_at += 1
+        at = np.full(1, self._left_at, np.int32)
+        self._step(np.zeros(1, np.int32), np.ones(1, np.int32), (), at, given=False, num_logprobs=None)
+
+    def _run(self, num_tokens: Ints, params: SamplingParams, *, given: bool, max_length: int = 0) -> None:
         rows = np.arange(len(num_tokens), dtype=np.int32)
         admitted = [
             Admission(
@@ -125,13 +132,16 @@ class WarmUp:
             )
             for row in rows
         ]
-        self._step(rows, num_tokens, admitted, given=given, num_logprobs=params.num_logprobs)
+        self._left_at = int(num_tokens[0])
+        lengths = np.maximum(num_tokens, max_length, dtype=np.int32)
+        self._step(rows, num_tokens, admitted, lengths, given=given, num_logprobs=params.num_logprobs)
 
     def _step(
         self,
         rows: Ints,
         num_tokens: Ints,
         admitted: Sequence[Admission],
+        lengths: Ints,
         *,
         given: bool,
         num_logprobs: int | None,
@@ -142,7 +152,7 @@ class WarmUp:
             admitted=tuple(admitted),
             rows=rows,
             num_tokens=num_tokens,
-            lengths=num_tokens,
+            lengths=lengths,
             samples=np.ones(len(rows), np.bool_),
             num_given=num_tokens if given else np.zeros(len(rows), np.int32),
             tokens=np.zeros(int(num_tokens.sum()) if given else 0, np.int32),

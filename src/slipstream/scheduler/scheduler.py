@@ -58,8 +58,8 @@ class Scheduler:
         self.cache = cache
         self.num_preemptions = 0
         self.most_tokens: int | None = None  # of a step in which some row decodes; None: as many as the budget has
-        # submits the next request of somebody who has more of them; False if there is none or no room
-        self.refill: Callable[[], bool] | None = None
+        # submits up to so many requests of somebody who has more of them, and says how many
+        self.refill: Callable[[int], int] | None = None
         self._waiting = WaitingQueue(config.max_waiting)
         self._seats = Seats(config.max_num_seqs)
         self._in_flight = InFlight()
@@ -227,8 +227,8 @@ class Scheduler:
         cache = self.cache
         while budget.tokens and budget.rows:
             request = self._waiting.head()
-            if request is None and self.refill is not None and self.refill():
-                continue
+            if request is None and self.refill is not None and self.refill(1):
+                request = self._waiting.head()  # none if it is parked
             # every running row may ask for a page in each step that can be launched before a result is seen
             watermark = self.num_running * (self.config.depth + 1)
             if request is None or cache.num_free <= watermark:
@@ -274,7 +274,8 @@ class Scheduler:
             request.num_cached = hit.length
             if not request.sample and request.pooling is None:
                 self._begun.append(request.id)
-        leave_leader(request)
+        if request.leader is not None:
+            leave_leader(request)
         self._seats.take(request, hit.length)
         builder.admit(request)
 
@@ -396,12 +397,15 @@ class Scheduler:
         request.status = Status.FINISHED
         if request.pooling is not None:
             self._queries.end(request.pooling)
-        leave_leader(request)
-        self._let_siblings_go(request)
+        if request.leader is not None:
+            leave_leader(request)
+        if request.siblings:
+            self._let_siblings_go(request)
         live = self._live[request.id]
-        live.remove(request)
-        if not live:
+        if len(live) == 1:
             del self._live[request.id]
+        else:
+            live.remove(request)
 
     def _leave_row(self, request: Request) -> None:
         self.cache.release(request)

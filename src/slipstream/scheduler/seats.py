@@ -35,14 +35,20 @@ class Seats:
         request.computed = request.committed = num_cached
         self._next_admission += 1
         self.num_asking += request.num_logprobs is not None
-        if width := request.params.report_width:
+        if width := request.report_width:
             insort(self._widths, width)
-        insort(self.running, request, key=_rank)
+        running = self.running
+        if not running or _rank(running[-1]) < _rank(request):  # mostly
+            running.append(request)
+        else:
+            insort(running, request, key=_rank)
 
     def leave(self, request: Request) -> None:
-        del self.running[bisect_left(self.running, _rank(request), key=_rank)]
+        running = self.running
+        # of those that are pooled the first leaves first
+        del running[0 if running[0] is request else bisect_left(running, _rank(request), key=_rank)]
         self.num_asking -= request.num_logprobs is not None
-        if width := request.params.report_width:
+        if width := request.report_width:
             del self._widths[bisect_left(self._widths, width)]
         self._free.append(request.row)
         self._released.append(request.row)
@@ -52,7 +58,7 @@ class Seats:
     def can_report(self, request: Request, most: int) -> bool:
         """Whether a step's reports stay within `most` numbers if it sits down. All of their lines are as long as the
         longest. One alone always may."""
-        width = request.params.report_width
+        width = request.report_width
         if not width or not self._widths:
             return True
         return (len(self._widths) + 1) * max(width, self._widths[-1]) <= most
@@ -69,7 +75,7 @@ class Seats:
         rows = [request.row for request in self.running]
         assert sorted(rows + self._free) == list(range(self.num_rows)), f"rows are lost: {rows}"
         assert self.num_asking == sum(request.num_logprobs is not None for request in self.running)
-        assert self._widths == sorted(width for request in self.running if (width := request.params.report_width))
+        assert self._widths == sorted(width for request in self.running if (width := request.report_width))
 
 
 def _rank(request: Request) -> tuple[int, int]:

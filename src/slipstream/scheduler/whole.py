@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -25,6 +25,8 @@ from slipstream.step import NO_INTS, Bools, Ints, StepPlan, StepResult
 
 LEAST_HALF = 512
 """Tokens of a step that a device computes hardly slower by the token than a larger one."""
+
+A_FEW = 16  # asked for at a time: those a step has no room for wait for the next
 
 
 class WholeRequest:
@@ -58,6 +60,8 @@ class WholeScheduler:
         assert config.max_num_batched_tokens >= config.max_model_len, "the longest prompt must fit one step"
         self.config = config
         self.most_tokens: int | None = None  # of a step while others wait for the device; None: as many as fit
+        # submits up to so many requests of somebody who has more of them, and says how many
+        self.refill: Callable[[int], int] | None = None
         self._live: dict[str, WholeRequest] = {}  # by id: not finished
         self._queues: dict[int, deque[WholeRequest]] = {}  # by priority; aborted ones stay until they come up
         self._num_waiting = 0  # those that are not done
@@ -179,26 +183,33 @@ class WholeScheduler:
         left, rows = self.config.max_num_batched_tokens, self.config.max_num_seqs
         if self.most_tokens is not None:
             left = min(left, self.most_tokens)
-        if self.config.depth and not self._in_flight and self._tokens_waiting >= 2 * LEAST_HALF:
+        parts = self.config.depth and not self._in_flight and self.refill is None
+        if parts and self._tokens_waiting >= 2 * LEAST_HALF:
             # While the device computes one half the host makes ready the other. Taken at once, those who ask again
             # when they are answered would come in one flock for ever, and device and host take turns.
             left = min(left, -(-self._tokens_waiting // 2))
         taken: list[WholeRequest] = []
-        for priority, queue in list(self._queues.items()):
-            while queue:
-                request = queue[0]
-                if request.is_done:
-                    queue.popleft()
-                    continue
-                left -= request.num_tokens
-                rows -= 1
-                if taken and (left < 0 or rows < 0):  # the first in line always goes
-                    return taken
-                request.is_launched = True
-                taken.append(queue.popleft())
-            if priority:
-                del self._queues[priority]  # priorities are anybody's numbers: keep no queue for each ever seen
-        return taken
+        while True:
+            for priority, queue in list(self._queues.items()):
+                while queue:
+                    request = queue[0]
+                    if request.is_done:
+                        queue.popleft()
+                        continue
+                    left -= request.num_tokens
+                    rows -= 1
+                    if taken and (left < 0 or rows < 0):  # the first in line always goes
+                        return taken
+                    request.is_launched = True
+                    taken.append(queue.popleft())
+                if priority:
+                    del self._queues[priority]  # priorities are anybody's numbers: keep no queue for each ever seen
+            if left <= 0 or rows <= 0 or not self._ask_for(min(rows, A_FEW)):
+                return taken
+
+    def _ask_for(self, most: int) -> bool:
+        """Whether more came who may be taken: documents wait for their query."""
+        return self.refill is not None and self.refill(most) > 0 and any(self._queues.values())
 
     def commit(self, result: StepResult) -> list[Output]:
         """Learn the result of the oldest plan in flight."""

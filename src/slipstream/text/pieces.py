@@ -29,7 +29,7 @@ class Pieces:
         if side == "left":  # its end decides, so all of it is read
             found = self.tokenizer.encode_batch(texts)
             return [self._cut_left(ids, limit) if len(ids) > limit else ids for ids in found]
-        short = [_beginning(text, limit) for text in texts]
+        short = [self._beginning(text, limit) for text in texts]
         found = self.tokenizer.encode_batch(short)
         for place, ids in enumerate(found):
             if len(ids) < limit + _MARGIN and len(short[place]) < len(texts[place]):
@@ -75,12 +75,34 @@ class Pieces:
 
     def _enough(self, text: str, limit: int) -> str:
         """A beginning of the text that has the same first `limit` tokens."""
-        factor = 1
-        while len(part := _beginning(text, limit, factor)) < len(text):
-            if len(self.tokenizer.encode(part, add_special_tokens=False)) >= limit + _MARGIN:
+        size = _size(limit)
+        while len(text) > size:
+            part = _before_space(text, size)
+            if part is not None:
+                num = len(self.tokenizer.encode(part, add_special_tokens=False))
+            else:
+                part = text[:size]
+                num = self._num_sure(part)
+            if num >= limit + _MARGIN:
                 return part
-            factor *= 4
+            if not num:  # all of it is one word
+                break
+            size *= 4
         return text
+
+    def _beginning(self, text: str, limit: int) -> str:
+        """About as much of it as `limit` tokens come from; enough where there is no space to end at."""
+        size = _size(limit)
+        if len(text) <= size:
+            return text
+        part = _before_space(text, size)
+        return self._enough(text, limit) if part is None else part
+
+    def _num_sure(self, part: str) -> int:
+        """Tokens of a text cut off anywhere that do not depend on how it went on: those before its last word, as the
+        tokenizer sees words. One that sees none is sure of nothing."""
+        words = self.tokenizer.encodings([part], add_special_tokens=False, words=True)[0].word_ids
+        return sum(word != words[-1] for word in words)
 
 
 def type_start(types: Sequence[int]) -> int | None:
@@ -100,13 +122,15 @@ def _share(first: int, second: int, room: int) -> tuple[int, int]:
     return (room - half, half) if first > second < room else (half, room - half)
 
 
-def _beginning(text: str, limit: int, factor: int = 1) -> str:
-    """About as much of a text as `limit` tokens come from. It ends before a space: tokens do not reach over one."""
-    size = _CHARACTERS * (limit + 2 * _MARGIN) * factor
-    if len(text) <= size:
-        return text
-    space = text.rfind(" ", 0, size)
-    return text[:space].rstrip() if space > size // 2 else text
+def _size(limit: int) -> int:
+    return _CHARACTERS * (limit + 2 * _MARGIN)
+
+
+def _before_space(text: str, size: int) -> str | None:
+    """About so many characters of a text, up to a space of any kind: tokens do not reach over one. None: there is none
+    to end at."""
+    parts = text[:size].rsplit(None, 1)
+    return parts[0] if len(parts) == 2 and len(parts[0]) > size // 2 else None
 
 
 def _num_special(tokenizer: Tokenizer) -> tuple[int, int]:

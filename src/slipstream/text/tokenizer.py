@@ -96,10 +96,13 @@ class Tokenizer:
                 raise InvalidPrompt(f"a prompt is of type {type(text).__name__}; give a string")
         return [encoding.ids for encoding in self.encodings(texts, add_special_tokens)]
 
-    def encodings(self, texts: Sequence[str] | Sequence[tuple[str, str]], add_special_tokens: bool = True) -> list[Any]:
-        """The library's own results, for texts or for pairs of them: ids and type_ids, no offsets."""
+    def encodings(
+        self, texts: Sequence[str] | Sequence[tuple[str, str]], add_special_tokens: bool = True, *, words: bool = False
+    ) -> list[Any]:
+        """The library's own results, for texts or for pairs of them: ids and type_ids; with `words` also word_ids."""
+        encode = self.backend.encode_batch if words else self.backend.encode_batch_fast
         try:
-            return self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            return encode(list(texts), add_special_tokens=add_special_tokens)
         except Exception as error:  # the library raises plain Exceptions, for example for a character without a token
             characters = (character for text in texts for part in text for character in part)
             if any("\ud800" <= character <= "\udfff" for character in characters):

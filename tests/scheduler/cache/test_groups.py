@@ -14,7 +14,7 @@ def test_match_stops_at_the_first_page_that_is_missing_and_asks_no_further():
     group = FullGroup(4, 8)
     pages = group.pool.take(4)
     for index in (0, 1, 3):
-        group.pool.publish(pages[index], bytes([index]))
+        group.pool.publish([pages[index]], [bytes([index])])
     asked = []
 
     def hash_at(place: int) -> bytes:
@@ -63,6 +63,6 @@ def test_a_window_matches_the_longest_prefix_whose_last_window_is_there(there: s
     pages = group.pool.take(5)
     for place, published in enumerate(there):
         if published == "1":
-            group.pool.publish(pages[place], bytes([place]))
+            group.pool.publish([pages[place]], [bytes([place])])
     found = group.match(lambda place: bytes([place]), limit)
     assert found == [page if kept == "1" else NULL_PAGE for page, kept in zip(pages, expected, strict=False)]

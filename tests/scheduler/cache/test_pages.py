@@ -15,7 +15,7 @@ def test_the_null_page_is_never_handed_out():
 def test_a_released_page_is_found_until_it_is_taken_again():
     pool = PagePool(3)
     (page,) = pool.take(1)
-    pool.publish(page, b"a")
+    pool.publish([page], [b"a"])
     pool.release([page])
     assert pool.find(b"a") == page
     pool.take(2)
@@ -39,7 +39,7 @@ def test_sharing_a_free_page_takes_it_out_of_the_middle():
     pool = PagePool(6)
     pages = pool.take(5)
     for page in pages:
-        pool.publish(page, bytes([page]))
+        pool.publish([page], [bytes([page])])
     pool.release(pages)
     pool.share([pages[2]])
     assert pool.num_idle(pages) == 4
@@ -52,7 +52,7 @@ def test_the_least_recently_used_goes_first_and_later_pages_before_earlier_ones(
     pool = PagePool(7)
     old, new = pool.take(3), pool.take(3)
     for page in old + new:
-        pool.publish(page, bytes([page]))
+        pool.publish([page], [bytes([page])])
     pool.release(old)
     pool.release(new)
     assert pool.take(6) == [old[2], old[1], old[0], new[2], new[1], new[0]]
@@ -61,7 +61,7 @@ def test_the_least_recently_used_goes_first_and_later_pages_before_earlier_ones(
 def test_pages_nobody_can_find_go_before_those_that_can_be_found():
     pool = PagePool(4)
     named, nameless = pool.take(1), pool.take(2)
-    pool.publish(named[0], b"a")
+    pool.publish([named[0]], [b"a"])
     pool.release(named)
     pool.release(nameless)
     assert named[0] not in pool.take(2)
@@ -70,8 +70,8 @@ def test_pages_nobody_can_find_go_before_those_that_can_be_found():
 def test_the_first_page_of_a_content_stays_the_one_that_is_found():
     pool = PagePool(4)
     first, second = pool.take(2)
-    pool.publish(first, b"a")
-    pool.publish(second, b"a")
+    pool.publish([first], [b"a"])
+    pool.publish([second], [b"a"])
     assert pool.find(b"a") == first
     pool.release([second])
     pool.take(2)  # takes the second again
@@ -82,11 +82,11 @@ def test_the_first_page_of_a_content_stays_the_one_that_is_found():
 def test_a_forgotten_page_is_not_found_but_still_held():
     pool = PagePool(4)
     (page,) = pool.take(1)
-    pool.publish(page, b"a")
+    pool.publish([page], [b"a"])
     pool.forget(page)
     assert pool.find(b"a") is None and pool.refs[page] == 1
     (other,) = pool.take(1)
-    pool.publish(other, b"a")
+    pool.publish([other], [b"a"])
     pool.release([page])
     pool.take(2)
     assert pool.find(b"a") == other

@@ -13,7 +13,8 @@ Launching a step never needs a token's value. A place that must read from the de
 It sees, in the thread that opened it and in no other: every torch operation that reads a value to go on (`.item()`,
 `bool(t)`, `nonzero`, a mask as an index, `unique`); every copy between host and device that the host sits through,
 also those that say non_blocking and cannot be, because the host's side is pageable or strided; waits for events,
-streams and devices that had work left; and on CUDA what torch's own sync debug mode warns of. It does not see waits
+streams and devices that had work left; and on CUDA what torch's own sync debug mode warns of. Where there is no GPU the
+CPU stands for it, and what is said of reads is said of all tensors; else host memory may be read. It does not see waits
 inside other libraries, nor, on the CPU, reads that are no operation there: `.tolist()`, `.numpy()`, `.cpu()`. Work on a
 threaded CPU stream runs in another thread: watch at depth 0.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import runpy
 import sys
 
@@ -15,18 +16,25 @@ def main(argv: list[str]) -> int:
     if not names or names[0] in ("-h", "--help"):
         sys.stderr.write("usage: python -m slipstream.device.sync_check [-m] script arguments ...\n")
         return 0 if names else 2
+    if not is_module and not os.path.exists(names[0]):
+        sys.stderr.write(f"there is no {names[0]} here; give a script, or -m and a module\n")
+        return 2
     sys.argv = names
-    code = 0
-    with watch() as log:
-        try:
+    log = SyncLog()
+    try:
+        with watch(log):
             if is_module:
                 runpy.run_module(names[0], run_name="__main__", alter_sys=True)
             else:
+                sys.path.insert(0, os.path.dirname(os.path.abspath(names[0])))  # what lies beside it can be imported
                 runpy.run_path(names[0], run_name="__main__")
-        except SystemExit as end:  # the program's own code is ours
-            code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    report(log)
-    return code
+    except SystemExit as end:  # the program's own code is ours
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    finally:  # also of a program that fails or is stopped
+        report(log)
+    return 0
 
 
 def report(log: SyncLog) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -44,7 +46,7 @@ class Sync:
 @dataclass(slots=True)
 class SyncLog:
     on_found: Callable[[Sync], None] | None = None  # told of each that nobody allowed, each time
-    _places: dict[tuple[str, tuple[str, ...]], Sync] = field(default_factory=dict)
+    _places: dict[tuple[str, tuple[str, ...], str | None], Sync] = field(default_factory=dict)
 
     @property
     def found(self) -> list[Sync]:
@@ -55,9 +57,12 @@ class SyncLog:
     def allowed(self) -> list[Sync]:
         return [sync for sync in self._places.values() if sync.allowed is not None]
 
-    def add(self, what: str, seconds: float) -> None:
-        stack = _stack()
-        sync = self._places.setdefault((what, stack), Sync(what, stack, _reason.get()))
+    def add(self, what: str, seconds: float, *, unless_known: bool = False) -> None:
+        """`unless_known`: nothing is added where a wait of another name was found at the same place."""
+        stack, reason = _stack(), _reason.get()
+        if unless_known and any(name != what and known == stack for name, known, _ in self._places):
+            return
+        sync = self._places.setdefault((what, stack, reason), Sync(what, stack, reason))
         sync.count += 1
         sync.seconds += seconds
         if sync.allowed is None and self.on_found is not None:
@@ -65,8 +70,9 @@ class SyncLog:
 
 
 def _stack() -> tuple[str, ...]:
-    """The caller's frames, the innermost first; ours and torch's own left out, and what lies around a script."""
-    left_out = (os.path.dirname(__file__), torch.__path__[0], "<frozen ")
+    """The caller's frames, the innermost first; left out are ours and torch's own, what brings torch's warnings here,
+    and what lies around a script."""
+    left_out = (os.path.dirname(__file__), torch.__path__[0], "<frozen ", warnings.__file__, contextlib.__file__)
     return tuple(
         f"{frame.filename}:{frame.lineno} in {frame.name}"
         for frame in reversed(traceback.extract_stack())

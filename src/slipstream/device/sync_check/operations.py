@@ -21,17 +21,18 @@ _READS = {
 }
 
 
-def waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """What to call an operation by which the host waits, or None."""
+def waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cpu: bool) -> str | None:
+    """What to call an operation by which the host waits, or None. `cpu`: the CPU stands for the device."""
     name = func._schema.name
     if name == "aten::repeat_interleave":
         # the form that makes indices from counts; the others call it
-        return None if kwargs.get("output_size") is not None else _READS[name]
+        return _READS[name] if kwargs.get("output_size") is None and (cpu or not args[0].is_cpu) else None
     if name in _READS:
-        return _READS[name]
+        return _READS[name] if cpu or not args[0].is_cpu else None
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
-        return "a mask as an index" if masks else None
+        on_device = cpu or any(not tensor.is_cpu for tensor in (args[0], *masks))
+        return "a mask as an index" if masks and on_device else None
     if name == "aten::_to_copy":
         target = kwargs.get("device") or args[0].device
         # to the host it makes pinned memory for itself when told not to block

@@ -23,7 +23,9 @@ class SyncFound(SlipstreamError):
 class HotPath:
     """What stands around the launching of a step: nothing, or a watcher. In the thread that launches, and no other."""
 
-    def __init__(self) -> None:
+    def __init__(self, cpu: bool | None = None) -> None:
+        """`cpu`: as for `watch`."""
+        self.cpu = cpu
         self.mode = os.environ.get(NAME, "")
         if self.mode not in ("", "warn", "error"):
             raise InvalidOption(f"{NAME} is {self.mode!r}; set it to warn or error, or leave it out")
@@ -34,7 +36,7 @@ class HotPath:
 
     @contextmanager
     def _watch(self) -> Iterator[None]:
-        with watch(self.log):
+        with watch(self.log, cpu=self.cpu):
             yield
 
     def _warn(self, sync: Sync) -> None:

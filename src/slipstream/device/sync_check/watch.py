@@ -18,12 +18,18 @@ from slipstream.device.sync_check.operations import waits
 
 
 @contextmanager
-def watch(log: SyncLog | None = None, on_found: Callable[[Sync], None] | None = None) -> Iterator[SyncLog]:
-    """Gives a log that fills as long as the block runs, or goes on with one. `on_found` may raise."""
+def watch(
+    log: SyncLog | None = None, on_found: Callable[[Sync], None] | None = None, *, cpu: bool | None = None
+) -> Iterator[SyncLog]:
+    """Gives a log that fills as long as the block runs, or goes on with one. `on_found` may raise.
+
+    `cpu`: reads of tensors in host memory count, too; None: they do where there is no GPU.
+    """
+    cpu = not torch.cuda.is_available() if cpu is None else cpu
     log = SyncLog(on_found) if log is None else log
     before = getattr(_watching, "log", None), getattr(_watching, "heard", None)
     try:
-        with _explicit_waits(), _heard_from_cuda(log) as heard, _Watcher(log, heard):
+        with _explicit_waits(), _heard_from_cuda(log) as heard, _Watcher(log, heard, cpu):
             _watching.log, _watching.heard = log, heard
             yield log
     finally:
@@ -51,14 +57,15 @@ _watching = threading.local()
 
 
 class _Watcher(TorchDispatchMode):
-    def __init__(self, log: SyncLog, heard: _Heard) -> None:
+    def __init__(self, log: SyncLog, heard: _Heard, cpu: bool) -> None:
         super().__init__()
         self.log = log
         self.heard = heard
+        self.cpu = cpu
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        what = waits(func, args, kwargs)
+        what = waits(func, args, kwargs, self.cpu)
         self.heard.enter()
         start = time.perf_counter()
         try:
@@ -74,7 +81,8 @@ class _Watcher(TorchDispatchMode):
 
 
 class _Heard:
-    """Torch's own warnings of synchronising CUDA calls. One inside a watched operation is that operation's."""
+    """Torch's own warnings of synchronising CUDA calls. One inside a watched operation is that operation's; so is one
+    that comes after it at the same place, since torch keeps warnings back until it returns to Python."""
 
     def __init__(self, log: SyncLog) -> None:
         self.log = log
@@ -94,7 +102,7 @@ class _Heard:
         if self._inside:
             self._warned = True
         else:
-            self.log.add("a synchronising CUDA call", 0.0)
+            self.log.add("a synchronising CUDA call", 0.0, unless_known=True)
 
 
 @contextmanager

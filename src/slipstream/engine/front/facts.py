@@ -8,9 +8,6 @@ from slipstream.config.config import EngineConfig
 from slipstream.config.generation import GenerationDefaults
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.engine.front.inputs import InputProcessor
-from slipstream.engine.front.pool_inputs import PoolInputs
-from slipstream.engine.front.pool_prompts import PromptReader
 from slipstream.text.chat import load_chat_template
 from slipstream.text.tokenizer import Tokenizer
 
@@ -29,6 +26,21 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     max_batch_tokens: int = 0  # of a step
     max_waiting: int | None = None  # prompts that the core lets wait; None: nobody said
+
+    @property
+    def generates(self) -> bool:
+        return self.pooling is None or self.pooling.generates
+
+    @property
+    def ids(self) -> str:
+        """Its token ids, for whoever gave others."""
+        return f"{self.name} has 0 to {self.vocab_size - 1}"
+
+    @property
+    def way_out(self) -> str:
+        """For whoever gave a prompt that is too long."""
+        raise_it = ", or raise max_model_len" if self.max_model_len < self.max_positions else ""
+        return f"shorten it or set truncate_prompt_tokens{raise_it}"
 
     @classmethod
     def of(cls, options: Options, config: EngineConfig, defaults: GenerationDefaults) -> ModelFacts:
@@ -54,18 +66,3 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         if self.chat_template is not None:
             tokenizer.chat_templates = {"default": load_chat_template(self.chat_template)}
         return tokenizer
-
-    def make_inputs(self, tokenizer: Tokenizer | None) -> InputProcessor:
-        inputs = InputProcessor(
-            tokenizer, self.defaults, self.max_model_len, self.vocab_size, self.name, self.max_positions
-        )
-        if self.pooling is not None and not self.pooling.generates:
-            inputs.instead = self.pooling.tasks
-        return inputs
-
-    def make_pool_inputs(self, tokenizer: Tokenizer | None) -> PoolInputs | None:
-        if self.pooling is None:
-            return None
-        return PoolInputs(
-            PromptReader(tokenizer, self.pooling, self.max_model_len, self.vocab_size, self.name, self.max_positions)
-        )

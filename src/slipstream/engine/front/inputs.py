@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.config.generation import GenerationDefaults
+from slipstream.engine.front.facts import ModelFacts
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong
 from slipstream.messages import Submit
 from slipstream.params import MAX_BAD_WORD, MAX_BAD_WORDS, SamplingParams
@@ -17,38 +17,27 @@ from slipstream.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
+Prepared = tuple[Submit, str | None]
+"""A prompt as the core takes it, and its text."""
 
 _TAKEN = {"template", "messages", "add_generation_prompt", "continue_final_message", "tools", "special_tokens"}
 
 MAX_REPORTED = 2**24  # logprobs in one answer
 _FEW = 100  # logprobs a token that nobody need think about
 _BYTES_EACH = 250  # about what one takes in the answer: a key, a number, a rank, a text
-_ENCODED_AT_ONCE = 2**21  # characters
+_ADDED = 16  # tokens that a tokenizer puts around a text, at most
 
 
 class InputProcessor:
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        defaults: GenerationDefaults,
-        max_model_len: int,
-        vocab_size: int,
-        model_name: str,
-        max_positions: int,
-    ) -> None:
+    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None) -> None:
+        self.facts = facts
         self.tokenizer = tokenizer
-        self.defaults = defaults
-        self.max_model_len = max_model_len
-        self.vocab_size = vocab_size
-        self.model_name = model_name
-        self.can_grow = max_model_len < max_positions  # whether a higher max_model_len would help
         self._settled: tuple[SamplingParams | None, SamplingParams] | None = None  # as given last, and settled
-        self._ids_type = list[Annotated[int, msgspec.Meta(ge=0, lt=vocab_size)]]
-        self.instead: tuple[str, ...] = ()  # what a model does that continues no text
+        self._ids_type = list[Annotated[int, msgspec.Meta(ge=0, lt=facts.vocab_size)]]
 
     def default_params(self) -> SamplingParams:
         """What the model's generation_config asks for, our own defaults elsewhere."""
-        return SamplingParams(**self.defaults.params)
+        return SamplingParams(**self.facts.defaults.params)
 
     def submit(
         self,
@@ -59,13 +48,26 @@ class InputProcessor:
         priority: int | None = None,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
-        encoded: list[int] | None = None,
-    ) -> tuple[Submit, str | None]:
+    ) -> Prepared:
         """The message for the core, and the prompt's text if it was given as one.
 
         A priority or salt given here counts more than one in the prompt object, and that more than the parameters'.
-        `encoded` is what `encode_texts` has made of the prompt.
         """
+        message, text = self.ask(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
+        if not message.prompt_token_ids:
+            message = self.complete(message, self.encode([text or ""], add_special_tokens)[0])
+        return message, text
+
+    def ask(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+    ) -> Prepared:
+        """Likewise, but a text is not encoded: its message has no token ids, and waits for `complete`."""
         self._check_generates()
         params = self._settle(params)
         if cache_salt is None and isinstance(prompt, Mapping):
@@ -73,40 +75,44 @@ class InputProcessor:
         if priority is not None or cache_salt is not None:
             changes = {"priority": priority, "cache_salt": cache_salt}
             params = params.with_changes(**{name: value for name, value in changes.items() if value is not None})
-        text, ids = (text_of(prompt), encoded) if encoded else self._tokens(prompt, add_special_tokens)
-        if params.truncate_prompt_tokens is not None:
-            keep = params.truncate_prompt_tokens
-            ids = ids[-(keep if keep > 0 else self.max_model_len - 1) :]
+        text, ids = self._read(prompt)
+        bad_words = self._bad_words(params)
+        message = Submit(request_id, [], params, time.time(), params.priority, params.cache_salt, bad_words)
+        return (message if ids is None else self.complete(message, ids)), text
+
+    def complete(self, message: Submit, ids: list[int]) -> Submit:
+        """With the prompt's token ids."""
+        params, most = message.params, self.facts.max_model_len
+        assert isinstance(params, SamplingParams)
+        if (keep := params.truncate_prompt_tokens) is not None:
+            ids = ids[-(keep if keep > 0 else most - 1) :]
         if not ids:
             raise InvalidPrompt("the prompt has no tokens; give at least one")
-        if len(ids) >= self.max_model_len:
-            way_out = "shorten it or set truncate_prompt_tokens" + (", or raise max_model_len" if self.can_grow else "")
+        if len(ids) >= most:
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens, {self.model_name} takes {self.max_model_len} with at least one "
-                f"of them for the answer; {way_out}"
+                f"the prompt has {len(ids)} tokens, {self.facts.name} takes {most} with at least one of them for the "
+                f"answer; {self.facts.way_out}"
             )
         self._check_report(params, len(ids))
-        bad_words = self._bad_words(params)
-        message = Submit(request_id, ids, params, time.time(), params.priority, params.cache_salt, bad_words)
-        return message, text
+        return msgspec.structs.replace(message, prompt_token_ids=ids)
 
-    def encode_texts(self, prompts: Sequence[Prompt], add_special_tokens: bool) -> list[list[int] | None]:
-        """Token ids of the prompts that are texts, many at a time: the tokenizer then has all cores.
+    def surely_fits(self, message: Submit, text: str) -> bool:
+        """Whether `complete` will have nothing to say against this text, whatever its tokens are: a token has a byte at
+        least. Only tokenizers that make a text longer before they cut it could prove this wrong."""
+        params = message.params
+        assert isinstance(params, SamplingParams)
+        if _most_reported(params) > _FEW or not text or text.isspace():
+            return False
+        try:
+            size = len(text) if text.isascii() else len(text.encode())
+        except UnicodeEncodeError:
+            return False
+        most, keep = self.facts.max_model_len, params.truncate_prompt_tokens
+        return size + _ADDED < most or (keep is not None and keep < most)
 
-        None for the others, and for those that `submit` should complain about in their turn.
-        """
-        found: list[list[int] | None] = [None] * len(prompts)
-        texts = {place: text for place, prompt in enumerate(prompts) if (text := text_of(prompt))}
-        if self.tokenizer is None or len(texts) < 2:
-            return found
-        for places in _portions(texts):
-            try:
-                ids = self.tokenizer.encode_batch([texts[place] for place in places], add_special_tokens)
-            except InvalidPrompt:
-                continue
-            for place, own in zip(places, ids, strict=True):
-                found[place] = own
-        return found
+    def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        """Together, so that the tokenizer has all cores."""
+        return self._need_tokenizer().encode_batch(texts, add_special_tokens)
 
     def render_chat(self, messages: Sequence[Message], **how: Any) -> str:
         """A conversation to be continued, as the text of a prompt."""
@@ -139,12 +145,13 @@ class InputProcessor:
         )
 
     def _check_generates(self) -> None:
-        if self.instead:
+        if (pooling := self.facts.pooling) is not None and not pooling.generates:
             raise InvalidParams(
-                f"{self.model_name} continues no text; it does {', '.join(self.instead)}: use encode, or another model"
+                f"{self.facts.name} continues no text; it does {', '.join(pooling.tasks)}: use encode, or another model"
             )
 
-    def _tokens(self, prompt: Prompt, add_special_tokens: bool) -> tuple[str | None, list[int]]:
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
+        """Its text, its token ids. A text that was given alone has none yet."""
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
                 text = prompt.get("prompt")
@@ -153,7 +160,8 @@ class InputProcessor:
                 raise InvalidPrompt(f"a prompt object has prompt or prompt_token_ids; this one has {sorted(prompt)}")
             prompt = prompt["prompt"]
         if isinstance(prompt, str):
-            return prompt, self._need_tokenizer("text").encode(prompt, add_special_tokens)
+            self._need_tokenizer()
+            return prompt, None
         if isinstance(prompt, Sequence):
             return None, self._checked_ids(prompt)
         raise InvalidPrompt(f"a prompt is a string, a list of token ids or an object; this is {type(prompt).__name__}")
@@ -171,8 +179,8 @@ class InputProcessor:
             if isinstance(token, bool) or not hasattr(token, "__index__"):
                 raise InvalidPrompt(f"token id {token!r} is not a whole number")
             token = token.__index__()
-            if not 0 <= token < self.vocab_size:
-                raise InvalidPrompt(f"token id {token} is unknown; {self.model_name} has 0 to {self.vocab_size - 1}")
+            if not 0 <= token < self.facts.vocab_size:
+                raise InvalidPrompt(f"token id {token} is unknown; {self.facts.ids}")
             checked.append(token)
         return checked
 
@@ -184,7 +192,7 @@ class InputProcessor:
             self._check_params(params)
             whole = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
             if whole:
-                params = params.with_changes(**dict.fromkeys(whole, self.vocab_size))
+                params = params.with_changes(**dict.fromkeys(whole, self.facts.vocab_size))
             self._settled = last = given, params
         return last[1]
 
@@ -193,16 +201,18 @@ class InputProcessor:
             raise InvalidParams(f"sampling_params is {type(params).__name__}; give SamplingParams or a list of them")
         for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
             # the largest stands for all: they are whole numbers from 0 up, each there once
-            if (ids := getattr(params, name)) and (token := max(ids)) >= self.vocab_size:
-                raise InvalidParams(f"{name} holds {token}; {self.model_name} has 0 to {self.vocab_size - 1}")
+            if (ids := getattr(params, name)) and (token := max(ids)) >= self.facts.vocab_size:
+                raise InvalidParams(f"{name} holds {token}; {self.facts.ids}")
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > self.vocab_size:
+            if (getattr(params, name) or 0) > self.facts.vocab_size:
                 raise InvalidParams(
-                    f"{name} is {getattr(params, name)}; the vocabulary has {self.vocab_size}, "
+                    f"{name} is {getattr(params, name)}; the vocabulary has {self.facts.vocab_size}, "
                     "ask for fewer, or for -1 to have it whole"
                 )
-        if params.min_tokens >= self.max_model_len:
-            raise InvalidParams(f"min_tokens is {params.min_tokens}, the model length {self.max_model_len}; lower it")
+        if params.min_tokens >= (most := self.facts.max_model_len):
+            raise InvalidParams(f"min_tokens is {params.min_tokens}, the model length {most}; lower it")
+        if (room := self.facts.max_waiting) is not None and params.n > room:
+            raise InvalidParams(f"n is {params.n}, and no more than {room} may wait; lower it or raise max_waiting")
         if params.stop_strings and self.tokenizer is None:
             raise InvalidParams("stop strings need a tokenizer, and there is none; use stop_token_ids")
         if params.bad_words and self.tokenizer is None:
@@ -211,7 +221,7 @@ class InputProcessor:
     def _check_report(self, params: SamplingParams, num_prompt: int) -> None:
         """Refuse what would fill the memory with logprobs, before anything runs."""
         each = (params.logprobs or 0) + len(params.given_ids)
-        num_new = self.max_model_len - num_prompt
+        num_new = self.facts.max_model_len - num_prompt
         if params.max_tokens is not None:
             num_new = min(num_new, params.max_tokens)
         of_prompt = params.prompt_logprobs or 0
@@ -248,28 +258,12 @@ class InputProcessor:
             raise InvalidParams(f"bad_words come to {total} tokens, {MAX_BAD_WORDS} are the most; leave some out")
         return words
 
-    def _need_tokenizer(self, what: str) -> Tokenizer:
+    def _need_tokenizer(self, what: str = "text") -> Tokenizer:
         if self.tokenizer is None:
             raise BadTokenizer(f"the prompt is {what} and skip_tokenizer_init is set; give token ids or unset it")
         return self.tokenizer
 
 
-def text_of(prompt: Prompt) -> str | None:
-    """If it is one to be encoded."""
-    if isinstance(prompt, Mapping) and "prompt_token_ids" not in prompt:
-        prompt = prompt.get("prompt", ())
-    return prompt if isinstance(prompt, str) else None
-
-
-def _portions(texts: Mapping[int, str]) -> Iterator[list[int]]:
-    """Places of texts that are encoded together: not all at once, since a tokenizer notes much about each token."""
-    places: list[int] = []
-    size = 0
-    for place, text in texts.items():
-        places.append(place)
-        size += len(text)
-        if size >= _ENCODED_AT_ONCE:
-            yield places
-            places, size = [], 0
-    if places:
-        yield places
+def _most_reported(params: SamplingParams) -> int:
+    """Logprobs of one token."""
+    return max((params.logprobs or 0) + len(params.given_ids), params.prompt_logprobs or 0)

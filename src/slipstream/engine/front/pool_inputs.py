@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 
 from slipstream.config.pooling_info import Role
+from slipstream.engine.front.ahead import Ahead
+from slipstream.engine.front.facts import ModelFacts
 from slipstream.engine.front.pool_params import settle_params
 from slipstream.engine.front.pool_prompts import PoolPrompt, Prepared, PromptReader
 from slipstream.engine.front.pool_words import PLAIN, join_pair, prefix_of, role_of
 from slipstream.pooling_params import PoolingParams, Task
+from slipstream.text.tokenizer import Tokenizer
 
 _FIRST, _MOST = 64, 1024  # prompts encoded at a time: few at first, so that the device has work at once
+_MOST_IDS = 256  # where they are token ids already: no thread reads those ahead, so a part is read between two steps
 
 
 class PoolInputs:
-    def __init__(self, reader: PromptReader) -> None:
-        self.tokenizer = reader.tokenizer
-        self.pooling = reader.pooling
-        self.max_model_len = reader.max_model_len
-        self.model_name = reader.model_name
-        self._reader = reader
+    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self.model_name = facts.name
+        self._max_model_len = facts.max_model_len
+        self._reader = PromptReader(facts, tokenizer)
+        self.pooling = self._reader.pooling
 
     def settle(self, params: PoolingParams | None, task: Task | None = None) -> PoolingParams:
         """Parameters whose task is named and which this model can honour."""
-        return settle_params(params, task, self.pooling, self.max_model_len, self.model_name)
+        return settle_params(params, task, self.pooling, self._max_model_len, self.model_name)
 
     def prefix(self, prompt_name: str | None, prompt: str | None = None) -> str:
         """What stands before a text: given itself, by its name, or the model's own."""
@@ -54,10 +57,11 @@ class PoolInputs:
 
         `prefix` is put before texts, `role` is what late interaction makes of them; token ids are taken as they are.
         """
+        encodes = len(prompts) > _FIRST and isinstance(prompts[0], str | tuple | Mapping)
         parts, start, size = [], 0, _FIRST
         while start < len(prompts):
             parts.append(slice(start, start + size))
-            start, size = start + size, min(2 * size, _MOST)
+            start, size = start + size, min(2 * size, _MOST if encodes else _MOST_IDS)
 
         def make(part: slice) -> list[Prepared]:
             chunk = prompts[part]
@@ -67,21 +71,9 @@ class PoolInputs:
             prepared.sort(key=_length)
             return prepared
 
-        if len(parts) > 1 and isinstance(prompts[0], str | tuple | Mapping):
-            yield from _one_ahead(make, parts)
-        else:
-            for part in parts:
-                yield from make(part)
-
-
-def _one_ahead(make: Callable[[slice], list[Prepared]], parts: list[slice]) -> Iterator[Prepared]:
-    """A thread encodes the next texts while those before are under way: the library that does it lets others run."""
-    with ThreadPoolExecutor(1, "slipstream-texts") as thread:
-        coming = thread.submit(make, parts[0])
-        for part in parts[1:]:
-            done, coming = coming, thread.submit(make, part)
-            yield from done.result()
-        yield from coming.result()
+        if encodes:
+            return Ahead(make, parts)
+        return (one for part in parts for one in make(part))
 
 
 def _length(one: Prepared) -> int:

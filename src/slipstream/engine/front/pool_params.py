@@ -6,6 +6,8 @@ from slipstream.config.pooling_info import PoolingInfo
 from slipstream.errors import InvalidParams
 from slipstream.pooling_params import PoolingParams, Task
 
+VECTOR_TASKS = ("embed", "token_embed")
+
 
 def settle_params(
     params: PoolingParams | None, task: Task | None, pooling: PoolingInfo, max_model_len: int, model_name: str
@@ -24,6 +26,10 @@ def settle_params(
         raise InvalidParams(f"{model_name} does not do {task}; it does {', '.join(can)}")
     if params.dimensions is not None:
         _check_dimensions(params.dimensions, task, pooling, model_name)
+    if params.normalize is not None and task not in VECTOR_TASKS:
+        raise InvalidParams(
+            f"normalize is {params.normalize} and the task {task}, which makes no vectors; leave it out"
+        )
     if (params.step_tag_id is not None or params.columns) and task != "token_classify":
         raise InvalidParams(f"step_tag_id and returned_token_ids are for token_classify; the task is {task}")
     if params.columns and max(params.columns) >= pooling.num_labels:
@@ -38,7 +44,7 @@ def settle_params(
 
 
 def _check_dimensions(dimensions: int, task: Task, pooling: PoolingInfo, model_name: str) -> None:
-    if task not in ("embed", "token_embed"):
+    if task not in VECTOR_TASKS:
         raise InvalidParams(f"dimensions is {dimensions} and the task {task}, which makes no vectors; leave it out")
     size = pooling.embed_size if task == "embed" else pooling.token_size
     sizes = pooling.matryoshka

@@ -5,6 +5,8 @@ A call brings many at once, so they are checked and encoded by the hundred: a re
 
 from __future__ import annotations
 
+import functools
+import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -13,7 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from slipstream.config.pooling_info import PoolingInfo, Role
+from slipstream.config.pooling_info import Role
+from slipstream.engine.front.facts import ModelFacts
 from slipstream.engine.front.pool_words import PLAIN
 from slipstream.errors import BadTokenizer, InvalidPrompt, PromptTooLong, UserError
 from slipstream.pooling_params import PoolingParams
@@ -38,21 +41,11 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptReader:
-    def __init__(
-        self,
-        tokenizer: Tokenizer | None,
-        pooling: PoolingInfo,
-        max_model_len: int,
-        vocab_size: int,
-        model_name: str,
-        max_positions: int,
-    ) -> None:
+    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None) -> None:
+        assert facts.pooling is not None, f"{facts.name} only generates"
+        self.facts = facts
+        self.pooling = facts.pooling
         self.tokenizer = tokenizer
-        self.pooling = pooling
-        self.max_model_len = max_model_len
-        self.vocab_size = vocab_size
-        self.model_name = model_name
-        self.can_grow = max_model_len < max_positions  # whether a higher max_model_len would help
         self._pieces: Pieces | None = None  # made when the first text comes
 
     def read(
@@ -84,11 +77,18 @@ class PromptReader:
                     whole = _ids(prompt["prompt_token_ids"])
                     ids = self._kept(whole, params[place])
                     begin = self._type_start(prompt.get("token_type_ids"), len(whole))
+                    if begin is not None and params[place].truncation_side == "left":
+                        begin = max(0, begin - (len(whole) - len(ids)))
                     begin = None if begin is not None and begin >= len(ids) else begin
                     prepared[place] = Prepared(start + place, prompt.get("prompt"), ids, begin, params[place])
                 elif isinstance(text := prompt.get("prompt") if isinstance(prompt, Mapping) else prompt, str):
                     if not text.strip():
                         raise InvalidPrompt("the text is empty; give at least a word")
+                    if isinstance(prompt, Mapping) and prompt.get("token_type_ids") is not None:
+                        raise InvalidPrompt(
+                            "token_type_ids are for token ids, and the prompt is a text; give prompt_token_ids too, or "
+                            "two texts as a pair"
+                        )
                     shown[place] = text
                     texts.setdefault(self._limit(params[place], role), []).append(place)
                 elif isinstance(prompt, Sequence):
@@ -111,8 +111,8 @@ class PromptReader:
                     prepared[place] = Prepared(start + place, None, array("i", found), begin, params[place])
             done = cast(list[Prepared], prepared)
             lengths = [len(one.ids) for one in done]
-            if min(lengths) < 1 or max(lengths) > self.max_model_len:
-                place = next(i for i, length in enumerate(lengths) if not 0 < length <= self.max_model_len)
+            if min(lengths) < 1 or max(lengths) > self.facts.max_model_len:
+                place = next(i for i, length in enumerate(lengths) if not 0 < length <= self.facts.max_model_len)
                 self._refuse_length(lengths[place])
             place = -1
             self._check_range(done)
@@ -128,17 +128,17 @@ class PromptReader:
             raise InvalidPrompt("the text is empty; give at least a word")
         limit, side = self._limit(params, PLAIN)
         (ids,) = self._encode(self._case([prefix + text]), limit, side)
-        if not 0 < len(ids) <= self.max_model_len:
+        if not 0 < len(ids) <= self.facts.max_model_len:
             self._refuse_length(len(ids))
-        if max(ids) >= self.vocab_size:
-            raise InvalidPrompt(f"token id {max(ids)} is unknown; {self.model_name} has 0 to {self.vocab_size - 1}")
+        if max(ids) >= self.facts.vocab_size:
+            raise InvalidPrompt(f"token id {max(ids)} is unknown; {self.facts.ids}")
         return ids
 
     def _kept(self, ids: array[int], params: PoolingParams) -> array[int]:
         keep = params.truncate_prompt_tokens
         if keep is None or params.truncation_side == "never":
             return ids
-        keep = keep if keep > 0 else self.max_model_len
+        keep = keep if keep > 0 else self.facts.max_model_len
         return ids[-keep:] if params.truncation_side == "left" else ids[:keep]
 
     def _limit(self, params: PoolingParams, role: Role) -> _Cut:
@@ -151,7 +151,7 @@ class PromptReader:
             keep = self.pooling.max_seq_length if role.length is None else role.length
             if keep is None:
                 return None, side
-        keep = self.max_model_len if keep < 0 else min(keep, self.max_model_len)
+        keep = self.facts.max_model_len if keep < 0 else min(keep, self.facts.max_model_len)
         return (keep if role.token_id is None else max(keep - 1, 1)), side
 
     def _as(self, role: Role, found: list[int]) -> tuple[array[int], int | None]:
@@ -159,7 +159,7 @@ class PromptReader:
         ids = array("i", found)
         if role.token_id is not None:
             ids.insert(1, role.token_id)
-        missing = min(role.filled, self.max_model_len) - len(ids)
+        missing = min(role.filled, self.facts.max_model_len) - len(ids)
         if role.filler_id is None or missing <= 0:
             return ids, None
         num_seen = None if role.filler_is_seen else len(ids)
@@ -180,7 +180,7 @@ class PromptReader:
             return None
         if not self.pooling.has_types:
             raise InvalidPrompt(
-                f"token_type_ids holds ones, and {self.model_name} tells no two texts apart; leave them out"
+                f"token_type_ids holds ones, and {self.facts.name} tells no two texts apart; leave them out"
             )
         return num_zeros
 
@@ -193,7 +193,7 @@ class PromptReader:
             for ids in found:
                 if len(ids) > most:
                     raise PromptTooLong(
-                        f"the prompt has {len(ids)} tokens, {self.model_name} reads {most} of a text; shorten it or "
+                        f"the prompt has {len(ids)} tokens, {self.facts.name} reads {most} of a text; shorten it or "
                         "let it be cut"
                     )
         return found
@@ -208,22 +208,31 @@ class PromptReader:
     def _refuse_length(self, length: int) -> None:
         if not length:
             raise InvalidPrompt("the prompt has no tokens; give at least one")
-        way_out = "shorten it or set truncate_prompt_tokens" + (", or raise max_model_len" if self.can_grow else "")
-        raise PromptTooLong(f"the prompt has {length} tokens, {self.model_name} takes {self.max_model_len}; {way_out}")
+        raise PromptTooLong(
+            f"the prompt has {length} tokens, {self.facts.name} takes {self.facts.max_model_len}; {self.facts.way_out}"
+        )
 
     def _check_range(self, prepared: list[Prepared]) -> None:
         """All ids at once: looking into each prompt would cost more than reading it did."""
         ids = np.frombuffer(b"".join([one.ids for one in prepared]), np.int32)
-        if ids.min() < 0 or ids.max() >= self.vocab_size:
+        if ids.min() < 0 or ids.max() >= self.facts.vocab_size:
             for one in prepared:
                 for token in one.ids:
-                    if not 0 <= token < self.vocab_size:
-                        raise InvalidPrompt(
-                            f"token id {token} is unknown; {self.model_name} has 0 to {self.vocab_size - 1}"
-                        )
+                    if not 0 <= token < self.facts.vocab_size:
+                        raise InvalidPrompt(f"token id {token} is unknown; {self.facts.ids}")
+
+
+@functools.lru_cache(4096)
+def _packer(count: int) -> struct.Struct:
+    return struct.Struct(f"{count}i")
 
 
 def _ids(given: Any) -> array[int]:
+    try:
+        if type(given) is list:  # twice as quick
+            return array("i", _packer(len(given)).pack(*given))
+    except struct.error:
+        pass  # what is wrong with it shows here
     try:
         return array("i", given.tolist() if isinstance(given, np.ndarray) else given)
     except OverflowError:

@@ -16,9 +16,10 @@ import msgspec
 import numpy as np
 
 from slipstream.config.pooling_info import Role
+from slipstream.engine.front.ahead import Ahead
 from slipstream.engine.front.outputs import PoolTrack
 from slipstream.engine.front.pool_inputs import PoolInputs
-from slipstream.engine.front.pool_prompts import PoolPrompt
+from slipstream.engine.front.pool_prompts import PoolPrompt, Prepared
 from slipstream.engine.front.pool_results import (
     PoolingRequestOutput,
     RerankResult,
@@ -43,6 +44,9 @@ class Batch(msgspec.Struct, frozen=True):
     params: PoolingParams | Sequence[PoolingParams]
     prefix: str = ""  # before texts
     role: Role = PLAIN
+
+    def each_params(self) -> Sequence[PoolingParams]:
+        return [self.params] if isinstance(self.params, PoolingParams) else self.params
 
 
 Results = list[Any]  # PoolingRequestOutputs of the kind that the task has
@@ -230,10 +234,16 @@ class Feed:
         self.inputs = inputs
         self.batches = batches
         self.total = sum(len(batch.prompts) for batch in batches)
+        self.is_level = len({own.priority for batch in batches for own in batch.each_params()}) < 2  # nobody goes first
         self._new_id = new_id
         self._plain = plain  # token ids as lists, for a core in another process
         self._sent: list[int] = [0] * self.total  # which of those sent is a place's
         self._twins: dict[int, str | None] = {}  # texts of places whose prompt was sent for another
+        self._prepared: Iterator[Prepared] | None = None  # of the batch that is being sent
+
+    def is_ready(self) -> bool:
+        """Whether the next one need not be waited for."""
+        return not isinstance(self._prepared, Ahead) or self._prepared.is_ready()
 
     def __iter__(self) -> Iterator[tuple[Submit, str | None]]:
         start = num_sent = 0
@@ -241,7 +251,8 @@ class Feed:
         for batch in self.batches:
             seen: dict[Any, int] = {}
             alike = isinstance(batch.params, PoolingParams)
-            for one in self.inputs.prepare(batch.prompts, batch.params, prefix=batch.prefix, role=batch.role):
+            self._prepared = self.inputs.prepare(batch.prompts, batch.params, prefix=batch.prefix, role=batch.role)
+            for one in self._prepared:
                 params, ids = one.params, one.ids
                 if not params.query_key:  # those are counted
                     key: Any = ids.tobytes()

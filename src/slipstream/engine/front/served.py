@@ -23,13 +23,14 @@ class ServedModel(msgspec.Struct, frozen=True):
     def load(cls, facts: ModelFacts) -> ServedModel:
         """Reads the tokenizer, which may take a second."""
         tokenizer = facts.load_tokenizer()
-        return cls(facts, tokenizer, facts.make_inputs(tokenizer), facts.make_pool_inputs(tokenizer))
+        pool_inputs = None if facts.pooling is None else PoolInputs(facts, tokenizer)
+        return cls(facts, tokenizer, InputProcessor(facts, tokenizer), pool_inputs)
 
     def can(self, task: str) -> bool:
         """`task`: generate, score, or one of pooling's."""
         pooling = self.facts.pooling
         if pooling is None or task == "generate":
-            return task == "generate" and (pooling is None or pooling.generates)
+            return task == "generate" and self.facts.generates
         if task == "score":
             return "classify" in pooling.tasks and pooling.num_labels == 1
         return task in pooling.tasks

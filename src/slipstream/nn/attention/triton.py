@@ -38,6 +38,7 @@ class _GroupPlan:
 class TritonPlan:
     groups: tuple[_GroupPlan, ...]  # per cache group
     has_chunks: bool  # some rows have more than one token
+    has_single: bool = True  # some may have one
     whole: Tiles | None = None  # of a model that keeps nothing in a cache
 
 
@@ -72,10 +73,10 @@ class TritonAttention:
             starts = batch.query_starts
             if starts is None:
                 starts = torch.arange(len(batch.ids) + 1, dtype=torch.int32, device=batch.ids.device)
-            return TritonPlan((), True, list_tiles(starts, len(batch.ids), self.cut, batch.num_seen))
-        num_tokens, num_rows = len(batch.ids), len(batch.lengths)
+            return TritonPlan((), True, whole=list_tiles(starts, len(batch.ids), self.cut, batch.num_seen))
+        num_rows = len(batch.lengths)
         has_chunks = batch.num_single < num_rows
-        assert has_chunks or num_tokens == num_rows, f"{num_tokens} tokens in {num_rows} rows of one"
+        num_tokens = len(batch.ids) if has_chunks else num_rows
         assert not has_chunks or batch.query_starts is not None, "rows of several tokens need query_starts"
         max_length = int(batch.max_lengths.max())
         # groups of one window have rows of the same lengths, hence the same work
@@ -111,7 +112,8 @@ class TritonAttention:
                     partials = after.groups[group].partials
                     assert len(partials.sums) == work.most_splits, "a plan after one of other rows"
                 made[window] = _GroupPlan(work, partials, window)
-        return TritonPlan(tuple(made[window] for window in self.windows), has_chunks or self.one_kernel)
+        groups = tuple(made[window] for window in self.windows)
+        return TritonPlan(groups, has_chunks or self.one_kernel, not batch.all_long and not self.one_kernel)
 
     def forward(
         self,
@@ -128,7 +130,7 @@ class TritonAttention:
         plan: TritonPlan = context.plan
         mine = plan.groups[group]
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        if not self.one_kernel:
+        if plan.has_single:
             attend_splits(out, query, keys, values, pages, mine.work, mine.partials, scale, mine.window, self.soft_cap)
         if plan.has_chunks:
             shape, window = None, mine.window

@@ -85,7 +85,7 @@ class PlainMlp(Layer):
         self.down = Linear(ffn_size, {"": hidden_size}, True, format_of(f"{name}.down"), dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.down(self.activation(self.up(x)))
+        hidden: torch.Tensor = self.down(self.up.weight.multiply_activated(x, self.up.bias, self.activation))
         return hidden
 
 

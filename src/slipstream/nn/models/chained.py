@@ -23,15 +23,16 @@ if TYPE_CHECKING:
 
 class ChainedLayers:
     def __init__(self) -> None:
-        self._is_able: bool | None = None  # None before anyone asked
+        self._asked: Any = None  # of which layers,
+        self._is_able = False  # and the answer
 
     def run(
         self, decoder: Decoder, x: torch.Tensor, rotary: torch.Tensor, local: torch.Tensor, context: ForwardContext
     ) -> torch.Tensor | None:
         """x [T, hidden], which is used up, to what the last norm gives; or None where this does not serve."""
         blocks: list[Any] = list(decoder.layers)
-        if self._is_able is None:
-            self._is_able = all(_is_plain(block) for block in blocks)
+        if self._asked is not decoder.layers:
+            self._asked, self._is_able = decoder.layers, all(_is_plain(block) for block in blocks)
         chain = choose_chain(x, [product.weight.data for product in _products(blocks[0])]) if self._is_able else ""
         if not chain:
             return None

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from slipstream.config.memory import VOCABULARY_CHUNK
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.layer_norm import LayerNorm
@@ -21,8 +22,6 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import find_activation
 from slipstream.nn.quant import Piece, Place, Plain, new_parameter
 from slipstream.ops.row_max import row_max_into
-
-VOCABULARY_CHUNK = 2048  # tokens whose logits are in memory at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

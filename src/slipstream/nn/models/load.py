@@ -13,7 +13,6 @@ import torch
 
 from slipstream.config.config import ModelConfig
 from slipstream.config.gguf_file import GgufFile
-from slipstream.config.model_info import ModelInfo
 from slipstream.errors import NotEnoughMemory, UnsupportedModel
 from slipstream.nn.columns import Columns, serves_columns
 from slipstream.nn.low_bit import LowBit
@@ -149,14 +148,4 @@ def _format(config: ModelConfig, device: torch.device) -> WeightFormat:
 def _open(config: ModelConfig) -> WeightSource:
     if config.load_format == "gguf":
         return GgufSource(GgufFile.open(config.path), config.info.num_heads, config.info.num_kv_heads)
-    _refuse_quantised(config.info)
     return open_folder(Path(config.path))
-
-
-def _refuse_quantised(info: ModelInfo) -> None:
-    method = info.extra.get("quantization_config")
-    if method is not None:
-        kind = method.get("quant_method", "an unnamed method") if isinstance(method, dict) else method
-        raise UnsupportedModel(
-            f"the checkpoint is quantised by {kind}, which we do not run; give the plain checkpoint or a GGUF file"
-        )

@@ -11,6 +11,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.linear import ways
@@ -19,7 +20,7 @@ from slipstream.ops.linear.unnormed import Chain, Unnormed
 from slipstream.ops.norm import add_rms_norm, rms_norm
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
-"""Of a gate and an up projection that lie side by side."""
+"""Of a gate and an up projection that lie side by side, or of each number."""
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _MOST = 64  # rows that a kernel of ours takes
@@ -59,6 +60,17 @@ def gated_linear(
     if out is None:
         out = _library(x, weight, bias)
     return out if activation is None else activation(out)
+
+
+def activated_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+) -> torch.Tensor:
+    """The product, and after it an activation of each of its numbers."""
+    if activation is F.gelu and bias is not None and len(x) >= ways.LEAST_ROWS and _can_gelu(x, weight, bias):
+        from slipstream.ops.linear.triton.gate import gelu_many
+
+        return gelu_many(x, weight, bias)
+    return activation(linear(x, weight, bias))
 
 
 def norm_linear(
@@ -128,6 +140,18 @@ def _can_gate(x: torch.Tensor, weight: torch.Tensor) -> bool:
     from slipstream.ops.linear.triton import can_stream
 
     return len(weight) % 16 == 0 and can_stream(x, weight)  # what is made is copied out as x and weight are copied in
+
+
+def _can_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> bool:
+    if not (x.is_cuda and _HAS_TRITON):
+        return False
+    from slipstream.ops.linear.triton import can_stream
+
+    if not can_stream(x, weight):
+        return False
+    from slipstream.ops.linear.triton.gate import can_gelu
+
+    return can_gelu(x, weight, bias)
 
 
 def _is_ours(x: torch.Tensor, activation: Activation | None) -> bool:

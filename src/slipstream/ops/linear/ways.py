@@ -1,10 +1,11 @@
 """The library's products of many rows on CUDA, each by the quickest of the ways the library offers.
 
 cuBLAS lists some eight algorithms for a product, and torch takes the first. On a chip that large products drive to the
-limit of its power another is quicker by up to a seventh (H200, docs/log.md). So an engine that starts tries them all
-on its largest step (`choosing`), and products of that shape go the quickest way from then on. What is quickest alone
-may be so by taking more power, for which all pay with a slower clock; so the best few are tried again under load, each
-for long enough that the clock follows. Every way sums in float32 and keeps a sum in one piece.
+limit of its power another is quicker by up to a seventh (H200, docs/log.md). So an engine that starts notes which
+products its largest step makes (`noting`) and tries all ways for each (`choose_ways`); products of that shape go the
+quickest way from then on. What is quickest alone may be so by taking more power, for which all pay with a slower clock;
+so the best few are tried again under load, each for long enough that the clock follows. Every way sums in float32 and
+keeps a sum in one piece. Few rows are added to a residual by the first of these ways, and nothing is timed for them.
 """
 
 from __future__ import annotations
@@ -24,21 +25,30 @@ from slipstream.device.sync_check import sync_allowed
 
 LEAST_ROWS = 1024
 """With fewer a product is over before the clock follows it."""
+FEW_ROWS = range(65, 257)
+"""Of steps in which rows decode. Where torch adds their product to something, the first way that splits no sum takes up
+to a quarter less than the one that torch takes (H200, docs/log.md)."""
 
 _MOST_WAYS = 16
 _WORKSPACE = 256  # bytes
 _ALIGNMENT = 256  # bytes; what the library takes for granted of a matrix when it lists ways
 _ROUNDS = 3
+_SHORT = 4  # products in a row: the device is at work when the clock is started, and does not wait for the host
 _WORTH = 0.99  # of the first way's time; what gains less may be noise
 _NEAR = 1.06  # of the least time; who is within it may be the best under load
 _FINALISTS = 3
-_LOAD = 400  # products that a finalist makes in a row,
+_LOAD = 400  # products that a finalist makes, half of them on the way back,
 _LOAD_TIME = 40.0  # in no more than so many milliseconds: the clock follows after twenty
 _HEATING = 2  # such turns get the device going before the first are compared
+_LEAST_OUTPUTS = 4096  # of few rows: with less there are too few sums for all multiprocessors, unless they are split
+_BETTER_SPLIT = range(113, 161)  # rows, where inputs are more than outputs
 
 _Shape = tuple[torch.device, torch.dtype, int, int, int]  # rows, outputs, inputs
+Noted = dict[_Shape, torch.Tensor]
+"""A weight for each."""
 _chosen: dict[_Shape, Product | None] = {}
-_here = threading.local()  # `choosing`: whether this thread does; another's engine may be answering meanwhile
+_unsplit: dict[_Shape, Product | None] = {}  # of few rows, made when they first come
+_here = threading.local()  # `noted`, by this thread alone: another's engine may be answering meanwhile
 _heated: set[torch.device] = set()
 
 
@@ -56,50 +66,67 @@ def add_to(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> boo
     """The same product, added to the residual; False where no way was chosen."""
     if not residual.is_contiguous() or residual.data_ptr() % _ALIGNMENT:
         return False
-    product = _find(x, weight)
+    product = _find_unsplit(x, weight) if len(x) in FEW_ROWS else _find(x, weight)
     if product is None:
         return False
     product.run(product.best, x, weight, residual, add=True)
     return True
 
 
-def _find(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
-    is_choosing = getattr(_here, "choosing", False)
-    if len(x) < LEAST_ROWS or not (_chosen or is_choosing) or not _is_plain(x, weight):
+def _find_unsplit(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
+    num_out, num_in = weight.shape
+    if num_out < _LEAST_OUTPUTS or (num_in > num_out and len(x) in _BETTER_SPLIT):
+        return None
+    if not _is_plain(x, weight) or not _is_hopper(x.device):
         return None
     shape = (x.device, x.dtype, len(x), *weight.shape)
-    if is_choosing and shape not in _chosen:
-        _chosen[shape] = choose(x, weight)
+    if shape not in _unsplit:
+        _unsplit[shape] = _list_ways(x, weight)
+    return _unsplit[shape]
+
+
+def _find(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
+    noted: Noted | None = getattr(_here, "noted", None)
+    if len(x) < LEAST_ROWS or not (_chosen or noted is not None) or not _is_plain(x, weight):
+        return None
+    shape = (x.device, x.dtype, len(x), *weight.shape)
+    if noted is not None and shape not in _chosen:
+        noted[shape] = weight
     return _chosen.get(shape)
 
 
 @contextlib.contextmanager
-def choosing() -> Iterator[None]:
-    """Meanwhile this thread's products of shapes not seen before are timed, for which the host waits."""
-    before, _here.choosing = getattr(_here, "choosing", False), True
+def noting() -> Iterator[Noted]:
+    """Meanwhile it is noted which shapes this thread's products have, of those not seen before."""
+    before, _here.noted = getattr(_here, "noted", None), {}
     try:
-        yield
+        yield _here.noted
     finally:
-        _here.choosing = before
+        _here.noted = before
+
+
+def choose_ways(noted: Noted) -> None:
+    """Time the ways of what was noted, on the current stream; the host waits for it. Nothing is noted any more then."""
+    while noted:
+        shape, weight = noted.popitem()
+        device, dtype, num_rows, _, num_in = shape
+        # an engine starts with equal rows, which take less power than any that will come
+        x = torch.empty(num_rows, num_in, dtype=dtype, device=device)
+        x.normal_(generator=torch.Generator(device).manual_seed(0))
+        _chosen[shape] = choose(x, weight)
 
 
 def choose(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
-    """The product of such shapes with its quickest way; None if that is what torch takes anyway, or cannot be asked.
-    x is overwritten: an engine starts with equal rows, which take less power than any that will come."""
-    library = loaded()
-    if library is None:
+    """The product of such shapes with its quickest way; None if that is what torch takes anyway, or cannot be asked."""
+    product = _list_ways(x, weight)
+    if product is None:
         return None
-    try:
-        product = Product(library, x, weight)
-    except LibraryError:
-        return None
-    x.normal_(generator=torch.Generator(x.device).manual_seed(0))
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     ways = range(product.num_ways)
     times: list[list[float]] = [[] for _ in ways]
-    for turn in range(_ROUNDS):
+    for _ in range(_ROUNDS):
         for way in ways:
-            times[way].append(_time(product, way, x, weight, out, 1 if turn else 2))
+            times[way].append(_time(product, way, x, weight, out, _SHORT))
     medians = [statistics.median(each) for each in times]
     final = finalists(medians)
     if len(final) > 1:
@@ -107,9 +134,23 @@ def choose(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
         if x.device not in _heated:  # later shapes find it so
             _time(product, final[0], x, weight, out, _HEATING * count)
             _heated.add(x.device)
-        medians = [_time(product, way, x, weight, out, count) if way in final else math.inf for way in ways]
+        loads: list[list[float]] = [[] for _ in ways]
+        for way in (*final, *reversed(final)):  # there and back: whoever comes later finds a slower clock
+            loads[way].append(_time(product, way, x, weight, out, max(_SHORT, count // 2)))
+        medians = [statistics.mean(each) if each else math.inf for each in loads]
     product.best = quickest(medians)
     return product if product.best else None
+
+
+def _list_ways(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
+    library = loaded()
+    if library is None:
+        return None
+    try:
+        product = Product(library, x, weight)
+    except LibraryError:
+        return None
+    return product if product.num_ways else None
 
 
 def finalists(medians: list[float]) -> list[int]:
@@ -236,6 +277,11 @@ def _time(product: Product, way: int, x: torch.Tensor, weight: torch.Tensor, out
     with sync_allowed("an engine that starts tries the library's ways"):
         end.synchronize()
     return float(begin.elapsed_time(end)) / (count - skipped)
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache

@@ -17,12 +17,13 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream.config.memory import MAX_SPLITS, SMALLEST_SPLIT
+
 # A row of one token is cut every so many keys, and every 2, 4, 8... times as many where that is over MAX_SPLITS cuts.
 # Few rows need many pieces to keep the device busy; among many rows a piece should be worth its beginning and end.
-FEW_ROWS, SPLIT_OF_FEW = 8, 256
+FEW_ROWS, SPLIT_OF_FEW = 8, SMALLEST_SPLIT
 SOME_ROWS, SPLIT_OF_SOME = 128, 512
 SPLIT_OF_MANY = 1024
-MAX_SPLITS = 32
 SPLIT_COST = tl.constexpr(64)  # of a piece's beginning and end, in keys
 
 # Tiles go longest first, so that equal shares of them take equal time. But those of rows with many are sorted only

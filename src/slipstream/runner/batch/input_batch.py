@@ -29,6 +29,7 @@ class Size:
 
     tokens: int
     rows: int
+    all_long: bool = False  # no row has one token, so that attention need not look for any
 
     @property
     def is_single(self) -> bool:
@@ -82,6 +83,7 @@ class InputBatch:
                 num_tokens=counts.num_tokens,
                 max_lengths=counts.max_lengths,
                 num_single=counts.num_single,
+                all_long=size is not None and size.all_long,
                 query_starts=starts,
             )
             return Gathered(view, rows)

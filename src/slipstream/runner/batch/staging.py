@@ -6,6 +6,7 @@ written again only after the event of that copy. `StagedTensor` is a device tens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -54,6 +55,15 @@ class Upload:
             self._slot.memory[start:stop] = array.tobytes()
         self._used = -(-stop // _ALIGN) * _ALIGN
         return Span(start, stop, _TORCH[array.dtype], array.shape)
+
+    def room(self, dtype: Any, shape: tuple[int, ...]) -> tuple[Span, np.ndarray[Any, Any]]:
+        """Host: a place in the arena for an array that is made there, which spares copies of a large one. It holds what
+        an earlier step left."""
+        start, kind = self._used, np.dtype(dtype)
+        stop = start + math.prod(shape) * kind.itemsize
+        assert stop <= self._ring.capacity, f"a step stages {stop} bytes, the arena holds {self._ring.capacity}"
+        self._used = -(-stop // _ALIGN) * _ALIGN
+        return Span(start, stop, _TORCH[kind], shape), self._slot.array[start:stop].view(kind).reshape(shape)
 
     def then(self, work: Callable[[], None]) -> None:
         """Host: run `work` on the stream, after the copy and after what was asked for before."""

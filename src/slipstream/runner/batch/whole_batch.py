@@ -27,7 +27,8 @@ class WholeBatch:
         num_rows, total = len(counts), len(plan.tokens)
         tokens, rows = (total, num_rows) if size is None else (size.tokens, size.rows)
         # tokens that pad have id 0 at position 0, and rows that pad have none
-        by_token = np.zeros((3 if self.with_types else 2, tokens), np.int64)
+        token_span, by_token = upload.room(np.int64, (3 if self.with_types else 2, tokens))
+        by_token[:, total:] = 0
         ends = np.cumsum(counts, dtype=np.int32)
         starts = np.full(rows + 1, total, np.int32)
         starts[0] = 0
@@ -36,12 +37,14 @@ class WholeBatch:
         positions = by_token[1, :total]
         np.subtract(np.arange(total), np.repeat(ends - counts - begins, counts), out=positions)
         by_token[0, :total] = plan.tokens
-        if plan.type_starts is not None:
+        if self.with_types and plan.type_starts is None:
+            by_token[2, :total] = 0
+        elif plan.type_starts is not None:
             assert self.with_types, "a pair came to a model without token types"
             np.greater_equal(positions, np.repeat(plan.type_starts, counts), out=by_token[2, :total])
         lengths = np.zeros(rows, np.int64)
         lengths[:num_rows] = plan.lengths
-        spans = upload.put(by_token), upload.put(lengths), upload.put(starts)
+        spans = token_span, upload.put(lengths), upload.put(starts)
         assert plan.num_seen is None or self.with_unseen, "tokens that none sees came to a model without them"
         seen_span = None
         if self.with_unseen:

@@ -42,26 +42,37 @@ class GivenWork:
 
 
 class GivenLogprobs:
-    """logprob_token_ids: the ids of the rows that ask are kept on the device. A RowState, but it edits nothing."""
+    """logprob_token_ids: the ids of the rows that ask are kept on the device. A RowState, but it edits nothing.
+
+    Whoever sits down knows that all lines at the length of the longest are not too much for a step to report. So the
+    table is made anew when it is too small, for those who are here, and stays within a few times that.
+    """
 
     def __init__(self, num_rows: int, device: Device) -> None:
         self.slots = Slots(num_rows, device)
-        self.num_ids = np.zeros(num_rows, np.int64)
+        self.num_ids = np.zeros(num_rows, np.int64)  # 0 for rows that do not ask
         self.ids = SlotTable(num_rows, 0, torch.int32, device)
         self._new: list[tuple[int, tuple[int, ...]]] = []
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.released:
             self.slots.release(row)
+        self.num_ids[plan.released] = 0
         for admission in plan.admitted:
             if ids := admission.params.given_ids:
                 self.num_ids[admission.row] = len(ids)
-                self._new.append((self.slots.take(admission.row), ids))
+                self.slots.take(admission.row)
+                self._new.append((admission.row, ids))
 
     def flush(self, upload: Upload) -> None:
-        for slot, ids in self._new:
-            self.ids.reserve(slot + 1, len(ids), upload)
-            self._write(slot, ids, upload)
+        if not self._new:
+            return
+        slots = self.slots.of_row
+        num_slots, width = self.ids.shape
+        if any(slots[row] >= num_slots or len(ids) > width for row, ids in self._new):
+            self.ids.remake(self.slots.close_up(), int(self.num_ids.max()), upload)
+        for row, ids in self._new:
+            self._write(int(slots[row]), ids, upload)
         self._new = []
 
     def _write(self, slot: int, ids: tuple[int, ...], upload: Upload) -> None:

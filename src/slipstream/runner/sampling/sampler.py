@@ -87,12 +87,16 @@ class Sampler:
         self.long = LongLogprobs(num_rows)
         self._states: list[RowState] = [*self.stages, self.draw, self.given, self.long]
         self._changed = False  # whether anyone came or went in this step
+        self._seated: set[int] = set()  # rows of texts; others pool
 
     def apply(self, plan: StepPlan) -> None:
-        self._changed = bool(plan.admitted) or len(plan.released) > 0
+        released = plan.released.tolist()
+        self._changed = bool(plan.admitted) or not self._seated.isdisjoint(released)
         if self._changed:
             for state in self._states:
                 state.apply(plan)
+            self._seated.difference_update(released)
+            self._seated.update([admission.row for admission in plan.admitted])
 
     def flush(self, upload: Upload) -> None:
         if self._changed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,6 +70,17 @@ class Slots:
             self.of_row[row] = -1
             self.staged.write(row, -1)
 
+    def close_up(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Rows that have a slot get the first ones, in the order of their slots. Returns the slots they had."""
+        rows = np.flatnonzero(self.of_row >= 0)
+        rows = rows[np.argsort(self.of_row[rows])]
+        before = self.of_row[rows]
+        self.of_row[rows] = np.arange(len(rows))
+        for slot, row in enumerate(map(int, rows)):
+            self.staged.write(row, slot)
+        self._free, self._num = [], len(rows)
+        return before
+
     def flush(self, upload: Upload) -> None:
         self.staged.flush(upload)
 
@@ -108,8 +120,26 @@ class SlotTable:
 
         upload.then(grow)
 
+    def remake(self, kept: np.ndarray[Any, np.dtype[np.int64]], width: int, upload: Upload) -> None:
+        """Host: from this step on the slots are these, in this order, of so many columns or a little more. Slots that
+        are not there yet come last."""
+        known = kept[kept < self.shape[0]]
+        shape = self.shape = (_power(len(kept)), _power(width))
+        span, fill = upload.put(known), self._fill or 0
+
+        def copy() -> None:
+            old, num = self.tensor, min(self.tensor.shape[1], shape[1])
+            self.tensor = old.new_full(shape, fill)
+            self.tensor[: len(known), :num].copy_(old[:, :num].index_select(0, upload.tensor(span)))
+
+        upload.then(copy)
+
+
+def _power(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
 
 def _grown(size: int, wanted: int) -> int:
     if wanted <= size:
         return size
-    return max(_FIRST, 1 << (wanted - 1).bit_length())
+    return max(_FIRST, _power(wanted))

@@ -20,12 +20,10 @@ def extend_hashes(hashes: list[bytes], tokens: list[int], num_pages: int, page_s
         return
     assert num_pages * page_size <= len(tokens), f"{num_pages} full pages of {page_size} asked of {len(tokens)} tokens"
     parent = hashes[-1] if made else _root(salt)
-    content = memoryview(array("i", tokens[made * page_size : num_pages * page_size]).tobytes())
+    content = array("i", tokens[made * page_size : num_pages * page_size]).tobytes()
     width = len(content) // (num_pages - made)
     for start in range(0, len(content), width):
-        page = blake2b(parent, digest_size=DIGEST_BYTES)
-        page.update(content[start : start + width])
-        parent = page.digest()
+        parent = blake2b(parent + content[start : start + width], digest_size=DIGEST_BYTES).digest()
         hashes.append(parent)
 
 

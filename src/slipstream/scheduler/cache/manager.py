@@ -54,7 +54,7 @@ class CacheManager:
     @property
     def num_free(self) -> int:
         """Free pages of the group that has fewest."""
-        return min((group.pool.num_free for group in self.groups), default=NEVER)
+        return min([group.pool.num_free for group in self.groups], default=NEVER)
 
     @property
     def num_usable(self) -> int:
@@ -78,13 +78,17 @@ class CacheManager:
             return self.nothing
         tokens, hashes, page_size, salt = request.tokens, request.hashes, self.page_size, request.cache_salt
         limit = (len(tokens) - 1) // page_size
+        full = len(tokens) // page_size
 
         def hash_at(place: int) -> bytes:
             if place >= len(hashes):
                 # some ahead, not all: a long prompt that misses early need not be hashed in one go
-                extend_hashes(hashes, tokens, min(limit, place + 16), page_size, salt)
+                extend_hashes(hashes, tokens, min(full, place + 16), page_size, salt)
             return hashes[place]
 
+        if len(self.groups) == 1:
+            pages = self.groups[0].match(hash_at, limit)
+            return Hit(len(pages) * page_size, [pages]) if pages else self.nothing
         found: dict[int, list[int]] = {}
         while True:
             agreed = limit
@@ -180,19 +184,23 @@ class CacheManager:
         assert not request.pages, f"{request} holds pages already"
         num_places = -(-length // self.page_size)
         for group, shared in zip(self.groups, hit.pages, strict=True):
-            held = _real(shared)
-            need = max(num_places - len(shared), group.pages_for(known) - len(held))
-            if need > group.pool.num_free - group.pool.num_idle(held) - keep:
+            need, num_idle = max(num_places - len(shared), group.pages_for(known)), 0
+            if shared:
+                held = _real(shared)
+                need = max(num_places - len(shared), group.pages_for(known) - len(held))
+                num_idle = group.pool.num_idle(held)
+            if need > group.pool.num_free - num_idle - keep:
                 return None
         if not request.num_preemptions and self.prefix_caching:
             self.num_queries += len(request.tokens)
             self.num_hits += hit.length
         changed: list[Run] = []
         for index, (group, shared) in enumerate(zip(self.groups, hit.pages, strict=True)):
-            group.pool.share(_real(shared))  # before taking, which could take these very pages
+            if shared:
+                group.pool.share(_real(shared))  # before taking, which could take these very pages
             pages = shared + group.pool.take(num_places - len(shared))
             request.pages.append(pages)
-            changed.append((index, 0, list(pages)))
+            changed.append((index, 0, pages[:]))
         self._holders.add(request)
         request.num_published = len(hit.pages[0]) if self.groups else 0
         request.capacity = num_places * self.page_size if self.groups else NEVER
@@ -207,10 +215,9 @@ class CacheManager:
         if full <= request.num_published:
             return
         extend_hashes(request.hashes, request.tokens, full, self.page_size, request.cache_salt)
+        new = slice(request.num_published, full)
         for group, held in zip(self.groups, request.pages, strict=True):
-            for place in range(request.num_published, full):
-                if held[place] != NULL_PAGE:
-                    group.pool.publish(held[place], request.hashes[place])
+            group.pool.publish(held[new], request.hashes[new])
         request.num_published = full
         self._set_mark(request)
 

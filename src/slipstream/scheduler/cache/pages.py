@@ -82,12 +82,15 @@ class PagePool:
         refs = self.refs
         return sum(1 for page in pages if refs[page] == 1)
 
-    def publish(self, page: int, page_hash: bytes) -> None:
-        """Let others find a held page by its content. If another page has that content already, that one stays."""
-        assert self.refs[page] > 0, f"page {page} published while nobody holds it"
-        if page_hash not in self._page_of:
-            self._page_of[page_hash] = page
-            self._hash_of[page] = page_hash
+    def publish(self, pages: Sequence[int], hashes: Sequence[bytes]) -> None:
+        """Let others find held pages by their content. If another page has that content already, that one stays.
+        Places that have the null page are passed over."""
+        refs, page_of, hash_of = self.refs, self._page_of, self._hash_of
+        for page, page_hash in zip(pages, hashes, strict=True):
+            if page != NULL_PAGE and page_hash not in page_of:
+                assert refs[page] > 0, f"page {page} published while nobody holds it"
+                page_of[page_hash] = page
+                hash_of[page] = page_hash
 
     def forget(self, page: int) -> None:
         """Let nobody find this page any more; those who hold it keep it."""

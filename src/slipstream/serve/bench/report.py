@@ -87,16 +87,19 @@ def step_table(time: DeviceTime) -> str:
 
 
 def long_table(trials: dict[str, Trial]) -> str:
-    places = list(next(iter(trials.values())).itl_at_ms)
+    places = sorted({place for trial in trials.values() for place in trial.itl_at_ms})
     lines = [f"  {'':<12}{'out/s':>10}" + "".join(f"{f'at {place}':>12}" for place in places) + "   ms between tokens"]
+    if not places:
+        lines = [f"  {'':<12}{'out/s':>10}   texts too short to compare the time between tokens along them"]
     for name, trial in trials.items():
-        times = "".join(f"{trial.itl_at_ms[place]:>12.3f}" for place in places)
+        gaps = [trial.itl_at_ms.get(place) for place in places]
+        times = "".join(f"{'-':>12}" if gap is None else f"{gap:>12.3f}" for gap in gaps)
         lines.append(f"  {name:<12}{trial.output_per_second:>10.0f}{times}")
     return "\n".join(lines)
 
 
 def startup_table(starts: list[Startup]) -> str:
-    lines = [f"  {'seconds':<10}{'import':>10}{'start':>10}{'2 tokens':>10}{'total':>10}"]
+    lines = [f"  {'seconds':<10}{'import':>10}{'start':>10}{starts[0].answer:>10}{'total':>10}"]
     for start in starts:
         times: tuple[Any, ...] = (start.import_seconds, start.start_seconds, start.answer_seconds, start.total)
         lines.append(f"  {'cold' if start.cold else 'warm':<10}" + "".join(f"{value:>10.2f}" for value in times))

@@ -1,4 +1,4 @@
-"""How long an engine takes from nothing to its first token: import, start, answer; in a process of its own each time.
+"""How long an engine takes from nothing to its first answer: import, start, answer; in a new process each time.
 
 Cold means that no kernel was ever compiled: the caches of Triton and of our C kernels are empty folders. The files of
 the model and of the libraries are as warm as the machine has them.
@@ -27,9 +27,13 @@ imported = time.perf_counter()
 llm = LLM(**json.loads(sys.argv[1]), use_tqdm_on_load=False)
 ready = time.perf_counter()
 prompt = [1 + i % 50 for i in range(32)]
-llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+if llm.config.model.generates:
+    llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True), use_tqdm=False)
+else:
+    llm.encode([prompt], use_tqdm=False)
 answered = time.perf_counter()
-print(json.dumps([imported - start, ready - imported, answered - ready]))
+answer = "2 tokens" if llm.config.model.generates else "1 result"
+print(json.dumps([answer, imported - start, ready - imported, answered - ready]))
 llm.close()
 """
 
@@ -40,7 +44,8 @@ class Startup(msgspec.Struct, frozen=True, kw_only=True):
     cold: bool
     import_seconds: float
     start_seconds: float  # to ready
-    answer_seconds: float  # two tokens more
+    answer: str  # what it was asked for
+    answer_seconds: float
 
     @property
     def total(self) -> float:
@@ -62,6 +67,7 @@ def measure_startup(options: dict[str, Any], tell: Callable[[str], None] = lambd
             )
             if done.returncode:
                 raise SlipstreamError(f"the engine did not start: {done.stderr.strip().splitlines()[-1]}")
-            times = json.loads(done.stdout.splitlines()[-1])
-            found.append(Startup(cold=cold, import_seconds=times[0], start_seconds=times[1], answer_seconds=times[2]))
+            answer, *times = json.loads(done.stdout.splitlines()[-1])
+            seconds = dict(zip(("import_seconds", "start_seconds", "answer_seconds"), times, strict=True))
+            found.append(Startup(cold=cold, answer=answer, **seconds))
         return found

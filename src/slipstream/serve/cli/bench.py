@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
@@ -139,34 +140,26 @@ class _Bench:
             self._print(shape.workload.facts(), trials, "")
             return
         self._print_header(report.COLUMNS)
-        found = {}
-        for name, shape in shapes.items():
-            try:
-                trials = self._measure(shape)
-            except InvalidOption as error:  # too long for this engine; the other shapes may do
-                found[name] = {"error": str(error)}
-                self._tell(f"{name:<10}{error}")
-                continue
-            found[name] = shape_facts(shape) | trials[0].facts()
-            self._tell(report.trial_line(name, trials[0]))
+        found: dict[str, Any] = {}
+        for name, best in self._each(shapes, found):
+            self._tell(report.trial_line(name, best))
+            found[name] = shape_facts(shapes[name]) | best.facts()
         self._print_json({"shapes": found})
 
     def latency(self, shapes: dict[str, Shape]) -> None:
+        if self.args.rate is None and not 0 < self.args.load <= 1:
+            raise InvalidOption(f"load is {self.args.load}; give a share of the peak, over 0 and up to 1")
+        if list(shapes) == [""]:
+            shape = shapes[""]
+            rate = self._rate(shape)
+            self._print(shape.workload.facts() | {"rate": rate}, self._measure(shape, rate), f", {rate:.2f} requests/s")
+            return
+        self._print_header(report.COLUMNS)
         found: dict[str, Any] = {}
-        for name, shape in shapes.items():
-            rate = self.args.rate
-            if rate is None:
-                if not 0 < self.args.load <= 1:
-                    raise InvalidOption(f"load is {self.args.load}; give a share of the peak, over 0 and up to 1")
-                rate = self.args.load * self._measure(shape)[0].requests_per_second
-            trials = self._measure(shape, rate)
-            if not name:
-                self._print(shape.workload.facts() | {"rate": rate}, trials, f", {rate:.2f} requests/s")
-                return
-            if not found:
-                self._print_header(report.COLUMNS)
-            self._tell(report.trial_line(name, trials[0]) + f"  at {rate:.2f} requests/s")
-            found[name] = shape_facts(shape) | {"rate": rate} | trials[0].facts()
+        rates: dict[str, float] = {}
+        for name, best in self._each(shapes, found, rates):
+            self._tell(report.trial_line(name, best) + f"  at {rates[name]:.2f} requests/s")
+            found[name] = shape_facts(shapes[name]) | {"rate": rates[name]} | best.facts()
         self._print_json({"shapes": found})
 
     def long(self, shapes: dict[str, Shape]) -> None:
@@ -175,17 +168,47 @@ class _Bench:
             plain = shapes[""]
             penalised = Shape(plain.workload, plain.params | SHAPES["longpen"].params)
             shapes = {"plain": plain, "penalised": penalised}
-        trials = {name: self._measure(shape)[0] for name, shape in shapes.items()}
+        found: dict[str, Any] = {}
+        trials: dict[str, Trial] = {}
+        for name, best in self._each(shapes, found):
+            trials[name] = best
+            found[name] = shape_facts(shapes[name]) | best.facts()
         self._print_header(report.long_table(trials))
-        self._print_json({"shapes": {name: shape_facts(shapes[name]) | trials[name].facts() for name in shapes}})
+        self._print_json({"shapes": found})
 
     def step(self, shapes: dict[str, Shape]) -> None:
-        found = {}
-        for name, shape in shapes.items():
-            device = self._measure(shape)[0].device
-            self._print_header(f"{name or report.shape_line(shape.workload)}\n{report.step_table(device)}")
-            found[name or "given"] = shape_facts(shape) | {"device": msgspec.to_builtins(device)}
+        found: dict[str, Any] = {}
+        for name, best in self._each(shapes, found):
+            self._print_header(f"{name or report.shape_line(shapes[name].workload)}\n{report.step_table(best.device)}")
+            found[name or "given"] = shape_facts(shapes[name]) | {"device": msgspec.to_builtins(best.device)}
         self._print_json({"shapes": found})
+
+    def _each(
+        self, shapes: dict[str, Shape], found: dict[str, Any], rates: dict[str, float] | None = None
+    ) -> Iterator[tuple[str, Trial]]:
+        """The best trial of each shape, where `rates` is given at the rate that goes in there. One that is too long for
+        this engine is told of, in `found` too, and the others are measured; an error if all are."""
+        refused: InvalidOption | None = None
+        for name, shape in shapes.items():
+            try:
+                rate = None if rates is None else self._rate(shape)
+                best = self._measure(shape, rate)[0]
+            except InvalidOption as error:
+                refused = error
+                found[name] = {"error": str(error)}
+                self._tell(f"{name:<10}{error}")
+                continue
+            if rates is not None and rate is not None:
+                rates[name] = rate
+            yield name, best
+        if refused is not None and all("error" in facts for facts in found.values()):
+            raise refused
+
+    def _rate(self, shape: Shape) -> float:
+        """Of latency: as told, or a share of the peak."""
+        if self.args.rate is not None:
+            return float(self.args.rate)
+        return float(self.args.load * self._measure(shape)[0].requests_per_second)
 
     def _measure(self, shape: Shape, rate: float | None = None) -> list[Trial]:
         args = self.args

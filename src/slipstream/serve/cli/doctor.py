@@ -176,13 +176,14 @@ def short_run(options: dict[str, Any], opener: OpenLLM) -> list[Sync]:
             options = {"model": folder, "load_format": "dummy"} | options
         # inline on the CPU: what runs in a thread of its own cannot be watched from here
         usual = {"skip_tokenizer_init": True, "max_model_len": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 8}
-        if options.get("device") == "cpu" or not _has_cuda():
+        on_cpu = options.get("device") == "cpu" or not _has_cuda()
+        if on_cpu:
             usual["depth"] = 0
         llm = opener(**(usual | options))
         with closing(llm):
             prompts = [[1 + (number * 7 + place) % 100 for place in range(12)] for number in range(len(RUN))]
             params = [SamplingParams(max_tokens=8, ignore_eos=True, **one) for one in RUN]  # type: ignore[arg-type]
-            with watch() as log:
+            with watch(cpu=on_cpu) as log:
                 llm.generate(prompts, params, use_tqdm=False)
     return [*log.found, *log.allowed]
 

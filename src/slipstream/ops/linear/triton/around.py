@@ -50,18 +50,38 @@ def _hopper_serves(device: torch.device) -> bool:
 
 
 _counters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_zeros: dict[torch.device, torch.Tensor] = {}  # that no weight has yet
+_CHUNK = 1 << 20  # numbers taken at a time, more than twice what a model of 70 billion weights has
+_LINE = 32  # numbers that a multiprocessor reads at once: no two weights share them
 
 
 def counters(weight: torch.Tensor) -> torch.Tensor:
     """How many of the programs that share a block of outputs are done; 0 between kernels. They are the weight's own, so
-    that two engines never count together."""
+    that two engines never count together, and of memory that is there already, so that a graph being captured need not
+    set them to 0 at each replay."""
     found: torch.Tensor | None = _counters.get(weight)
     if found is None:
         # one more, since few outputs may be shared by two blocks of rows
-        found = torch.zeros(triton.cdiv(len(weight), 16) + 1, dtype=torch.int32, device=weight.device)
-        if not (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
-            _counters[weight] = found  # else they are the graph's, and every replay sets them to 0
+        num = triton.cdiv(len(weight), 16) + 1
+        found = _take(num, weight.device)
+        if found is None:  # none is left, and a graph is being captured: they are the graph's
+            return torch.zeros(num, dtype=torch.int32, device=weight.device)
+        _counters[weight] = found
     return found
+
+
+def _take(num: int, device: torch.device) -> torch.Tensor | None:
+    left, num_lines = _zeros.get(device), triton.cdiv(num, _LINE) * _LINE
+    if left is None or len(left) < num_lines:
+        if _is_capturing(device):
+            return None
+        left = torch.zeros(max(_CHUNK, num_lines), dtype=torch.int32, device=device)
+    _zeros[device] = left[num_lines:]
+    return left[:num]
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @triton.jit

@@ -153,7 +153,7 @@ class _Job:
             raise bad_request("top_logprobs needs logprobs=true; set it or leave top_logprobs out", "top_logprobs")
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         own: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
-        own["max_tokens"] = limit if limit is not None else self.inputs.defaults.params.get("max_tokens")
+        own["max_tokens"] = limit if limit is not None else self.inputs.facts.defaults.params.get("max_tokens")
         self.params = sampling_params(given, self.inputs, call.state.settings, own)
         self.as_ids = bool(body.return_tokens_as_token_ids)
         self.id, self.created, self.model = f"chatcmpl-{call.id}", int(time.time()), served.facts.name

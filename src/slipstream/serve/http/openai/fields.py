@@ -144,7 +144,7 @@ def sampling_params(
     if "stream_options" in given and not given.get("stream"):
         raise bad_request("stream_options is only for stream=true; leave it out", param="stream_options")
     plain = {name: given[name] for name in given.keys() & _PLAIN}
-    return SamplingParams(**{**inputs.defaults.params, **plain, **own})
+    return SamplingParams(**{**inputs.facts.defaults.params, **plain, **own})
 
 
 def _check_limits(given: dict[str, Any], settings: Settings) -> None:

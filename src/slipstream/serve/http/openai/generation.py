@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slipstream.engine.front.inputs import Prepared
 from slipstream.engine.front.outputs import Track
+from slipstream.engine.front.prompts import Prompts
 from slipstream.engine.front.reading import Reading
-from slipstream.errors import UserError
-from slipstream.messages import Submit
 from slipstream.params import SamplingParams
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import HttpError, bad_request
-
-Prepared = list[tuple[Submit, str | None]]
 
 
 async def start(
@@ -21,7 +19,7 @@ async def start(
     model: str | None,
     num_prompts: int,
     size: int,
-    prepare: Callable[[], Prepared],
+    prepare: Callable[[], list[Prepared]],
     *,
     stream: bool,
 ) -> Reading:
@@ -38,18 +36,10 @@ async def start(
 
 def submits_for(
     call: Call, model: str | None, prompts: Sequence[Any], params: SamplingParams, *, add_special_tokens: bool
-) -> Prepared:
+) -> list[Prepared]:
     engine = call.state.engine
-    inputs = engine.model(model).inputs
-    submits: Prepared = []
-    for prompt in prompts:
-        try:
-            submits.append(inputs.submit(engine.new_id(), prompt, params, add_special_tokens=add_special_tokens))
-        except UserError as error:
-            if len(prompts) == 1:
-                raise
-            raise type(error)(f"prompt {len(submits) + 1} of {len(prompts)}: {error}") from None
-    return submits
+    inputs, each = engine.model(model).inputs, [params] * len(prompts)
+    return list(Prompts(inputs, prompts, each, engine.new_id, add_special_tokens=add_special_tokens))
 
 
 def check_end(track: Track) -> None:

@@ -1,0 +1,48 @@
+"""Ahead: a list made part by part, the next one by a thread while those before are used."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Ahead(Generic[T]):
+    """For work that lets others run meanwhile, as encoding texts does. With one part there is no thread."""
+
+    def __init__(self, make: Callable[[slice], list[T]], parts: Iterable[slice]) -> None:
+        self._make = make
+        self._parts = deque(parts)
+        self._made: deque[T] = deque()
+        self._coming: Future[list[T]] | None = None
+        self._thread: ThreadPoolExecutor | None = None  # ends when it is dropped
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        while not self._made:
+            self._turn()
+        return self._made.popleft()
+
+    def is_ready(self) -> bool:
+        """Whether the next one, or that there is none, is known at once."""
+        return bool(self._made) or (not self._parts if self._coming is None else self._coming.done())
+
+    def _turn(self) -> None:
+        if self._coming is not None:
+            made = self._coming.result()
+        elif self._parts:
+            made = self._make(self._parts.popleft())
+        else:
+            raise StopIteration
+        self._coming = None
+        if self._parts:
+            self._thread = self._thread or ThreadPoolExecutor(1, "slipstream-texts")
+            self._coming = self._thread.submit(self._make, self._parts.popleft())
+        else:
+            self._thread = None
+        self._made.extend(made)

@@ -1,0 +1,90 @@
+"""Prompts: those of one call, all checked at once, their texts encoded as they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import repeat
+
+from slipstream.engine.front.ahead import Ahead
+from slipstream.engine.front.inputs import InputProcessor, Prepared, Prompt
+from slipstream.errors import InvalidPrompt, UserError
+from slipstream.params import SamplingParams
+
+_PER_TOKEN = 4  # characters, about
+_MOST = 2**19  # characters encoded at a time: a tokenizer notes much about each token
+
+
+class Prompts:
+    """Iterating gives what is to be sent, in the order of the prompts.
+
+    Texts are encoded in parts, a step's worth first and then more and more, each while the one before is used.
+    """
+
+    def __init__(
+        self,
+        inputs: InputProcessor,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | None],
+        new_id: Callable[[], str],
+        *,
+        priorities: Sequence[int | None] | None = None,
+        salts: Sequence[str | None] | None = None,
+        add_special_tokens: bool = True,
+    ) -> None:
+        self._inputs = inputs
+        self._special = add_special_tokens
+        self.asked: list[Prepared] = []  # in full where token ids were given
+        each = zip(prompts, params, priorities or repeat(None), salts or repeat(None), strict=False)
+        try:
+            for prompt, own, priority, salt in each:
+                self.asked.append(inputs.ask(new_id(), prompt, own, priority=priority, cache_salt=salt))
+        except UserError as error:
+            raise _named(error, len(self.asked), len(prompts)) from None
+        # whether none will be refused that has still to be encoded
+        self.is_sure = all(
+            message.prompt_token_ids or inputs.surely_fits(message, text or "") for message, text in self.asked
+        )
+        self._made = Ahead(self._make, _parts(self.asked, _PER_TOKEN * inputs.facts.max_batch_tokens))
+
+    def __iter__(self) -> Iterator[Prepared]:
+        return self._made
+
+    def is_ready(self) -> bool:
+        """Whether the next one need not be waited for."""
+        return self._made.is_ready()
+
+    def _make(self, part: slice) -> list[Prepared]:
+        inputs, asked = self._inputs, self.asked[part]
+        texts = [text or "" for message, text in asked if not message.prompt_token_ids]
+        try:
+            found = iter(inputs.encode(texts, self._special) if texts else ())
+        except InvalidPrompt:
+            found = iter(())  # whose text it was shows when they are encoded one by one
+        made: list[Prepared] = []
+        try:
+            for message, text in asked:
+                if not message.prompt_token_ids:
+                    ids = next(found, None) or inputs.encode([text or ""], self._special)[0]
+                    message = inputs.complete(message, ids)
+                made.append((message, text))
+        except UserError as error:
+            raise _named(error, part.start + len(made), len(self.asked)) from None
+        return made
+
+
+def _parts(asked: Sequence[Prepared], size: int) -> Iterator[slice]:
+    """Of so many characters to be encoded, then of twice as many each time."""
+    start = taken = 0
+    size = min(size or _MOST, _MOST)
+    for place, (message, text) in enumerate(asked):
+        if taken >= size:
+            yield slice(start, place)
+            start, taken, size = place, 0, min(2 * size, _MOST)
+        if not message.prompt_token_ids:
+            taken += len(text or "")
+    yield slice(start, len(asked))
+
+
+def _named(error: UserError, place: int, total: int) -> UserError:
+    """By the place of the prompt that it is about."""
+    return error if total == 1 else type(error)(f"prompt {place + 1} of {total}: {error}")

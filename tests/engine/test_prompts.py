@@ -1,0 +1,136 @@
+"""The prompts of a call: checked at once, encoded in parts."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from scripted_core import facts
+from slipstream import SamplingParams
+from slipstream.engine.front import prompts as module
+from slipstream.engine.front.ahead import Ahead
+from slipstream.engine.front.inputs import InputProcessor
+from slipstream.engine.front.prompts import Prompts
+from slipstream.errors import BadTokenizer, InvalidPrompt, PromptTooLong
+from slipstream.text.tokenizer import Tokenizer
+from tiny_tokenizer import byte_tokenizer
+
+SIXTEEN = [slice(start, start + 4) for start in range(0, 16, 4)]
+
+
+def inputs(tokenizer=True, **more):
+    known = dict(max_batch_tokens=2, max_model_len=64) | more
+    return InputProcessor(facts("nowhere", **known), Tokenizer(byte_tokenizer()) if tokenizer else None)
+
+
+def made(given, prompts, params=None, **how):
+    numbers = iter(range(99))
+    return Prompts(given, prompts, [params] * len(prompts), lambda: f"r{next(numbers)}", **how)
+
+
+def test_parts_come_in_their_order_one_ahead_and_no_further():
+    begun, go_on = [], threading.Event()
+
+    def make(part):
+        begun.append(part.start)
+        if part.start:
+            assert go_on.wait(30)
+        return list(range(part.start, part.stop))
+
+    numbers = Ahead(make, SIXTEEN)
+    assert not numbers.is_ready() and not begun
+    assert [next(numbers) for _ in range(3)] == [0, 1, 2] and numbers.is_ready()
+    assert next(numbers) == 3 and not numbers.is_ready() and set(begun) <= {0, 4}
+    go_on.set()
+    assert list(numbers) == list(range(4, 16)) and begun == [0, 4, 8, 12]
+    assert numbers.is_ready() and list(numbers) == []
+
+
+def test_what_goes_wrong_in_a_part_is_told_in_its_turn():
+    def make(part):
+        if part.start == 8:
+            raise InvalidPrompt("no")
+        return list(range(part.start, part.stop))
+
+    numbers = Ahead(make, SIXTEEN)
+    assert [next(numbers) for _ in range(8)] == list(range(8))
+    with pytest.raises(InvalidPrompt):
+        next(numbers)
+
+
+def test_one_part_needs_no_thread():
+    threads = threading.active_count()
+    numbers = Ahead(lambda part: [threading.current_thread()], [slice(0, 1)])
+    assert list(numbers) == [threading.current_thread()] and threading.active_count() == threads
+
+
+def test_a_call_says_what_its_prompts_say_one_by_one():
+    given = inputs()
+    prompts = ["abc", [1, 2], {"prompt": "wide", "cache_salt": "s"}, "x" * 30, {"prompt_token_ids": [7], "prompt": "q"}]
+    params = SamplingParams(truncate_prompt_tokens=20)
+    together = list(made(given, prompts, params))
+    alone = [given.submit(f"r{place}", prompt, params) for place, prompt in enumerate(prompts)]
+    assert [text for _, text in together] == [text for _, text in alone] == ["abc", None, "wide", "x" * 30, "q"]
+    for (message, _), (wanted, _) in zip(together, alone, strict=True):
+        assert message.prompt_token_ids == wanted.prompt_token_ids and message.request_id == wanted.request_id
+        assert message.cache_salt == wanted.cache_salt and message.params == wanted.params
+    assert together[3][0].prompt_token_ids == list(b"x" * 20)
+
+
+def test_parts_are_a_steps_worth_and_then_larger(monkeypatch):
+    monkeypatch.setattr(module, "_MOST", 20)
+    given, portions = inputs(), []
+    encode = given.tokenizer.encode_batch
+    given.tokenizer.encode_batch = lambda texts, *how: (portions.append(texts), encode(texts, *how))[1]
+    list(made(given, [*["abcd"] * 6, [1], *["abcde"] * 6]))
+    assert [len(texts) for texts in portions] == [2, 4, 4, 2]  # of 8, 16, 20 and what is left
+
+
+@pytest.mark.parametrize("bad", [5, [999], {"other": 1}, []])
+def test_what_can_be_refused_at_once_is(bad):
+    given = inputs()
+    given.tokenizer.encode_batch = None  # nothing is encoded
+    with pytest.raises(InvalidPrompt, match="prompt 3 of 3: "):
+        made(given, ["a", "b", bad])
+    with pytest.raises(InvalidPrompt) as caught:
+        made(given, [bad])
+    assert "of 1" not in str(caught.value)
+
+
+def test_a_text_is_refused_when_it_is_encoded_and_named_by_its_place():
+    given = inputs()
+    for bad, error in (("x" * 64, PromptTooLong), ("", InvalidPrompt), ("\ud800", InvalidPrompt)):
+        prompts = made(given, ["aaaa", "bbbb", [1], "cccc", bad, "d"])
+        assert not prompts.is_sure
+        with pytest.raises(error, match="prompt 5 of 6: "):
+            list(prompts)
+    with pytest.raises(BadTokenizer):
+        made(inputs(tokenizer=False), ["a"])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "is_sure"),
+    [
+        ("x" * 47, {}, True),
+        ("x" * 48, {}, False),  # with the tokens that a tokenizer may add
+        ("é" * 23, {}, True),
+        ("é" * 24, {}, False),
+        ("\ud800", {}, False),
+        ("", {}, False),
+        (" \n", {}, False),
+        ([1] * 63, {}, True),
+        ("x" * 99, dict(truncate_prompt_tokens=63), True),
+        ("x" * 99, dict(truncate_prompt_tokens=-1), True),
+        ("x" * 99, dict(truncate_prompt_tokens=64), False),
+        ("x", dict(prompt_logprobs=101), False),
+        ("x", dict(logprobs=101), False),
+        ("x", dict(logprobs=5, prompt_logprobs=5), True),
+    ],
+)
+def test_it_is_known_beforehand_which_texts_cannot_be_refused(prompt, params, is_sure):
+    given = inputs()
+    prompts = made(given, ["fine", prompt], SamplingParams(**params))
+    assert prompts.is_sure == is_sure
+    if is_sure:
+        assert len(list(prompts)) == 2

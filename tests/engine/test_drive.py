@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+import weakref
 from types import SimpleNamespace
 
 import msgspec
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 from scripted_engine import scripted_core, submit, tokens_alone
+from slipstream.engine.device_time import Account
 from slipstream.engine.drive import A_FEW, Drive
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineDead, InvalidPrompt, QueueFull, RequestTooLarge
@@ -189,6 +192,131 @@ def test_a_prompt_that_is_refused_between_others_ends_the_call_and_not_the_engin
     world.core.scheduler.check()
     (track,) = world.run([submit("next", [1, 2], max_tokens=3)])
     assert tokens_of(track) == [tokens_alone(track.message, 0)[0]]
+
+
+class Panic(BaseException):
+    """As a tokenizer's thread may have."""
+
+
+@DEPTHS
+@pytest.mark.parametrize("error", [ValueError, TypeError, Panic, KeyboardInterrupt])
+@pytest.mark.parametrize("place", [0, 1, 7])
+def test_prompts_that_cannot_be_read_end_the_call_and_not_the_engine(depth, error, place):
+    """Also where it is a step that asks for them: nothing of the engine is touched while they are read."""
+    world = World(depth, max_num_batched_tokens=16)
+
+    def prompts():
+        for number in range(place):
+            yield submit(f"r{number}", [number + 1] * 8, max_tokens=3), None
+        raise error("no")
+
+    with pytest.raises(error, match="no"):
+        world.drive.run(SERVED, prompts(), 20, use_tqdm=False, late=True)
+    assert not world.drive.outputs.tracks and not world.core.scheduler.num_running
+    world.core.scheduler.check()
+    (track,) = world.run([submit("next", [1, 2], max_tokens=3)])
+    assert tokens_of(track) == [tokens_alone(track.message, 0)[0]]
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_error_that_was_dealt_with_holds_on_to_no_prompts(place):
+    """Else they are kept until old garbage is collected."""
+    world = World(max_num_batched_tokens=16)
+
+    class Prompts(list):
+        def __iter__(self):
+            yield from super().__iter__()
+            raise ValueError("no")
+
+    prompts = Prompts([(submit("r", [1] * 8, max_tokens=3), None)] * place)
+    kept = weakref.ref(prompts)
+    gc.disable()
+    try:
+        with pytest.raises(ValueError, match="no") as found:
+            world.drive.run(SERVED, prompts, 2, use_tqdm=False, late=True)
+        del found, prompts
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_what_fails_in_the_engine_while_a_step_asks_for_prompts_is_not_the_callers(monkeypatch):
+    world = World(max_num_batched_tokens=16)
+    take_in = world.core.submit
+
+    def broken(message):
+        if message.request_id == "r1":  # the first that a step asks for
+            raise ValueError("broken")
+        take_in(message)
+
+    monkeypatch.setattr(world.core, "submit", broken)
+    with pytest.raises(EngineDead, match="broken"):
+        world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
+    assert not world.drive.outputs.tracks
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_no_more_are_taken_in_than_the_next_steps_can_use(is_early, monkeypatch):
+    """Each fills a step, and more came with each."""
+    world = World(max_num_seqs=4, max_num_batched_tokens=16, max_waiting=200)
+    scheduler, num_waiting, num_asked = world.core.scheduler, [], 0
+
+    def too_early():
+        nonlocal num_asked
+        num_asked += 1
+        return 1.0 if is_early and num_asked % 20 else 0.0
+
+    monkeypatch.setattr(world.core.pace, "too_early", too_early)
+    monkeypatch.setattr(world.core.pace, "nap", lambda: None)
+    step = world.core.step
+
+    def watched():
+        num_waiting.append(scheduler.num_waiting)
+        return step()
+
+    monkeypatch.setattr(world.core, "step", watched)
+    tracks = world.run([submit(f"r{place}", [place + 1] * 16, max_tokens=1) for place in range(90)])
+    assert len(tracks) == 90 and len(world.plans) == 90
+    assert max(num_waiting) < 2 * 4 + A_FEW
+
+
+@DEPTHS
+def test_the_wait_for_prompts_is_not_the_cores_time(depth):
+    world = World(depth, max_num_batched_tokens=16, max_num_seqs=4)
+    now, ended = 0.0, -1.0  # seconds; and when the device was done last
+    world.core.account = account = Account(lambda: now)
+    launch, finish = world.core.executor.launch, world.core.executor.finish
+
+    def point(time):
+        return SimpleNamespace(time=time, done=lambda: time <= now, since=lambda earlier: time - earlier.time)
+
+    def launched(plan):
+        nonlocal now
+        now += 0.001
+        launch(plan)
+
+    def timed():
+        nonlocal ended
+        handle, start = finish(), max(now, ended)
+        ended = start + 0.01
+        handle.span = SimpleNamespace(started=point(start), ended=point(ended))
+        return handle
+
+    world.core.executor.launch, world.core.executor.finish = launched, timed
+
+    class Slow(Late):
+        def __iter__(self):
+            nonlocal now
+            for prepared in super().__iter__():
+                now += 0.5
+                yield prepared
+
+    prompts = Slow((submit(f"r{place}", [place + 1] * 8, max_tokens=3), None) for place in range(20))
+    world.drive.run(SERVED, prompts, 20, use_tqdm=False, late=True)
+    total, num_steps = account.total, len(world.plans)
+    assert total.num_steps == num_steps and total.host == pytest.approx(0.001 * num_steps)
+    assert world.core.pace._host < 0.0011
+    assert total.output > 5 and total.host_late < 0.001 * num_steps + 1e-9
 
 
 def test_a_call_that_fails_takes_back_what_it_asked_for():

@@ -6,6 +6,7 @@ from array import array
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from scripted_core import facts
 from slipstream.config.pooling_info import PoolingInfo, Role
@@ -86,6 +87,8 @@ def test_shorter_ones_are_sent_first_and_results_come_in_order():
         ([1, 2.5], InvalidPrompt, "not a list of whole numbers"),
         ([2**40], InvalidPrompt, "a number that no model has a token for"),
         (["a", 1], InvalidPrompt, "not a list of whole numbers"),
+        ([np.array([1, 2])], InvalidPrompt, "not a list of whole numbers"),
+        ([torch.tensor([1.5])], InvalidPrompt, "not a list of whole numbers"),
         (3.5, InvalidPrompt, "this is float"),
         ({"text": "a"}, InvalidPrompt, "prompt or prompt_token_ids"),
         ({"prompt_token_ids": [1, 2], "token_type_ids": [1, 0]}, InvalidPrompt, "zeros first and then ones"),

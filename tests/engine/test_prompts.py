@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -57,6 +59,31 @@ def test_what_goes_wrong_in_a_part_is_told_in_its_turn():
     assert [next(numbers) for _ in range(8)] == list(range(8))
     with pytest.raises(InvalidPrompt):
         next(numbers)
+    assert list(numbers) == []
+
+
+@pytest.mark.parametrize("bad", [None, "\ud800", "x" * 65])
+def test_texts_and_threads_are_gone_with_their_call(bad):
+    """Without the collector's help: texts are large, and so few objects that it may not come for long."""
+    gc.collect()
+    gc.disable()
+    try:
+        prompts = made(inputs(), ["abcdefgh"] * 9 + ([bad] if bad else []))
+        gone = weakref.ref(prompts)
+        try:
+            assert len(list(prompts)) == 9
+        except (InvalidPrompt, PromptTooLong):
+            assert bad
+        else:
+            assert not bad
+        del prompts
+        assert gone() is None
+        for thread in threading.enumerate():
+            if thread.name.startswith("slipstream-texts"):
+                thread.join(30)
+                assert not thread.is_alive()
+    finally:
+        gc.enable()
 
 
 def test_one_part_needs_no_thread():

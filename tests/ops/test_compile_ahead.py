@@ -223,6 +223,23 @@ def test_an_abandoned_compiler_waits_for_nobody_and_reads_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_an_interrupt_at_the_very_end_leaves_no_process_behind(tmp_path, monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setattr(compile_ahead, "get_ready", lambda: None)
+
+    def finish(self, but=0):
+        raise KeyboardInterrupt
+
+    children = []
+    with pytest.raises(KeyboardInterrupt), compile_ahead.compiling_ahead(lambda: None, 1) as compiler:
+        compiler.submit(Endless(tmp_path))
+        children += compiler._children
+        monkeypatch.setattr(ForkedCompiler, "finish", finish)
+    (child,) = children
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
 def test_nothing_to_compile_is_no_trouble():
     compiler = ForkedCompiler(4)
     compiler.start()
@@ -271,7 +288,7 @@ assert "sympy" not in sys.modules and "torch._dynamo" not in sys.modules, "torch
 
 
 PROGRAM = """
-import os, sys
+import os, sys, threading
 import torch, triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -337,6 +354,14 @@ try:
         print("never")
 except RuntimeError:
     print("told")
+
+# two at once: neither takes the other's stub for Triton's own
+real = type(double).run
+threads = [threading.Thread(target=lambda: compiling_ahead(walk, 1).__enter__()) for _ in range(4)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+assert type(double).run is real
+print("both")
 """
 
 
@@ -352,4 +377,4 @@ def test_a_walk_compiles_each_variant_once_and_launches_nothing(tmp_path):
         [sys.executable, str(program), str(launchers)], env=env, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == ["loading", "ready", "again", "interrupted", "told"]
+    assert done.stdout.split() == ["loading", "ready", "again", "interrupted", "told", "both"]

@@ -84,6 +84,16 @@ def test_each_shape_that_was_noted_is_tried_once_on_numbers_of_its_own(monkeypat
     assert not x.any(), "overwritten"
 
 
+def a_library_of(product, monkeypatch):
+    """On a device like the one that ways of few rows are for."""
+    monkeypatch.setattr(ways, "_is_plain", lambda x, weight: True)
+    monkeypatch.setattr(ways, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(ways, "_unsplit", {})
+    monkeypatch.setattr(ways, "_ALIGNMENT", 4)
+    monkeypatch.setattr(ways, "loaded", lambda: "library")
+    monkeypatch.setattr(ways, "Product", product)
+
+
 def test_few_rows_are_added_by_the_first_way_that_splits_no_sum(monkeypatch):
     made, added = [], []
 
@@ -96,12 +106,7 @@ def test_few_rows_are_added_by_the_first_way_that_splits_no_sum(monkeypatch):
         def run(self, way, x, weight, out, *, add):
             added.append((way, *out.shape, add))
 
-    monkeypatch.setattr(ways, "_is_plain", lambda x, weight: True)
-    monkeypatch.setattr(ways, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(ways, "_unsplit", {})
-    monkeypatch.setattr(ways, "_ALIGNMENT", 4)
-    monkeypatch.setattr(ways, "loaded", lambda: "library")
-    monkeypatch.setattr(ways, "Product", Listed)
+    a_library_of(Listed, monkeypatch)
 
     def add(rows: int, num_out: int, num_in: int = 64) -> bool:
         return ways.add_to(torch.empty(rows, num_out), torch.empty(rows, num_in), torch.empty(num_out, num_in))
@@ -115,6 +120,24 @@ def test_few_rows_are_added_by_the_first_way_that_splits_no_sum(monkeypatch):
     assert not add(128, 4096, 4104), "sums are long"
     monkeypatch.setattr(ways, "loaded", lambda: None)
     assert not add(66, 4096)
+
+
+def test_a_way_of_few_rows_that_cannot_be_had_is_not_asked_for_again(monkeypatch):
+    asked = []
+
+    class Refused:
+        best, num_ways = 0, 1
+
+        def __init__(self, library, x, weight): ...
+
+        def run(self, way, x, weight, out, *, add):
+            asked.append(len(x))
+            raise ways.LibraryError("no")
+
+    a_library_of(Refused, monkeypatch)
+    for _ in range(2):
+        assert not ways.add_to(torch.empty(80, 4096), torch.empty(80, 64), torch.empty(4096, 64))
+    assert asked == [80]
 
 
 def test_ways_that_split_a_sum_are_not_asked_for():

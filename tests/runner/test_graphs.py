@@ -8,11 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slipstream.config.memory import sizes_up_to
+from slipstream.cache_spec import CacheGroup, PagedSpec
+from slipstream.config.memory import WORKSPACE, plan_memory, sizes_up_to
+from slipstream.config.model_info import model_info_from_config
+from slipstream.config.options import make_options
+from slipstream.config.pooling_info import PoolingInfo
+from slipstream.config.resolve import Machine, Source, resolve
 from slipstream.device.device import Device
 from slipstream.runner.batch.input_batch import Size
 from slipstream.runner.graphs import GraphPool
 from slipstream.step import NO_INTS, NO_PAGES, StepPlan
+from small_model import CONFIG
 
 
 def plan_of(num_rows: int, chunk: int = 1) -> StepPlan:
@@ -171,3 +177,41 @@ def test_only_steps_that_pool_say_that_all_their_rows_are_long():
     assert pool.size_for(beside) == Size(320, 256)
     whole = replace(pooling, new_pages=())
     assert pool.size_for(whole) == Size(320, 256)
+
+
+INFO = model_info_from_config(CONFIG | {"hidden_size": 4096, "max_position_embeddings": 32_768})
+
+
+def config_of(pooling: PoolingInfo | None, **options):
+    machine = Machine("cuda", 800 * 2**30, 1000 * 2**30, 8, ("bfloat16",))
+    groups = (CacheGroup(PagedSpec(8, 128, 2, 16), tuple(range(28))),)
+    return resolve(
+        make_options(**options), INFO, Source("there", "folder", "m", 2**30), groups, "bfloat16", machine, pooling
+    )
+
+
+@pytest.mark.parametrize("only_pools", [False, True])
+@pytest.mark.parametrize(("max_rows", "max_tokens"), [(256, 8192), (256, 16384), (512, 2048), (8, 512)])
+def test_what_bodies_of_every_size_and_kind_keep_is_foretold(only_pools, max_rows, max_tokens):
+    """Whole or by last tokens, and in steps that pool, with rows of one token and without."""
+    pooling = PoolingInfo(embed_size=4096, token_size=4096) if only_pools else None
+    config = config_of(pooling, max_num_seqs=max_rows, max_num_batched_tokens=max_tokens)
+    pool = GraphPool(Recorder(), max_rows, max_tokens, eager=False)
+    sizes = {pool.size_for(plan_of(rows)) for rows in range(1, max_rows + 1)}
+    for total in pool.token_sizes:
+        for plan in (plan_of(1, chunk=total), plan_of(2, chunk=total - 1)):
+            pools = np.ones(len(plan.rows), np.bool_) if only_pools else None
+            sizes.add(pool.size_for(replace(plan, new_pages=(NO_PAGES,), pools=pools)))
+    lines = tables = 0
+    for size in sizes:
+        lines += size.tokens if size.is_single else size.tokens + size.rows
+        tables += size.rows if size.is_single else 2 * size.rows
+    pages = -(-config.scheduler.max_model_len // config.cache.page_size)
+    memory = plan_memory(config, 0)
+    reckoned = memory.graphs - WORKSPACE - (memory.hidden + memory.attention if only_pools else memory.activations)
+    assert reckoned >= lines * 4096 * 2 + tables * pages * 8
+
+
+def test_a_model_that_continues_text_is_reckoned_to_do_only_that():
+    pooling = PoolingInfo(embed_size=4096, token_size=4096, generates=True)
+    assert plan_memory(config_of(pooling), 0).graphs == plan_memory(config_of(None), 0).graphs

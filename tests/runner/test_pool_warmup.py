@@ -3,12 +3,16 @@
 import numpy as np
 import pytest
 
+from live_bytes import LiveBytes
 from pool_bench import PoolBench, assert_same, rewrite
 from replay_device import ReplayDevice
+from slipstream import LLM
+from slipstream.config.memory import plan_memory
 from slipstream.errors import NotEnoughMemory
 from slipstream.pooling_params import PoolingParams
 from slipstream.runner.pool_warmup import PoolWarmUp
 from slipstream.runner.warmup import WarmUp
+from small_model import write_small
 from tiny import write_tiny
 from tiny_encoder import write_modules, write_tiny_encoder
 
@@ -122,3 +126,35 @@ def test_the_cache_of_a_model_that_only_pools_is_measured_too(tmp_path, monkeypa
         assert_same(bench.pool(PROMPTS, EMBED), wanted)
     with pytest.raises(NotEnoughMemory, match="one request of max_model_len 32 takes"):
         PoolBench(folder, **OPTIONS, device=Gpu(0, 1000 + 5 * page))
+
+
+def test_running_out_of_memory_by_trying_products_says_what_to_change(model, monkeypatch):
+    from slipstream.runner import assemble
+
+    def choose_ways(products):
+        raise RuntimeError("CUDA out of memory. Tried to allocate 9 GiB")
+
+    monkeypatch.setattr(assemble, "choose_ways", choose_ways)
+    with pytest.raises(NotEnoughMemory, match="lower max_num_batched_tokens"):
+        PoolBench(**model, device=Gpu(0))
+
+
+@pytest.mark.parametrize("sizes", [(8, 256, 1024), (4, 64, 1024), (8, 512, 512), (16, 20, 64)])
+def test_no_step_takes_more_than_the_largest_and_what_comes_later(tmp_path, sizes):
+    """Also one that tells of tokens, of prompts that take several steps: the largest that was run makes vectors."""
+    rows, tokens, length = sizes
+    path = write_small(tmp_path, architectures=["LlamaModel"], hidden_size=256, intermediate_size=768)
+    limits = dict(max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=length, num_pages=1000, page_size=16)
+    common = dict(dtype="float32", load_format="dummy", skip_tokenizer_init=True, num_threads=1)
+    with LLM(path, **common, **limits, use_tqdm_on_load=False) as llm:
+        config = llm.config
+        memory = plan_memory(config, 0)
+        with LiveBytes() as largest:
+            PoolWarmUp(llm.core.executor, config.scheduler, EMBED, len(config.cache.groups)).run_largest()
+        for task in config.model.pooling.tasks:
+            for num in (4, length):
+                prompts = [[(i * 5 + place) % 61 for place in range(num)] for i in range(2 * rows)]
+                llm.encode(prompts, pooling_task=task, use_tqdm=False)  # slots grow, which is reckoned by itself
+                with LiveBytes() as live:
+                    llm.encode(prompts, pooling_task=task, use_tqdm=False)
+                assert live.peak <= largest.peak + memory.later - memory.reports, (task, num)

@@ -135,6 +135,29 @@ def test_a_slot_forgets_the_words_of_who_held_it():
     assert np.array_equal(harness.edited([1], [1], np.zeros((1, 10)), [new], released=[0]), np.zeros((1, 10)))
 
 
+def test_what_was_staged_for_a_row_does_not_outlive_its_step():
+    """Of any kind of list, however many requests there were."""
+    harness = Harness(3, 10)
+    states = [state for state in harness.sampler._states if hasattr(state, "slots")]
+    assert len(states) == 5
+    params = SamplingParams(
+        temperature=0.0,
+        bad_words=["x"],
+        logit_bias={3: 1.0},
+        logprob_token_ids=[1, 2],
+        min_tokens=2,
+        stop_token_ids=[4],
+        repetition_penalty=1.1,
+    )
+    staged = set()
+    for _ in range(5):
+        harness.step([0], [2], np.zeros((1, 10)), [admission(0, params, (1, 2), bad_words=[[5]])], num_logprobs=1)
+        harness.step([1], [2], np.zeros((1, 10)), [admission(1, GREEDY, (1, 2))], released=[0])
+        harness.step([2], [2], np.zeros((1, 10)), [admission(2, GREEDY, (1, 2))], released=[1])
+        staged.add(sum(len(state.slots.staged._rows) for state in states if hasattr(state.slots, "staged")))
+    assert len(staged) == 1
+
+
 # logprobs of given ids
 
 

@@ -296,3 +296,15 @@ def test_no_step_takes_more_than_the_largest_and_what_comes_later(tmp_path, size
                     llm.generate(prompts, SamplingParams(max_tokens=6, ignore_eos=True, **params), use_tqdm=False)
                 own = later if name != "random" else 0
                 assert live.peak <= largest.peak + own, (name, num)
+
+
+def test_layers_that_run_as_one_call_are_none_the_worse_for_a_walk(tmp_path):
+    """It goes through some of them, and what is collected once is of all."""
+    folder = str(write_tiny(tmp_path, "llama", num_hidden_layers=6))
+    tokens = []
+    for walks in (False, True):
+        with LLM(folder, **(OPTIONS | dict(dtype="float32"))) as llm:
+            if walks:
+                WarmUp(llm.core.executor, 4, 16, 64, 1).walk()
+            tokens.append([result.outputs[0].token_ids for result in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
+    assert tokens[0] == tokens[1]

@@ -57,6 +57,29 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_after_the_last():
     bench.check_tokens(request)
 
 
+@DEPTHS
+def test_nobody_is_asked_for_while_no_page_is_free_for_them(depth: int):
+    """Rows that decode need not wait until a text is encoded that could not be let in."""
+    bench = Bench(depth, num_pages=14, max_num_seqs=8, prefix_caching=False)
+    waiting, num_asked = list(range(30)), 0
+
+    def refill(most):
+        nonlocal num_asked
+        num_asked += 1
+        assert bench.cache.num_free > bench.scheduler.num_running * (depth + 1)
+        taken, waiting[:] = waiting[:most], waiting[most:]
+        for place in taken:
+            bench.submit([place] * 8, max_tokens=12)
+        return len(taken)
+
+    bench.scheduler.refill = refill
+    while waiting or bench.scheduler.has_work():
+        bench.step()
+    for request in bench.requests:
+        bench.check_tokens(request)
+    assert len(bench.requests) == 30 and num_asked > 30
+
+
 def test_without_chunks_a_prompt_waits_until_it_fits_whole():
     bench = Bench(max_num_batched_tokens=64, chunked_prefill=False, prefix_caching=False)
     bench.submit([1] * 40, max_tokens=1)

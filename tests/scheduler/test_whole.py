@@ -11,7 +11,7 @@ from slipstream.config.config import SchedulerConfig
 from slipstream.errors import InvalidPrompt, PromptTooLong, QueueFull, UserError
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
-from slipstream.scheduler.whole import A_FEW, LEAST_HALF, WholeRequest, WholeScheduler
+from slipstream.scheduler.whole import ASKED_AT_ONCE, LEAST_HALF, WholeRequest, WholeScheduler
 from slipstream.step import NO_INTS, StepResult
 
 EMBED = PoolingParams(task="embed")
@@ -120,7 +120,7 @@ def test_a_step_asks_for_those_it_has_room_for(depth):
     waiting = refilled(scheduler, [LEAST_HALF // 4] * 99)
     first = scheduler.plan()
     assert first.num_tokens.tolist() == [8] + [LEAST_HALF // 4] * 31  # full, and not parted: there are more
-    assert len(waiting) == 99 - 2 * A_FEW
+    assert len(waiting) == 99 - 2 * ASKED_AT_ONCE
     scheduler.check()
     sizes = [len(first.rows)]
     plans = [first]
@@ -149,7 +149,7 @@ def test_documents_of_a_query_are_not_all_taken_in_while_they_cannot_go():
     scheduler = make(rows=64)
     submit(scheduler, "query", 4, query)
     waiting = refilled(scheduler, [1] * 90, query.with_changes(query_uses=0))
-    assert scheduler.plan().num_tokens.tolist() == [4] and len(waiting) == 90 - A_FEW
+    assert scheduler.plan().num_tokens.tolist() == [4] and len(waiting) == 90 - ASKED_AT_ONCE
     assert len(scheduler.plan().rows) == 32
     scheduler.check()
 

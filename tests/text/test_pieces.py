@@ -58,6 +58,13 @@ def test_cut_texts_are_what_the_library_makes_of_them(pieces):
     assert pieces.texts(texts, None) == [wordpiece().encode(text).ids for text in texts]
 
 
+@pytest.mark.parametrize("mark", ["\x0b", "\x0c", "\x1c", "\x1f", "\x85", "\xa0", "\u3000", "\n"])
+def test_a_text_is_not_cut_where_the_model_sees_one_word(pieces, mark):
+    """Some characters that Python takes for spaces are left out of a text, and what they part is one word then."""
+    text = "z" * 120 + " run" + "s" * 60 + mark + "s" * 900  # of over 100 characters a word is unknown, whatever it is
+    assert pieces.texts([text], 12) == [library_cut(text, 12)[0]]
+
+
 def test_a_cut_text_keeps_the_tokens_that_begin_and_end_it(pieces):
     (ids,) = pieces.texts(["the cat sat on a mat"], 5)
     assert [WORDS[i] for i in ids] == ["[CLS]", "the", "cat", "sat", "[SEP]"]

@@ -29,7 +29,7 @@ VOCABULARY_CHUNK = 2048
 
 ALIGNMENT = 256  # of a slot's fields, all together
 PENALTY_BYTES = 5  # for each token of the vocabulary: a count and whether the prompt has it
-SUM_OF_SIZES = 8  # times the largest size that steps are padded to, steps with chunks captured in two kinds
+SUM_OF_SIZES = 8  # times the largest size that steps are padded to: all sizes, and rows of each beside its tokens
 WORKSPACE = 256 * 2**20  # that libraries and the driver take for graphs
 SORTED_BYTES = 8  # an index beside each sorted logit
 
@@ -51,7 +51,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     attention: int  # gathered keys and masks, inside one block
     logits: int  # from the head's product to the drawn tokens, every sampling feature in use; or to pooled results
     graphs: int = 0  # activations of captured steps, which have memory of their own, and what they leave in it
-    unread: int = 0  # among the activations: of tokens that few steps ask for, hidden states and logits
+    unread: int = 0  # among the activations: of tokens that few steps ask for, hidden states, logits and lines
 
     @property
     def activations(self) -> int:
@@ -119,6 +119,8 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
             rows=scheduler.max_num_seqs,
             tokens=scheduler.max_num_batched_tokens,
             pages=len(cache.groups) * -(-scheduler.max_model_len // cache.page_size),
+            # a model that generates is seldom asked to pool
+            twice=not generates and not scheduler.whole,
         ),
         unread=unread_bytes(config),
     )
@@ -130,15 +132,19 @@ def feature_bytes(info: ModelInfo, dtype: str, rows: int) -> int:
     return 3 * (rows + 1) * info.vocab_size * (PENALTY_BYTES + max(ITEMSIZE[dtype], 4)) // 2
 
 
-def graph_bytes(info: ModelInfo, dtype: str, activations: int, *, rows: int, tokens: int, pages: int) -> int:
+def graph_bytes(
+    info: ModelInfo, dtype: str, activations: int, *, rows: int, tokens: int, pages: int, twice: bool
+) -> int:
     """Of captured steps: they share the memory that one of them works in, and each keeps its hidden states and page
-    tables, in which a row has so many `pages`, those of all groups together."""
-    # sizes are at least a quarter apart towards the largest, so they sum up to no more than this, and with them the
-    # rows of those that keep one hidden state a row
-    kept = SUM_OF_SIZES * (rows + tokens)
-    # mixed steps are of two kinds, and have tables for all rows
+    tables, in which a row has so many `pages`, those of all groups together. Mixed steps that pool come `twice`: with
+    rows of one token, and without."""
+    times = 2 if twice else 1
+    # between a size and its double there are four, so that all sum up to about this, and with them the rows of mixed
+    # steps that keep one hidden state a row
+    kept = times * SUM_OF_SIZES * (rows + tokens)
+    # mixed steps keep hidden states of all tokens or of the last ones, and have tables for all rows
     mixed = sum(size > rows for size in sizes_up_to(tokens, first_steps=64))
-    tabled = 2 * mixed * rows + sum(sizes_up_to(rows, first_steps=8))
+    tabled = times * 2 * mixed * rows + sum(sizes_up_to(rows, first_steps=8))
     return activations + kept * info.hidden_size * ITEMSIZE[dtype] + tabled * pages * 8 + WORKSPACE
 
 
@@ -180,7 +186,10 @@ def activation_bytes(
 
 
 def unread_bytes(config: EngineConfig) -> int:
-    """What a step takes more that tells of prompt tokens. Others give hidden states of last tokens, logits of rows."""
+    """What a step takes more that tells of prompt tokens. Others give hidden states of last tokens, logits of rows, or
+    vectors."""
+    if not config.model.generates and _token_lines(config)[0]:
+        return pool_head_bytes(config)
     scheduler, info, size = config.scheduler, config.model.info, ITEMSIZE[config.model.dtype]
     tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
     num_scored = max(0, min(SCORED_AT_ONCE, tokens) - rows) if config.model.generates else 0

@@ -169,7 +169,8 @@ def device_facts(kind: str) -> Machine:
 def seems_cuda(kind: str) -> bool:
     """Whether `device_facts` will most likely speak of a GPU. To ask the driver takes a quarter of a second."""
     if kind == "auto":
-        kind = os.environ.get("SLIPSTREAM_DEVICE") or ("cuda" if os.path.exists("/dev/nvidiactl") else "cpu")
+        is_there = os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+        kind = os.environ.get("SLIPSTREAM_DEVICE") or ("cuda" if is_there else "cpu")
     return kind == "cuda" and torch.version.cuda is not None
 
 

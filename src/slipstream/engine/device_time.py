@@ -19,7 +19,7 @@ class DeviceTime(msgspec.Struct):
     busy: float = 0.0
     turnaround: float = 0.0  # from one step to the next that was waiting for it
     host_late: float = 0.0  # the next step was not planned and launched in time
-    output: float = 0.0  # whoever takes the results kept the core from stepping
+    output: float = 0.0  # whoever takes the results, or gives the prompts, kept the core from stepping
     grammar: float = 0.0  # the next tokens' masks were not there yet
     no_work: float = 0.0
     host: float = 0.0  # the core's own time, on the host's clock: planning, launching, committing
@@ -72,13 +72,13 @@ class Account:
         self.host_seconds = 0.0  # that was taken from one launch to the last one
 
     def enter(self) -> None:
-        """The core begins to step."""
+        """The core begins to step, or goes on."""
         line = self.timeline
         line.outside += line.lap()
         line.working.add(self)
 
     def leave(self, has_work: bool) -> None:
-        """The core gives its caller a turn."""
+        """The core gives its caller a turn, maybe in the middle of a step."""
         self._pause()
         if not has_work:
             self.timeline.rest(self)

@@ -45,7 +45,8 @@ class Drive:
         left: set[str] = set()  # of those, by id
         waiting, held = iter(submits), None  # those who are not taken in yet, and the first of them if it was seen
         is_ready = getattr(submits, "is_ready", lambda: True)  # whether looking at the first means no waiting
-        ended, refused = False, None
+        ended = False
+        refused: BaseException | None = None
         core = self.lanes.cores[served.facts.name]
         scheduler = core.scheduler
         start = time.monotonic()
@@ -58,14 +59,20 @@ class Drive:
                 return not core.has_work()  # there is nothing to do but wait
             if not core.in_flight:
                 return not scheduler.num_waiting  # the device waits
+            if scheduler.num_waiting >= 2 * scheduler.config.max_num_seqs:
+                return 0  # the next steps have enough
             return A_FEW - num_new if num_new < A_FEW else core.runs_far_ahead()
 
         def take(most: int) -> int:
             """Take the next ones in, and say how many there were."""
-            nonlocal held, ended
+            nonlocal held, ended, refused
             num = 0
             while num < most and (not num or is_ready()):
-                held = held or next(waiting, None)
+                try:
+                    held = held or next(waiting, None)
+                except BaseException as error:
+                    refused = error
+                    raise
                 if held is None:
                     ended = True
                     break
@@ -89,11 +96,17 @@ class Drive:
         def take_inside(most: int) -> int:
             """A step asks for more. If that cannot be, it is told when the step is over."""
             nonlocal ended, refused
+            core.account.leave(has_work=True)  # to wait for a text is not the core's time
             try:
                 return take(most)
-            except UserError as error:
+            except BaseException as error:
+                # whatever kept a prompt from being read has touched nothing of the engine
+                if error is not refused and not isinstance(error, UserError):
+                    raise
                 ended, refused = True, error
                 return 0
+            finally:
+                core.account.enter()
 
         try:
             if late:
@@ -114,7 +127,7 @@ class Drive:
             self._give_up(tracks)
             raise
         finally:
-            scheduler.refill = None
+            scheduler.refill = refused = None  # an error refers to whoever raised it
         return tracks
 
     def may_be_late(self, served: ServedModel, submits: Sequence[Prepared]) -> bool:

@@ -30,6 +30,7 @@ Walk = Callable[[], None]
 
 _FEW = 2  # tasks that a process gets while more may come
 _LATE = 10  # the niceness of processes that are more than there is room for
+_walking = threading.Lock()  # engines may start side by side, and Triton is everybody's
 PATIENCE = 120.0  # seconds that a forked process may take; then its share is compiled here
 
 
@@ -92,14 +93,14 @@ def compiling_ahead(walk: Walk, num_processes: int) -> Iterator[ForkedCompiler]:
     submitted: set[str] = set()
     compiler = ForkedCompiler(num_processes)
     try:
-        with Mode(compiler), _nothing_launched(), _ZeroFilled():
+        with _walking, Mode(compiler), _nothing_launched(), _ZeroFilled():
             walk()
         compiler.start()
         yield compiler
+        compiler.finish()
     except BaseException:
         compiler.abandon()
         raise
-    compiler.finish()
 
 
 class Task(Protocol):

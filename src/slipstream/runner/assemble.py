@@ -43,7 +43,7 @@ from slipstream.runner.pool_warmup import PoolWarmUp
 from slipstream.runner.pooling.carry import Carry
 from slipstream.runner.runner import ModelRunner
 from slipstream.runner.sampling.sampler import Sampler
-from slipstream.runner.warmup import Start, WarmUp
+from slipstream.runner.warmup import Start, WarmUp, enough_memory
 
 
 def layer_specs(info: ModelInfo, page_size: int, dtype: str) -> list[CacheSpec]:
@@ -70,13 +70,15 @@ def build_runner(
     with noting() as products, _walking(warm_up) as compiler:
         fill(progress)
         device.settle()
-        device.compute.run(lambda: choose_ways(products))
+        with enough_memory():
+            device.compute.run(lambda: choose_ways(products))
         if measured:  # what the largest step takes was taken by walking through it
             config = fit_cache(config, _room(config, device))
             runner.store.take_memory(config.cache.group_pages)
             device.settle()
         if compiler is not None:
-            # attention of chunks takes longest, and steps of single tokens do without it
+            # the last is most likely attention of chunks, which steps of single tokens do without; another would be
+            # compiled by the capture that meets it
             compiler.finish(but=1 if config.model.generates else 0)
         warm_up.capture()
     warm_up.run_largest()

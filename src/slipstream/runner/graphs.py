@@ -61,8 +61,8 @@ class GraphPool:
         at = bisect.bisect_left(self.token_sizes, total)
         if at == len(self.token_sizes):
             return None
-        # only of steps that pool, which have cache pages: texts that are continued soon decode beside others, and
-        # each size would be captured twice
+        # only of steps that pool, which have cache pages: each size may be captured twice, for which `graph_bytes`
+        # leaves room where a model only pools. Texts that are continued soon decode beside others
         all_long = plan.pools is not None and bool(plan.new_pages) and int(plan.num_tokens[0]) > 1
         return Size(self.token_sizes[at], self.max_rows, all_long)
 

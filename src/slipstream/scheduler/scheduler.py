@@ -226,14 +226,14 @@ class Scheduler:
         """Let newcomers in, in their order: nobody overtakes the head because it is smaller."""
         cache = self.cache
         while budget.tokens and budget.rows:
+            # every running row may ask for a page in each step that can be launched before a result is seen
+            watermark = self.num_running * (self.config.depth + 1)
+            if cache.num_free <= watermark:
+                return
             request = self._waiting.head()
             if request is None and self.refill is not None and self.refill(1):
                 request = self._waiting.head()  # none if it is parked
-            # every running row may ask for a page in each step that can be launched before a result is seen
-            watermark = self.num_running * (self.config.depth + 1)
-            if request is None or cache.num_free <= watermark:
-                return
-            if not self._seats.can_report(request, self.config.most_reported):
+            if request is None or not self._seats.can_report(request, self.config.most_reported):
                 return
             known = len(request.tokens)
             hit = self._hit(request)

@@ -26,7 +26,7 @@ from slipstream.step import NO_INTS, Bools, Ints, StepPlan, StepResult
 LEAST_HALF = 512
 """Tokens of a step that a device computes hardly slower by the token than a larger one."""
 
-A_FEW = 16  # asked for at a time: those a step has no room for wait for the next
+ASKED_AT_ONCE = 16  # those a step has no room for wait for the next
 
 
 class WholeRequest:
@@ -204,7 +204,7 @@ class WholeScheduler:
                     taken.append(queue.popleft())
                 if priority:
                     del self._queues[priority]  # priorities are anybody's numbers: keep no queue for each ever seen
-            if left <= 0 or rows <= 0 or not self._ask_for(min(rows, A_FEW)):
+            if left <= 0 or rows <= 0 or not self._ask_for(min(rows, ASKED_AT_ONCE)):
                 return taken
 
     def _ask_for(self, most: int) -> bool:

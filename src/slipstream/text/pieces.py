@@ -5,6 +5,7 @@ Special tokens stay when a text is cut: the tokens that begin and end it are the
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from slipstream.text.tokenizer import Tokenizer
 
 _CHARACTERS = 6  # of a text that will be cut: read so many for each token to begin with
 _MARGIN = 16  # and be sure of the tokens that so many others follow
+_SPACE = re.compile(r"[^\S\x0b\x0c\x1c-\x1f\x85]")  # of any kind but those that BERT leaves out, joining what they part
 
 
 class Pieces:
@@ -127,10 +129,9 @@ def _size(limit: int) -> int:
 
 
 def _before_space(text: str, size: int) -> str | None:
-    """About so many characters of a text, up to a space of any kind: tokens do not reach over one. None: there is none
-    to end at."""
-    parts = text[:size].rsplit(None, 1)
-    return parts[0] if len(parts) == 2 and len(parts[0]) > size // 2 else None
+    """About so many characters of a text, up to a space: no token reaches over one. None: there is none to end at."""
+    spaces = [space.start() for space in _SPACE.finditer(text, size // 2, size)]
+    return text[: spaces[-1]].rstrip() if spaces else None
 
 
 def _num_special(tokenizer: Tokenizer) -> tuple[int, int]:

@@ -33,13 +33,20 @@ class Ahead(Generic[T]):
         return bool(self._made) or (not self._parts if self._coming is None else self._coming.done())
 
     def _turn(self) -> None:
-        if self._coming is not None:
-            made = self._coming.result()
-        elif self._parts:
-            made = self._make(self._parts.popleft())
-        else:
-            raise StopIteration
-        self._coming = None
+        coming, self._coming = self._coming, None
+        try:
+            if coming is not None:
+                made = coming.result()
+            elif self._parts:
+                made = self._make(self._parts.popleft())
+            else:
+                raise StopIteration
+        except BaseException:
+            self._parts.clear()  # nothing comes after a part that failed
+            self._thread = None
+            raise
+        finally:
+            del coming  # its error would keep this frame, and this frame its error
         if self._parts:
             self._thread = self._thread or ThreadPoolExecutor(1, "slipstream-texts")
             self._coming = self._thread.submit(self._make, self._parts.popleft())

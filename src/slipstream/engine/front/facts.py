@@ -32,7 +32,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         return self.pooling is None or self.pooling.generates
 
     @property
-    def ids(self) -> str:
+    def known_ids(self) -> str:
         """Its token ids, for whoever gave others."""
         return f"{self.name} has 0 to {self.vocab_size - 1}"
 

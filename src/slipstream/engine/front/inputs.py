@@ -180,7 +180,7 @@ class InputProcessor:
                 raise InvalidPrompt(f"token id {token!r} is not a whole number")
             token = token.__index__()
             if not 0 <= token < self.facts.vocab_size:
-                raise InvalidPrompt(f"token id {token} is unknown; {self.facts.ids}")
+                raise InvalidPrompt(f"token id {token} is unknown; {self.facts.known_ids}")
             checked.append(token)
         return checked
 
@@ -202,7 +202,7 @@ class InputProcessor:
         for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
             # the largest stands for all: they are whole numbers from 0 up, each there once
             if (ids := getattr(params, name)) and (token := max(ids)) >= self.facts.vocab_size:
-                raise InvalidParams(f"{name} holds {token}; {self.facts.ids}")
+                raise InvalidParams(f"{name} holds {token}; {self.facts.known_ids}")
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self.facts.vocab_size:
                 raise InvalidParams(

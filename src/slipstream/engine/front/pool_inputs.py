@@ -14,7 +14,7 @@ from slipstream.pooling_params import PoolingParams, Task
 from slipstream.text.tokenizer import Tokenizer
 
 _FIRST, _MOST = 64, 1024  # prompts encoded at a time: few at first, so that the device has work at once
-_MOST_IDS = 256  # where they are token ids already: no thread reads those ahead, so a part is read between two steps
+_MOST_IDS = 256  # where they are token ids already: no thread reads those ahead, so a step may wait for a part
 
 
 class PoolInputs:

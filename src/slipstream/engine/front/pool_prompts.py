@@ -131,7 +131,7 @@ class PromptReader:
         if not 0 < len(ids) <= self.facts.max_model_len:
             self._refuse_length(len(ids))
         if max(ids) >= self.facts.vocab_size:
-            raise InvalidPrompt(f"token id {max(ids)} is unknown; {self.facts.ids}")
+            raise InvalidPrompt(f"token id {max(ids)} is unknown; {self.facts.known_ids}")
         return ids
 
     def _kept(self, ids: array[int], params: PoolingParams) -> array[int]:
@@ -219,7 +219,7 @@ class PromptReader:
             for one in prepared:
                 for token in one.ids:
                     if not 0 <= token < self.facts.vocab_size:
-                        raise InvalidPrompt(f"token id {token} is unknown; {self.facts.ids}")
+                        raise InvalidPrompt(f"token id {token} is unknown; {self.facts.known_ids}")
 
 
 @functools.lru_cache(4096)
@@ -231,7 +231,7 @@ def _ids(given: Any) -> array[int]:
     try:
         if type(given) is list:  # twice as quick
             return array("i", _packer(len(given)).pack(*given))
-    except struct.error:
+    except (struct.error, TypeError):
         pass  # what is wrong with it shows here
     try:
         return array("i", given.tolist() if isinstance(given, np.ndarray) else given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import repeat
 
 from slipstream.engine.front.ahead import Ahead
@@ -31,8 +32,6 @@ class Prompts:
         salts: Sequence[str | None] | None = None,
         add_special_tokens: bool = True,
     ) -> None:
-        self._inputs = inputs
-        self._special = add_special_tokens
         self.asked: list[Prepared] = []  # in full where token ids were given
         each = zip(prompts, params, priorities or repeat(None), salts or repeat(None), strict=False)
         try:
@@ -44,7 +43,8 @@ class Prompts:
         self.is_sure = all(
             message.prompt_token_ids or inputs.surely_fits(message, text or "") for message, text in self.asked
         )
-        self._made = Ahead(self._make, _parts(self.asked, _PER_TOKEN * inputs.facts.max_batch_tokens))
+        make = partial(_make, inputs, self.asked, add_special_tokens)  # not ours, or we would keep each other
+        self._made = Ahead(make, _parts(self.asked, _PER_TOKEN * inputs.facts.max_batch_tokens))
 
     def __iter__(self) -> Iterator[Prepared]:
         return self._made
@@ -53,23 +53,23 @@ class Prompts:
         """Whether the next one need not be waited for."""
         return self._made.is_ready()
 
-    def _make(self, part: slice) -> list[Prepared]:
-        inputs, asked = self._inputs, self.asked[part]
-        texts = [text or "" for message, text in asked if not message.prompt_token_ids]
-        try:
-            found = iter(inputs.encode(texts, self._special) if texts else ())
-        except InvalidPrompt:
-            found = iter(())  # whose text it was shows when they are encoded one by one
-        made: list[Prepared] = []
-        try:
-            for message, text in asked:
-                if not message.prompt_token_ids:
-                    ids = next(found, None) or inputs.encode([text or ""], self._special)[0]
-                    message = inputs.complete(message, ids)
-                made.append((message, text))
-        except UserError as error:
-            raise _named(error, part.start + len(made), len(self.asked)) from None
-        return made
+
+def _make(inputs: InputProcessor, asked: Sequence[Prepared], special: bool, part: slice) -> list[Prepared]:
+    texts = [text or "" for message, text in asked[part] if not message.prompt_token_ids]
+    try:
+        found = iter(inputs.encode(texts, special) if texts else ())
+    except InvalidPrompt:
+        found = iter(())  # whose text it was shows when they are encoded one by one
+    made: list[Prepared] = []
+    try:
+        for message, text in asked[part]:
+            if not message.prompt_token_ids:
+                ids = next(found, None) or inputs.encode([text or ""], special)[0]
+                message = inputs.complete(message, ids)
+            made.append((message, text))
+    except UserError as error:
+        raise _named(error, part.start + len(made), len(asked)) from None
+    return made
 
 
 def _parts(asked: Sequence[Prepared], size: int) -> Iterator[slice]:

@@ -45,6 +45,8 @@ class FusedLayers:
         plan = context.plan
         if type(plan) is not SdpaPlan or not plan.is_decode or not native.serves(x):
             return None
+        if len(decoder.layers) != len(context.group_of_layer):  # only some are walked through
+            return None
         if self._weights is None:
             self._weights = _collect(decoder, context.group_of_layer)
             self._most = most_rows([p for layer in self._weights for p in (layer.qkv, layer.down)])

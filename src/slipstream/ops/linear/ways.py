@@ -66,11 +66,23 @@ def add_to(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> boo
     """The same product, added to the residual; False where no way was chosen."""
     if not residual.is_contiguous() or residual.data_ptr() % _ALIGNMENT:
         return False
-    product = _find_unsplit(x, weight) if len(x) in FEW_ROWS else _find(x, weight)
+    is_few = len(x) in FEW_ROWS
+    product = _find_unsplit(x, weight) if is_few else _find(x, weight)
     if product is None:
         return False
-    product.run(product.best, x, weight, residual, add=True)
+    try:
+        product.run(product.best, x, weight, residual, add=True)
+    except LibraryError:
+        if not is_few:
+            raise
+        _unsplit[_shape(x, weight)] = None  # listed, never tried, and not to be had
+        return False
     return True
+
+
+def _shape(x: torch.Tensor, weight: torch.Tensor) -> _Shape:
+    num_out, num_in = weight.shape
+    return x.device, x.dtype, len(x), num_out, num_in
 
 
 def _find_unsplit(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
@@ -79,7 +91,7 @@ def _find_unsplit(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
         return None
     if not _is_plain(x, weight) or not _is_hopper(x.device):
         return None
-    shape = (x.device, x.dtype, len(x), *weight.shape)
+    shape = _shape(x, weight)
     if shape not in _unsplit:
         _unsplit[shape] = _list_ways(x, weight)
     return _unsplit[shape]
@@ -89,7 +101,7 @@ def _find(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
     noted: Noted | None = getattr(_here, "noted", None)
     if len(x) < LEAST_ROWS or not (_chosen or noted is not None) or not _is_plain(x, weight):
         return None
-    shape = (x.device, x.dtype, len(x), *weight.shape)
+    shape = _shape(x, weight)
     if noted is not None and shape not in _chosen:
         noted[shape] = weight
     return _chosen.get(shape)

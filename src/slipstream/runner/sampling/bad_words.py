@@ -24,7 +24,7 @@ class BadWords:
     """Words and tails are written backwards, so that a longer word of a later row only adds columns."""
 
     def __init__(self, num_rows: int, device: Device) -> None:
-        self.slots = Slots(num_rows, device)
+        self.slots = Slots(num_rows)
         self.words = SlotTable(num_rows, (0, 0), torch.int32, device, fill=_NO_TOKEN)  # [slots, words, length]
         self.tails = SlotTable(num_rows, 0, torch.int32, device, fill=_NO_HISTORY)  # [slots, length - 1 or more]
         self._new: list[tuple[int, Admission]] = []

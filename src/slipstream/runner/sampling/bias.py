@@ -11,7 +11,7 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import add_lines_
 from slipstream.params import SamplingParams
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.slots import Slots, SlotTable
+from slipstream.runner.sampling.slots import SlotTable, StagedSlots
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
 from slipstream.step import Ints, StepPlan
 
@@ -24,7 +24,7 @@ class Bias:
     ) -> None:
         self.vocab_size = vocab_size
         self.dtype = dtype
-        self.slots = Slots(num_rows, device)
+        self.slots = StagedSlots(num_rows, device)
         self.table = SlotTable(num_rows, vocab_size, torch_dtype, device)
         self._new: list[tuple[int, SamplingParams]] = []
 

@@ -49,7 +49,7 @@ class GivenLogprobs:
     """
 
     def __init__(self, num_rows: int, device: Device) -> None:
-        self.slots = Slots(num_rows, device)
+        self.slots = Slots(num_rows)
         self.num_ids = np.zeros(num_rows, np.int64)  # 0 for rows that do not ask
         self.ids = SlotTable(num_rows, 0, torch.int32, device)
         self._new: list[tuple[int, tuple[int, ...]]] = []

@@ -8,7 +8,7 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import forbid_
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.slots import Slots, SlotTable
+from slipstream.runner.sampling.slots import SlotTable, StagedSlots
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
 from slipstream.step import Ints, StepPlan
 
@@ -22,7 +22,7 @@ class MinTokens:
 
     def __init__(self, num_rows: int, vocab_size: int, device: Device) -> None:
         self.vocab_size = vocab_size
-        self.slots = Slots(num_rows, device)
+        self.slots = StagedSlots(num_rows, device)
         self.missing = np.zeros(num_rows, np.int64)  # draws for which the row still needs the stage
         self.limit = np.zeros(num_rows, np.int64)  # first position at which the text may end
         self.staged_limit = StagedTensor((num_rows,), np.int64, device)  # 0 for rows that nobody asked this of

@@ -10,7 +10,7 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import IN_OUTPUT, IN_PROMPT, Penalty, count_, penalize_
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.slots import Slots, SlotTable
+from slipstream.runner.sampling.slots import SlotTable, StagedSlots
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
 from slipstream.step import Admission, Ints, StepPlan
 
@@ -23,7 +23,7 @@ class Penalties:
 
     def __init__(self, num_rows: int, vocab_size: int, device: Device, dtype: np.dtype[Any]) -> None:
         self.vocab_size = vocab_size
-        self.slots = Slots(num_rows, device)
+        self.slots = StagedSlots(num_rows, device)
         self.counts = SlotTable(num_rows, vocab_size, torch.int32, device)
         self.seen = SlotTable(num_rows, vocab_size, torch.uint8, device)
         self.values = StagedTensor((num_rows, 3), dtype, device)  # repetition, presence, frequency

@@ -28,9 +28,8 @@ class Users:
 class Slots:
     """Which slot a row has, -1 if none. The smallest free one is handed out, so tables stay small."""
 
-    def __init__(self, num_rows: int, device: Device) -> None:
+    def __init__(self, num_rows: int) -> None:
         self.of_row = np.full(num_rows, -1, np.int64)  # host
-        self.staged = StagedTensor((num_rows,), np.int64, device, fill=-1)  # the device's copy, for work by row
         self._free: list[int] = []
         self._num = 0  # ever handed out
 
@@ -45,9 +44,11 @@ class Slots:
         else:
             slot = self._num
             self._num += 1
-        self.of_row[row] = slot
-        self.staged.write(row, slot)
+        self._set(row, slot)
         return slot
+
+    def _set(self, row: int, slot: int) -> None:
+        self.of_row[row] = slot
 
     def asks(self, rows: Ints) -> bool:
         """Host: whether any of these rows has a slot."""
@@ -67,19 +68,29 @@ class Slots:
         """Give the row's slot back, if it has one. Safe to hand on at once: the device runs steps in order."""
         if self.of_row[row] >= 0:
             heapq.heappush(self._free, int(self.of_row[row]))
-            self.of_row[row] = -1
-            self.staged.write(row, -1)
+            self._set(row, -1)
 
     def close_up(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Rows that have a slot get the first ones, in the order of their slots. Returns the slots they had."""
         rows = np.flatnonzero(self.of_row >= 0)
         rows = rows[np.argsort(self.of_row[rows])]
         before = self.of_row[rows]
-        self.of_row[rows] = np.arange(len(rows))
         for slot, row in enumerate(map(int, rows)):
-            self.staged.write(row, slot)
+            self._set(row, slot)
         self._free, self._num = [], len(rows)
         return before
+
+
+class StagedSlots(Slots):
+    """With a copy on the device, for work by row."""
+
+    def __init__(self, num_rows: int, device: Device) -> None:
+        super().__init__(num_rows)
+        self.staged = StagedTensor((num_rows,), np.int64, device, fill=-1)
+
+    def _set(self, row: int, slot: int) -> None:
+        super()._set(row, slot)
+        self.staged.write(row, slot)
 
     def flush(self, upload: Upload) -> None:
         self.staged.flush(upload)

@@ -3,6 +3,7 @@ those for Hopper serve."""
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import NamedTuple
 
@@ -51,6 +52,7 @@ def _hopper_serves(device: torch.device) -> bool:
 
 _counters: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _zeros: dict[torch.device, torch.Tensor] = {}  # that no weight has yet
+_lock = threading.Lock()  # engines may start side by side
 _CHUNK = 1 << 20  # numbers taken at a time, more than twice what a model of 70 billion weights has
 _LINE = 32  # numbers that a multiprocessor reads at once: no two weights share them
 
@@ -59,6 +61,11 @@ def counters(weight: torch.Tensor) -> torch.Tensor:
     """How many of the programs that share a block of outputs are done; 0 between kernels. They are the weight's own, so
     that two engines never count together, and of memory that is there already, so that a graph being captured need not
     set them to 0 at each replay."""
+    with _lock:
+        return _find_counters(weight)
+
+
+def _find_counters(weight: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor | None = _counters.get(weight)
     if found is None:
         # one more, since few outputs may be shared by two blocks of rows

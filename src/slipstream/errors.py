@@ -20,6 +20,8 @@
 A message says the fact, the limit and the way out. Our own mistakes are asserts, not these.
 """
 
+from __future__ import annotations
+
 
 class SlipstreamError(Exception):
     """The root: catching it catches all that Slipstream raises on purpose."""
@@ -27,6 +29,10 @@ class SlipstreamError(Exception):
 
 class UserError(SlipstreamError, ValueError):
     """The caller asked for something that cannot be."""
+
+    def of_prompt(self, place: int, total: int) -> UserError:
+        """The same, named by the place of the prompt that it is about."""
+        return self if total == 1 else type(self)(f"prompt {place + 1} of {total}: {self}")
 
 
 class InvalidParams(UserError):

@@ -176,32 +176,14 @@ def test_what_is_not_ready_is_waited_for_only_where_a_step_has_room(depth):
     assert late.num_taken[:3] == [2, 4, 4], "nobody was asked for without a seat"
 
 
-@DEPTHS
-@pytest.mark.parametrize("place", [0, 1, 7])
-def test_a_prompt_that_is_refused_between_others_ends_the_call_and_not_the_engine(depth, place):
-    world = World(depth, max_num_batched_tokens=16)
-
-    def prompts():
-        for number in range(place):
-            yield submit(f"r{number}", [number + 1] * 8, max_tokens=3), None
-        raise InvalidPrompt("no")
-
-    with pytest.raises(InvalidPrompt, match="no"):
-        world.drive.run(SERVED, prompts(), 20, use_tqdm=False, late=True)
-    assert not world.drive.outputs.tracks and not world.core.scheduler.num_running
-    world.core.scheduler.check()
-    (track,) = world.run([submit("next", [1, 2], max_tokens=3)])
-    assert tokens_of(track) == [tokens_alone(track.message, 0)[0]]
-
-
 class Panic(BaseException):
     """As a tokenizer's thread may have."""
 
 
 @DEPTHS
-@pytest.mark.parametrize("error", [ValueError, TypeError, Panic, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [InvalidPrompt, ValueError, TypeError, Panic, KeyboardInterrupt])
 @pytest.mark.parametrize("place", [0, 1, 7])
-def test_prompts_that_cannot_be_read_end_the_call_and_not_the_engine(depth, error, place):
+def test_prompts_that_are_refused_or_cannot_be_read_end_the_call_and_not_the_engine(depth, error, place):
     """Also where it is a step that asks for them: nothing of the engine is touched while they are read."""
     world = World(depth, max_num_batched_tokens=16)
 

@@ -76,19 +76,16 @@ class Drive:
                 if held is None:
                     ended = True
                     break
-                message, text = held
                 try:
                     with hold:  # taken in whole and noted, or not at all
-                        core.submit(message)
-                        track = self.outputs.open(message, text, stream=False, tokenizer=served.tokenizer)
-                        tracks.append(track)
+                        tracks.append(track := self._submit(served, held, stream=False))
                 except QueueFull:
                     if not core.has_work():
                         raise
                     break  # room comes as others finish
                 if late:
                     track.submitted = start  # it has waited since then
-                left.add(message.request_id)
+                left.add(track.id)
                 held = None
                 num += 1
             return num

@@ -117,9 +117,9 @@ class PromptReader:
             place = -1
             self._check_range(done)
         except UserError as error:
-            if total == 1 or place < 0:
+            if place < 0:
                 raise
-            raise type(error)(f"prompt {start + place + 1} of {total}: {error}") from None
+            raise error.of_prompt(start + place, total) from None
         return done
 
     def text_ids(self, text: str, params: PoolingParams, prefix: str = "") -> list[int]:

@@ -38,7 +38,7 @@ class Prompts:
             for prompt, own, priority, salt in each:
                 self.asked.append(inputs.ask(new_id(), prompt, own, priority=priority, cache_salt=salt))
         except UserError as error:
-            raise _named(error, len(self.asked), len(prompts)) from None
+            raise error.of_prompt(len(self.asked), len(prompts)) from None
         # whether none will be refused that has still to be encoded
         self.is_sure = all(
             message.prompt_token_ids or inputs.surely_fits(message, text or "") for message, text in self.asked
@@ -68,7 +68,7 @@ def _make(inputs: InputProcessor, asked: Sequence[Prepared], special: bool, part
                 message = inputs.complete(message, ids)
             made.append((message, text))
     except UserError as error:
-        raise _named(error, part.start + len(made), len(asked)) from None
+        raise error.of_prompt(part.start + len(made), len(asked)) from None
     return made
 
 
@@ -83,8 +83,3 @@ def _parts(asked: Sequence[Prepared], size: int) -> Iterator[slice]:
         if not message.prompt_token_ids:
             taken += len(text or "")
     yield slice(start, len(asked))
-
-
-def _named(error: UserError, place: int, total: int) -> UserError:
-    """By the place of the prompt that it is about."""
-    return error if total == 1 else type(error)(f"prompt {place + 1} of {total}: {error}")

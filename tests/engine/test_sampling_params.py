@@ -102,7 +102,7 @@ def test_priority_and_salt_are_arguments_too_and_those_win(llm):
     params = SamplingParams(priority=3, cache_salt="mine")
     message, _ = llm.inputs.submit("a", PROMPT, params)
     assert (message.priority, message.cache_salt) == (3, "mine")
-    message, _ = llm.inputs.ask("a", PROMPT, params, priority=0, cache_salt="")
+    message, _ = llm.inputs.submit("a", PROMPT, params, priority=0, cache_salt="")
     assert (message.priority, message.cache_salt) == (0, "")
     message, _ = llm.inputs.submit("a", {"prompt_token_ids": PROMPT, "cache_salt": "yours"}, params)
     assert message.cache_salt == "yours"

@@ -40,10 +40,20 @@ class InputProcessor:
         return SamplingParams(**self.facts.defaults.params)
 
     def submit(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None, *, add_special_tokens: bool = True
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        *,
+        priority: int | None = None,
+        cache_salt: str | None = None,
+        add_special_tokens: bool = True,
     ) -> Prepared:
-        """The message for the core, and the prompt's text if it was given as one."""
-        message, text = self.ask(request_id, prompt, params)
+        """The message for the core, and the prompt's text if it was given as one.
+
+        A priority or salt given here counts more than one in the prompt object, and that more than the parameters'.
+        """
+        message, text = self.ask(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
         if not message.prompt_token_ids:
             message = self.complete(message, self.encode([text or ""], add_special_tokens)[0])
         return message, text
@@ -57,10 +67,7 @@ class InputProcessor:
         priority: int | None = None,
         cache_salt: str | None = None,
     ) -> Prepared:
-        """Likewise, but a text is not encoded: its message has no token ids, and waits for `complete`.
-
-        A priority or salt given here counts more than one in the prompt object, and that more than the parameters'.
-        """
+        """Likewise, but a text is not encoded: its message has no token ids, and waits for `complete`."""
         self._check_generates()
         params = self._settle(params)
         if cache_salt is None and isinstance(prompt, Mapping):

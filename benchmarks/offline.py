@@ -17,10 +17,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from slipstream.errors import InvalidOption, SlipstreamError
+from slipstream.serve.bench.machine import measure_gpu
 from slipstream.serve.bench.measure import Trial, measure
 from slipstream.serve.bench.shapes import SHAPES
-from slipstream.serve.cli.bench import bench_options, bench_params, engine_facts, progress
+from slipstream.serve.cli.bench import MACHINE_HELP, bench_options, bench_params, engine_facts, progress
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
 
 COLUMNS = (
@@ -36,6 +39,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, "all"], default=["bs1"], help="(default: bs1)")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="trials of a shape (default: 3)")
     parser.add_argument("--detokenize", action="store_true", help="make text too; needs the model's tokenizer")
+    parser.add_argument("--machine", action="store_true", help=MACHINE_HELP)
     parser.add_argument("--json", metavar="PATH", help="write the figures there too, after each shape")
     add_engine_flags(parser)
     args = parser.parse_args()
@@ -61,8 +65,12 @@ def run(args: argparse.Namespace) -> int:
         "shapes": {},
     }
     print(f"import {imported - start:.2f} s, start {ready - imported:.2f} s, {facts['machine']}, {facts['engine']}")
-    print(COLUMNS, flush=True)
     with llm:
+        if args.machine:
+            rates = measure_gpu(llm.config.device.kind)
+            facts["machine"] |= msgspec.to_builtins(rates)
+            print(rates)
+        print(COLUMNS, flush=True)
         for name in SHAPES if "all" in args.shapes else args.shapes:
             workload, changes = SHAPES[name].workload, SHAPES[name].params
             try:

@@ -16,7 +16,7 @@ PROMPTS = [
 ]  # of a vocabulary of 304; two share more than a page
 FACTORS = ("batched", "chunked", "cached", "preempted", "depth")
 CELLS = list(itertools.product((True, False), (True, False), (True, False), (True, False), (0, 1, 2)))
-# a few of them in which every pair of values of every two factors comes up
+# a few of them: with the one they are compared with, every pair of values of every two factors comes up
 PAIRED = [
     dict(zip(FACTORS, cell, strict=True))
     for cell in (

@@ -68,6 +68,7 @@ class ScriptedExecutor:
         self.fail: Callable[[Admission, int], bool] = lambda admission, length: False
         self._queue: deque[StepPlan] = deque()
         self._last_step = -1
+        self._drawn: set[tuple[int, tuple[int, int]]] = set()  # slots, by group, of tokens that the last step drew
 
     def launch(self, plan: StepPlan) -> None:
         self._queue.append(plan)
@@ -129,6 +130,7 @@ class ScriptedExecutor:
         """Every row's tokens into its slots, before anyone reads: so does each layer of a model."""
         given = iter(plan.tokens.tolist())
         written = set()
+        self._drawn = set()
         singles = plan.num_tokens == 1
         assert singles.tolist() == sorted(singles.tolist(), reverse=True), "rows of one token come first"
         assert len(set(plan.rows.tolist())) == len(plan.rows) > 0, "a row is planned twice"
@@ -146,6 +148,8 @@ class ScriptedExecutor:
                     assert table[place] != NULL_PAGE
                     assert (group, slot) not in written, f"two rows write slot {slot}"
                     written.add((group, slot))
+                    if not known:
+                        self._drawn.add((group, slot))
                     self.slots[group][slot] = token, position
             state.start, state.length = state.length, int(length)
             self.num_computed += int(num)
@@ -220,11 +224,14 @@ class ScriptedExecutor:
         """The row's tokens as its pages hold them, by position, as far as the step's tokens see them. Every group must
         hold the same, at the right positions."""
         seen: dict[int, int] = {}
-        for table, window, slots in zip(state.tables, self.windows, self.slots, strict=True):
+        for group, (table, window, slots) in enumerate(zip(state.tables, self.windows, self.slots, strict=True)):
             for position in range(max(0, state.start - window + 1) if window else 0, state.length):
                 place, offset = divmod(position, self.page_size)
                 assert table[place] != NULL_PAGE, f"the page of position {position} was given back too early"
-                token, written_for = slots[table[place], offset]
+                slot = table[place], offset
+                # kernels rely on it: such keys may be read before the step's own are written
+                assert position >= state.start or (group, slot) not in self._drawn, "read in the step that draws it"
+                token, written_for = slots[slot]
                 assert written_for == position, f"position {position} reads what was written for {written_for}"
                 assert seen.setdefault(position, token) == token
         return seen
@@ -275,8 +282,9 @@ class Bench:
         self.depth = depth
         windows = windows or (0,) * num_groups
         self.horizon = horizon(windows)
-        step_tokens = min(max_num_batched_tokens, max_model_len)
-        config = make_config(page_size, num_pages, prefix_caching, num_groups, windows, step_tokens, window_pages)
+        config = make_config(
+            page_size, num_pages, prefix_caching, num_groups, windows, max_num_batched_tokens, window_pages
+        )
         self.cache = CacheManager(config)
         self.scheduler = Scheduler(
             SchedulerConfig(

@@ -16,7 +16,7 @@ from slipstream.engine.front.facts import ModelFacts
 from slipstream.engine.front.frontend import AsyncEngine
 from slipstream.engine.link.remote import SocketClient
 from slipstream.engine.link.wire import FromCore, Opening, Ready, ToCore, frame, to_core_frames
-from slipstream.messages import Abort, Output, Pooled, Submit
+from slipstream.messages import Abort, Output, Pooled, Submit, SubmitAll
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
 
@@ -92,6 +92,10 @@ class ScriptedCore(asyncio.Protocol):
     def take(self, message: ToCore) -> None:
         if isinstance(message, Abort):
             self.aborts.append(message)
+            return
+        if isinstance(message, SubmitAll):
+            for each in message.submits:
+                self.take(each)
             return
         self.submits.append(message)
         if self.answers and isinstance(message.params, PoolingParams):

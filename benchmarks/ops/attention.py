@@ -129,7 +129,7 @@ def list_inputs(
     _, page_size, kv_heads, dim = inputs.caches[0][0].shape
     device = inputs.query.device
     if shape is None:
-        shares = num_shares(device, inputs.query.dtype, heads, kv_heads, dim, page_size)
+        shares = num_shares(device, inputs.query.dtype, heads, kv_heads, dim, page_size, len(inputs.rows))
     else:
         shares = shape.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count // kv_heads
     longest = max(length for length, _ in inputs.rows)

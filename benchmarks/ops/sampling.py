@@ -143,7 +143,7 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
     limit = limits(0.0, 50, 0.95)
 
     def fused(i: int) -> Any:
-        return kernels.draw(logits[i], keys, None, temperature, kernels.find_floor(logits[i], limit, (), temperature))
+        return kernels.draw(logits[i], keys, None, temperature, limit)
 
     def staged(i: int) -> Any:
         scaled = logits[i] / temperature[:, None]

@@ -5,7 +5,7 @@
     │   ├── InvalidParams         a sampling parameter out of its range
     │   ├── InvalidPrompt         empty, or a token the model does not have
     │   ├── PromptTooLong         more tokens than the model length
-    │   ├── RequestTooLarge       could never fit the cache, however long it waited
+    │   ├── RequestTooLarge       could never fit the cache or the queue, however long it waited
     │   └── InvalidOption         an engine option that does not exist or cannot be honoured
     ├── ModelError                a model that cannot be loaded
     │   ├── ModelNotFound         no such folder, file or name
@@ -26,13 +26,13 @@ from __future__ import annotations
 class SlipstreamError(Exception):
     """The root: catching it catches all that Slipstream raises on purpose."""
 
+    def of_prompt(self, place: int, total: int) -> SlipstreamError:
+        """The same, named by the place of the prompt that it is about."""
+        return self if total == 1 else type(self)(f"prompt {place + 1} of {total}: {self}")
+
 
 class UserError(SlipstreamError, ValueError):
     """The caller asked for something that cannot be."""
-
-    def of_prompt(self, place: int, total: int) -> UserError:
-        """The same, named by the place of the prompt that it is about."""
-        return self if total == 1 else type(self)(f"prompt {place + 1} of {total}: {self}")
 
 
 class InvalidParams(UserError):

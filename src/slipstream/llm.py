@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 from slipstream.config.config import EngineConfig
 from slipstream.config.options import options_of
 from slipstream.device.device import Device
-from slipstream.engine.build import build_lanes
+from slipstream.engine.build import build_served
 from slipstream.engine.core import EngineCore
 from slipstream.engine.drive import Drive
 from slipstream.engine.front import pooling_calls
 from slipstream.engine.front.inputs import InputProcessor, Message, Prompt
-from slipstream.engine.front.pool_prompts import PoolPrompt
 from slipstream.engine.front.pool_results import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -24,6 +23,7 @@ from slipstream.engine.front.pool_results import (
     RerankResult,
     ScoringRequestOutput,
 )
+from slipstream.engine.front.pooling_calls import PoolParams, PoolPrompts, Texts
 from slipstream.engine.front.prompts import Prompts
 from slipstream.engine.front.results import RequestOutput
 from slipstream.engine.front.served import POOLING_TASKS, SCORING, ServedModel, choose
@@ -34,8 +34,6 @@ from slipstream.pooling_params import PoolingParams, Task
 from slipstream.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Sequence[SamplingParams] | None
-PoolPrompts = PoolPrompt | Sequence[PoolPrompt]
-PoolParams = PoolingParams | Sequence[PoolingParams] | None
 T = TypeVar("T")
 
 
@@ -50,7 +48,7 @@ class LLM:
 
     With no model it runs the embedded SmolLM2, or MiniLM for vectors. The options are those of `config/options.py`.
     Several models share one engine as `models={"chat": MODEL, "embed": {"task": "embed"}}`: each verb goes to the
-    model that is made for it, or to the one named by `model`.
+    model that is made for it, or to the one named by `model`. Threads may share it too: their calls take turns.
     """
 
     def __init__(
@@ -63,9 +61,9 @@ class LLM:
         **options: Any,
     ) -> None:
         options.setdefault("max_itl", 0.0)  # nobody reads along
-        lanes, opened = build_lanes(options_of(model, models, options), progress=use_tqdm_on_load, device=_device)
+        given = options_of(model, models, options)
+        lanes, self.models = build_served(given, progress=use_tqdm_on_load, device=_device)
         self.cores = lanes.cores
-        self.models = {name: ServedModel.load(each.facts) for name, each in opened.items()}
         self._configs = {name: core.config for name, core in self.cores.items()}
         self._drive = Drive(lanes)
         self._numbers = itertools.count()
@@ -206,8 +204,8 @@ class LLM:
 
     def score(
         self,
-        data_1: str | Sequence[str],
-        data_2: str | Sequence[str],
+        data_1: Texts,
+        data_2: Texts,
         pooling_params: PoolingParams | None = None,
         *,
         use_tqdm: bool = True,
@@ -241,14 +239,15 @@ class LLM:
     def default_sampling_params(self) -> SamplingParams:
         return self.inputs.default_params()
 
-    def get_tokenizer(self) -> Any:
+    def get_tokenizer(self) -> Tokenizer | None:
         return self.tokenizer
 
     def close(self) -> None:
         """Free the model, the cache and the device's thread."""
-        if not self._drive.closed:
-            self._free()
-            self._drive.close()
+        with self._drive.lock:
+            if not self._drive.closed:
+                self._free()
+                self._drive.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -283,9 +282,10 @@ class LLM:
             salts=salts,
             add_special_tokens=add_special_tokens,
         )
-        late = self._drive.may_be_late(served, asked.asked)
-        submits = asked if late and asked.is_sure else list(asked)
-        tracks = self._drive.run(served, submits, len(prompts), use_tqdm=use_tqdm, late=late)
+        submits = asked if asked.is_sure else list(asked)
+        with self._drive.lock:
+            late = self._drive.may_be_late(served, asked.asked)
+            tracks = self._drive.run(served, submits, len(prompts), use_tqdm=use_tqdm, late=late)
         return [track.result() for track in tracks]
 
     def _call(self, served: ServedModel, call: pooling_calls.Call[T], use_tqdm: bool) -> T:
@@ -296,7 +296,7 @@ class LLM:
             while True:
                 batches = next(call) if found is None else call.send(found)
                 feed = pooling_calls.Feed(served.require_pooling(), batches, self._new_id)
-                with nothing_old():
+                with self._drive.lock, nothing_old():
                     tracks = self._drive.run(served, feed, feed.total, use_tqdm=use_tqdm, late=feed.is_level)
                     found = feed.results(tracks)  # type: ignore[arg-type]
         except StopIteration as end:
@@ -328,7 +328,7 @@ def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     return prompts  # type: ignore[return-value]
 
 
-def _spread(name: str, value: Any, count: int) -> Sequence[Any]:
+def _spread(name: str, value: object, count: int) -> Sequence[Any]:
     """One value for all, or one each."""
     if isinstance(value, list | tuple):
         if len(value) != count:

@@ -5,7 +5,7 @@ Messages are trees, so those that come by the thousand are kept out of the colle
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -28,6 +28,24 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     type_start: int | None = None  # of a pair: where its second text begins; token types are 0 before and 1 from there
     num_seen: int | None = None  # its first so many tokens are seen by all of them, the others by none; None: all are
     model: str = ""  # its name, where one engine has several; empty means the first
+
+    @property
+    def submits(self) -> list[Submit]:
+        return [self]
+
+    @property
+    def num_samples(self) -> int:
+        return self.params.n if isinstance(self.params, SamplingParams) else 1
+
+
+class SubmitAll(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Prompts of one call enter, all of them or none. A refusal names the first."""
+
+    submits: Annotated[list[Submit], msgspec.Meta(min_length=1)]
+
+    @property
+    def request_id(self) -> str:
+        return self.submits[0].request_id
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):

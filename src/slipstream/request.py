@@ -40,7 +40,7 @@ class Request:
         "id", "sample", "number", "params", "pooling", "priority", "cache_salt", "stop_ids", "bad_words",
         "seed", "tokens", "num_prompt", "max_length", "status", "row", "admission", "num_known", "computed",
         "committed", "pending", "runway", "num_cached", "num_preemptions", "caught_up", "leader", "siblings",
-        "unscored", "num_logprobs", "report_width", "num_staged_ids", "pages", "capacity", "hashes", "num_published",
+        "unscored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity", "hashes", "num_published",
         "publish_after",
     )  # fmt: skip
 
@@ -87,13 +87,19 @@ class Request:
         # launched before a preemption is still delivered. Of a prompt's samples the first asks for all
         self.unscored = NEVER if params.prompt_logprobs is None or sample or len(prompt) < 2 else 1
         self.num_logprobs: int | None = None  # with each token; asked for in every step
-        self.report_width = self.num_staged_ids = 0
+        # of what the device keeps or reports for it in a line as long as anybody's: numbers in a report of its own,
+        # stop ids, bad words and a line for its last tokens, tokens of the longest; None, mostly: nothing of all that
+        self.list_sizes: tuple[int, ...] | None = None
+        self.num_staged_ids = 0
         if self.pooling is None:
             self.num_logprobs = params.num_logprobs
-            self.report_width = params.report_width
+            num_stops = len(self.stop_ids) if params.min_tokens else 0
+            if params.report_width or num_stops or bad_words:
+                longest = max(map(len, bad_words), default=0)
+                self.list_sizes = (params.report_width, num_stops, len(bad_words) + bool(bad_words), longest)
             # numbers an admission of it brings to the device beside its pages and its history
             self.num_staged_ids = (
-                (len(self.stop_ids) if params.min_tokens else 0)
+                num_stops
                 + len(params.allowed_token_ids or ())
                 + 3 * len(params.logit_bias or ())  # an id, and a value of up to 8 bytes
                 + 2 * sum(map(len, bad_words))  # an id and its place

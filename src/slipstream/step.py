@@ -85,7 +85,8 @@ class StepPlan:
     samples: Bools  # [planned] whether a token is drawn after its last position
 
     # Tokens the host knows, for the leading `num_given[i]` positions of each row, one row after another.
-    # The rest of a row's positions read the token that the device itself drew for it.
+    # The rest of a row's positions read the token that the device itself drew for it; what they leave in the cache no
+    # other row reads in the same step.
     num_given: Ints  # [planned]
     tokens: Ints  # [sum(num_given)]
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from slipstream.cache_spec import CacheGroup, PagedSpec
 from slipstream.config.memory import activation_bytes, plan_memory
 from slipstream.config.model_info import ModelInfo, model_info_from_config
 from slipstream.config.options import make_options
+from slipstream.config.pooling_info import PoolingInfo
 from slipstream.config.resolve import LIBRARIES, Machine, Source, fit_cache, resolve
 from slipstream.errors import NotEnoughMemory
 from small_model import CONFIG
@@ -47,6 +49,29 @@ def test_a_larger_step_takes_more(more):
     assert sum(activation_bytes(INFO, "float32", **(size | {more: 4 * size[more]}))) > sum(
         activation_bytes(INFO, "float32", **size)
     )
+
+
+@pytest.mark.parametrize("rows", [1, 8, 256])
+def test_what_comes_later_comes_on_top_of_the_step_that_is_measured(rows):
+    """Whether its layers take the most, or its logits."""
+    memory = plan_memory(settle(Machine("cuda", 79 * GIB, 80 * GIB, 8, ("bfloat16",)), max_num_seqs=rows), 2 * GIB)
+    here = memory.weights + memory.tables + memory.staging + memory.results
+    largest = max(memory.hidden + memory.attention, memory.logits)
+    assert memory.unread > 0
+    assert memory.of_device - memory.cache - memory.later == here + largest
+
+
+def test_results_of_tokens_of_a_long_causal_embedder_take_little_beside_themselves():
+    """Its hidden states, of two prompts at most, and a few lines at a time."""
+    pooling = PoolingInfo(embed_size=4096, token_size=4096)
+    info = msgspec.structs.replace(INFO, hidden_size=4096)
+    groups = (CacheGroup(PagedSpec(8, 128, 2, 16), tuple(range(28))),)
+    source = Source("there", "folder", "model", 2 * GIB)
+    machine = Machine("cuda", 138 * GIB, 140 * GIB, 8, ("bfloat16",))
+    memory = plan_memory(resolve(make_options(), info, source, groups, "bfloat16", machine, pooling), 2 * GIB)
+    assert memory.unread < 0.8 * 10**9
+    lines = 4 * (8192 + 32_768) * 4097  # which leave together when a prompt ends, by three slots
+    assert 3 * lines <= memory.reports < 3.01 * lines
 
 
 @pytest.mark.parametrize("options", [{}, dict(enforce_eager=True), dict(max_num_seqs=2000), dict(depth=4)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from slipstream.cache_spec import CacheGroup, PagedSpec
+from slipstream.cache_spec import CacheGroup, PagedSpec, WindowSpec
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.options import Options, make_options
 from slipstream.config.resolve import Machine, Source, fit_cache, parse_bytes, resolve, resolve_dtype
@@ -61,6 +61,8 @@ def test_rows_and_tokens_of_a_step_agree():
     with pytest.raises(InvalidOption, match="fewer than"):
         settle(max_num_batched_tokens=7, max_num_seqs=8)
     assert settle(enable_chunked_prefill=False).scheduler.max_num_batched_tokens == 1024
+    with pytest.raises(InvalidOption, match="a prompt must fit one step"):
+        settle(enable_chunked_prefill=False, max_num_batched_tokens=1023)
 
 
 def test_steps_of_a_small_encoder_are_larger_on_a_gpu():
@@ -109,3 +111,10 @@ def test_a_gpus_cache_is_sized_once_more_when_the_rest_was_measured():
     for room in (4 * PAGE_BYTES, 0, -5):
         with pytest.raises(NotEnoughMemory, match="max_model_len 64 takes"):
             fit_cache(config, room)
+
+
+def test_a_cache_that_was_measured_keeps_windows_as_large_as_they_were_planned():
+    """All requests of a step together add its tokens to a group with a window, however short each of them is."""
+    groups = (*GROUPS, CacheGroup(WindowSpec(2, 16, 4, 16, window=32), (2, 3)))
+    config = settle(GPU, groups=groups, max_num_seqs=64)
+    assert fit_cache(config, 10**12).cache == config.cache

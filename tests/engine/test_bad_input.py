@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 
 import pytest
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, AsyncEngine, SamplingParams
 from slipstream.errors import (
     BadCheckpoint,
     BadTokenizer,
@@ -268,6 +269,17 @@ def test_template_arguments_may_not_take_our_names(llm):
 def test_min_tokens_beyond_the_model_length_are_refused(llm):
     with pytest.raises(InvalidParams, match="min_tokens"):
         llm.generate([1], SamplingParams(max_tokens=None, min_tokens=64))
+
+
+@pytest.mark.parametrize("kind", [LLM, AsyncEngine])
+def test_a_tokenizer_that_cannot_be_read_is_told_before_anything_is_loaded(folder, tmp_path, kind, monkeypatch):
+    copy = changed(folder, tmp_path)
+    (copy / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr("slipstream.engine.build.build_core", None)
+    before = threading.enumerate()
+    with pytest.raises(BadTokenizer):
+        kind(str(copy), max_model_len=64, num_pages=64, depth=1)
+    assert threading.enumerate() == before
 
 
 def test_missing_tokenizer(folder, tmp_path):

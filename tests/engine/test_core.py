@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scripted_engine import scripted_core, submit, tokens_alone
-from slipstream.errors import EngineDead, QueueFull
+from slipstream.errors import EngineDead, InvalidPrompt, QueueFull, UserError
 from slipstream.messages import Abort, Submit
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
@@ -62,6 +62,38 @@ def test_one_that_is_refused_changes_nobody_elses_draws():
         core.submit(Submit("b", [1], SamplingParams(), 0.0))
         seeds.append(core.scheduler._live["b"][0].seed)
     assert seeds[0] == seeds[1]
+
+
+@pytest.mark.parametrize("place", [0, 1, 4])
+@pytest.mark.parametrize("why", ["room", "id", "bug"])
+def test_prompts_of_one_call_are_taken_in_together_or_not_at_all(place, why):
+    core = scripted_core(max_waiting=5 + place if why == "room" else 99)
+    others = [submit(f"other{i}", [i], max_tokens=2) for i in range(5)]
+    core.submit(*others)
+    group = [Submit(f"r{i}", [i], SamplingParams(max_tokens=2), 0.0) for i in range(5)]
+    if why == "id":
+        group[place] = submit("other0", [1])
+    if why == "bug":
+        group[place] = submit("r", [1], logprobs=-1)
+    errors = {"room": QueueFull, "id": UserError, "bug": AssertionError}
+    with pytest.raises(errors[why], match="inputs settle" if why == "bug" else f"prompt {place + 1} of 5: "):
+        core.submit(*group)
+    assert core.scheduler.num_waiting == 5 and core._num_submitted == 5  # which others' seeds are made of
+    core.scheduler.check()
+    ends = {output.request_id for output in run(core) if output.finish_reason}
+    assert ends == {message.request_id for message in others}
+
+
+def test_a_query_that_is_taken_back_with_its_documents_leaves_no_trace():
+    core = scripted_core()
+    query = Submit("q", [1, 2], PoolingParams(task="token_embed", query_key="q", query_uses=2), 0.0)
+    document, bad = (
+        Submit(name, ids, PoolingParams(task="token_embed", query_key="q"), 0.0)
+        for name, ids in (("d", [3]), ("e", []))
+    )
+    with pytest.raises(InvalidPrompt, match="prompt 3 of 3"):
+        core.submit(query, document, bad)
+    assert not core.has_work() and not core.scheduler.keeps_query("q")
 
 
 @DEPTHS

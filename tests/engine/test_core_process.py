@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ from slipstream.engine.front.frontend import AsyncEngine
 from slipstream.engine.link.remote import SocketClient
 from slipstream.engine.link.spawn import spawn_core
 from slipstream.errors import EngineDead, ModelNotFound, QueueFull
+from slipstream.messages import Submit
 from tiny import write_tiny
 
 SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
@@ -109,6 +111,36 @@ def test_refusals_aborts_and_front_ends_that_go_harm_nobody(folder):
 
     pulse = with_core(scenario, {"model": folder, "max_waiting": 4}, front_ends=2)
     assert sum(lane.num_steps for lane in pulse.lanes) > 0
+
+
+def test_prompts_of_one_reader_begin_together_or_not_at_all(folder):
+    async def scenario(core, engine):
+        def submits():
+            return [engine.inputs.submit(engine.new_id(), [1, 2, 3], PARAMS) for _ in range(3)]
+
+        with engine.read(submits()) as first, engine.read(submits()) as second:
+            with pytest.raises(QueueFull, match="prompt 2 of 3: 4 requests are waiting"):
+                await second.wait()
+            assert len(await first.wait()) == 3
+        with engine.read(submits()) as third:
+            return [track.finished for track in await third.wait()]
+
+    assert with_core(scenario, {"model": folder, "max_waiting": 4}) == [True] * 3
+
+
+def test_a_front_end_ends_though_its_core_reads_no_more(folder):
+    """As a server must whose GPU hangs."""
+
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        client = await SocketClient.connect(ours)
+        for _ in range(100):
+            client.send(Submit("a", [1] * 10_000, PARAMS, 0.0))
+        await asyncio.sleep(0)  # until it is written, as far as it goes
+        await asyncio.wait_for(client.close(), 20)
+        theirs.close()
+
+    asyncio.run(scenario())
 
 
 def failed_start(*options):

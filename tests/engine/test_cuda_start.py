@@ -34,9 +34,10 @@ def folder(request, tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param, **config))
 
 
-def test_no_kernel_is_compiled_for_usual_requests(folder, monkeypatch):
+@pytest.mark.parametrize("eager", [False, True])
+def test_no_kernel_is_compiled_for_usual_requests(folder, monkeypatch, eager):
     knobs = pytest.importorskip("triton").knobs
-    with LLM(folder, **OPTIONS) as llm:
+    with LLM(folder, **OPTIONS, enforce_eager=eager) as llm:
         compiled = []
         monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts["fn"].name))
         for params in USUAL.values():

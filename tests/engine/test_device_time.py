@@ -2,7 +2,11 @@
 
 import pytest
 
+from scripted_engine import scripted_core, submit
+from slipstream import LLM
 from slipstream.engine.device_time import Account, DeviceTime
+from slipstream.messages import Abort
+from tiny_encoder import write_tiny_encoder
 
 
 class Clock:
@@ -84,6 +88,44 @@ def test_a_gap_after_there_was_nothing_to_do_counts_as_no_work():
     total = engine.account.total
     assert (total.no_work, total.host_late) == (98, 1)
     assert total.busy_share == 4 / 5  # of the time with work
+
+
+def test_a_device_that_is_still_at_work_had_no_rest():
+    engine = Engine()
+    engine.step(Span(0, 2, ended=False), has_work=False)
+    assert engine.step(Span(2.25, 3), outside=1) == "turnaround"
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("how", ["ended", "aborted"])
+def test_with_nobody_left_there_is_nothing_to_do_whatever_is_still_in_flight(depth, how):
+    core = scripted_core(depth)
+    causes, launched = [], core.account.launched
+    core.account.launched = lambda: causes.append(launched()) or causes[-1]
+    core.submit(submit("a", [1, 2, 3], max_tokens=9))
+    while not core.step():
+        pass
+    if how == "aborted":
+        core.abort(Abort("a"))
+    else:
+        while core.scheduler.serves("a"):
+            core.step()
+    num = len(causes)
+    core.submit(submit("b", [1], max_tokens=2))
+    core.step()
+    assert causes[num:] == ["no_work"] and "no_work" not in causes[1:num]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_call_that_has_more_prompts_is_work(depth, tmp_path):
+    folder = write_tiny_encoder(tmp_path)
+    with LLM(str(folder), depth=depth, max_num_seqs=4, num_threads=1, use_tqdm_on_load=False, device="cpu") as llm:
+        causes, launched = [], llm.core.account.launched
+        llm.core.account.launched = lambda: causes.append(launched()) or causes[-1]
+        for _ in range(2):
+            llm.embed([[5, 6, 7 + i] for i in range(20)], use_tqdm=False)
+    assert len(causes) >= 10
+    assert [place for place, cause in enumerate(causes) if cause == "no_work"] == [0, len(causes) // 2]
 
 
 def test_waiting_for_the_device_is_not_the_hosts_time():

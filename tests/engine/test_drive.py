@@ -13,7 +13,8 @@ import pytest
 
 from scripted_engine import scripted_core, submit, tokens_alone
 from slipstream.engine.device_time import Account
-from slipstream.engine.drive import A_FEW, Drive
+from slipstream.engine.drive import Drive
+from slipstream.engine.intake import A_FEW
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineDead, InvalidPrompt, QueueFull, RequestTooLarge
 

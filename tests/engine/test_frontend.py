@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import pytest
 
-from slipstream import LLM, AsyncEngine, SamplingParams
-from slipstream.errors import EngineClosed, EngineDead, PromptTooLong, UserError
+from slipstream import LLM, AsyncEngine, PoolingParams, SamplingParams
+from slipstream.errors import EngineClosed, EngineDead, PromptTooLong, RequestTooLarge, UserError
+from slipstream.text.tokenizer import Tokenizer
 from tiny import write_tiny
 
 SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
@@ -50,6 +52,46 @@ def test_streams_side_by_side_equal_the_script_api(folder, depth):
     with LLM(folder, use_tqdm_on_load=False, **SMALL) as llm:
         wanted = [r.outputs[0].token_ids for r in llm.generate(prompts, PARAMS)]
     assert [r.outputs[0].token_ids for r in run(folder, scenario, depth=depth)] == wanted
+
+
+def test_prompts_of_one_reader_begin_together_or_not_at_all(folder):
+    async def scenario(engine):
+        def submits(num):
+            return [engine.inputs.submit(engine.new_id(), [1, 2], PARAMS) for _ in range(num)]
+
+        core = first_core(engine)
+        take_in = core._submit
+        core._submit = lambda message: take_in(message) if core.scheduler.num_waiting < 2 else 1 / 0
+        with engine.read(submits(3)) as reading:
+            with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+                await reading.wait()
+        assert core.num_steps == 0 and engine.load.num_open == 0
+        with pytest.raises(RequestTooLarge, match="7 would wait, and no more than 6 may; .* raise max_waiting"):
+            engine.read(submits(7))
+        with engine.read(submits(2)) as reading:
+            assert all(track.finished for track in await reading.wait())
+
+    run(folder, scenario, max_waiting=6)
+
+
+@pytest.mark.parametrize("verb", ["generate", "increments", "chat", "embed"])
+def test_long_texts_are_encoded_beside_the_loop(folder, verb, monkeypatch):
+    threads, encode = [], Tokenizer.encodings
+
+    def watched(self, texts, *how, **more):
+        threads.append(threading.current_thread() is threading.main_thread())
+        return encode(self, texts, *how, **more)
+
+    async def scenario(engine):
+        monkeypatch.setattr(Tokenizer, "encodings", watched)
+        for text in ("x", "x" * 10_000):
+            params = PoolingParams if verb == "embed" else PARAMS.with_changes
+            prompt = [{"role": "user", "content": text}] if verb == "chat" else text
+            result = getattr(engine, verb)(prompt, params(truncate_prompt_tokens=8))
+            await (result if verb == "embed" else last(result))
+        assert threads[0] and not threads[-1]
+
+    run(folder, scenario)
 
 
 def test_leaving_a_stream_aborts_it_and_others_go_on(folder):

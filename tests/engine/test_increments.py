@@ -78,13 +78,19 @@ def test_an_increment_costs_what_is_new_and_text_is_made_when_it_is_read(folder,
     assert len(looked_up) == 51
 
 
-def test_an_aborted_sample_keeps_what_it_had(folder):
-    for stream in (False, True):
-        processor = OutputProcessor(Tokenizer.load(folder))
-        track = processor.open(Submit("a", [1], SamplingParams(), 0.0), None, stream=stream)
-        processor.process([Output("a", 0, [72, 105])])
-        track.abort()
-        assert track.result().outputs[0].text == "Hi" and track.finished
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", [None, ["High"]])
+def test_an_aborted_sample_keeps_what_it_had(folder, stream, stop):
+    """Also what was held back because more might come: half a stop string, half a character."""
+    processor = OutputProcessor(Tokenizer.load(folder))
+    track = processor.open(Submit("a", [1], SamplingParams(stop=stop), 0.0), None, stream=stream)
+    processor.process([Output("a", 0, list("Hi, ö".encode())[:-1])])
+    processor.process([Output("a", 0, list(b"Hi"))])
+    early = "".join(new.text for new in track.increment()) if stream else ""
+    track.abort()
+    assert track.result().outputs[0].text == "Hi, \ufffdHi" and track.finished
+    if stream:
+        assert early + "".join(new.text for new in track.increment()) == "Hi, \ufffdHi"
 
 
 def test_a_reader_that_sleeps_finds_one_increment(folder):

@@ -7,7 +7,8 @@ import pytest
 
 from delayed_device import DelayedDevice
 from pool_bench import PoolBench
-from slipstream.errors import UserError
+from slipstream.config import memory
+from slipstream.errors import QueueFull, RequestTooLarge, UserError
 from slipstream.pooling_params import PoolingParams
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder
@@ -65,6 +66,21 @@ def test_scores_are_those_of_the_token_vectors(model, vectors, depth):
         wanted = [max_sim(own, other) for own in (first, second) for other in documents]
         assert [one.shape for one in got[2:]] == [(1,)] * 12
         assert np.allclose([one[0] for one in got[2:]], wanted, atol=1e-9)
+        check_forgotten(bench)
+
+
+def test_no_more_queries_are_kept_than_there_is_room_for(model, monkeypatch):
+    size = 48 if model["max_num_batched_tokens"] == 64 else 64
+    monkeypatch.setattr(memory, "KEPT", 5 * size)
+    with PoolBench(**model) as bench:
+        bench.pool([QUERY], [query(2)])
+        with pytest.raises(QueueFull, match="queries of 4 tokens are kept.*limit of 5"):
+            bench.submit(QUERY[:2], query(1, "p"))
+        bench.submit(QUERY[:1], query(1, "r"))
+        with pytest.raises(RequestTooLarge, match="has 6 tokens, and 5 can be kept"):
+            bench.submit([1] * 6, query(1, "p"))
+        bench.pool(DOCUMENTS[:2], [document()] * 2)
+        bench.pool([QUERY, *DOCUMENTS[:2]], [query(1, "p"), document("p"), document("r")])
         check_forgotten(bench)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from delayed_device import DelayedDevice
-from law7 import CELLS, FACTORS, PROMPTS, options_of
+from law7 import CELLS, FACTORS, PAIRED, PROMPTS, options_of
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.runner.batch.input_batch import Size
@@ -25,14 +27,15 @@ def window_model(request, tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param))
 
 
-def make(model, *, depth=0, late=False, device=None, **cell):
+def make(model, *, depth=0, late=False, device=None, max_num_seqs=None, **cell):
     """An LLM for one cell of the matrix."""
+    rows = {} if max_num_seqs is None else {"max_num_seqs": max_num_seqs}
     return LLM(
         model,
         skip_tokenizer_init=False,
         use_tqdm_on_load=False,
         max_model_len=MAX_LEN,
-        **options_of(few_pages=26, depth=depth, **cell),
+        **options_of(few_pages=26, depth=depth, **cell) | rows,
         _device=DelayedDevice(depth) if late else device,
     )
 
@@ -159,26 +162,13 @@ FEATURES = {
     ],
 }
 
-# every pair of values of every two factors comes up
-PAIRWISE = [
-    dict(batched=True, chunked=True, cached=True, preempted=True, depth=2),
-    dict(batched=True, chunked=False, cached=False, preempted=True, depth=1),
-    dict(batched=True, chunked=False, cached=True, preempted=False, depth=0),
-    dict(batched=False, chunked=True, cached=False, preempted=False, depth=2),
-    dict(batched=False, chunked=False, cached=True, preempted=True, depth=1),
-    dict(batched=True, chunked=True, cached=False, preempted=True, depth=0),
-    dict(batched=True, chunked=False, cached=False, preempted=False, depth=2),
-    dict(batched=False, chunked=True, cached=True, preempted=False, depth=1),
-    dict(batched=False, chunked=False, cached=False, preempted=False, depth=0),
-]
-
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_sampled_tokens_do_not_depend_on_scheduling(model, feature):
     params = FEATURES[feature]
     with make(model, batched=False) as llm:
         wanted = llm.generate(PROMPTS, params)
-    for cell in PAIRWISE:
+    for cell in PAIRED:
         with make(model, **cell) as llm:
             assert_same(llm.generate(PROMPTS, params), wanted)
 
@@ -190,7 +180,7 @@ def test_windows_change_no_tokens(window_model, feature):
     with make(window_model, batched=False) as llm:
         wanted = llm.generate(PROMPTS, params)
     assert len({tuple(r.outputs[0].token_ids) for r in wanted}) == len(PROMPTS)
-    for cell in PAIRWISE if feature == "greedy" else PAIRWISE[:3]:
+    for cell in PAIRED if feature == "greedy" else PAIRED[:3]:
         with make(window_model, **cell) as llm:
             for _ in range(2 if feature == "greedy" else 1):  # the second time the cache is warm
                 assert_same(llm.generate(PROMPTS, params), wanted)
@@ -219,7 +209,7 @@ def test_a_late_device_changes_nothing(model, depth):
 REPLAYED = {
     "greedy": GREEDY.with_changes(logprobs=None),
     "logprobs": GREEDY,
-    "random": GREEDY.with_changes(temperature=0.8, seed=3, logprobs=None),
+    "random": GREEDY.with_changes(temperature=1.0, seed=3, logprobs=None),
     "cut": GREEDY.with_changes(temperature=0.8, seed=3, top_k=20, top_p=0.9, min_p=0.01),
     "top_p": GREEDY.with_changes(temperature=1.1, seed=4, top_p=0.8, logprobs=None),
     "penalties": GREEDY.with_changes(repetition_penalty=1.3, presence_penalty=0.3, frequency_penalty=0.2),
@@ -249,6 +239,32 @@ def test_replayed_steps_give_the_same_tokens(model, depth, feature):
         # those that decode, and those of a step that also computes a chunk
         assert feature == "everything among others" or {picked for _, _, picked, _ in heads} == {True, False}
         assert device.num_replays > 20
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_row_that_changes_hands_forgets_what_was_asked_of_it(model, depth):
+    """Replayed work finds in tables what each row asks for, also those that whoever sits there now did not write."""
+    order = random.Random(1).sample(3 * [*REPLAYED.values()], 3 * len(REPLAYED))
+    params = [asked.with_changes(max_tokens=9 + place % 5) for place, asked in enumerate(order)]
+    prompts = [[7 + place, 9, 11] for place in range(len(params))]
+    with make(model, batched=False) as llm:
+        wanted = llm.generate(prompts, params)
+    with make(model, depth=depth, device=ReplayDevice(depth), max_num_seqs=7) as llm:
+        llm.core.executor.graphs.token_sizes = []
+        assert_same(llm.generate(prompts, params), wanted)
+
+
+def test_few_graphs_serve_whatever_number_of_logprobs_is_wanted(model):
+    """A step tells a few more than are wanted, and nobody sees them."""
+    asked = [GREEDY.with_changes(logprobs=k) for k in (0, *range(2, 6), 17, 18, 19, 20)]
+    with make(model, batched=False) as llm:
+        wanted = [llm.generate(PROMPTS[:1], params) for params in asked]
+    with make(model, device=ReplayDevice(0)) as llm:
+        graphs = llm.core.executor.graphs
+        graphs.token_sizes = []
+        for params, expected in zip(asked, wanted, strict=True):
+            assert_same(llm.generate(PROMPTS[:1], params), expected)
+        assert {key[3][1] for key in graphs._captured if key[0] == "head"} == {0, 5, 20}
 
 
 def test_depth_runs_ahead(model):

@@ -234,6 +234,26 @@ def test_chat_renders_the_template(llm):
     assert [r.outputs[0].token_ids for r in both] == [result.outputs[0].token_ids] * 2
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_threads_that_share_it_take_turns(folder, depth):
+    prompts, found = [[i, i + 1] for i in range(1, 10)], []
+
+    def generate():
+        found.append([r.outputs[0].token_ids for r in llm.generate(prompts, FOUR)])
+
+    def stream():
+        found.append([list(llm.stream(prompt, FOUR))[-1].outputs[0].token_ids for prompt in prompts])
+
+    with LLM(folder, **SMALL, depth=depth) as llm:
+        generate()
+        threads = [threading.Thread(target=target) for target in (generate, stream, generate, stream)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert found == found[:1] * 5
+
+
 def test_more_prompts_than_may_wait(folder):
     with LLM(folder, **SMALL, max_waiting=3) as llm:
         results = llm.generate([[i + 1] for i in range(20)], FOUR)

@@ -10,10 +10,12 @@ import subprocess
 import sys
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 
 import slipstream.config.memory
+import slipstream.runner.pool
 from live_bytes import LiveBytes
 from pool_bench import rewrite
 from slipstream import LLM, SamplingParams
@@ -222,6 +224,33 @@ def test_pooling_stays_within_what_was_foretold(tmp_path, kind, task, lengths, d
         assert num_bytes(slot.on_device for slot in slots) <= memory.results + memory.reports
         assert num_bytes(slot.host_tensor for slot in slots) <= memory.results_host + memory.reports_host
     assert live.peak <= memory.activations + memory.reports + memory.reports_host
+
+
+@pytest.mark.parametrize("kind", ["encoder", "decoder"])
+def test_results_of_tokens_are_made_by_a_few_at_a_time(tmp_path, kind, monkeypatch):
+    """And are the same."""
+    if kind == "decoder":
+        path = rewrite(write_tiny(tmp_path, "llama"), {"architectures": ["LlamaModel"]}, {})
+    else:
+        path = write_tiny_encoder(tmp_path, "bert", "Model", hidden_size=48)
+    options = dict(max_model_len=120, max_num_seqs=8, max_num_batched_tokens=128, dtype="float64", num_threads=1)
+    made, results, plans = [], [], []
+    finish = slipstream.runner.pool.finish
+    monkeypatch.setattr(slipstream.runner.pool, "finish", lambda x, setting: made.append(len(x)) or finish(x, setting))
+    for at_once in (1000, 7):
+        monkeypatch.setattr(slipstream.config.memory, "TOKENS_AT_ONCE", at_once)
+        monkeypatch.setattr(slipstream.runner.pool, "TOKENS_AT_ONCE", at_once)
+        llm, memory = open_model(options | dict(model=str(path)))
+        prompts = [[i % 200] * (90 + i) for i in range(8)]  # of the decoder's some take two steps
+        made.clear()
+        with llm, LiveBytes() as live:
+            found = llm.encode(prompts, pooling_task="token_embed", use_tqdm=False)
+        plans.append(memory.unread)
+        results.append(np.concatenate([one.outputs.data for one in found]))
+        assert live.peak <= memory.activations + memory.reports + memory.reports_host
+        assert sum(made) == sum(map(len, prompts)) and (max(made) <= 7) == (at_once == 7)
+    assert plans[1] < plans[0]
+    np.testing.assert_allclose(results[0], results[1], atol=1e-12)
 
 
 # Python, torch and the checkpoint's file stay out: the process is measured from where the engine is imported, and

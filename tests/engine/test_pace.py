@@ -121,6 +121,13 @@ def test_a_step_of_a_kind_that_never_came_after_a_rest_holds_nothing_back():
     assert not world.pace.is_early()
 
 
+def test_a_step_that_was_captured_says_nothing_of_the_next():
+    world = World()
+    world.run(plan(8, 4000), busy=0.05, times=1, host=0.035)
+    world.pace.launched(plan(8, 4000), 0.002)
+    assert not world.pace.is_early()
+
+
 def test_a_slow_host_starts_earlier():
     world = World()
     world.run(plan(8, 4000), busy=0.35, host=0.05)

@@ -1,6 +1,7 @@
 """Prompts for pooling, without an engine: what is sent, and what is refused and how."""
 
 import random
+import threading
 from array import array
 
 import msgspec
@@ -46,7 +47,7 @@ def inputs(pooling=EMBEDDER, tokenizer=True, length=64, **own):
 
 def prepared(given, prompts, params=EMBED, **how):
     """What is sent, in the order of the prompts."""
-    return sorted(given.prepare(prompts, params, **how), key=lambda one: one.place)
+    return sorted(given.prepare([Batch(prompts, params, **how)]), key=lambda one: one.place)
 
 
 def ids_of(text):
@@ -69,7 +70,7 @@ def test_every_kind_of_prompt():
 def test_shorter_ones_are_sent_first_and_results_come_in_order():
     rng = random.Random(0)
     prompts = [[1] * rng.randrange(1, 60) for _ in range(300)]
-    found = list(inputs().prepare(prompts, EMBED))
+    found = list(inputs().prepare([Batch(prompts, EMBED)]))
     assert sorted(one.place for one in found) == list(range(300))
     assert all(len(one.ids) == len(prompts[one.place]) for one in found)
     first = [len(one.ids) for one in found[:64]]
@@ -271,6 +272,26 @@ class _Track:
 
     def pooled(self, pooling):
         return self
+
+
+@pytest.mark.parametrize("num", [5, 65])
+def test_between_a_query_and_its_documents_it_is_ready_when_they_are(num):
+    given, go_on = inputs(), threading.Event()
+    encode_texts = given._encode
+
+    def slow(texts, *how):
+        if len(texts) > 1 and num > 64:
+            assert go_on.wait(30)
+        return encode_texts(texts, *how)
+
+    given._encode = slow
+    batches = [Batch(["q"], EMBED), Batch([f"d{place}" for place in range(num)], EMBED)]
+    feed = Feed(given, batches, iter(map(str, range(99))).__next__)
+    sent = iter(feed)
+    assert next(sent)[1] == "q" and not feed.is_ready()
+    go_on.set()
+    assert next(sent)[1] == "d0" and feed.is_ready()
+    assert len(list(sent)) == num - 1 and feed.is_ready()
 
 
 def test_plain_lists_for_another_process():

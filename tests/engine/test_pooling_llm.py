@@ -9,6 +9,7 @@ import torch
 
 import slipstream
 from slipstream import AsyncEngine
+from slipstream.engine.front.pooling_calls import PAIRS_TOGETHER
 from slipstream.errors import InvalidOption, InvalidParams, InvalidPrompt, PromptTooLong, SlipstreamError
 from slipstream.pooling_params import PoolingParams
 from tiny import write_tiny
@@ -237,6 +238,13 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders):
         np.testing.assert_allclose(scores, expected, rtol=1e-5)
         each = [one.outputs.score for one in llm.score(TEXTS[:2], TEXTS[2:4])]
         assert each[0] == pytest.approx(expected[1], rel=1e-5)
+        # of many pairs no more queries are kept at once than there is room for
+        llm.core.scheduler._queries._most_tokens = PAIRS_TOGETHER * max(map(len, matrices))
+        firsts, seconds = (TEXTS * 20)[:70], (TEXTS[1:] * 20)[:70]
+        made = dict(zip(TEXTS, matrices, strict=True))
+        many = [one.outputs.score for one in llm.score(firsts, seconds)]
+        wanted = [float((made[a] @ made[b].T).max(1).sum()) for a, b in zip(firsts, seconds, strict=True)]
+        np.testing.assert_allclose(many, wanted, rtol=1e-5)
         with pytest.raises(InvalidPrompt, match="empty"):
             llm.score(TEXTS[0], ["fine", ""])
         assert not llm.core.scheduler._queries and not llm.core.has_work()  # the query is not kept for ever

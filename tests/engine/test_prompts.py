@@ -6,12 +6,13 @@ import gc
 import threading
 import weakref
 
+import numpy as np
 import pytest
 
 from scripted_core import facts
 from slipstream import SamplingParams
 from slipstream.engine.front import prompts as module
-from slipstream.engine.front.ahead import Ahead
+from slipstream.engine.front.ahead import Ahead, size_of
 from slipstream.engine.front.inputs import InputProcessor
 from slipstream.engine.front.prompts import Prompts
 from slipstream.errors import BadTokenizer, InvalidPrompt, PromptTooLong
@@ -90,6 +91,12 @@ def test_one_part_needs_no_thread():
     threads = threading.active_count()
     numbers = Ahead(lambda part: [threading.current_thread()], [slice(0, 1)])
     assert list(numbers) == [threading.current_thread()] and threading.active_count() == threads
+
+
+def test_every_form_of_prompt_has_a_size():
+    ids = {"prompt_token_ids": [1, 2, 3], "prompt": "ab"}
+    sizes = [("abc", 3), ([1, 2], 2), (("ab", "c"), 3), ((1, 2), 0), (ids, 5), (np.array(3), 0), (None, 0), (7, 0)]
+    assert [size_of(prompt) for prompt, _ in sizes] == [size for _, size in sizes]
 
 
 def test_a_call_says_what_its_prompts_say_one_by_one():

@@ -22,8 +22,8 @@ from slipstream.engine.link.wire import (
     from_core_frames,
     to_core_frames,
 )
-from slipstream.errors import PromptTooLong, QueueFull, SlipstreamError
-from slipstream.messages import Abort, Output, Pooled, Submit
+from slipstream.errors import PromptTooLong, QueueFull
+from slipstream.messages import Abort, Output, Pooled, Submit, SubmitAll
 from slipstream.metrics.lane import LaneStats
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
@@ -36,6 +36,7 @@ FACTS = ModelFacts(
 TO_CORE = [
     Submit("a", [1, 2], SamplingParams(stop=["x"], logit_bias={3: 1.5}, seed=2**64 - 1, allowed_token_ids=[1]), 0.5),
     Submit("b", [0], PoolingParams(), 1.0, -5, "salt", [[1], [2, 3]], 1, 1, "other"),
+    SubmitAll([Submit("c", [1], SamplingParams(n=2), 0.5), Submit("d", [2, 3], PoolingParams(), 0.5)]),
     Abort("a"),
     Abort("b", 3),
 ]
@@ -88,7 +89,7 @@ def test_a_changed_byte_never_gives_anything_but_messages(place, byte):
     good = bytearray(frame(TO_CORE))
     good[place % (len(good) - 4) + 4] = byte
     try:
-        assert all(isinstance(message, Submit | Abort) for message in to_core_frames().push(bytes(good)))
+        assert all(isinstance(message, Submit | SubmitAll | Abort) for message in to_core_frames().push(bytes(good)))
     except WireError:
         pass
 
@@ -98,9 +99,10 @@ def test_a_frame_that_claims_too_much_is_no_frame():
         to_core_frames().push((MAX_FRAME + 1).to_bytes(4, "little"))
 
 
-def test_messages_of_the_other_direction_are_refused():
-    with pytest.raises(WireError):
-        to_core_frames().push(frame([Ready()]))
+def test_messages_of_the_other_direction_and_of_nothing_are_refused():
+    for bad in (Ready(), SubmitAll([])):
+        with pytest.raises(WireError):
+            to_core_frames().push(frame([bad]))
     with pytest.raises(WireError):
         from_core_frames().push(frame([Abort("a")]))
 
@@ -115,4 +117,4 @@ def test_a_refusal_is_our_exception_again_and_nothing_else():
     assert type(Refused.of("a", QueueFull("full")).error()) is QueueFull
     assert str(Refused.of("a", PromptTooLong("long")).error()) == "long"
     for kind in ("Exception", "SystemExit", "ValueError", "annotations", "nothing"):
-        assert type(Refused("a", kind, "x").error()) is SlipstreamError
+        assert type(Refused("a", kind, "x").error()) is RuntimeError

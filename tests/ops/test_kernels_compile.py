@@ -44,8 +44,8 @@ def sample():
     x |= of(LONG, "keys tokens index slots picks rank top_ids row_keys positions ids")
     x |= of(INT, "places listed counts") | of(BYTE, "random failed seen where")
     plain = dict.fromkeys(["counts", "seen", "slots", "values"])
-    build(SAMPLE + "choose", "_chunk_kernel", x | {"logits": HALF}, CHUNK=256)
-    build(SAMPLE + "choose", "_chunk_kernel", x | {"logits": HALF}, CHUNK=256, keys=None, **plain)
+    build(SAMPLE + "choose", "_chunk_kernel", x | {"logits": HALF}, CHUNK=1024, PART=256, SPAN=128)
+    build(SAMPLE + "choose", "_chunk_kernel", x | {"logits": HALF}, CHUNK=1024, PART=256, SPAN=128, keys=None, **plain)
     build(SAMPLE + "choose", "_row_kernel", x, CHUNKS=64)
     build(SAMPLE + "noise", "_bits_kernel", x | {"out": INT}, BLOCK=256)
     build(SAMPLE + "noise", "_keys_kernel", x | {"out": LONG}, PURPOSE=0, BLOCK=256)
@@ -105,15 +105,16 @@ def products():
 
 
 def attention():
-    x = of(HALF, "out query keys values") | of(LONG, "table lengths") | of(FLOAT, "sums stats")
+    x = of(HALF, "out query keys values") | of(LONG, "table lengths given") | of(FLOAT, "sums stats")
     x |= of(INT, "work totals arrived singles shares starts") | of("fp32", "scale soft_cap")
     x |= of(INT, "singles_out shares_out tiles_out")
     shape = dict(KV_HEADS=8, GROUP=4, DIM=128, BLOCK_D=128, BLOCK_N=64, PAGE=16, WINDOW=0, SOFT_CAP=False)
     build(ATTENTION + "triton.decode", "_split_kernel", x, TILE=16, DEPENDENT=True, **shape)
     build(ATTENTION + "triton.varlen", "_tile_kernel", x, TILE=128, **shape | dict(WINDOW=100, SOFT_CAP=True))
-    shape = dict(HAS_STARTS=True, KV_HEADS=8, GROUP=4, PAGE=16, WINDOW=0)
+    shape = dict(KV_HEADS=8, GROUP=4, PAGE=16, WINDOW=0)
     cuts = dict(TILE=128, MIN_SPLIT=256, MAX_SPLITS=32, TOGETHER=8192, CUT_SINGLES=True, BLOCK=256)
-    build(ATTENTION + "work", "_list_work_kernel", x, **shape, **cuts)
+    build(ATTENTION + "work", "_list_work_kernel", x, HAS_STARTS=True, given=None, **shape, **cuts)
+    build(ATTENTION + "work", "_list_work_kernel", x, HAS_STARTS=False, starts=None, **shape, **cuts)
 
 
 def encoders():
@@ -188,7 +189,9 @@ def hopper():
     build_product(64, 16, 1, 1, PARTS=20, **added, **whole)
     build_product(64, 64, 0, 3, PARTS=0, squares=None, bias=None)
     build_product(128, 128, 2, 1, PARTS=0, squares=None, bias=None, **added, **whole)
-    build("triton.hopper_decode", "_split_kernel", 64, 128, GROUP=3, DIM=128, PAGE=16, STAGES=3, DEPENDENT=True)
+    single = dict(PAGE=16, DEPENDENT=True)
+    build("triton.hopper_decode", "_split_kernel", 64, 128, GROUP=3, DIM=128, STAGES=3, **single)
+    build("triton.hopper_decode", "_split_kernel", 128, 168, GROUP=3, DIM=64, STAGES=6, **single)
     build("triton.hopper_varlen", "_tile_kernel", 128, 168, GROUP=4, DIM=64, PAGE=64, TILE=128, STAGES=2)
     tile = dict(GROUP=3, DIM=128, PAGE=16, TILE=128, STAGES=2, queries=None)
     build("triton.hopper_varlen", "_tile_kernel", 128, 168, **tile)

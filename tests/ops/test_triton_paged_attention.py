@@ -19,6 +19,7 @@ if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
 
 from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
+from slipstream.ops.linear import linear  # noqa: E402
 from slipstream.ops.paged_attention.work import (  # noqa: E402
     FEW_ROWS,
     SOME_ROWS,
@@ -28,6 +29,7 @@ from slipstream.ops.paged_attention.work import (  # noqa: E402
     most_splits,
     split_keys,
 )
+from slipstream.ops.rope.triton import turn_and_write  # noqa: E402
 
 # the interpreter's own use of numpy
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]
@@ -350,6 +352,23 @@ def test_shares_are_about_equal(lengths):
     assert max(sum(costs[split] for split in share) for share in shares) <= limit
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, [0] * 5),
+        ([-1] * 5, [4, 99, 0, 0, 699]),
+        ([-1, -1, 0, -1, -1], [0] * 5),  # it may complete a page that others read in this step
+    ],
+)
+def test_only_a_step_without_given_tokens_has_keys_that_are_there_already(given, expected):
+    lengths, table = torch.tensor([5, 100, 1, 0, 700]), torch.arange(1, 251).view(5, 50)
+    table[3] = 0
+    given = None if given is None else torch.tensor(given, device=DEVICE)
+    for starts in (None, torch.arange(6, dtype=torch.int32, device=DEVICE)):
+        work = list_work(lengths.to(DEVICE), starts, table.to(DEVICE), 5, 800, 4, 2, 16, 16, given=given)
+        assert work.singles[:5, 7].tolist() == (expected if starts is None else [0] * 5)
+
+
 def test_step_without_rows_of_one_token_has_empty_shares():
     starts = torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
     table = torch.ones(1, 1, dtype=torch.int64, device=DEVICE)
@@ -441,6 +460,43 @@ def test_any_group_of_heads_and_any_page(heads, page_size):
 def test_window_and_soft_cap_at_real_size(window, soft_cap):
     lengths, counts = [*ragged(30, 4096), 3000, 900], [1] * 30 + [700, 900]
     Case(lengths, counts, 8, 4, 256, dtype=torch.bfloat16, window=window, soft_cap=soft_cap).check()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [3, 16, 200])
+@pytest.mark.parametrize("shared", [False, True])
+def test_kernels_that_start_early_read_no_key_too_early(rows, shared):
+    """Keys and values that products make in the step itself are NaN before. Where a page is shared, the row that
+    completes it does so in the step in which the other reads it."""
+    case = singles([640] * rows, heads=16, kv_heads=8, dim=128, dtype=torch.bfloat16)
+    table, (keys, values) = case.batch.page_tables[0], case.cache
+    if shared:
+        table[1, :-1] = table[0, :-1]
+        case.batch.lengths[0] -= 16
+        case.batch.slots[0][0] = table[0, -2] * 16 + 15
+    given = torch.full((rows,), 7 if shared else -1, device="cuda")
+    batch = dataclasses.replace(case.batch, given=given)
+    backend = TritonAttention(16, 16, 8, 128, torch.bfloat16)
+    context = ForwardContext(batch, backend, backend.plan(batch), [case.cache], (0,))
+    weights = [torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64 for _ in range(2)]
+    x, rotary = torch.randn_like(weights[0][:rows]), torch.randn(rows, 2, 128, device="cuda").bfloat16()
+
+    def step() -> torch.Tensor:
+        for cache in (keys, values):
+            cache.view(-1, 8, 128).index_fill_(0, batch.slots[0], float("nan"))
+        qkv = linear(linear(x, weights[0]), weights[1]).view(rows, 32, 128)
+        query, _ = turn_and_write(qkv[:, :24], qkv[:, 24:], None, 1e-6, rotary, keys, values, batch.slots[0])
+        return backend.forward(query, None, qkv[:, 24:], 0, case.scale, context)
+
+    expected = step()
+    assert expected.isfinite().all()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = [step() for _ in range(10)]
+    for _ in range(3):
+        graph.replay()
+    assert all(out.equal(expected) for out in found)
 
 
 @pytest.mark.cuda

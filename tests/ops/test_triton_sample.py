@@ -39,6 +39,29 @@ def order_of(limits: torch.Tensor, size: int) -> list[tuple[torch.Tensor, int]]:
     return [(torch.arange(len(limits), device=limits.device), size)]
 
 
+LIMITS = [
+    (0.0, 0, 2.0),  # neutral
+    (0.0, 1, 2.0),
+    (0.0, 5, 2.0),
+    (0.0, 50, 2.0),
+    (0.0, 0, 0.9),
+    (0.0, 0, 0.01),
+    (0.0, 0, 0.999),
+    (0.2, 0, 2.0),
+    (1.0, 0, 2.0),
+    (0.0, 3, 0.5),
+    (0.0, 70, 0.95),
+    (0.05, 0, 0.8),
+    (0.3, 40, 2.0),
+    (0.001, 20, 0.9),
+]
+
+
+def limits_of(asks: list[tuple[float, int, float]], size: int) -> torch.Tensor:
+    rows = [(math.log(min_p) if min_p else -math.inf, top_k or size, top_p) for min_p, top_k, top_p in asks]
+    return torch.tensor(rows, dtype=torch.float32, device=DEVICE)
+
+
 # noise
 
 
@@ -64,20 +87,26 @@ def test_draw_takes_the_references_token(rows: int, size: int) -> None:
     assert kernels.draw(logits, keys).tokens.equal(reference.draw(logits, keys).tokens)
 
 
-def test_draw_scales_and_cuts_as_it_goes() -> None:
-    logits, keys = randn(33, 100), keys_of(33)
-    temperature = torch.linspace(0.3, 2.0, 33, device=DEVICE)
-    floor = torch.linspace(-8.0, 6.0, 33, device=DEVICE)
-    random = torch.arange(33, device=DEVICE) % 3 > 0
-    args = (logits, keys, random, temperature, floor)
+@pytest.mark.parametrize("size", [100, 4500])
+def test_draw_scales_and_cuts_as_it_goes(size: int) -> None:
+    """Large and small logits in all parts of a row; rows that are greedy, not cut, without a token, not numbers."""
+    rows = len(LIMITS)
+    logits, keys = randn(rows, size), keys_of(rows)
+    logits[3] = -math.inf
+    logits[9, size - 1] = math.nan
+    logits[12, [7, size - 2]] = math.inf
+    temperature = torch.linspace(0.3, 2.0, rows, device=DEVICE)
+    random = torch.arange(rows, device=DEVICE) % 3 > 0
+    args = (logits, keys, random, temperature, limits_of(LIMITS, size))
     before = logits.clone()
     mine, expected = kernels.draw(*args), reference.draw(*args)
     assert mine.tokens.equal(expected.tokens) and mine.failed.equal(expected.failed)
-    assert logits.equal(before)
-    assert expected.failed.any() and not expected.failed.all()
-    scaled = logits / temperature[:, None]
-    greedy = ~random & ~expected.failed
-    assert mine.tokens[greedy].equal(scaled.argmax(-1)[greedy])
+    assert logits.nan_to_num().equal(before.nan_to_num())
+    assert mine.failed.nonzero().flatten().tolist() == [3, 9] and int(mine.tokens[12]) == 7
+    greedy = ~random & ~mine.failed
+    assert mine.tokens[greedy].equal(logits.argmax(-1)[greedy])
+    alone = torch.cat([kernels.draw(*[arg[row : row + 1] for arg in args]).tokens for row in range(rows)])
+    assert mine.tokens.equal(alone)
 
 
 @pytest.mark.parametrize(("rows", "size"), SHAPES)
@@ -116,28 +145,6 @@ def test_a_row_of_a_wider_tensor_is_read_in_place() -> None:
 
 # the floor
 
-LIMITS = [
-    (0.0, 0, 2.0),  # neutral
-    (0.0, 1, 2.0),
-    (0.0, 5, 2.0),
-    (0.0, 50, 2.0),
-    (0.0, 0, 0.9),
-    (0.0, 0, 0.01),
-    (0.0, 0, 0.999),
-    (0.2, 0, 2.0),
-    (1.0, 0, 2.0),
-    (0.0, 3, 0.5),
-    (0.0, 70, 0.95),
-    (0.05, 0, 0.8),
-    (0.3, 40, 2.0),
-    (0.001, 20, 0.9),
-]
-
-
-def limits_of(asks: list[tuple[float, int, float]], size: int) -> torch.Tensor:
-    rows = [(math.log(min_p) if min_p else -math.inf, top_k or size, top_p) for min_p, top_k, top_p in asks]
-    return torch.tensor(rows, dtype=torch.float32, device=DEVICE)
-
 
 def check_floor(logits: torch.Tensor, limits: torch.Tensor, temperature: torch.Tensor | None = None) -> None:
     """The same tokens stay."""
@@ -175,6 +182,20 @@ def test_ties_at_the_edge_stay() -> None:
     assert (flat >= floor[:, None]).all()
 
 
+def test_of_equals_with_the_last_of_k_only_k_count_for_a_share() -> None:
+    logits = torch.full((2, 200), -9.0, device=DEVICE)
+    logits[:, :4] = torch.tensor([3.0, 1.0, 1.0, 1.0]).log()
+    limits = limits_of([(0.0, 2, 0.7), (0.0, 2, 0.8)], 200)  # of 3 + 1, not of 3 + 3
+    check_floor(logits, limits)
+    assert (logits >= kernels.find_floor(logits, limits)[:, None]).sum(-1).tolist() == [1, 4]
+
+
+def test_of_equals_at_the_top_the_smallest_share_keeps_all() -> None:
+    logits = randn(2, 7)
+    logits[:, [2, 5]] = 9.0
+    check_floor(logits, limits_of([(0.0, 0, 1e-50), (0.0, 0, 1e-30)], 7))
+
+
 @pytest.mark.parametrize("finite", [1, 3, 60])
 def test_the_floor_of_a_row_with_few_tokens_left(finite: int) -> None:
     logits = torch.full((len(LIMITS), 1000), -math.inf, device=DEVICE)
@@ -195,6 +216,7 @@ def test_the_floor_with_far_outliers_and_temperature() -> None:
     logits = randn(len(LIMITS), 1000)
     logits[:, 3] = -1e9
     logits[:, 4] = 30.0
+    logits[:, 5] = -3e38  # which most temperatures here send to -inf
     temperature = torch.linspace(0.05, 3.0, len(LIMITS), device=DEVICE)
     check_floor(logits, limits_of(LIMITS, 1000), temperature)
 
@@ -316,12 +338,12 @@ def test_penalties_as_logits_are_read_are_those_of_an_edit(size: int, dtype: tor
     assert not kernels.likeliest(edited).tokens.equal(kernels.likeliest(logits).tokens)
     floor = kernels.find_floor(logits, limits, None, temperature, penalty)
     torch.testing.assert_close(floor, kernels.find_floor(edited, limits, None, temperature))
-    drawn = kernels.draw(logits, keys, None, temperature, floor, penalty)
-    assert drawn.tokens.equal(kernels.draw(edited, keys, None, temperature, floor).tokens)
+    drawn = kernels.draw(logits, keys, None, temperature, limits, penalty)
+    assert drawn.tokens.equal(kernels.draw(edited, keys, None, temperature, limits).tokens)
     assert logits.equal(before)
     for mine, expected in (
         (kernels.likeliest(logits, penalty), reference.likeliest(logits, penalty)),
-        (drawn, reference.draw(logits, keys, None, temperature, floor, penalty)),
+        (drawn, reference.draw(logits, keys, None, temperature, limits, penalty)),
     ):
         assert mine.tokens.equal(expected.tokens) and mine.failed.equal(expected.failed)
 

@@ -56,10 +56,12 @@ def make_plan(rows, admitted=(), released=(), num_logprobs=None, step=0) -> Step
 class Harness:
     """Steps of a sampler, as a runner would take them."""
 
-    def __init__(self, num_rows, vocab_size, dtype=torch.float64, device=None, num_slots=4, capacity=1 << 20) -> None:
+    def __init__(
+        self, num_rows, vocab_size, dtype=torch.float64, device=None, num_slots=4, capacity=1 << 20, most_ids=1 << 20
+    ) -> None:
         self.device = device or Device(0, 1)
         self.dtype = dtype
-        self.sampler = Sampler(num_rows, vocab_size, self.device, dtype)
+        self.sampler = Sampler(num_rows, vocab_size, self.device, dtype, most_ids)
         self.ring = HostRing(num_slots, capacity, self.device)
 
     def launch(self, plan: StepPlan, positions, logits, deliver) -> None:

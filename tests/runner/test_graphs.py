@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slipstream.cache_spec import CacheGroup, PagedSpec
-from slipstream.config.memory import WORKSPACE, plan_memory, sizes_up_to
+from slipstream.config.memory import WORKSPACE, left_bytes, plan_memory, result_bytes, sizes_up_to
 from slipstream.config.model_info import model_info_from_config
 from slipstream.config.options import make_options
 from slipstream.config.pooling_info import PoolingInfo
@@ -140,9 +140,10 @@ def test_eager_and_devices_without_graphs_just_run():
 
 
 def test_sizes_cover_every_count_and_waste_little():
-    for most in (1, 3, 17, 256, 1000):
-        sizes = sizes_up_to(most, 8)
-        assert sizes == sorted(set(sizes)) and sizes[-1] == most
+    for most in (1, 3, 17, 208, 224, 225, 256, 1000):
+        for first_steps in (8, 64):
+            sizes = sizes_up_to(most, first_steps)
+            assert sizes == sorted(set(sizes)) and sizes[-1] == most
     pool = pool_on(Recorder())
     for rows in range(1, 257):
         size = pool.size_for(plan_of(rows))
@@ -191,27 +192,16 @@ def config_of(pooling: PoolingInfo | None, **options):
 
 
 @pytest.mark.parametrize("only_pools", [False, True])
-@pytest.mark.parametrize(("max_rows", "max_tokens"), [(256, 8192), (256, 16384), (512, 2048), (8, 512)])
-def test_what_bodies_of_every_size_and_kind_keep_is_foretold(only_pools, max_rows, max_tokens):
-    """Whole or by last tokens, and in steps that pool, with rows of one token and without."""
+@pytest.mark.parametrize(("max_rows", "max_tokens"), [(256, 8192), (256, 16384), (512, 2048), (13, 1500), (9, 500)])
+def test_what_captured_steps_keep_and_leave_is_foretold(only_pools, max_rows, max_tokens):
     pooling = PoolingInfo(embed_size=4096, token_size=4096) if only_pools else None
     config = config_of(pooling, max_num_seqs=max_rows, max_num_batched_tokens=max_tokens)
     pool = GraphPool(Recorder(), max_rows, max_tokens, eager=False)
-    sizes = {pool.size_for(plan_of(rows)) for rows in range(1, max_rows + 1)}
-    for total in pool.token_sizes:
-        for plan in (plan_of(1, chunk=total), plan_of(2, chunk=total - 1)):
-            pools = np.ones(len(plan.rows), np.bool_) if only_pools else None
-            sizes.add(pool.size_for(replace(plan, new_pages=(NO_PAGES,), pools=pools)))
-    lines = tables = 0
-    for size in sizes:
-        lines += size.tokens if size.is_single else size.tokens + size.rows
-        tables += size.rows if size.is_single else 2 * size.rows
-    pages = -(-config.scheduler.max_model_len // config.cache.page_size)
     memory = plan_memory(config, 0)
-    reckoned = memory.graphs - WORKSPACE - (memory.hidden + memory.attention if only_pools else memory.activations)
-    assert reckoned >= lines * 4096 * 2 + tables * pages * 8
-
-
-def test_a_model_that_continues_text_is_reckoned_to_do_only_that():
-    pooling = PoolingInfo(embed_size=4096, token_size=4096, generates=True)
-    assert plan_memory(config_of(pooling), 0).graphs == plan_memory(config_of(None), 0).graphs
+    kept = sum(size * (4096 * 2 + 8) for size in pool.row_sizes)
+    assert memory.graphs >= memory.hidden + memory.attention + kept + WORKSPACE
+    hidden, results = left_bytes(config)
+    assert hidden == max_tokens * 4096 * 2 >= pool.token_sizes[-1] * 4096 * 2
+    assert results == (max_rows * 4096 * 4 if only_pools else result_bytes(config))
+    eager = config_of(pooling, max_num_seqs=max_rows, max_num_batched_tokens=max_tokens, enforce_eager=True)
+    assert plan_memory(eager, 0).tables == memory.tables - hidden - results

@@ -10,7 +10,7 @@ import torch
 
 from law7 import PROMPTS
 from pool_bench import PoolBench, assert_same
-from replay_device import ReplayDevice
+from replay_device import ReplayDevice, tensors_in
 from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
@@ -143,3 +143,15 @@ def test_padded_steps_with_chunks_give_the_same(folder, mix, depth):
         kinds = {only_last for part, size, only_last, *_ in captured if part == "body" and not size.is_single}
         assert kinds == ({True, False} if "all" in mix else {True})
         assert device.num_replays > 20
+        # graphs keep lengths, and what steps of single tokens leave; all else is in the same place whatever the step
+        kept = storages_of(entry[1] for entry in runner.graphs._captured.values() if entry is not None)
+        shared = storages_of([runner.ring.arena, runner.graphs.hidden._memory, runner.graphs.results._memory])
+        sizes = [size for part, size, *_ in captured if part == "body"]
+        numbers = sum(size.rows * (1 + size.is_single * runner.model.shape.hidden_size) for size in sizes)
+        assert sum(size for place, size in kept.items() if place not in shared) == numbers * 8
+
+
+def storages_of(tensors):
+    return {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors_in(list(tensors))
+    }

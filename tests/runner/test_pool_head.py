@@ -11,6 +11,7 @@ from slipstream.pooling_params import PoolingParams
 from slipstream.runner import own_copy as home
 from slipstream.runner.batch.input_batch import Size
 from slipstream.runner.batch.staging import HostRing
+from slipstream.runner.graphs import Left
 from slipstream.runner.pooling import late
 from slipstream.runner.pooling.late import QueryStore
 from slipstream.runner.pooling.setting import Settings
@@ -22,6 +23,7 @@ class Recorder:
 
     def __init__(self):
         self.keys = set()
+        self.results = Left(2**16, Device(0, 1))
 
     def run(self, key, work):
         self.keys.add(key)
@@ -68,7 +70,7 @@ def test_a_kept_query_outlives_the_memory_of_its_step(at_once, monkeypatch):
     hidden.zero_()
     upload = HostRing(2, 4096, device).open()
     # the third has no token that counts
-    score = store.prepare_scores([1, 2, 0, 1], [7, 8, 7, 8], [2, 1, 2, 1], upload)
+    score = store.prepare_scores([1, 2, 0, 1], [7, 8, 7, 8], [2, 1, 2, 1], 3, upload)
     upload.send(device.compute)
     documents = torch.tensor([[3.0, 4.0, 5.0], [0.0, 0.0, 1.0], [1.0, 1.0, 2.0], [9.0, 9.0, -1.0]])
     assert score(documents).tolist() == [[7.0], [2.0], [0.0], [-1.0]]

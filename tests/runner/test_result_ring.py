@@ -34,6 +34,16 @@ def test_a_slot_grows_without_writing_to_the_device():
     assert np.array_equal(slot.find(sent).view(np.float32), np.arange(512, dtype=np.float32))
 
 
+def test_lines_are_written_some_after_others():
+    ring = ResultRing(2, 16, Device(0, 1))
+    slot = ring.open(lay_out([("none", (0, 3), np.float32), ("lines", (8, 64), np.float32)]))
+    wanted = torch.arange(512.0).view(8, 64)
+    slot.write_part("none", 0, torch.zeros(0, 3))
+    for first, part in ((0, wanted[:3]), (3, wanted[3:])):
+        slot.write_part("lines", first, part)
+    assert np.array_equal(slot.find(ring.send()).view(np.float32), np.arange(512, dtype=np.float32))
+
+
 def test_a_result_is_its_readers_own():
     """Whoever has waited for a step may keep what it said, although the slot comes round again."""
     ring = ResultRing(1, 64, Device(0, 1))

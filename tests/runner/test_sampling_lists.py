@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from sampling_harness import GREEDY, Harness, admission
+from sampling_harness import GREEDY, Harness, admission, make_plan
 
 from slipstream.params import SamplingParams
 from slipstream.runner.sampling.bad_words import BadWords
 from slipstream.runner.sampling.bias import Bias
+from slipstream.runner.sampling.min_tokens import MinTokens
 
 
 def stage_of(harness, kind):
@@ -178,27 +179,49 @@ def test_given_ids_are_reported_of_the_raw_logits():
     assert harness.step([0], [3], logits[:1], num_logprobs=1).given is None
 
 
-def test_the_table_of_given_ids_follows_those_who_are_here():
-    """However many there were once, and however long a list was: lines times the longest stay within bounds."""
-    rng, most, vocab = np.random.default_rng(5), 200, 97
-    harness = Harness(16, vocab)
-    logits = random_logits(16, vocab)
-    exact = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    here: dict[int, list[int]] = {}
-    sizes = set()
-    for step in range(120):
-        many = step // 20 % 2 == 0
+class Guests:
+    """Rows come and go, each with a list; as many and as long as all may have together, if all are as long as the
+    longest."""
+
+    def __init__(self, num_rows, most, seed):
+        self.rng = np.random.default_rng(seed)
+        self.num_rows = num_rows
+        self.most = most
+        self.here = {}
+        self._step = 0
+
+    def move(self, make, size_of):
+        """Who left and who came; `make` a list out of few or many numbers, of the size that `size_of` tells."""
+        rng, here = self.rng, self.here
+        many = self._step // 20 % 2 == 0
+        self._step += 1
         released = [row for row in list(here) if rng.random() < (0.1 if many else 0.5)]
         for row in released:
             del here[row]
-        admitted = []
-        for row in set(range(16)) - here.keys() - set(released):
-            ids = rng.permutation(vocab)[: rng.choice([1, 2, 5] if many else [20, 50, vocab])].tolist()
-            widest = max(len(ids), *map(len, here.values()), 0)
-            if rng.random() < 0.4 and (not here or (len(here) + 1) * widest <= most):
-                here[row] = ids
-                admitted.append(admission(row, GREEDY.with_changes(logprob_token_ids=ids)))
-        rows = sorted(here)
+        came = []
+        for row in set(range(self.num_rows)) - here.keys() - set(released):
+            mine = make(rng, many)
+            largest = np.max([size_of(mine), *map(size_of, here.values())], 0)
+            if rng.random() < 0.4 and (not here or (len(here) + 1) * np.prod(largest) <= self.most):
+                here[row] = mine
+                came.append(row)
+        return released, came
+
+
+def test_given_ids_stay_within_their_bound():
+    """However many there were once, and however long a list was."""
+    most, vocab = 200, 97
+    harness, guests = Harness(16, vocab, most_ids=most), Guests(16, most, 5)
+    logits = random_logits(16, vocab)
+    exact = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    sizes = set()
+    for step in range(120):
+        released, came = guests.move(
+            lambda rng, many: rng.permutation(vocab)[: rng.choice([1, 2, 5] if many else [20, 50, vocab])].tolist(),
+            lambda ids: [len(ids)],
+        )
+        here, rows = guests.here, sorted(guests.here)
+        admitted = [admission(row, GREEDY.with_changes(logprob_token_ids=here[row])) for row in came]
         if not rows:
             harness.step([15], [2 + step], logits[15:], released=released)
             continue
@@ -207,4 +230,89 @@ def test_the_table_of_given_ids_follows_those_who_are_here():
             got = out.given[place, : len(here[row])].numpy()
             np.testing.assert_allclose(got, exact[row, here[row]], rtol=1e-5)
         sizes.add(harness.sampler.given.ids.tensor.numel())
-    assert max(sizes) <= 4 * most and len(sizes) > 3
+    assert max(sizes) <= most and len(sizes) > 3
+
+
+def test_stop_ids_stay_within_their_bound():
+    most, vocab = 150, 60
+    harness, guests = Harness(16, vocab, most_ids=most), Guests(16, most, 6)
+    sizes = set()
+    for _ in range(120):
+        released, came = guests.move(
+            lambda rng, many: rng.permutation(vocab)[: rng.choice([1, 3] if many else [20, vocab - 1])].tolist(),
+            lambda ids: [len(ids)],
+        )
+        here, rows = guests.here, sorted(guests.here)
+        params = GREEDY.with_changes(min_tokens=1000, max_tokens=None)
+        admitted = [admission(row, params, stop_ids=here[row]) for row in came]
+        if not rows:
+            harness.step([15], [2], np.zeros((1, vocab)), released=released)
+            continue
+        got = harness.edited(rows, [2] * len(rows), np.zeros((len(rows), vocab)), admitted, released)
+        for place, row in enumerate(rows):
+            assert np.flatnonzero(np.isneginf(got[place])).tolist() == sorted(here[row])
+        sizes.add(stage_of(harness, MinTokens).ids.tensor.numel())
+    assert max(sizes) <= most and len(sizes) > 3
+
+
+def test_bad_words_stay_within_their_bound():
+    most, vocab = 240, 5
+    harness, guests = Harness(16, vocab, most_ids=most), Guests(16, most, 7)
+    texts, sizes, hits = {}, set(), 0
+
+    def some_words(rng, many):
+        if many:
+            return [rng.integers(0, vocab, rng.choice([1, 2, 3])).tolist() for _ in range(rng.choice([1, 3]))]
+        return [rng.integers(0, vocab, n).tolist() for n in [rng.choice([2, 9]), *[3] * int(rng.choice([1, 20]))]]
+
+    for _ in range(120):
+        released, came = guests.move(some_words, lambda words: [1 + len(words), max(map(len, words))])
+        here, rows = guests.here, sorted(guests.here)
+        texts |= {row: guests.rng.integers(0, vocab, 4).tolist() for row in came}
+        params = GREEDY.with_changes(bad_words=["x"])
+        admitted = [admission(row, params, texts[row], bad_words=here[row]) for row in came]
+        if not rows:
+            harness.step([15], [2], np.zeros((1, vocab)), released=released)
+            continue
+        logits = guests.rng.normal(0, 1, (len(rows), vocab))
+        out = [forbidden(here[row], texts[row]) for row in rows]
+        hits += sum(map(bool, out))
+        wanted = np.where([[t in own for t in range(vocab)] for own in out], -np.inf, logits)
+        got = harness.step(rows, [len(texts[row]) for row in rows], logits, admitted, released)
+        for place, row in enumerate(rows):
+            if len(out[place]) < vocab:
+                assert int(got.tokens[place]) == wanted[place].argmax()
+            texts[row].append(int(got.tokens[place]))
+        sizes.add(stage_of(harness, BadWords).words.tensor.numel())
+    assert max(sizes) <= most and len(sizes) > 3 and hits > 20
+
+
+@pytest.mark.parametrize(
+    ("params", "table"),
+    [
+        (GREEDY.with_changes(logit_bias={3: 1.0}), lambda sampler: sampler._bias.table),
+        (GREEDY.with_changes(repetition_penalty=1.2), lambda sampler: sampler._penalties.counts),
+        (GREEDY.with_changes(min_tokens=5), lambda sampler: sampler._min_tokens.ids),
+    ],
+)
+def test_work_that_was_captured_with_one_table_is_not_replayed_with_another(params, table):
+    harness = Harness(12, 50)
+    known = {}
+    for row in range(9):
+        come = admission(row, params, stop_ids=range(2 + row))
+        harness.step([row], [2], np.zeros((1, 50)), [come])
+        replayed = harness.sampler.prepare_by_row(make_plan([row]))
+        tensor = table(harness.sampler).tensor
+        assert known.setdefault(replayed.key, tensor) is tensor
+    assert len(known) > 1
+
+
+def test_lists_that_are_long_and_many_in_turns_make_few_tables():
+    harness = Harness(12, 300)
+    params = GREEDY.with_changes(min_tokens=5)
+    for turn in range(8):
+        rows = range(1) if turn % 2 else range(9)
+        come = [admission(row, params, stop_ids=range(200 if turn % 2 else 3)) for row in rows]
+        harness.step(rows, [2] * len(rows), np.zeros((len(rows), 300)), come)
+        harness.sampler.apply(make_plan([], released=rows))
+    assert harness.sampler._min_tokens.ids.number <= 2

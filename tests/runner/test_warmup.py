@@ -15,7 +15,7 @@ from slipstream.runner.batch.input_batch import Size
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.sampling.sampler import Sampler
-from slipstream.runner.warmup import HEADS, KERNEL_SIZES, WarmUp, chunk_sizes
+from slipstream.runner.warmup import HEADS, KERNEL_SIZES, WarmUp, chunk_rows, chunk_sizes
 from small_model import write_small
 from tiny import write_tiny
 
@@ -140,10 +140,31 @@ def test_every_size_with_kernels_of_its_own_is_walked_in_steps_of_single_tokens_
 
 @pytest.mark.parametrize(
     ("max_rows", "max_tokens", "sizes"),
-    [(8, 1024, [16, 32, 64, 128, 256]), (100, 1024, [128, 256]), (256, 8192, [320]), (8, 40, [16, 32, 40]), (8, 8, [])],
+    [
+        (8, 1024, [16, 32, 64, 128, 256, 896]),
+        (100, 1100, [128, 256, 896]),
+        (256, 8192, [320, 896]),
+        (8, 500, [16, 32, 64, 128, 256, 500]),
+        (8, 40, [16, 32, 40]),
+        (1000, 1100, [1024]),
+        (8, 8, []),
+    ],
 )
 def test_chunks_are_walked_at_the_sizes_they_will_be_padded_to(max_rows, max_tokens, sizes):
     assert chunk_sizes(GraphPool(ReplayDevice(0), max_rows, max_tokens, eager=False), max_tokens) == sizes
+
+
+def test_a_last_layer_for_last_tokens_alone_is_walked_for_every_number_of_rows(folder):
+    """Where steps are padded they all have as many."""
+    with LLM(folder, **(OPTIONS | dict(max_num_seqs=130, max_model_len=600, num_pages=200))) as llm:
+        runner, seen = llm.core.executor, []
+        launch = runner.launch
+        runner.launch = lambda plan: (seen.append(plan), launch(plan))
+        WarmUp(runner, 130, 2000, 600, 1).walk()
+        rows = {len(plan.rows) for plan in seen if plan.total_tokens > 256}
+        assert rows >= {1, 2, 4, 8, 16, 24, 32, 64, 128}
+        assert any(1000 < plan.total_tokens < 1024 for plan in seen)
+        assert chunk_rows(GraphPool(ReplayDevice(0), 130, 2000, eager=False), 130, 2000, 600) == []
 
 
 def test_no_size_is_larger_than_all_rows_together(folder):

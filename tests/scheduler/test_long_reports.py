@@ -17,6 +17,7 @@ MOST = 400
 SAMPLED = [None, 0, 3, LONG_REPORT, LONG_REPORT + 1, 90, 399]
 OF_PROMPT = [None, None, 0, 7, 60, 399]
 GIVEN = [(), (), (5,), tuple(range(90))]
+STOPS = [(), (200,), tuple(range(200, 270))]
 
 
 class Counted(Bench):
@@ -36,6 +37,8 @@ class Counted(Bench):
             params = [self.seated[row] for row in plan.rows[plan.samples].tolist()]
             self.check_lines([1 + k for own in params if (k := own.num_logprobs or 0) > LONG_REPORT])
             self.check_lines([len(own.given_ids) for own in params if own.given_ids])
+            seated = self.seated.values()
+            self.check_lines([len(own.stop_token_ids) for own in seated if own.min_tokens and own.stop_token_ids])
             if plan.scores is not None:
                 self.check_lines([1 + plan.scores.num_logprobs] * len(plan.scores.places))
             wanted = [k if k <= LONG_REPORT else 0 for own in params if (k := own.num_logprobs) is not None]
@@ -62,6 +65,8 @@ def test_no_step_reports_more_than_it_may(seed):
             logprobs=rng.choice(SAMPLED),
             prompt_logprobs=rng.choice(OF_PROMPT),
             logprob_token_ids=rng.choice(GIVEN),
+            min_tokens=1 if seed % 2 else 0,
+            stop_token_ids=rng.choice(STOPS),
         )
         for _ in range(rng.randrange(3)):
             if bench.scheduler.has_work():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scripted import Bench
-from slipstream.errors import InvalidOption, InvalidPrompt, PromptTooLong, QueueFull, RequestTooLarge, UserError
+from slipstream.errors import InvalidPrompt, PromptTooLong, QueueFull, RequestTooLarge, UserError
 from slipstream.messages import LOGPROB
 from slipstream.request import Status
 
@@ -86,11 +86,6 @@ def test_without_chunks_a_prompt_waits_until_it_fits_whole():
     bench.submit([2] * 30, max_tokens=1)
     bench.run()
     assert [plan.num_tokens.tolist() for plan in bench.plans] == [[40], [30]]
-
-
-def test_without_chunks_the_budget_must_hold_the_longest_prompt():
-    with pytest.raises(InvalidOption, match="max_num_batched_tokens is 63, less than the model length of 64"):
-        Bench(max_num_batched_tokens=63, chunked_prefill=False)
 
 
 def test_rows_of_one_token_come_first():

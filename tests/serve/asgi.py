@@ -18,12 +18,16 @@ from slipstream.serve.http.table import all_routes
 class Exchange:
     """One request and what came of it."""
 
-    def __init__(self, app: App, method: str, path: str, body: bytes, headers: dict[str, str]) -> None:
+    def __init__(self, app: App, method: str, path: str, body: bytes | tuple[bytes, ...], headers: dict[str, str]):
+        """A tuple is a body that comes in parts."""
         self.status = 0
         self.headers: dict[str, str] = {}
         self.body = b""
         self._inbox: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
-        self._inbox.put_nowait({"type": "http.request", "body": body, "more_body": False})
+        *parts, last = body if isinstance(body, tuple) else (body,)
+        for part in parts:
+            self._inbox.put_nowait({"type": "http.request", "body": part, "more_body": True})
+        self._inbox.put_nowait({"type": "http.request", "body": last, "more_body": False})
         self.got = asyncio.Event()
         scope = {
             "type": "http",
@@ -78,7 +82,7 @@ class Door:
         self.state = app.state
 
     def begin(self, method: str, path: str, body: Any = None, **headers: str) -> Exchange:
-        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        data = body if isinstance(body, bytes | tuple) else b"" if body is None else json.dumps(body).encode()
         known = {} if body is None else {"content-type": "application/json"}
         return Exchange(self.app, method, path, data, known | {k.replace("_", "-"): v for k, v in headers.items()})
 

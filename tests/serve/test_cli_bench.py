@@ -73,6 +73,7 @@ def test_sampling_flags_reach_the_sampler(model, capsys):
         (["--concurrency", "0"], "concurrency is 0"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--input-len", "2000"], "a request of 2000 + 64 tokens is longer than --max-model-len"),
+        (["--machine"], "--machine is for CUDA GPUs, and this engine runs on cpu"),
     ],
 )
 def test_a_mistake_is_one_line(model, capsys, flags, message):

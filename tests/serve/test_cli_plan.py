@@ -42,7 +42,7 @@ def test_json_gives_bytes_that_add_up(model, capsys):
     rings = ("staging", "results", "reports")
     on_host = [f"{ring}_host" for ring in rings]
     assert memory["total"] == sum(memory[part] for part in (*parts, *rings, *on_host))
-    assert memory["activations"] == max(memory["hidden"] + memory["attention"], memory["logits"])
+    assert memory["activations"] == max(memory["hidden"] + memory["attention"], memory["logits"]) + memory["unread"]
 
 
 def test_what_cannot_fit_is_one_line(model, capsys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 
 import pytest
@@ -140,7 +141,13 @@ def test_admin_routes_want_the_admin_key(folder, settings, key, status):
         ("POST", "/v1/completions", {"prompt": "x", "bad_words": ["s"] * 129}, 400, "bad_words has 129"),
         ("POST", "/v1/completions", {"prompt": "x", "logit_bias": {str(i): 1 for i in range(1025)}}, 400, "1025"),
         ("POST", "/v1/completions", {"prompt": "x", "cache_salt": "s" * 257}, 400, "cache_salt has 257"),
-        ("POST", "/v1/completions", {"prompt": ["x"] * 1025}, 400, "1025 prompts"),
+        (
+            "POST",
+            "/v1/completions",
+            {"prompt": ["x"] * 1025},
+            400,
+            "takes 1024 at once; send fewer",
+        ),
         ("POST", "/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix is not supported"),
         ("POST", "/v1/completions", {"prompt": "x", "best_of": 2}, 400, "best_of is not supported"),
         ("POST", "/v1/completions", {"prompt": "x", "stream_options": {}}, 400, "stream=true"),
@@ -299,15 +306,53 @@ def test_too_many_waiting_get_429_at_once_and_places_come_free(folder, settings)
     at_door(folder, scenario, answers=False, **settings)
 
 
+class Part(bytes):
+    def __add__(self, other):
+        raise AssertionError("a body of many parts is copied once, not once for each of them")
+
+    __radd__ = __add__
+
+
+def test_a_body_may_come_in_parts(folder):
+    async def scenario(door):
+        whole = json.dumps(ASK).encode()
+        parts = tuple(Part(whole[place : place + 5]) for place in range(0, len(whole), 5))
+        assert (await door.post("/v1/completions", parts)).status == 200
+        refused = await door.post("/v1/completions", (*parts, b" " * 200))
+        assert refused.status == 413 and "200 bytes" in refused.error
+
+    at_door(folder, scenario, max_body_bytes=200)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_could_never_wait_is_refused_before_any_of_it_is_sent(folder, path, stream):
+    """A prompt's samples wait one by one; the core lets 100 wait."""
+
+    async def scenario(door):
+        one = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": ["a", "b"]}
+        asked = one | {"n": 101 if "chat" in path else 51, "stream": stream}
+        refused = await door.post(path, asked)
+        assert refused.status == 400 and "no more than 100 may" in refused.error and "max_waiting" in refused.error
+        many = await door.post("/v1/completions", {"prompt": ["a"] * 5})
+        assert many.status == 400 and "5 prompts" in many.error and "--max-queued-requests" in many.error
+        assert not door.core.submits and not door.state.counters.refused
+
+    at_door(folder, scenario, max_queued_requests=4)
+
+
 def test_what_the_core_refuses_is_this_requests_error_alone(folder):
     async def scenario(door):
-        first, second = (door.begin("POST", "/v1/completions", ASK | {"stream": s}) for s in (False, True))
-        await door.core.until(lambda: len(door.core.submits) == 2)
-        one, two = door.core.submits
+        asked = (ASK, ASK | {"stream": True}, ASK)
+        first, second, third = (door.begin("POST", "/v1/completions", body) for body in asked)
+        await door.core.until(lambda: len(door.core.submits) == 3)
+        one, two, three = door.core.submits
         door.core.say(Refused(one.request_id, "RequestTooLarge", "needs 9 pages"))
         door.core.say(Refused(two.request_id, "QueueFull", "full"))
         assert (await first.end()).status == 400 and "9 pages" in first.error
         assert (await second.end()).status == 429  # a stream that has not begun has a status too
+        door.core.say(Refused(three.request_id, "AssertionError", "a secret of ours"))
+        assert (await third.end()).status == 500 and "secret" not in third.error
 
     at_door(folder, scenario, answers=False)
 

@@ -85,12 +85,17 @@ def test_a_client_that_leaves_is_aborted_in_the_core(folder, path):
 
 def test_more_than_may_wait_is_refused_in_the_dialect_of_the_route(folder):
     async def scenario(door):
-        for path, kind in (("/v1/embeddings", None), ("/embed", "Overloaded")):
-            body = {"input": ["a"] * 5, "inputs": ["a", "b", "c", "d", "e"]}
-            exchange = await door.post(path, {key: body[key] for key in (["input"] if kind is None else ["inputs"])})
+        waiting = door.begin("POST", "/v1/embeddings", {"input": ["a", "b"]})
+        await door.core.until(lambda: len(door.core.submits) == 2)
+        for path, name, kind in (("/v1/embeddings", "input", None), ("/embed", "inputs", "Overloaded")):
+            exchange = await door.post(path, {name: ["a", "b", "c"]})  # not now
             assert exchange.status == 429 and int(exchange.headers["retry-after"]) >= 1
             assert kind is None or exchange.json()["error_type"] == kind
-        assert not door.core.submits and door.state.counters.refused == {"queue_full": 2}
+            exchange = await door.post(path, {name: ["a"] * 5})  # never
+            assert exchange.status == (400 if kind is None else 413) and b"--max-queued-requests" in exchange.body
+        assert len(door.core.submits) == 2 and door.state.counters.refused == {"queue_full": 2}
+        waiting.hang_up()
+        await waiting.end()
 
     at_door(folder, scenario, max_queued_requests=4)
 

@@ -34,7 +34,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
     prefix_caching: bool
     groups: tuple[CacheGroup, ...]
     group_pages: tuple[int, ...]  # of each group: those with a window need fewer
-    step_tokens: int  # the most positions that one step adds to a request
+    step_tokens: int  # the most positions that one step adds
 
     @property
     def num_bytes(self) -> int:
@@ -53,6 +53,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     most_reported: int = MOST_REPORTED  # logprobs of one kind that one step may report, where some row wants very many
     whole: bool = False  # prompts are computed whole, and nothing is kept of them between steps
     max_itl: float | None = None  # seconds between tokens that prompts may cost those who read theirs; None: no bound
+    most_kept: int = 2**20  # tokens of queries that the device keeps for documents to come
     cached_tasks: tuple[str, ...] = ()  # pooling whose result needs no position but the last
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from slipstream.config.config import MOST_REPORTED, EngineConfig
 from slipstream.config.model_info import ModelInfo
+from slipstream.config.pooling_info import PoolingInfo
 from slipstream.params import LONG_REPORT
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -24,12 +25,22 @@ SCORED_AT_ONCE = 64
 MAX_SPLITS, SMALLEST_SPLIT = 32, 256
 """Into how many pieces attention on a GPU cuts a row's keys at most, and the keys of one at least."""
 
+LOGITS_AT_ONCE = 5
+"""Copies of all rows' logits that are there at once on a GPU, where a step's features cannot be captured."""
+
 VOCABULARY_CHUNK = 2048
 """Tokens whose weights of all words are made together."""
 
+TOKENS_AT_ONCE = 2048
+"""Tokens of a result for each token that are made together."""
+
+MOST_SCORES = 2**24
+"""Products of token vectors, and numbers of either side's vectors, that late interaction makes together."""
+KEPT, KEPT_OF_LATE = 2**24, 2**26
+"""Numbers in the queries that the device keeps for documents to come; of a model that is made for it."""
+
 ALIGNMENT = 256  # of a slot's fields, all together
 PENALTY_BYTES = 5  # for each token of the vocabulary: a count and whether the prompt has it
-SUM_OF_SIZES = 8  # times the largest size that steps are padded to: all sizes, and rows of each beside its tokens
 WORKSPACE = 256 * 2**20  # that libraries and the driver take for graphs
 SORTED_BYTES = 8  # an index beside each sorted logit
 
@@ -39,8 +50,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     weights: int  # parameters and the rope table
     cache: int
-    tables: int  # page tables, lengths, sampling parameters of all rows
-    features: int  # penalties' counts and biases, if every row asked for them at once
+    tables: int  # page tables, lengths, sampling parameters of all rows; what captured steps leave for their heads
+    features: int  # penalties' counts and biases, if every row asked for them at once; or kept queries
     staging: int
     staging_host: int
     results: int
@@ -50,13 +61,13 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     hidden: int  # of the largest step, inside one block
     attention: int  # gathered keys and masks, inside one block
     logits: int  # from the head's product to the drawn tokens, every sampling feature in use; or to pooled results
-    graphs: int = 0  # activations of captured steps, which have memory of their own, and what they leave in it
-    unread: int = 0  # among the activations: of tokens that few steps ask for, hidden states, logits and lines
+    unread: int  # more, in steps that tell of each token: hidden states of all, their logits or lines
+    graphs: int = 0  # activations of captured steps, which have memory of their own
 
     @property
     def activations(self) -> int:
-        """The body's are gone when the head's are made."""
-        return max(self.hidden + self.attention, self.logits)
+        """The body's are gone when the head's are made. What few steps ask for is not there when they are measured."""
+        return max(self.hidden + self.attention, self.logits) + self.unread
 
     @property
     def of_device(self) -> int:
@@ -96,33 +107,24 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     )
     if not generates:
         logits = pool_head_bytes(config)
+    captures = not on_cpu and not config.device.eager
+    tables = rows * (len(cache.groups) * 8 * -(-scheduler.max_model_len // cache.page_size) + 256 + kept)
     return MemoryPlan(
         weights=weights,
         cache=cache.num_bytes,
-        tables=rows * (len(cache.groups) * 8 * -(-scheduler.max_model_len // cache.page_size) + 256 + kept),
-        features=feature_bytes(info, config.model.dtype, scheduler.max_num_seqs) if generates else 0,
+        tables=tables + (sum(left_bytes(config)) if captures else 0),
+        features=feature_bytes(info, config.model.dtype, scheduler.max_num_seqs) if generates else query_bytes(config),
         staging=staging,
         staging_host=slots * staging,
         results=slots * results,
         results_host=slots * results,
-        reports=slots * report_bytes(config) + score_bytes(config) + given_bytes(config),
+        reports=slots * report_bytes(config) + score_bytes(config) + list_bytes(config),
         reports_host=slots * report_bytes(config),
         hidden=hidden,
         attention=attention,
         logits=logits,
-        graphs=0
-        if on_cpu or config.device.eager
-        else graph_bytes(
-            info,
-            config.model.dtype,
-            max(hidden + attention, logits if generates else 0),  # results of tokens are never captured
-            rows=scheduler.max_num_seqs,
-            tokens=scheduler.max_num_batched_tokens,
-            pages=len(cache.groups) * -(-scheduler.max_model_len // cache.page_size),
-            # a model that generates is seldom asked to pool
-            twice=not generates and not scheduler.whole,
-        ),
         unread=unread_bytes(config),
+        graphs=graph_bytes(config, hidden + attention) + WORKSPACE if captures else 0,
     )
 
 
@@ -132,27 +134,45 @@ def feature_bytes(info: ModelInfo, dtype: str, rows: int) -> int:
     return 3 * (rows + 1) * info.vocab_size * (PENALTY_BYTES + max(ITEMSIZE[dtype], 4)) // 2
 
 
-def graph_bytes(
-    info: ModelInfo, dtype: str, activations: int, *, rows: int, tokens: int, pages: int, twice: bool
-) -> int:
-    """Of captured steps: they share the memory that one of them works in, and each keeps its hidden states and page
-    tables, in which a row has so many `pages`, those of all groups together. Mixed steps that pool come `twice`: with
-    rows of one token, and without."""
-    times = 2 if twice else 1
-    # between a size and its double there are four, so that all sum up to about this, and with them the rows of mixed
-    # steps that keep one hidden state a row
-    kept = times * SUM_OF_SIZES * (rows + tokens)
-    # mixed steps keep hidden states of all tokens or of the last ones, and have tables for all rows
-    mixed = sum(size > rows for size in sizes_up_to(tokens, first_steps=64))
-    tabled = times * 2 * mixed * rows + sum(sizes_up_to(rows, first_steps=8))
-    return activations + kept * info.hidden_size * ITEMSIZE[dtype] + tabled * pages * 8 + WORKSPACE
+def most_kept(pooling: PoolingInfo | None) -> int:
+    """Tokens of queries that the device keeps for documents to come."""
+    if pooling is None or "token_embed" not in pooling.tasks:
+        return 0
+    return (KEPT_OF_LATE if pooling.late else KEPT) // pooling.token_size
+
+
+def query_bytes(config: EngineConfig) -> int:
+    """Of kept queries."""
+    pooling = config.model.pooling
+    size = 0 if pooling is None else pooling.token_size
+    return config.scheduler.most_kept * size * max(ITEMSIZE[config.model.dtype], 4)
+
+
+def graph_bytes(config: EngineConfig, body: int) -> int:
+    """Of captured steps: they share the memory that one of them works in, and those of one token a row keep their
+    hidden states and lengths there."""
+    rows, info, size = config.scheduler.max_num_seqs, config.model.info, ITEMSIZE[config.model.dtype]
+    # on a GPU logits are sampled from where they lie: the product, its copy in float32, and one kept for logprobs
+    head = rows * info.vocab_size * (size + 2 * max(size, 4)) if config.model.generates else pool_head_bytes(config)
+    kept = sum(sizes_up_to(rows, first_steps=8))
+    return max(body, head) + kept * (info.hidden_size * size + 8)
+
+
+def left_bytes(config: EngineConfig) -> tuple[int, int]:
+    """What captured steps leave behind, all in the same place: hidden states for their heads, and results."""
+    scheduler, info = config.scheduler, config.model.info
+    hidden = scheduler.max_num_batched_tokens * info.hidden_size * ITEMSIZE[config.model.dtype]
+    return hidden, max(result_bytes(config), _line_bytes(config))
 
 
 def sizes_up_to(most: int, first_steps: int) -> list[int]:
-    """1, 2, 4 and so on, then in steps that waste at most a fifth and are no smaller than `first_steps`."""
+    """1, 2, 4 and so on, then in steps that waste at most a fifth and are no smaller than `first_steps`.
+
+    But 208 in place of 224, whose products take the library as long as those of 256 (H200, docs/log.md).
+    """
     sizes, size = [], 1
     while size < most:
-        sizes.append(size)
+        sizes.append(208 if size == 224 else size)
         size += size if size < 2 * first_steps else max(first_steps, 1 << (size.bit_length() - 3))
     return [*sizes, most]
 
@@ -179,22 +199,36 @@ def activation_bytes(
             attention += 3 * info.num_heads * max(tokens * length, gathered) * size
     # the product, its copy in the logits' dtype, one kept for logprobs, one edited, noise, two sorted or masked
     per_logit = size + 6 * real + SORTED_BYTES + PENALTY_BYTES
-    # prompt tokens are scored by so many at once, however few rows there are
-    drawn = min(max(rows, SCORED_AT_ONCE), tokens)
-    logits = drawn * info.vocab_size * per_logit + tokens * info.hidden_size * size
+    logits = min(rows, tokens) * (info.vocab_size * per_logit + info.hidden_size * size)
     return hidden, attention, logits
 
 
 def unread_bytes(config: EngineConfig) -> int:
-    """What a step takes more that tells of prompt tokens. Others give hidden states of last tokens, logits of rows, or
+    """What a step takes more that tells of each token. Others give hidden states of last tokens, logits of rows, or
     vectors."""
-    if not config.model.generates and _token_lines(config)[0]:
-        return pool_head_bytes(config)
     scheduler, info, size = config.scheduler, config.model.info, ITEMSIZE[config.model.dtype]
-    tokens, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    num_scored = max(0, min(SCORED_AT_ONCE, tokens) - rows) if config.model.generates else 0
-    # the product, its copy in float32, and what the report makes of it
-    return tokens * info.hidden_size * size + num_scored * info.vocab_size * (size + 2 * max(size, 4))
+    tokens, real = scheduler.max_num_batched_tokens, max(size, 4)
+    all_hidden = tokens * info.hidden_size * size
+    if config.model.generates:
+        # prompt tokens are scored by so many at once, however few rows there are: the product, its copy in float32,
+        # and what the report makes of it
+        num_scored = max(0, min(SCORED_AT_ONCE, tokens) - scheduler.max_num_seqs)
+        return all_hidden + num_scored * info.vocab_size * (size + 2 * real)
+    lines, width = _token_lines(config)
+    if not lines or _only_sparse(config):
+        return 0
+    pooling = config.model.pooling
+    assert pooling is not None
+    # a prompt that takes several steps keeps its hidden states until it ends, and in that step another may begin
+    kept = 0 if scheduler.whole else 2 * scheduler.max_model_len * info.hidden_size * size
+    # lines in float32, before and after a product and a norm
+    widest = max(info.hidden_size, width, *(dense.out_features for dense in pooling.dense))
+    made = min(lines, TOKENS_AT_ONCE) * (info.hidden_size + 3 * widest) * real
+    compared = 0
+    if pooling.late:  # queries and documents are there whole, and some of both beside what comes of them
+        longest = scheduler.max_model_len * max(scheduler.max_model_len, width)
+        compared = (2 * lines * width + 3 * max(MOST_SCORES, longest)) * real
+    return all_hidden + kept + made + compared
 
 
 def arena_bytes(config: EngineConfig) -> int:
@@ -233,9 +267,13 @@ def report_bytes(config: EngineConfig) -> int:
     return _reported(config) * (8 + real + real) + score_bytes(config) // 2 + ALIGNMENT
 
 
-def given_bytes(config: EngineConfig) -> int:
-    """Of the ids of rows that gave some: twice as many lines and columns as may be, and the table before it."""
-    return 2 * 4 * _reported(config) * 4 if config.model.generates else 0
+def list_bytes(config: EngineConfig) -> int:
+    """Of the ids that rows gave to be reported on, of their stop ids and bad words: tables, of which there are two when
+    one is made anew, and what a step makes of one of them."""
+    if not config.model.generates:
+        return 0
+    tables = _reported(config) * 2 * (4 + 8) + config.scheduler.most_reported * 2 * 4
+    return tables + config.scheduler.most_reported * 40
 
 
 def _reported(config: EngineConfig) -> int:
@@ -255,35 +293,40 @@ def score_bytes(config: EngineConfig) -> int:
 
 def pooled_bytes(config: EngineConfig) -> int:
     """Of one slot: a line for each row. A model that is mostly asked for text gets it when it is asked for more."""
+    return 0 if config.model.generates else _line_bytes(config)
+
+
+def _line_bytes(config: EngineConfig) -> int:
     pooling, size = config.model.pooling, max(ITEMSIZE[config.model.dtype], 4)
-    if pooling is None or config.model.generates:
+    if pooling is None:
         return 0
     return config.scheduler.max_num_seqs * max(pooling.embed_size, pooling.num_labels) * size
 
 
 def pool_head_bytes(config: EngineConfig) -> int:
-    """From a step's hidden states to results, of a model that only pools."""
+    """From a step's hidden states to results, of a model that only pools: to a line for each row."""
     scheduler, info, pooling = config.scheduler, config.model.info, config.model.pooling
     assert pooling is not None, "a model generates or pools"
     size, real = ITEMSIZE[config.model.dtype], max(ITEMSIZE[config.model.dtype], 4)
     hidden, tokens, rows = info.hidden_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
-    lines, width = _token_lines(config)
-    if pooling.tasks == ("sparse",):
+    if _only_sparse(config):
         chunk = min(tokens, VOCABULARY_CHUNK) * info.vocab_size * (size + real)
         return 4 * tokens * hidden * size + chunk + 4 * (rows + 1) * info.vocab_size * real
-    widest = max(
-        hidden, pooling.embed_size, width, pooling.num_labels, *(dense.out_features for dense in pooling.dense)
-    )
-    # lines in float32, before and after a product and a norm; of prompts that take several steps, what they keep
-    kept = 0 if scheduler.whole else 2 * scheduler.max_model_len * hidden * size
-    return tokens * hidden * size + max(lines, rows) * (hidden + 3 * widest) * real + kept
+    widest = max(hidden, pooling.embed_size, pooling.num_labels, *(dense.out_features for dense in pooling.dense))
+    # lines in float32, before and after a product and a norm
+    return tokens * hidden * size + rows * (hidden + 3 * widest) * real
+
+
+def _only_sparse(config: EngineConfig) -> bool:
+    """Whether all it does is to give every word of the vocabulary a weight."""
+    return config.model.pooling is not None and config.model.pooling.tasks == ("sparse",)
 
 
 def _token_lines(config: EngineConfig) -> tuple[int, int]:
     """The most lines that a step reports of tokens, and their width; of rows where each gives all words a weight."""
     scheduler, pooling = config.scheduler, config.model.pooling
     assert pooling is not None, "a model generates or pools"
-    if pooling.tasks == ("sparse",):
+    if _only_sparse(config):
         return scheduler.max_num_seqs, config.model.info.vocab_size
     widths = {"token_embed": pooling.token_size, "token_classify": pooling.num_labels, "sparse": 1}
     width = max((widths.get(task, 0) for task in pooling.tasks), default=0)

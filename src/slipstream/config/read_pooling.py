@@ -185,7 +185,7 @@ def _method(name: str, pooling: PoolingInfo) -> Method:
     return method
 
 
-def _matryoshka(config: dict[str, Any]) -> Any:
+def _matryoshka(config: dict[str, Any]) -> tuple[int, ...] | str | None:
     sizes = config.get("matryoshka_dimensions")
     if sizes is None:
         return None if config.get("is_matryoshka") is False else "any"

@@ -12,7 +12,7 @@ import msgspec
 from slipstream.cache_spec import CacheGroup
 from slipstream.config.cache_size import CacheSize
 from slipstream.config.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
-from slipstream.config.memory import most_reported, plan_memory
+from slipstream.config.memory import most_kept, most_reported, plan_memory
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
@@ -104,10 +104,11 @@ def resolve(
                 )
             max_num_seqs = given
 
-    def settled(length: int, size: CacheSize, num_pages: int) -> EngineConfig:
+    def step_tokens(length: int) -> int:
         batched = max(larger * DEFAULT_TOKENS[machine.kind], max_num_seqs) if given is None else given
-        if whole or (given is None and not chunked):
-            batched = max(batched, length)
+        return max(batched, length) if whole or (given is None and not chunked) else batched
+
+    def settled(length: int, size: CacheSize, num_pages: int) -> EngineConfig:
         return EngineConfig(
             model=model_config(options, info, source, dtype, length, pooling),
             cache=CacheConfig(
@@ -116,11 +117,11 @@ def resolve(
                 prefix_caching=options.enable_prefix_caching,
                 groups=groups,
                 group_pages=size.group_pages(num_pages),
-                step_tokens=min(batched, length),
+                step_tokens=step_tokens(length),
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=batched,
+                max_num_batched_tokens=step_tokens(length),
                 max_model_len=length,
                 max_waiting=_positive("max_waiting", options.max_waiting),
                 chunked_prefill=chunked,
@@ -128,6 +129,7 @@ def resolve(
                 seed=options.seed,
                 staged_ints=staged_ints(length, page_size, max_num_seqs, len(groups), info.vocab_size),
                 most_reported=most_reported(info),
+                most_kept=most_kept(pooling),
                 whole=whole,
                 max_itl=_max_itl(options, machine),
                 cached_tasks=("embed", "classify") if pooling is not None and pooling.method == "last" else (),
@@ -140,8 +142,7 @@ def resolve(
             ),
         )
 
-    step_tokens = max(given or DEFAULT_TOKENS[machine.kind], max_num_seqs if chunked else wanted)
-    size = CacheSize(groups, wanted, max_num_seqs, step_tokens, options.enable_prefix_caching)
+    size = CacheSize(groups, wanted, max_num_seqs, step_tokens(wanted), options.enable_prefix_caching)
     # at the full length, so that whatever length fits, all else does
     memory = plan_memory(settled(wanted, size, size.enough), source.num_bytes)
     num_pages = _num_pages(options, size, (memory.total if on_cpu else memory.of_device) - memory.cache, machine)

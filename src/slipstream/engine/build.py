@@ -19,6 +19,7 @@ from slipstream.config.resolve import DEFAULT_SHARE, Source, model_config, resol
 from slipstream.device.device import Device, device_facts, open_device, seems_cuda
 from slipstream.engine.core import EngineCore
 from slipstream.engine.front.facts import ModelFacts
+from slipstream.engine.front.served import ServedModel
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import InvalidOption
 from slipstream.nn.models.measure import weight_bytes
@@ -51,25 +52,35 @@ def build_core(opened: Opened, *, progress: bool = False, device: Device | None 
     return EngineCore(config, runner)
 
 
+def build_served(
+    options: Sequence[Options], *, progress: bool = False, device: Device | None = None
+) -> tuple[Lanes, dict[str, ServedModel]]:
+    """Models on one device, and as a front end beside them sees them. Tokenizers come first: weights take longer."""
+    opened = open_models(options)
+    tokenizers = {each.facts.name: each.facts.load_tokenizer() for each in opened}
+    lanes, settled = build_lanes(options, opened, progress=progress, device=device)
+    return lanes, {name: ServedModel.of(each.facts, tokenizers[name]) for name, each in settled.items()}
+
+
 def build_lanes(
     options: Sequence[Options],
-    opened: Sequence[Opened] | None = None,
+    opened: Sequence[Opened],
     *,
     progress: bool = False,
     device: Device | None = None,
     tell: Callable[[str], None] = lambda name: None,
 ) -> tuple[Lanes, dict[str, Opened]]:
-    """Models on one device, and by name what they are. `opened`: what `open_models` made of the same options, where
-    somebody has called it already. `tell` hears which one is being loaded.
+    """Models on one device, and by name what they are. `opened`: what `open_models` made of the same options. `tell`
+    hears which one is being loaded.
 
     Models without a cache come first and take what they need. Those with one share evenly what is left of the GPU up to
     `gpu_memory_utilization`, but for those whose options say how large the cache shall be.
     """
-    opened = open_models(options) if opened is None else opened
     names = [each.facts.name for each in opened]
     kinds = {each.config.device.kind for each in opened}
     if len(kinds) > 1:
-        raise InvalidOption(f"models of one engine share a device, and these ask for {' and '.join(sorted(kinds))}")
+        asked = " and ".join(sorted(kinds))
+        raise InvalidOption(f"models of one engine share a device, and these ask for {asked}; give all the same")
     first = opened[0].config
     if device is None:
         depth = max(each.config.scheduler.depth for each in opened)

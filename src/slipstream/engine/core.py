@@ -9,7 +9,7 @@ from slipstream.config.config import EngineConfig
 from slipstream.engine.arrival import requests_of, whole_request
 from slipstream.engine.device_time import Account, Span
 from slipstream.engine.pace import Pace
-from slipstream.errors import EngineDead
+from slipstream.errors import EngineDead, SlipstreamError
 from slipstream.messages import Abort, Output, Submit
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.scheduler import Scheduler
@@ -57,9 +57,22 @@ class EngineCore:
         self._num_submitted = 0
         self._failure: BaseException | None = None
 
-    def submit(self, message: Submit) -> None:
-        """Take a prompt in, or refuse it with an exception; nobody else notices."""
+    def submit(self, *messages: Submit) -> None:
+        """Take prompts in, or refuse all of them with an exception; nobody else notices."""
         self._check_alive()
+        number = self._num_submitted
+        for place, message in enumerate(messages):
+            try:
+                self._submit(message)
+            except Exception as error:
+                for taken in reversed(messages[:place]):  # documents before their query
+                    self.abort(Abort(taken.request_id))
+                self._num_submitted = number
+                if isinstance(error, SlipstreamError):
+                    raise error.of_prompt(place, len(messages)) from None
+                raise
+
+    def _submit(self, message: Submit) -> None:
         scheduler = self.scheduler
         if isinstance(scheduler, WholeScheduler):
             scheduler.submit(whole_request(message))
@@ -70,8 +83,18 @@ class EngineCore:
     def abort(self, message: Abort) -> int:
         """Returns how many samples this ended: some may just have ended by themselves."""
         ended = self.scheduler.abort(message.request_id, message.sample)
+        self.rest_if_unwanted()
         self._forget_if_idle()
         return len(ended)
+
+    def rest_if_unwanted(self) -> None:
+        """Notes that there is nothing to do, if so, for the account of the device's time."""
+        if not self._is_wanted():
+            self.account.rest()
+
+    def _is_wanted(self) -> bool:
+        """Whether somebody waits for a result, or has more prompts. What is in flight may be for nobody."""
+        return self.scheduler.num_live > 0 or self.scheduler.refill is not None
 
     def has_work(self) -> bool:
         return bool(self.in_flight) or self.scheduler.has_work()
@@ -94,7 +117,7 @@ class EngineCore:
                 raise
             raise EngineDead(f"the engine failed in step {self.num_steps}: {error}; start a new one") from error
         finally:
-            self.account.leave(self.has_work())
+            self.account.leave(self._is_wanted())
 
     def _advance(self) -> list[Output]:
         if self.runs_far_ahead():

@@ -81,7 +81,11 @@ class Account:
         """The core gives its caller a turn, maybe in the middle of a step."""
         self._pause()
         if not has_work:
-            self.timeline.rest(self)
+            self.rest()
+
+    def rest(self) -> None:
+        """Nobody wants anything of the core."""
+        self.timeline.rest(self)
 
     def waits(self) -> None:
         """The core is about to wait for the device."""
@@ -99,10 +103,10 @@ class Account:
         """A step's first work was queued: under what to book the gap before it."""
         self._pause()
         line = self.timeline
-        if line.ran_dry:
-            cause = "no_work"
-        elif line.last is not None and not line.last.ended.done():
+        if line.last is not None and not line.last.ended.done():
             cause = "turnaround"
+        elif line.ran_dry:
+            cause = "no_work"
         else:
             cause = "output" if line.outside > line.inside else "host_late"
         line.ran_dry = False

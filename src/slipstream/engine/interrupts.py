@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
 
 
 class _Hold:
@@ -29,7 +28,7 @@ class _Hold:
             self.came = False
             raise KeyboardInterrupt
 
-    def interrupt(self, number: int, frame: Any) -> None:
+    def interrupt(self, number: int, frame: object) -> None:
         if not self.depth:
             raise KeyboardInterrupt
         self.came = True

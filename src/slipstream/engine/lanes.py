@@ -36,13 +36,15 @@ class Lanes:
     def num_steps(self) -> int:
         return sum(core.num_steps for core in self.cores.values())
 
-    def submit(self, message: Submit) -> None:
+    def submit(self, *messages: Submit) -> None:
+        """Prompts for one model: all of them, or none."""
         self._check_alive()
-        lane = self._find(message.model)
-        name = message.request_id
-        if any(other is not lane and other.core.scheduler.serves(name) for other in self._lanes.values()):
-            raise UserError(f"a request {name!r} is being served already; give each its own id")
-        lane.core.submit(message)
+        lane = self._find(messages[0].model)
+        others = [other.core.scheduler for other in self._lanes.values() if other is not lane]
+        for name in (message.request_id for message in messages):
+            if any(other.serves(name) for other in others):
+                raise UserError(f"a request {name!r} is being served already; give each its own id")
+        lane.core.submit(*messages)
 
     def abort(self, message: Abort) -> int:
         """Returns how many samples this ended. Lanes that do not know the request ignore it."""

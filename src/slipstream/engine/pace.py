@@ -28,6 +28,7 @@ class _Step:
     has_chunks: bool
     after_rest: bool
     launched: float
+    host: float
 
 
 class Pace:
@@ -77,7 +78,7 @@ class Pace:
         num_tokens = plan.total_tokens if has_chunks else len(plan.rows)
         kind = 2 * num_tokens.bit_length() + has_chunks
         self._host += _NEWEST * (host - self._host)
-        self._steps.append(_Step(kind, num_tokens, has_chunks, not self._steps, self._clock()))
+        self._steps.append(_Step(kind, num_tokens, has_chunks, not self._steps, self._clock(), host))
 
     def committed(self, busy: float) -> None:
         """The oldest step's result is there, after so many seconds on the device; 0: nobody knows."""
@@ -86,7 +87,10 @@ class Pace:
         if busy <= 0:
             return
         each = busy / step.num_tokens
-        for known in (self._seconds, self._rested) if step.after_rest else (self._seconds,):
+        learns = [self._seconds, self._rested] if step.after_rest else [self._seconds]
+        if busy <= 2 * step.host:
+            learns = []  # it waited for the host in its middle, most likely: so does one that is being captured
+        for known in learns:
             before = known.get(step.kind, each)
             # believed at once where it took less: to be early costs newcomers a little, to be late idles the device
             known[step.kind] = min(each, before + _NEWEST * (each - before))

@@ -33,6 +33,9 @@ class Piece(Protocol):
     def read(self) -> torch.Tensor:
         """As plain numbers, in whatever dtype and place the checkpoint has them; not to be written to."""
 
+    def write_to(self, target: torch.Tensor) -> None:
+        """Likewise, into a tensor of its shape, with little memory beside it."""
+
     @property
     def blocks(self) -> Callable[[], torch.Tensor] | None:
         """Reads the packed bytes of a GGUF kind instead, [rows, bytes of a row] uint8; None where there are none."""
@@ -117,7 +120,7 @@ class PlainWeight(Weight):
         self.data = new_parameter(num_rows, num_columns, dtype=dtype)
 
     def fill(self, first_row: int, piece: Piece) -> None:
-        self.data[first_row : first_row + piece.shape[0]].copy_(piece.read())
+        piece.write_to(self.data[first_row : first_row + piece.shape[0]])
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return linear(x, self.data, bias)

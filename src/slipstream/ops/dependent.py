@@ -2,6 +2,9 @@
 
 It reads what no kernel writes, its weights above all, and then waits until the one before it is done, and with that one
 all before it. So the rule: a kernel launched this way waits before it touches anything else, in every program.
+
+The first one of a step waits before it lets the next one start. So what was made before it may be read early as well:
+the lists of pages and of work, and keys of earlier steps.
 """
 
 from __future__ import annotations

@@ -11,7 +11,10 @@ from slipstream.cache_spec import CacheSpec
 from slipstream.config.config import EngineConfig
 from slipstream.config.memory import (
     ITEMSIZE,
+    LOGITS_AT_ONCE,
+    WORKSPACE,
     arena_bytes,
+    left_bytes,
     plan_memory,
     pooled_bytes,
     report_bytes,
@@ -65,6 +68,9 @@ def build_runner(
         fill(progress)
         return runner, config
     warm_up = _warm_up(runner, config)
+    if config.model.generates:
+        with enough_memory():
+            device.compute.run(lambda: _take_logits(config, device))
     # zeros and weights are written on the host's own stream, steps run on another: one must not overtake the other
     device.settle()
     with noting() as products, _walking(warm_up) as compiler:
@@ -80,6 +86,9 @@ def build_runner(
             # the last is most likely attention of chunks, which steps of single tokens do without; another would be
             # compiled by the capture that meets it
             compiler.finish(but=1 if config.model.generates else 0)
+        if runner.graphs.enabled:
+            with enough_memory():
+                device.take_graph_memory(plan_memory(config, 0).graphs - WORKSPACE)
         warm_up.capture()
     warm_up.run_largest()
     return runner, config
@@ -94,6 +103,13 @@ def _walking(warm_up: Start) -> Iterator[ForkedCompiler | None]:
     else:
         warm_up.walk()
         yield None
+
+
+def _take_logits(config: EngineConfig, device: Device) -> None:
+    """Device: what a step takes whose features a walk does not meet, with as many rows as there may be. The allocator
+    keeps it, in pieces from which any such step is served, and others too."""
+    shape = (config.scheduler.max_num_seqs, config.model.info.vocab_size)
+    [torch.empty(shape, dtype=torch.float32, device=device.torch_device) for _ in range(LOGITS_AT_ONCE)]
 
 
 def _warm_up(runner: ModelRunner, config: EngineConfig) -> Start:
@@ -123,7 +139,7 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
     store = KVStore(cache.groups, group_pages, dtype, device)
     # no step has more tokens than its rows have together
     max_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * scheduler.max_model_len)
-    graphs = GraphPool(device, scheduler.max_num_seqs, max_tokens, eager=config.device.eager)
+    graphs = GraphPool(device, scheduler.max_num_seqs, max_tokens, eager=config.device.eager, left=left_bytes(config))
     info, pooling = config.model.info, config.model.pooling
     result_size = result_bytes(config) + pooled_bytes(config)
     results = ResultRing(num_slots, result_size, device, most=result_size + report_bytes(config))
@@ -139,7 +155,7 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
         input_batch = InputBatch(rows, tables)
         row_states += [rows, tables]
         if config.model.generates:
-            sampler = Sampler(num_rows, info.vocab_size, device, logit_dtype)
+            sampler = Sampler(num_rows, info.vocab_size, device, logit_dtype, scheduler.most_reported)
             steady = config.model.deterministic
             heads.append(GenerateHead(model, rows, sampler, results, logit_dtype, graphs, steady=steady))
             row_states.append(sampler)

@@ -119,7 +119,7 @@ class GenerateHead:
         num_rows = self.graphs.rows_for(num_samples)
         if num_rows is None or (replayed := self.sampler.prepare_by_row(plan)) is None:
             return None
-        shape = result_shape(num_rows, plan.num_logprobs, self._numpy_dtype)
+        shape = result_shape(num_rows, replayed.num_logprobs, self._numpy_dtype)
         slot = self.results.open(shape, num_samples)
         span = None
         if pick is not None:
@@ -148,8 +148,7 @@ class GenerateHead:
         results = {"tokens": drawn.tokens, "failed": drawn.failed}
         if drawn.logprobs is not None:
             results |= _named("", drawn.logprobs)
-        buffer = torch.empty(shape.num_bytes, dtype=torch.uint8, device=hidden.device)
-        return pack(results, shape, buffer)
+        return pack(results, shape, self.graphs.results.room(shape.num_bytes))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Device: in the dtype that is sampled from."""

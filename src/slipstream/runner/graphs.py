@@ -13,6 +13,8 @@ import logging
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
+import torch
+
 from slipstream.config.memory import sizes_up_to
 from slipstream.device.device import Device
 from slipstream.runner.batch.input_batch import Size
@@ -24,26 +26,25 @@ log = logging.getLogger(__name__)
 MOST_GRAPHS = 1024
 """Work beyond them runs eagerly. None is given up: one graph reads what another has written where it lay then."""
 
-BETTER = {224: 208}
-"""Rows to pad to, instead of what the rule gives: products of 224 rows take the library as long as those of 256, and of
-208 a tenth less (H200, docs/log.md)."""
-
 
 class GraphPool:
     """What was captured, by key. On a device without graphs, or when eager is wanted, work is simply run."""
 
-    def __init__(self, device: Device, max_rows: int, max_tokens: int, *, eager: bool) -> None:
+    def __init__(
+        self, device: Device, max_rows: int, max_tokens: int, *, eager: bool, left: tuple[int, int] = (0, 0)
+    ) -> None:
+        """`left`: the most bytes of hidden states, and of results, that captured work leaves."""
         self.device = device
         self.enabled = device.can_graph and not eager
         self.max_rows = max_rows
-        sizes = sizes_up_to(max_rows, first_steps=8) if self.enabled else []
-        self.row_sizes = [BETTER.get(size, size) if size < max_rows else size for size in sizes]
+        self.row_sizes = sizes_up_to(max_rows, first_steps=8) if self.enabled else []
         # more tokens than rows, so that no size of a mixed step looks like one of single tokens
         self.token_sizes = [n for n in sizes_up_to(max_tokens, first_steps=64) if n > max_rows] if self.enabled else []
         self._captured: dict[Hashable, tuple[Callable[[], None], Any] | None] = {}
         self._runs_first: int | None = 1  # before a key is captured; None: nothing is
         self._is_starting = False
         self.gave_up = False  # a capture has failed
+        self.hidden, self.results = (Left(size if self.enabled else 0, device) for size in left)
 
     @property
     def num_captured(self) -> int:
@@ -123,3 +124,18 @@ class GraphPool:
         finally:
             self._is_starting = False
             self._runs_first = 0 if capture else before
+
+
+class Left:
+    """Where captured work leaves something for what comes right behind it: one place for all, so that a graph keeps no
+    memory of its own. The next to run writes over it."""
+
+    def __init__(self, num_bytes: int, device: Device) -> None:
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)
+
+    def room(self, num_bytes: int) -> torch.Tensor:
+        assert num_bytes <= len(self._memory), f"{num_bytes} bytes are left, and {len(self._memory)} were foreseen"
+        return self._memory[:num_bytes]
+
+    def put(self, x: torch.Tensor) -> torch.Tensor:
+        return self.room(x.nbytes).view(x.dtype).view(x.shape).copy_(x)

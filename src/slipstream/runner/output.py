@@ -257,6 +257,13 @@ class ResultSlot:
         """Device: put the results into the slot."""
         pack(results, self._shape, self._slot.on_device[self._start :])
 
+    def write_part(self, name: str, first: int, part: torch.Tensor) -> None:
+        """Device: likewise, lines of one field, from the `first` on."""
+        field = next(field for field in self._shape.fields if field.name == name)
+        if field.start < field.stop:
+            whole = self._slot.on_device[self._start + field.start : self._start + field.stop]
+            whole.view(part.dtype).view(field.shape)[first : first + len(part)].copy_(part)
+
     def write_packed(self, packed: torch.Tensor) -> None:
         """Device: likewise, what `pack` made of them."""
         self._slot.on_device[self._start : self._start + self._shape.num_bytes].copy_(packed)

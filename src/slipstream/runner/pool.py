@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import groupby
 
 import numpy as np
 import torch
 
+from slipstream.config.memory import TOKENS_AT_ONCE
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.nn.context import BatchView
 from slipstream.nn.models.heads import Heads
@@ -19,7 +20,7 @@ from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head
 from slipstream.runner.output import ResultRing
 from slipstream.runner.pooling.activations import finish
-from slipstream.runner.pooling.carry import Carry
+from slipstream.runner.pooling.carry import Carry, Pooled
 from slipstream.runner.pooling.late import QueryStore
 from slipstream.runner.pooling.members import Member, by_setting, take_tokens
 from slipstream.runner.pooling.methods import Lines, pool_all, take_lines
@@ -27,10 +28,11 @@ from slipstream.runner.pooling.results import Block, PoolHandle
 from slipstream.runner.pooling.setting import Setting, Settings
 from slipstream.step import StepPlan
 
-Job = Callable[[BatchView, torch.Tensor], torch.Tensor]
-"""Device: a step's hidden states to the lines of one block of results."""
-Jobs = Callable[[BatchView, torch.Tensor], list[torch.Tensor]]
-"""Likewise, to those of several."""
+Job = Callable[[torch.Tensor], Iterable[torch.Tensor]]
+"""Device: a step's hidden states to the lines of one block of results, some after others, so that few are made at
+once."""
+Vectors = Callable[[BatchView, torch.Tensor], list[torch.Tensor]]
+"""Likewise, to those of several blocks."""
 
 
 class PoolHead:
@@ -101,11 +103,13 @@ class PoolHead:
         vector_blocks, vectors = self._prepare_vectors(members, upload, only_last)
         blocks += vector_blocks
 
-        def run(batch: Gathered, hidden: torch.Tensor) -> list[torch.Tensor]:
+        def run(batch: Gathered, hidden: torch.Tensor) -> Iterator[Iterable[torch.Tensor]]:
             for work in before:
                 work(hidden)
-            results = [job(batch.view, hidden) for job in jobs]
-            return results if vectors is None else results + vectors(batch.view, hidden)
+            for job in jobs:
+                yield job(hidden)
+            if vectors is not None:
+                yield from ([lines] for lines in vectors(batch.view, hidden))
 
         return self._head(blocks, run)
 
@@ -117,16 +121,19 @@ class PoolHead:
         def work(batch: Gathered, hidden: torch.Tensor) -> torch.Tensor:
             return self._finish(hidden if only_last else pool_all(self.method, batch.view, hidden), common)
 
-        def run(batch: Gathered, hidden: torch.Tensor) -> list[torch.Tensor]:
+        def run(batch: Gathered, hidden: torch.Tensor) -> list[Iterable[torch.Tensor]]:
             if size is None:
                 lines = work(batch, hidden)
             else:
-                lines = self.graphs.run(("pool", size, only_last, common), lambda: work(batch, hidden))[:count]
-            return [lines if common is setting else finish(lines, setting)]
+                key = ("pool", size, only_last, common)
+                lines = self.graphs.run(key, lambda: self.graphs.results.put(work(batch, hidden)))[:count]
+            return [[lines if common is setting else finish(lines, setting)]]
 
         return self._head([Block(setting.width, None, None, count)], run)
 
-    def _head(self, blocks: list[Block], run: Callable[[Gathered, torch.Tensor], list[torch.Tensor]]) -> Head:
+    def _head(
+        self, blocks: list[Block], run: Callable[[Gathered, torch.Tensor], Iterable[Iterable[torch.Tensor]]]
+    ) -> Head:
         shape = Block.lay_out(blocks, self._numpy_dtype)
         if not shape.num_bytes:  # nobody ends, or nothing of theirs is copied
             nothing = np.zeros(0, np.uint8)
@@ -135,10 +142,12 @@ class PoolHead:
         slot = self.results.open(shape)
 
         def write(batch: Gathered, hidden: torch.Tensor) -> None:
-            fields: dict[str, torch.Tensor] = {}
-            for place, (block, lines) in enumerate(zip(blocks, run(batch, hidden), strict=True)):
-                fields |= block.name(place, lines.to(self.dtype))
-            slot.write(fields)
+            for place, (block, parts) in enumerate(zip(blocks, run(batch, hidden), strict=True)):
+                first = 0
+                for lines in parts:
+                    for name, values in block.name(place, lines.to(self.dtype)).items():
+                        slot.write_part(name, first, values)
+                    first += len(lines)
 
         return Head(write, lambda sent: PoolHandle(sent.copied, shape, slot.find(sent), blocks))
 
@@ -176,11 +185,11 @@ class PoolHead:
 
     def _prepare_vectors(
         self, members: list[Member], upload: Upload, only_last: bool
-    ) -> tuple[list[Block], Jobs | None]:
+    ) -> tuple[list[Block], Vectors | None]:
         """One line for each prompt that ends, by the model's method; then what each setting makes of its lines."""
         mine = [member for member in members if member.setting.task in ("embed", "classify")]
         ending = [member for member in mine if member.ends]
-        lines: Job
+        lines: Pooled
         if self.method in ("first", "mean") and any(not m.ends or m.has_begun for m in mine):
             lines = self.carry.pool_lines(
                 np.array([m.row for m in mine], np.int32),
@@ -274,19 +283,24 @@ class PoolHead:
             self._query_sizes.update(zip(numbers, counts, strict=True))
         elif setting.late == "document":
             sizes = [self._query_sizes[number] for number in numbers]
-            score = self.queries.prepare_scores(counts, numbers, sizes, upload)
+            score = self.queries.prepare_scores(counts, numbers, sizes, setting.width, upload)
 
-        def job(view: BatchView, hidden: torch.Tensor) -> torch.Tensor:
-            parts = [piece(hidden) for piece in pieces]
-            tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
+        def job(hidden: torch.Tensor) -> Iterable[torch.Tensor]:
             if starts is not None:
                 assert self.heads is not None, "a model without heads gives words no weights"
-                return self.heads.sparse(tokens, upload.tensor(starts))
-            lines = finish(self._token_lines(tokens, setting), setting)
-            if setting.late == "query":
-                self.queries.keep(lines, counts, numbers)
-                return lines[:0]
-            return lines if score is None else score(lines)
+                return [self.heads.sparse(_joined([piece(hidden) for piece in pieces]), upload.tensor(starts))]
+            parts = (
+                finish(self._token_lines(some, setting), setting)
+                for piece in pieces
+                for some in piece(hidden).split(TOKENS_AT_ONCE)
+            )
+            if not setting.late:
+                return parts
+            lines = _joined(list(parts))
+            if score is not None:
+                return [score(lines)]
+            self.queries.keep(lines, counts, numbers)
+            return []
 
         return job
 
@@ -302,5 +316,12 @@ def _distinct(params: tuple[PoolingParams, ...]) -> Collection[PoolingParams]:
     return {id(own): own for own in params}.values()
 
 
-def _drop(results: list[torch.Tensor]) -> None:
-    """Work was done for what it leaves behind, not for these."""
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _drop(results: Iterable[Iterable[torch.Tensor]]) -> None:
+    """Work is done for what it leaves behind, not for these."""
+    for parts in results:
+        for _ in parts:
+            pass

@@ -8,7 +8,7 @@ from slipstream.config.config import SchedulerConfig
 from slipstream.nn.models.shortened import shortened
 from slipstream.pooling_params import PoolingParams
 from slipstream.runner.runner import ModelRunner
-from slipstream.runner.warmup import chunk_sizes, enough_memory, run_plan
+from slipstream.runner.warmup import chunk_rows, chunk_sizes, enough_memory, run_plan
 from slipstream.step import NO_INTS, NO_PAGES, Ints, PoolAdmission, StepPlan
 
 
@@ -27,9 +27,13 @@ class PoolWarmUp:
 
     def walk(self) -> None:
         graphs = self.runner.graphs
+        max_rows, max_tokens = self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens
         with graphs.starting(capture=False), enough_memory(), shortened(self.runner.model):
-            for size in chunk_sizes(graphs, self.scheduler.max_num_batched_tokens):
+            for size in chunk_sizes(graphs, max_tokens):
                 self.prompts(self._filling(size))
+            if not self.scheduler.whole:
+                for num_rows, num_tokens in chunk_rows(graphs, max_rows, max_tokens, self._longest):
+                    self.prompts(np.full(num_rows, num_tokens, np.int32))
             self._run_largest()
 
     def run_largest(self) -> None:

@@ -86,7 +86,9 @@ class ModelRunner:
 
         def forward() -> tuple[Gathered, torch.Tensor]:
             batch = gather()
-            return batch, self._forward(batch, only_last)
+            hidden = self._forward(batch, only_last)
+            # what few rows leave is little, and their steps are short
+            return batch.for_heads(), hidden if size is None or size.is_single else self.graphs.hidden.put(hidden)
 
         def body() -> None:
             key = ("body", size, only_last)

@@ -14,6 +14,7 @@ import numpy as np
 
 from slipstream.errors import NotEnoughMemory
 from slipstream.nn.models.shortened import shortened
+from slipstream.ops.linear.ways import LEAST_ROWS
 from slipstream.params import SamplingParams
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.runner import ModelRunner
@@ -30,6 +31,8 @@ HEADS = (
 )
 KERNEL_SIZES = (2, 16, 32, 64, 128, 256)
 """Rows or tokens up to which kernels differ: a step of each meets them all."""
+ROW_SIZES = (1, 4, 8, 24, *KERNEL_SIZES)
+"""Likewise, of rows alone."""
 LARGEST = SamplingParams(temperature=0.8, top_p=0.95, logprobs=5)  # the head that takes the most memory of the usual
 
 
@@ -65,7 +68,7 @@ class WarmUp:
     def walk(self) -> None:
         graphs = self.runner.graphs
         # steps of one token a row
-        sizes = sorted({min(n, self.max_num_seqs) for n in (1, 4, 8, 24, *KERNEL_SIZES, self.max_num_seqs)})
+        sizes = sorted({min(n, self.max_num_seqs) for n in (*ROW_SIZES, self.max_num_seqs)})
         with graphs.starting(capture=False), enough_memory(), shortened(self.runner.model):
             # first, because attention of chunks takes longest to compile; and so that its memory is taken
             self.largest()
@@ -76,6 +79,8 @@ class WarmUp:
                 num_rows = -(-size // max(1, self.max_length - 1))
                 if num_rows <= self.max_num_seqs:
                     self.chunks(num_rows, size // num_rows)
+            for num_rows, num_tokens in chunk_rows(graphs, self.max_num_seqs, self.max_tokens, self.max_length):
+                self.chunks(num_rows, num_tokens)
             self.leave()
 
     def run_largest(self) -> None:
@@ -165,11 +170,22 @@ class WarmUp:
 
 
 def chunk_sizes(graphs: GraphPool, max_tokens: int) -> list[int]:
-    """Tokens of steps with chunks that meet every kernel which is made for few tokens, padded as they will be."""
+    """Tokens of steps with chunks that meet every kernel which is made for few tokens, padded as they will be; and the
+    most with which gates and ups are made before their product, for which a larger step may take less memory."""
     padded = graphs.token_sizes
     if not padded:
-        return [] if graphs.enabled else sorted({min(size, max_tokens) for size in KERNEL_SIZES})
-    return sorted({padded[bisect.bisect_left(padded, min(size, padded[-1]))] for size in KERNEL_SIZES})
+        return [] if graphs.enabled else sorted({min(size, max_tokens) for size in (*KERNEL_SIZES, LEAST_ROWS - 1)})
+    sizes = {padded[bisect.bisect_left(padded, min(size, padded[-1]))] for size in KERNEL_SIZES}
+    return sorted(sizes.union(padded[: bisect.bisect_left(padded, LEAST_ROWS)][-1:]))
+
+
+def chunk_rows(graphs: GraphPool, max_rows: int, max_tokens: int, max_length: int) -> list[tuple[int, int]]:
+    """Rows, and tokens of each, of steps that are not padded and in which the last layer is for last tokens alone: they
+    meet every kernel which is made for few rows."""
+    if graphs.enabled:
+        return []
+    chunks = [(rows, KERNEL_SIZES[-1] // rows + 1) for rows in ROW_SIZES]
+    return [(n, each) for n, each in chunks if n <= max_rows and n * each <= max_tokens and each < max_length]
 
 
 def run_plan(runner: ModelRunner, plan: StepPlan) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from slipstream.errors import UserError
+from slipstream.errors import QueueFull, RequestTooLarge, UserError
 from slipstream.pooling_params import PoolingParams
 
 R = TypeVar("R")  # the scheduler's own kind of request
@@ -18,7 +18,10 @@ R = TypeVar("R")  # the scheduler's own kind of request
 class Queries(Generic[R]):
     """By the key that a query and its documents name; those without one are nobody's here."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_tokens: int) -> None:
+        """`most_tokens`: of all queries that are kept at once."""
+        self._most_tokens = most_tokens
+        self._num_tokens = 0
         self._kept: dict[str, _Query[R]] = {}
         self._key_of: dict[str, str] = {}  # by the query's request id
         self._forgotten: list[int] = []
@@ -27,7 +30,7 @@ class Queries(Generic[R]):
     def __len__(self) -> int:
         return len(self._kept)
 
-    def enter(self, request_id: str, request: R, params: PoolingParams) -> bool:
+    def enter(self, request_id: str, request: R, params: PoolingParams, num_tokens: int) -> bool:
         """A query begins, or a document claims one of its uses. False for a document that must wait for its query."""
         key = params.query_key
         if not key:
@@ -38,7 +41,9 @@ class Queries(Generic[R]):
                 raise UserError(f"a query {key!r} is kept already; give each its own query_key")
             if request_id in self._key_of:
                 raise UserError(f"request {request_id!r} keeps a query that is not used up; give each its own id")
-            self._kept[key] = _Query(self._next, request_id, params.query_uses)
+            self._check_room(num_tokens)
+            self._num_tokens += num_tokens
+            self._kept[key] = _Query(self._next, request_id, num_tokens, params.query_uses)
             self._key_of[request_id] = key
             self._next += 1
             return True
@@ -52,6 +57,17 @@ class Queries(Generic[R]):
         if not query.is_launched:
             query.waiting.append(request)
         return query.is_launched
+
+    def _check_room(self, num_tokens: int) -> None:
+        if num_tokens > self._most_tokens:
+            raise RequestTooLarge(
+                f"the query has {num_tokens} tokens, and {self._most_tokens} can be kept for documents; shorten it"
+            )
+        if self._num_tokens + num_tokens > self._most_tokens:
+            raise QueueFull(
+                f"queries of {self._num_tokens} tokens are kept for documents, and one of {num_tokens} does not fit "
+                f"under the limit of {self._most_tokens}; send their documents, or give them up, first"
+            )
 
     def number_of(self, params: PoolingParams) -> int:
         """What the device knows the query by that this is, or is scored against; -1 for none."""
@@ -104,6 +120,7 @@ class Queries(Generic[R]):
         if not query.live and not query.unclaimed:
             del self._kept[key]
             del self._key_of[query.request_id]
+            self._num_tokens -= query.num_tokens
             self._forgotten.append(query.number)
 
 
@@ -111,6 +128,7 @@ class Queries(Generic[R]):
 class _Query(Generic[R]):
     number: int  # what the device knows it by
     request_id: str
+    num_tokens: int
     unclaimed: int  # documents that may still come
     live: int = 1  # itself and documents that came, as long as they are not done
     is_launched: bool = False

@@ -20,7 +20,7 @@ from itertools import repeat
 import numpy as np
 
 from slipstream.config.config import SchedulerConfig
-from slipstream.errors import InvalidOption, UserError
+from slipstream.errors import UserError
 from slipstream.messages import Output
 from slipstream.params import LONG_REPORT
 from slipstream.request import NEVER, Request, Status
@@ -48,12 +48,9 @@ from slipstream.step import StepPlan, StepResult
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
-        if not config.chunked_prefill and config.max_num_batched_tokens < config.max_model_len:
-            raise InvalidOption(
-                f"max_num_batched_tokens is {config.max_num_batched_tokens}, less than the model length of "
-                f"{config.max_model_len}, and chunked prefill is off: the longest prompts could never be computed; "
-                f"raise the first or turn chunked prefill on"
-            )
+        assert config.chunked_prefill or config.max_num_batched_tokens >= config.max_model_len, (
+            "the longest prompt must fit one step"
+        )
         self.config = config
         self.cache = cache
         self.num_preemptions = 0
@@ -66,7 +63,7 @@ class Scheduler:
         self._arrays = DecodeArrays()
         self._live: dict[str, list[Request]] = {}  # by id: samples that have not finished
         self._num_leaving = 0
-        self._queries: Queries[Request] = Queries()
+        self._queries: Queries[Request] = Queries(config.most_kept)
         self._failures: list[Output] = []
         self._begun: list[str] = []  # texts to continue that the last plan admitted for the first time
         self._next_number = 0
@@ -83,6 +80,11 @@ class Scheduler:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def num_live(self) -> int:
+        """Requests of which some sample has not ended."""
+        return len(self._live)
 
     def has_work(self) -> bool:
         """Whether there is anything to plan, to commit or to tell."""
@@ -108,7 +110,8 @@ class Scheduler:
             raise UserError(f"a request {leader.id!r} is being served already; give each its own id")
         check_fits(leader, self.config, self.cache)
         self._waiting.check_room(len(requests))
-        is_ready = leader.pooling is None or self._queries.enter(leader.id, leader, leader.pooling)
+        pooling = leader.pooling
+        is_ready = pooling is None or self._queries.enter(leader.id, leader, pooling, leader.num_prompt)
         number = self._next_number
         self._next_number += len(requests)
         self._live[leader.id] = list(requests)
@@ -233,7 +236,7 @@ class Scheduler:
             request = self._waiting.head()
             if request is None and self.refill is not None and self.refill(1):
                 request = self._waiting.head()  # none if it is parked
-            if request is None or not self._seats.can_report(request, self.config.most_reported):
+            if request is None or not self._seats.can_list(request, self.config.most_reported):
                 return
             known = len(request.tokens)
             hit = self._hit(request)
@@ -260,7 +263,7 @@ class Scheduler:
 
     def _hit(self, request: Request) -> Hit:
         """What a newcomer need not compute."""
-        if request.unscored != NEVER or not self._may_skip(request):
+        if request.unscored != NEVER or (request.pooling and request.pooling.task not in self.config.cached_tasks):
             return self.cache.nothing  # its results come from hidden states, which nobody keeps
         leader = leader_to_fork(request, self._next_step)
         fork = None if leader is None else self.cache.fork(request, leader)
@@ -282,10 +285,6 @@ class Scheduler:
     def _plan_chunk(self, request: Request, num: int, builder: PlanBuilder) -> None:
         add_chunk(request, num, builder)
         self.cache.publish(request)  # in a step, writes come before reads: others may find its pages at once
-
-    def _may_skip(self, request: Request) -> bool:
-        """Whether its result needs nothing of positions whose cache content exists already."""
-        return request.pooling is None or request.pooling.task in self.config.cached_tasks
 
     def _make_room(self, request: Request, length: int, builder: PlanBuilder) -> bool:
         """Reserve pages, preempting from the end until there are enough; False if it came to the request itself.

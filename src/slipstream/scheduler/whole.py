@@ -67,7 +67,7 @@ class WholeScheduler:
         self._num_waiting = 0  # those that are not done
         self._tokens_waiting = 0  # of theirs
         self._in_flight: deque[list[WholeRequest]] = deque()
-        self._queries: Queries[WholeRequest] = Queries()
+        self._queries: Queries[WholeRequest] = Queries(config.most_kept)
         self._failures: list[Output] = []
         self._next_step = 0
 
@@ -82,6 +82,11 @@ class WholeScheduler:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._live)
 
     def has_work(self) -> bool:
         """Whether there is anything to plan, to commit or to tell."""
@@ -106,7 +111,8 @@ class WholeScheduler:
                 f"{self._num_waiting} requests are waiting, the limit is {self.config.max_waiting}; try again later or "
                 "raise --max-waiting"
             )
-        if not request.params.query_key or self._queries.enter(request.id, request, request.params):
+        params = request.params
+        if not params.query_key or self._queries.enter(request.id, request, params, request.num_tokens):
             self._push(request)
         self._live[request.id] = request
         self._num_waiting += 1

@@ -12,6 +12,7 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.errors import BadCheckpoint
 from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.weights import source
 from slipstream.nn.weights.load import find_places
 from slipstream.nn.weights.rules import Rules
 from tiny import tiny_weights, write_tiny, write_weights
@@ -153,6 +154,20 @@ def test_dummy_weights_depend_on_seed_and_name_alone(folder: Path) -> None:
     assert 0.018 < qkv[0].std() < 0.022
     assert model.norm.weight.eq(1).all()
     assert HandRunner(model).run(PROMPT)["a"].isfinite().all()
+
+
+@pytest.mark.parametrize("load_format", ["safetensors", "dummy"])
+def test_weights_come_in_parts_and_are_the_same(folder: Path, load_format: str, monkeypatch) -> None:
+    """No tensor is beside its place whole, where it must be brought into another dtype."""
+    whole = load(folder, load_format=load_format)
+    monkeypatch.setattr(source, "PART", 200)
+    assert same(whole, load(folder, load_format=load_format))
+    made: list[int] = []
+    tensor = source.SourceTensor("x", (50, 16), "F32", lambda: torch.arange(800.0).view(50, 16))
+    monkeypatch.setattr(source, "in_parts", lambda x, real=source.in_parts: made.append(len(real(x))) or real(x))
+    target = torch.zeros(50, 16, dtype=torch.float64)
+    tensor.write_to(target)
+    assert made == [5, 5] and torch.equal(target, torch.arange(800.0, dtype=torch.float64).view(50, 16))
 
 
 def test_rules_match_whole_names_and_single_parts() -> None:

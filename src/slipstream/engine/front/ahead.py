@@ -1,20 +1,27 @@
-"""Ahead: a list made part by part, the next one by a thread while those before are used."""
+"""Work beside the work that waits for it. Ahead: a list made part by part, the next one by a thread while those before
+are used; off_loop: what would keep an event loop from others."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
+Part = TypeVar("Part")
 T = TypeVar("T")
 
 
-class Ahead(Generic[T]):
-    """For work that lets others run meanwhile, as encoding texts does. With one part there is no thread."""
+class Ahead(Generic[Part, T]):
+    """For work that lets others run meanwhile, as encoding texts does. With one part there is no thread.
 
-    def __init__(self, make: Callable[[slice], list[T]], parts: Iterable[slice]) -> None:
+    Other work is not done `beside`, but when it is asked for.
+    """
+
+    def __init__(self, make: Callable[[Part], list[T]], parts: Iterable[Part], *, beside: bool = True) -> None:
         self._make = make
+        self._beside = beside
         self._parts = deque(parts)
         self._made: deque[T] = deque()
         self._coming: Future[list[T]] | None = None
@@ -47,9 +54,24 @@ class Ahead(Generic[T]):
             raise
         finally:
             del coming  # its error would keep this frame, and this frame its error
-        if self._parts:
+        if self._parts and self._beside:
             self._thread = self._thread or ThreadPoolExecutor(1, "slipstream-texts")
             self._coming = self._thread.submit(self._make, self._parts.popleft())
         else:
             self._thread = None
         self._made.extend(made)
+
+
+LONG = 8192  # characters or token ids that are read in a thread; fewer take less time than the way there
+
+
+async def off_loop(size: int, work: Callable[[], T]) -> T:
+    """Tokenising: short texts here and now, long ones beside the loop, which others wait for."""
+    return work() if size < LONG else await asyncio.to_thread(work)
+
+
+def size_of(prompt: object) -> int:
+    """Its characters or token ids, whatever its form."""
+    if isinstance(prompt, Mapping | tuple):
+        return sum(map(size_of, prompt.values() if isinstance(prompt, Mapping) else prompt))
+    return len(prompt) if isinstance(prompt, Sequence) else 0

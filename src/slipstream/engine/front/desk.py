@@ -20,8 +20,8 @@ from slipstream.engine.front.served import ServedModel, choose
 from slipstream.engine.front.stream import Mailbox
 from slipstream.engine.link.client import CoreClient
 from slipstream.engine.link.wire import Begun, FromCore, Loading, Opening, Pulse, Ready, Refused
-from slipstream.errors import EngineClosed, UserError
-from slipstream.messages import Abort, Output, Submit
+from slipstream.errors import EngineClosed, RequestTooLarge, UserError
+from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.stats import ModelStats
 
 
@@ -54,23 +54,35 @@ class Desk:
     def read(
         self, submits: Sequence[tuple[Submit, str | None]], model: str | None = None, *, stream: bool = True
     ) -> Reading:
-        """Send prompts that `inputs` has made, for one reader. Without `stream` it hears only of their ends."""
+        """Send prompts that `inputs` has made, for one reader: all begin, or none does. Without `stream` it hears only
+        of their ends."""
         self.check()
         self.client.listen(self)
-        reading = Reading(self, self.model(model), Mailbox(), stream=stream)
-        for message, text in submits:
-            self.send(reading, message, text)
+        served = self.model(model)
+        count, most = sum(message.num_samples for message, _ in submits), served.facts.max_waiting
+        if most is not None and count > most:
+            raise RequestTooLarge(
+                f"of {len(submits)} prompts {count} would wait, and no more than {most} may; send fewer at once, "
+                "lower n, or raise max_waiting"
+            )
+        reading = Reading(self, served, Mailbox(), stream=stream)
+        messages = [self._enter(reading, message, text) for message, text in submits]
+        if messages:
+            self.client.send(messages[0] if len(messages) == 1 else SubmitAll(messages))
         return reading
 
     def send(self, reading: Reading, message: Submit, text: str | None) -> None:
         """One more prompt for a reader; if it cannot be, the reader has nothing under way afterwards."""
+        self.client.send(self._enter(reading, message, text))
+
+    def _enter(self, reading: Reading, message: Submit, text: str | None) -> Submit:
+        """Who waits for it is known before it is sent: the answer may be there before we look."""
         name, served = message.request_id, reading.served
         if name in self._mailboxes:
             self.leave(reading, failed=True)
             raise UserError(f"request id {name!r} is in use; wait for it to end or choose another")
         if len(self.models) > 1:
             message = msgspec.structs.replace(message, model=served.facts.name)
-        # open before the message leaves: the answer may be there before we look
         self._mailboxes[name] = reading.mailbox
         track = self._outputs.open(message, text, stream=reading.stream, tokenizer=served.tokenizer)
         if (stats := self.stats.get(served.facts.name)) is None:
@@ -81,7 +93,7 @@ class Desk:
         stats.prompt_tokens += num_tokens
         stats.prompt_length.observe(num_tokens)
         self.load.enter(message.model, num_tokens)
-        self.client.send(message)
+        return message
 
     def leave(self, reading: Reading, *, failed: bool) -> None:
         """The reader has gone; what has not ended is aborted. If it `failed`, its queries are not kept for others."""

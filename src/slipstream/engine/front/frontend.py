@@ -5,14 +5,15 @@ Nothing here needs torch: where the core is another process, none is loaded into
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from slipstream.config.options import options_of
 from slipstream.engine.front import pooling_calls
+from slipstream.engine.front.ahead import off_loop, size_of
 from slipstream.engine.front.desk import Desk
-from slipstream.engine.front.inputs import Message, Prompt
+from slipstream.engine.front.inputs import InputProcessor, Message, Prepared, Prompt
 from slipstream.engine.front.pool_inputs import PoolInputs
 from slipstream.engine.front.pool_results import (
     ClassificationRequestOutput,
@@ -21,11 +22,13 @@ from slipstream.engine.front.pool_results import (
     RerankResult,
     ScoringRequestOutput,
 )
+from slipstream.engine.front.pooling_calls import PoolParams, PoolPrompts, Texts
 from slipstream.engine.front.results import Increment, RequestOutput
-from slipstream.engine.front.served import POOLING_TASKS, SCORING, ServedModel
+from slipstream.engine.front.served import POOLING_TASKS, SCORING
 from slipstream.engine.link.client import CoreClient
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams, Task
+from slipstream.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
@@ -57,12 +60,11 @@ class AsyncEngine(Desk):
             self.client = client
             client.listen(self)
             return
-        from slipstream.engine.build import build_lanes  # loads torch, which a front end without a core need not have
+        from slipstream.engine.build import build_served  # loads torch, which a front end without a core need not have
         from slipstream.engine.link.local import ThreadClient
 
-        lanes, opened = build_lanes(options_of(model, models, options))
+        lanes, self.models = build_served(options_of(model, models, options))
         self.config = next(iter(lanes.cores.values())).config
-        self.models = {name: ServedModel.load(each.facts) for name, each in opened.items()}
         self.client = ThreadClient(lanes)
         self._ready = True
 
@@ -80,10 +82,12 @@ class AsyncEngine(Desk):
     ) -> AsyncIterator[RequestOutput]:
         """Each result holds all there is so far. A slow reader gets fewer of them."""
         model = self._named(model, "generate")
-        message, text = self._inputs(model).submit(
-            self._name(request_id), prompt, sampling_params, priority=priority, cache_salt=cache_salt
+        inputs, name = self._inputs(model), self._name(request_id)
+        prepared = await off_loop(
+            size_of(prompt),
+            lambda: inputs.submit(name, prompt, sampling_params, priority=priority, cache_salt=cache_salt),
         )
-        with self.read([(message, text)], model) as reading:
+        with self.read([prepared], model) as reading:
             async for (track,) in reading:
                 yield track.result()
 
@@ -97,10 +101,12 @@ class AsyncEngine(Desk):
         **template: Any,
     ) -> AsyncIterator[RequestOutput]:
         model = self._named(model, "generate")
-        inputs = self._inputs(model)
+        inputs, name = self._inputs(model), self._name(request_id)
         text = inputs.render_chat(messages, **template)
-        message, _ = inputs.submit(self._name(request_id), text, sampling_params, add_special_tokens=False)
-        with self.read([(message, text)], model) as reading:
+        prepared = await off_loop(
+            len(text), lambda: inputs.submit(name, text, sampling_params, add_special_tokens=False)
+        )
+        with self.read([prepared], model) as reading:
             async for (track,) in reading:
                 yield track.result()
 
@@ -114,8 +120,9 @@ class AsyncEngine(Desk):
     ) -> AsyncIterator[list[Increment]]:
         """What is new in each sample, as it comes; what a slow reader missed comes as one. Costs what is new."""
         model = self._named(model, "generate")
-        message, text = self._inputs(model).submit(self._name(request_id), prompt, sampling_params)
-        with self.read([(message, text)], model) as reading:
+        inputs, name = self._inputs(model), self._name(request_id)
+        prepared = await off_loop(size_of(prompt), lambda: inputs.submit(name, prompt, sampling_params))
+        with self.read([prepared], model) as reading:
             async for (track,) in reading:
                 if new := track.increment():
                     yield new
@@ -123,29 +130,29 @@ class AsyncEngine(Desk):
     # Pooling: the verbs of `LLM`, each a list of results
 
     async def encode(
-        self, prompts: Any, pooling_params: Any = None, *, pooling_task: Task | None = None, model: str | None = None,
-        **how: Any,
+        self, prompts: PoolPrompts, pooling_params: PoolParams = None, *, pooling_task: Task | None = None,
+        model: str | None = None, **how: Any,
     ) -> list[PoolingRequestOutput[Any]]:  # fmt: skip
         model = self._named(model, *([pooling_task] if pooling_task else POOLING_TASKS))
         call = pooling_calls.encode(self.pool_inputs(model), prompts, pooling_params, pooling_task, **how)
         return await self.pool(call, model)
 
     async def embed(
-        self, prompts: Any, pooling_params: Any = None, *, model: str | None = None, **how: Any
+        self, prompts: PoolPrompts, pooling_params: PoolParams = None, *, model: str | None = None, **how: Any
     ) -> list[EmbeddingRequestOutput]:
         model = self._named(model, "embed")
         call = pooling_calls.encode(self.pool_inputs(model), prompts, pooling_params, "embed", **how)
         return await self.pool(call, model)
 
     async def classify(
-        self, prompts: Any, pooling_params: Any = None, *, model: str | None = None, **how: Any
+        self, prompts: PoolPrompts, pooling_params: PoolParams = None, *, model: str | None = None, **how: Any
     ) -> list[ClassificationRequestOutput]:
         model = self._named(model, "classify")
         call = pooling_calls.encode(self.pool_inputs(model), prompts, pooling_params, "classify", **how)
         return await self.pool(call, model)
 
     async def score(
-        self, data_1: Any, data_2: Any, pooling_params: PoolingParams | None = None, *, model: str | None = None,
+        self, data_1: Texts, data_2: Texts, pooling_params: PoolingParams | None = None, *, model: str | None = None,
         **how: Any,
     ) -> list[ScoringRequestOutput]:  # fmt: skip
         model = self._named(model, *SCORING)
@@ -167,8 +174,8 @@ class AsyncEngine(Desk):
             while True:
                 batches = next(call) if found is None else call.send(found)
                 feed = pooling_calls.Feed(self.pool_inputs(model), batches, self.new_id, plain=True)
-                # many texts take a while to encode, and others are waiting for the loop
-                submits = list(feed) if feed.total <= 8 else await asyncio.to_thread(list, feed)
+                size = sum(size_of(prompt) for batch in batches for prompt in batch.prompts)
+                submits: list[Prepared] = await off_loop(size, partial(list, feed))
                 with self.read((), model, stream=False) as reading:
                     found = feed.results(await reading.feed(submits))  # type: ignore[arg-type]
         except StopIteration as end:
@@ -182,18 +189,18 @@ class AsyncEngine(Desk):
     # The models
 
     @property
-    def inputs(self) -> Any:
+    def inputs(self) -> InputProcessor:
         return self._inputs(None)
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer | None:
         return self.model().tokenizer
 
     def _named(self, model: str | None, *tasks: str) -> str:
         self.check()
         return self.model(model, *tasks).facts.name
 
-    def _inputs(self, model: str | None) -> Any:
+    def _inputs(self, model: str | None) -> InputProcessor:
         self.check()
         return self.model(model).inputs
 

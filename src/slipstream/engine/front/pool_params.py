@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.engine.front.facts import ModelFacts
 from slipstream.errors import InvalidParams
 from slipstream.pooling_params import PoolingParams, Task
 
@@ -10,9 +11,10 @@ VECTOR_TASKS = ("embed", "token_embed")
 
 
 def settle_params(
-    params: PoolingParams | None, task: Task | None, pooling: PoolingInfo, max_model_len: int, model_name: str
+    params: PoolingParams | None, task: Task | None, pooling: PoolingInfo, facts: ModelFacts
 ) -> PoolingParams:
     """Parameters whose task is named and which this model can honour."""
+    model_name = facts.name
     params = PoolingParams() if params is None else params
     if not isinstance(params, PoolingParams):
         raise InvalidParams(f"pooling_params is {type(params).__name__}; give PoolingParams or a list of them")
@@ -36,9 +38,9 @@ def settle_params(
         raise InvalidParams(
             f"returned_token_ids holds {max(params.columns)}; {model_name} has 0 to {pooling.num_labels - 1}"
         )
-    if (keep := params.truncate_prompt_tokens) is not None and keep > max_model_len:
+    if (keep := params.truncate_prompt_tokens) is not None and keep > facts.max_model_len:
         raise InvalidParams(
-            f"truncate_prompt_tokens is {keep}, {model_name} takes {max_model_len}; give at most that, or -1"
+            f"truncate_prompt_tokens is {keep}, {model_name} takes {facts.max_model_len}; give at most that, or -1"
         )
     return params if params.task == task else params.with_changes(task=task)
 

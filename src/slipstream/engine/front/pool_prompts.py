@@ -9,7 +9,7 @@ import functools
 import struct
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import msgspec
 import numpy as np
@@ -27,6 +27,18 @@ from slipstream.text.tokenizer import Tokenizer
 PoolPrompt = str | Sequence[int] | Mapping[str, Any] | tuple[str, str] | NDArray[Any]
 
 _Cut = tuple[int | None, str]  # the length a text is cut to, and from which end
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """Prompts of one kind, and their settled parameters: one for all, or one each."""
+
+    prompts: Sequence[PoolPrompt]
+    params: PoolingParams | Sequence[PoolingParams]
+    prefix: str = ""  # before texts
+    role: Role = PLAIN  # what late interaction makes of texts; token ids are taken as they are
+
+    def each_params(self) -> Sequence[PoolingParams]:
+        return [self.params] if isinstance(self.params, PoolingParams) else self.params
 
 
 class Prepared(msgspec.Struct, frozen=True, gc=False):
@@ -48,17 +60,11 @@ class PromptReader:
         self.tokenizer = tokenizer
         self._pieces: Pieces | None = None  # made when the first text comes
 
-    def read(
-        self,
-        prompts: Sequence[PoolPrompt],
-        params: Sequence[PoolingParams],
-        start: int,
-        total: int,
-        prefix: str,
-        role: Role,
-    ) -> list[Prepared]:
-        """Prompts from the `start`-th of `total` on. `prefix` is put before texts, `role` is what late interaction
-        makes of them; token ids are taken as they are."""
+    def read(self, batch: Batch, part: slice) -> list[Prepared]:
+        """A part of the batch."""
+        prompts, prefix, role = batch.prompts[part], batch.prefix, batch.role
+        params = [batch.params] * len(prompts) if isinstance(batch.params, PoolingParams) else batch.params[part]
+        start, total = part.start, len(batch.prompts)
         prepared: list[Prepared | None] = [None] * len(prompts)
         texts: dict[_Cut, list[int]] = {}  # places of texts by how they are cut
         pairs: dict[_Cut, list[int]] = {}
@@ -70,8 +76,8 @@ class PromptReader:
                 if kind is list or kind is array or kind is np.ndarray:
                     ids = self._kept(_ids(prompt), params[place])
                     prepared[place] = Prepared(start + place, None, ids, None, params[place])
-                elif kind is tuple and len(cast(tuple[Any, ...], prompt)) == 2 and _has_text(prompt):
-                    _check_pair(*cast(tuple[Any, Any], prompt))
+                elif kind is tuple and _is_pair(prompt):
+                    _check_pair(prompt)
                     pairs.setdefault(self._limit(params[place], PLAIN), []).append(place)
                 elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
                     whole = _ids(prompt["prompt_token_ids"])
@@ -166,7 +172,7 @@ class PromptReader:
         ids.extend([role.filler_id] * missing)
         return ids, num_seen
 
-    def _type_start(self, types: Any, count: int) -> int | None:
+    def _type_start(self, types: object, count: int) -> int | None:
         if types is None:
             return None
         found = types.tolist() if isinstance(types, np.ndarray) else types
@@ -227,14 +233,14 @@ def _packer(count: int) -> struct.Struct:
     return struct.Struct(f"{count}i")
 
 
-def _ids(given: Any) -> array[int]:
+def _ids(given: object) -> array[int]:
     try:
         if type(given) is list:  # twice as quick
             return array("i", _packer(len(given)).pack(*given))
     except (struct.error, TypeError):
         pass  # what is wrong with it shows here
     try:
-        return array("i", given.tolist() if isinstance(given, np.ndarray) else given)
+        return array("i", given.tolist() if isinstance(given, np.ndarray) else cast(Sequence[int], given))
     except OverflowError:
         raise InvalidPrompt("prompt_token_ids holds a number that no model has a token for; give token ids") from None
     except (TypeError, ValueError):
@@ -243,11 +249,11 @@ def _ids(given: Any) -> array[int]:
         ) from None
 
 
-def _has_text(pair: Any) -> bool:
-    return isinstance(pair[0], str) or isinstance(pair[1], str)
+def _is_pair(prompt: object) -> TypeGuard[tuple[object, object]]:
+    return isinstance(prompt, tuple) and len(prompt) == 2 and any(isinstance(one, str) for one in prompt)
 
 
-def _check_pair(first: Any, second: Any) -> None:
-    for one in (first, second):
+def _check_pair(pair: tuple[object, object]) -> None:
+    for one in pair:
         if not isinstance(one, str):
             raise InvalidPrompt(f"a pair is two texts, and one of these is {type(one).__name__}; give texts")

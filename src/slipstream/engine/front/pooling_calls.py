@@ -10,16 +10,15 @@ import time
 import uuid
 from array import array
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 
-from slipstream.config.pooling_info import Role
-from slipstream.engine.front.ahead import Ahead
 from slipstream.engine.front.outputs import PoolTrack
 from slipstream.engine.front.pool_inputs import PoolInputs
-from slipstream.engine.front.pool_prompts import PoolPrompt, Prepared
+from slipstream.engine.front.pool_prompts import Batch, PoolPrompt
 from slipstream.engine.front.pool_results import (
     PoolingRequestOutput,
     RerankResult,
@@ -27,26 +26,18 @@ from slipstream.engine.front.pool_results import (
     ScoringRequestOutput,
     similarities,
 )
-from slipstream.engine.front.pool_words import PLAIN
 from slipstream.errors import InvalidParams, InvalidPrompt, SlipstreamError, UserError
 from slipstream.messages import Submit
 from slipstream.pooling_params import PoolingParams, Task
 
+PAIRS_TOGETHER = 16
+"""Queries that are sent before their documents, where each has its own."""
+
 T = TypeVar("T")
 _WHOLE = (int, np.integer)
-Params = PoolingParams | Sequence[PoolingParams] | None
-
-
-class Batch(msgspec.Struct, frozen=True):
-    """Prompts of one kind, and their settled parameters: one for all, or one each."""
-
-    prompts: Sequence[PoolPrompt]
-    params: PoolingParams | Sequence[PoolingParams]
-    prefix: str = ""  # before texts
-    role: Role = PLAIN
-
-    def each_params(self) -> Sequence[PoolingParams]:
-        return [self.params] if isinstance(self.params, PoolingParams) else self.params
+PoolPrompts = PoolPrompt | Sequence[PoolPrompt]
+PoolParams = PoolingParams | Sequence[PoolingParams] | None
+Texts = str | Sequence[str]
 
 
 Results = list[Any]  # PoolingRequestOutputs of the kind that the task has
@@ -55,8 +46,8 @@ Call = Generator[list[Batch], Results, T]
 
 def encode(
     inputs: PoolInputs,
-    prompts: PoolPrompt | Sequence[PoolPrompt],
-    params: Params = None,
+    prompts: PoolPrompts,
+    params: PoolParams = None,
     task: Task | None = None,
     *,
     prompt_name: str | None = None,
@@ -70,8 +61,8 @@ def encode(
 
 def score(
     inputs: PoolInputs,
-    first: str | Sequence[str],
-    second: str | Sequence[str],
+    first: Texts,
+    second: Texts,
     params: PoolingParams | None = None,
     *,
     instruction: str | None = None,
@@ -94,7 +85,7 @@ def score(
         settled = _settled(inputs, params, "classify", truncate_prompt_tokens)
         return (yield from _by_reading_both(inputs, left, right, settled, instruction))
     if instruction is not None:
-        raise InvalidParams(f"{inputs.model_name} compares vectors and takes no instruction; use prompt_name")
+        raise InvalidParams(f"{inputs.facts.name} compares vectors and takes no instruction; use prompt_name")
     names = (_role(inputs, "query"), _role(inputs, "document", "passage")) if roles else (None, None)
     before = [inputs.prefix(prompt_name or name) for name in names]
     if "embed" in inputs.pooling.tasks:
@@ -107,7 +98,7 @@ def score(
                 inputs.prefix(prompt_name or _role(inputs, *role)) for role in (("query",), ("document", "passage"))
             ]
         return (yield from _by_tokens(inputs, left, right, settled, before))
-    raise InvalidParams(f"{inputs.model_name} makes nothing that scores: it does {', '.join(inputs.pooling.tasks)}")
+    raise InvalidParams(f"{inputs.facts.name} makes nothing that scores: it does {', '.join(inputs.pooling.tasks)}")
 
 
 def rerank(
@@ -153,7 +144,7 @@ def _by_reading_both(
 ) -> Call[list[ScoringRequestOutput]]:
     if inputs.pooling.num_labels != 1:
         raise InvalidParams(
-            f"{inputs.model_name} tells {inputs.pooling.num_labels} classes apart, and a score is one number; "
+            f"{inputs.facts.name} tells {inputs.pooling.num_labels} classes apart, and a score is one number; "
             "use classify"
         )
     pairs: list[PoolPrompt] = []
@@ -198,16 +189,21 @@ def _by_tokens(
     uses = len(right) if len(left) == 1 else 1
     keys = [f"{call}-{place}" for place in range(len(left))]
     asking = [params.with_changes(query_key=key, query_uses=uses) for key in keys]
-    answering: Any = [params.with_changes(query_key=key) for key in keys]
-    if len(left) == 1:
-        answering = answering[0]
-    found = yield [
-        Batch(left, asking, before[0], inputs.pooling.query),
-        Batch(right, answering, before[1], inputs.pooling.document),
-    ]
+    answering = [params.with_changes(query_key=key) for key in keys]
+    # where each query has its own document some are sent, then what they are for: the device keeps few at once
+    together = len(right) if len(left) == 1 else PAIRS_TOGETHER
+    batches: list[Batch] = []
+    for first in range(0, len(right), together):
+        part = slice(first, first + together)
+        own = answering[0] if len(left) == 1 else answering[part]
+        batches.append(Batch(left[part], asking[part], before[0], inputs.pooling.query))
+        batches.append(Batch(right[part], own, before[1], inputs.pooling.document))
+    results = iter((yield batches))
+    found = [list(islice(results, len(batch.prompts))) for batch in batches]
     return [
         _scored(one, None if one.found is None else float(one.outputs.data.flat[0]), one.error)
-        for one in found[len(left) :]
+        for documents in found[1::2]
+        for one in documents
     ]
 
 
@@ -239,11 +235,11 @@ class Feed:
         self._plain = plain  # token ids as lists, for a core in another process
         self._sent: list[int] = [0] * self.total  # which of those sent is a place's
         self._twins: dict[int, str | None] = {}  # texts of places whose prompt was sent for another
-        self._prepared: Iterator[Prepared] | None = None  # of the batch that is being sent
+        self._prepared = inputs.prepare(batches)
 
     def is_ready(self) -> bool:
         """Whether the next one need not be waited for."""
-        return not isinstance(self._prepared, Ahead) or self._prepared.is_ready()
+        return self._prepared.is_ready()
 
     def __iter__(self) -> Iterator[tuple[Submit, str | None]]:
         start = num_sent = 0
@@ -251,8 +247,7 @@ class Feed:
         for batch in self.batches:
             seen: dict[Any, int] = {}
             alike = isinstance(batch.params, PoolingParams)
-            self._prepared = self.inputs.prepare(batch.prompts, batch.params, prefix=batch.prefix, role=batch.role)
-            for one in self._prepared:
+            for one in islice(self._prepared, len(batch.prompts)):
                 params, ids = one.params, one.ids
                 if not params.query_key:  # those are counted
                     key: Any = ids.tobytes()
@@ -290,7 +285,7 @@ class Feed:
         return results
 
 
-def as_batch(prompts: PoolPrompt | Sequence[PoolPrompt]) -> Sequence[PoolPrompt]:
+def as_batch(prompts: PoolPrompts) -> Sequence[PoolPrompt]:
     """One prompt, or a list of them: a list of whole numbers is one prompt of token ids."""
     if isinstance(prompts, str | Mapping | array):
         return [prompts]
@@ -303,7 +298,7 @@ def as_batch(prompts: PoolPrompt | Sequence[PoolPrompt]) -> Sequence[PoolPrompt]
     return prompts  # type: ignore[return-value]
 
 
-def _texts(name: str, value: str | Sequence[str]) -> Sequence[str]:
+def _texts(name: str, value: Texts) -> Sequence[str]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, Sequence) or not len(texts):
         raise InvalidPrompt(f"the {name} texts are {value!r}; give a text or a list of them")
@@ -327,7 +322,7 @@ def _settled(
 
 
 def _settle(
-    inputs: PoolInputs, params: Params, task: Task | None, count: int, truncate: int | None
+    inputs: PoolInputs, params: PoolParams, task: Task | None, count: int, truncate: int | None
 ) -> PoolingParams | list[PoolingParams]:
     if not isinstance(params, list | tuple):
         return _settled(inputs, params, task, truncate)  # type: ignore[arg-type]

@@ -99,15 +99,8 @@ class Sample:
 
     def _finish(self, output: Output) -> None:
         assert output.finish_reason is not None
-        num_shown = len(self.token_ids) - self._hides_last(output)
-        if self._detokenizer is not None:
-            self._read(num_shown)
-            if self._watch(self._detokenizer.finish()):
-                return
-            if self._matcher is not None:
-                self._add(self._matcher.finish())
-        elif self.tokenizer is not None:
-            self._add(self.tokenizer.decode(self.token_ids[:num_shown], self.params.skip_special_tokens))
+        if self._end_text(len(self.token_ids) - self._hides_last(output)):
+            return
         self.finish_reason = output.finish_reason.value
         if output.stop_token in self._own_stops:
             self.stop_reason = output.stop_token
@@ -116,11 +109,20 @@ class Sample:
 
     def abort(self) -> None:
         """The caller gave up: what has come so far is all there will be."""
-        if self.finish_reason is None:
-            self._read(len(self.token_ids))
-            if self._detokenizer is None and self.tokenizer is not None:
-                self._add(self.tokenizer.decode(self.token_ids, self.params.skip_special_tokens))
+        if self.finish_reason is None and not self._end_text(len(self.token_ids)):
             self.finish_reason = FinishReason.ABORT.value
+
+    def _end_text(self, num_shown: int) -> bool:
+        """No more tokens come, and so many are text. Returns whether a stop string ended it."""
+        if self._detokenizer is not None:
+            self._read(num_shown)
+            if self._watch(self._detokenizer.finish()):
+                return True
+            if self._matcher is not None:
+                self._add(self._matcher.finish())
+        elif self.tokenizer is not None:
+            self._add(self.tokenizer.decode(self.token_ids[:num_shown], self.params.skip_special_tokens))
+        return False
 
     @property
     def text(self) -> str:

@@ -22,7 +22,10 @@ class ServedModel(msgspec.Struct, frozen=True):
     @classmethod
     def load(cls, facts: ModelFacts) -> ServedModel:
         """Reads the tokenizer, which may take a second."""
-        tokenizer = facts.load_tokenizer()
+        return cls.of(facts, facts.load_tokenizer())
+
+    @classmethod
+    def of(cls, facts: ModelFacts, tokenizer: Tokenizer | None) -> ServedModel:
         pool_inputs = None if facts.pooling is None else PoolInputs(facts, tokenizer)
         return cls(facts, tokenizer, InputProcessor(facts, tokenizer), pool_inputs)
 

@@ -9,7 +9,7 @@ import threading
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.link.client import Listener
 from slipstream.engine.link.wire import Begun, FromCore, Refused, ToCore
-from slipstream.messages import Abort, Submit
+from slipstream.messages import Abort
 
 
 class ThreadClient:
@@ -53,11 +53,10 @@ class ThreadClient:
             if message is None:
                 return False
             try:
-                if isinstance(message, Submit):
-                    self.core.submit(message)
-                else:
-                    assert isinstance(message, Abort)
+                if isinstance(message, Abort):
                     self.core.abort(message)
+                else:
+                    self.core.submit(*message.submits)
             except Exception as error:  # this request's alone
                 self._tell([Refused.of(message.request_id, error)])
         return True

@@ -22,9 +22,9 @@ from slipstream.config.options import Options
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.link.hub import Connection, Hub
 from slipstream.engine.link.parent import die_with_parent
-from slipstream.engine.link.wire import Begun, Failed, FromCore, Loading, Opening, Pulse, Ready, Refused
+from slipstream.engine.link.wire import Begun, Failed, FromCore, Loading, Opening, Pulse, Ready, Refused, ToCore
 from slipstream.errors import EngineDead, SlipstreamError
-from slipstream.messages import Abort, Output, Submit
+from slipstream.messages import Abort, Output
 from slipstream.metrics.lane import LaneStats
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class CoreProcess:
         self.lanes.check()
         self.lanes.close()
 
-    def _take(self, connection: Connection, message: Submit | Abort) -> None:
+    def _take(self, connection: Connection, message: ToCore) -> None:
         name = message.request_id
         if isinstance(message, Abort):
             owner = self._owners.get(name)
@@ -80,13 +80,16 @@ class CoreProcess:
                 self._ended(name, num_ended)
             return
         try:
-            self.lanes.submit(message)
+            self.lanes.submit(*message.submits)
         except EngineDead:
             raise
         except Exception as error:  # this request's alone
+            if not isinstance(error, SlipstreamError):
+                traceback.print_exc()
             self.hub.send(connection, [Refused.of(name, error)])
             return
-        self._owners[name] = connection, getattr(message.params, "n", 1)
+        for each in message.submits:
+            self._owners[each.request_id] = connection, each.num_samples
 
     def _deliver(self, outputs: list[Output], begun: Sequence[str] = ()) -> None:
         """One frame for each front end that has something in this step."""

@@ -47,9 +47,8 @@ class SocketClient(asyncio.Protocol):
     async def close(self) -> None:
         if self._error is None:
             self._error = EngineClosed("the engine was closed")
-        self._flush()
         if self._transport is not None:
-            self._transport.close()
+            self._transport.abort()  # waits for nobody; the core forgets all requests of a front end that has gone
             await self._closed.wait()
 
     def _flush(self) -> None:

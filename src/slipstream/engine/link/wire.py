@@ -14,7 +14,7 @@ import msgspec
 from slipstream import errors
 from slipstream.engine.front.facts import ModelFacts
 from slipstream.errors import SlipstreamError
-from slipstream.messages import Abort, Output, Submit
+from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.lane import LaneStats
 
 MAX_FRAME = 2**29  # bytes; a frame that says more is no frame, and text never says less
@@ -32,12 +32,12 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     def of(cls, request_id: str, error: Exception) -> Refused:
         return cls(request_id, type(error).__name__, str(error))
 
-    def error(self) -> SlipstreamError:
-        """The exception again, as far as it is one of ours."""
+    def error(self) -> Exception:
+        """The exception again if it is one of ours; else nobody meant it, and its words are not for everybody."""
         kind = getattr(errors, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, SlipstreamError):
             return kind(self.message)
-        return SlipstreamError(f"{self.kind}: {self.message}")
+        return RuntimeError(f"the engine core failed on a request: {self.kind}: {self.message}")
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -75,7 +75,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     cause: str
 
 
-ToCore = Submit | Abort
+ToCore = Submit | SubmitAll | Abort
 FromCore = Output | Begun | Refused | Loading | Opening | Ready | Pulse | Failed
 
 Message = TypeVar("Message")

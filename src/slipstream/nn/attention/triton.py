@@ -101,10 +101,12 @@ class TritonAttention:
                         self.num_kv_heads,
                         self.head_dim,
                         self.page_size,
+                        num_rows,
                         window,
                         self.soft_cap,
                     ),
                     cut_singles=not self.one_kernel,
+                    given=batch.given,
                 )
                 if after is None:
                     partials = make_partials(work, self.num_heads, self.head_dim)

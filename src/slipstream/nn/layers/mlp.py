@@ -118,3 +118,6 @@ class _Swapped:
 
     def read(self) -> torch.Tensor:
         return torch.cat(self._whole.read().chunk(2)[::-1])
+
+    def write_to(self, target: torch.Tensor) -> None:
+        target.copy_(self.read())

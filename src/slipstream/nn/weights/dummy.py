@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
 
 from slipstream.nn.quant import Place
-from slipstream.nn.weights.source import SourceTensor
+from slipstream.nn.weights.source import SourceTensor, in_parts
 
 SPREAD = 0.02  # standard deviation, as models are initialised
 
@@ -25,11 +25,20 @@ class DummySource:
 
     def __iter__(self) -> Iterator[SourceTensor]:
         for name, place in self.places.items():
-            yield SourceTensor(name, place.shape, "F32", partial(self._make, name, place.shape))
+            make = partial(self._make, name)
+            yield SourceTensor(name, place.shape, "F32", partial(self._read, make, place.shape), make=make)
 
-    def _make(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    def _read(self, make: Callable[[torch.Tensor], None], shape: tuple[int, ...]) -> torch.Tensor:
+        made = torch.empty(shape, device=self.device)
+        make(made)
+        return made
+
+    def _make(self, name: str, target: torch.Tensor) -> None:
         if "norm" in name:
-            return torch.ones(shape, device=self.device)
-        generator = torch.Generator(self.device).manual_seed(zlib.crc32(f"{self.seed} {name} {shape}".encode()))
+            target.fill_(1)
+            return
+        seed = zlib.crc32(f"{self.seed} {name} {tuple(target.shape)}".encode())
+        generator = torch.Generator(self.device).manual_seed(seed)
         bound = SPREAD * math.sqrt(3)  # of an even spread, which is made several times faster than a normal one
-        return torch.empty(shape, device=self.device).uniform_(-bound, bound, generator=generator)
+        for part in in_parts(target):
+            part.copy_(torch.empty(part.shape, device=self.device).uniform_(-bound, bound, generator=generator))

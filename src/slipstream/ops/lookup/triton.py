@@ -54,8 +54,8 @@ def _look_up_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    release_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
+    release_next(DEPENDENT)  # not before: it is a step's first
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

@@ -39,8 +39,8 @@ RECORD = tl.constexpr(8)  # int32s of one piece of work
 @dataclass(frozen=True, slots=True)
 class Work:
     """`singles`, rows of one token: row, token, first key, keys of one split, number of splits, number of splits of
-    all singles before, length. `tiles`: row, first token, number of tokens, first query of the tile, length. A length
-    of 0 marks padding, whose output is zero."""
+    all singles before, length, keys that were there before the step. `tiles`: row, first token, number of tokens, first
+    query of the tile, length. A length of 0 marks padding, whose output is zero."""
 
     singles: torch.Tensor  # [B + 1, RECORD] int32
     shares: torch.Tensor  # [shares + 1, 2] int32: the single, and the split of it, that a share begins with
@@ -66,9 +66,13 @@ def list_work(
     max_splits: int = MAX_SPLITS,
     keys_together: int = KEYS_TOGETHER,
     cut_singles: bool = True,
+    given: torch.Tensor | None = None,  # [T] int64
 ) -> Work:
     """Lists the work of B rows, splits in no more than `num_shares` shares. Capacities follow from shapes and
     `max_length`, never from what the device holds.
+
+    `given` says which tokens the host gave, -1 being none. In a step of one token a row that has none, all keys but
+    each row's newest were there before.
 
     Without `cut_singles` a row of one token is a tile like any other, and all work is for one kernel.
     """
@@ -97,6 +101,7 @@ def list_work(
         work.arrived,
         lengths,
         query_starts,
+        given if query_starts is None else None,
         page_table,
         page_table.stride(0),
         num_rows,
@@ -140,7 +145,7 @@ ALIGN = tl.constexpr(128)  # a window's first split begins at a multiple of it; 
 # that belong to no row.
 @triton.jit(
     do_not_specialize=["table_stride", "num_rows", "num_tokens", "num_shares"],
-    do_not_specialize_on_alignment=["lengths", "starts", "table"],
+    do_not_specialize_on_alignment=["lengths", "starts", "given", "table"],
 )
 def _list_work_kernel(
     singles_out,
@@ -150,6 +155,7 @@ def _list_work_kernel(
     arrived,
     lengths,
     starts,
+    given,
     table,
     table_stride,
     num_rows,
@@ -175,6 +181,7 @@ def _list_work_kernel(
     keys_before = tl.cast(0, tl.int64)  # of rows of many tiles
     cost_before = tl.cast(0, tl.int64)  # of splits
     cost_of_all = tl.cast(0, tl.int64)
+    largest_given = tl.cast(0 if given is None else -1, tl.int64)
     for first in range(0, num_rows + 1, BLOCK):
         rows = first + lanes
         start, count, length = _read_rows(
@@ -190,6 +197,8 @@ def _list_work_kernel(
         tiles = tl.where((rows < row) & ~single, tl.cdiv(count * GROUP, TILE), 0)
         tiles_before += tl.sum(tiles)
         keys_before += tl.sum(_held(tiles, length, TOGETHER))
+        if given is not None:
+            largest_given = tl.maximum(largest_given, tl.max(tl.load(given + rows, mask=rows < num_rows, other=-1)))
 
     start, count, length = _read_rows(row, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE)
     if (count == 1) & CUT_SINGLES:
@@ -202,6 +211,7 @@ def _list_work_kernel(
         tl.store(record + 4, splits)
         tl.store(record + 5, splits_before)
         tl.store(record + 6, length)
+        tl.store(record + 7, tl.where(largest_given < 0, tl.maximum(length - 1, 0), 0))
         # the shares that begin in this row, each at the split nearest to its equal part of all work
         cost_after = cost_before + length - begin + splits * SPLIT_COST
         # never 0; but the compiler, before it has looked into the loop, divides by the 0 that it begins with

@@ -9,7 +9,7 @@ import triton.language as tl
 from slipstream.ops.rows.reference import StepRows
 
 _TOKENS = 128  # of one program
-_PAGES = 256  # of one turn
+_PAGES = 2048  # of one turn
 
 
 def gather_rows(

@@ -128,7 +128,7 @@ def draw(
     keys: torch.Tensor,  # [R] int64 step keys
     random: torch.Tensor | None = None,  # [R] bool, rows that get noise; None: all
     temperature: torch.Tensor | None = None,  # [R], over 0; None: the logits are scaled already
-    floor: torch.Tensor | None = None,  # [R], what `find_floor` says; None: logits under it are -inf already
+    limits: torch.Tensor | None = None,  # [R, 3] as `find_floor` has them; None: what they drop is -inf already
     penalty: Penalty | None = None,
 ) -> Choice:
     """[R, V] logits to [R] tokens, each with its softmax probability. A token at -inf is never drawn."""
@@ -136,8 +136,8 @@ def draw(
         logits = _penalized(logits, penalty)
     if temperature is not None:
         logits = logits / temperature[:, None]
-    if floor is not None:
-        logits = logits.masked_fill(logits < floor[:, None], -torch.inf)
+    if limits is not None:
+        logits = logits.masked_fill(logits < find_floor(logits, limits, None)[:, None], -torch.inf)
     noise = uniform(noise_bits(keys, logits.shape[1]), logits.dtype)
     gumbel = noise.neg_().log1p_().neg_().log_().neg_()
     if random is not None:

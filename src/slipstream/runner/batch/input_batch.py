@@ -7,7 +7,7 @@ that was drawn a step ago, and that the host has not seen, becomes an input.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,6 +40,12 @@ class Size:
 class Gathered:
     view: BatchView
     rows: torch.Tensor  # [B] int64; empty where rows do not outlive the step
+
+    def for_heads(self) -> Gathered:
+        """Without what only the layers read, whose memory others may have."""
+        nothing = self.view.lengths[:0]
+        view = replace(self.view, ids=nothing, positions=nothing, slots=(), page_tables=(), token_types=None)
+        return Gathered(view, self.rows)
 
 
 class Inputs(Protocol):
@@ -84,6 +90,7 @@ class InputBatch:
                 max_lengths=counts.max_lengths,
                 num_single=counts.num_single,
                 all_long=size is not None and size.all_long,
+                given=others[-1],
                 query_starts=starts,
             )
             return Gathered(view, rows)

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from slipstream.config.memory import MOST_SCORES
 from slipstream.runner.batch.staging import Upload
-
-MOST_SCORES = 2**26  # pairs of token vectors compared at once
 
 
 class QueryStore:
@@ -36,10 +35,10 @@ class QueryStore:
             self._kept[number] = own.clone()
 
     def prepare_scores(
-        self, counts: Sequence[int], numbers: Sequence[int], query_sizes: Sequence[int], upload: Upload
+        self, counts: Sequence[int], numbers: Sequence[int], query_sizes: Sequence[int], width: int, upload: Upload
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Host: documents of so many tokens, each with the number and the size of its query. The closure turns their
-        token vectors [T, size] into scores [documents, 1]."""
+        token vectors [T, width] into scores [documents, 1]."""
         distinct = {number: place for place, number in enumerate(dict.fromkeys(numbers))}
         starts = np.cumsum([0, *counts])
         # a document without a token that counts is compared with nothing, which makes 0
@@ -48,7 +47,8 @@ class QueryStore:
             for number, start, count, size in zip(numbers, starts[:-1], counts, query_sizes, strict=True)
         ]
         span = upload.put(np.array(sizes, np.int64).T)
-        most = max(1, MOST_SCORES // max(1, max(counts) * max(query_sizes)))
+        longest, of_query = max(counts), max(query_sizes)
+        most = max(1, MOST_SCORES // max(1, longest * of_query, max(longest, of_query) * width))
         parts = [(first, max(1, *counts[first : first + most])) for first in range(0, len(counts), most)]
 
         def score(lines: torch.Tensor) -> torch.Tensor:
@@ -56,9 +56,9 @@ class QueryStore:
                 return lines.new_zeros(len(counts), 1)
             queries = pad_sequence([self._kept[number] for number in distinct], batch_first=True)
             scores = []
-            for first, width in parts:
+            for first, most_tokens in parts:
                 which, starts, num_tokens, num_query = upload.tensor(span)[:, first : first + most].unsqueeze(2)
-                place = torch.arange(width, device=lines.device)
+                place = torch.arange(most_tokens, device=lines.device)
                 index = (starts + place).clamp_(max=len(lines) - 1)  # past a document's end any line will do
                 documents = lines.index_select(0, index.flatten()).unflatten(0, index.shape)
                 products = queries.index_select(0, which.flatten()) @ documents.transpose(1, 2)

@@ -12,60 +12,57 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import forbid_matched_, match_words
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.slots import Slots, SlotTable
+from slipstream.runner.sampling.slots import Lists, Slots
 from slipstream.runner.sampling.stage import SampleBatch, StageWork
 from slipstream.step import Admission, Ints, StepPlan
 
-_NO_TOKEN = -1  # of a word: meets every tail
-_NO_HISTORY = -2  # of a tail: meets no token
+_NO_TOKEN = -1  # of a word: meets every tail; of a tail: meets no token
 
 
 class BadWords:
     """Words and tails are written backwards, so that a longer word of a later row only adds columns."""
 
-    def __init__(self, num_rows: int, device: Device) -> None:
+    def __init__(self, num_rows: int, device: Device, most_ids: int) -> None:
         self.slots = Slots(num_rows)
-        self.words = SlotTable(num_rows, (0, 0), torch.int32, device, fill=_NO_TOKEN)  # [slots, words, length]
-        self.tails = SlotTable(num_rows, 0, torch.int32, device, fill=_NO_HISTORY)  # [slots, length - 1 or more]
-        self._new: list[tuple[int, Admission]] = []
+        # [slots, 1 + words, length]: a row's tail, and its words
+        self.words = Lists(self.slots, 2, torch.int32, device, most_ids, fill=_NO_TOKEN)
+        self._new: list[Admission] = []
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.released:
-            self.slots.release(row)
+            self.words.release(row)
         for admission in plan.admitted:
-            if admission.bad_words:
-                self._new.append((self.slots.take(admission.row), admission))
+            if words := admission.bad_words:
+                self.words.take(admission.row, 1 + len(words), max(map(len, words)))
+                self._new.append(admission)
 
     def flush(self, upload: Upload) -> None:
-        for slot, admission in self._new:
-            words = admission.bad_words
-            self.words.reserve(slot + 1, (len(words), max(map(len, words))), upload)
-            self.tails.reserve(slot + 1, self.words.shape[2] - 1, upload)
-            self._write(slot, admission, upload)
+        if self._new:
+            self.words.make_room(upload)
+        for admission in self._new:
+            self._write(int(self.slots.of_row[admission.row]), admission, upload)
         self._new = []
 
     def _write(self, slot: int, admission: Admission, upload: Upload) -> None:
         history, bad_words = admission.history, admission.bad_words
         assert history is not None, f"row {admission.row} has bad words and came without its history"
-        words, tails = self.words, self.tails
+        words = self.words
         longest = words.shape[2]
-        lengths = np.array([len(word) for word in bad_words], np.int32)
+        tail: Ints = history[::-1][: longest - 1]
+        lengths = np.array([len(tail), *map(len, bad_words)], np.int32)
         starts = np.cumsum(lengths, dtype=np.int32) - lengths
-        # where a token goes: its word's line, counted from the word's end
+        # where a token goes: its word's line, counted from the word's end; the tail has been turned round already
         within = np.arange(int(lengths.sum()), dtype=np.int32) - np.repeat(starts, lengths)
         from_end = np.repeat(lengths, lengths) - 1 - within
-        lines = np.repeat(np.arange(len(bad_words), dtype=np.int32), lengths)
+        from_end[: len(tail)] = within[: len(tail)]
+        lines = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
         place_span = upload.put((lines * longest + from_end).astype(np.int32))
-        id_span = upload.put(np.array([token for word in bad_words for token in word], np.int32))
-        tail: Ints = history[::-1][: longest - 1]
-        tail_span = upload.put(np.ascontiguousarray(tail))
+        id_span = upload.put(np.array([*tail, *(token for word in bad_words for token in word)], np.int32))
 
         def write() -> None:
             words.tensor[slot].fill_(_NO_TOKEN).view(-1).index_copy_(
                 0, upload.tensor(place_span).long(), upload.tensor(id_span)
             )
-            newest = upload.tensor(tail_span)
-            tails.tensor[slot].fill_(_NO_HISTORY)[: newest.shape[0]].copy_(newest)
 
         upload.then(write)
 
@@ -73,21 +70,17 @@ class BadWords:
         users = self.slots.users(rows, upload)
         if users is None:
             return None
-        words, tails = self.words, self.tails
+        words = self.words
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
-            slots = upload.tensor(users.slots)
-            own = words.tensor.index_select(0, slots)
-            matched = match_words(own, tails.tensor.index_select(0, slots))
-            forbid_matched_(logits, upload.tensor(users.index), own[..., 0].long(), matched)
+            own = words.tensor.index_select(0, upload.tensor(users.slots))
+            tails, own = own[:, 0], own[:, 1:]
+            forbid_matched_(logits, upload.tensor(users.index), own[..., 0].long(), match_words(own, tails))
 
         def drawn(tokens: torch.Tensor, batch: SampleBatch) -> None:
-            if not tails.tensor.shape[1]:
-                return
-            slots = upload.tensor(users.slots)
+            slots, tails = upload.tensor(users.slots), words.tensor[:, 0]
             newest = tokens.index_select(0, upload.tensor(users.index)).to(torch.int32)[:, None]
-            tail = torch.cat([newest, tails.tensor.index_select(0, slots)[:, :-1]], 1)
-            tails.tensor.index_copy_(0, slots, tail)
+            tails.index_copy_(0, slots, torch.cat([newest, tails.index_select(0, slots)[:, :-1]], 1))
 
         return StageWork(edit, drawn)
 

@@ -39,7 +39,7 @@ class Bias:
     def flush(self, upload: Upload) -> None:
         self.slots.flush(upload)
         if self._new:
-            self.table.reserve(1 + max(slot for slot, _ in self._new), self.vocab_size, upload)
+            self.table.reserve(1 + max(slot for slot, _ in self._new), upload)
         for slot, params in self._new:
             self._write(slot, params, upload)
         self._new = []

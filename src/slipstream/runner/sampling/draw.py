@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.ops.sample import DRAW, Choice, Penalty, draw, find_floor, likeliest, row_key, step_keys
+from slipstream.ops.sample import DRAW, Choice, Penalty, draw, likeliest, row_key, step_keys
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.scale import Scale
 from slipstream.runner.sampling.stage import SampleBatch
@@ -80,11 +80,10 @@ class Draw:
 
         def drawn(logits: torch.Tensor, batch: SampleBatch) -> Choice:
             rows = batch.rows
-            temperature, floor, penalty = temperatures.index_select(0, rows), None, penalty_of(batch)
-            if limits is not None:
-                floor = find_floor(logits, limits.index_select(0, rows), None, temperature, penalty)
             own = _keys(keys, rows, batch.positions)
-            return draw(logits, own, random.index_select(0, rows), temperature, floor, penalty)
+            cuts = None if limits is None else limits.index_select(0, rows)
+            scales = temperatures.index_select(0, rows)
+            return draw(logits, own, random.index_select(0, rows), scales, cuts, penalty_of(batch))
 
         return drawn
 

@@ -13,7 +13,7 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import TopLogprobs, logprobs_of, top_logprobs
 from slipstream.params import LONG_REPORT
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.slots import Slots, SlotTable
+from slipstream.runner.sampling.slots import Lists, Slots
 from slipstream.step import Ints, PromptScores, StepPlan
 
 
@@ -42,37 +42,26 @@ class GivenWork:
 
 
 class GivenLogprobs:
-    """logprob_token_ids: the ids of the rows that ask are kept on the device. A RowState, but it edits nothing.
+    """logprob_token_ids: the ids of the rows that ask are kept on the device. A RowState, but it edits nothing."""
 
-    Whoever sits down knows that all lines at the length of the longest are not too much for a step to report. So the
-    table is made anew when it is too small, for those who are here, and stays within a few times that.
-    """
-
-    def __init__(self, num_rows: int, device: Device) -> None:
+    def __init__(self, num_rows: int, device: Device, most_ids: int) -> None:
         self.slots = Slots(num_rows)
-        self.num_ids = np.zeros(num_rows, np.int64)  # 0 for rows that do not ask
-        self.ids = SlotTable(num_rows, 0, torch.int32, device)
+        self.ids = Lists(self.slots, 1, torch.int32, device, most_ids, fill=0)
         self._new: list[tuple[int, tuple[int, ...]]] = []
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.released:
-            self.slots.release(row)
-        self.num_ids[plan.released] = 0
+            self.ids.release(row)
         for admission in plan.admitted:
             if ids := admission.params.given_ids:
-                self.num_ids[admission.row] = len(ids)
-                self.slots.take(admission.row)
+                self.ids.take(admission.row, len(ids))
                 self._new.append((admission.row, ids))
 
     def flush(self, upload: Upload) -> None:
-        if not self._new:
-            return
-        slots = self.slots.of_row
-        num_slots, width = self.ids.shape
-        if any(slots[row] >= num_slots or len(ids) > width for row, ids in self._new):
-            self.ids.remake(self.slots.close_up(), int(self.num_ids.max()), upload)
+        if self._new:
+            self.ids.make_room(upload)
         for row, ids in self._new:
-            self._write(int(slots[row]), ids, upload)
+            self._write(int(self.slots.of_row[row]), ids, upload)
         self._new = []
 
     def _write(self, slot: int, ids: tuple[int, ...], upload: Upload) -> None:
@@ -87,7 +76,7 @@ class GivenLogprobs:
         users = self.slots.users(rows, upload)
         if users is None:
             return None
-        table, most = self.ids, int(self.num_ids[users.rows].max())
+        table, most = self.ids, int(self.ids.sizes[users.rows].max())
 
         def report(raw: torch.Tensor) -> torch.Tensor:
             ids = table.tensor[:, :most].index_select(0, upload.tensor(users.slots))

@@ -8,7 +8,7 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import forbid_
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.slots import SlotTable, StagedSlots
+from slipstream.runner.sampling.slots import Lists, StagedSlots
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
 from slipstream.step import Ints, StepPlan
 
@@ -20,19 +20,18 @@ class MinTokens:
     the stage after as many draws as were missing: each gives at least one token.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: Device) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, device: Device, most_ids: int) -> None:
         self.vocab_size = vocab_size
         self.slots = StagedSlots(num_rows, device)
         self.missing = np.zeros(num_rows, np.int64)  # draws for which the row still needs the stage
         self.limit = np.zeros(num_rows, np.int64)  # first position at which the text may end
         self.staged_limit = StagedTensor((num_rows,), np.int64, device)  # 0 for rows that nobody asked this of
-        # each slot's stop ids; the rest of the columns repeat the first
-        self.ids = SlotTable(num_rows, 0, torch.int64, device, fill=None)
+        self.ids = Lists(self.slots, 1, torch.int64, device, most_ids, fill=None)  # stop ids
         self._new: list[tuple[int, list[int]]] = []
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.released:
-            self.slots.release(row)
+            self.ids.release(row)
             self.missing[row] = 0
             if self.limit[row]:
                 self.limit[row] = 0
@@ -46,14 +45,16 @@ class MinTokens:
             self.missing[admission.row] = limit - admission.num_known
             self.limit[admission.row] = limit
             self.staged_limit.write(admission.row, limit)
-            self._new.append((self.slots.take(admission.row), ids))
+            self.ids.take(admission.row, len(ids))
+            self._new.append((admission.row, ids))
 
     def flush(self, upload: Upload) -> None:
+        if self._new:
+            self.ids.make_room(upload)
         self.slots.flush(upload)
         self.staged_limit.flush(upload)
-        for slot, ids in self._new:
-            self.ids.reserve(slot + 1, len(ids), upload)
-            self._write(slot, upload, np.array(ids, np.int32))
+        for row, ids in self._new:
+            self._write(int(self.slots.of_row[row]), upload, np.array(ids, np.int32))
         self._new = []
 
     def _write(self, slot: int, upload: Upload, ids: Ints) -> None:
@@ -97,4 +98,4 @@ class MinTokens:
             held = slots.index_select(0, batch.rows).clamp_(min=0)
             forbid_(logits, None, table.tensor.index_select(0, held), too_early)
 
-        return ByRow(("min_tokens", table.shape), StageWork(edit))
+        return ByRow(("min_tokens", table.number), StageWork(edit))

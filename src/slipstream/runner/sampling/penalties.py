@@ -44,8 +44,8 @@ class Penalties:
         self.slots.flush(upload)
         if self._new:
             most = 1 + max(slot for slot, _ in self._new)
-            self.counts.reserve(most, self.vocab_size, upload)
-            self.seen.reserve(most, self.vocab_size, upload)
+            self.counts.reserve(most, upload)
+            self.seen.reserve(most, upload)
         for slot, admission in self._new:
             self._write(slot, admission, upload)
         self._new = []

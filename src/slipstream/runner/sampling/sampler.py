@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.config.config import MOST_REPORTED
 from slipstream.device.device import Device
 from slipstream.ops.sample import TopLogprobs
+from slipstream.params import LONG_REPORT
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.bad_words import BadWords
@@ -25,6 +27,9 @@ from slipstream.runner.sampling.truncate import Truncate
 from slipstream.step import Ints, StepPlan
 
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
+
+_WIDTHS = (0, 1, 5, 10, 20, LONG_REPORT)
+"""Likeliest tokens that replayed work may tell: so many as are wanted, or a few more, so that few graphs serve all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +74,29 @@ class Sample:
 class Sampler:
     """A RowState made of RowStates. A stage that no sampling row of a step uses does nothing in it."""
 
-    def __init__(self, num_rows: int, vocab_size: int, device: Device, logits_dtype: torch.dtype) -> None:
-        """`num_rows` counts the null row at the end, which pads and is never admitted."""
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        device: Device,
+        logits_dtype: torch.dtype,
+        most_ids: int = MOST_REPORTED,
+    ) -> None:
+        """`num_rows` counts the null row at the end, which pads and is never admitted. `most_ids`: in lists of one
+        kind, of all rows together."""
         assert logits_dtype in _NUMPY, f"logits are sampled in float32 or float64, not {logits_dtype}"
         dtype = _NUMPY[logits_dtype]
         bias = Bias(num_rows, vocab_size, device, dtype, logits_dtype)
-        min_tokens = MinTokens(num_rows, vocab_size, device)
+        min_tokens = MinTokens(num_rows, vocab_size, device, most_ids)
         penalties = Penalties(num_rows, vocab_size, device, dtype)
-        bad_words = BadWords(num_rows, device)
+        bad_words = BadWords(num_rows, device, most_ids)
         scale = Scale(num_rows, device, dtype)
         truncate = Truncate(num_rows, vocab_size, device, dtype)
         self.stages: list[Stage] = [bias, min_tokens, penalties, bad_words, scale, truncate]
         self._bias, self._min_tokens, self._penalties = bias, min_tokens, penalties
         self._bad_words, self._scale, self._truncate = bad_words, scale, truncate
         self.draw = Draw(num_rows, device)
-        self.given = GivenLogprobs(num_rows, device)
+        self.given = GivenLogprobs(num_rows, device, most_ids)
         self.long = LongLogprobs(num_rows)
         self._states: list[RowState] = [*self.stages, self.draw, self.given, self.long]
         self._changed = False  # whether anyone came or went in this step
@@ -129,10 +142,14 @@ class Sampler:
             kind = "cut" if cuts else "random"
         else:
             draw, kind = greedy_by_row(penalty_of), "greedy"
+        if num_logprobs is not None:
+            width = next(width for width in _WIDTHS if width >= num_logprobs)
+            num_logprobs = min(width, self._truncate.vocab_size)
         edits = any(work.work.edit is not None for work in works)
         logprobs = None if num_logprobs is None else Logprobs(num_logprobs, edited=edits)
         key = (kind, num_logprobs, *(work.key for work in works))
-        return Replayed(key, self._bias.asks(rows), Sample([work.work for work in works], draw, logprobs))
+        sample = Sample([work.work for work in works], draw, logprobs)
+        return Replayed(key, self._bias.asks(rows), num_logprobs, sample)
 
 
 @dataclass(slots=True)
@@ -141,6 +158,7 @@ class Replayed:
 
     key: Hashable
     adds: bool  # whether something is added to logits in place, which wants them in the dtype that is sampled from
+    num_logprobs: int | None  # likeliest tokens that it tells, if any
     sample: Sample
 
 

@@ -1,8 +1,9 @@
-"""Device memory for the few rows that use a feature: rows take slots, and a table has as many as were ever needed."""
+"""Device memory for the few rows that use a feature: rows take slots, and tables have as many as are needed."""
 
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from slipstream.device.device import Device
 from slipstream.runner.batch.staging import Span, StagedTensor, Upload
 from slipstream.step import Ints
 
-_FIRST = 4  # slots and columns of a table's first size
+_FIRST = 4  # slots and columns that a table has at least, unless it comes to its bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,60 +98,85 @@ class StagedSlots(Slots):
 
 
 class SlotTable:
-    """A device tensor [slots, width, ...] that grows on the stream when the host hands out a place beyond it.
+    """A device tensor [slots, width] that grows on the stream when the host hands out a slot beyond it.
 
     `tensor` belongs to the stream: only closures read or replace it.
     """
 
-    def __init__(
-        self, max_slots: int, width: int | tuple[int, ...], dtype: torch.dtype, device: Device, fill: int | None = 0
-    ) -> None:
-        """New places hold `fill`; None, for lists of ids: new columns of a slot repeat its first."""
-        widths = width if isinstance(width, tuple) else (width,)
-        self.shape = (0, *widths)  # the host's idea of it, steps ahead
+    def __init__(self, max_slots: int, width: int, dtype: torch.dtype, device: Device) -> None:
+        self.shape = (0, width)  # the host's idea of it, steps ahead
         self.tensor = torch.zeros(self.shape, dtype=dtype, device=device.torch_device)
         self._max_slots = max_slots
-        self._fill = fill
 
-    def reserve(self, slots: int, width: int | tuple[int, ...], upload: Upload) -> None:
-        """Host: from this step on there are at least this many slots and columns."""
-        widths = width if isinstance(width, tuple) else (width,)
-        shape = (min(_grown(self.shape[0], slots), self._max_slots), *map(_grown, self.shape[1:], widths))
-        if shape == self.shape:
+    def reserve(self, slots: int, upload: Upload) -> None:
+        """Host: from this step on there are at least this many slots."""
+        if slots <= self.shape[0]:
             return
-        self.shape = shape
-        fill = self._fill
+        shape = self.shape = (min(max(_FIRST, _power(slots)), self._max_slots), self.shape[1])
 
         def grow() -> None:
             old = self.tensor
-            self.tensor = old.new_full(shape, fill or 0)
-            self.tensor[tuple(slice(size) for size in old.shape)].copy_(old)
-            if fill is None and old.shape[0]:
-                slots, width = old.shape
-                self.tensor[:slots, width:].copy_(old[:, :1].expand(-1, shape[1] - width))
+            self.tensor = old.new_zeros(shape)
+            self.tensor[: len(old)].copy_(old)
 
         upload.then(grow)
 
-    def remake(self, kept: np.ndarray[Any, np.dtype[np.int64]], width: int, upload: Upload) -> None:
-        """Host: from this step on the slots are these, in this order, of so many columns or a little more. Slots that
-        are not there yet come last."""
-        known = kept[kept < self.shape[0]]
-        shape = self.shape = (_power(len(kept)), _power(width))
-        span, fill = upload.put(known), self._fill or 0
+
+class Lists:
+    """Lists of ids of the few rows that have one: a device tensor [slots, ids] or [slots, lists, ids].
+
+    All places are as large as the largest. Whoever sits down knows that this comes to no more than `most` numbers in
+    all (`Seats.can_list`). So the tensor is made anew when it is too small, for those who are here, and stays within
+    that. `tensor` belongs to the stream: only closures read or replace it.
+    """
+
+    def __init__(
+        self, slots: Slots, num_dims: int, dtype: torch.dtype, device: Device, most: int, fill: int | None
+    ) -> None:
+        """Places that a list leaves empty hold `fill`; None: the list's first number once more."""
+        self.slots = slots
+        self.sizes = np.zeros((len(slots.of_row), num_dims), np.int64)  # by row; 0 for those without a list
+        self.shape = (0,) * (1 + num_dims)  # the host's idea of it, steps ahead
+        self.tensor = torch.zeros(self.shape, dtype=dtype, device=device.torch_device)
+        self.number = 0  # of tensors there were: work that was captured with one must not run with another
+        self._most = most
+        self._fill = fill
+
+    def take(self, row: int, *size: int) -> None:
+        self.sizes[row] = size
+        self.slots.take(row)
+
+    def release(self, row: int) -> None:
+        self.sizes[row] = 0
+        self.slots.release(row)
+
+    def make_room(self, upload: Upload) -> None:
+        """Host, before newcomers' lists are written: from this step on all who are here have room. Their slots may be
+        others than before."""
+        largest = (int(self.slots.of_row.max()) + 1, *map(int, self.sizes.max(0)))
+        if all(wanted <= there for wanted, there in zip(largest, self.shape, strict=True)):
+            return
+        kept = self.slots.close_up()
+        known = kept[kept < self.shape[0]]  # newcomers' slots that were beyond it come last
+        exact = (len(kept), *largest[1:])
+        # as large as it was besides: a size that comes and goes would be captured anew each time
+        roomy = tuple(max(_FIRST, _power(size), there) for size, there in zip(exact, self.shape, strict=True))
+        shape = self.shape = roomy if math.prod(roomy) <= self._most else exact
+        self.number += 1
+        span, fill = upload.put(known), self._fill
 
         def copy() -> None:
-            old, num = self.tensor, min(self.tensor.shape[1], shape[1])
-            self.tensor = old.new_full(shape, fill)
-            self.tensor[: len(known), :num].copy_(old[:, :num].index_select(0, upload.tensor(span)))
+            old = self.tensor
+            self.tensor = old.new_full(shape, fill or 0)
+            both = tuple(slice(min(sizes)) for sizes in zip(old.shape[1:], shape[1:], strict=True))
+            same = old[(slice(None), *both)].index_select(0, upload.tensor(span))
+            self.tensor[(slice(len(known)), *both)].copy_(same)
+            if fill is None and len(known):
+                width = both[0].stop
+                self.tensor[: len(known), width:].copy_(same[:, :1].expand(-1, shape[1] - width))
 
         upload.then(copy)
 
 
 def _power(size: int) -> int:
     return 1 << (size - 1).bit_length()
-
-
-def _grown(size: int, wanted: int) -> int:
-    if wanted <= size:
-        return size
-    return max(_FIRST, _power(wanted))

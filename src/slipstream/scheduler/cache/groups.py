@@ -88,7 +88,7 @@ class WindowGroup:
 
 
 def make_group(spec: CacheSpec, num_pages: int, step_tokens: int) -> Group:
-    """`step_tokens`: the most positions that one step adds to a request."""
+    """`step_tokens`: the most positions that one step adds."""
     if isinstance(spec, WindowSpec):
         return WindowGroup(spec, num_pages, step_tokens)
     return FullGroup(spec.page_size, num_pages)

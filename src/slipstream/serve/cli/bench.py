@@ -16,6 +16,7 @@ from slipstream.engine.progress import progress
 from slipstream.errors import InvalidOption
 from slipstream.params import SamplingParams
 from slipstream.serve.bench import report
+from slipstream.serve.bench.machine import measure_gpu
 from slipstream.serve.bench.measure import Trial, measure
 from slipstream.serve.bench.shapes import SHAPES, Shape
 from slipstream.serve.bench.startup import measure_startup
@@ -37,6 +38,7 @@ KINDS = {
     "serve": "a server at --url, with --concurrency requests at once or --rate of them a second",
     "startup": "import, start and first tokens of new processes, with and without compiled kernels",
 }
+MACHINE_HELP = "first tell what this GPU gives at the moment: TFLOP/s of a large product, TB/s of a copy (1.5 s)"
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -83,6 +85,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument("--no-warmup", action="store_true", help="let the first trial pay for first uses")
     command.add_argument("--detokenize", action="store_true", help="make text too; needs the model's tokenizer")
     command.add_argument("--logprobs", type=int, metavar="N", help="likeliest tokens to report with each token")
+    command.add_argument("--machine", action="store_true", help=MACHINE_HELP)
     command.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     bench_serve.add_flags(command)
     add_sampling_flags(command, max_tokens=None, names=SAMPLING)
@@ -116,8 +119,9 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         options.setdefault("max_itl", None)  # somebody reads along: as a server has it
     start = time.perf_counter()
     llm = opener(**options)
-    bench = _Bench(llm, args, time.perf_counter() - start)
+    startup = time.perf_counter() - start
     with closing(llm):
+        bench = _Bench(llm, args, startup)
         {"throughput": bench.throughput, "latency": bench.latency, "long": bench.long, "step": bench.step}[args.kind](
             shapes
         )
@@ -132,6 +136,10 @@ class _Bench:
         self.args = args
         self.startup = startup
         self.facts: dict[str, Any] = {"startup_seconds": startup, "engine": engine_facts(llm.config)}
+        if args.machine:
+            rates = measure_gpu(llm.config.device.kind)
+            self.facts["machine"] = msgspec.to_builtins(rates)
+            self._tell(str(rates))
 
     def throughput(self, shapes: dict[str, Shape]) -> None:
         if list(shapes) == [""]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from slipstream.errors import UserError
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
@@ -77,14 +78,14 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     return 0
 
 
-def _json_lines(texts: list[Any], vectors: list[Any]) -> Any:
+def _json_lines(texts: list[Any], vectors: list[Any]) -> Iterator[str]:
     for index, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
         named = {"text": text} if isinstance(text, str) else {"prompt_token_ids": text}
         numbers = [float(f"{number:.9g}") for number in vector]  # enough to read the same float32 back
         yield json.dumps({"index": index, **named, "embedding": numbers}, ensure_ascii=False)
 
 
-def _writing(path: Path, mode: str) -> Any:
+def _writing(path: Path, mode: str) -> IO[Any]:
     try:
         return open(path, mode)
     except OSError as error:

@@ -90,21 +90,24 @@ def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
     pages = f"{config.cache.num_pages} pages, one of them the null page"
     if config.device.keep_free is not None:
         pages = f"about: settled when the rest was measured, so that {_mib(config.device.keep_free)} stay free"
-    grown, head = "what those grow by for results of tokens", "to pooled results, also of tokens"
+    grown, head = "what results of tokens take more", "to pooled results"
+    features = "queries kept for documents to come"
     if config.model.generates:
-        grown = "what those grow by for whole vocabularies of logprobs, and the ids given for them"
+        grown = "what whole vocabularies of logprobs take more, and ids given for them, to stop at, or as bad words"
         head = f"logits of {scheduler.max_num_seqs} rows, every sampling feature in use"
+        features = "penalties and biases, when every row asks for them; nothing when none does"
     rows = [
         ("weights", memory.weights, f"{_weight_kind(config)}, rope table included"),
         ("cache", memory.cache, pages),
         ("tables", memory.tables, f"of {scheduler.max_num_seqs} rows"),
-        ("features", memory.features, "penalties and biases, when every row asks for them; nothing when none does"),
+        ("features", memory.features, features),
         ("staging", memory.staging + memory.staging_host, f"{scheduler.depth + 2} slots of the host and an arena"),
         ("results", memory.results + memory.results_host, f"{scheduler.depth + 2} slots on each side"),
         ("reports", memory.reports + memory.reports_host, grown),
-        ("activations", memory.activations, "of the largest step: the larger of the next two"),
+        ("activations", memory.activations, "of the largest step: the larger of the next two, and what follows them"),
         ("  body", body, f"{scheduler.max_num_batched_tokens} tokens; {_mib(memory.attention)} of it attention's own"),
         ("  head", memory.logits, head),
+        ("  tokens", memory.unread, "more in steps that tell of each token"),
         ("graphs", memory.graphs, "captured steps work in memory of their own"),
         ("total", memory.total, "at most"),
     ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from slipstream.serve.http.auth import Headers
+from slipstream.serve.http.errors import bad_request
 
 if TYPE_CHECKING:
     from slipstream.engine.front.outputs import Track
@@ -22,6 +23,12 @@ class Call:
         self.path_params = path_params
         self.query = query
         self.tracks: Sequence[Track] = ()  # what it asked of the engine
+
+    def check_count(self, count: int, name: str) -> None:
+        """Of what a request brings many of."""
+        if count > (limit := self.state.settings.max_inputs):
+            fact = f"{name} has {count} entries, this server takes {limit} at once"
+            raise bad_request(f"{fact}; send fewer or raise --max-inputs", name, "too_many_inputs")
 
     def header(self, name: bytes) -> str | None:
         for key, value in self.headers:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Callable
-from typing import TypeVar
 
 from slipstream.engine.front.frontend import AsyncEngine
 from slipstream.metrics.board import Board
 from slipstream.metrics.traces import Traces
 from slipstream.serve.http.auth import Keys
 from slipstream.serve.http.counters import Counters
-from slipstream.serve.http.errors import HttpError
+from slipstream.serve.http.errors import HttpError, bad_request
 from slipstream.serve.http.report import Report
 from slipstream.serve.http.settings import Settings
-
-Result = TypeVar("Result")
-
-_LONG = 8192  # characters that are tokenised in a thread; fewer take less time than the way there
 
 
 class State:
@@ -65,6 +58,12 @@ class State:
     def no_room(self, num_requests: int = 1, num_tokens: int = 0) -> HttpError | None:
         """What to say to those who would only wait: an answer now is worth more than one too late."""
         load = self.engine.load
+        if num_requests > self._max_requests:
+            return bad_request(
+                f"there are {num_requests} prompts, and no more than {self._max_requests} may wait here; send fewer at "
+                "once or raise --max-queued-requests",
+                code="too_many_inputs",
+            )
         if load.num_queued + num_requests > self._max_requests:
             fact = f"{load.num_queued} requests are waiting, {self._max_requests} may"
         # a prompt longer than the bound is served when nobody else waits
@@ -80,9 +79,3 @@ class State:
         """Raises where there is no room for so much."""
         if (error := self.no_room(num_requests, num_tokens)) is not None:
             raise error
-
-    async def off_loop(self, size: int, work: Callable[[], Result]) -> Result:
-        """Tokenising: short texts here and now, long ones beside the loop, which others wait for."""
-        if size < _LONG:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(None, work)

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from slipstream.engine.front.ahead import off_loop
 from slipstream.engine.front.served import ServedModel
 from slipstream.errors import InvalidPrompt
 from slipstream.serve.http.call import Call
@@ -67,14 +68,14 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
         if body.prompt is not None:
             return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         text = served.inputs.render_chat(
-            text_messages(body.messages or [], call.state.settings.max_inputs),
+            text_messages(call, body.messages or []),
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=body.chat_template_kwargs,
         )
         return tokenizer.encode(text, body.add_special_tokens is True)
 
-    tokens = await call.state.off_loop(size, work)
+    tokens = await off_loop(size, work)
     texts = [tokenizer.text_of(token) for token in tokens] if body.return_token_strs else None
     return json_reply(TokenizeResponse(len(tokens), served.facts.max_model_len, tokens, texts))
 
@@ -92,7 +93,7 @@ async def detokenize(call: Call, body: DetokenizeRequest) -> Reply:
     for token in body.tokens:
         if not 0 <= token < served.facts.vocab_size:
             raise InvalidPrompt(f"token id {token} is unknown; there are 0 to {served.facts.vocab_size - 1}")
-    text = await call.state.off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
     return json_reply(DetokenizeResponse(text))
 
 

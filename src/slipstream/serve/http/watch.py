@@ -37,7 +37,8 @@ class Watch:
         loop = asyncio.get_running_loop()
         self._listener = loop.create_task(self._listen())
         if self._seconds is not None:
-            late = HttpError(408, f"the request took longer than its {self._seconds:g} s", code="deadline")
+            fact = f"the request took longer than its {self._seconds:g} s"
+            late = HttpError(408, f"{fact}; ask for less, or allow more (X-Request-Timeout)", code="deadline")
             self._timer = loop.call_later(self._seconds, self._give_up, late)
         return self
 

@@ -24,9 +24,8 @@ from slipstream.ops.paged_attention.triton.launch import (
     pad_dim,
 )
 from slipstream.ops.paged_attention.triton.shares import my_share, read_single
-from slipstream.ops.paged_attention.work import Work
+from slipstream.ops.paged_attention.work import FEW_ROWS, Work
 
-HOPPER_PROGRAMS_PER_SM = 2
 HOPPER_HEADS = 32  # that share keys; the sums of more find no registers
 
 
@@ -104,12 +103,13 @@ def num_shares(
     num_kv_heads: int,
     head_dim: int,
     page_size: int,
+    num_rows: int,
     window: int = 0,
     soft_cap: float = 0.0,
 ) -> int:
     """Into how many shares the splits of a step should go: as many as programs of the kernel run at once."""
     if _uses_hopper(device, dtype, num_heads // num_kv_heads, head_dim, page_size, window, soft_cap):
-        programs_per_sm = HOPPER_PROGRAMS_PER_SM
+        programs_per_sm = 1 if num_rows <= FEW_ROWS else 2  # with few rows each has larger blocks
     else:
         programs_per_sm = decode_shape(head_dim, dtype.itemsize).programs_per_sm
     return max(1, programs_per_sm * device_facts(device)[0] // num_kv_heads)

@@ -2,7 +2,8 @@
 
 The same work as in `decode.py`. Memory is never idle between two rows: while the sums of one are stored and joined, the
 keys of the next are on their way. Keys are the left side of products, since the matrix units take 64 rows at a time and
-heads that share keys are few: what is computed for nothing takes time, and power from the products beside.
+heads that share keys are few: what is computed for nothing takes time, and power from the products beside. Keys that
+were there before the step are fetched while the kernels before still make the newest.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from slipstream.ops.paged_attention.triton.hopper import (
 from slipstream.ops.paged_attention.triton.keys import LOG2E
 from slipstream.ops.paged_attention.triton.launch import head_shape, launch_strides
 from slipstream.ops.paged_attention.triton.shares import my_share, read_single
-from slipstream.ops.paged_attention.work import Work
+from slipstream.ops.paged_attention.work import FEW_ROWS, RECORD, Work
 
-BLOCK_KEYS = 64
-EVEN_REGISTERS = 128  # a thread, with two programs on a multiprocessor
-FETCH_REGISTERS = gl.constexpr(24)
+# A block takes its time, large or small, and with few rows that counts most: then a program has a multiprocessor for
+# itself. Two share one else, each with half the registers.
+BLOCK_KEYS, FEW_BLOCK_KEYS = gl.constexpr(64), 128
+EVEN_REGISTERS, FEW_EVEN_REGISTERS = 128, 168  # a thread
+FETCH_REGISTERS, FEW_FETCH_REGISTERS = gl.constexpr(24), gl.constexpr(40)
 
 
 def attend_splits(
@@ -47,11 +50,13 @@ def attend_splits(
     stats: torch.Tensor,  # [splits, heads, 2] float32
     scale: float,
 ) -> None:
+    few = len(work.singles) - 1 <= FEW_ROWS
+    block = FEW_BLOCK_KEYS if few else BLOCK_KEYS.value
     _split_kernel[((len(work.shares) - 1) * keys.shape[2],)](
         out,
         query,
-        describe(keys, BLOCK_KEYS),
-        describe(values, BLOCK_KEYS),
+        describe(keys, block),
+        describe(values, block),
         page_table,
         work.singles,
         work.shares,
@@ -60,10 +65,10 @@ def attend_splits(
         stats,
         scale,
         *launch_strides(out, query, page_table),
-        BLOCK_N=BLOCK_KEYS,
+        BLOCK_N=block,
         STAGES=3 if query.shape[2] > 64 else 6,
         num_warps=4,
-        maxnreg=EVEN_REGISTERS,
+        maxnreg=FEW_EVEN_REGISTERS if few else EVEN_REGISTERS,
         **head_shape(query, keys),
         **dependent(out.device, len(query)),
     )
@@ -107,16 +112,15 @@ def _split_kernel(
     weights = gl.allocate_shared_memory(DTYPE, [LANES, BLOCK_N], SHARED)
     blocks = (k, v, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
     fence_async_shared()
-    wait_for_previous(DEPENDENT)
     tensors = (out, query, singles, shares, arrived, sums, stats, scale, query_token, query_head, out_token, out_head)
     sources = (keys, values, table, table_stride, singles, shares)
     gl.warp_specialize(
         [
-            (_compute, (tensors, blocks, (queries, weights), KV_HEADS, GROUP, DIM, BLOCK_N, STAGES)),
-            (_fetch, (sources, blocks, KV_HEADS, DIM, BLOCK_N, PAGE, STAGES)),
+            (_compute, (tensors, blocks, (queries, weights), KV_HEADS, GROUP, DIM, BLOCK_N, STAGES, DEPENDENT)),
+            (_fetch, (sources, blocks, KV_HEADS, DIM, BLOCK_N, PAGE, STAGES, DEPENDENT)),
         ],
         [1],
-        [FETCH_REGISTERS],
+        [FETCH_REGISTERS if BLOCK_N == BLOCK_KEYS else FEW_FETCH_REGISTERS],
     )
 
 
@@ -129,6 +133,7 @@ def _fetch(
     BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr,
     STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     """One warp: keys and values of this program's share, in their order."""
     keys, values, table, table_stride, singles, shares = sources
@@ -140,9 +145,12 @@ def _fetch(
             singles, single, first, first_split, last, last_split
         )
         pages = table + row * table_stride
+        settled = gl.load(singles + gl.cast(single, gl.int64) * RECORD + 7)
         for start in range(begin + split * size, gl.minimum(begin + stop * size, length), BLOCK_N):
             # looked up while there is no room yet
             places = find_places(pages, start, length, BLOCK_N, PAGE)
+            if start + BLOCK_N > settled:
+                wait_for_previous(DEPENDENT)
             stage = done % STAGES
             bar = there.index(stage)
             mbarrier.wait(used.index(stage), (done // STAGES & 1) ^ 1)
@@ -162,6 +170,7 @@ def _compute(
     DIM: gl.constexpr,
     BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr,
+    DEPENDENT: gl.constexpr,
 ):
     """Four warps: the sums of this program's share, and the output of rows whose last split is among them."""
     out, query, singles, shares, arrived, sums, stats, scale, query_token, query_head, out_token, out_head = tensors
@@ -182,6 +191,7 @@ def _compute(
     kv_head, first, first_split, last, last_split, end = my_share(shares, KV_HEADS)
     head = kv_head * GROUP + lane
     done = 0
+    wait_for_previous(DEPENDENT)
     for single in range(first, end):
         row, token, begin, size, num_splits, place, length, split, stop = read_single(
             singles, single, first, first_split, last, last_split

@@ -232,21 +232,14 @@ def _compute(
                 score = _score(q, k, k_there, done, SCORES, STAGES)
                 score = warpgroup_mma_wait(0, deps=(score,))
                 mbarrier.arrive(k_used.index(done % STAGES), count=1)
-                weight, top, total, fade = _weigh(score, top, total, factor, 0, position, True, SCORES)
+                weight, top, total, fade = _weigh(_mask(score, 0, position, SCORES), top, total, factor)
                 weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
                 done += 1
                 # keys that every query of the tile sees need no mask
                 masked = gl.maximum((before + first // GROUP + 1) // BLOCK_N, 1) * BLOCK_N
-                for start in range(BLOCK_N, gl.minimum(masked, end), BLOCK_N):
+                for start in range(BLOCK_N, end, BLOCK_N):
                     acc, weight, top, total, fade = _turn(
-                        blocks, (acc, weight, top, total), factor, start, position, done, False, SCORES, STAGES
-                    )
-                    acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, SUMS)), 1)
-                    weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
-                    done += 1
-                for start in range(masked, end, BLOCK_N):
-                    acc, weight, top, total, fade = _turn(
-                        blocks, (acc, weight, top, total), factor, start, position, done, True, SCORES, STAGES
+                        blocks, (acc, weight, top, total), factor, start, position, done, masked, SCORES, STAGES
                     )
                     acc = acc * gl.expand_dims(gl.convert_layout(fade, gl.SliceLayout(1, SUMS)), 1)
                     weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
@@ -287,7 +280,7 @@ def _turn(
     start,
     position,
     done,
-    MASKED: gl.constexpr,
+    masked,
     SCORES: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -301,7 +294,9 @@ def _turn(
     acc = warpgroup_mma(weight, v.index(last), acc, is_async=True)
     score = warpgroup_mma_wait(1, deps=(score,))
     mbarrier.arrive(k_used.index(done % STAGES), count=1)
-    weight, top, total, fade = _weigh(score, top, total, factor, start, position, MASKED, SCORES)
+    if start >= masked:
+        score = _mask(score, start, position, SCORES)
+    weight, top, total, fade = _weigh(score, top, total, factor)
     # come to pass long ago: its branch keeps the assembler from moving the weights behind the wait for the sums
     mbarrier.wait(v_there.index(last), phase)
     acc, weight = warpgroup_mma_wait(0, deps=(acc, weight))
@@ -320,12 +315,15 @@ def _score(q, k, k_there, done, SCORES: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _weigh(score, top, total, factor, start, position, MASKED: gl.constexpr, SCORES: gl.constexpr):
+def _mask(score, start, position, SCORES: gl.constexpr):
+    BLOCK_N: gl.constexpr = score.shape[1]
+    key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
+    return gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), score, float("-inf"))
+
+
+@gluon.jit
+def _weigh(score, top, total, factor):
     """Every query sees the first key of the first block, so that `top` is finite from there on."""
-    if MASKED:
-        BLOCK_N: gl.constexpr = score.shape[1]
-        key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, SCORES))
-        score = gl.where(gl.expand_dims(key, 0) <= gl.expand_dims(position, 1), score, float("-inf"))
     higher = gl.maximum(top, gl.max(score, 1) * factor)
     weight = gl.exp2(score * factor - gl.expand_dims(higher, 1))
     fade = gl.exp2(top - higher)

@@ -7,10 +7,14 @@ import triton
 import triton.language as tl
 
 from slipstream.ops.sample.reference import Choice, Penalty
+from slipstream.ops.sample.triton.floor import SPAN, find_floor_and_peaks
 from slipstream.ops.sample.triton.noise import exponential_at, halves
 from slipstream.ops.sample.triton.penalty import penalized
 
 _CHUNK = 4096
+# where rows are cut, most parts of a chunk hold nothing to draw
+_CUT_CHUNK = 1024
+_PART = 256
 
 
 def likeliest(logits: torch.Tensor, penalty: Penalty | None = None) -> Choice:
@@ -22,10 +26,10 @@ def draw(
     keys: torch.Tensor,  # [R] int64
     random: torch.Tensor | None = None,  # [R] bool
     temperature: torch.Tensor | None = None,  # [R]
-    floor: torch.Tensor | None = None,  # [R]
+    limits: torch.Tensor | None = None,  # [R, 3]
     penalty: Penalty | None = None,
 ) -> Choice:
-    return _choose(logits, keys, random, temperature, floor, penalty)
+    return _choose(logits, keys, random, temperature, limits, penalty)
 
 
 def _choose(
@@ -33,12 +37,17 @@ def _choose(
     keys: torch.Tensor | None,
     random: torch.Tensor | None,
     temperature: torch.Tensor | None,
-    floor: torch.Tensor | None,
+    limits: torch.Tensor | None,
     penalty: Penalty | None,
 ) -> Choice:
     num_rows, size = logits.shape
     assert logits.stride(1) == 1, "a row of logits must lie in one piece"
-    num_chunks = triton.cdiv(size, _CHUNK)
+    floor = peaks = None
+    chunk, part, num_warps = _CHUNK, _CHUNK, 4
+    if limits is not None:
+        floor, peaks = find_floor_and_peaks(logits, limits, temperature, penalty)
+        chunk, part, num_warps = _CUT_CHUNK, _PART, 1
+    num_chunks = triton.cdiv(size, chunk)
     tops = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
     places = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
@@ -49,13 +58,16 @@ def _choose(
         None if random is None else random.view(torch.uint8),
         temperature,
         floor,
+        peaks,
         *(penalty or (None, None, None, None)),
         tops,
         places,
         logits.stride(0),
         size,
-        CHUNK=_CHUNK,
-        num_warps=4,
+        CHUNK=chunk,
+        PART=part,
+        SPAN=SPAN,
+        num_warps=num_warps,
     )
     _row_kernel[(num_rows,)](
         tops,
@@ -77,6 +89,7 @@ def _chunk_kernel(
     random,
     temperature,
     floor,
+    peaks,
     counts,
     seen,
     slots,
@@ -86,34 +99,61 @@ def _chunk_kernel(
     stride,
     size,
     CHUNK: tl.constexpr,
+    PART: tl.constexpr,
+    SPAN: tl.constexpr,
 ):
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    place = tl.arange(0, CHUNK)
-    index = chunk * CHUNK + place
-    score = tl.load(logits + row * stride + index, mask=index < size, other=float("-inf")).to(tl.float32)
+    slot: tl.constexpr = None
+    scale: tl.constexpr = None
+    limit: tl.constexpr = None
+    noisy = True
     if slots is not None:
         slot = tl.load(slots + row).to(tl.int64)
-        if slot >= 0:
-            score = penalized(score, index, index < size, counts + slot * size, seen + slot * size, values + row * 3)
-    spoilt = tl.max((score != score).to(tl.int32), 0)
+        counts += slot * size
+        seen += slot * size
+        values += row * 3
     if temperature is not None:
-        score = tl.div_rn(score, tl.zeros_like(score) + tl.load(temperature + row))
+        scale = tl.load(temperature + row)
     if floor is not None:
-        score = tl.where(score < tl.load(floor + row), float("-inf"), score)
-    if keys is not None:
-        # noise is costly, and most chunks of a truncated row are empty
-        noisy = tl.max(tl.where(score == score, score, float("-inf")), 0) > float("-inf")
-        if random is not None:
-            noisy = noisy & (tl.load(random + row) != 0)
-        if noisy:
-            low, high = halves(tl.load(keys + row))
-            score = score - tl.log(exponential_at(index, low, high))
-    score = tl.where(score == score, score, float("-inf"))
-    top, best = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+        limit = tl.load(floor + row)
+        peaks += row * tl.cdiv(size, SPAN)
+    if random is not None:
+        noisy = tl.load(random + row) != 0
+    best = tl.full([], float("-inf"), tl.float32)
+    found = chunk * CHUNK
+    spoilt = tl.full([], 0, tl.int32)
+    for offset in range(0, CHUNK, PART):
+        start = chunk * CHUNK + offset
+        stays = True
+        if floor is not None:  # noqa: SIM102 (this one is asked by the compiler)
+            if limit > float("-inf"):
+                span = start // SPAN + tl.arange(0, PART // SPAN)
+                peak = tl.load(peaks + span, mask=span * SPAN < size, other=float("-inf"))
+                stays = tl.max(peak, 0) >= limit
+        if stays:
+            index = start + tl.arange(0, PART)
+            score = tl.load(logits + row * stride + index, mask=index < size, other=float("-inf")).to(tl.float32)
+            if slots is not None:  # noqa: SIM102
+                if slot >= 0:
+                    score = penalized(score, index, index < size, counts, seen, values)
+            spoilt = tl.maximum(spoilt, tl.max((score != score).to(tl.int32), 0))
+            score = tl.where(score == score, score, float("-inf"))
+            if temperature is not None:
+                score = tl.div_rn(score, tl.zeros_like(score) + scale)
+            if floor is not None:
+                score = tl.where(score < limit, float("-inf"), score)
+            if keys is not None:  # noqa: SIM102
+                # noise is costly, and a part may be empty
+                if noisy & (tl.max(score, 0) > float("-inf")):
+                    low, high = halves(tl.load(keys + row))
+                    score = score - tl.log(exponential_at(index, low, high))
+            top, place = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+            found = tl.where(top > best, start + place, found)
+            best = tl.maximum(best, top)
     out = row * tl.num_programs(0) + chunk
-    tl.store(tops + out, tl.where(spoilt > 0, float("nan"), top))
-    tl.store(places + out, chunk * CHUNK + best)
+    tl.store(tops + out, tl.where(spoilt > 0, float("nan"), best))
+    tl.store(places + out, found)
 
 
 # grid: (rows,)

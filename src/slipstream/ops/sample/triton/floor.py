@@ -17,7 +17,7 @@ import triton.language as tl
 from slipstream.ops.sample.reference import Penalty
 from slipstream.ops.sample.triton.penalty import penalized
 
-_SPAN = 128  # logits of one peak
+SPAN = 128  # logits of one peak
 _SPANS = 32  # of one chunk
 _TILE = 64  # spans looked at together
 
@@ -29,10 +29,18 @@ def find_floor(
     temperature: torch.Tensor | None = None,  # [R]
     penalty: Penalty | None = None,
 ) -> torch.Tensor:
-    """[R] float32. Where no more than rounding decides, the sum of top-p may fall on the other side than a sort's."""
+    """[R] float32. Where no more than rounding decides, the sum of top-p may fall on the other side than a sort's. The
+    floor of a row that holds NaN is NaN, which drops nothing."""
+    return find_floor_and_peaks(logits, limits, temperature, penalty)[0]
+
+
+def find_floor_and_peaks(
+    logits: torch.Tensor, limits: torch.Tensor, temperature: torch.Tensor | None, penalty: Penalty | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """With the largest of every `SPAN` logits [R, spans], penalised and scaled; of rows that have no floor nothing."""
     num_rows, size = logits.shape
     assert logits.stride(1) == 1 and limits.is_contiguous() and limits.shape == (num_rows, 3)
-    num_spans = triton.cdiv(size, _SPAN)
+    num_spans = triton.cdiv(size, SPAN)
     num_chunks = triton.cdiv(num_spans, _SPANS)
     device = logits.device
     peaks = torch.empty(num_rows, num_spans, dtype=torch.float32, device=device)
@@ -50,7 +58,7 @@ def find_floor(
         logits.stride(0),
         size,
         num_spans,
-        SPAN=_SPAN,
+        SPAN=SPAN,
         SPANS=_SPANS,
         num_warps=4,
     )
@@ -69,11 +77,12 @@ def find_floor(
         num_chunks,
         ALL_SPANS=triton.next_power_of_2(num_spans),
         ALL_CHUNKS=triton.next_power_of_2(num_chunks),
-        SPAN=_SPAN,
+        SPAN=SPAN,
         TILE=_TILE,
         num_warps=8,
+        maxnreg=128,  # two programs on a multiprocessor
     )
-    return floor
+    return floor, peaks
 
 
 @triton.jit
@@ -81,7 +90,8 @@ def _asks(limits, row, size):
     """A row's limits, and whether there are any."""
     log_min_p = tl.load(limits + row * 3).to(tl.float32)
     top_k = tl.load(limits + row * 3 + 1).to(tl.int32)
-    top_p = tl.load(limits + row * 3 + 2).to(tl.float32)
+    # of a share of 0, which the smallest round to, there would be enough over the largest logit too
+    top_p = tl.maximum(tl.load(limits + row * 3 + 2).to(tl.float32), 1e-30)
     has_min = log_min_p > float("-inf")
     has_k = top_k < size
     has_p = top_p <= 1.0
@@ -94,7 +104,7 @@ def _load_logits(
     offset,
     mask,
 ):
-    """Penalised and scaled; NaN, whose row gets no token, as if it were out."""
+    """Penalised and scaled."""
     own, size, temperature, slot, counts, seen, values = line
     mask = mask & (offset < size)
     x = tl.load(own + offset, mask=mask, other=float("-inf")).to(tl.float32)
@@ -103,7 +113,7 @@ def _load_logits(
             x = penalized(x, offset, mask, counts, seen, values)
     if temperature is not None:
         x = tl.div_rn(x, tl.zeros_like(x) + temperature)
-    return tl.where(x == x, x, float("-inf"))
+    return x
 
 
 # grid: (chunks, rows)
@@ -124,36 +134,44 @@ def _survey_kernel(
     SPAN: tl.constexpr,
     SPANS: tl.constexpr,
 ):
-    """Of a chunk: each span's peak; the highest and lowest number that is not -inf, and the sum of exp(x - highest)."""
+    """Of a chunk: each span's peak; the highest, or NaN if there is one, and the lowest number that is not -inf; and,
+    for top-p alone, the sum of exp(x - highest)."""
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     log_min_p, top_k, top_p, has_min, has_k, has_p = _asks(limits, row, size)
     if has_min | has_k | has_p:
         span = chunk * SPANS + tl.arange(0, SPANS)
         offset = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-        scale: tl.constexpr = None
         slot: tl.constexpr = None
-        if temperature is not None:
-            scale = tl.load(temperature + row)
         if slots is not None:
             slot = tl.load(slots + row).to(tl.int64)
             counts += slot * size
             seen += slot * size
             values += row * 3
-        line = (logits + row * stride, size, scale, slot, counts, seen, values)
-        x = _load_logits(line, offset, True)
+        x = _load_logits((logits + row * stride, size, None, slot, counts, seen, values), offset, True)
+        spoilt = tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
+        x = tl.where(x == x, x, float("-inf"))
         peak = tl.max(x, 1)
+        low = tl.min(tl.where(x > float("-inf"), x, float("inf")), 1)
+        if temperature is not None:
+            # to divide keeps the order
+            scale = tl.load(temperature + row)
+            peak = tl.div_rn(peak, tl.zeros_like(peak) + scale)
+            low = tl.maximum(tl.div_rn(low, tl.zeros_like(low) + scale), -3.4028234663852886e38)  # still a number
         tl.store(peaks + row * num_spans + span, peak, mask=span < num_spans)
         top = tl.max(peak, 0)
-        there = x > float("-inf")
-        # +inf less itself is no number: such a row's sum is not used
-        weight = tl.where(there, tl.exp(x - tl.where(top > float("-inf"), top, 0.0)), 0.0)
-        low = tl.where(there, x, float("inf"))
+        total = tl.full([], 0.0, tl.float32)
+        if has_p & (has_k == 0) & (has_min == 0):  # of all tokens: others sum what they have left
+            if temperature is not None:
+                x = tl.div_rn(x, tl.zeros_like(x) + scale)
+            # +inf less itself is no number: such a row's sum is not used
+            weight = tl.exp(x - tl.where(top > float("-inf"), top, 0.0))
+            total = tl.sum(tl.sum(weight, 1), 0)
         num_chunks = tl.num_programs(0)
         where = stats + row * 3 * num_chunks + chunk
-        tl.store(where, top)
-        tl.store(where + num_chunks, tl.sum(tl.sum(weight, 1), 0))
-        tl.store(where + 2 * num_chunks, tl.min(tl.min(low, 1), 0))
+        tl.store(where, tl.where(spoilt, float("nan"), top))
+        tl.store(where + num_chunks, total)
+        tl.store(where + 2 * num_chunks, tl.min(low, 0))
 
 
 # grid: (rows,)
@@ -187,13 +205,15 @@ def _floor_kernel(
         peak = tl.load(peaks + row * num_spans + span, mask=span < num_spans, other=float("-inf"))
         best = tl.max(peak, 0)
         found = best + log_min_p
-        if (best == float("inf")) | (best == float("-inf")):
+        chunk = tl.arange(0, ALL_CHUNKS)
+        where = stats + row * 3 * num_chunks + chunk
+        top = tl.load(where, mask=chunk < num_chunks, other=float("-inf"))
+        if tl.max((top != top).to(tl.int32), 0) > 0:
+            found = tl.full([], float("nan"), tl.float32)
+        elif (best == float("inf")) | (best == float("-inf")):
             # nothing can be compared with an infinite logit but others like it
             found = best
         elif has_k | has_p:
-            chunk = tl.arange(0, ALL_CHUNKS)
-            where = stats + row * 3 * num_chunks + chunk
-            top = tl.load(where, mask=chunk < num_chunks, other=float("-inf"))
             total = tl.load(where + num_chunks, mask=chunk < num_chunks, other=0.0)
             low = tl.load(where + 2 * num_chunks, mask=chunk < num_chunks, other=float("inf"))
             total = tl.sum(total * tl.exp(top - best), 0)
@@ -223,7 +243,9 @@ def _floor_kernel(
                 seen += slot * size
                 values += row * 3
             line = (own, size, scale, slot, counts, seen, values)
-            count, mass = _measure(line, spans, num_active, best, bottom, SPAN, TILE)
+            # those looked at first stay: mostly there are no others
+            held = _load_spans(line, spans, 0, num_active, SPAN, TILE)
+            count, mass = _measure(line, spans, num_active, held, best, bottom, SPAN, TILE)
             # first the k-th largest, then top-p among those that are left
             for by_mass in range(2):
                 goal = top_k.to(tl.float32)
@@ -235,7 +257,7 @@ def _floor_kernel(
                     asked = has_p
                 if asked:
                     bottom, count, mass = _search(
-                        line, spans, num_active, best, bottom, count, mass, goal, by_mass, SPAN, TILE
+                        line, spans, num_active, held, best, bottom, count, mass, goal, by_mass, SPAN, TILE
                     )
             found = bottom
     tl.store(floor + row, found)
@@ -276,15 +298,21 @@ def _load_spans(line, spans, start, num_active, SPAN: tl.constexpr, TILE: tl.con
 
 
 @triton.jit
-def _measure(line, spans, num_active, best, pivot, SPAN: tl.constexpr, TILE: tl.constexpr):
+def _count(x, weight, pivot):
     """How many logits reach the pivot, and the sum of their weights."""
-    count = tl.full([], 0, tl.int32)
-    mass = tl.full([], 0, tl.float32)
-    for start in range(0, num_active, TILE):
+    over = x >= pivot
+    return tl.sum(tl.sum(over.to(tl.int32), 1), 0), tl.sum(tl.sum(tl.where(over, weight, 0.0), 1), 0)
+
+
+@triton.jit
+def _measure(line, spans, num_active, held, best, pivot, SPAN: tl.constexpr, TILE: tl.constexpr):
+    """The same of all spans."""
+    count, mass = _count(held, tl.exp(held - best), pivot)
+    for start in range(TILE, num_active, TILE):
         x = _load_spans(line, spans, start, num_active, SPAN, TILE)
-        over = x >= pivot
-        count += tl.sum(tl.sum(over.to(tl.int32), 1), 0)
-        mass += tl.sum(tl.sum(tl.where(over, tl.exp(x - best), 0.0), 1), 0)
+        num, part = _count(x, tl.exp(x - best), pivot)
+        count += num
+        mass += part
     return count, mass
 
 
@@ -293,6 +321,7 @@ def _search(
     line,
     spans,
     num_active,
+    held,  # the first of them
     best,
     low,  # is reached by enough: `count` logits, of weight `mass`
     count,
@@ -310,21 +339,22 @@ def _search(
         middle = 0.5 * low + 0.5 * high
         left = 0.5 * low + 0.5 * middle
         right = 0.5 * middle + 0.5 * high
-        c1 = tl.full([], 0, tl.int32)
-        c2 = tl.full([], 0, tl.int32)
-        c3 = tl.full([], 0, tl.int32)
-        m1 = tl.full([], 0, tl.float32)
-        m2 = tl.full([], 0, tl.float32)
-        m3 = tl.full([], 0, tl.float32)
-        for start in range(0, num_active, TILE):
+        weight = tl.exp(held - best)
+        c1, m1 = _count(held, weight, left)
+        c2, m2 = _count(held, weight, middle)
+        c3, m3 = _count(held, weight, right)
+        for start in range(TILE, num_active, TILE):
             x = _load_spans(line, spans, start, num_active, SPAN, TILE)
             weight = tl.exp(x - best)
-            c1 += tl.sum(tl.sum((x >= left).to(tl.int32), 1), 0)
-            c2 += tl.sum(tl.sum((x >= middle).to(tl.int32), 1), 0)
-            c3 += tl.sum(tl.sum((x >= right).to(tl.int32), 1), 0)
-            m1 += tl.sum(tl.sum(tl.where(x >= left, weight, 0.0), 1), 0)
-            m2 += tl.sum(tl.sum(tl.where(x >= middle, weight, 0.0), 1), 0)
-            m3 += tl.sum(tl.sum(tl.where(x >= right, weight, 0.0), 1), 0)
+            num, part = _count(x, weight, left)
+            c1 += num
+            m1 += part
+            num, part = _count(x, weight, middle)
+            c2 += num
+            m2 += part
+            num, part = _count(x, weight, right)
+            c3 += num
+            m3 += part
         enough1 = tl.where(by_mass != 0, m1, c1.to(tl.float32)) >= goal
         enough2 = tl.where(by_mass != 0, m2, c2.to(tl.float32)) >= goal
         enough3 = tl.where(by_mass != 0, m3, c3.to(tl.float32)) >= goal
@@ -339,12 +369,18 @@ def _search(
         going = going & (count - count_high > 1) & ((by_mass != 0) | (count.to(tl.float32) > goal))
         if going & (count - count_high == between):
             # perhaps they are all equal, as logits of few bits often are
-            first = tl.full([], float("inf"), tl.float32)
-            last = tl.full([], float("-inf"), tl.float32)
-            for start in range(0, num_active, TILE):
-                x = _load_spans(line, spans, start, num_active, SPAN, TILE)
-                first = tl.minimum(first, tl.min(tl.min(tl.where(x >= low, x, float("inf")), 1), 0))
-                last = tl.maximum(last, tl.max(tl.max(tl.where(x < high, x, float("-inf")), 1), 0))
+            first, last = _ends(held, low, high)
+            for start in range(TILE, num_active, TILE):
+                least, most = _ends(_load_spans(line, spans, start, num_active, SPAN, TILE), low, high)
+                first = tl.minimum(first, least)
+                last = tl.maximum(last, most)
             low = first
             going = first < last
     return low, count, mass
+
+
+@triton.jit
+def _ends(x, low, high):
+    """The least of the logits from `low` on, and the most of those under `high`."""
+    first = tl.min(tl.min(tl.where(x >= low, x, float("inf")), 1), 0)
+    return first, tl.max(tl.max(tl.where(x < high, x, float("-inf")), 1), 0)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
 
+from slipstream.engine.front.inputs import Prepared
 from slipstream.engine.front.outputs import Track
 from slipstream.engine.front.reading import Reading
-from slipstream.engine.front.results import Increment
+from slipstream.engine.front.results import Increment, Logprob
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.fields import GenerationFields, Refused, given_fields, refuse, sampling_params
@@ -148,7 +149,7 @@ class _Job:
         refuse(given, _REFUSED)
         served = call.state.engine.model(body.model)
         self.inputs = served.inputs
-        self.messages = text_messages(body.messages, call.state.settings.max_inputs)
+        self.messages = text_messages(call, body.messages)
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs=true; set it or leave top_logprobs out", "top_logprobs")
         limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
@@ -158,7 +159,7 @@ class _Job:
         self.as_ids = bool(body.return_tokens_as_token_ids)
         self.id, self.created, self.model = f"chatcmpl-{call.id}", int(time.time()), served.facts.name
 
-    def submits(self) -> Any:
+    def submits(self) -> list[Prepared]:
         body = self.body
         continues = bool(body.continue_final_message)
         text = self.inputs.render_chat(
@@ -225,7 +226,7 @@ class _Job:
     def chunk(self, choices: list[ChatChunkChoice], usage: Usage | msgspec.UnsetType | None) -> bytes:
         return event(ChatChunk(self.id, "chat.completion.chunk", self.created, self.model, choices, usage))
 
-    def logprobs(self, ids: list[int], entries: Any) -> ChatLogprobs:
+    def logprobs(self, ids: list[int], entries: Sequence[dict[int, Logprob]]) -> ChatLogprobs:
         return chat_logprobs(ids, entries, self.body.top_logprobs or 0, as_ids=self.as_ids)
 
 

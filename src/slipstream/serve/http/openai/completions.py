@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from slipstream.engine.front.inputs import Prepared
 from slipstream.engine.front.outputs import Track
 from slipstream.engine.front.reading import Reading
 from slipstream.engine.front.results import Increment, Logprob
@@ -82,10 +83,7 @@ class _Job:
         refuse(given, _REFUSED)
         settings, served = call.state.settings, call.state.engine.model(body.model)
         self.prompts = _prompts(body.prompt)
-        if len(self.prompts) > settings.max_inputs:
-            raise bad_request(
-                f"there are {len(self.prompts)} prompts, this server takes {settings.max_inputs} at once", "prompt"
-            )
+        call.check_count(len(self.prompts), "prompt")
         self.size = sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
         self.scores_only = body.max_tokens == 0 and bool(body.echo)  # the prompt's logprobs and nothing else
         own: dict[str, Any] = {"logprobs": body.logprobs}
@@ -99,7 +97,7 @@ class _Job:
         self.text_of = None if as_ids or served.tokenizer is None else served.tokenizer.text_of
         self.head = (f"cmpl-{call.id}", "text_completion", int(time.time()), served.facts.name)
 
-    def submits(self) -> Any:
+    def submits(self) -> list[Prepared]:
         special = self.body.add_special_tokens is not False
         return submits_for(self.call, self.body.model, self.prompts, self.params, add_special_tokens=special)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from slipstream.engine.front.ahead import off_loop
 from slipstream.engine.front.inputs import Prepared
 from slipstream.engine.front.outputs import Track
 from slipstream.engine.front.prompts import Prompts
@@ -26,7 +27,7 @@ async def start(
     """Checks that there is room, tokenises, and sends. `size`: characters of all prompts."""
     state = call.state
     state.admit(num_prompts)
-    submits = await state.off_loop(size, prepare)
+    submits = await off_loop(size, prepare)
     num_tokens = sum(len(message.prompt_token_ids) for message, _ in submits)
     state.admit(num_prompts, num_tokens)  # others came while we tokenised
     reading = state.engine.read(submits, model, stream=stream)

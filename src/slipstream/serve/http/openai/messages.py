@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
 
 
-def text_messages(messages: Sequence[dict[str, Any]], limit: int) -> list[dict[str, Any]]:
+def text_messages(call: Call, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same messages, checked for what only a server meets; templates check the rest."""
     if not messages:
         raise bad_request("there are no messages; give at least one", "messages")
-    if len(messages) > limit:
-        raise bad_request(f"there are {len(messages)} messages, this server takes {limit}", "messages")
+    call.check_count(len(messages), "messages")
     for place, message in enumerate(messages):
         content = message.get("content")
         if not isinstance(content, list):

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
+from slipstream.engine.front.ahead import off_loop
 from slipstream.engine.front.pooling_calls import encode
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
@@ -86,7 +87,7 @@ async def _message_ids(call: Call, body: EmbeddingRequest, chosen: Chosen, messa
     if body.prompt_name is not None:
         raise bad_request("prompt_name is for texts; say it in the messages", "prompt_name")
     inputs, tokenizer = chosen.served.inputs, chosen.served.tokenizer
-    checked = text_messages(messages, call.state.settings.max_inputs)
+    checked = text_messages(call, messages)
 
     def work() -> list[int]:
         text = inputs.render_messages(
@@ -98,7 +99,7 @@ async def _message_ids(call: Call, body: EmbeddingRequest, chosen: Chosen, messa
         assert tokenizer is not None  # or there would have been no text
         return tokenizer.encode(text, add_special_tokens=False)
 
-    return await call.state.off_loop(message_chars(messages), work)
+    return await off_loop(message_chars(messages), work)
 
 
 def written(arrays: list[Any], encoding: str | None) -> list[Any]:

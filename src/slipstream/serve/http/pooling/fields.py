@@ -101,14 +101,8 @@ def prompts_of(call: Call, given: str | list[Any], name: str = "input") -> tuple
             f"{name} mixes texts and token ids; give a list of one kind" if given else f"{name} is empty; give a text",
             name,
         )
-    check_count(call, len(given), name)
+    call.check_count(len(given), name)
     return given, sum(map(len, given))
-
-
-def check_count(call: Call, count: int, name: str) -> None:
-    limit = call.state.settings.max_inputs
-    if count > limit:
-        raise bad_request(f"{name} has {count} entries, this server takes {limit} at once", name, "too_many_inputs")
 
 
 def size_of(texts: Sequence[str]) -> int:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from slipstream.engine.front.pool_results import SparseOutput
 from slipstream.engine.front.pooling_calls import encode
 from slipstream.engine.front.served import POOLING_TASKS
 from slipstream.pooling_params import Task
@@ -80,7 +81,7 @@ async def create_pooling(call: Call, body: PoolingRequest) -> Reply:
     return json_reply(PoolingResponse(f"pool-{call.id}", "list", int(time.time()), chosen.name, data, usage))
 
 
-def sparse_weights(found: Any) -> list[SparseWeight]:
+def sparse_weights(found: SparseOutput) -> list[SparseWeight]:
     pairs = zip(found.indices.tolist(), found.data.tolist(), strict=True)
     return [SparseWeight(index, value) for index, value in pairs]
 

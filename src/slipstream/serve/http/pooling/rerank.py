@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from slipstream.engine.front.ahead import off_loop
 from slipstream.engine.front.pool_inputs import PoolInputs
 from slipstream.engine.front.pool_results import RerankResult
 from slipstream.engine.front.pooling_calls import rerank
@@ -18,11 +19,11 @@ from slipstream.engine.front.served import SCORING
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import as_http_error, bad_request
 from slipstream.serve.http.openai.fields import Refused, refuse
-from slipstream.serve.http.pooling.fields import PoolFields, check_count, pooling_params, size_of
+from slipstream.serve.http.pooling.fields import PoolFields, pooling_params, size_of
 from slipstream.serve.http.pooling.run import Chosen, choose, run
 from slipstream.serve.http.pooling.tei_errors import in_tei_words
 from slipstream.serve.http.reply import Reply, json_reply
-from slipstream.serve.http.routes import Route, post
+from slipstream.serve.http.routes import Handler, Route, post
 
 
 def _doc(text: str) -> msgspec.Meta:
@@ -101,7 +102,7 @@ _COHERES = (
 )  # fmt: skip
 
 
-def _reranker(version: str) -> Any:
+def _reranker(version: str) -> Handler:
     async def create_rerank(call: Call, body: RerankRequest) -> Reply:
         if body.texts is not None:
             try:
@@ -158,7 +159,7 @@ async def rerank_as_tei(call: Call, body: RerankRequest) -> Reply:
 async def _rank(
     call: Call, body: RerankRequest, chosen: Chosen, texts: list[str], own: dict[str, Any]
 ) -> tuple[list[RerankResult], int]:
-    check_count(call, len(texts), "documents" if body.texts is None else "texts")
+    call.check_count(len(texts), "documents" if body.texts is None else "texts")
     if not texts:
         raise bad_request("there are no documents; give a list of texts", "documents", "empty")
     params = pooling_params(call, body, **own)
@@ -166,7 +167,7 @@ async def _rank(
     if (limit := body.max_tokens_per_doc) is not None:
         if limit < 1:
             raise bad_request(f"max_tokens_per_doc is {limit}; give 1 or more", "max_tokens_per_doc")
-        read = await call.state.off_loop(size_of(texts), lambda: _beginnings(chosen.inputs, texts, limit))
+        read = await off_loop(size_of(texts), lambda: _beginnings(chosen.inputs, texts, limit))
     # more than there are documents means all of them
     top_n = body.top_n if body.top_n is None else min(body.top_n, max(1, len(texts)))
     verb = rerank(chosen.inputs, body.query, read, params, top_n=top_n, instruction=body.instruction)
@@ -188,7 +189,7 @@ def _text(place: int, document: str | dict[str, Any]) -> str:
         return document
     text = document.get("text")
     if not isinstance(text, str):
-        raise bad_request(f"document {place} is an object without a text", f"documents[{place}]")
+        raise bad_request(f"document {place} is an object without a text; give it one", f"documents[{place}]")
     return text
 
 

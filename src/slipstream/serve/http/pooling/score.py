@@ -11,7 +11,7 @@ from slipstream.engine.front.pooling_calls import score
 from slipstream.engine.front.served import SCORING
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
-from slipstream.serve.http.pooling.fields import PoolFields, PoolUsage, check_count, pooling_params, size_of
+from slipstream.serve.http.pooling.fields import PoolFields, PoolUsage, pooling_params, size_of
 from slipstream.serve.http.pooling.run import choose, run
 from slipstream.serve.http.reply import Reply, json_reply
 from slipstream.serve.http.routes import post
@@ -56,7 +56,7 @@ _NAMES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"))
 async def create_score(call: Call, body: ScoreRequest) -> Reply:
     chosen = choose(call, body.model, *SCORING)
     first, second = _sides(body)
-    check_count(call, max(len(first), len(second)), "texts")
+    call.check_count(max(len(first), len(second)), "texts")
     own: dict[str, Any] = {}
     active = body.activation if body.activation is not None else body.use_activation
     if active is not None:

@@ -12,13 +12,13 @@ from slipstream.engine.front.served import POOLING_TASKS
 from slipstream.pooling_params import Task
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request, misfit
-from slipstream.serve.http.pooling.fields import PoolFields, check_count, pooling_params, prompts_of, size_of
+from slipstream.serve.http.pooling.fields import PoolFields, pooling_params, prompts_of, size_of
 from slipstream.serve.http.pooling.pooling import SparseWeight, sparse_weights
 from slipstream.serve.http.pooling.rerank import RerankRequest, rerank_as_tei, tei_truncation
 from slipstream.serve.http.pooling.run import Chosen, choose, numbers_of, run, run_text, short_text
 from slipstream.serve.http.pooling.tei_errors import TeiErrorBody, in_tei_words
 from slipstream.serve.http.reply import Reply, json_reply
-from slipstream.serve.http.routes import Route, get, post
+from slipstream.serve.http.routes import Handler, Route, get, post
 
 Direction = Literal["left", "right", "Left", "Right"]
 
@@ -103,7 +103,7 @@ class Prediction(msgspec.Struct):
 async def predict(call: Call, body: PredictRequest) -> Reply:
     chosen = choose(call, body.model, "classify")
     sequences, is_batch = _sequences(body.inputs)
-    check_count(call, len(sequences), "inputs")
+    call.check_count(len(sequences), "inputs")
     pooling = chosen.inputs.pooling
     own = tei_truncation(chosen.inputs, body.truncate, body.truncation_direction) | {"activation": not body.raw_scores}
     prompts = [one[0] if len(one) == 1 else chosen.inputs.pair(one[0], one[1], None) for one in sequences]
@@ -154,7 +154,7 @@ async def similarity(call: Call, body: SimilarityRequest) -> Reply:
     texts = body.inputs
     if not texts.sentences:
         raise bad_request("sentences is empty; give at least one", "inputs", "empty")
-    check_count(call, len(texts.sentences), "sentences")
+    call.check_count(len(texts.sentences), "sentences")
     said = body.parameters or SimilarityParameters()
     params = pooling_params(call, body, **tei_truncation(chosen.inputs, said.truncate, said.truncation_direction))
     verb = score(chosen.inputs, texts.source_sentence, texts.sentences, params, prompt_name=said.prompt_name)
@@ -239,7 +239,7 @@ async def any_of_these(call: Call, body: dict[str, Any]) -> Reply:
     return reply
 
 
-def _tei(path: str, handler: Any, summary: str, body: Any, answer: Any) -> Route:
+def _tei(path: str, handler: Handler, summary: str, body: Any, answer: Any) -> Route:
     return post(path, handler, summary, body, answer=answer, failed=in_tei_words, failure=TeiErrorBody)
 
 

@@ -6,11 +6,12 @@ from typing import Annotated, Any
 
 import msgspec
 
+from slipstream.engine.front.ahead import off_loop
 from slipstream.engine.front.served import POOLING_TASKS, ServedModel
 from slipstream.errors import InvalidPrompt
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
-from slipstream.serve.http.pooling.fields import check_count, size_of
+from slipstream.serve.http.pooling.fields import size_of
 from slipstream.serve.http.pooling.tei_errors import TeiErrorBody, in_tei_words
 from slipstream.serve.http.reply import Reply, json_reply
 from slipstream.serve.http.routes import post
@@ -31,7 +32,7 @@ async def tei_tokenize(
     """The tokens of each text, and where they stand in it."""
     served, tokenizer = _tokenizer(call, model)
     texts = [inputs] if isinstance(inputs, str) else inputs
-    check_count(call, len(texts), "inputs")
+    call.check_count(len(texts), "inputs")
     if not texts:
         raise bad_request("inputs is empty; give a text", "inputs", "empty")
     if served.pool_inputs is not None:
@@ -45,7 +46,7 @@ async def tei_tokenize(
         found = tokenizer.backend.encode_batch(texts, add_special_tokens=special)
         return [_tokens(text, encoding) for text, encoding in zip(texts, found, strict=True)]
 
-    return json_reply(await call.state.off_loop(size_of(texts), work))
+    return json_reply(await off_loop(size_of(texts), work))
 
 
 def _tokens(text: str, encoding: Any) -> list[SimpleToken]:
@@ -68,7 +69,7 @@ class DecodeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 async def decode(call: Call, body: DecodeRequest) -> Reply:
     served, tokenizer = _tokenizer(call, body.model)
     lists: list[Any] = body.ids if body.ids and isinstance(body.ids[0], list) else [body.ids]
-    check_count(call, len(lists), "ids")
+    call.check_count(len(lists), "ids")
     for ids in lists:
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             raise bad_request("ids is a list of token ids, or a list of such lists", "ids")
@@ -80,7 +81,7 @@ async def decode(call: Call, body: DecodeRequest) -> Reply:
     def work() -> list[str]:
         return [tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) for ids in lists]
 
-    return json_reply(await call.state.off_loop(size, work))
+    return json_reply(await off_loop(size, work))
 
 
 def _tokenizer(call: Call, model: str | None) -> tuple[ServedModel, Tokenizer]:

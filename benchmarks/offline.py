@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from slipstream.errors import InvalidOption, SlipstreamError
-from slipstream.serve.bench.machine import measure_gpu
+from slipstream.serve.bench.machine import check_gpu, measure_gpu
 from slipstream.serve.bench.measure import Trial, measure
 from slipstream.serve.bench.shapes import SHAPES
 from slipstream.serve.cli.bench import MACHINE_HELP, bench_options, bench_params, engine_facts, progress
@@ -55,7 +55,10 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.llm import LLM  # timed: it brings torch
 
     imported = time.perf_counter()
-    llm = LLM(**bench_options(engine_options(args), detokenize=args.detokenize))
+    options = bench_options(engine_options(args), detokenize=args.detokenize)
+    if args.machine:
+        check_gpu(options.get("device", "auto"))
+    llm = LLM(**options)
     ready = time.perf_counter()
     facts: dict[str, Any] = {
         "machine": machine_facts(llm.config.device.kind),
@@ -67,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"import {imported - start:.2f} s, start {ready - imported:.2f} s, {facts['machine']}, {facts['engine']}")
     with llm:
         if args.machine:
-            rates = measure_gpu(llm.config.device.kind)
+            rates = measure_gpu()
             facts["machine"] |= msgspec.to_builtins(rates)
             print(rates)
         print(COLUMNS, flush=True)

@@ -317,6 +317,7 @@ class Bench:
         seed: int = 0,
         priority: int = 0,
         salt: str = "",
+        words: Sequence[Sequence[int]] = (),
         **params: object,
     ) -> list[Request]:
         id = f"r{len(self.requests)}" if id is None else id
@@ -325,7 +326,7 @@ class Bench:
         requests = [
             Request(
                 id, list(prompt), sampling, sample=k, priority=priority, cache_salt=salt,
-                stop_ids=tuple(stop), max_length=length, seed=seed,
+                stop_ids=tuple(stop), max_length=length, seed=seed, bad_words=tuple(map(tuple, words)),
             )
             for k in range(n)
         ]  # fmt: skip

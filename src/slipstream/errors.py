@@ -80,7 +80,9 @@ class NotEnoughMemory(SlipstreamError):
 
 
 class QueueFull(SlipstreamError):
-    pass
+    def of_prompt(self, place: int, total: int) -> SlipstreamError:
+        """It is about all of them."""
+        return self
 
 
 class EngineClosed(SlipstreamError):

@@ -48,7 +48,8 @@ class LLM:
 
     With no model it runs the embedded SmolLM2, or MiniLM for vectors. The options are those of `config/options.py`.
     Several models share one engine as `models={"chat": MODEL, "embed": {"task": "embed"}}`: each verb goes to the
-    model that is made for it, or to the one named by `model`. Threads may share it too: their calls take turns.
+    model that is made for it, or to the one named by `model`. Threads may share it too: their calls take turns, streams
+    result by result, and `close` waits for another thread's call.
     """
 
     def __init__(
@@ -243,11 +244,12 @@ class LLM:
         return self.tokenizer
 
     def close(self) -> None:
-        """Free the model, the cache and the device's thread."""
+        """Free the model, the cache and the device's thread, once the call of another thread has ended."""
         with self._drive.lock:
             if not self._drive.closed:
-                self._free()
                 self._drive.close()
+                self._free()
+                self.cores.clear()
 
     def __enter__(self) -> LLM:
         return self
@@ -283,7 +285,7 @@ class LLM:
             add_special_tokens=add_special_tokens,
         )
         submits = asked if asked.is_sure else list(asked)
-        with self._drive.lock:
+        with self._drive.turn():
             late = self._drive.may_be_late(served, asked.asked)
             tracks = self._drive.run(served, submits, len(prompts), use_tqdm=use_tqdm, late=late)
         return [track.result() for track in tracks]
@@ -296,7 +298,7 @@ class LLM:
             while True:
                 batches = next(call) if found is None else call.send(found)
                 feed = pooling_calls.Feed(served.require_pooling(), batches, self._new_id)
-                with self._drive.lock, nothing_old():
+                with self._drive.turn(), nothing_old():
                     tracks = self._drive.run(served, feed, feed.total, use_tqdm=use_tqdm, late=feed.is_level)
                     found = feed.results(tracks)  # type: ignore[arg-type]
         except StopIteration as end:

@@ -39,13 +39,9 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class SubmitAll(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
-    """Prompts of one call enter, all of them or none. A refusal names the first."""
+    """Prompts of one call enter, all of them or none."""
 
     submits: Annotated[list[Submit], msgspec.Meta(min_length=1)]
-
-    @property
-    def request_id(self) -> str:
-        return self.submits[0].request_id
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -69,9 +69,26 @@ def test_results_of_tokens_of_a_long_causal_embedder_take_little_beside_themselv
     source = Source("there", "folder", "model", 2 * GIB)
     machine = Machine("cuda", 138 * GIB, 140 * GIB, 8, ("bfloat16",))
     memory = plan_memory(resolve(make_options(), info, source, groups, "bfloat16", machine, pooling), 2 * GIB)
-    assert memory.unread < 0.8 * 10**9
+    # those that are compared with queries are there as they are made and once more together, and four times what is
+    # made of them at once
+    compared = 2 * (8192 + 32_768) * 4096 * 4 + 4 * 2**24 * 4
+    assert compared < memory.unread < compared + 0.8 * 10**9
+    alone = msgspec.structs.replace(pooling, tasks=("embed",))
+    memory_alone = plan_memory(resolve(make_options(), info, source, groups, "bfloat16", machine, alone), 2 * GIB)
+    assert memory_alone.unread == memory_alone.features == 0
     lines = 4 * (8192 + 32_768) * 4097  # which leave together when a prompt ends, by three slots
     assert 3 * lines <= memory.reports < 3.01 * lines
+
+
+def test_queries_that_a_generator_keeps_are_counted():
+    groups = (CacheGroup(PagedSpec(8, 128, 2, 16), tuple(range(28))),)
+    source, machine = Source("there", "folder", "model", 2 * GIB), Machine("cuda", 79 * GIB, 80 * GIB, 8, ("bfloat16",))
+    pooling = PoolingInfo(embed_size=1024, token_size=1024, generates=True)
+    with_queries, without = (
+        plan_memory(resolve(make_options(), INFO, source, groups, "bfloat16", machine, mine), 2 * GIB)
+        for mine in (pooling, None)
+    )
+    assert with_queries.features == without.features + 2**24 * 4
 
 
 @pytest.mark.parametrize("options", [{}, dict(enforce_eager=True), dict(max_num_seqs=2000), dict(depth=4)])

@@ -76,7 +76,8 @@ def test_prompts_of_one_call_are_taken_in_together_or_not_at_all(place, why):
     if why == "bug":
         group[place] = submit("r", [1], logprobs=-1)
     errors = {"room": QueueFull, "id": UserError, "bug": AssertionError}
-    with pytest.raises(errors[why], match="inputs settle" if why == "bug" else f"prompt {place + 1} of 5: "):
+    words = {"room": "^[0-9]+ requests are waiting", "id": f"prompt {place + 1} of 5: ", "bug": "inputs settle"}
+    with pytest.raises(errors[why], match=words[why]):
         core.submit(*group)
     assert core.scheduler.num_waiting == 5 and core._num_submitted == 5  # which others' seeds are made of
     core.scheduler.check()
@@ -91,7 +92,7 @@ def test_a_query_that_is_taken_back_with_its_documents_leaves_no_trace():
         Submit(name, ids, PoolingParams(task="token_embed", query_key="q"), 0.0)
         for name, ids in (("d", [3]), ("e", []))
     )
-    with pytest.raises(InvalidPrompt, match="prompt 3 of 3"):
+    with pytest.raises(InvalidPrompt, match="^the prompt"):  # whoever sent them sorts by length: its place says nothing
         core.submit(query, document, bad)
     assert not core.has_work() and not core.scheduler.keeps_query("q")
 

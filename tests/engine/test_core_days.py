@@ -18,7 +18,7 @@ from slipstream.engine.lanes import Lanes
 from slipstream.engine.link.process import CoreProcess
 from slipstream.engine.link.wire import Refused
 from slipstream.errors import EngineDead
-from slipstream.messages import Abort, Output, Submit
+from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.request import FinishReason
 
 PROMPTS = [[1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [7], [1, 2, 3, 4, 5, 11]]
@@ -196,3 +196,11 @@ def test_what_cannot_run_is_refused_and_nobody_else_notices() -> None:
     assert [type(message) for message in day.hub.sent[0]] == [Refused, Refused]
     refusals = [message for message in day.hub.sent[1] if isinstance(message, Refused)]
     assert len(refusals) == 1 and "being served already" in refusals[0].message
+
+
+def test_a_refusal_of_several_names_each_of_them() -> None:
+    day = Day(depth=1)
+    day.process._take(0, SubmitAll([submit("a", [1], "one"), submit("b", [1] * 60, "one")]))
+    refusals = day.hub.sent[0]
+    assert [message.request_id for message in refusals] == ["a", "b"]
+    assert all(message.message.startswith("prompt 2 of 2: ") for message in refusals)

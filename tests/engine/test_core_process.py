@@ -119,7 +119,7 @@ def test_prompts_of_one_reader_begin_together_or_not_at_all(folder):
             return [engine.inputs.submit(engine.new_id(), [1, 2, 3], PARAMS) for _ in range(3)]
 
         with engine.read(submits()) as first, engine.read(submits()) as second:
-            with pytest.raises(QueueFull, match="prompt 2 of 3: 4 requests are waiting"):
+            with pytest.raises(QueueFull, match="^4 requests are waiting"):
                 await second.wait()
             assert len(await first.wait()) == 3
         with engine.read(submits()) as third:

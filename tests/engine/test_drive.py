@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -43,7 +44,8 @@ class World:
 
     def run(self, messages, late=True):
         prepared = [(message, None) for message in messages]
-        return self.drive.run(SERVED, prepared, len(prepared), use_tqdm=False, late=late)
+        with self.drive.turn():
+            return self.drive.run(SERVED, prepared, len(prepared), use_tqdm=False, late=late)
 
 
 def tokens_of(track):
@@ -364,6 +366,21 @@ def test_an_interrupted_call_takes_nothing_from_a_stream():
         world.run([submit("a", [3], max_tokens=9)], late=False)
     *_, last = stream
     assert last.outputs[0].token_ids == tokens_alone(message, 0)[0]
+
+
+def test_a_stream_dropped_in_another_thread_ends_with_the_next_call():
+    """Between calls a thread of the engine's own may drop it, which must not touch the engine."""
+    world = World()
+    stream = world.drive.stream(SERVED, (submit("s", [1, 2], max_tokens=9), None))
+    next(stream)
+    other = threading.Thread(target=stream.close)
+    other.start()
+    other.join(10)
+    assert world.core.scheduler.num_live == 1
+    with world.drive.turn():
+        assert world.may_be_late(list(mixed(3)))
+    assert not world.core.scheduler.num_live
+    world.core.scheduler.check()
 
 
 def test_a_second_interrupt_finds_all_of_them_given_up():

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from slipstream import LLM, AsyncEngine, PoolingParams, SamplingParams
-from slipstream.errors import EngineClosed, EngineDead, PromptTooLong, RequestTooLarge, UserError
+from slipstream.errors import EngineClosed, EngineDead, PromptTooLong, QueueFull, RequestTooLarge, UserError
 from slipstream.text.tokenizer import Tokenizer
 from tiny import write_tiny
 
@@ -74,6 +74,61 @@ def test_prompts_of_one_reader_begin_together_or_not_at_all(folder):
     run(folder, scenario, max_waiting=6)
 
 
+def test_a_refusal_reaches_the_reader_of_many_though_one_was_aborted(folder):
+    async def scenario(engine):
+        def submits(num):
+            return [engine.inputs.submit(engine.new_id(), [1, 2], PARAMS) for _ in range(num)]
+
+        asked = submits(3)
+        with engine.read(submits(4)) as first, engine.read(asked) as second:
+            await engine.abort(asked[0][0].request_id)
+            with pytest.raises(QueueFull, match="^[0-9]+ requests are waiting"):  # nobody's place
+                await second.wait()
+            await first.wait()
+
+    run(folder, scenario, max_waiting=4, max_num_seqs=1)
+
+
+def test_a_mistake_of_ours_is_printed(folder, capsys):
+    async def scenario(engine):
+        first_core(engine)._submit = lambda message: 1 / 0
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            await last(engine.generate([1, 2], PARAMS))
+
+    run(folder, scenario)
+    assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["generate", "increments", "chat"])
+@pytest.mark.parametrize("everyone", [False, True])
+def test_an_abort_while_a_text_is_encoded_is_not_lost(folder, verb, everyone, monkeypatch):
+    encode, started, goes_on = Tokenizer.encodings, threading.Event(), threading.Event()
+
+    def slow(self, texts, *how, **more):
+        started.set()
+        assert goes_on.wait(30)
+        return encode(self, texts, *how, **more)
+
+    async def scenario(engine):
+        monkeypatch.setattr(Tokenizer, "encodings", slow)
+        text = "x" * 10_000
+        prompt = [{"role": "user", "content": text}] if verb == "chat" else text
+        stream = getattr(engine, verb)(prompt, PARAMS.with_changes(truncate_prompt_tokens=8), "long")
+        reader = asyncio.create_task(last(stream))
+        while not started.is_set():
+            await asyncio.sleep(0.001)
+        if everyone:
+            assert await engine.abort_all() == 1
+        else:
+            await engine.abort("long")
+        goes_on.set()
+        result = await reader
+        assert (result[0] if verb == "increments" else result.outputs[0]).finish_reason == "abort"
+        assert await engine.abort_all() == 0 and engine.load.num_open == 0
+
+    run(folder, scenario)
+
+
 @pytest.mark.parametrize("verb", ["generate", "increments", "chat", "embed"])
 def test_long_texts_are_encoded_beside_the_loop(folder, verb, monkeypatch):
     threads, encode = [], Tokenizer.encodings
@@ -90,6 +145,11 @@ def test_long_texts_are_encoded_beside_the_loop(folder, verb, monkeypatch):
             result = getattr(engine, verb)(prompt, params(truncate_prompt_tokens=8))
             await (result if verb == "embed" else last(result))
         assert threads[0] and not threads[-1]
+        if verb == "embed":
+            await engine.embed(["x"] * 8)
+            assert threads[-1]
+            await engine.embed([f"x{number}" for number in range(100)])
+            assert not threads[-1]
 
     run(folder, scenario)
 

@@ -10,10 +10,11 @@ import pytest
 from pool_bench import PoolBench
 from scripted_core import ScriptedCore, facts
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.engine.front import pooling_calls
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.link.process import CoreProcess
 from slipstream.engine.link.wire import Refused
-from slipstream.errors import EngineClosed, QueueFull, UserError
+from slipstream.errors import EngineClosed, InvalidPrompt, QueueFull, UserError
 from slipstream.messages import Abort, Output, Pooled, Submit
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
@@ -98,6 +99,43 @@ def test_no_more_prompts_of_a_call_are_sent_than_the_core_lets_wait(folder):
             await engine.close()
 
     asyncio.run(scenario())
+
+
+def test_of_many_pairs_some_are_sent_and_then_others(folder):
+    """Whoever sends them: no more queries are kept at once than there is room for."""
+
+    async def scenario():
+        engine, core = await ScriptedCore.open(facts(folder, pooling=LATE, most_kept=100), answers=False)
+        try:
+            call = asyncio.create_task(engine.score(["a b"] * 5, ["c"] * 5))
+            num_sent, scores = 0, iter(range(5))
+            while num_sent < 10:
+                await core.until(lambda: len(core.submits) > num_sent)  # noqa: B023
+                for _ in range(5):
+                    await asyncio.sleep(0)
+                group, num_sent = core.submits[num_sent:], len(core.submits)
+                queries = [one for one in group if one.params.is_query]
+                assert 0 < len(queries) < 5 and len(group) == 2 * len(queries)
+                assert sum(len(one.prompt_token_ids) for one in queries) <= 25  # so that others find room too
+                core.say(*(done(one) if one.params.is_query else done(one, float(next(scores))) for one in group))
+            assert [one.outputs.score for one in await call] == [0.0, 1.0, 2.0, 3.0, 4.0]
+        finally:
+            await engine.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_bad_pair_is_named_by_its_place_among_all(folder, monkeypatch):
+    monkeypatch.setattr(pooling_calls, "PAIRS_TOGETHER", 2)
+
+    async def scenario(engine, core):
+        call = asyncio.create_task(engine.score(["a", "b", "c", ""], ["d"] * 4))
+        await core.until(lambda: len(core.submits) == 4)
+        core.say(*(done(one, 1.0) for one in core.submits))
+        with pytest.raises(InvalidPrompt, match="prompt 4 of 4: the text is empty"):
+            await call
+
+    with_scripted(folder, scenario)
 
 
 def test_a_front_end_gives_up_the_query_when_its_reader_is_cancelled(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.engine.front import prompts as prompts_module
 from slipstream.errors import EngineClosed, EngineDead, InvalidParams, InvalidPrompt, PromptTooLong
+from slipstream.scheduler.scheduler import Scheduler
 from tiny import write_tiny
 
 SMALL = dict(use_tqdm_on_load=False, max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
@@ -252,6 +254,86 @@ def test_threads_that_share_it_take_turns(folder, depth):
         for thread in threads:
             thread.join(60)
     assert found == found[:1] * 5
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("by_reader", [True, False])
+def test_whoever_drops_a_stream_waits_for_no_step(folder, depth, by_reader):
+    """The collector drops streams too, in a thread that the step may be waiting for."""
+    entered, leave, left_in_time = threading.Event(), threading.Event(), []
+    with LLM(folder, **SMALL, depth=depth) as llm:
+        stream = llm.stream([1, 2], SamplingParams(max_tokens=40, ignore_eos=True))
+        next(stream)
+        launch = llm.core.executor.launch
+
+        def waiting(plan):
+            if not left_in_time:
+                entered.set()
+                left_in_time.append(leave.wait(10))
+            launch(plan)
+
+        def drop():
+            stream.close()
+            leave.set()
+
+        llm.core.executor.launch = waiting
+        running = threading.Thread(target=llm.generate, args=([[3], [4]], FOUR))
+        running.start()
+        assert entered.wait(10)
+        if by_reader:
+            drop()
+        else:
+            threading.Thread(target=drop).start()
+        running.join(60)
+        assert left_in_time == [True]
+        assert not llm._drive.outputs.tracks and not llm.core.scheduler.num_live
+        llm.core.scheduler.check()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_stream_that_is_dropped_inside_a_step_ends_after_it(folder, depth, monkeypatch):
+    """As the collector does it, in the midst of a plan."""
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    with LLM(folder, **SMALL, depth=depth) as llm:
+        wanted = llm.generate([[1, 2, 3], [4, 5]], params)
+        stream = llm.stream([1, 2, 3], params)
+        next(stream)
+        plan_waiting, num = Scheduler._plan_waiting, itertools.count(1)
+
+        def dropping(self, *args):
+            if next(num) == 2:
+                stream.close()
+            return plan_waiting(self, *args)
+
+        monkeypatch.setattr(Scheduler, "_plan_waiting", dropping)
+        found = llm.generate([[1, 2, 3], [4, 5]], params)
+        assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in wanted]
+        assert not llm._drive.outputs.tracks and not llm.core.scheduler.num_live
+        llm.core.scheduler.check()
+
+
+@pytest.mark.parametrize("call", ["generate", "stream", "next"])
+def test_a_call_that_waits_while_another_thread_closes_says_so(folder, call):
+    llm = LLM(folder, **SMALL)
+    begun = llm.stream([1, 2], FOUR)
+    next(begun)
+    lock = llm._drive.lock
+
+    class ClosedMeanwhile:
+        def __enter__(self):
+            llm._drive.lock = lock
+            llm.close()
+            lock.acquire()
+
+        def __exit__(self, *error):
+            lock.release()
+
+    llm._drive.lock = ClosedMeanwhile()
+    with pytest.raises(EngineClosed):
+        if call == "generate":
+            llm.generate([1, 2], FOUR)
+        else:
+            next(begun if call == "next" else llm.stream([1, 2], FOUR))
 
 
 def test_more_prompts_than_may_wait(folder):

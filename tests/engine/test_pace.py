@@ -128,6 +128,26 @@ def test_a_step_that_was_captured_says_nothing_of_the_next():
     assert not world.pace.is_early()
 
 
+def test_a_step_that_waited_for_the_host_shows_how_little_the_next_may_take():
+    """It took no more than it tells, so what was learnt of longer ones is unlearnt."""
+    world = World(max_itl=0.05)
+    world.run(plan(8, 4000), busy=0.35)
+    world.run(plan(8, 4000), busy=0.003, times=1, host=0.002)
+    world.pace.launched(plan(8, 4000), 0.002)
+    assert not world.pace.is_early()
+    world.run(plan(8, 4000), busy=0.003, host=0.002)
+    assert world.pace.most_tokens() > 40_000
+
+
+def test_a_step_that_was_captured_cuts_no_prompts():
+    world = World(max_itl=0.05)
+    world.run(plan(8, 4000), busy=1.0, times=1, host=0.9)
+    assert world.pace.most_tokens() is None
+    world.run(plan(8, 4000), busy=0.05)
+    world.run(plan(8, 4000), busy=1.0, times=1, host=0.9)
+    assert world.pace.most_tokens() == 4008
+
+
 def test_a_slow_host_starts_earlier():
     world = World()
     world.run(plan(8, 4000), busy=0.35, host=0.05)

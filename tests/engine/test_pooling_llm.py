@@ -9,8 +9,14 @@ import torch
 
 import slipstream
 from slipstream import AsyncEngine
-from slipstream.engine.front.pooling_calls import PAIRS_TOGETHER
-from slipstream.errors import InvalidOption, InvalidParams, InvalidPrompt, PromptTooLong, SlipstreamError
+from slipstream.errors import (
+    InvalidOption,
+    InvalidParams,
+    InvalidPrompt,
+    PromptTooLong,
+    RequestTooLarge,
+    SlipstreamError,
+)
 from slipstream.pooling_params import PoolingParams
 from tiny import write_tiny
 from tiny_encoder import write_modules, write_tiny_encoder
@@ -239,7 +245,8 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders):
         each = [one.outputs.score for one in llm.score(TEXTS[:2], TEXTS[2:4])]
         assert each[0] == pytest.approx(expected[1], rel=1e-5)
         # of many pairs no more queries are kept at once than there is room for
-        llm.core.scheduler._queries._most_tokens = PAIRS_TOGETHER * max(map(len, matrices))
+        most = llm.core.scheduler._queries._most_tokens = 8 * max(map(len, matrices))
+        served.pool_inputs.facts = msgspec.structs.replace(facts, most_kept=most)
         firsts, seconds = (TEXTS * 20)[:70], (TEXTS[1:] * 20)[:70]
         made = dict(zip(TEXTS, matrices, strict=True))
         many = [one.outputs.score for one in llm.score(firsts, seconds)]
@@ -247,6 +254,9 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders):
         np.testing.assert_allclose(many, wanted, rtol=1e-5)
         with pytest.raises(InvalidPrompt, match="empty"):
             llm.score(TEXTS[0], ["fine", ""])
+        llm.core.scheduler._queries._most_tokens = len(matrices[1]) - 1
+        with pytest.raises(RequestTooLarge, match="can be kept for documents; shorten it"):  # however long it waited
+            llm.score(TEXTS[:2], TEXTS[2:4])
         assert not llm.core.scheduler._queries and not llm.core.has_work()  # the query is not kept for ever
 
 

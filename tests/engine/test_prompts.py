@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from array import array
 
 import numpy as np
 import pytest
@@ -95,7 +96,8 @@ def test_one_part_needs_no_thread():
 
 def test_every_form_of_prompt_has_a_size():
     ids = {"prompt_token_ids": [1, 2, 3], "prompt": "ab"}
-    sizes = [("abc", 3), ([1, 2], 2), (("ab", "c"), 3), ((1, 2), 0), (ids, 5), (np.array(3), 0), (None, 0), (7, 0)]
+    sizes = [("abc", 3), ([1, 2], 2), (("ab", "c"), 3), ((1, 2), 2), (ids, 5), (np.array(3), 0), (None, 0), (7, 0)]
+    sizes += [(np.arange(5), 5), (array("i", [1, 2]), 2), ({"prompt_token_ids": np.arange(4)}, 4), ((), 0)]
     assert [size_of(prompt) for prompt, _ in sizes] == [size for _, size in sizes]
 
 

@@ -133,6 +133,29 @@ def test_graphs_for_which_there_is_no_memory_are_told_of_at_the_start():
             pool.run("a", lambda: None)
 
 
+def test_memory_that_is_taken_for_graphs_is_there_for_them():
+    pool = pool_on(Recorder())
+    pool.take(64)
+    assert pool._taken is not None and pool._taken[1] is None, "it is held by nobody"
+
+
+def test_a_device_that_captures_nothing_still_starts(caplog):
+    device = Refuser()
+    device.refuses = True
+    pool = pool_on(device)
+    with caplog.at_level(logging.WARNING, "slipstream"), pool.starting():
+        pool.take(64)
+    assert pool.gave_up and len(caplog.records) == 1
+    with pool.starting(capture=True):
+        assert [pool.run("a", lambda i=i: i) for i in range(2)] == [0, 1]
+    device = Refuser("CUDA out of memory")
+    device.refuses = True
+    with pytest.raises(RuntimeError, match="out of memory"), (pool := pool_on(device)).starting():
+        pool.take(64)
+    for pool in (pool_on(device, eager=True), pool_on(Device(0, 1))):
+        pool.take(64)
+
+
 def test_eager_and_devices_without_graphs_just_run():
     for pool in (pool_on(Recorder(), eager=True), pool_on(Device(0, 1))):
         assert [pool.run("a", lambda i=i: i) for i in range(3)] == [0, 1, 2]

@@ -76,6 +76,41 @@ def test_a_kept_query_outlives_the_memory_of_its_step(at_once, monkeypatch):
     assert score(documents).tolist() == [[7.0], [2.0], [0.0], [-1.0]]
 
 
+@pytest.mark.parametrize("at_once", [1, 7, 60, 500, 2**26])
+def test_what_late_interaction_makes_together_is_bounded(at_once, monkeypatch):
+    """However many queries there are, and however long one of them or one document is."""
+    rng, width, largest = np.random.default_rng(at_once), 3, [0]
+    sizes = [1, 40, 2, 3, 2, 5, 1, 2]
+    queries = [rng.normal(0, 1, (size, width)) for size in sizes]
+    counts = [3, 0, 2, 50, 1, 2, 1, 4, 3, 2, 1, 1]
+    numbers = [1, 7, 0, 1, 4, 4, 3, 2, 6, 5, 7, 0]
+    documents = [rng.normal(0, 1, (count, width)) for count in counts]
+
+    def storage(tensor):
+        return tensor.untyped_storage().data_ptr()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, call, types, args=(), kwargs=None):
+            out = call(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.is_floating_point() and storage(out) != storage(lines):
+                largest[0] = max(largest[0], out.numel())
+            return out
+
+    monkeypatch.setattr(late, "MOST_SCORES", at_once)
+    device, store = Device(0, 1), QueryStore()
+    store.keep(torch.tensor(np.concatenate(queries)), sizes, range(8))
+    upload = HostRing(2, 4096, device).open()
+    score = store.prepare_scores(counts, numbers, [sizes[number] for number in numbers], width, upload)
+    upload.send(device.compute)
+    lines = torch.tensor(np.concatenate(documents))
+    with Watch():
+        got = score(lines)
+    for number, document, mine in zip(numbers, documents, got.flatten().tolist(), strict=True):
+        wanted = (queries[number] @ document.T).max(1).sum() if len(document) else 0.0
+        assert np.isclose(mine, wanted)
+    assert largest[0] <= max(at_once, 40 * width, 50)  # or one query, or one of its tokens with one document
+
+
 @pytest.mark.parametrize("usually", [True, False])
 def test_activation_means_the_norm_of_vectors_where_nothing_is_said_of_that(usually):
     info = PoolingInfo(method="mean", is_causal=False, embed_size=8, token_size=8, normalize=usually)

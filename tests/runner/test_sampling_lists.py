@@ -316,3 +316,39 @@ def test_lists_that_are_long_and_many_in_turns_make_few_tables():
         harness.step(rows, [2] * len(rows), np.zeros((len(rows), 300)), come)
         harness.sampler.apply(make_plan([], released=rows))
     assert harness.sampler._min_tokens.ids.number <= 2
+
+
+def test_lists_that_come_to_the_bound_are_not_captured():
+    """Each of their tables is made for those who are here, and there is no end of them."""
+    most, vocab = 600, 200
+    harness, guests, keys, eager = Harness(16, vocab, most_ids=most), Guests(16, most, 8), set(), 0
+    for _ in range(200):
+        released, came = guests.move(
+            lambda rng, many: rng.permutation(vocab)[: rng.integers(20, 90) if many else rng.integers(1, vocab)],
+            lambda ids: [len(ids)],
+        )
+        params = GREEDY.with_changes(min_tokens=1000, max_tokens=None)
+        admitted = [admission(row, params, stop_ids=guests.here[row].tolist()) for row in came]
+        rows = sorted(guests.here) or [15]
+        harness.step(rows, [2] * len(rows), np.zeros((len(rows), vocab)), admitted, released)
+        missing = harness.sampler._min_tokens.missing.copy()
+        replayed = harness.sampler.prepare_by_row(make_plan(rows))
+        if replayed is not None:
+            keys.add(replayed.key)
+        else:
+            eager += 1
+            assert np.array_equal(harness.sampler._min_tokens.missing, missing), "a draw is counted once"
+    assert eager > 50 and len(keys) <= 33
+
+
+def test_captured_work_takes_no_longer_lines_than_there_may_be():
+    """One row's long list is gathered for every row of a captured head."""
+    harness = Harness(12, 300, most_ids=2000)
+    come = [
+        admission(row, GREEDY.with_changes(min_tokens=5 if row == 0 else 0), stop_ids=range(250)) for row in range(9)
+    ]
+    harness.step(range(9), [2] * 9, np.zeros((9, 300)), come)
+    assert harness.sampler._min_tokens.ids.shape == (4, 256)
+    assert harness.sampler.prepare_by_row(make_plan([0, 1, 2])) is not None
+    assert harness.sampler.prepare_by_row(make_plan(range(8))) is None
+    assert harness.sampler.prepare_by_row(make_plan(range(1, 9))) is not None, "who has none asks for none"

@@ -219,6 +219,27 @@ def test_the_cache_takes_what_was_measured_to_be_left(folder, wanted, monkeypatc
         LLM(folder, **options, _device=Gpu(1000 + 5 * page))
 
 
+def test_a_device_that_captures_nothing_starts_and_runs_eagerly(folder, wanted, monkeypatch, caplog):
+    from slipstream.runner import assemble
+
+    class Unable(Gpu):
+        def capture(self, work):
+            raise RuntimeError("operation not permitted")
+
+    real = assemble.GraphPool
+
+    def pool(*args, **kwargs):
+        made = real(*args, **kwargs)
+        made.token_sizes = []  # the CPU's attention takes no padded chunks
+        return made
+
+    monkeypatch.setattr(assemble, "GraphPool", pool)
+    with LLM(folder, **OPTIONS, _device=Unable(10**9)) as llm:
+        assert llm.core.executor.graphs.gave_up and not llm.core.executor.graphs.num_captured
+        assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted
+    assert caplog.text.count("could not be captured") == 1
+
+
 def test_no_step_overtakes_what_was_written_on_another_stream(folder, monkeypatch):
     """Zeros of tables and caches, and weights, come by the host's own stream; steps run on one that does not wait."""
     from slipstream.config import resolve

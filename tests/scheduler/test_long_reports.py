@@ -1,4 +1,4 @@
-"""A step reports no more logprobs than it has room for, whoever wants them of it."""
+"""A step reports no more logprobs than it has room for, whoever wants them of it, nor keeps longer lists."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ SAMPLED = [None, 0, 3, LONG_REPORT, LONG_REPORT + 1, 90, 399]
 OF_PROMPT = [None, None, 0, 7, 60, 399]
 GIVEN = [(), (), (5,), tuple(range(90))]
 STOPS = [(), (200,), tuple(range(200, 270))]
+WORDS = [(), (), [[1]], [[1, 2]] * 19, [[3] * 30], [[4] * 10] * 19]  # many or long: 20 x 30 is too much for two
 
 
 class Counted(Bench):
@@ -26,14 +27,18 @@ class Counted(Bench):
     def __init__(self, **options: int) -> None:
         super().__init__(**options)
         self.seated: dict[int, SamplingParams] = {}
-        self.most_lines = 0
+        self.words: dict[int, tuple[tuple[int, ...], ...]] = {}  # of those seated who have some
+        self.most_lines = self.most_words = 0
 
     def plan(self) -> StepPlan | None:
         plan = super().plan()
         if plan is not None:
             for row in plan.released.tolist():
                 self.seated.pop(row, None)
+                self.words.pop(row, None)
             self.seated |= {admission.row: admission.params for admission in plan.admitted}
+            self.words |= {admission.row: admission.bad_words for admission in plan.admitted if admission.bad_words}
+            self.check_words()
             params = [self.seated[row] for row in plan.rows[plan.samples].tolist()]
             self.check_lines([1 + k for own in params if (k := own.num_logprobs or 0) > LONG_REPORT])
             self.check_lines([len(own.given_ids) for own in params if own.given_ids])
@@ -44,6 +49,13 @@ class Counted(Bench):
             wanted = [k if k <= LONG_REPORT else 0 for own in params if (k := own.num_logprobs) is not None]
             assert plan.num_logprobs == max(wanted, default=None)
         return plan
+
+    def check_words(self) -> None:
+        """Each has a line for every word, and for its last tokens, as long as anybody's longest."""
+        words = self.words.values()
+        most, longest = max(map(len, words), default=0), max((len(one) for own in words for one in own), default=0)
+        self.most_words = max(self.most_words, len(words))
+        assert len(words) < 2 or len(words) * (1 + most) * longest <= MOST, f"{len(words)} x {most} words of {longest}"
 
     def check_lines(self, lengths: list[int]) -> None:
         assert len(lengths) * max(lengths, default=0) <= MOST, f"{lengths}"
@@ -67,12 +79,13 @@ def test_no_step_reports_more_than_it_may(seed):
             logprob_token_ids=rng.choice(GIVEN),
             min_tokens=1 if seed % 2 else 0,
             stop_token_ids=rng.choice(STOPS),
+            words=rng.choice(WORDS),
         )
         for _ in range(rng.randrange(3)):
             if bench.scheduler.has_work():
                 bench.step()
     bench.run()
-    assert bench.most_lines > 1
+    assert bench.most_lines > 1 and bench.most_words > 1
     for request in bench.requests:
         bench.check_tokens(request)
         mine = [o for o in bench.outputs if (o.request_id, o.sample) == (request.id, request.sample)]

@@ -162,6 +162,15 @@ def test_lower_priorities_go_first_and_leave_no_queue_behind():
     assert scheduler.plan() is None and list(scheduler._queues) == [0]
 
 
+def test_nobody_is_kept_when_all_who_waited_have_left():
+    scheduler = make()
+    for place in range(3):
+        submit(scheduler, str(place))
+    for place in range(3):
+        scheduler.abort(str(place))
+    assert not scheduler.has_work() and not any(scheduler._queues.values())
+
+
 def test_types_travel_as_one_number_each():
     scheduler = make()
     submit(scheduler, "a", 4, type_start=2)

@@ -73,7 +73,10 @@ def test_sampling_flags_reach_the_sampler(model, capsys):
         (["--concurrency", "0"], "concurrency is 0"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--input-len", "2000"], "a request of 2000 + 64 tokens is longer than --max-model-len"),
-        (["--machine"], "--machine is for CUDA GPUs, and this engine runs on cpu"),
+        (["--machine"], "--machine is for CUDA GPUs, and this engine runs on cpu; leave it out"),
+        (["--machine", "--model", "nowhere"], "--machine is for CUDA GPUs"),  # before anything is loaded
+        (["serve", "--url", "http://127.0.0.1:1", "--machine"], "serve measures others; leave it out"),
+        (["startup", "--machine"], "startup measures others; leave it out"),
     ],
 )
 def test_a_mistake_is_one_line(model, capsys, flags, message):

@@ -9,6 +9,7 @@ import pytest
 
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door
+from slipstream.config.pooling_info import PoolingInfo
 from slipstream.engine.link.wire import Refused
 from slipstream.errors import QueueFull
 from slipstream.messages import Output, Pooled
@@ -31,9 +32,9 @@ STATUS = {  # as OpenAI's, and as TEI's
 }
 
 
-def at_door(folder, scenario, **settings):
+def at_door(folder, scenario, pooling=EVERY_TASK, **settings):
     async def main():
-        engine, core = await ScriptedCore.open(facts(folder, pooling=EVERY_TASK), answers=False)
+        engine, core = await ScriptedCore.open(facts(folder, pooling=pooling, most_kept=100), answers=False)
         door = Door(App(State(Settings(**settings), engine), all_routes()), core)
         await asyncio.wait_for(scenario(door), 30)
         assert (engine.load.num_open, engine.load.num_queued, engine.load.queued_tokens) == (0, 0, 0)
@@ -41,6 +42,25 @@ def at_door(folder, scenario, **settings):
         return engine
 
     return asyncio.run(main())
+
+
+def test_many_pairs_of_late_interaction_go_some_at_a_time(folder):
+    async def scenario(door):
+        exchange = door.begin("POST", "/score", {"text_1": ["a b"] * 5, "text_2": ["c"] * 5})
+        num_sent = 0
+        while num_sent < 10:
+            await door.core.until(lambda: len(door.core.submits) > num_sent)  # noqa: B023
+            group, num_sent = door.core.submits[num_sent:], len(door.core.submits)
+            queries = [one for one in group if one.params.is_query]
+            assert 0 < len(queries) < 5 and len(group) == 2 * len(queries)
+            for one in group:
+                pooled = Pooled.of(np.array([num_sent], np.float32))
+                door.core.say(Output(one.request_id, 0, [], None, FinishReason.STOP, pooled=pooled))
+        await exchange.end()
+        assert exchange.status == 200 and [one["score"] for one in exchange.json()["data"]] == [6, 6, 6, 10, 10]
+
+    late = PoolingInfo(tasks=("token_embed",), method="all", late=True, embed_size=4, token_size=4, is_causal=False)
+    at_door(folder, scenario, late, max_queued_requests=6)
 
 
 @pytest.mark.parametrize("path", ASKED)

@@ -51,7 +51,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     weights: int  # parameters and the rope table
     cache: int
     tables: int  # page tables, lengths, sampling parameters of all rows; what captured steps leave for their heads
-    features: int  # penalties' counts and biases, if every row asked for them at once; or kept queries
+    features: int  # penalties' counts and biases, if every row asked for them at once; kept queries
     staging: int
     staging_host: int
     results: int
@@ -113,7 +113,8 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
         weights=weights,
         cache=cache.num_bytes,
         tables=tables + (sum(left_bytes(config)) if captures else 0),
-        features=feature_bytes(info, config.model.dtype, scheduler.max_num_seqs) if generates else query_bytes(config),
+        features=query_bytes(config)
+        + (feature_bytes(info, config.model.dtype, scheduler.max_num_seqs) if generates else 0),
         staging=staging,
         staging_host=slots * staging,
         results=slots * results,
@@ -225,9 +226,10 @@ def unread_bytes(config: EngineConfig) -> int:
     widest = max(info.hidden_size, width, *(dense.out_features for dense in pooling.dense))
     made = min(lines, TOKENS_AT_ONCE) * (info.hidden_size + 3 * widest) * real
     compared = 0
-    if pooling.late:  # queries and documents are there whole, and some of both beside what comes of them
-        longest = scheduler.max_model_len * max(scheduler.max_model_len, width)
-        compared = (2 * lines * width + 3 * max(MOST_SCORES, longest)) * real
+    if scheduler.most_kept:
+        # documents are there as they were made and whole, and some beside their queries, twice, and what comes of both
+        queries = max(MOST_SCORES, min(scheduler.most_kept, scheduler.max_model_len) * pooling.token_size)
+        compared = (2 * lines * width + 2 * queries + 2 * max(MOST_SCORES, scheduler.max_model_len)) * real
     return all_hidden + kept + made + compared
 
 

@@ -72,10 +72,6 @@ class Device:
         """
         raise NotImplementedError(f"{self.kind} has no graphs")
 
-    def take_graph_memory(self, num_bytes: int) -> None:
-        """So much for what captured work makes and drops again, in one piece: as it comes, smaller work first, none of
-        its pieces would do for larger work."""
-
     def close(self) -> None:
         self.compute.close()
         if self.copy is not self.compute:
@@ -98,7 +94,6 @@ class CudaDevice(Device):
         self.compute: CudaStream = CudaStream(torch.cuda.Stream())
         self.copy: CudaStream = CudaStream(torch.cuda.Stream())
         self._graph_memory = torch.cuda.graph_pool_handle()  # shared: graphs of one stream never run at once
-        self._graph_memory_taken: Work | None = None
 
     def host_buffer(self, num_bytes: int) -> tuple[Bytes, torch.Tensor]:
         tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.can_pin)
@@ -136,12 +131,6 @@ class CudaDevice(Device):
             if collects:
                 gc.enable()
         return graph.replay, result
-
-    def take_graph_memory(self, num_bytes: int) -> None:
-        def take() -> None:
-            torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)[:1].zero_()
-
-        self._graph_memory_taken = self.capture(take)[0]  # it has the memory for as long as there is a graph
 
     def _end_spoilt_capture(self, graph: torch.cuda.CUDAGraph) -> None:
         """The stream takes work again, and memory comes from where it came before."""

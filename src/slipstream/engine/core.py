@@ -11,6 +11,7 @@ from slipstream.engine.device_time import Account, Span
 from slipstream.engine.pace import Pace
 from slipstream.errors import EngineDead, SlipstreamError
 from slipstream.messages import Abort, Output, Submit
+from slipstream.params import SamplingParams
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.scheduler import Scheduler
 from slipstream.scheduler.whole import WholeScheduler
@@ -68,8 +69,11 @@ class EngineCore:
                 for taken in reversed(messages[:place]):  # documents before their query
                     self.abort(Abort(taken.request_id))
                 self._num_submitted = number
-                if isinstance(error, SlipstreamError):
-                    raise error.of_prompt(place, len(messages)) from None
+                # those that are pooled came in an order of the sender's own
+                if isinstance(error, SlipstreamError) and isinstance(message.params, SamplingParams):
+                    named = error.of_prompt(place, len(messages))
+                    if named is not error:
+                        raise named from None
                 raise
 
     def _submit(self, message: Submit) -> None:

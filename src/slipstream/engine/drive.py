@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from slipstream.engine.front.inputs import Prepared
 from slipstream.engine.front.outputs import OutputProcessor, Track
@@ -25,7 +27,22 @@ class Drive:
         self.lanes = lanes
         self.outputs = OutputProcessor(None)
         self.closed = False
-        self.lock = threading.RLock()  # held by `run`'s caller: threads that share an engine take turns
+        self.lock = threading.RLock()
+        self._depth = 0  # of turns within turns, of the thread that has the lock
+        self._left: deque[Track] = deque()  # whose readers are gone; their requests end between steps
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Threads that share an engine take turns. Whatever touches it does so inside of one."""
+        with self.lock:
+            self.check_open()  # somebody may have closed it meanwhile
+            self._depth += 1
+            try:
+                if self._depth == 1:
+                    self._see_off()
+                yield
+            finally:
+                self._depth -= 1
 
     def run(
         self,
@@ -36,7 +53,7 @@ class Drive:
         use_tqdm: bool,
         late: bool = False,
     ) -> list[Track]:
-        """Step until all have ended.
+        """In a turn, step until all have ended.
 
         With `late` the first step need not wait until all are taken in: a step asks for whom it has room for, and the
         others come while the device works. The steps are the same, if nobody has a claim to go before the others.
@@ -69,7 +86,8 @@ class Drive:
                     if intake.refused is not None:
                         raise intake.refused
         except BaseException:
-            self._give_up(tracks)
+            self._left.extend(tracks)
+            self._see_off()
             raise
         finally:
             core.scheduler.refill = intake.refused = None  # an error refers to whoever raised it
@@ -77,7 +95,10 @@ class Drive:
         return tracks
 
     def may_be_late(self, served: ServedModel, submits: Sequence[Prepared]) -> bool:
-        """Whether none of these can be refused or goes before others, so that it does not matter who comes when."""
+        """Whether none of these can be refused or goes before others, so that it does not matter who comes when.
+
+        In the turn in which they run.
+        """
         scheduler = self.lanes.cores[served.facts.name].scheduler
         return (
             isinstance(scheduler, Scheduler)
@@ -88,24 +109,29 @@ class Drive:
 
     def stream(self, served: ServedModel, prepared: Prepared) -> Iterator[RequestOutput]:
         """One request's results as they grow. Whoever leaves early aborts it."""
-        self.check_open()
         tracks: list[Track] = []
+        reader = threading.get_ident()
         try:
-            with self.lock, held_back():
+            with self.turn(), held_back():
                 tracks.append(track := self._submit(served, prepared, stream=True))
             shown, finished = 0, False
             while not finished:
-                with self.lock:
+                reader = threading.get_ident()
+                with self.turn():
                     while track.num_tokens == shown and not track.finished:  # others may have stepped the engine
                         self.step()
                     shown, finished, result = track.num_tokens, track.finished, track.result()
                 yield result
         finally:
-            self._give_up(tracks)
+            # the collector may be here, in any thread and in the midst of a step: it waits for nobody
+            self._left.extend(tracks)
+            if reader == threading.get_ident() and not self._depth:
+                self._see_off_if_free()
 
     def step(self) -> list[Track]:
-        """One step of the engine. Returns the requests that moved."""
+        """In a turn, one step of the engine. Returns the requests that moved."""
         self.check_open()
+        self._see_off()
         with held_back():  # what a step brought is everybody's, not only its caller's
             moved, aborts = self.outputs.process(self.lanes.step())
             for abort in aborts:
@@ -115,7 +141,7 @@ class Drive:
     def close(self) -> None:
         """Steps and streams from now on are refused; they hold on to nothing."""
         self.closed = True
-        self.lanes.cores.clear()
+        self._left.clear()
         del self.lanes
 
     def check_open(self) -> None:
@@ -127,9 +153,24 @@ class Drive:
         self.lanes.cores[served.facts.name].submit(message)
         return self.outputs.open(message, text, stream=stream, tokenizer=served.tokenizer)
 
-    def _give_up(self, tracks: list[Track]) -> None:
-        with self.lock, held_back():  # whoever interrupts twice means it, but all of them
-            for track in tracks:
+    def _see_off(self) -> None:
+        """Ends the requests of those who left."""
+        if not self._left:
+            return
+        with held_back():  # whoever interrupts twice means it, but all of them
+            while self._left:
+                track = self._left.popleft()
                 if (not track.finished or track.is_query) and not self.closed:
                     self.lanes.abort(Abort(track.id))
                     self.outputs.drop(track.id)
+
+    def _see_off_if_free(self) -> None:
+        """Who has the engine, or has it next, does it otherwise."""
+        with held_back():
+            if self.lock.acquire(blocking=False):
+                try:
+                    if not self.closed:
+                        with self.turn():
+                            pass
+                finally:
+                    self.lock.release()

@@ -87,16 +87,17 @@ class Pace:
         if busy <= 0:
             return
         each = busy / step.num_tokens
-        learns = [self._seconds, self._rested] if step.after_rest else [self._seconds]
-        if busy <= 2 * step.host:
-            learns = []  # it waited for the host in its middle, most likely: so does one that is being captured
-        for known in learns:
+        # else it waited for the host in its middle, most likely, as one does that is being captured: it took no more
+        is_exact = busy > 2 * step.host
+        for known in [self._seconds, self._rested] if step.after_rest else [self._seconds]:
             before = known.get(step.kind, each)
-            # believed at once where it took less: to be early costs newcomers a little, to be late idles the device
-            known[step.kind] = min(each, before + _NEWEST * (each - before))
+            if is_exact or each < before:
+                # believed at once where it took less: to be early costs newcomers a little, to be late idles the device
+                known[step.kind] = min(each, before + _NEWEST * (each - before))
         if step.has_chunks and step.num_tokens >= LEAST_CHUNK:
             before = each if self._per_token is None else self._per_token
-            self._per_token = before + _NEWEST * (each - before)
+            if is_exact or each < before:
+                self._per_token = before + _NEWEST * (each - before)
 
     def _known(self, step: _Step) -> dict[int, float]:
         return self._rested if step.after_rest else self._seconds

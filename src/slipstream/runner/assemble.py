@@ -86,9 +86,8 @@ def build_runner(
             # the last is most likely attention of chunks, which steps of single tokens do without; another would be
             # compiled by the capture that meets it
             compiler.finish(but=1 if config.model.generates else 0)
-        if runner.graphs.enabled:
-            with enough_memory():
-                device.take_graph_memory(plan_memory(config, 0).graphs - WORKSPACE)
+        with runner.graphs.starting(), enough_memory():
+            runner.graphs.take(plan_memory(config, 0).graphs - WORKSPACE)
         warm_up.capture()
     warm_up.run_largest()
     return runner, config

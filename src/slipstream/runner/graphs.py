@@ -44,6 +44,7 @@ class GraphPool:
         self._runs_first: int | None = 1  # before a key is captured; None: nothing is
         self._is_starting = False
         self.gave_up = False  # a capture has failed
+        self._taken: tuple[Callable[[], None], None] | None = None
         self.hidden, self.results = (Left(size if self.enabled else 0, device) for size in left)
 
     @property
@@ -62,8 +63,8 @@ class GraphPool:
         at = bisect.bisect_left(self.token_sizes, total)
         if at == len(self.token_sizes):
             return None
-        # only of steps that pool, which have cache pages: each size may be captured twice, for which `graph_bytes`
-        # leaves room where a model only pools. Texts that are continued soon decode beside others
+        # only of steps that pool, which have cache pages: each size may be captured twice. Texts that are continued
+        # soon decode beside others
         all_long = plan.pools is not None and bool(plan.new_pages) and int(plan.num_tokens[0]) > 1
         return Size(self.token_sizes[at], self.max_rows, all_long)
 
@@ -93,6 +94,16 @@ class GraphPool:
         replay, result = entry
         replay()
         return result
+
+    def take(self, num_bytes: int) -> None:
+        """So much for what captured work makes and drops again, in one piece: as it comes, smaller work first, none of
+        its pieces would do for larger work."""
+
+        def take() -> None:
+            torch.empty(num_bytes, dtype=torch.uint8, device=self.device.torch_device)[:1].zero_()
+
+        if self.enabled:
+            self._taken = self._capture(take)  # the memory is dropped, and stays with graphs while there is one
 
     def _capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T] | None:
         """None if it fails. Then nothing more is captured: what follows in a step would read what was never captured.

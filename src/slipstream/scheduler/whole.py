@@ -142,6 +142,8 @@ class WholeScheduler:
     def _leave_queue(self, request: WholeRequest) -> None:
         self._num_waiting -= 1
         self._tokens_waiting -= request.num_tokens
+        if not self._num_waiting:
+            self._queues.clear()  # none that is left in there would ever come up
 
     def plan(self) -> StepPlan | None:
         """As many of those that wait as fit one step, in their order: nobody overtakes because it is smaller."""

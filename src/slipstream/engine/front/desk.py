@@ -46,16 +46,22 @@ class Desk:
         self._opening: asyncio.Task[None] | None = None
         self._outputs = OutputProcessor(None)
         self._mailboxes: dict[str, Mailbox] = {}
+        self._preparing: dict[str, bool] = {}  # by name, prompts that are not sent yet: whether they are aborted
         self._numbers = itertools.count()
         self._prefix = secrets.token_hex(4)
 
     # Handing in
 
     def read(
-        self, submits: Sequence[tuple[Submit, str | None]], model: str | None = None, *, stream: bool = True
+        self,
+        submits: Sequence[tuple[Submit, str | None]],
+        model: str | None = None,
+        *,
+        stream: bool = True,
+        aborted: bool = False,
     ) -> Reading:
         """Send prompts that `inputs` has made, for one reader: all begin, or none does. Without `stream` it hears only
-        of their ends."""
+        of their ends. Those that are `aborted` already are not sent."""
         self.check()
         self.client.listen(self)
         served = self.model(model)
@@ -67,7 +73,10 @@ class Desk:
             )
         reading = Reading(self, served, Mailbox(), stream=stream)
         messages = [self._enter(reading, message, text) for message, text in submits]
-        if messages:
+        if aborted:
+            for track in reading.tracks:
+                self._abort(track)
+        elif messages:
             self.client.send(messages[0] if len(messages) == 1 else SubmitAll(messages))
         return reading
 
@@ -80,7 +89,7 @@ class Desk:
         name, served = message.request_id, reading.served
         if name in self._mailboxes:
             self.leave(reading, failed=True)
-            raise UserError(f"request id {name!r} is in use; wait for it to end or choose another")
+            raise in_use(name)
         if len(self.models) > 1:
             message = msgspec.structs.replace(message, model=served.facts.name)
         self._mailboxes[name] = reading.mailbox
@@ -118,18 +127,24 @@ class Desk:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its reader gets what there is, finished as aborted."""
+        if request_id in self._preparing:
+            self._preparing[request_id] = True
+            return
         track = self._outputs.tracks.get(request_id)
         self.client.send(Abort(request_id))
         if track is not None:
-            self._outputs.drop(request_id)
-            track.abort()
-            mailbox = self._mailboxes[request_id]
-            self._close(track)
-            mailbox.put(track)
+            self._abort(track)
+
+    def _abort(self, track: Track) -> None:
+        self._outputs.drop(track.id)
+        track.abort()
+        mailbox = self._mailboxes[track.id]
+        self._close(track)
+        mailbox.put(track)
 
     async def abort_all(self) -> int:
         """Every request of this front end; how many there were."""
-        names = list(self._outputs.tracks)
+        names = [*self._outputs.tracks, *(name for name, aborted in self._preparing.items() if not aborted)]
         for name in names:
             await self.abort(name)
         return len(names)
@@ -253,6 +268,10 @@ class Desk:
     def _look_ready(self) -> None:
         if self.is_ready:
             _wake(self._waiters)
+
+
+def in_use(name: str) -> UserError:
+    return UserError(f"request id {name!r} is in use; wait for it to end or choose another")
 
 
 def _wake(waiters: list[asyncio.Future[None]]) -> None:

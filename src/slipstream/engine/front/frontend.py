@@ -5,14 +5,15 @@ Nothing here needs torch: where the core is another process, none is loaded into
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
 from slipstream.config.options import options_of
 from slipstream.engine.front import pooling_calls
-from slipstream.engine.front.ahead import off_loop, size_of
-from slipstream.engine.front.desk import Desk
+from slipstream.engine.front.ahead import EACH, off_loop, size_of
+from slipstream.engine.front.desk import Desk, in_use
 from slipstream.engine.front.inputs import InputProcessor, Message, Prepared, Prompt
 from slipstream.engine.front.pool_inputs import PoolInputs
 from slipstream.engine.front.pool_results import (
@@ -23,6 +24,7 @@ from slipstream.engine.front.pool_results import (
     ScoringRequestOutput,
 )
 from slipstream.engine.front.pooling_calls import PoolParams, PoolPrompts, Texts
+from slipstream.engine.front.reading import Reading
 from slipstream.engine.front.results import Increment, RequestOutput
 from slipstream.engine.front.served import POOLING_TASKS, SCORING
 from slipstream.engine.link.client import CoreClient
@@ -83,11 +85,8 @@ class AsyncEngine(Desk):
         """Each result holds all there is so far. A slow reader gets fewer of them."""
         model = self._named(model, "generate")
         inputs, name = self._inputs(model), self._name(request_id)
-        prepared = await off_loop(
-            size_of(prompt),
-            lambda: inputs.submit(name, prompt, sampling_params, priority=priority, cache_salt=cache_salt),
-        )
-        with self.read([prepared], model) as reading:
+        make = partial(inputs.submit, name, prompt, sampling_params, priority=priority, cache_salt=cache_salt)
+        async with self._begin(name, model, size_of(prompt), make) as reading:
             async for (track,) in reading:
                 yield track.result()
 
@@ -103,10 +102,8 @@ class AsyncEngine(Desk):
         model = self._named(model, "generate")
         inputs, name = self._inputs(model), self._name(request_id)
         text = inputs.render_chat(messages, **template)
-        prepared = await off_loop(
-            len(text), lambda: inputs.submit(name, text, sampling_params, add_special_tokens=False)
-        )
-        with self.read([prepared], model) as reading:
+        make = partial(inputs.submit, name, text, sampling_params, add_special_tokens=False)
+        async with self._begin(name, model, len(text), make) as reading:
             async for (track,) in reading:
                 yield track.result()
 
@@ -121,11 +118,24 @@ class AsyncEngine(Desk):
         """What is new in each sample, as it comes; what a slow reader missed comes as one. Costs what is new."""
         model = self._named(model, "generate")
         inputs, name = self._inputs(model), self._name(request_id)
-        prepared = await off_loop(size_of(prompt), lambda: inputs.submit(name, prompt, sampling_params))
-        with self.read([prepared], model) as reading:
+        make = partial(inputs.submit, name, prompt, sampling_params)
+        async with self._begin(name, model, size_of(prompt), make) as reading:
             async for (track,) in reading:
                 if new := track.increment():
                     yield new
+
+    @asynccontextmanager
+    async def _begin(self, name: str, model: str, size: int, make: Callable[[], Prepared]) -> AsyncIterator[Reading]:
+        """A request, once its prompt is encoded. An abort that comes before that waits for it."""
+        if name in self._preparing or name in self._mailboxes:
+            raise in_use(name)
+        self._preparing[name] = False
+        try:
+            prepared = await off_loop(size, make)
+        finally:
+            aborted = self._preparing.pop(name)
+        with self.read([prepared], model, aborted=aborted) as reading:
+            yield reading
 
     # Pooling: the verbs of `LLM`, each a list of results
 
@@ -174,7 +184,7 @@ class AsyncEngine(Desk):
             while True:
                 batches = next(call) if found is None else call.send(found)
                 feed = pooling_calls.Feed(self.pool_inputs(model), batches, self.new_id, plain=True)
-                size = sum(size_of(prompt) for batch in batches for prompt in batch.prompts)
+                size = sum(EACH + size_of(prompt) for batch in batches for prompt in batch.prompts)
                 submits: list[Prepared] = await off_loop(size, partial(list, feed))
                 with self.read((), model, stream=False) as reading:
                     found = feed.results(await reading.feed(submits))  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ from slipstream.text.tokenizer import Tokenizer
 # a text, token ids, an object with either, or a pair of texts
 PoolPrompt = str | Sequence[int] | Mapping[str, Any] | tuple[str, str] | NDArray[Any]
 
+_MARKS = 4  # tokens that are set around a text
 _Cut = tuple[int | None, str]  # the length a text is cut to, and from which end
 
 
@@ -36,6 +37,8 @@ class Batch(msgspec.Struct, frozen=True):
     params: PoolingParams | Sequence[PoolingParams]
     prefix: str = ""  # before texts
     role: Role = PLAIN  # what late interaction makes of texts; token ids are taken as they are
+    first: int = 0  # of the call's prompts of this kind, where these are a part of them
+    total: int | None = None  # of those; None: these are all
 
     def each_params(self) -> Sequence[PoolingParams]:
         return [self.params] if isinstance(self.params, PoolingParams) else self.params
@@ -64,7 +67,7 @@ class PromptReader:
         """A part of the batch."""
         prompts, prefix, role = batch.prompts[part], batch.prefix, batch.role
         params = [batch.params] * len(prompts) if isinstance(batch.params, PoolingParams) else batch.params[part]
-        start, total = part.start, len(batch.prompts)
+        start, total = part.start, len(batch.prompts) if batch.total is None else batch.total
         prepared: list[Prepared | None] = [None] * len(prompts)
         texts: dict[_Cut, list[int]] = {}  # places of texts by how they are cut
         pairs: dict[_Cut, list[int]] = {}
@@ -125,7 +128,7 @@ class PromptReader:
         except UserError as error:
             if place < 0:
                 raise
-            raise error.of_prompt(start + place, total) from None
+            raise error.of_prompt(batch.first + start + place, total) from None
         return done
 
     def text_ids(self, text: str, params: PoolingParams, prefix: str = "") -> list[int]:
@@ -139,6 +142,12 @@ class PromptReader:
         if max(ids) >= self.facts.vocab_size:
             raise InvalidPrompt(f"token id {max(ids)} is unknown; {self.facts.known_ids}")
         return ids
+
+    def most_tokens(self, text: str, params: PoolingParams, role: Role) -> int:
+        """That a text may have, without reading it: hardly any has more tokens than bytes."""
+        limit = self._limit(params, role)[0]
+        length = min(len(text.encode(errors="replace")) + _MARKS, self.facts.max_model_len)
+        return max(length if limit is None else min(length, limit + 1), min(role.filled, self.facts.max_model_len))
 
     def _kept(self, ids: array[int], params: PoolingParams) -> array[int]:
         keep = params.truncate_prompt_tokens

@@ -30,8 +30,8 @@ from slipstream.errors import InvalidParams, InvalidPrompt, SlipstreamError, Use
 from slipstream.messages import Submit
 from slipstream.pooling_params import PoolingParams, Task
 
-PAIRS_TOGETHER = 16
-"""Queries that are sent before their documents, where each has its own."""
+PAIRS_TOGETHER = 128
+"""The most queries that are sent at once where each has its own document."""
 
 T = TypeVar("T")
 _WHOLE = (int, np.integer)
@@ -186,25 +186,35 @@ def _by_tokens(
 ) -> Call[list[ScoringRequestOutput]]:
     """The device keeps the queries and compares: only numbers leave it."""
     call = uuid.uuid4().hex
-    uses = len(right) if len(left) == 1 else 1
-    keys = [f"{call}-{place}" for place in range(len(left))]
-    asking = [params.with_changes(query_key=key, query_uses=uses) for key in keys]
-    answering = [params.with_changes(query_key=key) for key in keys]
-    # where each query has its own document some are sent, then what they are for: the device keeps few at once
-    together = len(right) if len(left) == 1 else PAIRS_TOGETHER
-    batches: list[Batch] = []
-    for first in range(0, len(right), together):
-        part = slice(first, first + together)
-        own = answering[0] if len(left) == 1 else answering[part]
-        batches.append(Batch(left[part], asking[part], before[0], inputs.pooling.query))
-        batches.append(Batch(right[part], own, before[1], inputs.pooling.document))
-    results = iter((yield batches))
-    found = [list(islice(results, len(batch.prompts))) for batch in batches]
-    return [
-        _scored(one, None if one.found is None else float(one.outputs.data.flat[0]), one.error)
-        for documents in found[1::2]
-        for one in documents
-    ]
+    alone, roles = len(left) == 1, (inputs.pooling.query, inputs.pooling.document)
+    scored: list[ScoringRequestOutput] = []
+    for part in [slice(0, len(right))] if alone else _together(inputs, left, params, before[0]):
+        queries, documents = left[part], right[part]
+        keys = [f"{call}-{part.start + place}" for place in range(len(queries))]
+        asking = [params.with_changes(query_key=key, query_uses=len(right) if alone else 1) for key in keys]
+        answering = [params.with_changes(query_key=key) for key in keys]
+        found = yield [
+            Batch(queries, asking, before[0], roles[0], part.start, len(left)),
+            Batch(documents, answering[0] if alone else answering, before[1], roles[1], part.start, len(right)),
+        ]
+        scored += [
+            _scored(one, None if one.found is None else float(one.outputs.data.flat[0]), one.error)
+            for one in found[len(queries) :]
+        ]
+    return scored
+
+
+def _together(inputs: PoolInputs, queries: Sequence[str], params: PoolingParams, before: str) -> Iterator[slice]:
+    """Places of queries that the device may keep at once, and of their documents. Other calls find room too."""
+    most = None if inputs.facts.most_kept is None else inputs.facts.most_kept // 4
+    start = size = 0
+    for place, text in enumerate(queries):
+        own = inputs.most_tokens(before + text, params, inputs.pooling.query)
+        if place > start and (place - start == PAIRS_TOGETHER or (most is not None and size + own > most)):
+            yield slice(start, place)
+            start, size = place, 0
+        size += own
+    yield slice(start, len(queries))
 
 
 def _scored(found: PoolingRequestOutput[Any], number: float | None, error: str | None) -> ScoringRequestOutput:

@@ -23,7 +23,7 @@ class Mailbox:
         self._wake()
 
     def fail(self, error: BaseException) -> None:
-        self._error = error
+        self._error = self._error or error  # the first is the cause
         self._wake()
 
     async def get(self) -> list[Track]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import traceback
 
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.link.client import Listener
 from slipstream.engine.link.wire import Begun, FromCore, Refused, ToCore
+from slipstream.errors import SlipstreamError
 from slipstream.messages import Abort
 
 
@@ -52,13 +54,15 @@ class ThreadClient:
             message = self.inbox.get()
             if message is None:
                 return False
+            if isinstance(message, Abort):
+                self.core.abort(message)
+                continue
             try:
-                if isinstance(message, Abort):
-                    self.core.abort(message)
-                else:
-                    self.core.submit(*message.submits)
-            except Exception as error:  # this request's alone
-                self._tell([Refused.of(message.request_id, error)])
+                self.core.submit(*message.submits)
+            except Exception as error:  # theirs alone
+                if not isinstance(error, SlipstreamError):
+                    traceback.print_exc()
+                self._tell([Refused.of(each.request_id, error) for each in message.submits])
         return True
 
     def _tell(self, messages: list[FromCore]) -> None:

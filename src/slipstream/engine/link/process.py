@@ -69,8 +69,8 @@ class CoreProcess:
         self.lanes.close()
 
     def _take(self, connection: Connection, message: ToCore) -> None:
-        name = message.request_id
         if isinstance(message, Abort):
+            name = message.request_id
             owner = self._owners.get(name)
             if owner is not None and owner[0] is not connection:
                 return  # somebody else's
@@ -83,10 +83,10 @@ class CoreProcess:
             self.lanes.submit(*message.submits)
         except EngineDead:
             raise
-        except Exception as error:  # this request's alone
+        except Exception as error:  # theirs alone
             if not isinstance(error, SlipstreamError):
                 traceback.print_exc()
-            self.hub.send(connection, [Refused.of(name, error)])
+            self.hub.send(connection, [Refused.of(each.request_id, error) for each in message.submits])
             return
         for each in message.submits:
             self._owners[each.request_id] = connection, each.num_samples

@@ -169,7 +169,7 @@ def match_words(words: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
     """[R, W] bool: whether the word's last token would complete it now.
 
     words [R, W, L] are written backwards, the last token first, and padded with -1. tail [R, at least L - 1] holds
-    the row's tokens likewise, the newest first, padded with any other negative number.
+    the row's tokens likewise, the newest first, padded with -1 too, which no token is.
     """
     before = words[..., 1:]
     met = (before == tail[:, None, : before.shape[2]]) | (before < 0)

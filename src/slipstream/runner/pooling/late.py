@@ -39,31 +39,38 @@ class QueryStore:
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Host: documents of so many tokens, each with the number and the size of its query. The closure turns their
         token vectors [T, width] into scores [documents, 1]."""
-        distinct = {number: place for place, number in enumerate(dict.fromkeys(numbers))}
         starts = np.cumsum([0, *counts])
-        # a document without a token that counts is compared with nothing, which makes 0
-        sizes = [
-            (distinct[number], start, count, size if count else 0)
-            for number, start, count, size in zip(numbers, starts[:-1], counts, query_sizes, strict=True)
-        ]
-        span = upload.put(np.array(sizes, np.int64).T)
         longest, of_query = max(counts), max(query_sizes)
         most = max(1, MOST_SCORES // max(1, longest * of_query, max(longest, of_query) * width))
-        parts = [(first, max(1, *counts[first : first + most])) for first in range(0, len(counts), most)]
+        parts, places = [], []
+        for first in range(0, len(counts), most):
+            place_of = {number: place for place, number in enumerate(dict.fromkeys(numbers[first : first + most]))}
+            places += [place_of[number] for number in numbers[first : first + most]]
+            parts.append((first, list(place_of), max(1, *counts[first : first + most])))
+        # a document without a token that counts is compared with nothing, which makes 0
+        of_queries = [size if count else 0 for size, count in zip(query_sizes, counts, strict=True)]
+        span = upload.put(np.array([places, starts[:-1], counts, of_queries], np.int64))
 
         def score(lines: torch.Tensor) -> torch.Tensor:
             if not len(lines):
                 return lines.new_zeros(len(counts), 1)
-            queries = pad_sequence([self._kept[number] for number in distinct], batch_first=True)
             scores = []
-            for first, most_tokens in parts:
-                which, starts, num_tokens, num_query = upload.tensor(span)[:, first : first + most].unsqueeze(2)
+            for first, own, most_tokens in parts:
+                which, begins, num_tokens, num_query = upload.tensor(span)[:, first : first + most].unsqueeze(2)
                 place = torch.arange(most_tokens, device=lines.device)
-                index = (starts + place).clamp_(max=len(lines) - 1)  # past a document's end any line will do
-                documents = lines.index_select(0, index.flatten()).unflatten(0, index.shape)
-                products = queries.index_select(0, which.flatten()) @ documents.transpose(1, 2)
-                # [documents, query tokens, document tokens]
-                best = products.masked_fill_((place >= num_tokens).unsqueeze(1), -torch.inf).amax(2)
+                if most == 1:  # it may be larger than what is made together
+                    documents = lines[min(starts[first], len(lines) - 1) :][:most_tokens].unsqueeze(0)
+                else:
+                    index = (begins + place).clamp_(max=len(lines) - 1)  # past a document's end any line will do
+                    documents = lines.index_select(0, index.flatten()).unflatten(0, index.shape)
+                queries = pad_sequence([self._kept[number] for number in own], batch_first=True)
+                queries, none = queries.index_select(0, which.flatten()), (place >= num_tokens).unsqueeze(1)
+                # [documents, query tokens, document tokens], of all query tokens unless a pair alone is too large
+                products = (
+                    (some @ documents.transpose(1, 2)).masked_fill_(none, -torch.inf).amax(2)
+                    for some in queries.split(max(1, MOST_SCORES // (len(which) * most_tokens)), dim=1)
+                )
+                best = torch.cat(list(products), 1)
                 unused = torch.arange(best.shape[1], device=lines.device) >= num_query
                 scores.append(best.masked_fill_(unused, 0).sum(1, keepdim=True))
             return scores[0] if len(scores) == 1 else torch.cat(scores)

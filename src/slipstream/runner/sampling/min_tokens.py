@@ -22,6 +22,7 @@ class MinTokens:
 
     def __init__(self, num_rows: int, vocab_size: int, device: Device, most_ids: int) -> None:
         self.vocab_size = vocab_size
+        self.most_ids = most_ids
         self.slots = StagedSlots(num_rows, device)
         self.missing = np.zeros(num_rows, np.int64)  # draws for which the row still needs the stage
         self.limit = np.zeros(num_rows, np.int64)  # first position at which the text may end
@@ -88,6 +89,10 @@ class MinTokens:
 
     def asks(self, rows: Ints) -> bool:
         return len(self.slots) > 0 and bool((self.missing[rows] > 0).any())
+
+    def can_capture(self, rows: Ints) -> bool:
+        """Whether `by_row` may be asked for, where every row has a line, as long as the longest."""
+        return self.ids.is_roomy and len(rows) * self.ids.shape[1] <= self.most_ids
 
     def by_row(self, rows: Ints) -> ByRow:
         self.missing[rows] -= self.missing[rows] > 0

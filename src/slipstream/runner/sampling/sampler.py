@@ -131,7 +131,7 @@ class Sampler:
         rows, num_logprobs = _sampling_rows(plan), plan.num_logprobs
         if num_logprobs is not None and (self.long.asks(rows) or self.given.slots.asks(rows)):
             return None
-        if self._bad_words.asks(rows):
+        if self._bad_words.asks(rows) or (self._min_tokens.asks(rows) and not self._min_tokens.can_capture(rows)):
             return None
         stages: tuple[ByRowStage, ...] = (self._bias, self._min_tokens, self._penalties)
         works = [stage.by_row(rows) for stage in stages if stage.asks(rows)]

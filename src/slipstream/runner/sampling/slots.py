@@ -15,6 +15,7 @@ from slipstream.runner.batch.staging import Span, StagedTensor, Upload
 from slipstream.step import Ints
 
 _FIRST = 4  # slots and columns that a table has at least, unless it comes to its bound
+_MOST_TABLES = 32  # of one kind of list with which work is captured; doubling, one comes to its bound before that
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +139,8 @@ class Lists:
         self.sizes = np.zeros((len(slots.of_row), num_dims), np.int64)  # by row; 0 for those without a list
         self.shape = (0,) * (1 + num_dims)  # the host's idea of it, steps ahead
         self.tensor = torch.zeros(self.shape, dtype=dtype, device=device.torch_device)
-        self.number = 0  # of tensors there were: work that was captured with one must not run with another
+        self.number = 0  # of tensors that are roomy: work that was captured with one must not run with another
+        self.is_roomy = True  # not made for those alone who are here; else each newcomer may bring another
         self._most = most
         self._fill = fill
 
@@ -161,8 +163,9 @@ class Lists:
         exact = (len(kept), *largest[1:])
         # as large as it was besides: a size that comes and goes would be captured anew each time
         roomy = tuple(max(_FIRST, _power(size), there) for size, there in zip(exact, self.shape, strict=True))
-        shape = self.shape = roomy if math.prod(roomy) <= self._most else exact
-        self.number += 1
+        self.is_roomy = math.prod(roomy) <= self._most and self.number < _MOST_TABLES
+        self.number += self.is_roomy
+        shape = self.shape = roomy if self.is_roomy else exact
         span, fill = upload.put(known), self._fill
 
         def copy() -> None:

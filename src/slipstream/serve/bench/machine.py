@@ -31,10 +31,16 @@ class GpuRates(msgspec.Struct, frozen=True):
         return f"this GPU gives {self.product_tflops:.0f} TFLOP/s and {self.copy_tbs:.2f} TB/s"
 
 
-def measure_gpu(kind: str) -> GpuRates:
-    """The host waits for it, about 1.5 s."""
-    if kind != "cuda":
+def check_gpu(device: str) -> None:
+    """Refuses what is not one, before anything is loaded for it."""
+    from slipstream.device.device import device_facts  # brings torch
+
+    if (kind := device_facts(device).kind) != "cuda":
         raise InvalidOption(f"--machine is for CUDA GPUs, and this engine runs on {kind}; leave it out")
+
+
+def measure_gpu() -> GpuRates:
+    """The host waits for it, about 1.5 s."""
     import torch  # not needed for help
 
     def clock(work: Work, count: int) -> float:

@@ -16,7 +16,7 @@ from slipstream.engine.progress import progress
 from slipstream.errors import InvalidOption
 from slipstream.params import SamplingParams
 from slipstream.serve.bench import report
-from slipstream.serve.bench.machine import measure_gpu
+from slipstream.serve.bench.machine import check_gpu, measure_gpu
 from slipstream.serve.bench.measure import Trial, measure
 from slipstream.serve.bench.shapes import SHAPES, Shape
 from slipstream.serve.bench.startup import measure_startup
@@ -98,6 +98,13 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         if (value := getattr(args, name)) is not None and value < 1:
             raise InvalidOption(f"{name} is {value}; give a whole number from 1 up")
     options = bench_options(engine_options(args), detokenize=args.detokenize)
+    if args.machine:
+        if args.kind in ("serve", "startup"):
+            raise InvalidOption(
+                f"--machine is for an engine in this process, and {args.kind} measures others; leave it out, or "
+                "measure throughput with it first"
+            )
+        check_gpu(options.get("device", "auto"))
     if args.kind == "startup":
         return _run_startup(options, args)
     own = Workload(
@@ -137,7 +144,7 @@ class _Bench:
         self.startup = startup
         self.facts: dict[str, Any] = {"startup_seconds": startup, "engine": engine_facts(llm.config)}
         if args.machine:
-            rates = measure_gpu(llm.config.device.kind)
+            rates = measure_gpu()
             self.facts["machine"] = msgspec.to_builtins(rates)
             self._tell(str(rates))
 

@@ -36,7 +36,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str | None, _doc("where traces are sent, as OTLP over HTTP; needs the extra otel")
     ] = None
 
-    max_queued_requests: Annotated[int, _doc("prompts that may wait for their first token; more get 429")] = 1024
+    max_queued_requests: Annotated[int, _doc("prompts that may wait; more get 429, or 400 if of one request")] = 1024
     max_queued_tokens: Annotated[int, _doc("tokens of the prompts that wait; more get 429")] = 2**22
     request_timeout: Annotated[
         float | None, _doc("seconds a request may take in all; a request may ask for less by X-Request-Timeout")

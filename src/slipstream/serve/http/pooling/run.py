@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from slipstream.engine.front.ahead import LONG, off_loop
+from slipstream.engine.front.ahead import EACH, LONG, off_loop
 from slipstream.engine.front.inputs import Prepared
 from slipstream.engine.front.outputs import PoolTrack
 from slipstream.engine.front.pool_inputs import PoolInputs
@@ -54,7 +54,7 @@ async def run(call: Call, chosen: Chosen, verb: Verb[T], size: int) -> tuple[T, 
             batches = next(verb) if found is None else verb.send(found)
             feed = Feed(chosen.inputs, batches, engine.new_id, plain=True)
             state.admit(feed.total)
-            submits: list[Prepared] = await off_loop(size, partial(list, feed))
+            submits: list[Prepared] = await off_loop(size + EACH * feed.total, partial(list, feed))
             count = sum(len(message.prompt_token_ids) for message, _ in submits)
             state.admit(len(submits), count)  # others came while we tokenised
             num_tokens += count

@@ -30,7 +30,10 @@ def bench(capsys, model, flags):
 
 
 def test_json_holds_what_was_run_and_how_fast(model, capsys):
-    out = bench(capsys, model, "--json --num-prompts 6 --input-len 20 --output-len 5 --repeats 2")
+    flags = ["--json", "--num-prompts", "6", "--input-len", "20", "--output-len", "5", "--repeats", "2"]
+    assert main(["bench", *model, *flags]) == 0
+    out, table = capsys.readouterr()
+    assert ": 6 x 20 -> 5, best of 2\n" in table and "between tokens" in table
     facts = json.loads(out)
     assert (facts["input_tokens"], facts["output_tokens"], facts["num_requests"]) == (120, 30, 6)
     assert facts["cached_tokens"] == 0  # the second trial has prompts of its own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from slipstream.serve.bench.measure import Spread, Trial
@@ -16,6 +17,11 @@ COLUMNS = (
     f"{'shape':<10}{'out/s':>10}{'total/s':>11}{'ms/token':>10}{'itl p50':>9}{'p99':>8}{'ttft p50':>10}{'p99':>9}"
     f"{'steps':>7}{'busy':>7}"
 )
+
+
+def show(text: str, *, beside_json: bool) -> None:
+    """Where standard output is for JSON, a reader finds the table on the other."""
+    print(text, file=sys.stderr if beside_json else sys.stdout, flush=True)
 
 
 def engine_line(config: EngineConfig) -> str:

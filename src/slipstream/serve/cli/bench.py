@@ -86,7 +86,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument("--detokenize", action="store_true", help="make text too; needs the model's tokenizer")
     command.add_argument("--logprobs", type=int, metavar="N", help="likeliest tokens to report with each token")
     command.add_argument("--machine", action="store_true", help=MACHINE_HELP)
-    command.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    command.add_argument("--json", action="store_true", help="print one JSON object, and the table to standard error")
     bench_serve.add_flags(command)
     add_sampling_flags(command, max_tokens=None, names=SAMPLING)
     add_engine_flags(command)
@@ -243,20 +243,19 @@ class _Bench:
     def _print(self, workload: dict[str, Any], trials: list[Trial], note: str) -> None:
         """One workload in full."""
         seconds = [trial.seconds for trial in trials]
-        self._print_json({"workload": workload} | trials[0].facts() | {"trial_seconds": seconds})
         shown = {name: value for name, value in workload.items() if name != "rate"}
         best_of = f", best of {len(trials)}" if len(trials) > 1 else ""
         self._tell(
             f"{report.engine_line(self.llm.config)}: {report.shape_line(Workload(**shown))}{note}{best_of}\n"
             + report.trial_table(trials[0], self.startup)
         )
+        self._print_json({"workload": workload} | trials[0].facts() | {"trial_seconds": seconds})
 
     def _print_header(self, columns: str) -> None:
         self._tell(f"{report.engine_line(self.llm.config)}, start-up {self.startup:.2f} s\n{columns}")
 
     def _tell(self, text: str) -> None:
-        if not self.args.json:
-            print(text, flush=True)
+        report.show(text, beside_json=self.args.json)
 
     def _print_json(self, found: dict[str, Any]) -> None:
         if self.args.json:
@@ -269,10 +268,9 @@ def _run_startup(options: dict[str, Any], args: argparse.Namespace) -> int:
             print(text, file=sys.stderr)
 
     starts = measure_startup(options, tell)
+    report.show(report.startup_table(starts), beside_json=args.json)
     if args.json:
         print(json.dumps({"options": options, "starts": msgspec.to_builtins(starts)}))
-    else:
-        print(report.startup_table(starts))
     return 0
 
 

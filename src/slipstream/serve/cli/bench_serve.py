@@ -11,6 +11,7 @@ import msgspec
 
 from slipstream.engine.progress import progress
 from slipstream.errors import EngineDead, InvalidOption
+from slipstream.serve.bench.report import show
 from slipstream.serve.bench.workload import Workload
 
 
@@ -33,16 +34,16 @@ def run_serve(args: argparse.Namespace, workload: Workload, changes: dict[str, A
         report, answers = run_online(
             target, workload, params, rate=args.rate, concurrency=args.concurrency, advance=advance
         )
+    how = f"{args.rate:g} requests a second" if args.rate else f"{args.concurrency or workload.num_prompts} at once"
+    lines = [f"{args.url}: {workload.num_prompts} x {workload.input_len} -> {workload.output_len}, {how}"]
+    lines += report.lines()
+    if args.plot:
+        done = [answer for answer in answers if answer.status == 200 and answer.times]
+        lines += histogram([answer.times[0] - answer.sent for answer in done], "first token")
+        lines += histogram([answer.end - answer.sent for answer in done], "whole request")
+    show("\n".join(lines), beside_json=args.json)
     if args.json:
         print(json.dumps({"workload": workload.facts(), "report": msgspec.to_builtins(report)}))
-    else:
-        how = f"{args.rate:g} requests a second" if args.rate else f"{args.concurrency or workload.num_prompts} at once"
-        print(f"{args.url}: {workload.num_prompts} x {workload.input_len} -> {workload.output_len}, {how}")
-        print("\n".join(report.lines()))
-        if args.plot:
-            done = [answer for answer in answers if answer.status == 200 and answer.times]
-            print("\n".join(histogram([answer.times[0] - answer.sent for answer in done], "first token")))
-            print("\n".join(histogram([answer.end - answer.sent for answer in done], "whole request")))
     if not report.statuses.get("200"):
         raise EngineDead(f"no request was answered: {next((a.error for a in answers if a.error), report.statuses)}")
     return 0

@@ -28,6 +28,7 @@ from slipstream.engine.front.prompts import Prompts
 from slipstream.engine.front.results import RequestOutput
 from slipstream.engine.front.served import POOLING_TASKS, SCORING, ServedModel, choose
 from slipstream.engine.garbage import nothing_old
+from slipstream.engine.progress import progress
 from slipstream.errors import InvalidParams, InvalidPrompt
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams, Task
@@ -285,22 +286,23 @@ class LLM:
             add_special_tokens=add_special_tokens,
         )
         submits = asked if asked.is_sure else list(asked)
-        with self._drive.turn():
+        with self._drive.turn(), progress(len(prompts), "prompts", use_tqdm) as advance:
             late = self._drive.may_be_late(served, asked.asked)
-            tracks = self._drive.run(served, submits, len(prompts), use_tqdm=use_tqdm, late=late)
+            tracks = self._drive.run(served, submits, advance, late=late)
         return [track.result() for track in tracks]
 
     def _call(self, served: ServedModel, call: pooling_calls.Call[T], use_tqdm: bool) -> T:
         """Run a verb of pooling: what it asks for, until it has what it wants."""
         self._drive.check_open()
-        found: pooling_calls.Results | None = None
         try:
-            while True:
-                batches = next(call) if found is None else call.send(found)
-                feed = pooling_calls.Feed(served.require_pooling(), batches, self._new_id)
-                with self._drive.turn(), nothing_old():
-                    tracks = self._drive.run(served, feed, feed.total, use_tqdm=use_tqdm, late=feed.is_level)
-                    found = feed.results(tracks)  # type: ignore[arg-type]
+            batches = next(call)
+            with progress(sum(batch.num_of_call for batch in batches), "prompts", use_tqdm) as advance:
+                while True:
+                    feed = pooling_calls.Feed(served.require_pooling(), batches, self._new_id)
+                    with self._drive.turn(), nothing_old():
+                        tracks = self._drive.run(served, feed, advance, late=feed.is_level)
+                        found = feed.results(tracks)  # type: ignore[arg-type]
+                    batches = call.send(found)
         except StopIteration as end:
             result: T = end.value
             return result

@@ -45,7 +45,7 @@ class World:
     def run(self, messages, late=True):
         prepared = [(message, None) for message in messages]
         with self.drive.turn():
-            return self.drive.run(SERVED, prepared, len(prepared), use_tqdm=False, late=late)
+            return self.drive.run(SERVED, prepared, late=late)
 
 
 def tokens_of(track):
@@ -172,7 +172,7 @@ def test_what_is_not_ready_is_waited_for_only_where_a_step_has_room(depth):
     messages = [submit(f"r{place}", [place + 1] * 8, max_tokens=3) for place in range(20)]
     late, early = (World(depth, max_num_batched_tokens=16, max_num_seqs=4) for _ in range(2))
     prompts = Late((message, None) for message in messages)
-    found = late.drive.run(SERVED, prompts, 20, use_tqdm=False, late=True)
+    found = late.drive.run(SERVED, prompts, late=True)
     wanted = early.run(messages, late=False)
     assert [tokens_of(track) for track in found] == [tokens_of(track) for track in wanted]
     assert list(map(str, late.plans)) == list(map(str, early.plans))
@@ -196,7 +196,7 @@ def test_prompts_that_are_refused_or_cannot_be_read_end_the_call_and_not_the_eng
         raise error("no")
 
     with pytest.raises(error, match="no"):
-        world.drive.run(SERVED, prompts(), 20, use_tqdm=False, late=True)
+        world.drive.run(SERVED, prompts(), late=True)
     assert not world.drive.outputs.tracks and not world.core.scheduler.num_running
     world.core.scheduler.check()
     (track,) = world.run([submit("next", [1, 2], max_tokens=3)])
@@ -218,7 +218,7 @@ def test_an_error_that_was_dealt_with_holds_on_to_no_prompts(place):
     gc.disable()
     try:
         with pytest.raises(ValueError, match="no") as found:
-            world.drive.run(SERVED, prompts, 2, use_tqdm=False, late=True)
+            world.drive.run(SERVED, prompts, late=True)
         del found, prompts
         assert kept() is None
     finally:
@@ -297,7 +297,7 @@ def test_the_wait_for_prompts_is_not_the_cores_time(depth):
                 yield prepared
 
     prompts = Slow((submit(f"r{place}", [place + 1] * 8, max_tokens=3), None) for place in range(20))
-    world.drive.run(SERVED, prompts, 20, use_tqdm=False, late=True)
+    world.drive.run(SERVED, prompts, late=True)
     total, num_steps = account.total, len(world.plans)
     assert total.num_steps == num_steps and total.host == pytest.approx(0.001 * num_steps)
     assert world.core.pace._host < 0.0011

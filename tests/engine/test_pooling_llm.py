@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 import torch
 
-import slipstream
+import slipstream.llm
 from slipstream import AsyncEngine
 from slipstream.errors import (
     InvalidOption,
@@ -227,7 +228,7 @@ def test_yes_and_no_of_a_reranker(tmp_path):
         assert found.outputs.score == pytest.approx(float(expected), abs=1e-5)
 
 
-def test_late_interaction_is_the_sum_of_the_nearest(folders):
+def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
     options = {"task": "token_embed", "use_tqdm_on_load": False}
     with LLM(str(folders / "embedder"), **options) as llm:
         import msgspec
@@ -249,7 +250,20 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders):
         served.pool_inputs.facts = msgspec.structs.replace(facts, most_kept=most)
         firsts, seconds = (TEXTS * 20)[:70], (TEXTS[1:] * 20)[:70]
         made = dict(zip(TEXTS, matrices, strict=True))
+        bars = []
+
+        @contextmanager
+        def progress(total, what, shown):
+            bars.append([total, 0])
+
+            def advance(num_tokens):
+                bars[-1][1] += 1
+
+            yield advance
+
+        monkeypatch.setattr(slipstream.llm, "progress", progress)
         many = [one.outputs.score for one in llm.score(firsts, seconds)]
+        assert bars == [[140, 140]]  # one for all parts of the call
         wanted = [float((made[a] @ made[b].T).max(1).sum()) for a, b in zip(firsts, seconds, strict=True)]
         np.testing.assert_allclose(many, wanted, rtol=1e-5)
         with pytest.raises(InvalidPrompt, match="empty"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from slipstream.engine.front.inputs import Prepared
@@ -15,7 +15,6 @@ from slipstream.engine.front.served import ServedModel
 from slipstream.engine.intake import Intake
 from slipstream.engine.interrupts import held_back, watched
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.progress import progress
 from slipstream.errors import EngineClosed
 from slipstream.messages import Abort
 from slipstream.scheduler.fits import fits_any
@@ -48,12 +47,11 @@ class Drive:
         self,
         served: ServedModel,
         submits: Iterable[Prepared],
-        total: int,
+        advance: Callable[[int], None] = lambda num_tokens: None,
         *,
-        use_tqdm: bool,
         late: bool = False,
     ) -> list[Track]:
-        """In a turn, step until all have ended.
+        """In a turn, step until all have ended. `advance` is told of each, with its number of tokens.
 
         With `late` the first step need not wait until all are taken in: a step asks for whom it has room for, and the
         others come while the device works. The steps are the same, if nobody has a claim to go before the others.
@@ -75,7 +73,7 @@ class Drive:
         try:
             if late:
                 core.scheduler.refill = intake.refill
-            with progress(total, "prompts", use_tqdm) as advance, watched() as hold:
+            with watched() as hold:
                 # what else is under way goes on meanwhile; without it, steps launched too far are seen off here
                 while not intake.ended or left or (core.has_work() and not self.outputs.tracks):
                     intake.take_some()

@@ -40,6 +40,10 @@ class Batch(msgspec.Struct, frozen=True):
     first: int = 0  # of the call's prompts of this kind, where these are a part of them
     total: int | None = None  # of those; None: these are all
 
+    @property
+    def num_of_call(self) -> int:
+        return len(self.prompts) if self.total is None else self.total
+
     def each_params(self) -> Sequence[PoolingParams]:
         return [self.params] if isinstance(self.params, PoolingParams) else self.params
 
@@ -67,7 +71,7 @@ class PromptReader:
         """A part of the batch."""
         prompts, prefix, role = batch.prompts[part], batch.prefix, batch.role
         params = [batch.params] * len(prompts) if isinstance(batch.params, PoolingParams) else batch.params[part]
-        start, total = part.start, len(batch.prompts) if batch.total is None else batch.total
+        start, total = part.start, batch.num_of_call
         prepared: list[Prepared | None] = [None] * len(prompts)
         texts: dict[_Cut, list[int]] = {}  # places of texts by how they are cut
         pairs: dict[_Cut, list[int]] = {}

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
-import traceback
 
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.link.client import Listener
 from slipstream.engine.link.wire import Begun, FromCore, Refused, ToCore
-from slipstream.errors import SlipstreamError
 from slipstream.messages import Abort
 
 
@@ -60,9 +58,7 @@ class ThreadClient:
             try:
                 self.core.submit(*message.submits)
             except Exception as error:  # theirs alone
-                if not isinstance(error, SlipstreamError):
-                    traceback.print_exc()
-                self._tell([Refused.of(each.request_id, error) for each in message.submits])
+                self._tell([*Refused.all_of(message, error)])
         return True
 
     def _tell(self, messages: list[FromCore]) -> None:

@@ -84,9 +84,7 @@ class CoreProcess:
         except EngineDead:
             raise
         except Exception as error:  # theirs alone
-            if not isinstance(error, SlipstreamError):
-                traceback.print_exc()
-            self.hub.send(connection, [Refused.of(each.request_id, error) for each in message.submits])
+            self.hub.send(connection, [*Refused.all_of(message, error)])
             return
         for each in message.submits:
             self._owners[each.request_id] = connection, each.num_samples

@@ -6,6 +6,7 @@ decoding gives messages of these types or raises `WireError`.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
@@ -31,6 +32,13 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     @classmethod
     def of(cls, request_id: str, error: Exception) -> Refused:
         return cls(request_id, type(error).__name__, str(error))
+
+    @classmethod
+    def all_of(cls, message: Submit | SubmitAll, error: Exception) -> list[Refused]:
+        """Where nobody meant the error, the core's log has its trace."""
+        if not isinstance(error, SlipstreamError):
+            traceback.print_exception(error)
+        return [cls.of(each.request_id, error) for each in message.submits]
 
     def error(self) -> Exception:
         """The exception again if it is one of ours; else nobody meant it, and its words are not for everybody."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 
 from scripted import VOCAB, Bench, alone
 from slipstream.errors import QueueFull, RequestTooLarge
 from slipstream.request import Request, Status
+from slipstream.scheduler.cache.matching import Matching
 
 
 class Day:
@@ -110,8 +112,24 @@ def test_a_random_day_changes_no_tokens(seed: int, depth: int) -> None:
     Day(seed, depth).run(150)
 
 
-def test_the_days_are_eventful() -> None:
+def test_the_days_are_eventful(monkeypatch: pytest.MonkeyPatch) -> None:
     """The fuzz is worth something only if all of it happens."""
+    kept: list[Request] = []
+    changed: list[Request] = []
+    keep, refresh = Matching.keep, Matching.refresh
+
+    def note_kept(matching: Matching) -> None:
+        kept.append(matching.request)
+        keep(matching)
+
+    def note_changed(matching: Matching) -> Sequence[list[int]]:
+        before = matching.pages
+        if refresh(matching) is not before:
+            changed.append(matching.request)
+        return matching.pages
+
+    monkeypatch.setattr(Matching, "keep", note_kept)
+    monkeypatch.setattr(Matching, "refresh", note_changed)
     days = [Day(seed, depth=2) for seed in range(14)]
     for day in days:
         day.run(150)
@@ -124,3 +142,4 @@ def test_the_days_are_eventful() -> None:
     assert any(request.num_preemptions > 1 for day in days for request in day.bench.requests)
     pooling = [request for day in days for request in day.bench.requests if request.pooling is not None]
     assert sum(request.num_cached > 0 for request in pooling) > 3
+    assert len(kept) > 50 and len(changed) > 20

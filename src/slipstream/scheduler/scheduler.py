@@ -238,28 +238,32 @@ class Scheduler:
                 request = self._waiting.head()  # none if it is parked
             if request is None or not self._seats.can_list(request, self.config.most_reported):
                 return
-            known = len(request.tokens)
-            hit = self._hit(request)
-            num = num_wanted(request, hit.length, known, builder, self.config)
-            if not num:
+            if not self._admit(request, watermark, builder, budget):
+                cache.keep_match(request)
                 return
-            if num > budget.tokens:
-                if not self.config.chunked_prefill:
-                    return
-                num = budget.tokens
-            length = hit.length + num
-            places = cache.places_for(length)
-            numbers = request.num_staged_ids + (known if request.params.needs_history else 0)
-            if not budget.can_stage(places, numbers):
-                return
-            changed = cache.reserve(request, length, hit, keep=watermark, known=known)
-            if changed is None:
-                return
-            budget.admit(num, places, numbers)
-            self._waiting.remove(request)
-            self._seat(request, hit, builder)
-            builder.change_pages(request.row, changed)
-            self._plan_chunk(request, num, builder)
+
+    def _admit(self, request: Request, watermark: int, builder: PlanBuilder, budget: Budget) -> bool:
+        """Seat a newcomer and plan its first chunk; False, and nothing has changed, if there is no room for it."""
+        cache, known = self.cache, len(request.tokens)
+        hit = self._hit(request)
+        num = num_wanted(request, hit.length, known, builder, self.config)
+        if not num or (num > budget.tokens and not self.config.chunked_prefill):
+            return False
+        num = min(num, budget.tokens)
+        length = hit.length + num
+        places = cache.places_for(length)
+        numbers = request.num_staged_ids + (known if request.params.needs_history else 0)
+        if not budget.can_stage(places, numbers):
+            return False
+        changed = cache.reserve(request, length, hit, keep=watermark, known=known)
+        if changed is None:
+            return False
+        budget.admit(num, places, numbers)
+        self._waiting.remove(request)
+        self._seat(request, hit, builder)
+        builder.change_pages(request.row, changed)
+        self._plan_chunk(request, num, builder)
+        return True
 
     def _hit(self, request: Request) -> Hit:
         """What a newcomer need not compute."""
@@ -393,6 +397,7 @@ class Scheduler:
             self._num_leaving -= 1
         else:
             self._waiting.remove(request)
+            self.cache.drop_match(request)
         request.status = Status.FINISHED
         if request.pooling is not None:
             self._queries.end(request.pooling)

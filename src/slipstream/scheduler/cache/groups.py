@@ -7,7 +7,7 @@ the null page.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slipstream.cache_spec import CacheSpec, WindowSpec
@@ -29,8 +29,11 @@ class Group(Protocol):
     def first_needed(self, length: int) -> int:
         """The first place whose page is read by the position that follows `length` computed ones, or by later ones."""
 
-    def match(self, hash_at: HashAt, limit: int) -> list[int]:
-        """Pages of the longest prefix that can be continued from the cache, at most `limit` pages long."""
+    def match(self, hash_at: HashAt, limit: int, known: Sequence[int] = ()) -> list[int]:
+        """Pages of the longest prefix that can be continued from the cache, at most `limit` pages long.
+
+        `known`: the answers for the first hashes, where every position is kept; they are not asked for again.
+        """
 
 
 class FullGroup:
@@ -46,10 +49,10 @@ class FullGroup:
     def first_needed(self, length: int) -> int:
         return 0
 
-    def match(self, hash_at: HashAt, limit: int) -> list[int]:
+    def match(self, hash_at: HashAt, limit: int, known: Sequence[int] = ()) -> list[int]:
         find = self.pool.find
-        pages: list[int] = []
-        for place in range(limit):
+        pages = list(known)
+        for place in range(len(pages), limit):
             page = find(hash_at(place))
             if page is None:
                 break
@@ -71,7 +74,7 @@ class WindowGroup:
     def first_needed(self, length: int) -> int:
         return max(0, length - self.spec.window + 1) // self.spec.page_size
 
-    def match(self, hash_at: HashAt, limit: int) -> list[int]:
+    def match(self, hash_at: HashAt, limit: int, known: Sequence[int] = ()) -> list[int]:
         """Only the last window before the prefix's end must be there."""
         find, page_size = self.pool.find, self.spec.page_size
         found: list[int] = []  # of neighbouring places, the last first

@@ -14,6 +14,7 @@ from slipstream.config.config import CacheConfig
 from slipstream.request import NEVER, Request
 from slipstream.scheduler.cache.groups import FullGroup, Group, make_group
 from slipstream.scheduler.cache.hashing import extend_hashes
+from slipstream.scheduler.cache.matching import Matching
 from slipstream.step import NULL_PAGE
 
 PUBLISH_PAGES = 4  # generated pages published at once: few, so that a row's turn is short, but not singly
@@ -49,6 +50,7 @@ class CacheManager:
         self.num_queries = 0  # tokens of requests admitted for the first time
         self.num_hits = 0  # of those, tokens found in the cache
         self.nothing = Hit(0, [[] for _ in self.groups])
+        self._matching: Matching | None = None  # of the request that was matched last
         self._holders: set[Request] = set()
 
     @property
@@ -76,28 +78,30 @@ class CacheManager:
         """The longest prefix that all groups agree on. At least one token is left to compute, to have logits."""
         if not self.prefix_caching or not self.groups:
             return self.nothing
-        tokens, hashes, page_size, salt = request.tokens, request.hashes, self.page_size, request.cache_salt
-        limit = (len(tokens) - 1) // page_size
-        full = len(tokens) // page_size
+        matching = self._matching
+        if matching is not None and matching.is_of(request):
+            pages = matching.refresh()
+        else:
+            self._drop_match()
+            self._matching = matching = Matching(request, self.groups, self._by_need, self.page_size)
+            pages = matching.pages
+        return Hit(len(pages[0]) * self.page_size, pages) if pages[0] else self.nothing
 
-        def hash_at(place: int) -> bytes:
-            if place >= len(hashes):
-                # some ahead, not all: a long prompt that misses early need not be hashed in one go
-                extend_hashes(hashes, tokens, min(full, place + 16), page_size, salt)
-            return hashes[place]
+    def keep_match(self, request: Request) -> None:
+        """The request that was matched last has to wait: the next match of it costs only what has changed by then."""
+        matching = self._matching
+        if matching is not None and matching.request is request and not matching.is_kept:
+            matching.keep()
 
-        if len(self.groups) == 1:
-            pages = self.groups[0].match(hash_at, limit)
-            return Hit(len(pages) * page_size, [pages]) if pages else self.nothing
-        found: dict[int, list[int]] = {}
-        while True:
-            agreed = limit
-            for index in self._by_need:
-                found[index] = self.groups[index].match(hash_at, agreed)
-                agreed = len(found[index])
-            if all(len(pages) == agreed for pages in found.values()):
-                return Hit(agreed * page_size, [found[index] for index in range(len(self.groups))])
-            limit = agreed
+    def drop_match(self, request: Request) -> None:
+        """Another match of this request will not be asked for."""
+        if self._matching is not None and self._matching.request is request:
+            self._drop_match()
+
+    def _drop_match(self) -> None:
+        if self._matching is not None and self._matching.is_kept:
+            self._matching.drop()
+        self._matching = None
 
     def fork(self, request: Request, leader: Request) -> Hit | None:
         """All but the last token of a running leader's prompt, for another sample of it.
@@ -183,14 +187,9 @@ class CacheManager:
     def _seat(self, request: Request, length: int, hit: Hit, keep: int, known: int) -> list[Run] | None:
         assert not request.pages, f"{request} holds pages already"
         num_places = -(-length // self.page_size)
-        for group, shared in zip(self.groups, hit.pages, strict=True):
-            need, num_idle = max(num_places - len(shared), group.pages_for(known)), 0
-            if shared:
-                held = _real(shared)
-                need = max(num_places - len(shared), group.pages_for(known) - len(held))
-                num_idle = group.pool.num_idle(held)
-            if need > group.pool.num_free - num_idle - keep:
-                return None
+        if not all(self._has_room(index, hit, num_places, keep, known) for index in range(len(self.groups))):
+            return None
+        self.drop_match(request)
         if not request.num_preemptions and self.prefix_caching:
             self.num_queries += len(request.tokens)
             self.num_hits += hit.length
@@ -206,6 +205,22 @@ class CacheManager:
         request.capacity = num_places * self.page_size if self.groups else NEVER
         self._set_mark(request)
         return changed
+
+    def _has_room(self, index: int, hit: Hit, num_places: int, keep: int, known: int) -> bool:
+        """Whether a group can seat a newcomer."""
+        group, shared = self.groups[index], hit.pages[index]
+        first = group.first_needed(hit.length)  # of the shared pages; the null page stands before it
+        need = keep + max(num_places - len(shared), group.pages_for(known) - (len(shared) - first))
+        if not shared or need > group.pool.num_free:
+            return need <= group.pool.num_free
+        matching = self._matching if self._matching is not None and self._matching.pages is hit.pages else None
+        if matching is not None and matching.lacks(index, need):
+            return False
+        # shared pages that are free now will not be free for others
+        num_spare = group.pool.num_free - group.pool.num_idle(shared[first:])
+        if matching is not None:
+            matching.set_spare(index, num_spare)
+        return need <= num_spare
 
     def publish(self, request: Request) -> None:
         """Let others find the pages that lie wholly inside what is both known and launched."""
@@ -249,6 +264,8 @@ class CacheManager:
 
     def check(self) -> None:
         """Assert every invariant; for tests, as it walks over all pages."""
+        if self._matching is not None and self._matching.is_kept:
+            self._matching.check()
         for index, group in enumerate(self.groups):
             pool = group.pool
             pool.check()

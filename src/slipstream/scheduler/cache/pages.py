@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from slipstream.request import NEVER
 from slipstream.step import NULL_PAGE
 
 
@@ -23,6 +24,9 @@ class PagePool:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_pages))
         self._hash_of: list[bytes | None] = [None] * num_pages
         self._page_of: dict[bytes, int] = {}
+        self.num_freed = 0  # pages that have become free so far, each as often as it did
+        self._watched: dict[bytes, int] = {}  # hashes and their places
+        self._first_changed = NEVER
 
     @property
     def num_free(self) -> int:
@@ -66,6 +70,7 @@ class PagePool:
             refs[page] -= 1
             if refs[page] == 0:
                 free[page] = None
+                self.num_freed += 1
                 if hash_of[page] is None:
                     free.move_to_end(page, last=False)
 
@@ -91,12 +96,28 @@ class PagePool:
                 assert refs[page] > 0, f"page {page} published while nobody holds it"
                 page_of[page_hash] = page
                 hash_of[page] = page_hash
+                self._note_change(page_hash)
 
     def forget(self, page: int) -> None:
         """Let nobody find this page any more; those who hold it keep it."""
         page_hash = self._hash_of[page]
         if page_hash is not None and self._page_of.get(page_hash) == page:
             del self._page_of[page_hash]
+            self._note_change(page_hash)
+
+    def watch(self, hashes: Sequence[bytes]) -> None:
+        """Note from here on what `find` no longer answers as it does now, for these hashes alone."""
+        self._watched = dict(zip(hashes, range(len(hashes)), strict=True))
+        self._first_changed = NEVER
+
+    def take_changed(self) -> int:
+        """The place of the first watched hash whose answer changed since this was last asked; NEVER if none did."""
+        changed, self._first_changed = self._first_changed, NEVER
+        return changed
+
+    def _note_change(self, page_hash: bytes) -> None:
+        if self._watched and (place := self._watched.get(page_hash, NEVER)) < self._first_changed:
+            self._first_changed = place
 
     def is_published(self, page: int) -> bool:
         """Whether it was, since it was last taken."""

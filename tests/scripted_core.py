@@ -16,7 +16,8 @@ from slipstream.engine.front.facts import ModelFacts
 from slipstream.engine.front.frontend import AsyncEngine
 from slipstream.engine.link.remote import SocketClient
 from slipstream.engine.link.wire import FromCore, Opening, Ready, ToCore, frame, to_core_frames
-from slipstream.messages import Abort, Output, Pooled, Submit, SubmitAll
+from slipstream.messages import LOGPROB, Abort, Output, Pooled, Submit, SubmitAll
+from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
 
@@ -104,6 +105,39 @@ class ScriptedCore(asyncio.Protocol):
         elif self.answers:
             num = message.params.max_tokens
             ids = [TEXT[i % len(TEXT)] for i in range(num if num is not None else len(TEXT))]
+            of_prompt = _prompt_logprobs(message)
             for sample in range(message.params.n):
-                outputs = [Output(message.request_id, sample, [token]) for token in ids[:-1]]
-                self.say(*outputs, Output(message.request_id, sample, ids[-1:], None, FinishReason.LENGTH))
+                outputs = [
+                    Output(
+                        message.request_id,
+                        sample,
+                        [token],
+                        _logprobs(message.params, token),
+                        FinishReason.LENGTH if place == len(ids) - 1 else None,
+                        prompt_logprobs=None if sample or place else of_prompt,
+                    )
+                    for place, token in enumerate(ids)
+                ]
+                self.say(*outputs)
+
+
+def _logprobs(params: SamplingParams, token: int) -> bytes | None:
+    """A token drawn: itself the likeliest, then others by id, then the given ones, whose rank is not counted."""
+    if params.num_logprobs is None:
+        return None
+    likeliest = (token, *range(params.num_logprobs + 1))[: params.num_logprobs]
+    told = [(-0.5, token, 1), *((-0.5 - rank, other, rank + 1) for rank, other in enumerate(likeliest))]
+    return np.array([*told, *((-9.0, given, 0) for given in params.given_ids)], LOGPROB).tobytes()
+
+
+def _prompt_logprobs(message: Submit) -> bytes | None:
+    """Of the prompt's tokens from the second on."""
+    assert isinstance(message.params, SamplingParams)
+    if (count := message.params.prompt_logprobs) is None:
+        return None
+    told = [
+        (-0.25 - rank, token if rank == 0 else rank, rank + 1)
+        for token in message.prompt_token_ids[1:]
+        for rank in range(count + 1)
+    ]
+    return np.array(told, LOGPROB).tobytes()

@@ -18,7 +18,15 @@ from slipstream.serve.http.table import all_routes
 class Exchange:
     """One request and what came of it."""
 
-    def __init__(self, app: App, method: str, path: str, body: bytes | tuple[bytes, ...], headers: dict[str, str]):
+    def __init__(
+        self,
+        app: App,
+        method: str,
+        path: str,
+        body: bytes | tuple[bytes, ...],
+        headers: list[tuple[bytes, bytes]],
+        query: bytes = b"",
+    ) -> None:
         """A tuple is a body that comes in parts."""
         self.status = 0
         self.headers: dict[str, str] = {}
@@ -33,8 +41,8 @@ class Exchange:
             "type": "http",
             "method": method,
             "path": path,
-            "query_string": b"",
-            "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
+            "query_string": query,
+            "headers": headers,
         }
         self.task = asyncio.ensure_future(app(scope, self._inbox.get, self._send))
 
@@ -84,7 +92,14 @@ class Door:
     def begin(self, method: str, path: str, body: Any = None, **headers: str) -> Exchange:
         data = body if isinstance(body, bytes | tuple) else b"" if body is None else json.dumps(body).encode()
         known = {} if body is None else {"content-type": "application/json"}
-        return Exchange(self.app, method, path, data, known | {k.replace("_", "-"): v for k, v in headers.items()})
+        known |= {name.replace("_", "-"): value for name, value in headers.items()}
+        pairs = [(name.lower().encode(), value.encode()) for name, value in known.items()]
+        return Exchange(self.app, method, path, data, pairs)
+
+    def begin_raw(
+        self, method: str, path: str, headers: list[tuple[bytes, bytes]], query: bytes, body: bytes
+    ) -> Exchange:
+        return Exchange(self.app, method, path, body, headers, query)
 
     async def get(self, path: str, **headers: str) -> Exchange:
         return await self.begin("GET", path, **headers).end()

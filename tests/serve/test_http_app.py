@@ -231,6 +231,11 @@ def test_a_body_over_the_limit_is_refused_before_and_while_it_is_read(folder):
     assert announced.status == sent.status == 413
 
 
+def test_a_content_length_of_thousands_of_digits_is_refused(folder):
+    answer = once(folder, "POST", "/v1/completions", b"{}", content_length="1" * 5000)
+    assert answer.status == 413, answer.body
+
+
 def test_a_body_that_is_not_called_json_is_refused(folder):
     answer = once(folder, "POST", "/v1/completions", b'{"prompt": "x"}', content_type="text/plain")
     assert answer.status == 415

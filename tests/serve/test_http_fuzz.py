@@ -52,8 +52,14 @@ anything = st.recursive(
 likely = st.sampled_from(
     [0, 1, 2, -1, 0.5, True, False, None, "", "x", "hello", [], {}, [1, 2], ["a", "b"], [[1], [2]]]
 )
+parts = st.lists(
+    st.fixed_dictionaries({}, optional={"type": st.just("text") | likely, "text": likely | anything}) | likely,
+    max_size=3,
+)
 messages = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(["user", "system", "assistant", ""]), "content": likely | anything}),
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "system", "assistant", ""]), "content": likely | anything | parts}
+    ),
     max_size=3,
 )
 

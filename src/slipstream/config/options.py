@@ -6,6 +6,7 @@ The command line, `LLM(...)` and the docs are made from this list. `None` means 
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -126,6 +127,8 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         msgspec.convert(value, kind, strict=True)
     except msgspec.ValidationError:
         raise InvalidOption(f"{name} is {value!r}; it takes {describe_type(kind)}") from None
+    if isinstance(value, float) and not math.isfinite(value):
+        raise InvalidOption(f"{name} is {value}; give a finite number")
 
 
 def describe_type(kind: Any) -> str:

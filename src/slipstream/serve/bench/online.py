@@ -6,6 +6,7 @@ It speaks HTTP over plain sockets: a client library would cost more than many a 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import time
 from collections import Counter
@@ -93,8 +94,8 @@ def run_online(
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> tuple[Report, list[Answer]]:
     """With a `rate` requests come whether or not others have ended, at random moments; else `concurrency` at once."""
-    if rate is not None and rate <= 0:
-        raise InvalidOption(f"rate is {rate}; give requests a second, above 0")
+    if rate is not None and not 0 < rate < math.inf:
+        raise InvalidOption(f"rate is {rate}; give requests a second, a finite number above 0")
     requests = [_request(target, item, params) for item in workload.items(len(VOCAB))]
     start = time.perf_counter()
     answers = asyncio.run(_run(target, requests, rate, concurrency, workload.seed, advance))

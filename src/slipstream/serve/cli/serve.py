@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,6 +71,10 @@ def server_settings(given: dict[str, Any]) -> Settings:
         if name in given:
             given[name] = [each for text in given[name] for each in _listed(name, text)]
     settings = Settings(**given)
+    for name in settings.__struct_fields__:
+        value = getattr(settings, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise InvalidOption(f"{name} is {value}; give a finite number")
     for name, least in LEAST.items():
         if (value := getattr(settings, name)) < least:
             raise InvalidOption(f"{name} is {value}; give {least} or more")

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from slipstream.config.options import Options
 from slipstream.serve.cli.flags import SAMPLING_HELP
+from slipstream.serve.http.settings import Settings
 
 
 class Parser(argparse.ArgumentParser):
@@ -43,7 +44,7 @@ def _flag(name: str, value: str | None = None) -> str:
     return f"--{flag}" if value in (None, "True") else f"--{flag} {value}"
 
 
-_NAMES = (*Options.__struct_fields__, *SAMPLING_HELP)
+_NAMES = (*Options.__struct_fields__, *Settings.__struct_fields__, *SAMPLING_HELP)
 _ASSIGNED = re.compile(rf"(?<![\w./-])({'|'.join(_NAMES)})=([\"']?)([\w.]+)\2")
 # a name of one word may be just that word
 _ALONE = re.compile(rf"(?<![\w./-])({'|'.join(name for name in _NAMES if '_' in name)})(?![\w./])(?!-)")

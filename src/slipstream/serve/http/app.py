@@ -126,8 +126,10 @@ class App:
         limit = self.state.settings.max_body_bytes
         kind = b""
         for name, value in headers:
-            if name == b"content-length" and value.isdigit() and int(value) > limit:
-                raise HttpError(413, f"the body has {int(value)} bytes, {limit} are the most; send less at once")
+            # digits are counted first: int() refuses thousands of them
+            if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > limit):
+                fact = f"the body has {value[:20].decode()} bytes, {limit} are the most"
+                raise HttpError(413, f"{fact}; send less at once")
             if name == b"content-type":
                 kind = value
         parts: list[bytes] = []  # joined once: a large body comes in hundreds of them
@@ -169,8 +171,19 @@ def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         raise misfit(error) from None
     except msgspec.DecodeError as error:
         raise bad_request(f"the body is not JSON: {error}") from None
+    except UnicodeDecodeError:  # msgspec checks the encoding of a string only when it makes one
+        raise bad_request(f"the body is not UTF-8{_bad_byte(body)}; send JSON encoded as UTF-8") from None
     except RecursionError:
         raise bad_request("the body is nested too deep") from None
+
+
+def _bad_byte(body: bytes) -> str:
+    """Which byte breaks the encoding. msgspec counts from the start of the string that holds it."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        return f" (byte {error.start})"
+    return ""
 
 
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")

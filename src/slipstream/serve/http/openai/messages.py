@@ -16,26 +16,44 @@ def text_messages(call: Call, messages: Sequence[dict[str, Any]]) -> list[dict[s
     call.check_count(len(messages), "messages")
     for place, message in enumerate(messages):
         content = message.get("content")
-        if not isinstance(content, list):
-            continue
-        for part in content:
-            kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-            if kind != "text" and not isinstance(part, str):
-                raise bad_request(
-                    f"message {place} holds a part of type {kind!r}; models read text alone, nothing is fetched",
-                    f"messages[{place}].content",
-                    "unsupported_content",
-                )
+        name = f"messages[{place}].content"
+        if isinstance(content, list):
+            for index, part in enumerate(content):
+                _check_part(part, f"{name}[{index}]")
+        elif content is not None and not isinstance(content, str):
+            raise bad_request(f"{name} is {_kind(content)}; give a string or a list of text parts", name)
     return list(messages)
 
 
+def _check_part(part: Any, name: str) -> None:
+    """A part of a message: a string, or an object of type text with a string."""
+    if isinstance(part, str):
+        return
+    if not isinstance(part, dict):
+        raise bad_request(f"{name} is {_kind(part)}; {_PART}", name)
+    kind = part.get("type", "text")
+    if kind != "text":
+        fact = f"{name} is a part of type {kind!r}; models read text alone, nothing is fetched"
+        raise bad_request(fact, name, "unsupported_content")
+    if not isinstance(text := part.get("text"), str):
+        raise bad_request(f"{name}.text is {_kind(text)}; {_PART}", f"{name}.text")
+
+
+_PART = 'give {"type": "text", "text": "..."}'
+
+
+def _kind(value: Any) -> str:
+    """What JSON calls it."""
+    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
+    return names.get(type(value), "null")
+
+
 def message_chars(messages: Sequence[dict[str, Any]]) -> int:
-    """About how long the prompt will be."""
+    """About how long the prompt will be: the characters of all text in the messages, checked or not."""
     total = 0
     for message in messages:
         content = message.get("content")
-        if isinstance(content, str):
-            total += len(content)
-        elif isinstance(content, list):
-            total += sum(len(part.get("text") or "") for part in content if isinstance(part, dict))
+        for part in content if isinstance(content, list) else (content,):
+            text = part.get("text") if isinstance(part, dict) else part
+            total += len(text) if isinstance(text, str) else 0
     return total

@@ -3,6 +3,7 @@
 import importlib.metadata
 import importlib.util
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -18,16 +19,37 @@ if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+def _version(package: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in importlib.metadata.version(package).split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:
+        return (0,)
+
+
+def _mend_interpreter() -> None:
+    """Triton 3.6 turns arrays of one element into indices in a way that numpy 2.4 refuses; 3.7 does not."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
+if os.environ.get("TRITON_INTERPRET") == "1" and _version("triton") == (3, 6):
+    _mend_interpreter()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `cuda` are skipped where there is no GPU, and kernels where their interpreter does not work."""
+    """Tests marked `cuda` are skipped where there is no GPU."""
     if torch.cuda.is_available():
         return
-    broken = _version("triton") < (3, 7) and _version("numpy") >= (2, 4)
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-        elif broken and item.path.name.startswith("test_triton_"):
-            item.add_marker(pytest.mark.skip(reason="triton's interpreter before 3.7 does not work with numpy 2.4"))
 
 
 @pytest.fixture(scope="session")
@@ -37,10 +59,3 @@ def default_model() -> LocatedModel:
         return locate(None)
     except ModelNotFound as missing:
         pytest.skip(str(missing))
-
-
-def _version(package: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in importlib.metadata.version(package).split(".")[:2])
-    except importlib.metadata.PackageNotFoundError:
-        return (0,)

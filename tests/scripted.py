@@ -1,8 +1,9 @@
 """A device that invents tokens: the oracle for "scheduling never changes tokens".
 
 It keeps what the real one keeps, a row table, page tables and the content of every page, and plays plans in order. A
-slot holds the (token, position) written into it. A drawn token is a pure function of the tokens that the row sees
-through its pages, so any mistake in rows, pages, positions or given tokens shows as an assertion or as a wrong token.
+slot holds the (token, position, kind of rope) written into it. A drawn token is a pure function of the tokens that the
+row sees through its pages, so any mistake in rows, pages, positions or given tokens shows as an assertion or as a wrong
+token.
 Plans are played when their result is asked for, so a plan that is changed after it was handed over shows too.
 """
 
@@ -53,14 +54,23 @@ class _Row:
 
 
 class ScriptedExecutor:
-    def __init__(self, page_size: int, windows: Sequence[int] = (0,), max_num_seqs: int = 1 << 30) -> None:
-        """`windows`: per group, the positions a token sees, itself among them; 0 means all."""
+    def __init__(
+        self,
+        page_size: int,
+        windows: Sequence[int] = (0,),
+        max_num_seqs: int = 1 << 30,
+        short_rope: int | None = None,
+    ) -> None:
+        """`windows`: per group, the positions a token sees, itself among them; 0 means all. `short_rope`: the longest
+        request whose positions have the short rope factors."""
         self.page_size = page_size
         self.windows = windows
         self.num_groups = num_groups = len(windows)
         self.max_num_seqs = max_num_seqs
+        self.short_rope = NEVER if short_rope is None else short_rope
+        self.num_switched = 0  # requests that came back with the long rope factors
         self.rows: dict[int, _Row] = {}
-        self.slots: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in range(num_groups)]
+        self.slots: list[dict[tuple[int, int], tuple[int, int, bool]]] = [{} for _ in range(num_groups)]
         self.num_admissions = 0
         self.num_computed = 0
         self.num_given_back = 0  # pages, by running requests
@@ -94,6 +104,8 @@ class ScriptedExecutor:
             assert admission.number == self.num_admissions
             state = _Row(admission, self.num_groups)
             assert 0 <= admission.num_cached < state.num_known
+            assert admission.long_rope == (state.num_known > self.short_rope)
+            self.num_switched += admission.num_prompt_tokens <= self.short_rope < state.num_known
             self.num_admissions += 1
             self.rows[admission.row] = state
 
@@ -137,6 +149,7 @@ class ScriptedExecutor:
         for row, num, length, num_given in zip(plan.rows, plan.num_tokens, plan.lengths, plan.num_given, strict=True):
             state = self.rows[int(row)]
             assert num >= 1 and length == state.length + num, f"row {row} is at {state.length}, planned to {length}"
+            assert state.admission.long_rope or length <= self.short_rope, f"row {row} needs the long rope factors"
             for index, position in enumerate(range(state.length, int(length))):
                 known = index < num_given
                 assert known == (position < state.num_known), f"row {row}: who gives token {position}?"
@@ -150,7 +163,7 @@ class ScriptedExecutor:
                     written.add((group, slot))
                     if not known:
                         self._drawn.add((group, slot))
-                    self.slots[group][slot] = token, position
+                    self.slots[group][slot] = token, position, state.admission.long_rope
             state.start, state.length = state.length, int(length)
             self.num_computed += int(num)
         assert next(given, None) is None, "more tokens given than planned"
@@ -231,7 +244,8 @@ class ScriptedExecutor:
                 slot = table[place], offset
                 # kernels rely on it: such keys may be read before the step's own are written
                 assert position >= state.start or (group, slot) not in self._drawn, "read in the step that draws it"
-                token, written_for = slots[slot]
+                token, written_for, long_rope = slots[slot]
+                assert long_rope == state.admission.long_rope, f"position {position} reads a key of the other rope"
                 assert written_for == position, f"position {position} reads what was written for {written_for}"
                 assert seen.setdefault(position, token) == token
         return seen
@@ -278,6 +292,7 @@ class Bench:
         chunked_prefill: bool = True,
         staged_ints: int = 4096,
         most_reported: int = 2**20,
+        short_rope: int | None = None,
     ) -> None:
         self.depth = depth
         windows = windows or (0,) * num_groups
@@ -298,10 +313,11 @@ class Bench:
                 staged_ints=staged_ints,
                 most_reported=most_reported,
                 cached_tasks=("embed",),
+                short_rope=short_rope,
             ),
             self.cache,
         )
-        self.executor = ScriptedExecutor(page_size, windows, max_num_seqs)
+        self.executor = ScriptedExecutor(page_size, windows, max_num_seqs, short_rope)
         self.plans: list[StepPlan] = []
         self.outputs: list[Output] = []
         self.requests: list[Request] = []

@@ -41,7 +41,7 @@ class Request:
         "seed", "tokens", "num_prompt", "max_length", "status", "row", "admission", "num_known", "computed",
         "committed", "pending", "runway", "num_cached", "num_preemptions", "caught_up", "leader", "siblings",
         "unscored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity", "hashes", "num_published",
-        "publish_after",
+        "publish_after", "long_rope", "short_limit",
     )  # fmt: skip
 
     def __init__(
@@ -110,6 +110,10 @@ class Request:
         self.leader: Request | None = None  # until this one is admitted
         self.siblings: list[Request] = []  # samples that wait for this one's prompt
 
+        # LongRoPE, set at admission: whether it has the long factors, and the length up to which the short ones serve
+        self.long_rope = False
+        self.short_limit = NEVER
+
         # the cache manager's notes
         self.pages: list[list[int]] = []  # per group
         self.capacity = 0  # positions these pages can hold
@@ -125,7 +129,7 @@ class Request:
 
     def set_runway(self) -> None:
         """All its known tokens are launched, or it got pages."""
-        self.runway = min(self.capacity, self.max_length - 1)
+        self.runway = min(self.capacity, self.max_length - 1, self.short_limit)
 
     @property
     def num_output(self) -> int:

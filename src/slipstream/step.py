@@ -37,6 +37,7 @@ class Admission:
     stop_ids: tuple[int, ...]  # tokens that may not come before min_tokens
     history: Ints | None  # all known tokens, for rows whose parameters look back (penalties, bad words); else None
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not come
+    long_rope: bool = False  # its positions are rotated by LongRoPE's long factors
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class PoolAdmission:
     num_prompt_tokens: int
     num_cached: int
     params: PoolingParams  # their task is named
+    long_rope: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.step import StepResult
-from tiny import write_tiny
+from tiny import LONG_ROPE, write_tiny
 
 FEATURES = {
     "greedy": SamplingParams(temperature=0, max_tokens=6),
@@ -99,6 +99,15 @@ def test_no_captured_step_looks_at_a_value(folder, feature):
 
 def test_all_features_together_with_preemption(folder):
     assert drive(folder, list(FEATURES.values()), num_pages=16) > 20
+
+
+@pytest.mark.parametrize("device", [None, ReplayDevice(0)], ids=["eager", "captured"])
+def test_no_step_looks_at_a_value_to_choose_rope_factors(tmp_path, device):
+    """A request that begins with the short factors and changes to the long ones, beside one that has the long ones."""
+    rope = {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 11}
+    folder = str(write_tiny(tmp_path, "phi3", **rope))
+    params = [FEATURES["greedy"], SamplingParams(temperature=0, truncate_prompt_tokens=5, max_tokens=9)]
+    assert drive(folder, params, device=device) > 9
 
 
 PLANTED = {

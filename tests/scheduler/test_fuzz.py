@@ -35,6 +35,7 @@ class Day:
             max_waiting=rng.choice([4, 30]),
             chunked_prefill=chunked,
             staged_ints=rng.choice([1, 60, 4096]),
+            short_rope=rng.choice([None, None, 6, 16]),
         )
         self.bench.depth = depth
         self.roots = [[rng.randrange(VOCAB) for _ in range(30)] for _ in range(3)]
@@ -139,6 +140,7 @@ def test_the_days_are_eventful(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(len(day.aborted) for day in days) > 20
     assert sum(len(plan.copies) for day in days for plan in day.bench.plans) > 10
     assert sum(day.bench.executor.num_given_back for day in days) > 100
+    assert sum(day.bench.executor.num_switched for day in days) > 10
     assert any(request.num_preemptions > 1 for day in days for request in day.bench.requests)
     pooling = [request for day in days for request in day.bench.requests if request.pooling is not None]
     assert sum(request.num_cached > 0 for request in pooling) > 3

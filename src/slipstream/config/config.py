@@ -55,6 +55,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_itl: float | None = None  # seconds between tokens that prompts may cost those who read theirs; None: no bound
     most_kept: int = 2**20  # tokens of queries that the device keeps for documents to come
     cached_tasks: tuple[str, ...] = ()  # pooling whose result needs no position but the last
+    short_rope: int | None = None  # longest request with LongRoPE's short factors; None: one set of factors for all
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):

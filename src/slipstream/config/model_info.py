@@ -19,6 +19,12 @@ class RopeInfo(msgspec.Struct, frozen=True):
     kind: str = "default"  # default, linear, llama3, yarn, longrope ...
     factors: dict[str, Any] = {}  # the scaling's own numbers, by their config.json names
 
+    def short_length(self, max_model_len: int) -> int | None:
+        """The longest request that LongRoPE's short factors serve, where longer ones have others; None: all requests of
+        an engine have the same frequencies."""
+        original = self.factors.get("original_max_position_embeddings")
+        return original if self.kind == "longrope" and original is not None and original < max_model_len else None
+
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of a model that its family file turns into a shape."""
@@ -162,7 +168,7 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
-            rope=_rope(config),
+            rope=_rope(config, family),
             eos_token_ids=_ids(config.get("eos_token_id")),
             bos_token_id=next(iter(_ids(config.get("bos_token_id"))), None),
             dtype=config.get("dtype") or config.get("torch_dtype"),
@@ -205,11 +211,14 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     return config | {key: value for key, value in text.items() if value is not None and key != "architectures"}
 
 
-def _rope(config: dict[str, Any]) -> RopeInfo:
+def _rope(config: dict[str, Any], family: str) -> RopeInfo:
     """Old configs have rope_theta and rope_scaling, new ones rope_parameters with both."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     # where kinds of layers have their own, this is the one of full attention
-    return rope_info(config, scaling.get("full_attention", scaling))
+    rope = rope_info(config, scaling.get("full_attention", scaling))
+    if family == "Phi3" and rope.kind in ("su", "yarn"):  # what early releases call it
+        rope = msgspec.structs.replace(rope, kind="longrope")
+    return rope
 
 
 def rope_info(config: dict[str, Any], scaling: dict[str, Any]) -> RopeInfo:

@@ -133,6 +133,7 @@ def resolve(
                 whole=whole,
                 max_itl=_max_itl(options, machine),
                 cached_tasks=("embed", "classify") if pooling is not None and pooling.method == "last" else (),
+                short_rope=info.rope.short_length(length),
             ),
             device=DeviceConfig(
                 kind=machine.kind,

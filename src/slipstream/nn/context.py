@@ -41,6 +41,7 @@ class BatchView:
     # [T] int64: the tokens that the host gave, -1 where the device drew one; None: not known. Only rows with given ones
     # complete pages that others read in the same step
     given: torch.Tensor | None = None
+    rope_rows: torch.Tensor | None = None  # [T] int64, each token's row in the rope table; None: its position
     query_starts: torch.Tensor | None = None  # [B + 1] int32, first token of each row; None: one token a row
     token_types: torch.Tensor | None = None  # [T] int64, of encoders that tell two texts apart; None: all are 0
     # of rows with tokens that none sees, though they see the others: how many are seen, from the first on; None: all

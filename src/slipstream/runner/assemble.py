@@ -32,6 +32,7 @@ from slipstream.ops.linear.ways import choose_ways, noting
 from slipstream.pooling_params import PoolingParams
 from slipstream.runner.batch.input_batch import InputBatch, Inputs
 from slipstream.runner.batch.page_tables import PageTables
+from slipstream.runner.batch.rope_rows import RopeRows
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import HostRing
@@ -147,12 +148,19 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
     input_batch: Inputs
     if scheduler.whole:
         assert pooling is not None, "a model without a cache is for pooling"
-        input_batch = WholeBatch(device, with_types=pooling.has_types, with_unseen=not pooling.query.filler_is_seen)
+        short_rope = None if scheduler.short_rope is None else (scheduler.short_rope, scheduler.max_model_len)
+        input_batch = WholeBatch(
+            device,
+            with_types=pooling.has_types,
+            with_unseen=not pooling.query.filler_is_seen,
+            short_rope=short_rope,
+        )
     else:
         rows = RowTable(num_rows, device)
         tables = PageTables(len(cache.groups), num_rows, scheduler.max_model_len, cache.page_size, device)
-        input_batch = InputBatch(rows, tables)
-        row_states += [rows, tables]
+        rope_rows = None if scheduler.short_rope is None else RopeRows(num_rows, scheduler.max_model_len, device)
+        input_batch = InputBatch(rows, tables, rope_rows)
+        row_states += [rows, tables] if rope_rows is None else [rows, tables, rope_rows]
         if config.model.generates:
             sampler = Sampler(num_rows, info.vocab_size, device, logit_dtype, scheduler.most_reported)
             steady = config.model.deterministic

@@ -71,7 +71,14 @@ class PlanBuilder:
         """A request that was just seated, and has computed nothing but what it found in the cache."""
         if request.pooling is not None:
             self.pool_admitted.append(
-                PoolAdmission(request.row, request.admission, request.num_prompt, request.computed, request.pooling)
+                PoolAdmission(
+                    request.row,
+                    request.admission,
+                    request.num_prompt,
+                    request.computed,
+                    request.pooling,
+                    request.long_rope,
+                )
             )
             return
         params = request.params
@@ -88,6 +95,7 @@ class PlanBuilder:
                 stop_ids=tuple(request.stop_ids) if params.min_tokens > 0 else (),
                 history=np.array(request.tokens, np.int32) if params.needs_history else None,
                 bad_words=request.bad_words,
+                long_rope=request.long_rope,
             )
         )
 

@@ -18,13 +18,14 @@ def join_samples(requests: Sequence[Request]) -> list[Request]:
 
 def leader_to_fork(request: Request, step: int) -> Request | None:
     """Its leader, if `step` may copy from its pages: copies are made before the step's own writes, so all of the
-    prompt must have been launched by an earlier one."""
+    prompt must have been launched by an earlier one. The leader's keys must have the request's rope factors."""
     leader = request.leader
     if (
         leader is not None
         and leader.status is Status.RUNNING
         and leader.computed >= leader.num_known
         and leader.caught_up < step
+        and leader.long_rope == request.long_rope
     ):
         return leader
     return None

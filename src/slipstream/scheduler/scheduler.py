@@ -214,6 +214,8 @@ class Scheduler:
                     continue
                 if start + 1 >= request.max_length:
                     continue  # its last token is on the way
+                if start >= request.short_limit:
+                    continue  # its next position needs the long rope factors: see `commit`
                 if not self._make_room(request, start + 1, builder):
                     return False
                 request.set_runway()
@@ -245,6 +247,8 @@ class Scheduler:
     def _admit(self, request: Request, watermark: int, builder: PlanBuilder, budget: Budget) -> bool:
         """Seat a newcomer and plan its first chunk; False, and nothing has changed, if there is no room for it."""
         cache, known = self.cache, len(request.tokens)
+        if self.config.short_rope is not None:
+            self._choose_rope(request, self.config.short_rope)
         hit = self._hit(request)
         num = num_wanted(request, hit.length, known, builder, self.config)
         if not num or (num > budget.tokens and not self.config.chunked_prefill):
@@ -264,6 +268,13 @@ class Scheduler:
         builder.change_pages(request.row, changed)
         self._plan_chunk(request, num, builder)
         return True
+
+    def _choose_rope(self, request: Request, short: int) -> None:
+        """LongRoPE: a request of up to `short` known tokens has the short factors, until it is longer."""
+        long_rope = len(request.tokens) > short
+        if long_rope != request.long_rope:
+            request.long_rope, request.hashes = long_rope, []
+        request.short_limit = NEVER if long_rope else short
 
     def _hit(self, request: Request) -> Hit:
         """What a newcomer need not compute."""
@@ -306,9 +317,12 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
+        self.num_preemptions += 1
+        self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
         """Back to waiting, at its old place. Tokens in flight are still its own, and it returns once they are known."""
         self._leave_row(request)
-        self.num_preemptions += 1
         request.num_preemptions += 1
         request.status = Status.WAITING
         if request.pending:
@@ -361,6 +375,8 @@ class Scheduler:
                 self.cache.publish(request)
             elif request.admission != admission and not request.pending:
                 self._waiting.unpark(request)  # preempted, and now all its tokens are known
+            if len(tokens) > request.short_limit and request.status is Status.RUNNING:
+                self._requeue(request)  # all its keys are to be computed again, with the long rope factors
         return outputs
 
     def _commit_pooled(self, requests: list[Request], result: StepResult) -> Iterator[Output]:

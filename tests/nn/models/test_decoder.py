@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional
-from transformers import AutoModelForCausalLM
 
+from causal_oracle import oracle
 from hand_batch import HandRunner
 from hand_load import load
 from slipstream.errors import UnsupportedModel
@@ -45,32 +44,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo2": ("olmo2", {}),
 }
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
-
-
-def oracle(folder: Path, dtype: torch.dtype, prompts: dict[str, list[int]]) -> dict[str, torch.Tensor]:
-    # its fused attention leaves out bounds on scores
-    how = "eager" if '"attn_logit_softcapping"' in (folder / "config.json").read_text() else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=how).eval()
-    if dtype is torch.float64:
-        norm_in_float64(model)
-    softmax = functional.softmax
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        # the eager one makes weights in float32, whatever it is given
-        patch.setattr(functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
-        return {name: model(torch.tensor([ids])).logits[0] for name, ids in prompts.items()}
-
-
-def norm_in_float64(model: nn.Module) -> None:
-    """transformers' norms compute in float32 whatever they are given; to compare 1e-9 they must not."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-
-            def forward(x: torch.Tensor, norm: nn.Module = module) -> torch.Tensor:
-                gemma = "Gemma" in type(norm).__name__
-                weight, eps = (1 + norm.weight, norm.eps) if gemma else (norm.weight, norm.variance_epsilon)
-                return weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
-
-            module.forward = forward
 
 
 def prompts(**lengths: int) -> dict[str, list[int]]:
@@ -134,17 +107,18 @@ def count_rows(product: Linear) -> list[int]:
     return rows
 
 
-@pytest.mark.parametrize(("num_positions", "length"), [(256, 61), (32, 31)], ids=["long", "short"])
-def test_long_rope_chooses_its_factors_by_the_longest_context(num_positions: int, length: int, tmp_path: Path) -> None:
-    """transformers chooses by each prompt, which agrees for prompts longer than the first training length, and for
-    engines that run none."""
+def test_the_rope_table_has_a_row_for_each_position_of_long_and_of_short_requests(tmp_path: Path) -> None:
     rope = {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 32}
     folder = write_tiny(tmp_path, "phi3", torch.float64, **rope)
-    ids = prompts(a=length)["a"]
-    expected = oracle(folder, torch.float64, {"a": ids})["a"]
-    runner = HandRunner(load(folder, torch.float64, num_positions=num_positions), torch.float64)
-    found = torch.cat([runner.run({"a": ids[:20]})["a"], runner.run({"a": ids[20:]})["a"]])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    texts = prompts(long=61, short=31)
+    expected = oracle(folder, torch.float64, texts)
+    runner = HandRunner(load(folder, torch.float64, num_positions=100), torch.float64)
+    assert len(runner.model.rope.table) == 100 + 32
+    batch = runner.batch(texts)
+    shift = torch.tensor([0] * 61 + [100] * 31)
+    context = runner.context(replace(batch, rope_rows=batch.positions + shift))
+    logits = runner.model.logits(runner.model(context))
+    torch.testing.assert_close(logits, torch.cat([expected["long"], expected["short"]]), rtol=0, atol=1e-9)
 
 
 def run_in_steps(runner: HandRunner, texts: dict[str, list[int]]) -> dict[str, torch.Tensor]:

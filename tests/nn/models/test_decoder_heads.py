@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from test_decoder import norm_in_float64
 
+from causal_oracle import norm_in_float64
 from hand_batch import HandRunner
 from hand_encoder import load_pooling, run_texts
 from slipstream.config.model_info import read_model_info

@@ -15,25 +15,44 @@ from slipstream.ops.rope import rope_table
 
 
 class Rope(Layer):
-    """A table of cosines and sines by position, shared by all layers and looked up once a step."""
+    """A table of cosines and sines by position, shared by all layers and looked up once a step.
+
+    LongRoPE has two sets of frequencies, chosen by the length of each request. Where an engine runs requests of both
+    kinds, the table has a row per position for the long set, then a row per position of a short request for the short
+    set: position p of a short request is row `num_positions` + p.
+    """
 
     def __init__(
-        self, info: RopeInfo, head_dim: int, max_positions: int, num_positions: int, dtype: torch.dtype
+        self,
+        info: RopeInfo,
+        head_dim: int,
+        max_positions: int,
+        num_positions: int,
+        dtype: torch.dtype,
+        *,
+        switches: bool = True,
     ) -> None:
-        """`max_positions` is what the model was made for, `num_positions` how many the table must hold."""
+        """`max_positions` is what the model was made for, `num_positions` how many an engine runs; `switches`: the
+        batch says which of two sets of frequencies a token has."""
         super().__init__()
-        self.frequencies, self.scale = rope_frequencies(info, head_dim, max_positions, num_positions)
-        self.register_buffer("table", torch.empty(num_positions, 2, 2 * len(self.frequencies), dtype=dtype))
+        lengths = [num_positions]
+        if (short := info.short_length(num_positions)) is not None:
+            if not switches:
+                raise UnsupportedModel("rope scaling of kind longrope is built for full attention, not for windows")
+            lengths.append(short)
+        self.parts = [(length, *rope_frequencies(info, head_dim, max_positions, length)) for length in lengths]
+        rotary_dim = 2 * len(self.parts[0][1])
+        self.register_buffer("table", torch.empty(sum(lengths), 2, rotary_dim, dtype=dtype))
 
     table: torch.Tensor
 
     def fill(self) -> None:
         """Compute the table, on the host, so that all devices turn by the same angles to the last bit."""
-        num_positions, device = self.table.shape[0], self.table.device
-        self.table = rope_table(self.frequencies, num_positions, self.scale, self.table.dtype).to(device)
+        parts = [rope_table(frequencies, num, scale, self.table.dtype) for num, frequencies, scale in self.parts]
+        self.table = torch.cat(parts).to(self.table.device)
 
-    def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        return self.table.index_select(0, positions)
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.table.index_select(0, rows)
 
 
 # radians per position [rotary dim / 2], and what cosines and sines are multiplied by
@@ -102,11 +121,7 @@ def _yarn(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions
 
 
 def _longrope(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
-    """Each frequency has its own divisor: one set for short contexts, one for long.
-
-    One set serves all requests of an engine, the long one if it runs contexts longer than the model was first trained
-    for. Choosing by a request's present length would turn keys that are in the cache already the wrong way.
-    """
+    """Each frequency has its own divisor: one set for contexts within the first training length, one for longer."""
     factors = info.factors
     original = factors["original_max_position_embeddings"]
     divisors = torch.tensor(factors["long_factor" if num_positions > original else "short_factor"])

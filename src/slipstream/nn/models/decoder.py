@@ -82,7 +82,8 @@ class Decoder(nn.Module):
             self.rope = Rope(shape.rope, shape.head_dim, shape.max_positions, num_positions, dtype)
             self.local_rope: Rope | None = None
             if shape.local_rope is not None:
-                self.local_rope = Rope(shape.local_rope, shape.head_dim, shape.max_positions, num_positions, dtype)
+                sizes = (shape.head_dim, shape.max_positions, num_positions)
+                self.local_rope = Rope(shape.local_rope, *sizes, dtype, switches=False)
             self.layers = nn.ModuleList(Block(layer, shape, dtype, format_of) for layer in range(shape.num_layers))
             self.norm = RMSNorm(shape.hidden_size, shape.norm_eps, dtype, shape.norm_offset)
             self.head: Linear | None = None
@@ -103,10 +104,11 @@ class Decoder(nn.Module):
     def forward(self, context: ForwardContext) -> torch.Tensor:
         batch = context.batch
         weight, scale = self.embedding.weight, self.embedding_scale
+        rope_rows = batch.positions if batch.rope_rows is None else batch.rope_rows
         if type(weight) is PlainWeight:
-            x, rotary = look_up(weight.data, batch.ids, scale, self.rope.table, batch.positions)
+            x, rotary = look_up(weight.data, batch.ids, scale, self.rope.table, rope_rows)
         else:
-            x, rotary = self.embedding(batch.ids), self.rope(batch.positions)
+            x, rotary = self.embedding(batch.ids), self.rope(rope_rows)
             x = x if scale == 1.0 else x * scale
         local = rotary if self.local_rope is None else self.local_rope(batch.positions)
         for chain in self._chains:

@@ -80,7 +80,7 @@ class Encoder(nn.Module):
             if shape.num_buckets:
                 self.distances = DistanceBias(shape.num_buckets, shape.num_heads, num_positions, dtype)
             self.rope = self._rope(shape.rope, num_positions, dtype)
-            self.local_rope = self._rope(shape.local_rope, num_positions, dtype)
+            self.local_rope = self._rope(shape.local_rope, num_positions, dtype, switches=False)
             block = BlockNormedBefore if shape.norm_before else Block
             self.layers = nn.ModuleList(block(layer, shape, dtype, format_of) for layer in range(shape.num_layers))
             self.norm: LayerNorm | None = None
@@ -88,9 +88,11 @@ class Encoder(nn.Module):
                 self.norm = LayerNorm(shape.hidden_size, shape.norm_eps, dtype, shape.norm_bias)
         self.eval()
 
-    def _rope(self, info: RopeInfo | None, num_positions: int, dtype: torch.dtype) -> Rope | None:
-        shape = self.shape
-        return None if info is None else Rope(info, shape.head_dim, shape.max_positions, num_positions, dtype)
+    def _rope(
+        self, info: RopeInfo | None, num_positions: int, dtype: torch.dtype, *, switches: bool = True
+    ) -> Rope | None:
+        sizes = (self.shape.head_dim, self.shape.max_positions, num_positions)
+        return None if info is None else Rope(info, *sizes, dtype, switches=switches)
 
     def materialize(self, device: torch.device) -> None:
         """Take memory on the device. Parameters hold nothing yet."""
@@ -104,7 +106,8 @@ class Encoder(nn.Module):
     def forward(self, context: ForwardContext) -> torch.Tensor:
         batch = context.batch
         x = self.embedding_norm(self._embed(batch))
-        rotary = None if self.rope is None else self.rope(batch.positions)
+        rope_rows = batch.positions if batch.rope_rows is None else batch.rope_rows
+        rotary = None if self.rope is None else self.rope(rope_rows)
         local = rotary if self.local_rope is None else self.local_rope(batch.positions)
         bias = None if self.distances is None else self.distances()
         residual = None

@@ -77,7 +77,7 @@ def _facts(decoder: Decoder) -> ModelFacts:
 
 def _collect(decoder: Decoder, group_of_layer: tuple[int, ...]) -> list[LayerWeights]:
     """Empty if a layer has something the kernel does not know."""
-    if decoder.local_rope is not None and decoder.local_rope.table.shape != decoder.rope.table.shape:
+    if decoder.local_rope is not None and decoder.local_rope.table.shape[1:] != decoder.rope.table.shape[1:]:
         return []
     found = [_layer(block, group) for block, group in zip(decoder.layers, group_of_layer, strict=True)]  # type: ignore[arg-type]
     return [] if None in found else found  # type: ignore[return-value]

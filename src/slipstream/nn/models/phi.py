@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import msgspec
-
 from slipstream.config.model_info import ModelInfo
 from slipstream.nn.models.decoder import DecoderShape
 from slipstream.nn.models.llama import llama_rules, mistral_shape
@@ -14,10 +12,7 @@ from slipstream.nn.weights.rules import Rules
 
 def phi3_shape(info: ModelInfo) -> DecoderShape:
     """Mistral's, for the window in every layer that some releases have."""
-    rope = info.rope
-    if rope.kind in ("su", "yarn"):  # what early releases call it
-        rope = msgspec.structs.replace(rope, kind="longrope")
-    return replace(mistral_shape(info), fused=True, rope=rope)
+    return replace(mistral_shape(info), fused=True)
 
 
 def phi3_rules(shape: DecoderShape) -> Rules:

@@ -16,6 +16,7 @@ import torch
 from slipstream.nn.context import BatchView
 from slipstream.ops.rows import gather_rows
 from slipstream.runner.batch.page_tables import PageTables
+from slipstream.runner.batch.rope_rows import RopeRows
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
 from slipstream.step import Ints, StepPlan
@@ -44,8 +45,8 @@ class Gathered:
     def for_heads(self) -> Gathered:
         """Without what only the layers read, whose memory others may have."""
         nothing = self.view.lengths[:0]
-        view = replace(self.view, ids=nothing, positions=nothing, slots=(), page_tables=(), token_types=None)
-        return Gathered(view, self.rows)
+        by_token = dict(ids=nothing, positions=nothing, token_types=None, rope_rows=None)
+        return Gathered(replace(self.view, **by_token, slots=(), page_tables=()), self.rows)
 
 
 class Inputs(Protocol):
@@ -63,16 +64,18 @@ class Inputs(Protocol):
 
 
 class InputBatch:
-    def __init__(self, rows: RowTable, page_tables: PageTables) -> None:
+    def __init__(self, rows: RowTable, page_tables: PageTables, rope_rows: RopeRows | None = None) -> None:
+        """`rope_rows` where requests differ in the rope factors they have."""
         self.rows = rows
         self.page_tables = page_tables
+        self.rope_rows = rope_rows
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Callable[[], Gathered]:
         counts = self._count(plan) if size is None else self._count_padded(plan, size)
         arrays = (counts.rows, counts.counts, counts.token_rows, counts.offsets, counts.given, counts.starts)
         spans = [None if array is None else upload.put(array) for array in arrays]
         assert spans[0] is not None and (size is None or spans[0].start == 0), "a padded batch comes first"
-        table, pages = self.rows, self.page_tables
+        table, pages, rope_rows = self.rows, self.page_tables, self.rope_rows
 
         def gather() -> Gathered:
             rows, *others, starts = [None if span is None else upload.tensor(span) for span in spans]
@@ -80,6 +83,7 @@ class InputBatch:
             inputs = gather_rows(
                 table.computed, table.last_token, pages.tables, pages.page_size, counts.width, rows, *others
             )
+            token_rows = rows if others[1] is None else others[1]
             view = BatchView(
                 ids=inputs.ids,
                 positions=inputs.positions,
@@ -91,6 +95,7 @@ class InputBatch:
                 num_single=counts.num_single,
                 all_long=size is not None and size.all_long,
                 given=others[-1],
+                rope_rows=None if rope_rows is None else rope_rows.of(inputs.positions, token_rows),
                 query_starts=starts,
             )
             return Gathered(view, rows)

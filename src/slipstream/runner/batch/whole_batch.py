@@ -15,10 +15,19 @@ from slipstream.step import StepPlan
 
 
 class WholeBatch:
-    def __init__(self, device: Device, *, with_types: bool, with_unseen: bool = False) -> None:
+    def __init__(
+        self,
+        device: Device,
+        *,
+        with_types: bool,
+        with_unseen: bool = False,
+        short_rope: tuple[int, int] | None = None,
+    ) -> None:
         """`with_types`: the model tells two texts apart. `with_unseen`: its queries have tokens that none sees. Then
-        types and counts are staged in every step, needed or not, so that what is captured of one step serves all."""
+        types and counts are staged in every step, needed or not, so that what is captured of one step serves all.
+        `short_rope`: the longest text that has LongRoPE's short factors, and their first row in the rope table."""
         self.with_types = with_types
+        self.short_rope = short_rope
         self.with_unseen = with_unseen
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device.torch_device)
 
@@ -27,7 +36,8 @@ class WholeBatch:
         num_rows, total = len(counts), len(plan.tokens)
         tokens, rows = (total, num_rows) if size is None else (size.tokens, size.rows)
         # tokens that pad have id 0 at position 0, and rows that pad have none
-        token_span, by_token = upload.room(np.int64, (3 if self.with_types else 2, tokens))
+        num_lines = 2 + self.with_types + (self.short_rope is not None)  # ids, positions, types, rows of the rope table
+        token_span, by_token = upload.room(np.int64, (num_lines, tokens))
         by_token[:, total:] = 0
         ends = np.cumsum(counts, dtype=np.int32)
         starts = np.full(rows + 1, total, np.int32)
@@ -42,6 +52,9 @@ class WholeBatch:
         elif plan.type_starts is not None:
             assert self.with_types, "a pair came to a model without token types"
             np.greater_equal(positions, np.repeat(plan.type_starts, counts), out=by_token[2, :total])
+        if self.short_rope is not None:
+            longest, first_row = self.short_rope
+            by_token[-1, :total] = positions + np.repeat(np.where(plan.lengths > longest, 0, first_row), counts)
         lengths = np.zeros(rows, np.int64)
         lengths[:num_rows] = plan.lengths
         spans = token_span, upload.put(lengths), upload.put(starts)
@@ -67,6 +80,7 @@ class WholeBatch:
                     num_single=0,
                     query_starts=starts,
                     token_types=tokens[2] if self.with_types else None,
+                    rope_rows=None if self.short_rope is None else tokens[-1],
                     num_seen=None if seen_span is None else upload.tensor(seen_span),
                     host_seen=plan.num_seen,
                 ),

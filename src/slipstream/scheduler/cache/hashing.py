@@ -1,7 +1,8 @@
 """Chained page hashes: a page's name is made of its tokens and of the name of the page before it.
 
 Equal hashes mean equal tokens from the first position on, hence equal cache content. The chain begins with the salt,
-so requests of different salts share nothing.
+so requests of different salts share nothing. Keys rotated by LongRoPE's long factors differ from those of the short
+ones, so the two have different hashes too.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from hashlib import blake2b
 DIGEST_BYTES = 16
 
 
-def extend_hashes(hashes: list[bytes], tokens: list[int], num_pages: int, page_size: int, salt: str) -> None:
+def extend_hashes(
+    hashes: list[bytes], tokens: list[int], num_pages: int, page_size: int, salt: str, long_rope: bool = False
+) -> None:
     """Append hashes until there are `num_pages`. Only the new pages' tokens are looked at."""
     made = len(hashes)
     if made >= num_pages:
         return
     assert num_pages * page_size <= len(tokens), f"{num_pages} full pages of {page_size} asked of {len(tokens)} tokens"
-    parent = hashes[-1] if made else _root(salt)
+    parent = hashes[-1] if made else _root(salt, long_rope)
     content = array("i", tokens[made * page_size : num_pages * page_size]).tobytes()
     width = len(content) // (num_pages - made)
     for start in range(0, len(content), width):
@@ -28,5 +31,5 @@ def extend_hashes(hashes: list[bytes], tokens: list[int], num_pages: int, page_s
 
 
 @lru_cache(64)
-def _root(salt: str) -> bytes:
-    return blake2b(salt.encode(), digest_size=DIGEST_BYTES).digest()
+def _root(salt: str, long_rope: bool) -> bytes:
+    return blake2b(salt.encode(), digest_size=DIGEST_BYTES, person=b"long rope" if long_rope else b"").digest()

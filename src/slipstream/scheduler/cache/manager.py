@@ -229,7 +229,7 @@ class CacheManager:
         full = min(len(request.tokens), request.computed) // self.page_size
         if full <= request.num_published:
             return
-        extend_hashes(request.hashes, request.tokens, full, self.page_size, request.cache_salt)
+        extend_hashes(request.hashes, request.tokens, full, self.page_size, request.cache_salt, request.long_rope)
         new = slice(request.num_published, full)
         for group, held in zip(self.groups, request.pages, strict=True):
             group.pool.publish(held[new], request.hashes[new])

@@ -121,5 +121,5 @@ class Matching:
         if place >= len(request.hashes):
             full = len(request.tokens) // self._page_size
             num = min(full, place + _HASHED_AHEAD)
-            extend_hashes(request.hashes, request.tokens, num, self._page_size, request.cache_salt)
+            extend_hashes(request.hashes, request.tokens, num, self._page_size, request.cache_salt, request.long_rope)
         return request.hashes[place]

@@ -1,0 +1,33 @@
+"""RopeRows: which rows of the rope table the tokens of a step read, for models with LongRoPE.
+
+The table has the long factors first and the short ones after them (`nn/layers/rope.py`). A request has one kind for as
+long as it holds its row, so the choice is one number per row on the device.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from slipstream.device.device import Device
+from slipstream.runner.batch.staging import StagedTensor, Upload
+from slipstream.step import Admission, PoolAdmission, StepPlan
+
+
+class RopeRows:
+    def __init__(self, num_rows: int, first_short: int, device: Device) -> None:
+        """`first_short`: the row of the rope table with position 0 of the short factors."""
+        self._first_short = first_short
+        self._offsets = StagedTensor((num_rows,), np.int64, device)
+
+    def apply(self, plan: StepPlan) -> None:
+        admitted: tuple[Admission | PoolAdmission, ...] = (*plan.admitted, *plan.pool_admitted)
+        for admission in admitted:
+            self._offsets.write(admission.row, 0 if admission.long_rope else self._first_short)
+
+    def flush(self, upload: Upload) -> None:
+        self._offsets.flush(upload)
+
+    def of(self, positions: torch.Tensor, token_rows: torch.Tensor) -> torch.Tensor:
+        """Device: of tokens at these positions of these rows, [T] each."""
+        return self._offsets.device.index_select(0, token_rows) + positions

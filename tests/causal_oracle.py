@@ -1,0 +1,51 @@
+"""transformers as the oracle of decoders: logits of whole prompts, in float64 throughout where they are compared so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+
+def oracle(folder: Path, dtype: torch.dtype, prompts: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+    # its fused attention leaves out bounds on scores
+    how = "eager" if '"attn_logit_softcapping"' in (folder / "config.json").read_text() else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=how).eval()
+    if dtype is torch.float64:
+        norm_in_float64(model)
+    softmax = functional.softmax
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        # the eager one makes weights in float32, whatever it is given
+        patch.setattr(functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
+        return {name: model(torch.tensor([ids])).logits[0] for name, ids in prompts.items()}
+
+
+def norm_in_float64(model: nn.Module) -> None:
+    """transformers' norms compute in float32 whatever they are given; to compare 1e-9 they must not."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+
+            def forward(x: torch.Tensor, norm: nn.Module = module) -> torch.Tensor:
+                gemma = "Gemma" in type(norm).__name__
+                weight, eps = (1 + norm.weight, norm.eps) if gemma else (norm.weight, norm.variance_epsilon)
+                return weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+            module.forward = forward
+
+
+def continue_greedily(folder: Path, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """`count` tokens and their logprobs, in float64. Each comes from a forward pass over all tokens before it: with a
+    KV cache transformers 5.17 goes wrong where LongRoPE switches its factors."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
+    norm_in_float64(model)
+    tokens, logprobs = list(prompt), []
+    for _ in range(count):
+        with torch.no_grad():
+            last = model(torch.tensor([tokens]), use_cache=False).logits[0, -1].log_softmax(-1)
+        tokens.append(int(last.argmax()))
+        logprobs.append(float(last.max()))
+    return tokens[len(prompt) :], logprobs

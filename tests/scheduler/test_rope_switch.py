@@ -1,0 +1,54 @@
+"""LongRoPE: when a request changes from the short to the long factors, and what it costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripted import Bench
+from slipstream.request import Status
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_request_comes_back_once_it_is_longer_than_the_short_factors_serve(depth: int) -> None:
+    bench = Bench(depth=depth, short_rope=8)
+    bench.submit(list(range(5)), max_tokens=10)
+    bench.run()
+    assert [(a.num_known, a.num_cached, a.long_rope) for plan in bench.plans for a in plan.admitted] == [
+        (5, 0, False),
+        (9, 0, True),
+    ]
+    assert bench.executor.num_computed == 8 + 14  # all is computed again but the token that nothing follows
+    assert bench.scheduler.num_preemptions == 0  # nobody took its pages
+    bench.check_tokens(bench.requests[0])
+
+
+@pytest.mark.parametrize(("max_tokens", "num_admissions"), [(3, 1), (4, 1), (5, 2)])
+def test_a_request_that_ends_within_the_short_length_stays(max_tokens: int, num_admissions: int) -> None:
+    """The last token of an answer is never computed, so it may lie beyond."""
+    bench = Bench(short_rope=8)
+    bench.submit(list(range(5)), max_tokens=max_tokens)
+    bench.run()
+    assert bench.executor.num_admissions == num_admissions
+
+
+def test_long_requests_find_what_long_requests_left() -> None:
+    bench = Bench(short_rope=16)
+    prompt = list(range(20))
+    for prompts in ([prompt[:16]], [prompt], [prompt[:16], prompt]):
+        for ids in prompts:
+            bench.submit(ids, max_tokens=1)
+        bench.run()
+    assert [request.num_cached for request in bench.requests] == [0, 0, 12, 16]
+
+
+def test_an_aborted_request_frees_all_between_its_two_admissions() -> None:
+    bench = Bench(depth=1, short_rope=8)
+    bench.submit(list(range(8)), max_tokens=10)
+    while len(bench.requests[0].tokens) < 9:
+        bench.step()
+    bench.scheduler.check()
+    assert bench.requests[0].status is Status.WAITING
+    bench.scheduler.abort(bench.requests[0].id)
+    bench.run()
+    bench.scheduler.check()
+    assert bench.cache.num_free == bench.cache.num_usable

@@ -134,13 +134,13 @@ static void add_and_norm(const Step *step, const float *out_norm, const float *n
     meet(step);
 }
 
-static void attend(const Step *step, const Layer *layer) {
+// Norms and turns the queries and keys of all rows, and writes keys and values to the cache.
+static void write_cache(const Step *step, const Layer *layer) {
     const Model *m = step->model;
-    const Space *s = &step->space;
     int64_t dim = m->dim, heads = m->num_heads, kv_heads = m->num_kv_heads, group = heads / kv_heads;
     for (int64_t piece = take(step); piece < step->num_rows * kv_heads; piece = take(step)) {
         int64_t row = piece / kv_heads, head = piece % kv_heads;
-        float *of_row = s->qkv + row * (heads + 2 * kv_heads) * dim;
+        float *of_row = step->space.qkv + row * (heads + 2 * kv_heads) * dim;
         float *query = of_row + head * group * dim, *key = of_row + (heads + head) * dim;
         const float *turn = step->ropes[layer->rope] + row * 2 * m->rotary;
         for (int64_t g = 0; g <= group; g++) {
@@ -152,6 +152,19 @@ static void attend(const Step *step, const Layer *layer) {
         int64_t slot = (step->slots[layer->group][row] * kv_heads + head) * dim;
         memcpy(layer->keys + slot, key, dim * sizeof(float));
         memcpy(layer->values + slot, of_row + (heads + kv_heads + head) * dim, dim * sizeof(float));
+    }
+    meet(step);
+}
+
+// Must not begin before `write_cache` is complete for all rows: a page that one row completes in this step is
+// published in the plan of this step, so another row may read it.
+static void attend(const Step *step, const Layer *layer) {
+    const Model *m = step->model;
+    const Space *s = &step->space;
+    int64_t dim = m->dim, heads = m->num_heads, kv_heads = m->num_kv_heads, group = heads / kv_heads;
+    for (int64_t piece = take(step); piece < step->num_rows * kv_heads; piece = take(step)) {
+        int64_t row = piece / kv_heads, head = piece % kv_heads;
+        const float *query = s->qkv + (row * (heads + 2 * kv_heads) + head * group) * dim;
         int64_t length = step->lengths[row];
         int64_t first = layer->window && length > layer->window ? length - layer->window : 0;
         const int64_t *pages = step->tables[layer->group] + row * step->table_strides[layer->group];
@@ -191,6 +204,7 @@ static void run_layers(const Step *step, float *hidden) {
         const Layer *layer = &m->layers[i];
         add_and_norm(step, norm_before, layer->attention_norm, &layer->qkv, s->normed);
         multiply(step, &layer->qkv, s->normed, s->qkv);
+        write_cache(step, layer);
         attend(step, layer);
         multiply(step, &layer->output, s->attended, s->added);
         add_and_norm(step, layer->attention_out_norm, layer->mlp_norm, &layer->gate_up, s->normed);

@@ -11,18 +11,26 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from slipstream.engine.link.parent import die_with_parent
 
 
+COMMAND = (sys.executable, "-m", "slipstream.serve.cli.main")
+
+
 class ServerProcess:
-    def __init__(self, *argv: str, wait: bool = True) -> None:
+    def __init__(
+        self, *argv: str, wait: bool = True, command: Sequence[str] = COMMAND, cwd: Path | None = None, port: int = 0
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "slipstream.serve.cli.main", "serve", *argv, "--port", "0", "--num-threads", "1"],
+            [*command, "serve", *argv, "--port", str(port), "--num-threads", "1"],
             stderr=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+            cwd=cwd,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
             preexec_fn=die_with_parent,  # no test that fails leaves a server behind
         )
         self.lines: list[str] = []

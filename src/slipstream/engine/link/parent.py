@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+import sysconfig
 from pathlib import Path
 
 import slipstream
@@ -14,10 +15,17 @@ _PR_SET_PDEATHSIG = 1
 
 
 def child_environment() -> dict[str, str]:
-    """Ours, in which the child finds this same slipstream, installed or not."""
+    """The environment of a Python child process: it imports this same slipstream, and nothing from the current directory.
+
+    `python -m` and `python -c` search the current directory before the standard library, so a model's folder could
+    bring a dis.py. PYTHONSAFEPATH turns that off, also for processes that the child starts. An empty entry of
+    PYTHONPATH means the current directory too and is left out.
+    """
+    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     root = str(Path(slipstream.__file__).parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    if root != sysconfig.get_path("purelib"):  # where packages are installed the child looks anyway
+        paths.insert(0, root)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
 
 
 def die_with_parent() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.engine.link.parent import child_environment
 from slipstream.errors import SlipstreamError
 
 _PROGRAM = """
@@ -55,7 +56,7 @@ class Startup(msgspec.Struct, frozen=True, kw_only=True):
 def measure_startup(options: dict[str, Any], tell: Callable[[str], None] = lambda text: None) -> list[Startup]:
     """A cold start, then a warm one on what it left."""
     with tempfile.TemporaryDirectory() as folder:
-        env = os.environ | {
+        env = child_environment() | {
             "TRITON_CACHE_DIR": os.path.join(folder, "triton"),
             "XDG_CACHE_HOME": os.path.join(folder, "cache"),
         }

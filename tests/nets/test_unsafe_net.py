@@ -21,6 +21,9 @@ from nets.unsafe_net import find_unsafe, find_unsafe_in
         "AutoModel.from_pretrained(name, trust_remote_code=flag)",
         "eval(text)",
         "exec(text)",
+        "subprocess.run([sys.executable, name])",
+        "subprocess.Popen([sys.executable, name], env=os.environ)",
+        "command = [sys.executable, '-m', name]; env = dict(os.environ); subprocess.check_call(command, env=env)",
     ],
 )
 def test_a_planted_danger_is_caught(line):
@@ -28,7 +31,16 @@ def test_a_planted_danger_is_caught(line):
 
 
 @pytest.mark.parametrize(
-    "line", ["import json", "model.eval()", "AutoModel.from_pretrained(name, trust_remote_code=False)", "re.compile(x)"]
+    "line",
+    [
+        "import json",
+        "model.eval()",
+        "AutoModel.from_pretrained(name, trust_remote_code=False)",
+        "re.compile(x)",
+        "subprocess.run(['cc', name])",
+        "subprocess.run([sys.executable, name], env=child_environment())",
+        "env = child_environment() | x; subprocess.run([sys.executable, name], env=env)",
+    ],
 )
 def test_what_is_safe_passes(line):
     assert not find_unsafe(f"def f(name, x):\n    {line}\n")

@@ -10,10 +10,13 @@ MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "shelve", "marshal", "job
 CALLS = {"eval", "exec", "compile", "__import__"}
 LOADS = {("torch", "load"), ("np", "load"), ("numpy", "load"), ("yaml", "load")}
 WORDS = {"trust_remote_code", "allow_pickle"}
+STARTS = {"run", "call", "check_call", "check_output", "Popen"}
 
 
 def find_unsafe(source: str, path: str = "<snippet>") -> list[str]:
-    return [f"{path}:{line}: {what}" for line, what in _walk(ast.parse(source))]
+    tree = ast.parse(source)
+    found = [*_walk(tree), *(_children(tree) if "sys.executable" in source else ())]
+    return [f"{path}:{line}: {what}" for line, what in found]
 
 
 def find_unsafe_in(root: Path) -> list[str]:
@@ -49,3 +52,16 @@ def _call(node: ast.Call) -> Iterator[tuple[int, str]]:
         is_no = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
         if keyword.arg in WORDS and not is_no:
             yield node.lineno, f"{keyword.arg} lets a checkpoint bring code"
+
+
+def _children(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """In a file that starts Python: children whose environment is not `child_environment()`, or made from it."""
+    safe = {"child_environment()"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and "child_environment()" in ast.unparse(node.value):
+            safe |= {ast.unparse(target) for target in node.targets}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in STARTS:
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if ast.unparse(node.func.value) == "subprocess" and given.get("env") not in safe:
+                yield node.lineno, "starts Python, which may import from the current directory; env=child_environment()"

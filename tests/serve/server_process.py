@@ -17,7 +17,6 @@ from typing import Any
 
 from slipstream.engine.link.parent import die_with_parent
 
-
 COMMAND = (sys.executable, "-m", "slipstream.serve.cli.main")
 
 

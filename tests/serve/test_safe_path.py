@@ -80,6 +80,6 @@ def test_an_empty_entry_of_pythonpath_is_not_handed_on(planted, monkeypatch):
 def test_a_measured_start_runs_none_of_the_folders_code(planted, monkeypatch):
     folder, marks = planted
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(startup, "_PROGRAM", 'import dis, slipstream; print(\'["nothing", 0, 0, 0]\')')
+    monkeypatch.setattr(startup, "_PROGRAM", "import dis, slipstream; print('[\"nothing\", 0, 0, 0]')")
     assert [start.cold for start in startup.measure_startup({})] == [True, False]
     assert not marks.exists(), marks.read_text()

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from serve.server_process import ServerProcess
+from serve.server_process import COMMAND, ServerProcess
 from tiny import write_tiny
 
 ENDLESS = {"prompt": "x", "max_tokens": 100_000, "ignore_eos": True, "stream": True}
@@ -107,14 +108,16 @@ def test_health_comes_before_the_model_and_a_bad_model_is_the_last_line(folder, 
     assert "missing.jinja" in server.lines[-1]
 
 
-def test_a_taken_port_is_one_line(folder):
-    import socket
-
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_taken_port_is_one_line(folder, workers):
+    """Also where the one who has it would share it."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        port = str(sock.getsockname()[1])
         done = subprocess.run(
-            [sys.executable, "-m", "slipstream.serve.cli.main", "serve", folder, "--port", str(sock.getsockname()[1])],
+            [*COMMAND, "serve", folder, "--port", port, "--workers", workers],
             capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )  # fmt: skip
     assert done.returncode == 2 and "cannot listen" in done.stderr and "Traceback" not in done.stderr

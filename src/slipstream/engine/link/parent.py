@@ -15,7 +15,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of a Python child process: it imports this same slipstream, and nothing from the current directory.
+    """The environment of Python child processes: they import this same slipstream, nothing from the current directory.
 
     `python -m` and `python -c` search the current directory before the standard library, so a model's folder could
     bring a dis.py. PYTHONSAFEPATH turns that off, also for processes that the child starts. An empty entry of

@@ -16,67 +16,37 @@ from slipstream.config.options import Options
 from slipstream.engine.link.parent import child_environment
 from slipstream.engine.link.spawn import CoreHandle, spawn_core
 from slipstream.engine.link.wire import Failed, WireError, from_core_frames
-from slipstream.errors import EngineDead, InvalidOption
+from slipstream.errors import EngineDead
 from slipstream.metrics.board import Board
+from slipstream.serve.http.listen import PortClaim, raise_file_limit
 from slipstream.serve.http.settings import Settings
 
 status = logging.getLogger("slipstream.status")
 
-_MAX_FILES = 2**20
 _CORE_SECONDS = 30.0  # for the core to end once its front ends have gone
 
 
 def launch(settings: Settings, options: list[Options]) -> None:
     """Serves until it is told to end. Raises EngineDead, with the root cause, if the core ends before."""
     raise_file_limit()
-    listeners = [listen(settings)]
-    port = listeners[0].getsockname()[1]
-    settings = msgspec.structs.replace(settings, port=port)
-    listeners += [listen(settings) for _ in range(settings.workers - 1)]
+    port = PortClaim(settings)
+    settings = msgspec.structs.replace(settings, port=port.port)
     # first of all: it has the longest way to go
     core, socks = spawn_core(options, settings.workers + (settings.workers > 1))
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
-    status.info("listening on http://%s:%d", host, port)
+    status.info("listening on http://%s:%d", host, port.port)
     cause: str | None = None
     try:
         if settings.workers == 1:
             from slipstream.serve.http.worker import run_worker  # while the core starts
 
-            cause = run_worker(settings, listeners[0], socks[0])
+            cause = run_worker(settings, port.listener(), socks[0])
         else:
-            cause = _Supervisor(core, settings).run(listeners, socks)
+            cause = _Supervisor(core, settings).run([port.listener() for _ in socks[1:]], socks)
     finally:
         ended = core.wait(_CORE_SECONDS)
     if cause is not None or ended is not None:
         raise EngineDead(f"{ended}: {cause}" if ended and cause and cause not in ended else cause or ended)
-
-
-def listen(settings: Settings) -> socket.socket:
-    """A bound socket; several may share the port, and the system spreads connections over them."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if settings.workers > 1:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    try:
-        sock.bind((settings.host, settings.port))
-    except (OSError, OverflowError) as error:
-        sock.close()
-        raise InvalidOption(f"cannot listen on {settings.host} port {settings.port}: {error}; choose others") from None
-    sock.listen(2048)  # who comes before the front end is up waits for it
-    return sock
-
-
-def raise_file_limit() -> None:
-    """Every client is an open file, and many systems begin with 1024 of them; more may be had for the asking."""
-    try:
-        import resource  # not everywhere
-    except ImportError:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class _Supervisor:

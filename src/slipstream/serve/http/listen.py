@@ -1,0 +1,59 @@
+"""The port of a server: claimed for this server alone, then shared by the listeners of its front ends."""
+
+from __future__ import annotations
+
+import socket
+
+from slipstream.errors import InvalidOption
+from slipstream.serve.http.settings import Settings
+
+_MAX_FILES = 2**20
+_BACKLOG = 2048  # connections that wait until a front end is up
+
+
+class PortClaim:
+    """Listening sockets on one port. The system spreads connections over those that are open.
+
+    SO_REUSEPORT lets any process of the same user join a port, so two servers that bind with it would share the port
+    without noticing. The first socket therefore binds and listens without it, which fails where anybody listens, and
+    gets it afterwards, for our own other listeners.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Raises InvalidOption where the port is taken."""
+        self._host = settings.host
+        self._first: socket.socket | None = _listening(settings.host, settings.port, shared=False)
+        self.port: int = self._first.getsockname()[1]
+        if settings.workers > 1:
+            self._first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+
+    def listener(self) -> socket.socket:
+        """A listening socket that the caller owns."""
+        first, self._first = self._first, None
+        return _listening(self._host, self.port, shared=True) if first is None else first
+
+
+def _listening(host: str, port: int, *, shared: bool) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        sock.bind((host, port))
+        sock.listen(_BACKLOG)  # two sockets may be bound to one port until one of them listens
+    except (OSError, OverflowError) as error:
+        sock.close()
+        raise InvalidOption(f"cannot listen on {host} port {port}: {error}; choose another host or port") from None
+    return sock
+
+
+def raise_file_limit() -> None:
+    """Every client is an open file, and many systems begin with 1024 of them; more may be had for the asking."""
+    try:
+        import resource  # not everywhere
+    except ImportError:
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

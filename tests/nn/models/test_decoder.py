@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}}),
     "yarn": ("llama", {"rope_parameters": YARN_ROPE}),
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}}),
     "qwen3": ("qwen3", {}),
     "qwen3 tied": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen3 window": ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
@@ -121,6 +123,19 @@ def test_the_rope_table_has_a_row_for_each_position_of_long_and_of_short_request
     torch.testing.assert_close(logits, torch.cat([expected["long"], expected["short"]]), rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("rope", [YARN_ROPE, LLAMA3_ROPE], ids=["yarn", "llama3"])
+def test_without_an_original_length_rope_takes_the_longest_context(rope: dict[str, Any], tmp_path: Path) -> None:
+    """As transformers does, which fills it in when it writes a config; older files lack it."""
+    folder = write_tiny(tmp_path, dtype=torch.float64, max_position_embeddings=96, rope_parameters=dict(rope))
+    config = json.loads((folder / "config.json").read_text())
+    del config["rope_parameters"]["original_max_position_embeddings"]
+    (folder / "config.json").write_text(json.dumps(config))
+    texts = prompts(a=61)
+    expected = oracle(folder, torch.float64, texts)["a"]
+    found = HandRunner(load(folder, torch.float64), torch.float64).run(texts)["a"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
 def run_in_steps(runner: HandRunner, texts: dict[str, list[int]]) -> dict[str, torch.Tensor]:
     """Odd chunks: rows enter late, decode beside others' chunks, single tokens first."""
     done: dict[str, list[torch.Tensor]] = {name: [] for name in texts}
@@ -184,7 +199,7 @@ def test_unknown_architecture_names_those_we_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic.*default, linear"),
+        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4, "factor": 2.0}}, "mrope.*default, dynamic"),
         ({"hidden_act": "relu"}, "relu.*silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
     ],

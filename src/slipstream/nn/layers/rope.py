@@ -76,6 +76,12 @@ def _default(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positi
     return plain, 1.0
 
 
+def _dynamic(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
+    """The base grows with contexts longer than the model was made for. The engine runs none, so it never does."""
+    assert num_positions <= max_positions, f"{num_positions} positions of a dynamic rope made for {max_positions}"
+    return plain, 1.0
+
+
 def _linear(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
     """Positions squeezed together by one factor."""
     return plain / info.factors["factor"], 1.0
@@ -95,7 +101,7 @@ def _llama3(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positio
     """Slow turns are squeezed, fast ones kept, those between blended by how often they turn in the old context."""
     factors = info.factors
     low, high = factors["low_freq_factor"], factors["high_freq_factor"]
-    turns = factors["original_max_position_embeddings"] * plain / (2 * math.pi)
+    turns = _original_length(info, max_positions) * plain / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
     return kept * plain + (1 - kept) * plain / factors["factor"], 1.0
 
@@ -103,7 +109,7 @@ def _llama3(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positio
 def _yarn(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
     """As llama3, with the blend linear in the dimension; attention is sharpened to make up for the longer context."""
     factors = info.factors
-    original = factors["original_max_position_embeddings"]
+    original = _original_length(info, max_positions)
     factor = factors.get("factor") or max_positions / original
     rotary_dim = 2 * len(plain)
 
@@ -134,6 +140,12 @@ def _longrope(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_posit
     return 1.0 / (divisors * (1.0 / plain)), float(scale)
 
 
+def _original_length(info: RopeInfo, max_positions: int) -> float:
+    """Positions of the first training. Where the config leaves it out, transformers takes the longest context."""
+    original = info.factors.get("original_max_position_embeddings")
+    return float(max_positions if original is None else original)
+
+
 def _yarn_scale(factors: dict[str, Any], factor: float) -> float:
     given = factors.get("attention_factor")
     if given is not None:
@@ -150,6 +162,7 @@ def _yarn_scale(factors: dict[str, Any], factor: float) -> float:
 
 KINDS: dict[str, Callable[[torch.Tensor, RopeInfo, int, int], Frequencies]] = {
     "default": _default,
+    "dynamic": _dynamic,
     "linear": _linear,
     "ntk": _ntk,
     "llama3": _llama3,

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from slipstream.config.architecture import OF_MODEL_TYPE
 from slipstream.config.model_info import ModelInfo, model_info_from_config, read_model_info
 from slipstream.errors import BadCheckpoint, ModelError, UnsupportedModel
+from slipstream.nn.models.registry import find_family
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -43,8 +45,11 @@ def test_old_and_new_ways_to_write_rope_mean_the_same() -> None:
 @pytest.mark.parametrize(
     "changes, kind, words",
     [
-        ({"architectures": []}, BadCheckpoint, "names no architecture"),
-        ({"architectures": "LlamaForCausalLM"}, BadCheckpoint, "names no architecture"),
+        ({"architectures": []}, BadCheckpoint, "neither an architecture nor a model_type"),
+        ({"architectures": None, "model_type": ""}, BadCheckpoint, "neither an architecture nor a model_type"),
+        ({"architectures": "LlamaForCausalLM"}, BadCheckpoint, "architectures is 'LlamaForCausalLM', not a list"),
+        ({"architectures": [5]}, BadCheckpoint, "not a list of names"),
+        ({"architectures": None, "model_type": "t5"}, UnsupportedModel, "model_type t5 .* bert, .* llama"),
         ({"vocab_size": "many"}, BadCheckpoint, "wrong kind"),
         ({"num_attention_heads": 0}, BadCheckpoint, "wrong kind"),
         ({"rope_scaling": [8]}, BadCheckpoint, "wrong kind"),
@@ -53,6 +58,13 @@ def test_old_and_new_ways_to_write_rope_mean_the_same() -> None:
 def test_wrong_values_are_named(changes: dict[str, Any], kind: type[ModelError], words: str) -> None:
     with pytest.raises(kind, match=words):
         info(**changes)
+
+
+def test_without_architectures_the_model_type_counts() -> None:
+    for kind, architecture in OF_MODEL_TYPE.items():
+        assert info(architectures=None, model_type=kind).architecture == architecture
+        find_family(info(architectures=[architecture]))  # each of them runs here
+    assert info(architectures=["BertForMaskedLM"], model_type="llama").architecture == "BertForMaskedLM"
 
 
 def test_a_missing_fact_means_a_model_we_do_not_know() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from slipstream.config.architecture import find_architecture
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
 
@@ -139,10 +140,7 @@ def _refuse_quantised(config: dict[str, Any]) -> None:
 
 
 def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
-    architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
-        raise BadCheckpoint('config.json names no architecture; add "architectures", for example ["LlamaForCausalLM"]')
-    architecture = architectures[0]
+    architecture = find_architecture(config)
     family = family_name(architecture)
     config = _rename(_text_part(config))
     _refuse_quantised(config)

@@ -1,0 +1,56 @@
+"""The architecture that a config.json names, or the one that its model_type implies.
+
+Some published configs have model_type and no architectures. A model_type says what the backbone is, not what stands
+behind it: an encoder is then taken for its plain backbone, a decoder for the model that continues text.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.errors import BadCheckpoint, UnsupportedModel
+
+OF_MODEL_TYPE = {
+    "bert": "BertModel",
+    "roberta": "RobertaModel",
+    "xlm-roberta": "XLMRobertaModel",
+    "camembert": "CamembertModel",
+    "distilbert": "DistilBertModel",
+    "mpnet": "MPNetModel",
+    "modernbert": "ModernBertModel",
+    "nomic_bert": "NomicBertModel",
+    "new": "NewModel",
+    "gte": "GteModel",
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+}
+
+
+def find_architecture(config: dict[str, Any]) -> str:
+    """Raises BadCheckpoint where config.json names neither, UnsupportedModel for a model_type that is not run."""
+    named = config.get("architectures")
+    if isinstance(named, list) and named and isinstance(named[0], str):
+        return named[0]
+    if named:
+        raise BadCheckpoint(
+            f'config.json: architectures is {named!r}, not a list of names; for example ["LlamaForCausalLM"]'
+        )
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        raise BadCheckpoint(
+            'config.json names neither an architecture nor a model_type; add "architectures", for example '
+            '["LlamaForCausalLM"]'
+        )
+    if kind not in OF_MODEL_TYPE:
+        raise UnsupportedModel(
+            f"config.json names no architecture, and its model_type {kind} is not one that runs here: "
+            f"{', '.join(OF_MODEL_TYPE)} are"
+        )
+    return OF_MODEL_TYPE[kind]

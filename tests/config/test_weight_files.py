@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from slipstream.config.locate import locate
+from slipstream.config.weight_files import INDEX, TORCH_INDEX, TORCH_WHOLE, WHOLE, has_weights, require_weights
+from slipstream.errors import BadCheckpoint, UnsupportedModel
+
+ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
+
+
+@pytest.mark.parametrize("name", [WHOLE, INDEX, TORCH_WHOLE, TORCH_INDEX])
+def test_weights_are_known_by_their_names(tmp_path: Path, name: str) -> None:
+    assert not has_weights(tmp_path)
+    (tmp_path / name).touch()
+    require_weights(tmp_path)
+
+
+def test_a_folder_without_weights_says_so(tmp_path: Path) -> None:
+    with pytest.raises(BadCheckpoint, match="has no weights: neither model.safetensors nor pytorch_model.bin.*down"):
+        require_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("tf_model.h5", "TensorFlow's"), ("onnx/model.onnx", "ONNX's"), ("consolidated.00.pth", "the makers' own")],
+)
+def test_weights_of_others_are_named(tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).touch()
+    with pytest.raises(BadCheckpoint, match=rf"its weights are {kind} \({name}\): convert them"):
+        require_weights(tmp_path)
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+def test_an_adapter_names_its_base_and_the_way_out(tmp_path: Path, with_config: bool) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
+    (tmp_path / "adapter_model.safetensors").touch()
+    if with_config:
+        (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UnsupportedModel, match=r"a PEFT adapter \(LORA\) for org/base, not a model.*merge_and_unload"):
+        require_weights(locate(str(tmp_path)).path)
+
+
+def test_an_adapter_beside_weights_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "adapter_config.json").write_text("[broken")
+    (tmp_path / WHOLE).touch()
+    with caplog.at_level(logging.WARNING):
+        require_weights(tmp_path)
+    assert "adapter, which is not applied" in caplog.text
+    (tmp_path / WHOLE).unlink()
+    with pytest.raises(UnsupportedModel, match=r"adapter \(PEFT\) for a model that it does not name"):
+        require_weights(tmp_path)

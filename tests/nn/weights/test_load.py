@@ -74,6 +74,28 @@ def test_old_rotary_buffers_are_skipped(folder: Path) -> None:
     load(folder)
 
 
+def test_tensors_that_nothing_reads_are_told_and_left_out(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = HandRunner(load(folder)).run(PROMPT)["a"]
+    assert not caplog.records
+    names = [
+        "model.rotary_emb.inv_freq", "v_head.summary.weight", "qa_outputs.weight", "model.layers.0.self_attn.k_scale",
+        "model.layers.1.self_attn.k_proj.k_scale", "model.layers.2.mlp.up_proj.weight", "model.layers.2.eh_proj.weight",
+    ]  # fmt: skip
+    write_weights(folder, tiny_weights(folder) | {name: torch.rand(3) for name in names})
+    assert HandRunner(load(folder)).run(PROMPT)["a"].equal(expected)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert record.getMessage().startswith("tiny: 7 tensors of the checkpoint are not part of the model")
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj.bias", "self_attn.q_norm.weight", "self_attn.sinks", "mlp.gate"])
+def test_a_tensor_that_a_computed_layer_would_need_is_refused(folder: Path, name: str) -> None:
+    """With it the layer would give other results: it is another model's."""
+    write_weights(folder, tiny_weights(folder) | {f"model.layers.1.{name}": torch.zeros(3)})
+    with pytest.raises(BadCheckpoint, match=f"1 unexpected .model.layers.1.{name}"):
+        load(folder)
+
+
 def test_missing_unexpected_and_misshapen_tensors_are_named_together(folder: Path) -> None:
     weights = tiny_weights(folder)
     del weights["model.layers.1.mlp.up_proj.weight"]

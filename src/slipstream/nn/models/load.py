@@ -5,6 +5,7 @@ It stands among the models because it knows them all; `nn/weights` knows none.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,11 +25,13 @@ from slipstream.nn.quant import Place, Plain, WeightFormat
 from slipstream.nn.steady import Steady
 from slipstream.nn.weights.dummy import DummySource
 from slipstream.nn.weights.gguf import GgufSource
-from slipstream.nn.weights.load import fill_places, find_places, match_places
+from slipstream.nn.weights.load import few, fill_places, find_places, match_places
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.safetensors import open_file, open_folder
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 from slipstream.ops.low_bit import find_kernel
+
+log = logging.getLogger(__name__)
 
 
 def load_model(config: ModelConfig, device: torch.device, progress: bool = False) -> Decoder | Encoder:
@@ -41,7 +44,14 @@ def open_model(config: ModelConfig, device: torch.device) -> tuple[Decoder | Enc
     """The model with memory and no weights in it yet, and what reads them; told whether to show progress."""
     model = lay_out(config, device)
     places = find_places(model)
-    tensors = find_tensors(config, model, places, device)
+    tensors, unused = find_tensors(config, model, places, device)
+    if unused:
+        log.warning(
+            "%s: %d tensors of the checkpoint are not part of the model and are left out: %s",
+            config.name,
+            len(unused),
+            few(unused),
+        )
     try:
         model.materialize(device)
     except (MemoryError, RuntimeError) as error:
@@ -107,8 +117,8 @@ def _heads(config: ModelConfig, model: Decoder | Encoder, dtype: torch.dtype) ->
 
 def find_tensors(
     config: ModelConfig, model: Decoder | Encoder, places: Mapping[str, Place], device: torch.device
-) -> dict[str, SourceTensor]:
-    """The checkpoint's tensor for each place; nothing is read."""
+) -> tuple[dict[str, SourceTensor], list[str]]:
+    """The checkpoint's tensor for each place, and the names of those that are left out; nothing is read."""
     if config.load_format == "dummy":
         return match_places(DummySource(places, config.seed, device), None, places)
     others = [] if config.load_format == "gguf" else list(_beside(config, model.heads))

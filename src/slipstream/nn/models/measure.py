@@ -19,5 +19,5 @@ def weight_bytes(config: ModelConfig, device_kind: str) -> int:
     if config.load_format != "gguf":
         return plain
     places = find_places(model)
-    tensors = find_tensors(config, model, places, device)
+    tensors, _ = find_tensors(config, model, places, device)
     return plain + sum(places[name].num_bytes(tensor) for name, tensor in tensors.items())

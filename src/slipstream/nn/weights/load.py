@@ -17,6 +17,7 @@ from slipstream.errors import BadCheckpoint
 from slipstream.nn.quant import Place
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.source import SourceTensor, WeightSource
+from slipstream.nn.weights.unused import count_layers, is_buffer, is_past_layers, is_unused
 
 HEADS = "heads."  # how the places of what stands behind the hidden states begin
 SHOWN = 4  # names of each mistake that a message lists
@@ -36,23 +37,28 @@ def match_places(
     rules: Rules | None,
     places: Mapping[str, Place],
     others: Sequence[tuple[WeightSource, Rules]] = (),
-) -> dict[str, SourceTensor]:
-    """Which tensor of the source goes to which place. Without rules, names are the same. Raises BadCheckpoint.
+) -> tuple[dict[str, SourceTensor], list[str]]:
+    """Which tensor of the source goes to which place, and the names of tensors that are left out because nothing that
+    the model computes reads them (`unused.py`). Without rules, names are the same. Raises BadCheckpoint.
 
     `others` are further sources, each with its rules. Heads that the model has no use for are left where they are.
     """
     found: dict[str, SourceTensor] = {}
-    unexpected, misshapen, twice = [], [], []
+    num_layers = count_layers(places)
+    unexpected: list[str] = []
+    unused: list[str] = []
+    misshapen, twice = [], []
     for tensor, names in _all_of([(source, rules), *others]):
         try:
             name = names.rename(tensor.name) if names is not None else tensor.name
         except KeyError:
-            unexpected.append(tensor.name)
+            (unused if is_unused(tensor.name, num_layers) else unexpected).append(tensor.name)
             continue
         if name is None or (name.startswith(HEADS) and name not in places):
             continue
         if name not in places:
-            unexpected.append(tensor.name)
+            past = is_buffer(tensor.name) or is_past_layers(tensor.name, num_layers)
+            (unused if past else unexpected).append(tensor.name)
         elif name in found:
             twice.append(tensor.name)
         elif tensor.shape != places[name].shape:
@@ -61,14 +67,16 @@ def match_places(
         else:
             found[name] = tensor
     missing = [name for name in places if name not in found]
+    if missing:  # then one of these may be what is missing, under a name that no rule knows
+        unexpected, unused = [*unused, *unexpected], []
     mistakes = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen, "there twice": twice}
     if any(mistakes.values()):
-        parts = [f"{len(names)} {kind} ({_few(names)})" for kind, names in mistakes.items() if names]
+        parts = [f"{len(names)} {kind} ({few(names)})" for kind, names in mistakes.items() if names]
         raise BadCheckpoint(
             f"the weights do not fit the model that its config describes: {'; '.join(parts)}; "
             "check that weights and config come from the same model"
         )
-    return found
+    return found, unused
 
 
 def _all_of(parts: Sequence[tuple[WeightSource, Rules | None]]) -> Iterator[tuple[SourceTensor, Rules | None]]:
@@ -116,5 +124,5 @@ def _progress_bar(total: int, wanted: bool) -> Iterator[_Bar]:
         yield _RichBar(progress, progress.add_task("loading weights", total=total))
 
 
-def _few(names: list[str]) -> str:
+def few(names: list[str]) -> str:
     return ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")

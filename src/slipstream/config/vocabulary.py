@@ -24,7 +24,20 @@ class _Tokenizer(msgspec.Struct):
     added_tokens: list[_Added] = []
 
 
+def read_vocabulary_lines(path: Path) -> dict[str, int]:
+    """Of a vocab.txt: a word a line, its number that of the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise BadCheckpoint(f"{path} cannot be read: {error}; download it again") from None
+    if lines and not lines[-1]:  # behind the last end of line
+        del lines[-1]
+    return {line.rstrip(): number for number, line in enumerate(lines)}
+
+
 def read_vocabulary(folder: Path) -> dict[str, int]:
+    if not (folder / "tokenizer.json").is_file() and (folder / "vocab.txt").is_file():
+        return read_vocabulary_lines(folder / "vocab.txt")
     try:
         found = msgspec.json.decode((folder / "tokenizer.json").read_bytes(), type=_Tokenizer)
     except FileNotFoundError:

@@ -1,9 +1,10 @@
 """Tokenizer: text to token ids and back, over the `tokenizers` library.
 
-Loaded from a folder in Hugging Face layout, a tokenizer.json, or a GGUF's own vocabulary. It does to a text what the
-model's makers did: special tokens in the text are recognised, and the tokens that begin or end a text are added where
-the file's post-processor says so (add_bos_token in tokenizer_config.json is a leftover that transformers ignores too).
-The text of a chat template brings its own: encode it with `add_special_tokens=False`.
+Loaded from a folder in Hugging Face layout (tokenizer.json, or BERT's vocab.txt), a tokenizer.json, or a GGUF's own
+vocabulary. It does to a text what the model's makers did: special tokens in the text are recognised, and the tokens
+that begin or end a text are added where the file's post-processor says so (add_bos_token in tokenizer_config.json is a
+leftover that transformers ignores too). The text of a chat template brings its own: encode it with
+`add_special_tokens=False`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 from slipstream.config.gguf_file import GgufFile
 from slipstream.errors import BadTokenizer, InvalidPrompt
 from slipstream.text.gguf_vocab import gguf_tokenizer, special_token
+from slipstream.text.wordpiece import wordpiece_tokenizer
 
 _WAY_OUT = "pass tokenizer=... with a folder that has one, or skip_tokenizer_init=True and prompts as token ids"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -61,11 +63,14 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        if not (folder / "tokenizer.json").is_file():
-            raise BadTokenizer(f"{folder} has no tokenizer.json{_what_else(folder)}; {_WAY_OUT}")
         config = _read_object(folder / "tokenizer_config.json")
         names = {**_special_texts(_read_object(folder / "special_tokens_map.json")), **_special_texts(config)}
-        backend = _read_backend(folder / "tokenizer.json")
+        if (folder / "tokenizer.json").is_file():
+            backend = _read_backend(folder / "tokenizer.json")
+        elif (folder / "vocab.txt").is_file():
+            backend, names = wordpiece_tokenizer(folder, config, names)
+        else:
+            raise BadTokenizer(f"{folder} has no tokenizer.json{_what_else(folder)}; {_WAY_OUT}")
         _declare_added(backend, config.get("added_tokens_decoder"))
         return cls(backend, names, _chat_templates(folder, config))
 
@@ -223,7 +228,7 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _what_else(folder: Path) -> str:
-    for name in ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"):
+    for name in ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json"):
         if (folder / name).exists():
             return f" (its {name} must be converted: save the tokenizer once with transformers)"
     return ""

@@ -75,7 +75,7 @@ def write_tiny_encoder(
     model = getattr(transformers, prefix + task)(config)
     scatter(model, seed)
     model.to(dtype).save_pretrained(folder)
-    write_pair_tokenizer(folder)
+    write_pair_tokenizer(folder, types=family in ("bert", "nomic"))
     return folder
 
 
@@ -105,7 +105,8 @@ def pair_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def write_pair_tokenizer(folder: Path) -> None:
+def write_pair_tokenizer(folder: Path, types: bool = True) -> None:
+    """With `types` the tokenizer's settings say that a pair's token types are for the model."""
     folder.mkdir(parents=True, exist_ok=True)
     pair_tokenizer().save(str(folder / "tokenizer.json"))
     config = {
@@ -118,6 +119,8 @@ def write_pair_tokenizer(folder: Path) -> None:
         "model_max_length": 128,
         "clean_up_tokenization_spaces": False,
     }
+    if types:
+        config["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
 
 

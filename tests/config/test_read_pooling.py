@@ -80,8 +80,15 @@ def test_a_bare_encoder_takes_the_mean(tmp_path: Path) -> None:
 
 
 def test_a_tokenizer_may_leave_token_types_out(tmp_path: Path) -> None:
-    assert not read(tmp_path, BERT, tokenizer_config={"model_input_names": ["input_ids", "attention_mask"]}).has_types
-    assert read(tmp_path, BERT, tokenizer_config={"model_input_names": ["input_ids", "token_type_ids"]}).has_types
+    """As transformers decides: by its names of inputs, else by its class. Token ids may bring theirs all the same."""
+    names = {"model_input_names": ["input_ids", "token_type_ids"]}
+    generic = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    for settings, typed in (
+        ({"model_input_names": ["input_ids", "attention_mask"]}, False),
+        (names, True), (generic, False), (names | generic, True), ({"tokenizer_class": "BertTokenizerFast"}, True),
+    ):  # fmt: skip
+        pooling = read(tmp_path, BERT, tokenizer_config=settings)
+        assert (pooling.types_pairs, pooling.has_types) == (typed, True)
 
 
 @pytest.mark.parametrize(

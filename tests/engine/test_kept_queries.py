@@ -129,10 +129,10 @@ def test_a_bad_pair_is_named_by_its_place_among_all(folder, monkeypatch):
     monkeypatch.setattr(pooling_calls, "PAIRS_TOGETHER", 2)
 
     async def scenario(engine, core):
-        call = asyncio.create_task(engine.score(["a", "b", "c", ""], ["d"] * 4))
+        call = asyncio.create_task(engine.score(["a", "b", "c", "\ud800"], ["d"] * 4))
         await core.until(lambda: len(core.submits) == 4)
         core.say(*(done(one, 1.0) for one in core.submits))
-        with pytest.raises(InvalidPrompt, match="prompt 4 of 4: the text is empty"):
+        with pytest.raises(InvalidPrompt, match="prompt 4 of 4: a prompt holds half of a surrogate"):
             await call
 
     with_scripted(folder, scenario)

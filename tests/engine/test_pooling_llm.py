@@ -266,8 +266,8 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
         assert bars == [[140, 140]]  # one for all parts of the call
         wanted = [float((made[a] @ made[b].T).max(1).sum()) for a, b in zip(firsts, seconds, strict=True)]
         np.testing.assert_allclose(many, wanted, rtol=1e-5)
-        with pytest.raises(InvalidPrompt, match="empty"):
-            llm.score(TEXTS[0], ["fine", ""])
+        with pytest.raises(InvalidPrompt, match="surrogate"):
+            llm.score(TEXTS[0], ["fine", "\ud800"])
         llm.core.scheduler._queries._most_tokens = len(matrices[1]) - 1
         with pytest.raises(RequestTooLarge, match="can be kept for documents; shorten it"):  # however long it waited
             llm.score(TEXTS[:2], TEXTS[2:4])
@@ -292,7 +292,7 @@ def test_the_wrong_task_for_the_model(embedder, cross, folders):
 
 
 def test_bad_input_harms_nobody_else(embedder):
-    for prompts, error in ((["fine", ""], InvalidPrompt), ([[1], [999]], InvalidPrompt), ([[5] * 129], PromptTooLong)):
+    for prompts, error in ((["fine", []], InvalidPrompt), ([[1], [999]], InvalidPrompt), ([[5] * 129], PromptTooLong)):
         with pytest.raises(error):
             embedder.embed(prompts)
     with pytest.raises(InvalidParams, match="dimensions is 21"):
@@ -336,7 +336,7 @@ def test_the_asynchronous_engine_has_the_same_verbs(embedder, folders):
                 engine.embed([*TEXTS, *TEXTS]), engine.score(TEXTS[0], TEXTS[1:]), engine.rerank(TEXTS[0], TEXTS[1:], 2)
             )
             with pytest.raises(InvalidPrompt):
-                await engine.embed(["fine", ""])
+                await engine.embed(["fine", []])
             tokens = await engine.encode(TEXTS[0], pooling_task="token_embed")
             return vectors, scores, ranked, tokens
         finally:

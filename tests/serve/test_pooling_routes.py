@@ -79,8 +79,16 @@ def test_bad_embedding_requests_say_what_is_wrong(ask):
     assert error(404, input="x", model="gpt-5")["code"] == "model_not_found"
     assert "does not do embed" in error(input="x", model="classes")["message"]
     assert error(input="x", cache_salt="s" * 1000)["param"] == "cache_salt"
-    assert "prompt 2 of 2" in error(input=["x", ""])["message"]
+    assert "prompt 2 of 2" in error(input=[[5], []])["message"]
     assert "unknown" in error(input=[[5], [9999]])["message"]
+
+
+def test_an_empty_text_among_many_has_a_vector_too(ask, llms):
+    texts = ["x", "", "y"]
+    near([one["embedding"] for one in ask("/v1/embeddings", input=texts)["data"]], vectors(llms, texts))
+    (one,) = ask("/v1/embeddings", input="")["data"]  # and alone
+    near([one["embedding"]], vectors(llms, [""]))
+    assert len(ask("/rerank", query="q", documents=["a", ""])["results"]) == 2
 
 
 def test_a_model_that_generates_can_embed_when_it_is_named(ask):
@@ -166,7 +174,7 @@ def test_rerank_as_tei_asks(ask, llms):
 
 @pytest.mark.parametrize("body", [{}, {"documents": []}, {"documents": [{}]}, {"documents": ["a"], "truncate": True},
                                   {"documents": ["a"], "top_n": 0}, {"documents": ["a"], "rank_fields": ["title"]},
-                                  {"documents": ["a"], "max_tokens_per_doc": 0}, {"documents": [""]}])  # fmt: skip
+                                  {"documents": ["a"], "max_tokens_per_doc": 0}, {"documents": [["a"]]}])  # fmt: skip
 def test_bad_reranks_get_a_400(ask, body):
     assert ask("/rerank", 400, query="q", **body)["error"]["message"]
 

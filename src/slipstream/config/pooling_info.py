@@ -50,6 +50,8 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     dense: tuple[DenseInfo, ...] = ()
     embed_size: int  # of a vector, behind the projections
     token_size: int  # of a token's vector
+    truncate_dim: int | None = None  # vectors are cut to this size unless a request says to which
+    cuts_normalized: bool = False  # to truncate_dim once they have length 1, which the cut ones have no more
     matryoshka: tuple[int, ...] | Literal["any"] | None = "any"  # sizes a vector may be cut to; None: it may not
 
     num_labels: int = 0
@@ -66,7 +68,8 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     instruction: str = ""  # of the pair template, when nobody gives one
     lower_case: bool = False  # texts are made lower case first
     max_seq_length: int | None = None  # texts are cut to this many tokens; None: they are not cut
-    has_types: bool = False  # the two texts of a pair are told apart by token types
+    has_types: bool = False  # the model has token types: a prompt of token ids may bring them
+    types_pairs: bool = False  # and the tokenizer gives the second text of a pair another type than the first
     similarity: Similarity = "cosine"  # by which score compares vectors
 
     # token vectors that are compared one by one (ColBERT)
@@ -75,4 +78,5 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     document: Role = Role()
     skip_token_ids: tuple[int, ...] = ()  # document tokens that are not compared, as punctuation
 
+    max_active_dims: int | None = None  # of the weights of words so many are kept, the largest
     sparse_skip_ids: tuple[int, ...] = ()  # tokens that get no weight, as those that begin and end a text

@@ -46,6 +46,7 @@ def read_pooling(options: Options, info: ModelInfo, path: Path) -> PoolingInfo:
         changes["method"] = _method(options.pooling_type, pooling)
     if options.normalize is not None:
         changes["normalize"] = options.normalize
+        changes["cuts_normalized"] = False  # who asks for length 1 gets it
     if options.classify_activation is not None:
         if not pooling.num_labels:
             raise InvalidOption(f"classify_activation is set, and {info.architecture} has no classes; leave it out")
@@ -64,12 +65,16 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
         dense=folder.dense,
         embed_size=next((d.out_features for d in reversed(folder.dense) if not d.per_token), info.hidden_size),
         token_size=next((d.out_features for d in reversed(folder.dense) if d.per_token), info.hidden_size),
+        truncate_dim=folder.truncate_dim,
+        cuts_normalized=folder.normalize,
+        max_active_dims=folder.max_active_dims,
         matryoshka=_matryoshka(config),
         prompts=folder.prompts,
         default_prompt_name=folder.default_prompt_name,
         similarity=folder.similarity,
         lower_case=folder.lower_case,
-        has_types=info.num_types > 1 and folder.gives_types,
+        has_types=info.num_types > 1,
+        types_pairs=info.num_types > 1 and folder.gives_types,
         max_seq_length=None if folder.max_seq_length is None else min(folder.max_seq_length, info.max_positions),
     )
     if not folder.include_prompt and folder.method == "mean" and folder.prompts:
@@ -115,8 +120,9 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
             generates=True,
             classify_activation=folder.class_activation or "sigmoid",
             pair_template=_QWEN3_RERANKER,
-            instruction=_QWEN3_INSTRUCTION,
-            **common,
+            instruction=folder.prompts.get(folder.default_prompt_name or "", _QWEN3_INSTRUCTION),
+            # its prompts are instructions inside the template, and stand before no text
+            **(common | {"default_prompt_name": None}),
         )
     if folder.sparse or (name.endswith("ForMaskedLM") and not folder.has_modules):
         return PoolingInfo(tasks=("sparse",), method="all", **common)

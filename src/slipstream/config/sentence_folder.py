@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from slipstream.config.pooling_info import Activation, DenseInfo, Method, Similarity
+from slipstream.config.tokenizer_class import gives_types
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
 _METHODS: dict[str, Method] = {"cls": "first", "mean": "mean", "lasttoken": "last"}
@@ -57,9 +58,11 @@ class SentenceFolder(msgspec.Struct, kw_only=True):
     prompts: dict[str, str] = {}
     default_prompt_name: str | None = None
     similarity: Similarity = "cosine"
+    truncate_dim: int | None = None
+    max_active_dims: int | None = None
     max_seq_length: int | None = None
     lower_case: bool = False
-    gives_types: bool = True  # the tokenizer tells the two texts of a pair apart
+    gives_types: bool = True  # the tokenizer sends token types, by which the two texts of a pair are told apart
 
 
 def read_sentence_folder(
@@ -76,9 +79,13 @@ def read_sentence_folder(
         # projections with no pooling behind them are for tokens
         found.late = found.late or (found.method is None and not found.sparse and bool(found.dense))
     own: dict[str, Any] = next((read for name in _LENGTH_FILES if (read := _read(folder / name, dict))), {})
-    _take_lengths(found, folder, own)
+    tokenizer = _read(folder / "tokenizer_config.json", dict) or {}
+    found.gives_types = gives_types(tokenizer, config)
+    _take_lengths(found, folder, own, tokenizer)
     settings = _read(folder / "config_sentence_transformers.json", dict) or {}
     _take_prompts(found, settings)
+    found.truncate_dim = _size(settings, "truncate_dim")
+    found.max_active_dims = _size(settings, "max_active_dims")
     if not any_activation:
         _take_activation(found, settings, config)
     found.late_settings = settings
@@ -169,10 +176,7 @@ def _dense(settings: dict[str, Any], path: str, found: SentenceFolder) -> DenseI
         raise BadCheckpoint(f"{path}/config.json: {error} is missing or no number; download it again") from None
 
 
-def _take_lengths(found: SentenceFolder, folder: Path, settings: dict[str, Any]) -> None:
-    tokenizer = _read(folder / "tokenizer_config.json", dict) or {}
-    names = tokenizer.get("model_input_names")
-    found.gives_types = not isinstance(names, list) or "token_type_ids" in names
+def _take_lengths(found: SentenceFolder, folder: Path, settings: dict[str, Any], tokenizer: dict[str, Any]) -> None:
     found.lower_case = bool(settings.get("do_lower_case", False))
     length = settings.get("max_seq_length")
     if length is None and found.has_modules:
@@ -197,6 +201,15 @@ def _take_prompts(found: SentenceFolder, settings: dict[str, Any]) -> None:
     found.prompts, found.default_prompt_name = prompts, name
     similarity = settings.get("similarity_fn_name") or "cosine"
     found.similarity = _SIMILARITIES.get(similarity, "cosine")  # MaxSim is said by the modules
+
+
+def _size(settings: dict[str, Any], key: str) -> int | None:
+    value = settings.get(key)
+    if value is not None and (type(value) is not int or value < 1):
+        raise BadCheckpoint(
+            f"config_sentence_transformers.json: {key} is {value!r}, not a number from 1 up; download it again"
+        )
+    return value
 
 
 def _take_activation(found: SentenceFolder, settings: dict[str, Any], config: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from slipstream.config.pooling_info import Role
 from slipstream.engine.front.ahead import Ahead
 from slipstream.engine.front.pool_params import settle_params
 from slipstream.engine.front.pool_prompts import Batch, PoolPrompt, Prepared, PromptReader
-from slipstream.engine.front.pool_words import join_pair, prefix_of, role_of
+from slipstream.engine.front.pool_words import join_pair, pair_words, prefix_of, role_of
 from slipstream.pooling_params import PoolingParams, Task
 
 _FIRST, _MOST = 64, 1024  # prompts encoded at a time: few at first, so that the device has work at once
@@ -29,6 +29,10 @@ class PoolInputs(PromptReader):
     def role(self, prompt_name: str | None) -> Role:
         """What a text is to late interaction, by the name of its prompt."""
         return role_of(self.pooling, prompt_name)
+
+    def pair_words(self, prompt_name: str | None, instruction: str | None) -> tuple[str, str | None]:
+        """What stands before the first text of a pair, and the instruction for both."""
+        return pair_words(self.pooling, self.facts.name, prompt_name, instruction)
 
     def pair(self, query: str, document: str, instruction: str | None) -> PoolPrompt:
         """Two texts as one prompt, in the way the model was trained."""

@@ -95,8 +95,6 @@ class PromptReader:
                     begin = None if begin is not None and begin >= len(ids) else begin
                     prepared[place] = Prepared(start + place, prompt.get("prompt"), ids, begin, params[place])
                 elif isinstance(text := prompt.get("prompt") if isinstance(prompt, Mapping) else prompt, str):
-                    if not text.strip():
-                        raise InvalidPrompt("the text is empty; give at least a word")
                     if isinstance(prompt, Mapping) and prompt.get("token_type_ids") is not None:
                         raise InvalidPrompt(
                             "token_type_ids are for token ids, and the prompt is a text; give prompt_token_ids too, or "
@@ -118,9 +116,9 @@ class PromptReader:
                     ids, seen = self._as(role, found) if role is not PLAIN else (array("i", found), None)
                     prepared[place] = Prepared(start + place, shown[place], ids, None, params[place], seen)
             for (limit, side), places in pairs.items():
-                two = [cast(tuple[str, str], prompts[place]) for place in places]
+                two = [self._pair(prompts[place], prefix) for place in places]
                 for place, (found, begin) in zip(places, self._encoder().pairs(two, limit, side=side), strict=True):
-                    begin = begin if self.pooling.has_types else None
+                    begin = begin if self.pooling.types_pairs else None
                     prepared[place] = Prepared(start + place, None, array("i", found), begin, params[place])
             done = cast(list[Prepared], prepared)
             lengths = [len(one.ids) for one in done]
@@ -137,8 +135,6 @@ class PromptReader:
 
     def text_ids(self, text: str, params: PoolingParams, prefix: str = "") -> list[int]:
         """Of one text. The same ids as `read` gives, for those to whom a request is one text and time counts."""
-        if not text or text.isspace():
-            raise InvalidPrompt("the text is empty; give at least a word")
         limit, side = self._limit(params, PLAIN)
         (ids,) = self._encode(self._case([prefix + text]), limit, side)
         if not 0 < len(ids) <= self.facts.max_model_len:
@@ -203,6 +199,12 @@ class PromptReader:
             )
         return num_zeros
 
+    def _pair(self, pair: object, prefix: str) -> tuple[str, str]:
+        """Two texts as they are encoded; the prefix stands before the first alone."""
+        first, second = cast(tuple[str, str], pair)
+        first, second = self._case([prefix + first, second])
+        return first, second
+
     def _case(self, texts: list[str]) -> list[str]:
         return [text.lower() for text in texts] if self.pooling.lower_case else texts
 
@@ -226,7 +228,10 @@ class PromptReader:
 
     def _refuse_length(self, length: int) -> None:
         if not length:
-            raise InvalidPrompt("the prompt has no tokens; give at least one")
+            raise InvalidPrompt(
+                f"the prompt has no tokens, and {self.facts.name} adds none of its own to an empty text; give at least "
+                "one token or a word"
+            )
         raise PromptTooLong(
             f"the prompt has {length} tokens, {self.facts.name} takes {self.facts.max_model_len}; {self.facts.way_out}"
         )

@@ -135,20 +135,28 @@ def wrap(
     if task == "classify":
         return ClassificationRequestOutput, ClassificationOutput(data, pooling.labels)
     if task == "sparse":
-        return SparseRequestOutput, _sparse(data, ids, pooling.sparse_skip_ids)
+        return SparseRequestOutput, _sparse(data, ids, pooling.sparse_skip_ids, pooling.max_active_dims)
     return PoolingRequestOutput, PoolingOutput(data)
 
 
-def _sparse(data: Array, ids: Sequence[int], skipped: tuple[int, ...]) -> SparseOutput:
-    """From a weight for each word of the vocabulary [V], or for each token of the prompt [T, 1]: the largest counts."""
+def _sparse(data: Array, ids: Sequence[int], skipped: tuple[int, ...], most: int | None) -> SparseOutput:
+    """From a weight for each word of the vocabulary [V], or for each token of the prompt [T, 1]: the largest counts.
+    `most`: so many words are kept, those with the largest weights."""
     if data.ndim == 1:
         (found,) = data.nonzero()
-        return SparseOutput(found, data[found])
+        return _largest(found, data[found], most)
     words, places = np.unique(np.asarray(ids), return_inverse=True)
     weights = np.zeros(len(words), data.dtype)
     np.maximum.at(weights, places, data[:, 0])
     counts = (weights > 0) & ~np.isin(words, skipped)
-    return SparseOutput(words[counts], weights[counts])
+    return _largest(words[counts], weights[counts], most)
+
+
+def _largest(words: Array, weights: Array, most: int | None) -> SparseOutput:
+    if most is not None and len(words) > most:
+        kept = np.sort(np.argsort(-weights, kind="stable")[:most])
+        words, weights = words[kept], weights[kept]
+    return SparseOutput(words, weights)
 
 
 def similarities(kind: str, first: Array, second: Array) -> list[float]:

@@ -32,6 +32,19 @@ def role_of(pooling: PoolingInfo, prompt_name: str | None) -> Role:
     return pooling.query if prompt_name == "query" else pooling.document
 
 
+def pair_words(
+    pooling: PoolingInfo, model_name: str, prompt_name: str | None, instruction: str | None
+) -> tuple[str, str | None]:
+    """What a prompt's name means for a pair: what stands before its first text, and the instruction. A model that is
+    told what to do has its prompts for instructions."""
+    if pooling.pair_template is None or prompt_name is None:
+        before = "" if pooling.pair_template is not None else prefix_of(pooling, model_name, prompt_name, None)
+        return before, instruction
+    if instruction is not None:
+        raise InvalidParams("instruction and prompt_name are both given; leave one out")
+    return "", prefix_of(pooling, model_name, prompt_name, None)
+
+
 def join_pair(
     pooling: PoolingInfo, model_name: str, query: str, document: str, instruction: str | None
 ) -> str | tuple[str, str]:
@@ -39,8 +52,6 @@ def join_pair(
     for text in (query, document):
         if not isinstance(text, str):
             raise InvalidPrompt(f"score compares texts; {type(text).__name__} is none")
-        if not text.strip():
-            raise InvalidPrompt("one text of a pair is empty; give at least a word")
     template = pooling.pair_template
     if template is None:
         if instruction is not None:

@@ -83,7 +83,8 @@ def score(
         )
     if "classify" in inputs.pooling.tasks:
         settled = _settled(inputs, params, "classify", truncate_prompt_tokens)
-        return (yield from _by_reading_both(inputs, left, right, settled, instruction))
+        prefix, instruction = inputs.pair_words(prompt_name, instruction)
+        return (yield from _by_reading_both(inputs, left, right, settled, instruction, prefix))
     if instruction is not None:
         raise InvalidParams(f"{inputs.facts.name} compares vectors and takes no instruction; use prompt_name")
     names = (_role(inputs, "query"), _role(inputs, "document", "passage")) if roles else (None, None)
@@ -109,6 +110,7 @@ def rerank(
     *,
     top_n: int | None = None,
     instruction: str | None = None,
+    prompt_name: str | None = None,
     truncate_prompt_tokens: int | None = None,
 ) -> Call[list[RerankResult]]:
     """The documents, the best answer to the query first; of equal ones the earlier."""
@@ -128,6 +130,7 @@ def rerank(
         documents,
         params,
         instruction=instruction,
+        prompt_name=prompt_name,
         truncate_prompt_tokens=truncate_prompt_tokens,
         roles=True,
     )
@@ -140,7 +143,12 @@ def rerank(
 
 
 def _by_reading_both(
-    inputs: PoolInputs, left: Sequence[str], right: Sequence[str], params: PoolingParams, instruction: str | None
+    inputs: PoolInputs,
+    left: Sequence[str],
+    right: Sequence[str],
+    params: PoolingParams,
+    instruction: str | None,
+    prefix: str,
 ) -> Call[list[ScoringRequestOutput]]:
     if inputs.pooling.num_labels != 1:
         raise InvalidParams(
@@ -155,7 +163,7 @@ def _by_reading_both(
             if len(right) == 1:
                 raise
             raise type(error)(f"pair {place + 1} of {len(right)}: {error}") from None
-    found = yield [Batch(pairs, params)]
+    found = yield [Batch(pairs, params, prefix)]
     return [_scored(one, None if one.found is None else float(one.outputs.data[0]), one.error) for one in found]
 
 

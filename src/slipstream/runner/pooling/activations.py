@@ -9,7 +9,10 @@ from slipstream.runner.pooling.setting import Setting
 
 
 def finish(x: torch.Tensor, setting: Setting) -> torch.Tensor:
-    """Device: lines [N, size] to lines [N, width]. Cutting and picking come first: what is left has length or sum 1."""
+    """Device: lines [N, size] to lines [N, width]. Cutting and picking come first: what is left has length or sum 1.
+    Where the model's folder says to which size vectors are cut, it comes last."""
+    if setting.cut_last:
+        return finish(x, setting._replace(cut=None, cut_last=False))[:, : setting.cut]
     if setting.cut is not None:
         x = x[:, : setting.cut]
     if setting.columns:

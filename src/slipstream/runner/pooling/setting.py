@@ -22,6 +22,7 @@ class Setting(NamedTuple):
     step_tag: int | None = None  # of its tokens only these
     skips: tuple[int, ...] = ()  # of its tokens none of these
     late: Late = ""
+    cut_last: bool = False  # after it is finished, not before
 
     @property
     def picks(self) -> bool:
@@ -56,6 +57,9 @@ class Settings:
         if task in ("embed", "token_embed"):
             normalize = params.activation if params.normalize is None else params.normalize
             finish: Finish = "normalize" if (info.normalize if normalize is None else normalize) else "identity"
+            if task == "embed" and params.dimensions is None and info.truncate_dim is not None:
+                cut = min(info.truncate_dim, info.embed_size)
+                return Setting(task, kind, cut, finish, cut, cut_last=normalize is None and info.cuts_normalized)
             width = params.dimensions or (info.embed_size if task == "embed" else info.token_size)
             if params.query_key:
                 late: Late = "query" if params.is_query else "document"

@@ -1,0 +1,68 @@
+"""Folders as people publish them: without architectures, with only vocab.txt, under another task's name."""
+
+import json
+
+import numpy as np
+import pytest
+
+from slipstream import LLM, SamplingParams
+from slipstream.errors import BadCheckpoint, UnsupportedModel
+from tiny import write_tiny
+from tiny_encoder import write_modules, write_tiny_encoder
+
+sentence_transformers = pytest.importorskip("sentence_transformers")
+
+TEXTS = ["a", "the cat sat on the mat", "x" * 90]
+
+
+def change(folder, **facts):
+    """Facts of config.json; None takes one out."""
+    config = json.loads((folder / "config.json").read_text()) | facts
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+    return folder
+
+
+def vectors(folder, texts=TEXTS, **options):
+    with LLM(str(folder), use_tqdm_on_load=False, num_threads=1, device="cpu", **options) as llm:
+        return np.stack([one.outputs.data for one in llm.embed(texts)])
+
+
+def expected(folder, texts=TEXTS):
+    return sentence_transformers.SentenceTransformer(str(folder), device="cpu").encode(texts)
+
+
+def test_an_encoder_without_architectures(tmp_path):
+    change(write_modules(write_tiny_encoder(tmp_path)), architectures=None)
+    np.testing.assert_allclose(vectors(tmp_path), expected(tmp_path), atol=2e-5)
+
+
+def test_a_decoder_without_architectures_continues_text(tmp_path):
+    options = {"use_tqdm_on_load": False, "num_threads": 1, "device": "cpu", "num_pages": 32, "max_model_len": 64}
+    found = []
+    for folder in (write_tiny(tmp_path / "named"), change(write_tiny(tmp_path / "not"), architectures=None)):
+        with LLM(str(folder), **options) as llm:
+            found.append(llm.generate("abc", SamplingParams(temperature=0, max_tokens=5))[0].outputs[0].token_ids)
+    assert found[0] == found[1]
+
+
+def test_only_a_vocabulary(tmp_path):
+    write_modules(write_tiny_encoder(tmp_path))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "s", "##at", "on", "mat", "a", "##x", "x"]
+    (tmp_path / "vocab.txt").write_text("\n".join(words))
+    texts = ["the cat sat on the mat", "The x!", "xxxx a", ""]
+    np.testing.assert_allclose(vectors(tmp_path, texts), expected(tmp_path, texts), atol=2e-5)
+
+
+def test_a_folder_without_weights_and_an_adapter_say_so_before_anything_is_loaded(tmp_path):
+    write_tiny(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(BadCheckpoint, match="has no weights"):
+        LLM(str(tmp_path), device="cpu")
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    with pytest.raises(UnsupportedModel, match="a PEFT adapter .LORA. for org/base"):
+        LLM(str(tmp_path), device="cpu")
+    with LLM(str(tmp_path), device="cpu", load_format="dummy", num_pages=32, max_model_len=64, use_tqdm_on_load=False):
+        pass

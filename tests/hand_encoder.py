@@ -17,12 +17,14 @@ from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.encoder import Encoder
 from slipstream.nn.models.load import load_model
+from slipstream.nn.models.stored_head import as_stored
 
 
 def load_pooling(
     folder: Path, dtype: torch.dtype = torch.float32, task: str = "auto", device: str = "cpu", load_format: str = ""
 ) -> Encoder | Decoder:
     info = read_model_info(folder)
+    info = info if load_format == "dummy" else as_stored(info, folder)
     name = str(dtype).removeprefix("torch.")
     pooling = read_pooling(Options(model=str(folder), task=task), info, folder)
     config = ModelConfig(

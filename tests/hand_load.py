@@ -12,6 +12,7 @@ from slipstream.config.gguf_info import gguf_model_info
 from slipstream.config.model_info import read_model_info
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.load import load_model
+from slipstream.nn.models.stored_head import as_stored
 
 
 def load(
@@ -27,6 +28,8 @@ def load(
     is_file = path.suffix == ".gguf"
     info = gguf_model_info(GgufFile(path)) if is_file else read_model_info(path)
     load_format = load_format or ("gguf" if is_file else "safetensors")
+    if load_format == "safetensors":
+        info = as_stored(info, path)
     name = str(dtype).removeprefix("torch.")
     return load_model(
         ModelConfig(info, str(path), "tiny", load_format, name, dequantize, num_positions, seed), torch.device(device)

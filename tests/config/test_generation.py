@@ -52,7 +52,7 @@ def test_one_end_token_may_stand_without_a_list(tmp_path: Path) -> None:
         ({"temperature": "warm"}, "temperature is 'warm'"),
         ({"top_p": 7}, "top_p is 7"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
-        ({"eos_token_id": [1, -1]}, "eos_token_id is"),
+        ({"eos_token_id": [1, "x"]}, "eos_token_id is"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, content: Any, words: str) -> None:

@@ -26,7 +26,7 @@ class GenerationDefaults(msgspec.Struct, frozen=True):
     """Empty when the model has no opinion."""
 
     params: dict[str, Any] = {}  # fields of SamplingParams
-    eos_token_ids: tuple[int, ...] = ()  # end tokens besides those of config.json
+    eos_token_ids: tuple[int, ...] = ()  # end tokens, in place of those of config.json; empty: it names none
 
 
 EMBEDDED_DEFAULTS = GenerationDefaults(params={"temperature": 0.2, "top_p": 0.9})
@@ -59,6 +59,6 @@ def generation_defaults(config: dict[str, Any]) -> GenerationDefaults:
 
 def _ids(value: Any) -> tuple[int, ...]:
     ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
         raise InvalidParams(f"eos_token_id is {value!r}; give a token id or a list of them")
     return tuple(dict.fromkeys(ids))

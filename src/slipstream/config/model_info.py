@@ -42,6 +42,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float
     activation: str  # silu, gelu_pytorch_tanh ...
     tied_embeddings: bool
+    has_lm_head: bool = True  # False: the weights of a model that continues text lack the projection to tokens
     attention_bias: bool = False
     mlp_bias: bool = False
     rope: RopeInfo = RopeInfo()
@@ -161,8 +162,8 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
             head_dim=int(config.get("head_dim") or hidden // heads),
             ffn_size=int(config["intermediate_size"]),
             max_positions=int(config["max_position_embeddings"]) - offset,
-            norm_eps=float(next(config[name] for name in _NORM_EPS if config.get(name) is not None)),
-            activation=config.get("hidden_activation") or config.get("hidden_act") or "silu",
+            norm_eps=float(next((config[name] for name in _NORM_EPS if config.get(name) is not None), 1e-6)),
+            activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
@@ -180,7 +181,7 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
             f"{architecture}: config.json lacks {missing}, so it is not a model we know; "
             "run a checkpoint that continues text, of Llama's style for example, or an encoder of BERT's"
         ) from None
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise BadCheckpoint(f"config.json of {architecture} holds a value of the wrong kind: {error}") from None
 
 
@@ -227,10 +228,10 @@ def rope_info(config: dict[str, Any], scaling: dict[str, Any]) -> RopeInfo:
     for key in ("partial_rotary_factor", "original_max_position_embeddings"):
         if config.get(key) is not None:
             factors.setdefault(key, config[key])
-    return RopeInfo(theta=float(theta), kind=kind, factors=factors)
+    return RopeInfo(theta=float(theta), kind=str(kind), factors=factors)
 
 
 def _ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
-    return tuple(value) if isinstance(value, list) else (int(value),)
+    return tuple(map(int, value)) if isinstance(value, list) else (int(value),)

@@ -46,6 +46,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     method: Method = "last"  # of one vector or one row of scores a prompt
     is_causal: bool = True  # False: every token sees the whole prompt, so prompts are computed whole and not cached
     generates: bool = False  # the model can continue text too
+    why_silent: str = ""  # why it cannot, where its architecture's name says that it can
     normalize: bool = True  # vectors have length 1 unless a request says otherwise
     dense: tuple[DenseInfo, ...] = ()
     embed_size: int  # of a vector, behind the projections

@@ -128,12 +128,13 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
         return PoolingInfo(tasks=("sparse",), method="all", **common)
     if encoder:
         return _embedder(path, config, folder, common)
-    generates = name.endswith(("ForCausalLM", "ForConditionalGeneration")) and common["is_causal"]
+    continues = name.endswith(("ForCausalLM", "ForConditionalGeneration")) and common["is_causal"]
     method = folder.method or _gguf_method(config, path)
     return PoolingInfo(
         method=method or "last",
         normalize=folder.normalize or not folder.has_modules,
-        generates=generates,
+        generates=continues and info.has_lm_head,
+        why_silent="its weights have no lm_head.weight" if continues and not info.has_lm_head else "",
         **common,
     )
 
@@ -163,7 +164,10 @@ def _with_task(options: Options, info: ModelInfo, pooling: PoolingInfo) -> Pooli
     if options.task in ("auto", "generate"):
         if options.task == "generate" and not pooling.generates:
             does = ", ".join(pooling.tasks)
-            raise InvalidOption(f"task is generate, and {info.architecture} does not continue text; it does {does}")
+            why = f" ({pooling.why_silent})" if pooling.why_silent else ""
+            raise InvalidOption(
+                f"task is generate, and {info.architecture} does not continue text{why}; it does {does}"
+            )
         return pooling
     task = cast(Task, _CLASSIFY_TASKS.get(options.task, options.task))
     if options.task in ("score", "rerank") and task not in pooling.tasks:
@@ -245,8 +249,11 @@ def _yes_no(options: Options, info: ModelInfo, path: Path) -> tuple[int, int] | 
         "reranker" in path.resolve().as_posix().lower().rsplit("/", 1)[-1]
         or "reranker" in (options.model or "").lower()
     )
-    asked = options.task in _CLASSIFY_TASKS or info.extra.get("is_original_qwen3_reranker")
-    if not (named or asked):
+    is_one = named or info.extra.get("is_original_qwen3_reranker")
+    if is_one and not info.has_lm_head:
+        raise BadCheckpoint(f"{path} is a Qwen3-Reranker, and its weights have no lm_head.weight; download them again")
+    asked = options.task in _CLASSIFY_TASKS and info.has_lm_head
+    if not (is_one or asked):
         return None
     vocabulary = read_vocabulary(path)
     if "yes" not in vocabulary or "no" not in vocabulary:

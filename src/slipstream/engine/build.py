@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from slipstream.config.check_info import check_info
 from slipstream.config.config import EngineConfig
 from slipstream.config.generation import EMBEDDED_DEFAULTS, GenerationDefaults, read_generation_defaults
 from slipstream.config.gguf_file import GgufFile
@@ -24,6 +25,7 @@ from slipstream.engine.front.served import ServedModel
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import InvalidOption
 from slipstream.nn.models.measure import weight_bytes
+from slipstream.nn.models.stored_head import as_stored
 from slipstream.ops.compile_ahead import get_ready
 from slipstream.runner.assemble import build_runner, layer_specs
 from slipstream.scheduler.cache.layout import group_layers
@@ -44,7 +46,7 @@ def open_model(options: Options) -> Opened:
     file = GgufFile.open(located.path) if located.kind == "gguf" else None
     if file is None and options.load_format != "dummy":
         require_weights(located.path)  # before anything is settled: nothing else can be said of such a folder
-    info, defaults = _read(located)
+    info, defaults = _read(options, located)
     config = settle(options, located, info)
     return Opened(config, ModelFacts.of(options, config, defaults), file)
 
@@ -115,16 +117,16 @@ def open_models(options: Sequence[Options]) -> list[Opened]:
     return opened
 
 
-def _read(located: LocatedModel) -> tuple[ModelInfo, GenerationDefaults]:
+def _read(options: Options, located: LocatedModel) -> tuple[ModelInfo, GenerationDefaults]:
     if located.kind == "gguf":
         defaults = EMBEDDED_DEFAULTS if located.embedded else GenerationDefaults()
-        return gguf_model_info(GgufFile.open(located.path)), defaults
+        return check_info(gguf_model_info(GgufFile.open(located.path))), defaults
     info = read_model_info(located.path)
     defaults = read_generation_defaults(located.path)
     if defaults.eos_token_ids:
-        ends = dict.fromkeys((*info.eos_token_ids, *defaults.eos_token_ids))
-        info = msgspec.structs.replace(info, eos_token_ids=tuple(ends))
-    return info, defaults
+        info = msgspec.structs.replace(info, eos_token_ids=defaults.eos_token_ids)
+    info = check_info(info)
+    return (info if options.load_format == "dummy" else as_stored(info, located.path)), defaults
 
 
 def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineConfig:
@@ -143,6 +145,6 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
 def foresee(options: Options) -> tuple[EngineConfig, MemoryPlan]:
     """What `build` would settle on and the memory it would take. Nothing is loaded."""
     located = locate(options.model, options.revision, options.task)
-    info, _ = _read(located)
+    info, _ = _read(options, located)
     config = settle(options, located, info)
     return config, plan_memory(config, weight_bytes(config.model, config.device.kind))

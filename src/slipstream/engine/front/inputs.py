@@ -33,6 +33,8 @@ class InputProcessor:
         self.facts = facts
         self.tokenizer = tokenizer
         self._settled: tuple[SamplingParams | None, SamplingParams] | None = None  # as given last, and settled
+        # a tokenizer may have tokens that the model has no vectors for
+        self._has_extra_tokens = tokenizer is not None and tokenizer.vocab_size > facts.vocab_size
         self._ids_type = list[Annotated[int, msgspec.Meta(ge=0, lt=facts.vocab_size)]]
 
     def default_params(self) -> SamplingParams:
@@ -93,6 +95,12 @@ class InputProcessor:
                 f"the prompt has {len(ids)} tokens, {self.facts.name} takes {most} with at least one of them for the "
                 f"answer; {self.facts.way_out}"
             )
+        if self._has_extra_tokens and (token := max(ids)) >= self.facts.vocab_size:
+            assert self.tokenizer is not None
+            raise InvalidPrompt(
+                f"the prompt holds {self.tokenizer.piece(token)!r}, token id {token} of the tokenizer; "
+                f"{self.facts.known_ids}, leave it out"
+            )
         self._check_report(params, len(ids))
         return msgspec.structs.replace(message, prompt_token_ids=ids)
 
@@ -101,7 +109,7 @@ class InputProcessor:
         least. Only tokenizers that make a text longer before they cut it could prove this wrong."""
         params = message.params
         assert isinstance(params, SamplingParams)
-        if _most_reported(params) > _FEW or not text or text.isspace():
+        if self._has_extra_tokens or _most_reported(params) > _FEW or not text or text.isspace():
             return False
         try:
             size = len(text) if text.isascii() else len(text.encode())
@@ -146,8 +154,10 @@ class InputProcessor:
 
     def _check_generates(self) -> None:
         if (pooling := self.facts.pooling) is not None and not pooling.generates:
+            why = f" ({pooling.why_silent})" if pooling.why_silent else ""
             raise InvalidParams(
-                f"{self.facts.name} continues no text; it does {', '.join(pooling.tasks)}: use encode, or another model"
+                f"{self.facts.name} continues no text{why}; it does {', '.join(pooling.tasks)}: use encode, or another "
+                "model"
             )
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
@@ -249,6 +259,8 @@ class InputProcessor:
                 found[tuple(after_space)] = None
         words = [list(word) for word in found if word]
         for word in words:
+            if max(word) >= self.facts.vocab_size:
+                raise InvalidParams(f"bad_words hold token id {max(word)}; {self.facts.known_ids}, leave it out")
             if len(word) > MAX_BAD_WORD:
                 text = self.tokenizer.decode(word)
                 raise InvalidParams(

@@ -62,14 +62,21 @@ Frequencies = tuple[torch.Tensor, float]
 def rope_frequencies(info: RopeInfo, head_dim: int, max_positions: int, num_positions: int) -> Frequencies:
     if info.kind not in KINDS:
         raise UnsupportedModel(f"rope scaling of kind {info.kind} is not one we have: {', '.join(KINDS)}")
-    rotary_dim = int(head_dim * info.factors.get("partial_rotary_factor", 1.0))
     try:
+        rotary_dim = int(head_dim * float(info.factors.get("partial_rotary_factor", 1.0)))
+        if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+            raise BadCheckpoint(f"rope rotates {rotary_dim} of {head_dim} values of a head; it must be an even number")
         # on the host even while a model is being laid out on the meta device: a few numbers, needed at once
         with torch.device("cpu"):
             plain = 1.0 / info.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
-            return KINDS[info.kind](plain, info, max_positions, num_positions)
+            frequencies, scale = KINDS[info.kind](plain, info, max_positions, num_positions)
+        if not (math.isfinite(scale) and all(map(math.isfinite, frequencies.tolist()))):
+            raise BadCheckpoint(f"rope scaling of kind {info.kind} gives frequencies that are no numbers")
+        return frequencies, scale
     except KeyError as missing:
         raise BadCheckpoint(f"rope scaling of kind {info.kind} lacks {missing} in config.json") from None
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise BadCheckpoint(f"rope scaling of kind {info.kind} holds a value of the wrong kind: {error}") from None
 
 
 def _default(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:

@@ -11,6 +11,7 @@ import math
 from dataclasses import replace
 
 from slipstream.config.model_info import ModelInfo, rope_info
+from slipstream.errors import BadCheckpoint
 from slipstream.nn.models.decoder import DecoderShape
 from slipstream.nn.models.llama import llama_rules, llama_shape
 from slipstream.nn.models.windows import layer_windows
@@ -39,6 +40,9 @@ def gemma3_shape(info: ModelInfo) -> DecoderShape:
 
 def _gemma_shape(info: ModelInfo, pattern: int) -> DecoderShape:
     extra = info.extra
+    scalar = float(extra.get("query_pre_attn_scalar") or 256)
+    if not 0 < scalar < math.inf:
+        raise BadCheckpoint(f"query_pre_attn_scalar of config.json is {scalar}; it must be over 0")
     windows = layer_windows(info, lambda layer: (layer + 1) % pattern != 0)
     if not info.is_causal:
         windows = tuple(window // 2 for window in windows)  # to each side
@@ -46,7 +50,7 @@ def _gemma_shape(info: ModelInfo, pattern: int) -> DecoderShape:
         llama_shape(info),
         norm_after=True,
         norm_offset=1.0,
-        scale=float(extra.get("query_pre_attn_scalar") or 256) ** -0.5,
+        scale=scalar**-0.5,
         logit_cap=float(extra.get("final_logit_softcapping") or 0.0),
         embedding_scale=math.sqrt(info.hidden_size),
         windows=windows,

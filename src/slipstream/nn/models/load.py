@@ -17,10 +17,11 @@ from slipstream.config.gguf_file import GgufFile
 from slipstream.errors import NotEnoughMemory, UnsupportedModel
 from slipstream.nn.columns import Columns, serves_columns
 from slipstream.nn.low_bit import LowBit
-from slipstream.nn.models.decoder import Decoder, DecoderShape
+from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.encoder import Encoder, EncoderShape
 from slipstream.nn.models.heads import Heads, HeadShape
 from slipstream.nn.models.registry import find_heads, find_rules, find_shape
+from slipstream.nn.models.stored_head import EMBEDDING, find_named
 from slipstream.nn.quant import Place, Plain, WeightFormat
 from slipstream.nn.steady import Steady
 from slipstream.nn.weights.dummy import DummySource
@@ -74,16 +75,9 @@ def lay_out(config: ModelConfig, device: torch.device) -> Decoder | Encoder:
             shape, config.max_model_len, dtype, lambda name: format if name == "embedding" else products
         )
     else:
-        model = Decoder(_as_stored(config, shape), config.max_model_len, dtype, lambda name: format)
+        model = Decoder(shape, config.max_model_len, dtype, lambda name: format)
     model.heads = _heads(config, model, dtype)
     return model
-
-
-def _as_stored(config: ModelConfig, shape: DecoderShape) -> DecoderShape:
-    """An embedder may be published under the name of a model that continues text, without the projection to tokens."""
-    if shape.tied or shape.headless or config.pooling is None or config.load_format != "safetensors":
-        return shape
-    return replace(shape, headless=all(tensor.name != "lm_head.weight" for tensor in open_folder(Path(config.path))))
 
 
 def _heads(config: ModelConfig, model: Decoder | Encoder, dtype: torch.dtype) -> Heads | None:
@@ -121,8 +115,11 @@ def find_tensors(
     """The checkpoint's tensor for each place, and the names of those that are left out; nothing is read."""
     if config.load_format == "dummy":
         return match_places(DummySource(places, config.seed, device), None, places)
+    source, rules = _open(config), find_rules(config.info, model.shape)
     others = [] if config.load_format == "gguf" else list(_beside(config, model.heads))
-    return match_places(_open(config), find_rules(config.info, model.shape), places, others)
+    if isinstance(model, Decoder) and model.shape.tied and not find_named(source, rules, (EMBEDDING,)):
+        rules = Rules({"lm_head.weight": EMBEDDING}) | rules  # the one of the two that is there serves as both
+    return match_places(source, rules, places, others)
 
 
 BY_WORD, BY_TOKEN = "sparse_linear", "colbert_linear"

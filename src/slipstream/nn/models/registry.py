@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from slipstream.cache_spec import CacheSpec
 from slipstream.config.model_info import ModelInfo, family_name
-from slipstream.errors import UnsupportedModel
+from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.models.bert import (
     bert_heads,
     bert_rules,
@@ -96,14 +96,18 @@ def find_family(info: ModelInfo) -> Family | EncoderFamily:
 
 def find_shape(info: ModelInfo) -> DecoderShape | EncoderShape:
     """What a model is, by its family and by what its checkpoint is for."""
-    shape = find_family(info).shape(info)
+    family = find_family(info)
+    try:
+        shape = family.shape(info)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise BadCheckpoint(f"config.json of {info.architecture} holds a value of the wrong kind: {error}") from None
     if isinstance(shape, EncoderShape):
         return shape
     continues = info.architecture.endswith(("ForCausalLM", "ForConditionalGeneration"))
     if not info.is_causal and not family_name(info.architecture).startswith("Gemma"):
         # a window that ends at a token becomes one to each side of it
         shape = replace(shape, windows=tuple(max(window - 1, 0) for window in shape.windows))
-    return replace(shape, causal=info.is_causal, headless=not continues)
+    return replace(shape, causal=info.is_causal, headless=not continues or not info.has_lm_head)
 
 
 def find_heads(info: ModelInfo) -> HeadShape:

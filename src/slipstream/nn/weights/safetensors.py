@@ -62,6 +62,8 @@ def _read(file: Any, path: Path, name: str) -> torch.Tensor:
 
 
 def _files(folder: Path, whole: str, index: str) -> list[Path]:
+    if (folder / whole).is_file():
+        return [folder / whole]  # also beside an index, as transformers chooses
     if (folder / index).exists():
         try:
             shards = set(json.loads((folder / index).read_text())["weight_map"].values())
@@ -74,8 +76,6 @@ def _files(folder: Path, whole: str, index: str) -> list[Path]:
                 f"{folder} lacks {len(missing)} of {len(files)} weight files, {missing[0]} first; download them again"
             )
         return files
-    if (folder / whole).is_file():
-        return [folder / whole]
     raise no_weights(folder)
 
 

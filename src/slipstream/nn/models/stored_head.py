@@ -1,0 +1,57 @@
+"""What a folder's weights say of the projection to tokens, where config.json says something else.
+
+As transformers does: tied weights that are both in the file and differ are not tied. An untied checkpoint without
+`lm_head.weight` (how several embedders are published) does not generate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from slipstream.config.model_info import ModelInfo
+from slipstream.nn.models.encoder import EncoderShape
+from slipstream.nn.models.registry import find_rules, find_shape
+from slipstream.nn.weights.rules import Rules
+from slipstream.nn.weights.safetensors import open_folder
+from slipstream.nn.weights.source import SourceTensor, WeightSource, in_parts
+
+EMBEDDING, HEAD = "embedding.weight", "head.weight"  # our places
+
+
+def as_stored(info: ModelInfo, folder: Path) -> ModelInfo:
+    """The facts of a model with `tied_embeddings` and `has_lm_head` corrected by what its weights are."""
+    shape = find_shape(info)
+    if isinstance(shape, EncoderShape) or shape.headless:
+        return info
+    rules = find_rules(info, replace(shape, tied=False))
+    found = find_named(open_folder(folder), rules, (EMBEDDING, HEAD))
+    embedding, head = found.get(EMBEDDING), found.get(HEAD)
+    if head is None:
+        return info if shape.tied else msgspec.structs.replace(info, has_lm_head=False)
+    if not shape.tied or embedding is None or _are_equal(embedding, head):
+        return info
+    return msgspec.structs.replace(info, tied_embeddings=False)
+
+
+def find_named(source: WeightSource, rules: Rules, places: tuple[str, ...]) -> dict[str, SourceTensor]:
+    """The tensors of these places, as far as the source has them."""
+    found: dict[str, SourceTensor] = {}
+    for tensor in source:
+        try:
+            name = rules.rename(tensor.name)
+        except KeyError:
+            continue  # loading says so
+        if name in places:
+            found[name] = tensor
+    return found
+
+
+def _are_equal(one: SourceTensor, other: SourceTensor) -> bool:
+    """By value. Part by part: a vocabulary's vectors may be gigabytes."""
+    if one.shape != other.shape:
+        return False
+    parts = zip(in_parts(one.read()), in_parts(other.read()), strict=True)
+    return all(bool((a == b).all()) for a, b in parts)

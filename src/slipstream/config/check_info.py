@@ -22,6 +22,11 @@ def check_info(info: ModelInfo) -> ModelInfo:
         count = getattr(info, name)
         if not 1 <= count <= most:
             raise BadCheckpoint(f"{info.architecture} has a {name} of {count}; it must be 1 to {most:,}")
+    if info.num_types < 0 or info.position_offset < 0:
+        raise BadCheckpoint(
+            f"{info.architecture} has {info.num_types} token types and {info.position_offset} unused positions; neither "
+            "may be below 0"
+        )
     if info.num_heads % info.num_kv_heads:
         raise BadCheckpoint(
             f"{info.architecture} has {info.num_heads} heads for {info.num_kv_heads} heads of keys and values; "

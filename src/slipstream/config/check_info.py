@@ -24,8 +24,8 @@ def check_info(info: ModelInfo) -> ModelInfo:
             raise BadCheckpoint(f"{info.architecture} has a {name} of {count}; it must be 1 to {most:,}")
     if info.num_types < 0 or info.position_offset < 0:
         raise BadCheckpoint(
-            f"{info.architecture} has {info.num_types} token types and {info.position_offset} unused positions; neither "
-            "may be below 0"
+            f"{info.architecture} has {info.num_types} token types and {info.position_offset} unused positions; they "
+            "must be 0 or more"
         )
     if info.num_heads % info.num_kv_heads:
         raise BadCheckpoint(

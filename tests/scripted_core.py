@@ -15,7 +15,7 @@ from slipstream.config.pooling_info import PoolingInfo
 from slipstream.engine.front.facts import ModelFacts
 from slipstream.engine.front.frontend import AsyncEngine
 from slipstream.engine.link.remote import SocketClient
-from slipstream.engine.link.wire import FromCore, Opening, Ready, ToCore, frame, to_core_frames
+from slipstream.engine.link.wire import AbortAll, AbortedAll, FromCore, Opening, Ready, ToCore, frame, to_core_frames
 from slipstream.messages import LOGPROB, Abort, Output, Pooled, Submit, SubmitAll
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
@@ -57,6 +57,7 @@ class ScriptedCore(asyncio.Protocol):
         self.answers = answers
         self.submits: list[Submit] = []
         self.aborts: list[Abort] = []
+        self.others: list[AbortAll | AbortedAll] = []  # what front ends say to each other
         self.frames = to_core_frames()
         self.changed = asyncio.Event()
 
@@ -93,6 +94,9 @@ class ScriptedCore(asyncio.Protocol):
     def take(self, message: ToCore) -> None:
         if isinstance(message, Abort):
             self.aborts.append(message)
+            return
+        if isinstance(message, AbortAll | AbortedAll):
+            self.others.append(message)
             return
         if isinstance(message, SubmitAll):
             for each in message.submits:

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.config.generation import GenerationDefaults
 from slipstream.engine.front.facts import ModelFacts
 from slipstream.engine.link.wire import (
     MAX_FRAME,
+    AbortAll,
+    AbortedAll,
     Failed,
+    Join,
     Loading,
     Opening,
     Pulse,
     Ready,
     Refused,
+    TooLarge,
     WireError,
+    encoded,
     frame,
+    frames,
     from_core_frames,
     to_core_frames,
+    without_numbers,
 )
 from slipstream.errors import PromptTooLong, QueueFull
 from slipstream.messages import Abort, Output, Pooled, Submit, SubmitAll
@@ -39,7 +46,10 @@ TO_CORE = [
     SubmitAll([Submit("c", [1], SamplingParams(n=2), 0.5), Submit("d", [2, 3], PoolingParams(), 0.5)]),
     Abort("a"),
     Abort("b", 3),
+    AbortAll("call"),
+    AbortedAll("call", 7),
 ]
+KINDS = Submit | SubmitAll | Abort | AbortAll | AbortedAll | Join
 FROM_CORE = [
     Output("a", 0, [7]),
     Output("a", 1, [7, 8], bytes(range(32)) * 2, FinishReason.STOP, 8, 4),
@@ -50,17 +60,19 @@ FROM_CORE = [
     Ready(),
     Pulse([LaneStats("one", 1, 2, 3, 4, 5, 6), LaneStats("two", busy=0.5)]),
     Failed("RuntimeError: boom"),
+    AbortAll("call"),
+    AbortedAll("call", 0),
 ]
 
 
-@pytest.mark.parametrize(("messages", "frames"), [(TO_CORE, to_core_frames), (FROM_CORE, from_core_frames)])
+@pytest.mark.parametrize(("messages", "reading"), [(TO_CORE, to_core_frames), (FROM_CORE, from_core_frames)])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_messages_arrive_in_order_however_the_bytes_are_cut(messages, frames, data):
+def test_messages_arrive_in_order_however_the_bytes_are_cut(messages, reading, data):
     sent = data.draw(st.lists(st.lists(st.sampled_from(messages), max_size=4), max_size=4))
     stream = b"".join(map(frame, sent))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=8)))
-    reader, got = frames(), []
+    reader, got = reading(), []
     for start, stop in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         got += reader.push(stream[start:stop])
     assert got == [message for batch in sent for message in batch]
@@ -72,13 +84,48 @@ def test_vectors_cross_as_bytes():
     assert output.pooled is not None and (output.pooled.array() == vector).all()
 
 
+@pytest.fixture
+def small_frames(monkeypatch):
+    monkeypatch.setattr("slipstream.engine.link.wire.MAX_FRAME", 1000)
+
+
+def pooled(name: str, count: int) -> Output:
+    return Output(name, 0, [], pooled=Pooled.of(np.arange(count, dtype=np.float32)))
+
+
+@given(sizes=st.lists(st.integers(0, 240), max_size=20))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_more_than_a_frame_holds_goes_in_several_in_order(small_frames, sizes):
+    outputs = [pooled(str(place), size) for place, size in enumerate(sizes)]
+    parts = list(frames(outputs))
+    assert all(len(part) <= 1004 for part in parts)
+    got = from_core_frames().push(b"".join(parts))
+    assert [(one.request_id, len(one.pooled.array())) for one in got] == [(str(i), n) for i, n in enumerate(sizes)]
+
+
+def test_an_output_that_no_frame_holds_becomes_the_end_of_its_request_and_the_others_arrive(small_frames):
+    outputs = [pooled("a", 10), pooled("b", 300), pooled("c", 10)]
+    got = from_core_frames().push(b"".join(frames(outputs, without_numbers)))
+    assert [one.request_id for one in got] == ["a", "b", "c"]
+    assert got[1].pooled is None and got[1].finish_reason is FinishReason.ERROR and "1000 can be sent" in got[1].error
+    assert got[0].pooled is not None and got[2].pooled is not None
+    with pytest.raises(TooLarge):
+        list(frames(outputs))
+
+
+def test_messages_encoded_one_by_one_are_the_same_frame(small_frames):
+    assert to_core_frames().push(frame([encoded(message) for message in TO_CORE])) == TO_CORE
+    with pytest.raises(TooLarge):
+        encoded(Submit("a", [0] * 1000, PoolingParams(), 0.0))
+
+
 @given(data=st.binary(max_size=200))
 @settings(max_examples=400, deadline=None)
 def test_any_bytes_give_messages_or_a_wire_error(data):
-    for frames in (to_core_frames(), from_core_frames()):
+    for reader in (to_core_frames(), from_core_frames()):
         try:
-            frames.push(len(data).to_bytes(4, "little") + data)
-            frames.push(data)
+            reader.push(len(data).to_bytes(4, "little") + data)
+            reader.push(data)
         except WireError:
             pass
 
@@ -89,7 +136,7 @@ def test_a_changed_byte_never_gives_anything_but_messages(place, byte):
     good = bytearray(frame(TO_CORE))
     good[place % (len(good) - 4) + 4] = byte
     try:
-        assert all(isinstance(message, Submit | SubmitAll | Abort) for message in to_core_frames().push(bytes(good)))
+        assert all(isinstance(message, KINDS) for message in to_core_frames().push(bytes(good)))
     except WireError:
         pass
 

@@ -7,22 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 import time
 from collections.abc import Sequence
 
 import msgspec
 
+from slipstream.engine.front.answer_size import check_result
 from slipstream.engine.front.outputs import OutputProcessor, Track
 from slipstream.engine.front.queue_load import QueueLoad
 from slipstream.engine.front.reading import Reading
 from slipstream.engine.front.served import ServedModel, choose
 from slipstream.engine.front.stream import Mailbox
 from slipstream.engine.link.client import CoreClient
-from slipstream.engine.link.wire import Begun, FromCore, Loading, Opening, Pulse, Ready, Refused
+from slipstream.engine.link.wire import AbortAll, AbortedAll, Begun, FromCore, Loading, Opening, Pulse, Ready, Refused
 from slipstream.errors import EngineClosed, RequestTooLarge, UserError
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.stats import ModelStats
+
+log = logging.getLogger("slipstream.front")
 
 
 class Desk:
@@ -47,6 +51,7 @@ class Desk:
         self._outputs = OutputProcessor(None)
         self._mailboxes: dict[str, Mailbox] = {}
         self._preparing: dict[str, bool] = {}  # by name, prompts that are not sent yet: whether they are aborted
+        self._abort_calls: dict[str, asyncio.Future[int]] = {}  # asked of the other front ends, by call
         self._numbers = itertools.count()
         self._prefix = secrets.token_hex(4)
 
@@ -77,12 +82,23 @@ class Desk:
             for track in reading.tracks:
                 self._abort(track)
         elif messages:
-            self.client.send(messages[0] if len(messages) == 1 else SubmitAll(messages))
+            self._send(reading, len(messages), messages[0] if len(messages) == 1 else SubmitAll(messages))
         return reading
 
     def send(self, reading: Reading, message: Submit, text: str | None) -> None:
         """One more prompt for a reader; if it cannot be, the reader has nothing under way afterwards."""
-        self.client.send(self._enter(reading, message, text))
+        self._send(reading, 1, self._enter(reading, message, text))
+
+    def _send(self, reading: Reading, count: int, message: Submit | SubmitAll) -> None:
+        """Send the reader's last `count` prompts, or forget them where they cannot be sent."""
+        try:
+            self.client.send(message)
+        except UserError:
+            for track in reading.tracks[-count:]:
+                self._outputs.drop(track.id)
+                self._close(track)
+            del reading.tracks[-count:]
+            raise
 
     def _enter(self, reading: Reading, message: Submit, text: str | None) -> Submit:
         """Who waits for it is known before it is sent: the answer may be there before we look."""
@@ -90,6 +106,12 @@ class Desk:
         if name in self._mailboxes:
             self.leave(reading, failed=True)
             raise in_use(name)
+        if (limit := self.client.max_result) is not None:
+            try:
+                check_result(served.facts, message, limit)
+            except UserError:
+                self.leave(reading, failed=True)
+                raise
         if len(self.models) > 1:
             message = msgspec.structs.replace(message, model=served.facts.name)
         self._mailboxes[name] = reading.mailbox
@@ -127,6 +149,9 @@ class Desk:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its reader gets what there is, finished as aborted."""
+        self._abort_named(request_id)
+
+    def _abort_named(self, request_id: str) -> None:
         if request_id in self._preparing:
             self._preparing[request_id] = True
             return
@@ -144,10 +169,25 @@ class Desk:
 
     async def abort_all(self) -> int:
         """Every request of this front end; how many there were."""
+        return self._abort_own()
+
+    def _abort_own(self) -> int:
         names = [*self._outputs.tracks, *(name for name, aborted in self._preparing.items() if not aborted)]
         for name in names:
-            await self.abort(name)
+            self._abort_named(name)
         return len(names)
+
+    async def abort_others(self) -> int:
+        """Every request of the other front ends of this core; how many there were, once all have answered."""
+        self.check()
+        call = self.new_id()
+        waiter: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._abort_calls[call] = waiter
+        try:
+            self.client.send(AbortAll(call))
+            return await waiter
+        finally:
+            del self._abort_calls[call]
 
     async def close(self) -> None:
         if self._opening is not None:
@@ -158,27 +198,41 @@ class Desk:
     # What the core says
 
     def hear(self, messages: list[FromCore]) -> None:
+        """Whatever one message does, the others are heard: each may be the end that somebody waits for."""
         self.heard = time.monotonic()
         outputs: list[Output] = []
         for message in messages:
             if isinstance(message, Output):
                 outputs.append(message)
-            elif isinstance(message, Begun):
-                self._outputs.begin(message.request_ids)
-            elif isinstance(message, Refused):
-                self._refuse(message)
-            elif isinstance(message, Pulse):
-                self.pulse = message
-            elif isinstance(message, Loading):
-                self.stage = message.stage
-            elif isinstance(message, Opening):
-                self.core_pid = message.pid
-                self._opening = asyncio.ensure_future(self._open(message))
-            elif isinstance(message, Ready):
-                self._ready = True
-                self._look_ready()
+                continue
+            try:
+                self._note(message)
+            except Exception:
+                log.exception("what the engine core said could not be taken in: %.200r", message)
         if outputs:
             self._take(outputs)
+
+    def _note(self, message: FromCore) -> None:
+        if isinstance(message, Begun):
+            self._outputs.begin(message.request_ids)
+        elif isinstance(message, Refused):
+            self._refuse(message)
+        elif isinstance(message, Pulse):
+            self.pulse = message
+        elif isinstance(message, Loading):
+            self.stage = message.stage
+        elif isinstance(message, Opening):
+            self.core_pid = message.pid
+            self._opening = asyncio.ensure_future(self._open(message))
+        elif isinstance(message, Ready):
+            self._ready = True
+            self._look_ready()
+        elif isinstance(message, AbortAll):
+            self.client.send(AbortedAll(message.call, self._abort_own()))
+        elif isinstance(message, AbortedAll):
+            waiter = self._abort_calls.get(message.call)
+            if waiter is not None and not waiter.done():
+                waiter.set_result(message.count)
 
     def fail(self, error: BaseException) -> None:
         """The core is gone: everyone who waits hears why."""
@@ -186,23 +240,44 @@ class Desk:
             self.failure = error
         for mailbox in self._mailboxes.values():
             mailbox.fail(self.failure)
+        for waiter in self._abort_calls.values():
+            if not waiter.done():
+                waiter.set_exception(self.failure)
         _wake(self._waiters)
         _wake(self._for_room)
 
     def _take(self, outputs: list[Output]) -> None:
-        moved, aborts = self._outputs.process(outputs)
+        failed: list[tuple[Track, Exception]] = []
+        moved, aborts = self._outputs.process(outputs, failed)
         for abort in aborts:
             self.client.send(abort)
         for track in moved:
-            if (mailbox := self._mailboxes.get(track.id)) is None:
-                continue
-            if track.queued:
-                self._start(track)
-            if track.finished:
-                self._close(track)
-                mailbox.put(track)
-            elif track.stream and track.unread >= self.stream_interval:
-                mailbox.put(track)
+            mailbox = self._mailboxes.get(track.id)
+            if mailbox is not None:
+                try:
+                    self._move(track, mailbox)
+                except Exception as error:
+                    self._fail_one(track, mailbox, error)
+        for track, cause in failed:
+            self._fail_one(track, self._mailboxes.get(track.id), cause)
+
+    def _fail_one(self, track: Track, mailbox: Mailbox | None, error: Exception) -> None:
+        """Its answer cannot be made; the core need not go on with it, and the reader hears why."""
+        log.error("the answer to request %s cannot be made", track.id, exc_info=error)
+        self._outputs.drop(track.id)
+        self.client.send(Abort(track.id))
+        if mailbox is not None:
+            mailbox.fail(error)
+
+    def _move(self, track: Track, mailbox: Mailbox) -> None:
+        """Tell the reader, if there is something for it."""
+        if track.queued:
+            self._start(track)
+        if track.finished:
+            self._close(track)
+            mailbox.put(track)
+        elif track.stream and track.unread >= self.stream_interval:
+            mailbox.put(track)
 
     def _refuse(self, message: Refused) -> None:
         if (mailbox := self._mailboxes.get(message.request_id)) is not None:

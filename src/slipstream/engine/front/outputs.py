@@ -52,8 +52,13 @@ class OutputProcessor:
             if (track := self.tracks.get(name)) is not None:
                 track.begun = now
 
-    def process(self, outputs: list[Output]) -> tuple[list[Track], list[Abort]]:
-        """Take in a step's outputs. Returns the requests that moved, and what the core need not go on with."""
+    def process(
+        self, outputs: list[Output], failed: list[tuple[Track, Exception]] | None = None
+    ) -> tuple[list[Track], list[Abort]]:
+        """Take in a step's outputs. Returns the requests that moved, and what the core need not go on with.
+
+        With `failed`, a request whose output raises an exception is dropped and noted there, and the others go on.
+        """
         moved: dict[str, Track] = {}
         aborts: list[Abort] = []
         now = time.monotonic()
@@ -61,7 +66,16 @@ class OutputProcessor:
             track = self.tracks.get(output.request_id)
             if track is None:
                 continue  # dropped while its last step was in flight
-            if track.take(output, now):
+            try:
+                stopped = track.take(output, now)
+            except Exception as error:
+                if failed is None:
+                    raise
+                failed.append((track, error))
+                moved.pop(output.request_id, None)
+                del self.tracks[output.request_id]
+                continue
+            if stopped:
                 aborts.append(Abort(output.request_id, output.sample))
             if output.token_ids or output.finish_reason is not None:
                 moved[output.request_id] = track

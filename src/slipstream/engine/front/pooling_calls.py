@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from slipstream.engine.front.answer_size import num_bytes
 from slipstream.engine.front.outputs import PoolTrack
 from slipstream.engine.front.pool_inputs import PoolInputs
 from slipstream.engine.front.pool_prompts import Batch, PoolPrompt
@@ -292,6 +293,11 @@ class Feed:
                     one.text,
                 )
             start += len(batch.prompts)
+
+    def num_bytes(self, submits: Sequence[tuple[Submit, str | None]]) -> int:
+        """Of all results, once all prompts were read; equal prompts as often as they came. `submits`: what was sent."""
+        each = [num_bytes(self.inputs.facts, message) for message, _ in submits]
+        return sum(each[sent] for sent in self._sent)
 
     def results(self, tracks: Sequence[PoolTrack]) -> Results:
         """`tracks`: of what was sent, in that order."""

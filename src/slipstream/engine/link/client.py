@@ -23,10 +23,14 @@ class Listener(Protocol):
 class CoreClient(Protocol):
     """All methods are called on the event loop."""
 
+    max_result: int | None
+    """Bytes of one result that the core can send; None: any number."""
+
     def listen(self, listener: Listener) -> None:
         """Tell this one, on the loop that runs now. May be called again, with the same."""
 
     def send(self, message: ToCore) -> None:
-        """Never waits. What cannot be delivered is answered by `Listener.fail`."""
+        """Never waits. Raises a UserError where the message cannot be encoded, and nothing is sent then. What cannot be
+        delivered is answered by `Listener.fail`."""
 
     async def close(self) -> None: ...

@@ -10,33 +10,63 @@ import selectors
 import socket
 from collections.abc import Iterable, Sequence
 
-from slipstream.engine.link.wire import FromCore, ToCore, WireError, frame, to_core_frames
+from slipstream.engine.link.wire import FromCore, Join, ToCore, WireError, frames, to_core_frames, without_numbers
 
 _READ = 2**18  # bytes at once
+_MAX_SOCKETS = 16  # that come with one read
 
 
 class Connection:
-    """One front end."""
+    """One front end, or the supervisor of several."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, *, is_supervisor: bool = False) -> None:
         sock.setblocking(False)
         self.sock = sock
         self.frames = to_core_frames()
         self.unsent = bytearray()
+        self.is_supervisor = is_supervisor
+        self.joining: list[socket.socket] = []  # sockets of new front ends that the supervisor has sent
+
+    def read(self) -> list[ToCore | Join]:
+        """The messages that have come. Raises OSError or WireError where there will be no more."""
+        if self.is_supervisor:
+            data, fds, _, _ = socket.recv_fds(self.sock, _READ, _MAX_SOCKETS)
+            self.joining += [socket.socket(fileno=fd) for fd in fds]
+        else:
+            data = self.sock.recv(_READ)
+        if not data:
+            raise ConnectionResetError
+        return self.frames.push(data)
+
+    def close(self) -> None:
+        for sock in (self.sock, *self.joining):
+            sock.close()
 
 
 class Hub:
-    def __init__(self, socks: Iterable[socket.socket]) -> None:
+    def __init__(self, socks: Iterable[socket.socket], supervisor: socket.socket | None = None) -> None:
         self._selector = selectors.DefaultSelector()
         self.connections: list[Connection] = []
         for sock in socks:
-            connection = Connection(sock)
-            self.connections.append(connection)
-            self._selector.register(sock, selectors.EVENT_READ, connection)
+            self._add(Connection(sock))
+        if supervisor is not None:
+            self._add(Connection(supervisor, is_supervisor=True))
 
-    def receive(self, *, wait: bool) -> tuple[list[tuple[Connection, ToCore]], list[Connection]]:
+    @property
+    def front_ends(self) -> list[Connection]:
+        return [connection for connection in self.connections if not connection.is_supervisor]
+
+    def join(self, supervisor: Connection) -> Connection | None:
+        """The connection of a front end that the supervisor has announced; None where its socket did not come."""
+        if not supervisor.joining:
+            return None
+        connection = Connection(supervisor.joining.pop(0))
+        self._add(connection)
+        return connection
+
+    def receive(self, *, wait: bool) -> tuple[list[tuple[Connection, ToCore | Join]], list[Connection]]:
         """What has come, and the front ends that have gone. With `wait` there will be something."""
-        messages: list[tuple[Connection, ToCore]] = []
+        messages: list[tuple[Connection, ToCore | Join]] = []
         gone: list[Connection] = []
         while self.connections:
             for key, events in self._selector.select(None if wait and not messages and not gone else 0):
@@ -45,10 +75,7 @@ class Hub:
                     if events & selectors.EVENT_WRITE:
                         self._send(connection, b"")
                     if events & selectors.EVENT_READ:
-                        data = connection.sock.recv(_READ)
-                        if not data:
-                            raise ConnectionResetError
-                        messages += [(connection, message) for message in connection.frames.push(data)]
+                        messages += [(connection, message) for message in connection.read()]
                 except BlockingIOError:
                     pass
                 except (OSError, WireError):
@@ -62,7 +89,8 @@ class Hub:
         """Never waits. To a front end that has gone, nothing is sent."""
         if connection in self.connections:
             try:
-                self._send(connection, frame(messages))
+                for data in frames(messages, without_numbers):
+                    self._send(connection, data)
             except OSError:
                 pass  # `receive` will notice that it has gone
 
@@ -78,9 +106,13 @@ class Hub:
                 connection.sock.sendall(connection.unsent)
             except OSError:
                 pass
-            connection.sock.close()
+            connection.close()
         self.connections.clear()
         self._selector.close()
+
+    def _add(self, connection: Connection) -> None:
+        self.connections.append(connection)
+        self._selector.register(connection.sock, selectors.EVENT_READ, connection)
 
     def _send(self, connection: Connection, data: bytes) -> None:
         unsent = connection.unsent
@@ -106,4 +138,4 @@ class Hub:
     def _drop(self, connection: Connection) -> None:
         self._selector.unregister(connection.sock)
         self.connections.remove(connection)
-        connection.sock.close()
+        connection.close()

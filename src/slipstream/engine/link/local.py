@@ -7,13 +7,16 @@ import queue
 import threading
 
 from slipstream.engine.lanes import Lanes
+from slipstream.engine.link.admission import submit
 from slipstream.engine.link.client import Listener
-from slipstream.engine.link.wire import Begun, FromCore, Refused, ToCore
-from slipstream.messages import Abort
+from slipstream.engine.link.wire import AbortAll, AbortedAll, Begun, FromCore, ToCore
+from slipstream.messages import Abort, Submit, SubmitAll
 
 
 class ThreadClient:
     """Steps the core while it has work, and sleeps on its inbox while it has none."""
+
+    max_result: int | None = None
 
     def __init__(self, core: Lanes) -> None:
         self.core = core
@@ -52,13 +55,13 @@ class ThreadClient:
             message = self.inbox.get()
             if message is None:
                 return False
-            if isinstance(message, Abort):
+            if isinstance(message, Submit | SubmitAll):
+                if refused := submit(self.core, message):
+                    self._tell([*refused])
+            elif isinstance(message, Abort):
                 self.core.abort(message)
-                continue
-            try:
-                self.core.submit(*message.submits)
-            except Exception as error:  # theirs alone
-                self._tell([*Refused.all_of(message, error)])
+            elif isinstance(message, AbortAll):
+                self._tell([AbortedAll(message.call, 0)])  # there is no other front end
         return True
 
     def _tell(self, messages: list[FromCore]) -> None:

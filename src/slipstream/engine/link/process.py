@@ -1,5 +1,6 @@
-"""The core process: `python -m slipstream.engine.link.process FD…`, one inherited socket for each front end.
+"""The core process: `python -m slipstream.engine.link.process SUPERVISOR FD…`, one inherited socket for each front end.
 
+SUPERVISOR is the socket of the process that starts front ends again where they die, or -1 where there is none.
 The options of each model come as JSON on standard input. It ends when its last front end has gone, or with the root
 cause of a failure as its last message. It never opens a port or a file of its own, and reads nothing but msgpack.
 """
@@ -20,11 +21,25 @@ import msgspec
 
 from slipstream.config.options import Options
 from slipstream.engine.lanes import Lanes
+from slipstream.engine.link.abort_calls import AbortCalls
+from slipstream.engine.link.admission import submit
 from slipstream.engine.link.hub import Connection, Hub
 from slipstream.engine.link.parent import die_with_parent
-from slipstream.engine.link.wire import Begun, Failed, FromCore, Loading, Opening, Pulse, Ready, Refused, ToCore
+from slipstream.engine.link.wire import (
+    AbortAll,
+    AbortedAll,
+    Begun,
+    Failed,
+    FromCore,
+    Join,
+    Loading,
+    Opening,
+    Pulse,
+    Ready,
+    ToCore,
+)
 from slipstream.errors import EngineDead, SlipstreamError
-from slipstream.messages import Abort, Output
+from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.lane import LaneStats
 
 if TYPE_CHECKING:
@@ -36,9 +51,12 @@ PULSE_SECONDS = 0.25
 class CoreProcess:
     """Models by name, and the requests of each front end."""
 
-    def __init__(self, lanes: Lanes, hub: Hub) -> None:
+    def __init__(self, lanes: Lanes, hub: Hub, opening: Opening | None = None) -> None:
+        """`opening`: what front ends that join later are told of the models."""
         self.lanes = lanes
         self.hub = hub
+        self._opening = opening
+        self._abort_calls = AbortCalls(hub)
         self._owners: dict[str, tuple[Connection, int]] = {}  # by request: and its samples under way
         # requests that ended and may have left a query for documents to come
         self._keepers: dict[str, Connection] = {}
@@ -54,6 +72,7 @@ class CoreProcess:
                 self._take(connection, message)
             for connection in gone:
                 self._abort_all_of(connection)
+                self._abort_calls.leave(connection)
             if self.lanes.has_work():
                 self._deliver(self.lanes.step(), self.lanes.take_begun())
             busy = self.lanes.has_work()
@@ -68,26 +87,31 @@ class CoreProcess:
         self.lanes.check()
         self.lanes.close()
 
-    def _take(self, connection: Connection, message: ToCore) -> None:
-        if isinstance(message, Abort):
-            name = message.request_id
-            owner = self._owners.get(name)
-            if owner is not None and owner[0] is not connection:
-                return  # somebody else's
-            num_ended = self.lanes.abort(message)  # one that has ended may have left a query behind
-            self._keepers.pop(name, None)
-            if num_ended:
-                self._ended(name, num_ended)
-            return
-        try:
-            self.lanes.submit(*message.submits)
-        except EngineDead:
-            raise
-        except Exception as error:  # theirs alone
-            self.hub.send(connection, [*Refused.all_of(message, error)])
-            return
-        for each in message.submits:
-            self._owners[each.request_id] = connection, each.num_samples
+    def _take(self, connection: Connection, message: ToCore | Join) -> None:
+        if isinstance(message, Submit | SubmitAll):
+            if refused := submit(self.lanes, message):
+                self.hub.send(connection, refused)
+                return
+            for each in message.submits:
+                self._owners[each.request_id] = connection, each.num_samples
+        elif isinstance(message, Abort):
+            self._abort(connection, message)
+        elif isinstance(message, AbortAll):
+            self._abort_calls.ask(connection, message)
+        elif isinstance(message, AbortedAll):
+            self._abort_calls.answer(connection, message)
+        elif (joined := self.hub.join(connection)) is not None and self._opening is not None:
+            self.hub.send(joined, [self._opening, Ready()])
+
+    def _abort(self, connection: Connection, message: Abort) -> None:
+        name = message.request_id
+        owner = self._owners.get(name)
+        if owner is not None and owner[0] is not connection:
+            return  # somebody else's
+        num_ended = self.lanes.abort(message)  # one that has ended may have left a query behind
+        self._keepers.pop(name, None)
+        if num_ended:
+            self._ended(name, num_ended)
 
     def _deliver(self, outputs: list[Output], begun: Sequence[str] = ()) -> None:
         """One frame for each front end that has something in this step."""
@@ -167,10 +191,11 @@ def main(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the watchdog asks where we are
-    hub = Hub(socket.socket(fileno=int(fd)) for fd in argv)
+    supervisor, *front_ends = (socket.socket(fileno=int(fd)) if int(fd) >= 0 else None for fd in argv)
+    hub = Hub(filter(None, front_ends), supervisor)
     try:
         options = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Options])
-        process = CoreProcess(_load(options, hub), hub)
+        process = _load(options, hub)
         hub.broadcast(Ready())
         process.run()
         process.close()
@@ -185,14 +210,16 @@ def main(argv: list[str]) -> int:
         hub.close()
 
 
-def _load(options: list[Options], hub: Hub) -> Lanes:
+def _load(options: list[Options], hub: Hub) -> CoreProcess:
     hub.broadcast(Loading("loading torch"))
     from slipstream.engine.build import build_lanes, open_models  # the first time anyone loads it
 
     hub.broadcast(Loading("reading the model's files"))
     opened = open_models(options)
-    hub.broadcast(Opening([each.facts for each in opened], os.getpid()))
-    return build_lanes(options, opened, tell=lambda name: hub.broadcast(Loading(f"loading {name}")))[0]
+    opening = Opening([each.facts for each in opened], os.getpid())
+    hub.broadcast(opening)
+    lanes = build_lanes(options, opened, tell=lambda name: hub.broadcast(Loading(f"loading {name}")))[0]
+    return CoreProcess(lanes, hub, opening)
 
 
 def root_cause(error: BaseException) -> str:

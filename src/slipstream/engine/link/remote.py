@@ -6,19 +6,34 @@ import asyncio
 import socket
 from typing import cast
 
+import msgspec
+
 from slipstream.engine.link.client import Listener
-from slipstream.engine.link.wire import Failed, FromCore, ToCore, WireError, frame, from_core_frames
-from slipstream.errors import EngineClosed, EngineDead
+from slipstream.engine.link.wire import (
+    MAX_FRAME,
+    MAX_RESULT,
+    Failed,
+    FromCore,
+    ToCore,
+    TooLarge,
+    WireError,
+    encoded,
+    frames,
+    from_core_frames,
+)
+from slipstream.errors import EngineClosed, EngineDead, InvalidParams, RequestTooLarge
 
 
 class SocketClient(asyncio.Protocol):
     """Messages sent in one turn of the event loop leave as one frame."""
 
+    max_result: int | None = MAX_RESULT
+
     def __init__(self) -> None:
         self._frames = from_core_frames()
         self._listener: Listener | None = None
         self._transport: asyncio.WriteTransport | None = None
-        self._outbox: list[ToCore] = []
+        self._outbox: list[msgspec.Raw] = []
         self._early: list[FromCore] = []  # came before anybody listened
         self._error: BaseException | None = None
         self.cause: str | None = None  # of the core's end, in its own words
@@ -30,6 +45,11 @@ class SocketClient(asyncio.Protocol):
         _, client = await asyncio.get_running_loop().create_unix_connection(cls, sock=sock)
         return client
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the core has ended, or the line to it."""
+        return self._error is not None
+
     def listen(self, listener: Listener) -> None:
         if self._listener is not None:
             return
@@ -40,9 +60,22 @@ class SocketClient(asyncio.Protocol):
             listener.fail(self._error)
 
     def send(self, message: ToCore) -> None:
+        # encoded here, so that whoever brought what cannot be encoded hears of it, and nobody else
+        try:
+            data = encoded(message)
+        except TooLarge as error:
+            raise RequestTooLarge(
+                f"the request has {error.size} bytes, {MAX_FRAME} can be sent to the engine core; send less at once"
+            ) from None
+        except UnicodeEncodeError:
+            raise InvalidParams(
+                "a parameter holds half of a surrogate pair, which is no character; give text that is UTF-8"
+            ) from None
+        except (TypeError, ValueError, OverflowError) as error:
+            raise InvalidParams(f"a parameter cannot be sent to the engine core: {error}; give plain values") from None
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append(message)
+        self._outbox.append(data)
 
     async def close(self) -> None:
         if self._error is None:
@@ -52,9 +85,10 @@ class SocketClient(asyncio.Protocol):
             await self._closed.wait()
 
     def _flush(self) -> None:
-        if self._outbox and self._transport is not None and not self._transport.is_closing():
-            self._transport.write(frame(self._outbox))
-        self._outbox.clear()
+        outbox, self._outbox = self._outbox, []
+        if self._transport is not None and not self._transport.is_closing():
+            for data in frames(outbox):
+                self._transport.write(data)
 
     # asyncio.Protocol
 

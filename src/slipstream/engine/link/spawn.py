@@ -11,6 +11,7 @@ import msgspec
 
 from slipstream.config.options import Options
 from slipstream.engine.link.parent import child_environment
+from slipstream.engine.link.wire import Join, frame
 
 
 class CoreHandle:
@@ -41,15 +42,21 @@ class CoreHandle:
         return self.how_it_ended()
 
 
-def spawn_core(options: list[Options], num_front_ends: int = 1) -> tuple[CoreHandle, list[socket.socket]]:
-    """A core for these models, and our end of a socket for each front end."""
+def spawn_core(
+    options: list[Options], num_front_ends: int = 1, supervisor: socket.socket | None = None
+) -> tuple[CoreHandle, list[socket.socket]]:
+    """A core for these models, and our end of a socket for each front end.
+
+    `supervisor`: the core's end of a socket over which more front ends may join (`join_core`).
+    """
     pairs = [socket.socketpair() for _ in range(num_front_ends)]
     theirs = [pair[1] for pair in pairs]
+    fds = [-1 if supervisor is None else supervisor.fileno(), *(sock.fileno() for sock in theirs)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "slipstream.engine.link.process", *(str(sock.fileno()) for sock in theirs)],
+        [sys.executable, "-m", "slipstream.engine.link.process", *map(str, fds)],
         stdin=subprocess.PIPE,
         stdout=sys.stderr.fileno(),  # standard output belongs to whoever started us
-        pass_fds=[sock.fileno() for sock in theirs],
+        pass_fds=[fd for fd in fds if fd >= 0],
         env=child_environment(),
     )
     assert process.stdin is not None
@@ -58,3 +65,15 @@ def spawn_core(options: list[Options], num_front_ends: int = 1) -> tuple[CoreHan
     for sock in theirs:
         sock.close()
     return CoreHandle(process), [pair[0] for pair in pairs]
+
+
+def join_core(supervisor: socket.socket) -> socket.socket:
+    """A new front end's end of a socket to a running core. `supervisor`: our end of the supervisor's socket."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        try:
+            socket.send_fds(supervisor, [frame([Join()])], [theirs.fileno()])
+        except OSError:
+            ours.close()
+            raise
+    return ours

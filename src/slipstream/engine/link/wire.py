@@ -1,14 +1,14 @@
 """The line between a front end and a core in another process: which messages pass, and how they are framed.
 
 A frame is a length and a msgpack list of messages. Nothing that is decoded can run code, and whatever the bytes are,
-decoding gives messages of these types or raises `WireError`.
+decoding gives messages of these types or raises `WireError`. Messages that are too large for one frame go in several; a
+single message that is too large for a frame is not sent, and its sender gets `TooLarge`.
 """
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -17,9 +17,12 @@ from slipstream.engine.front.facts import ModelFacts
 from slipstream.errors import SlipstreamError
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.lane import LaneStats
+from slipstream.request import FinishReason
 
 MAX_FRAME = 2**29  # bytes; a frame that says more is no frame, and text never says less
+MAX_RESULT = MAX_FRAME - 2**16  # bytes of the numbers in one output; the rest of it is a name and a few counts
 _HEAD = 4  # bytes of the length, little-endian
+_LIST = 16  # bytes around the messages of a frame, at most
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -33,13 +36,6 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     def of(cls, request_id: str, error: Exception) -> Refused:
         return cls(request_id, type(error).__name__, str(error))
 
-    @classmethod
-    def all_of(cls, message: Submit | SubmitAll, error: Exception) -> list[Refused]:
-        """Where nobody meant the error, the core's log has its trace."""
-        if not isinstance(error, SlipstreamError):
-            traceback.print_exception(error)
-        return [cls.of(each.request_id, error) for each in message.submits]
-
     def error(self) -> Exception:
         """The exception again if it is one of ours; else nobody meant it, and its words are not for everybody."""
         kind = getattr(errors, self.kind, None)
@@ -52,6 +48,23 @@ class Begun(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Requests that wait no more: their prompts are being computed."""
 
     request_ids: list[str]
+
+
+class AbortAll(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Abort every request of the other front ends. The core hands it on to each of them."""
+
+    call: str  # tells calls apart
+
+
+class AbortedAll(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """How many requests that ended: from a front end its own, from the core those of all others."""
+
+    call: str
+    count: int
+
+
+class Join(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """From the supervisor: a new front end. The core's end of its socket comes with the bytes of this frame."""
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -83,8 +96,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     cause: str
 
 
-ToCore = Submit | SubmitAll | Abort
-FromCore = Output | Begun | Refused | Loading | Opening | Ready | Pulse | Failed
+ToCore = Submit | SubmitAll | Abort | AbortAll | AbortedAll
+FromCore = Output | Begun | Refused | AbortAll | AbortedAll | Loading | Opening | Ready | Pulse | Failed
 
 Message = TypeVar("Message")
 
@@ -131,17 +144,64 @@ class Frames(Generic[Message]):
         return messages
 
 
-def to_core_frames() -> Frames[ToCore]:
-    return Frames(msgspec.msgpack.Decoder(list[ToCore]))
+def to_core_frames() -> Frames[ToCore | Join]:
+    return Frames(msgspec.msgpack.Decoder(list[ToCore | Join]))
 
 
 def from_core_frames() -> Frames[FromCore]:
     return Frames(msgspec.msgpack.Decoder(list[FromCore]))
 
 
+class TooLarge(Exception):
+    """A message that no frame can hold."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(f"a message has {size} bytes, {MAX_FRAME} are the most")
+        self.size = size
+
+
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def frame(messages: Sequence[ToCore] | Sequence[FromCore]) -> bytes:
+def encoded(message: ToCore | FromCore) -> msgspec.Raw:
+    """One message, to be framed later."""
+    data = _encode(message)
+    if len(data) > MAX_FRAME - _LIST:
+        raise TooLarge(len(data))
+    return msgspec.Raw(data)
+
+
+def frame(messages: Sequence[ToCore | Join | msgspec.Raw] | Sequence[FromCore]) -> bytes:
+    """As one frame."""
     body = _encode(messages)
+    if len(body) > MAX_FRAME:
+        raise TooLarge(len(body))
     return len(body).to_bytes(_HEAD, "little") + body
+
+
+def frames(
+    messages: Sequence[ToCore | msgspec.Raw] | Sequence[FromCore], instead: Callable[[Any, int], FromCore] | None = None
+) -> Iterator[bytes]:
+    """As one frame, or as several where one cannot hold them.
+
+    A message that no frame can hold is replaced by `instead(message, size)`; without that, TooLarge is raised.
+    """
+    try:
+        whole = frame(messages)
+    except TooLarge as error:
+        if len(messages) > 1:
+            half = len(messages) // 2
+            yield from frames(messages[:half], instead)
+            yield from frames(messages[half:], instead)
+            return
+        if instead is None:
+            raise
+        whole = frame([instead(messages[0], error.size)])
+    yield whole
+
+
+def without_numbers(output: Output, size: int) -> Output:
+    """The end of a request whose result no frame can hold. A last resort: front ends refuse such requests."""
+    fact = f"the result has {size} bytes, and {MAX_FRAME} can be sent to a front end"
+    error = f"{fact}; send a shorter prompt or ask for fewer dimensions"
+    return Output(output.request_id, output.sample, [], finish_reason=FinishReason.ERROR, error=error)

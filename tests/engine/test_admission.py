@@ -1,0 +1,53 @@
+"""What becomes of an exception where the core takes a request in."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.engine.link.admission import submit
+from slipstream.engine.link.wire import Refused
+from slipstream.errors import EngineDead, PromptTooLong
+from slipstream.messages import Submit, SubmitAll
+from slipstream.params import SamplingParams
+
+ONE = Submit("a", [1], SamplingParams(), 0.0)
+TWO = SubmitAll([ONE, Submit("b", [1], SamplingParams(), 0.0)])
+
+
+class Lanes:
+    """Raises what a test wants it to."""
+
+    def __init__(self, error: Exception | None = None, disorder: Exception | None = None) -> None:
+        self.error, self.disorder = error, disorder
+
+    def submit(self, *messages: Submit) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def check(self) -> None:
+        if self.disorder is not None:
+            raise self.disorder
+
+
+def test_a_mistake_of_the_callers_refuses_all_prompts_of_its_message(capsys):
+    assert submit(Lanes(), TWO) == []
+    refused = submit(Lanes(PromptTooLong("long")), TWO)
+    assert refused == [Refused("a", "PromptTooLong", "long"), Refused("b", "PromptTooLong", "long")]
+    assert type(refused[0].error()) is PromptTooLong and not capsys.readouterr().err
+
+
+def test_a_bug_of_ours_that_changed_nothing_fails_its_request_as_an_internal_error(capsys):
+    (refused,) = submit(Lanes(AssertionError("a page has no owner")), ONE)
+    assert type(refused.error()) is RuntimeError
+    assert "AssertionError: a page has no owner" in capsys.readouterr().err
+
+
+def test_a_bug_of_ours_that_left_the_core_in_disorder_is_the_cores_end(capsys):
+    with pytest.raises(EngineDead, match="disorder .2 in the queue, 3 waiting.*KeyError: 'row'"):
+        submit(Lanes(KeyError("row"), AssertionError("2 in the queue, 3 waiting")), ONE)
+    assert "KeyError" in capsys.readouterr().err
+
+
+def test_a_dead_core_refuses_nothing():
+    with pytest.raises(EngineDead):
+        submit(Lanes(EngineDead("gone")), ONE)

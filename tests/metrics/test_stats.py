@@ -3,12 +3,13 @@ import os
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from slipstream.metrics.board import Board
 from slipstream.metrics.lane import LaneStats
 from slipstream.metrics.prometheus import Metrics
-from slipstream.metrics.stats import FrontStats, Histogram, ModelStats, added
+from slipstream.metrics.stats import FrontEnds, FrontStats, Histogram, ModelStats, added
 from slipstream.metrics.status import StatusLine
 
 
@@ -61,6 +62,26 @@ def test_the_status_line_gives_rates_and_is_silent_at_rest():
     )
     assert "generated 0 tok/s" in line.look(4.0, front(tokens=100), lanes())  # once, to say that it is over
     assert line.look(6.0, front(tokens=100), lanes()) is None
+
+
+def test_a_front_end_that_follows_one_that_died_goes_on_from_its_counts():
+    fd = Board.create(2)
+    died, other = (Board(fd, place, 2) for place in range(2))
+    died.write(msgspec.structs.replace(front(tokens=5), open_requests=3, queued_requests=2, queued_tokens=7))
+    again = Board(fd, 0, 2)
+    again.write(front(tokens=2))
+    total = other.total()
+    assert total.models["m"].prompt_tokens == again.total().models["m"].prompt_tokens == 7
+    assert (total.open_requests, total.queued_requests, total.queued_tokens) == (1, 0, 0)  # its own alone
+
+
+def test_the_supervisor_tells_how_many_front_ends_run():
+    fd = Board.create(2)
+    front_end, supervisor = Board(fd, 0, 2), Board(fd, 2, 2)
+    assert front_end.front_ends() == FrontEnds(2, 2, 0)  # nothing was said yet
+    supervisor.write_front_ends(FrontEnds(2, 1, 4))
+    assert front_end.front_ends() == FrontEnds(2, 1, 4)
+    assert front_end.total() == FrontStats()
 
 
 def test_every_name_on_the_dashboard_is_on_the_page():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,12 +114,14 @@ def at_door(
     *,
     ready: bool = True,
     answers: bool = True,
+    model: Mapping[str, Any] = {},
     **settings: Any,
 ) -> Any:
-    """Runs a scenario against a fresh server. When it is over, nothing may be under way."""
+    """Runs a scenario against a fresh server. When it is over, nothing may be under way. `model`: facts of its own."""
 
     async def main() -> Any:
-        engine, core = await ScriptedCore.open(facts(folder, max_waiting=100), ready=ready, answers=answers)
+        known = facts(folder, **({"max_waiting": 100} | model))
+        engine, core = await ScriptedCore.open(known, ready=ready, answers=answers)
         door = Door(App(State(Settings(**settings), engine), all_routes()), core)
         try:
             result = await asyncio.wait_for(scenario(door), 30)

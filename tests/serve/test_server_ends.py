@@ -25,6 +25,11 @@ def folder(tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), "llama", max_position_embeddings=131072))
 
 
+def front_end_of(response: http.client.HTTPResponse) -> str:
+    """Which of several front ends it came from: each has a prefix of its own for ids."""
+    return response.getheader("x-request-id", "")[:12]
+
+
 class Stream:
     """A completion that is read in the background."""
 
@@ -32,6 +37,7 @@ class Stream:
         self.connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         self.connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
         self.response = self.connection.getresponse()
+        self.front_end = front_end_of(self.response)
         self.data = self.response.readline()
         self.thread = threading.Thread(target=self._read)
         self.thread.start()
@@ -130,9 +136,9 @@ def test_several_front_ends_share_a_port_and_end_together(folder):
     for _ in range(40):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.request("GET", "/health")
-        ids.add(connection.getresponse().getheader("x-request-id")[:12])
+        ids.add(front_end_of(connection.getresponse()))
         connection.close()
-    assert len(ids) == 2  # each front end has a prefix of its own
+    assert len(ids) == 2
     streams = [Stream(server, ENDLESS | {"max_tokens": 50}) for _ in range(8)]
     for stream in streams:
         assert stream.end()[-1] == "[DONE]"

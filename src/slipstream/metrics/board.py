@@ -9,10 +9,13 @@ import mmap
 import os
 import tempfile
 import zlib
+from typing import TypeVar
 
 import msgspec
 
-from slipstream.metrics.stats import FrontStats, added
+from slipstream.metrics.stats import FrontEnds, FrontStats, added
+
+T = TypeVar("T", FrontStats, FrontEnds)
 
 _PLACE = 2**20  # bytes; only those that are written become memory
 _HEAD = 8  # length and checksum
@@ -20,10 +23,16 @@ _HEAD = 8  # length and checksum
 
 class Board:
     def __init__(self, fd: int, own: int, count: int) -> None:
-        self._memory = mmap.mmap(fd, _PLACE * count)
+        """For front end `own` of `count`; `own == count` is the supervisor.
+
+        A front end that follows one that died goes on from its counts, so that no counter falls.
+        """
+        self._memory = mmap.mmap(fd, _PLACE * (count + 1))
         self.own = own
         self.count = count
         self._known = [FrontStats() for _ in range(count)]
+        found = self._read(own, FrontStats) if own < count else None
+        self._before = None if found is None else found.without_gauges()
 
     @staticmethod
     def create(count: int) -> int:
@@ -33,25 +42,38 @@ class Board:
         else:
             with tempfile.TemporaryFile() as file:
                 fd = os.dup(file.fileno())
-        os.ftruncate(fd, _PLACE * count)
+        os.ftruncate(fd, _PLACE * (count + 1))
         return fd
 
     def write(self, stats: FrontStats) -> None:
+        if self._before is not None:
+            stats = added(self._before, stats)
         self._known[self.own] = stats
-        body = msgspec.msgpack.encode(stats)
+        self._write(stats)
+
+    def write_front_ends(self, front_ends: FrontEnds) -> None:
+        """By the supervisor."""
+        self._write(front_ends)
+
+    def total(self) -> FrontStats:
+        for place in range(self.count):
+            if place != self.own and (found := self._read(place, FrontStats)) is not None:
+                self._known[place] = found
+        return added(FrontStats(), *self._known)
+
+    def front_ends(self) -> FrontEnds:
+        """What the supervisor wrote last."""
+        return self._read(self.count, FrontEnds) or FrontEnds(self.count, self.count)
+
+    def _write(self, value: FrontStats | FrontEnds) -> None:
+        body = msgspec.msgpack.encode(value)
         if len(body) > _PLACE - _HEAD:
             return  # far more routes and models than there can be
         head = len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little")
         start = self.own * _PLACE
         self._memory[start : start + _HEAD + len(body)] = head + body
 
-    def total(self) -> FrontStats:
-        for place in range(self.count):
-            if place != self.own and (found := self._read(place)) is not None:
-                self._known[place] = found
-        return added(FrontStats(), *self._known)
-
-    def _read(self, place: int) -> FrontStats | None:
+    def _read(self, place: int, kind: type[T]) -> T | None:
         start = place * _PLACE
         head = self._memory[start : start + _HEAD]
         length = int.from_bytes(head[:4], "little")
@@ -60,4 +82,4 @@ class Board:
         body = self._memory[start + _HEAD : start + _HEAD + length]
         if zlib.crc32(body) != int.from_bytes(head[4:], "little"):
             return None  # being written
-        return msgspec.msgpack.decode(body, type=FrontStats)
+        return msgspec.msgpack.decode(body, type=kind)

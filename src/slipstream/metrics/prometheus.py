@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 
 from slipstream.metrics.lane import LaneStats
-from slipstream.metrics.stats import FrontStats, Histogram, ModelStats
+from slipstream.metrics.stats import FrontEnds, FrontStats, Histogram, ModelStats
 
 Families = Iterator[Any]
 
@@ -59,9 +59,15 @@ _ALIASES = {
 class Metrics:
     """Written anew for each scrape, from what `look` finds then."""
 
-    def __init__(self, look: Callable[[], tuple[FrontStats, Sequence[LaneStats]]], version: str) -> None:
+    def __init__(
+        self,
+        look: Callable[[], tuple[FrontStats, Sequence[LaneStats]]],
+        version: str,
+        front_ends: Callable[[], FrontEnds | None] = lambda: None,
+    ) -> None:
         self._look = look
         self._version = version
+        self._front_ends = front_ends
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
@@ -73,6 +79,7 @@ class Metrics:
     def collect(self) -> Families:
         front, lanes = self._look()
         yield from _server(front, self._version)
+        yield from _front_ends(self._front_ends() or FrontEnds(1, 1))
         yield from _lanes(lanes)
         yield from _models(front.models)
         yield from _vllm_only(front.models, lanes)
@@ -99,6 +106,14 @@ def _server(front: FrontStats, version: str) -> Families:
         "slipstream_queued_requests", "prompts of which nothing was computed yet", value=front.queued_requests
     )
     yield GaugeMetricFamily("slipstream_queued_tokens", "and their tokens", value=front.queued_tokens)
+
+
+def _front_ends(front_ends: FrontEnds) -> Families:
+    yield GaugeMetricFamily("slipstream_front_ends", "front-end processes that run", value=front_ends.running)
+    yield GaugeMetricFamily("slipstream_front_ends_wanted", "as --workers says", value=front_ends.wanted)
+    yield CounterMetricFamily(
+        "slipstream_front_end_restarts", "front ends that died and were started again", value=front_ends.restarts
+    )
 
 
 def _lanes(lanes: Sequence[LaneStats]) -> Families:

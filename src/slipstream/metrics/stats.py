@@ -65,6 +65,18 @@ class FrontStats(msgspec.Struct):
     queued_requests: int = 0
     queued_tokens: int = 0
 
+    def without_gauges(self) -> FrontStats:
+        """What is only ever added to."""
+        return msgspec.structs.replace(self, open_requests=0, queued_requests=0, queued_tokens=0)
+
+
+class FrontEnds(msgspec.Struct, frozen=True):
+    """How many processes serve, where there are several."""
+
+    wanted: int
+    running: int
+    restarts: int = 0  # of front ends that had died
+
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -22,25 +22,26 @@ class PortClaim:
     def __init__(self, settings: Settings) -> None:
         """Raises InvalidOption where the port is taken."""
         self._host = settings.host
-        self._first: socket.socket | None = _listening(settings.host, settings.port, shared=False)
+        self._first: socket.socket | None = _bound(settings.host, settings.port, shared=False)
         self.port: int = self._first.getsockname()[1]
         if settings.workers > 1:
             self._first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
-    def listener(self) -> socket.socket:
-        """A listening socket that the caller owns."""
+    def listener(self, *, listens: bool = True) -> socket.socket:
+        """A socket on the port that the caller owns. One that does not listen yet gets no connections."""
         first, self._first = self._first, None
-        return _listening(self._host, self.port, shared=True) if first is None else first
+        return _bound(self._host, self.port, shared=True, listens=listens) if first is None else first
 
 
-def _listening(host: str, port: int, *, shared: bool) -> socket.socket:
+def _bound(host: str, port: int, *, shared: bool, listens: bool = True) -> socket.socket:
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if shared:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((host, port))
-        sock.listen(_BACKLOG)  # two sockets may be bound to one port until one of them listens
+        if listens:
+            sock.listen(_BACKLOG)  # two sockets may be bound to one port until one of them listens
     except (OSError, OverflowError) as error:
         sock.close()
         raise InvalidOption(f"cannot listen on {host} port {port}: {error}; choose another host or port") from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import slipstream
 from slipstream.metrics.board import Board
 from slipstream.metrics.lane import LaneStats
-from slipstream.metrics.stats import FrontStats, ModelStats
+from slipstream.metrics.stats import FrontEnds, FrontStats, ModelStats
 from slipstream.metrics.status import StatusLine, log
 
 if TYPE_CHECKING:
@@ -35,11 +35,15 @@ class Report:
         self.board.write(own)
         return self.board.total(), self.state.engine.pulse.lanes
 
+    def front_ends(self) -> FrontEnds | None:
+        """How many processes serve; None where this one does alone."""
+        return None if self.board is None else self.board.front_ends()
+
     def text(self, accept: str) -> tuple[bytes, str]:
         if self._metrics is None:
             from slipstream.metrics.prometheus import Metrics  # a server that nobody asks need not load it
 
-            self._metrics = Metrics(self.look, slipstream.__version__)
+            self._metrics = Metrics(self.look, slipstream.__version__, self.front_ends)
         return self._metrics.text(accept)
 
     async def run(self) -> None:

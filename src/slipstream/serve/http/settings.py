@@ -54,6 +54,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     max_body_bytes: Annotated[int, _doc("of a request's body")] = 2**24
     max_header_bytes: Annotated[int, _doc("of a request's line and headers")] = 2**16
+    max_answer_bytes: Annotated[int, _doc("of the numbers in one answer, before they are written as JSON")] = 2**27
     max_inputs: Annotated[int, _doc("prompts in one request")] = 1024
     max_n: Annotated[int, _doc("samples of one prompt")] = 128
     max_logprobs: Annotated[int, _doc("likeliest tokens reported with each token")] = 20

@@ -75,6 +75,15 @@ class State:
         wait = min(60.0, max(1.0, load.seconds_to_drain()))
         return HttpError(429, f"{fact}; try again in {wait:.0f} s", retry_after=wait, code="queue_full")
 
+    def check_answer(self, num_bytes: int) -> None:
+        """Raises where an answer would have more numbers than one may: they are all here before the first is sent."""
+        if num_bytes > (limit := self.settings.max_answer_bytes):
+            raise bad_request(
+                f"the answer would have {num_bytes} bytes of numbers, this server gives {limit} at once; send fewer or "
+                "shorter prompts, ask for fewer dimensions, or raise --max-answer-bytes",
+                code="answer_too_large",
+            )
+
     def admit(self, num_requests: int, num_tokens: int = 0) -> None:
         """Raises where there is no room for so much."""
         if (error := self.no_room(num_requests, num_tokens)) is not None:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import msgspec
 
 import slipstream
+from slipstream.metrics.stats import FrontEnds
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.reply import Reply, json_reply
 from slipstream.serve.http.routes import get
 
 
 class Health(msgspec.Struct):
-    status: str  # ok, or what is wrong
+    status: str  # ok, degraded while front ends are missing, or what is wrong
     stage: str | None = None  # of the start, while it lasts
+    front_ends: FrontEnds | msgspec.UnsetType = msgspec.UNSET  # where there are several
 
 
 class Load(msgspec.Struct):
-    server_load: int  # requests under way here; vLLM's name
+    server_load: int  # requests under way, over all front ends; vLLM's name
     queued_requests: int
     queued_tokens: int
-    running: int  # in the engine, over all front ends
+    running: int  # in the engine
     waiting: int
     free_pages: int
     pages: int
@@ -37,7 +39,12 @@ async def health(call: Call, body: None) -> Reply:
         return json_reply(Health("the engine has ended"), 503)
     if state.stalled is not None:
         return json_reply(Health(state.stalled), 503)
-    return json_reply(Health("ok", None if state.engine.is_ready else state.engine.stage))
+    stage = None if state.engine.is_ready else state.engine.stage
+    front_ends = state.report.front_ends()
+    if front_ends is None:
+        return json_reply(Health("ok", stage))
+    is_whole = front_ends.running == front_ends.wanted
+    return json_reply(Health("ok" if is_whole else "degraded", stage, front_ends))
 
 
 async def ready(call: Call, body: None) -> Reply:
@@ -53,13 +60,12 @@ async def ready(call: Call, body: None) -> Reply:
 
 
 async def load(call: Call, body: None) -> Reply:
-    engine = call.state.engine
-    queue, lanes = engine.load, engine.pulse.lanes
+    front, lanes = call.state.report.look()
     return json_reply(
         Load(
-            server_load=queue.num_open,
-            queued_requests=queue.num_queued,
-            queued_tokens=queue.queued_tokens,
+            server_load=front.open_requests,
+            queued_requests=front.queued_requests,
+            queued_tokens=front.queued_tokens,
             running=sum(lane.num_running for lane in lanes),
             waiting=sum(lane.num_waiting for lane in lanes),
             free_pages=sum(lane.num_free_pages for lane in lanes),

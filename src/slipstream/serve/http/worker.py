@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvicorn
 
@@ -22,6 +22,7 @@ from slipstream.serve.http.cors import Cors
 from slipstream.serve.http.server import Server
 from slipstream.serve.http.settings import Settings
 from slipstream.serve.http.state import State
+from slipstream.serve.http.supervisor import AT_ONCE
 from slipstream.serve.http.table import all_routes
 from slipstream.serve.http.watchdog import Watchdog
 
@@ -31,10 +32,17 @@ _LAST_WORDS = 1.0  # seconds for open requests to hear of the core's end, and fo
 _CLOSING = 5.0  # seconds for answers to be written once nothing more comes
 
 
+class WorkerEnd(NamedTuple):
+    """Why a front end ended without being told to."""
+
+    cause: str
+    by_core: bool  # the core ended, or the line to it; else this front end could not start
+
+
 def run_worker(
     settings: Settings, listener: socket.socket, core: socket.socket, board: Board | None = None
-) -> str | None:
-    """Serves until told to end. Returns the cause if it was the core's end, None if all went well."""
+) -> WorkerEnd | None:
+    """Serves until told to end; None if all went well. With a `board` it is one of several under a supervisor."""
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_Worker(settings, board).run(listener, core))
 
@@ -45,7 +53,7 @@ class _Worker:
         self.board = board
         self.drain: asyncio.Task[None] | None = None
 
-    async def run(self, listener: socket.socket, core: socket.socket) -> str | None:
+    async def run(self, listener: socket.socket, core: socket.socket) -> WorkerEnd | None:
         client = await SocketClient.connect(core)
         engine = AsyncEngine(client=client)
         self.state = State(self.settings, engine, self.board)
@@ -67,6 +75,8 @@ class _Worker:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_end)
+        if self.board is not None:
+            loop.add_signal_handler(AT_ONCE, self._end_at_once)
         helpers = [loop.create_task(self._announce()), loop.create_task(self._until_lost())]
         if self.board is not None or self.settings.status_interval > 0:
             helpers.append(loop.create_task(self.state.report.run()))
@@ -77,11 +87,11 @@ class _Worker:
         finally:
             for helper in helpers:
                 helper.cancel()
-        failure = engine.failure
+        failure, by_core = engine.failure, client.is_lost
         await engine.close()
         if self.state.traces is not None:
             await asyncio.to_thread(self.state.traces.close)
-        return None if failure is None else client.cause or str(failure)
+        return None if failure is None else WorkerEnd(client.cause or str(failure), by_core)
 
     async def _announce(self) -> None:
         with contextlib.suppress(Exception):  # a start that failed is told by its cause
@@ -95,11 +105,14 @@ class _Worker:
         self.server.should_exit = True
 
     def _told_to_end(self) -> None:
-        """The first time in order, the second time at once."""
+        """The first time in order, the second time at once; under a supervisor, which counts, always in order."""
         if self.drain is None:
             self.drain = asyncio.get_running_loop().create_task(self._drain())
-        else:
-            self.server.should_exit = self.server.force_exit = True
+        elif self.board is None:
+            self._end_at_once()
+
+    def _end_at_once(self) -> None:
+        self.server.should_exit = self.server.force_exit = True
 
     async def _drain(self) -> None:
         """Nothing new is taken; what is under way may end, and what does not in time is ended with what there is."""

@@ -5,6 +5,7 @@ Settings come on stdin. On the board it writes what it has counted, for the othe
 
 from __future__ import annotations
 
+import logging
 import socket
 import sys
 
@@ -14,7 +15,10 @@ from slipstream.engine.link.parent import die_with_parent
 from slipstream.metrics.board import Board
 from slipstream.serve.http.log import set_up_log
 from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.supervisor import CANNOT_START
 from slipstream.serve.http.worker import run_worker
+
+status = logging.getLogger("slipstream.status")
 
 
 def main(argv: list[str]) -> int:
@@ -23,8 +27,11 @@ def main(argv: list[str]) -> int:
     set_up_log(settings.log_level, settings.log_format)
     listener, core = (socket.socket(fileno=int(fd)) for fd in argv[:2])
     board = Board(int(argv[2]), int(argv[3]), settings.workers) if len(argv) > 2 else None
-    cause = run_worker(settings, listener, core, board)
-    return 0 if cause is None else 1
+    end = run_worker(settings, listener, core, board)
+    if end is None:
+        return 0
+    status.error("a front end ended: %s", end.cause)
+    return 1 if end.by_core else CANNOT_START
 
 
 if __name__ == "__main__":

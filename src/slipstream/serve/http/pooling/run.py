@@ -55,6 +55,7 @@ async def run(call: Call, chosen: Chosen, verb: Verb[T], size: int) -> tuple[T, 
             feed = Feed(chosen.inputs, batches, engine.new_id, plain=True)
             state.admit(feed.total)
             submits: list[Prepared] = await off_loop(size + EACH * feed.total, partial(list, feed))
+            state.check_answer(feed.num_bytes(submits))
             count = sum(len(message.prompt_token_ids) for message, _ in submits)
             state.admit(len(submits), count)  # others came while we tokenised
             num_tokens += count

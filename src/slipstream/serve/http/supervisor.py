@@ -1,0 +1,196 @@
+"""Supervisor: several front ends in processes of their own, started again where they die; signals are passed on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+
+import msgspec
+
+from slipstream.engine.link.parent import child_environment
+from slipstream.engine.link.spawn import join_core
+from slipstream.engine.link.wire import Failed, WireError, from_core_frames
+from slipstream.errors import InvalidOption
+from slipstream.metrics.board import Board
+from slipstream.metrics.stats import FrontEnds
+from slipstream.serve.http.listen import PortClaim
+from slipstream.serve.http.settings import Settings
+
+status = logging.getLogger("slipstream.status")
+
+CANNOT_START = 4
+"""Exit code of a front end that would fail again: it has told the log why."""
+AT_ONCE = signal.SIGUSR2
+"""Tells a front end to end without a drain. A second SIGTERM does not: systemd sends one to every process of a unit."""
+
+
+class Backoff:
+    """How long a front end that died stays down: longer after each death, until it has died too often."""
+
+    def __init__(self, limit: int = 5, window: float = 600.0, first: float = 0.5, most: float = 30.0) -> None:
+        self.limit = limit  # deaths in so many seconds after which it is not started again
+        self.window = window
+        self._first = first
+        self._most = most
+        self._deaths: deque[float] = deque()
+
+    def died(self, now: float) -> float | None:
+        """Seconds until it is started again; None: never."""
+        self._deaths.append(now)
+        while self._deaths[0] < now - self.window:
+            self._deaths.popleft()
+        if len(self._deaths) >= self.limit:
+            return None
+        return min(self._most, self._first * 2.0 ** (len(self._deaths) - 1))
+
+
+class _Place:
+    """One of the front ends, over all its lives."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.process: subprocess.Popen[bytes] | None = None
+        self.due = 0.0  # monotonic seconds: when it is started again, where it is down
+        self.backoff = Backoff()
+
+
+class Supervisor:
+    def __init__(self, settings: Settings, port: PortClaim, core: socket.socket) -> None:
+        """`core`: our end of the socket by which front ends join."""
+        self.settings = settings
+        self.port = port
+        self.core = core
+        self.places = [_Place(number) for number in range(settings.workers)]
+        self.cause: str | None = None  # of an end that nobody asked for
+        self._board = Board.create(settings.workers)
+        self._told = Board(self._board, settings.workers, settings.workers)
+        self._num_restarts = 0
+        self._num_signals = 0
+        self._core_is_lost = False
+        self._frames = from_core_frames()
+
+    def run(self, socks: list[socket.socket]) -> str | None:
+        """Serves until told to end, or until it cannot go on: then the cause.
+
+        `socks`: to the core, one for each front end.
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, frame: self._end())
+        self.core.settimeout(0.1)
+        try:
+            for place, sock in zip(self.places, socks, strict=True):
+                self._start(place, self.port.listener(), sock)
+            self._tell()
+            while self._is_needed():
+                self._hear()
+                for place in self.places:
+                    self._look_after(place)
+            return self.cause
+        finally:
+            self.core.close()
+            os.close(self._board)
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._num_signals > 0 or self.cause is not None or self._core_is_lost
+
+    def _is_needed(self) -> bool:
+        return any(place.process is not None for place in self.places) or not self._is_ending
+
+    def _look_after(self, place: _Place) -> None:
+        if place.process is None:
+            if not self._is_ending and time.monotonic() >= place.due:
+                self._restart(place)
+            return
+        code = place.process.poll()
+        if code is None:
+            return
+        place.process = None
+        self._tell()
+        if self._is_ending:
+            return
+        end = f"front end {place.number} ended with {_named(code)}"
+        if code == CANNOT_START:
+            self._give_up(f"front end {place.number} cannot start; its last lines say why")
+            return
+        delay = place.backoff.died(time.monotonic())
+        if delay is None:
+            backoff = place.backoff
+            self._give_up(f"{end}, for the {backoff.limit}th time within {backoff.window:g} s; its last lines say why")
+            return
+        status.error("%s; it is started again in %g s", end, delay)
+        place.due = time.monotonic() + delay
+
+    def _restart(self, place: _Place) -> None:
+        try:
+            # it listens once it is up: until then the others get all connections
+            self._start(place, self.port.listener(listens=False), join_core(self.core))
+        except (InvalidOption, OSError) as error:
+            self._give_up(f"front end {place.number} cannot be started again: {error}")
+            return
+        self._num_restarts += 1
+        self._tell()
+
+    def _start(self, place: _Place, listener: socket.socket, sock: socket.socket) -> None:
+        with listener, sock:
+            fds = [listener.fileno(), sock.fileno(), self._board]
+            command = [sys.executable, "-m", "slipstream.serve.http.worker_main", *map(str, fds), str(place.number)]
+            worker = subprocess.Popen(
+                command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True, env=child_environment()
+            )
+        assert worker.stdin is not None
+        try:
+            worker.stdin.write(msgspec.json.encode(self.settings))  # not as arguments, which all of a machine can read
+            worker.stdin.close()
+        except BrokenPipeError:
+            pass  # it has ended already, which `_look_after` notices
+        place.process = worker
+        if self._num_signals:
+            self._send(signal.SIGTERM)  # one that came while it was started
+
+    def _hear(self) -> None:
+        """Wait a moment for the core to say something."""
+        if self._core_is_lost:
+            time.sleep(0.05)
+            return
+        try:
+            data = self.core.recv(2**18)
+        except TimeoutError:
+            return
+        except OSError:
+            data = b""
+        try:
+            for message in self._frames.push(data):
+                if isinstance(message, Failed):
+                    self.cause = message.cause
+        except WireError:
+            data = b""
+        self._core_is_lost = not data
+
+    def _tell(self) -> None:
+        running = sum(place.process is not None for place in self.places)
+        self._told.write_front_ends(FrontEnds(len(self.places), running, self._num_restarts))
+
+    def _give_up(self, cause: str) -> None:
+        self.cause = cause
+        self._send(signal.SIGTERM)
+
+    def _end(self) -> None:
+        """The first time in order, the second time at once."""
+        self._num_signals += 1
+        self._send(signal.SIGTERM if self._num_signals == 1 else AT_ONCE)
+
+    def _send(self, number: int) -> None:
+        for place in self.places:
+            if place.process is not None and place.process.poll() is None:
+                place.process.send_signal(number)
+
+
+def _named(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"

@@ -333,6 +333,7 @@ class Bench:
         seed: int = 0,
         priority: int = 0,
         salt: str = "",
+        caller: str = "",
         words: Sequence[Sequence[int]] = (),
         **params: object,
     ) -> list[Request]:
@@ -341,7 +342,7 @@ class Bench:
         length = min(len(prompt) + max_tokens, self.scheduler.config.max_model_len)
         requests = [
             Request(
-                id, list(prompt), sampling, sample=k, priority=priority, cache_salt=salt,
+                id, list(prompt), sampling, sample=k, priority=priority, caller=caller, cache_salt=salt,
                 stop_ids=tuple(stop), max_length=length, seed=seed, bad_words=tuple(map(tuple, words)),
             )
             for k in range(n)
@@ -351,12 +352,20 @@ class Bench:
         return requests
 
     def pool(
-        self, prompt: Sequence[int], *, id: str | None = None, task: str = "embed", salt: str = "", **params: object
+        self,
+        prompt: Sequence[int],
+        *,
+        id: str | None = None,
+        task: str = "embed",
+        salt: str = "",
+        caller: str = "",
+        **params: object,
     ) -> Request:
         id = f"r{len(self.requests)}" if id is None else id
         pooling = PoolingParams(task=task, **params)  # type: ignore[arg-type]
         request = Request(
-            id, list(prompt), pooling, priority=pooling.priority, cache_salt=salt, max_length=len(prompt) + 1
+            id, list(prompt), pooling, priority=pooling.priority, caller=caller, cache_salt=salt,
+            max_length=len(prompt) + 1,
         )  # fmt: skip
         self.scheduler.submit([request])
         self.requests.append(request)

@@ -28,6 +28,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     type_start: int | None = None  # of a pair: where its second text begins; token types are 0 before and 1 from there
     num_seen: int | None = None  # its first so many tokens are seen by all of them, the others by none; None: all are
     model: str = ""  # its name, where one engine has several; empty means the first
+    caller: str = ""  # requests of one priority are served by fair turns of their callers; offline there is one caller
 
     @property
     def submits(self) -> list[Submit]:

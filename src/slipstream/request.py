@@ -37,7 +37,7 @@ class Request:
     """
 
     __slots__ = (
-        "id", "sample", "number", "params", "pooling", "priority", "cache_salt", "stop_ids", "bad_words",
+        "id", "sample", "number", "params", "pooling", "priority", "caller", "cache_salt", "stop_ids", "bad_words",
         "seed", "tokens", "num_prompt", "max_length", "status", "row", "admission", "num_known", "computed",
         "committed", "pending", "runway", "num_cached", "num_preemptions", "caught_up", "leader", "siblings",
         "unscored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity", "hashes", "num_published",
@@ -52,6 +52,7 @@ class Request:
         *,
         sample: int = 0,
         priority: int = 0,
+        caller: str = "",
         cache_salt: str = "",
         stop_ids: tuple[int, ...] = (),
         bad_words: tuple[tuple[int, ...], ...] = (),
@@ -64,6 +65,7 @@ class Request:
         self.pooling = params if isinstance(params, PoolingParams) else None
         self.params = params = _NOTHING_SAMPLED if isinstance(params, PoolingParams) else params
         self.priority = priority
+        self.caller = caller  # requests of one priority are seated by fair turns of their callers
         self.cache_salt = cache_salt
         self.stop_ids = frozenset(stop_ids)  # every token that ends it: end tokens unless ignored, and its own
         self.bad_words = bad_words  # token sequences

@@ -54,6 +54,22 @@ def test_streams_side_by_side_equal_the_script_api(folder, depth):
     assert [r.outputs[0].token_ids for r in run(folder, scenario, depth=depth)] == wanted
 
 
+def test_a_caller_of_many_prompts_does_not_keep_others_waiting(folder):
+    """A small request is answered while most of the prompts of another caller still wait, and gets its own tokens."""
+
+    async def scenario(engine):
+        many = [engine.inputs.submit(engine.new_id(), [1, 2, n], PARAMS) for n in range(60)]
+        with engine.read(many, caller="a", stream=False) as reading:
+            moved = await reading.mailbox.get()
+            small = await last(engine.generate([5, 6, 7], PARAMS, caller="b"))
+            waiting = sum(not track.finished for track in reading.tracks)
+            assert moved and waiting > 30, f"only {waiting} of 60 were left when the other caller was served"
+        return small.outputs[0].token_ids
+
+    with LLM(folder, use_tqdm_on_load=False, **SMALL) as llm:
+        assert run(folder, scenario, max_num_seqs=2) == llm.generate([[5, 6, 7]], PARAMS)[0].outputs[0].token_ids
+
+
 def test_prompts_of_one_reader_begin_together_or_not_at_all(folder):
     async def scenario(engine):
         def submits(num):

@@ -44,6 +44,7 @@ class Day:
 
     def submit(self) -> None:
         rng = self.rng
+        caller = rng.choice(["", "", "", "a"])
         root = rng.choice(self.roots)[: rng.choice([0, 2, 5, 9, 20])]
         prompt = root + [rng.randrange(VOCAB) for _ in range(rng.randint(not root, 3))]
         try:
@@ -51,17 +52,18 @@ class Day:
                 long = prompt * (self.max_model_len if rng.random() < 0.3 else 1)
                 task = rng.choice(["embed", "token_embed"])
                 priority, salt = rng.choice([0, 0, 1]), rng.choice(["", "", "x"])
-                self.bench.pool(long[: self.max_model_len], task=task, priority=priority, salt=salt)
+                self.bench.pool(long[: self.max_model_len], task=task, priority=priority, salt=salt, caller=caller)
                 return
             self.bench.submit(
                 prompt,
-                n=rng.choice([1, 1, 1, 2, 3]),
+                n=rng.choice([1, 1, 2, 3]),
                 max_tokens=rng.choice([1, 4, 15, 40, 40]),
                 stop=rng.sample(range(VOCAB), rng.choice([0, 2, 8])),
                 min_tokens=rng.choice([0, 0, 1]),
                 seed=rng.randrange(3),
                 priority=rng.choice([0, 0, 0, 1, 2]),
                 salt=rng.choice(["", "", "x"]),
+                caller=caller,
                 presence_penalty=rng.choice([0.0, 0.0, 0.5]),
                 logprobs=rng.choice([None, None, 0, 2]),
             )
@@ -131,7 +133,7 @@ def test_the_days_are_eventful(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Matching, "keep", note_kept)
     monkeypatch.setattr(Matching, "refresh", note_changed)
-    days = [Day(seed, depth=2) for seed in range(14)]
+    days = [Day(seed, depth=2) for seed in range(20)]
     for day in days:
         day.run(150)
     assert sum(day.bench.scheduler.num_preemptions for day in days) > 30

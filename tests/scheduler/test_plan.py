@@ -373,3 +373,20 @@ def test_every_row_decodes_however_little_prompt_is_wanted():
     bench.scheduler.most_tokens = 1
     assert bench.plan().num_tokens.tolist() == [1, 1, 1, 1, 1, 1]  # five decodes, and the prompt moves too
     bench.run()
+
+
+@DEPTHS
+def test_a_caller_with_many_requests_does_not_keep_another_from_a_seat(depth: int):
+    """The second caller comes last and has the next seat that is free, and then every other one."""
+    bench = Bench(depth, max_num_seqs=2, max_waiting=1000)
+    for _ in range(10):
+        bench.submit([1, 2], n=10, max_tokens=2, caller="a")
+    for _ in range(4):
+        bench.step()
+    small = [bench.submit([3, 4, number], max_tokens=2, caller="b")[0] for number in range(3)]
+    bench.run()
+    ended = [output.request_id for output in bench.outputs if output.finish_reason]
+    places = [ended.index(request.id) for request in small]
+    assert places[0] < 8 and places[2] < 14 and len(ended) == 103
+    for request in bench.requests:
+        bench.check_tokens(request)

@@ -6,8 +6,8 @@ from slipstream.request import Request
 from slipstream.scheduler.waiting import WaitingQueue
 
 
-def request(number: int, priority: int = 0) -> Request:
-    made = Request(str(number), [1], SamplingParams(), priority=priority, max_length=2)
+def request(number: int, priority: int = 0, caller: str = "") -> Request:
+    made = Request(str(number), [1], SamplingParams(), priority=priority, caller=caller, max_length=2)
     made.number = number
     return made
 
@@ -63,16 +63,55 @@ def test_removed_from_the_middle_and_from_the_park():
     assert drain(queue) == [0, 1, 3]
 
 
-def test_the_heap_does_not_keep_what_was_removed():
+def test_nothing_is_kept_of_what_was_removed():
     queue = WaitingQueue(10**6)
     stays = request(0)
     queue.push(stays)
     for number in range(1, 5000):
-        each = request(number)
+        each = request(number, priority=number % 3, caller=str(number % 100 * (number % 2)))
         queue.push(each)
         queue.remove(each)
-    assert len(queue._heap) < 200
+    queue.check()
+    assert list(queue._levels) == [0] and len(queue._priorities) < 200
+    (lane,) = queue._levels[0]._lanes.values()
+    assert len(lane._heap) < 200 and len(queue._levels[0].turns._order) < 200
     assert drain(queue) == [0]
+
+
+def test_callers_take_turns_within_a_priority():
+    queue = WaitingQueue(100)
+    for number in range(6):
+        queue.push(request(number, caller="a"))
+    queue.push(request(6, caller="b"))
+    queue.push(request(7, caller="b", priority=1))
+    queue.push(request(8, caller="c", priority=1))
+    order = []
+    while (head := queue.head()) is not None:
+        queue.charge(head, 10)
+        queue.remove(head)
+        order.append(head.number)
+    assert order == [0, 6, 1, 2, 3, 4, 5, 7, 8]
+
+
+def test_a_preempted_request_goes_before_all_that_have_not_begun():
+    queue = WaitingQueue(100)
+    queue.push(request(0, caller="b"))
+    back, older = request(9, caller="a"), request(5, caller="a")
+    back.num_preemptions = older.num_preemptions = 1
+    queue.push(back)
+    queue.push(older)
+    queue.charge(back, 1000)
+    queue.check()
+    assert drain(queue) == [5, 9, 0]
+
+
+def test_a_head_that_cannot_be_taken_is_not_overtaken_by_new_callers():
+    queue = WaitingQueue(100)
+    for number in range(2):
+        queue.push(request(number, caller="a"))
+    for number in range(2, 50):
+        queue.push(request(number, caller=f"new {number}"))
+        assert queue.head().number == 0
 
 
 def test_a_full_queue_refuses_with_the_numbers():

@@ -26,8 +26,8 @@ def make(tokens=32, rows=4, length=16, waiting=100, depth=2):
     )  # fmt: skip
 
 
-def submit(scheduler, id, length=4, params=EMBED, type_start=None):
-    scheduler.submit(WholeRequest(id, list(range(length)), params, type_start))
+def submit(scheduler, id, length=4, params=EMBED, type_start=None, caller=""):
+    scheduler.submit(WholeRequest(id, list(range(length)), params, type_start, caller=caller))
 
 
 def result(plan, failed=()):
@@ -159,7 +159,7 @@ def test_lower_priorities_go_first_and_leave_no_queue_behind():
     for i, priority in enumerate((5, 0, -3, 5)):
         submit(scheduler, f"r{i}", i + 1, PoolingParams(task="embed", priority=priority))
     assert [len(scheduler.plan().tokens) for _ in range(4)] == [3, 2, 1, 4]
-    assert scheduler.plan() is None and list(scheduler._queues) == [0]
+    assert scheduler.plan() is None and list(scheduler._levels) == [0]
 
 
 def test_nobody_is_kept_when_all_who_waited_have_left():
@@ -168,7 +168,21 @@ def test_nobody_is_kept_when_all_who_waited_have_left():
         submit(scheduler, str(place))
     for place in range(3):
         scheduler.abort(str(place))
-    assert not scheduler.has_work() and not any(scheduler._queues.values())
+    assert not scheduler.has_work() and not scheduler._levels
+
+
+def test_a_caller_with_many_prompts_leaves_room_for_others_in_every_step():
+    scheduler = make(rows=4)
+    for i in range(20):
+        submit(scheduler, f"a{i}", caller="a")
+    assert len(scheduler.plan().rows) == 4
+    for i in range(3):
+        submit(scheduler, f"b{i}", 5, caller="b")
+    plan = scheduler.plan()
+    assert sorted(plan.num_tokens.tolist()) == [4, 4, 5, 5]
+    scheduler.abort("b2")
+    scheduler.check()
+    assert scheduler.plan().num_tokens.tolist() == [4, 4, 4, 4]
 
 
 def test_types_travel_as_one_number_each():
@@ -210,7 +224,8 @@ def test_random_days_lose_nobody(seed):
         for _ in range(rng.choice([0, 1, 3])):
             id = f"r{len(sent)}"
             sent[id] = rng.randint(1, 16)
-            submit(scheduler, id, sent[id], PoolingParams(task="embed", priority=rng.choice([0, 0, 1])))
+            params = PoolingParams(task="embed", priority=rng.choice([0, 0, 1]))
+            submit(scheduler, id, sent[id], params, caller=rng.choice(["", "a", "b"]))
         if sent and rng.random() < 0.2:
             id = rng.choice(list(sent)[-20:])
             if scheduler.abort(id):

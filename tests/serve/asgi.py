@@ -26,6 +26,7 @@ class Exchange:
         body: bytes | tuple[bytes, ...],
         headers: list[tuple[bytes, bytes]],
         query: bytes = b"",
+        client: tuple[str, int] | None = None,
     ) -> None:
         """A tuple is a body that comes in parts."""
         self.status = 0
@@ -43,6 +44,7 @@ class Exchange:
             "path": path,
             "query_string": query,
             "headers": headers,
+            "client": client,
         }
         self.task = asyncio.ensure_future(app(scope, self._inbox.get, self._send))
 
@@ -88,13 +90,14 @@ class Door:
         self.app = app
         self.core = core
         self.state = app.state
+        self.client: tuple[str, int] | None = None  # the connection that requests come by
 
     def begin(self, method: str, path: str, body: Any = None, **headers: str) -> Exchange:
         data = body if isinstance(body, bytes | tuple) else b"" if body is None else json.dumps(body).encode()
         known = {} if body is None else {"content-type": "application/json"}
         known |= {name.replace("_", "-"): value for name, value in headers.items()}
         pairs = [(name.lower().encode(), value.encode()) for name, value in known.items()]
-        return Exchange(self.app, method, path, data, pairs)
+        return Exchange(self.app, method, path, data, pairs, client=self.client)
 
     def begin_raw(
         self, method: str, path: str, headers: list[tuple[bytes, bytes]], query: bytes, body: bytes

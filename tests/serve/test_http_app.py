@@ -288,7 +288,7 @@ def test_the_servers_own_deadline_is_the_upper_bound(folder):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"max_queued_requests": 2}, {"max_queued_tokens": 14}], ids=["requests", "tokens"]
+    "settings", [{"max_queued_requests": 2}, {"max_queued_tokens": 11}], ids=["requests", "tokens"]
 )
 def test_too_many_waiting_get_429_at_once_and_places_come_free(folder, settings):
     async def scenario(door):

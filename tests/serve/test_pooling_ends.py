@@ -108,7 +108,7 @@ def test_more_than_may_wait_is_refused_in_the_dialect_of_the_route(folder):
         waiting = door.begin("POST", "/v1/embeddings", {"input": ["a", "b"]})
         await door.core.until(lambda: len(door.core.submits) == 2)
         for path, name, kind in (("/v1/embeddings", "input", None), ("/embed", "inputs", "Overloaded")):
-            exchange = await door.post(path, {name: ["a", "b", "c"]})  # not now
+            exchange = await door.post(path, {name: ["a", "b", "c", "d"]})  # not now
             assert exchange.status == 429 and int(exchange.headers["retry-after"]) >= 1
             assert kind is None or exchange.json()["error_type"] == kind
             exchange = await door.post(path, {name: ["a"] * 5})  # never

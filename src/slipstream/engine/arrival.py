@@ -14,7 +14,9 @@ def whole_request(message: Submit) -> WholeRequest:
     """For a model that computes whole prompts."""
     params = message.params
     assert isinstance(params, PoolingParams) and params.task is not None, "inputs refuse what this model cannot do"
-    return WholeRequest(message.request_id, message.prompt_token_ids, params, message.type_start, message.num_seen)
+    return WholeRequest(
+        message.request_id, message.prompt_token_ids, params, message.type_start, message.num_seen, message.caller
+    )
 
 
 def requests_of(message: Submit, config: EngineConfig, number: int) -> list[Request]:
@@ -33,6 +35,7 @@ def _pooling_request(message: Submit, params: PoolingParams) -> Request:
         ids,
         params,
         priority=message.priority,
+        caller=message.caller,
         cache_salt=message.cache_salt,
         max_length=len(ids) + 1,
     )
@@ -53,6 +56,7 @@ def _samples(message: Submit, params: SamplingParams, config: EngineConfig, numb
             params,
             sample=sample,
             priority=message.priority,
+            caller=message.caller,
             cache_salt=message.cache_salt,
             stop_ids=(*end_ids, *params.stop_ids),
             bad_words=bad_words,

@@ -228,7 +228,7 @@ class Scheduler:
         return self.num_preemptions == num_preemptions
 
     def _plan_waiting(self, builder: PlanBuilder, budget: Budget) -> None:
-        """Let newcomers in, in their order: nobody overtakes the head because it is smaller."""
+        """Let newcomers in, in the queue's order: none overtakes the head because it is smaller."""
         cache = self.cache
         while budget.tokens and budget.rows:
             # every running row may ask for a page in each step that can be launched before a result is seen
@@ -263,6 +263,8 @@ class Scheduler:
         if changed is None:
             return False
         budget.admit(num, places, numbers)
+        if not request.num_preemptions:  # what a preempted request computes again is not its caller's doing
+            self._waiting.charge(request, known - hit.length)
         self._waiting.remove(request)
         self._seat(request, hit, builder)
         builder.change_pages(request.row, changed)
@@ -428,6 +430,8 @@ class Scheduler:
             live.remove(request)
 
     def _leave_row(self, request: Request) -> None:
+        if (num_decoded := request.computed - request.num_known) > 0:
+            self._waiting.charge(request, num_decoded)
         self.cache.release(request)
         self._seats.leave(request)
 
@@ -453,6 +457,7 @@ class Scheduler:
         waiting = [request for request in live if request.status is Status.WAITING]
         assert len(running) + len(waiting) + self._num_leaving == len(live), "a finished request is still listed"
         self._seats.check(running)
+        self._waiting.check()
         assert len(self._waiting) == len(waiting), f"{len(self._waiting)} in the queue, {len(waiting)} waiting"
         for request in waiting:
             assert request in self._waiting and request.row < 0 and not request.pages, f"{request} waits badly"

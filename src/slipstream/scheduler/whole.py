@@ -21,6 +21,7 @@ from slipstream.pooling_params import PoolingParams
 from slipstream.scheduler.fits import check_length
 from slipstream.scheduler.queries import Queries
 from slipstream.scheduler.reports import lost_query, pool_failure, pooled_report
+from slipstream.scheduler.turns import Turns
 from slipstream.step import NO_INTS, Bools, Ints, StepPlan, StepResult
 
 LEAST_HALF = 512
@@ -32,7 +33,7 @@ ASKED_AT_ONCE = 16  # those a step has no room for wait for the next
 class WholeRequest:
     """A prompt to be pooled."""
 
-    __slots__ = ("id", "tokens", "num_tokens", "params", "type_start", "num_seen", "is_launched", "is_done")
+    __slots__ = ("id", "tokens", "num_tokens", "params", "type_start", "num_seen", "caller", "is_launched", "is_done")
 
     def __init__(
         self,
@@ -41,6 +42,7 @@ class WholeRequest:
         params: PoolingParams,
         type_start: int | None = None,
         num_seen: int | None = None,
+        caller: str = "",
     ) -> None:
         self.id = id
         self.tokens = tokens if type(tokens) is array else array("i", tokens)
@@ -48,6 +50,7 @@ class WholeRequest:
         self.params = params
         self.type_start = type_start  # first position of token type 1, if any is
         self.num_seen = num_seen  # of its tokens, from the first; None: all are
+        self.caller = caller  # requests of one priority are taken by fair turns of their callers
         self.is_launched = False
         self.is_done = False  # also when aborted: then it is skipped wherever it turns up
 
@@ -63,7 +66,7 @@ class WholeScheduler:
         # submits up to so many requests of somebody who has more of them, and says how many
         self.refill: Callable[[int], int] | None = None
         self._live: dict[str, WholeRequest] = {}  # by id: not finished
-        self._queues: dict[int, deque[WholeRequest]] = {}  # by priority; aborted ones stay until they come up
+        self._levels: dict[int, _Level] = {}  # by priority; aborted requests stay until they come up
         self._num_waiting = 0  # those that are not done
         self._tokens_waiting = 0  # of theirs
         self._in_flight: deque[list[WholeRequest]] = deque()
@@ -119,11 +122,11 @@ class WholeScheduler:
         self._tokens_waiting += request.num_tokens
 
     def _push(self, request: WholeRequest) -> None:
-        queue = self._queues.get(request.params.priority)
-        if queue is None:
-            queue = self._queues[request.params.priority] = deque()
-            self._queues = dict(sorted(self._queues.items()))
-        queue.append(request)
+        level = self._levels.get(request.params.priority)
+        if level is None:
+            level = self._levels[request.params.priority] = _Level()
+            self._levels = dict(sorted(self._levels.items()))
+        level.push(request)
 
     def abort(self, request_id: str, sample: int | None = None) -> list[WholeRequest]:
         """Forget a request, whatever it is doing. Returns those that were still alive."""
@@ -143,10 +146,10 @@ class WholeScheduler:
         self._num_waiting -= 1
         self._tokens_waiting -= request.num_tokens
         if not self._num_waiting:
-            self._queues.clear()  # none that is left in there would ever come up
+            self._levels.clear()  # none that is left in there would ever come up
 
     def plan(self) -> StepPlan | None:
-        """As many of those that wait as fit one step, in their order: nobody overtakes because it is smaller."""
+        """As many of those that wait as fit one step, in the queue's order: none overtakes because it is smaller."""
         taken = self._take()
         if not taken:
             return None
@@ -198,26 +201,36 @@ class WholeScheduler:
             left = min(left, -(-self._tokens_waiting // 2))
         taken: list[WholeRequest] = []
         while True:
-            for priority, queue in list(self._queues.items()):
-                while queue:
-                    request = queue[0]
-                    if request.is_done:
-                        queue.popleft()
-                        continue
-                    left -= request.num_tokens
-                    rows -= 1
-                    if taken and (left < 0 or rows < 0):  # the first in line always goes
-                        return taken
-                    request.is_launched = True
-                    taken.append(queue.popleft())
+            for priority, level in list(self._levels.items()):
+                while (caller := level.turns.next()) is not None:
+                    queue, used = level.queues[caller], 0
+                    is_alone = level.turns.num_waiting == 1
+                    while queue and (is_alone or not used):
+                        request = queue[0]
+                        if request.is_done:
+                            queue.popleft()
+                            continue
+                        left -= request.num_tokens
+                        rows -= 1
+                        if taken and (left < 0 or rows < 0):  # the first in line always goes
+                            level.turns.charge(caller, used)
+                            return taken
+                        request.is_launched = True
+                        used += request.num_tokens
+                        taken.append(queue.popleft())
+                    level.turns.charge(caller, used)
+                    if not queue:
+                        level.leave(caller)
                 if priority:
-                    del self._queues[priority]  # priorities are anybody's numbers: keep no queue for each ever seen
+                    del self._levels[priority]  # priorities are anybody's numbers: keep no queue for each ever seen
             if left <= 0 or rows <= 0 or not self._ask_for(min(rows, ASKED_AT_ONCE)):
                 return taken
 
     def _ask_for(self, most: int) -> bool:
         """Whether more came who may be taken: documents wait for their query."""
-        return self.refill is not None and self.refill(most) > 0 and any(self._queues.values())
+        if self.refill is None or not self.refill(most):
+            return False
+        return any(level.queues for level in self._levels.values())
 
     def commit(self, result: StepResult) -> list[Output]:
         """Learn the result of the oldest plan in flight."""
@@ -251,7 +264,8 @@ class WholeScheduler:
 
     def check(self) -> None:
         """Assert every invariant; for tests."""
-        waiting = [request for queue in self._queues.values() for request in queue if not request.is_done]
+        queues = [queue for level in self._levels.values() for queue in level.queues.values()]
+        waiting = [request for queue in queues for request in queue if not request.is_done]
         parked = [request for request in self._queries.waiting() if not request.is_done]
         launched = [request for step in self._in_flight for request in step if not request.is_done]
         assert len(waiting) + len(parked) == self._num_waiting, f"{self._num_waiting} said to wait, {waiting}, {parked}"
@@ -259,7 +273,29 @@ class WholeScheduler:
         everyone = waiting + parked + launched
         assert len({request.id for request in everyone}) == len(everyone) == len(self._live), "a request is lost"
         assert all(self._live[request.id] is request for request in everyone)
-        assert list(self._queues) == sorted(self._queues), "priorities are out of order"
+        assert list(self._levels) == sorted(self._levels), "priorities are out of order"
+        assert all(level.turns.num_waiting == len(level.queues) for level in self._levels.values())
+
+
+class _Level:
+    """Requests of one priority, by caller."""
+
+    __slots__ = ("turns", "queues")
+
+    def __init__(self) -> None:
+        self.turns = Turns()
+        self.queues: dict[str, deque[WholeRequest]] = {}  # none is empty
+
+    def push(self, request: WholeRequest) -> None:
+        queue = self.queues.get(request.caller)
+        if queue is None:
+            queue = self.queues[request.caller] = deque()
+            self.turns.enter(request.caller)
+        queue.append(request)
+
+    def leave(self, caller: str) -> None:
+        del self.queues[caller]
+        self.turns.leave(caller)
 
 
 def _or_length(numbers: list[int | None], lengths: Ints) -> Ints | None:

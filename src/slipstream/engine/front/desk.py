@@ -64,9 +64,11 @@ class Desk:
         *,
         stream: bool = True,
         aborted: bool = False,
+        caller: str = "",
     ) -> Reading:
         """Send prompts that `inputs` has made, for one reader: all begin, or none does. Without `stream` it hears only
-        of their ends. Those that are `aborted` already are not sent."""
+        of their ends. Those that are `aborted` already are not sent. `caller`: requests are seated by fair turns of
+        their callers."""
         self.check()
         self.client.listen(self)
         served = self.model(model)
@@ -76,7 +78,7 @@ class Desk:
                 f"of {len(submits)} prompts {count} would wait, and no more than {most} may; send fewer at once, "
                 "lower n, or raise max_waiting"
             )
-        reading = Reading(self, served, Mailbox(), stream=stream)
+        reading = Reading(self, served, Mailbox(), stream=stream, caller=caller)
         messages = [self._enter(reading, message, text) for message, text in submits]
         if aborted:
             for track in reading.tracks:
@@ -112,8 +114,9 @@ class Desk:
             except UserError:
                 self.leave(reading, failed=True)
                 raise
-        if len(self.models) > 1:
-            message = msgspec.structs.replace(message, model=served.facts.name)
+        if len(self.models) > 1 or reading.caller:
+            model = served.facts.name if len(self.models) > 1 else ""
+            message = msgspec.structs.replace(message, model=model, caller=reading.caller)
         self._mailboxes[name] = reading.mailbox
         track = self._outputs.open(message, text, stream=reading.stream, tokenizer=served.tokenizer)
         if (stats := self.stats.get(served.facts.name)) is None:
@@ -123,7 +126,7 @@ class Desk:
         num_tokens = len(message.prompt_token_ids)
         stats.prompt_tokens += num_tokens
         stats.prompt_length.observe(num_tokens)
-        self.load.enter(message.model, num_tokens)
+        self.load.enter(message.model, num_tokens, message.caller)
         return message
 
     def leave(self, reading: Reading, *, failed: bool) -> None:
@@ -329,7 +332,8 @@ class Desk:
 
     def _start(self, track: Track) -> None:
         track.queued = False
-        self.load.start(track.message.model, len(track.message.prompt_token_ids))
+        message = track.message
+        self.load.start(message.model, len(message.prompt_token_ids), message.caller)
         if self._for_room:
             _wake(self._for_room)
 

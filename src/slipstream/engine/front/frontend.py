@@ -81,12 +81,16 @@ class AsyncEngine(Desk):
         priority: int | None = None,
         cache_salt: str | None = None,
         model: str | None = None,
+        caller: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        """Each result holds all there is so far. A slow reader gets fewer of them."""
+        """Each result holds all there is so far. A slow reader gets fewer of them.
+
+        `caller` names whose request it is: those of one priority are seated by fair turns of their callers.
+        """
         model = self._named(model, "generate")
         inputs, name = self._inputs(model), self._name(request_id)
         make = partial(inputs.submit, name, prompt, sampling_params, priority=priority, cache_salt=cache_salt)
-        async with self._begin(name, model, size_of(prompt), make) as reading:
+        async with self._begin(name, model, size_of(prompt), make, caller) as reading:
             async for (track,) in reading:
                 yield track.result()
 
@@ -97,13 +101,14 @@ class AsyncEngine(Desk):
         request_id: str | None = None,
         *,
         model: str | None = None,
+        caller: str = "",
         **template: Any,
     ) -> AsyncIterator[RequestOutput]:
         model = self._named(model, "generate")
         inputs, name = self._inputs(model), self._name(request_id)
         text = inputs.render_chat(messages, **template)
         make = partial(inputs.submit, name, text, sampling_params, add_special_tokens=False)
-        async with self._begin(name, model, len(text), make) as reading:
+        async with self._begin(name, model, len(text), make, caller) as reading:
             async for (track,) in reading:
                 yield track.result()
 
@@ -114,18 +119,21 @@ class AsyncEngine(Desk):
         request_id: str | None = None,
         *,
         model: str | None = None,
+        caller: str = "",
     ) -> AsyncIterator[list[Increment]]:
         """What is new in each sample, as it comes; what a slow reader missed comes as one. Costs what is new."""
         model = self._named(model, "generate")
         inputs, name = self._inputs(model), self._name(request_id)
         make = partial(inputs.submit, name, prompt, sampling_params)
-        async with self._begin(name, model, size_of(prompt), make) as reading:
+        async with self._begin(name, model, size_of(prompt), make, caller) as reading:
             async for (track,) in reading:
                 if new := track.increment():
                     yield new
 
     @asynccontextmanager
-    async def _begin(self, name: str, model: str, size: int, make: Callable[[], Prepared]) -> AsyncIterator[Reading]:
+    async def _begin(
+        self, name: str, model: str, size: int, make: Callable[[], Prepared], caller: str
+    ) -> AsyncIterator[Reading]:
         """A request, once its prompt is encoded. An abort that comes before that waits for it."""
         if name in self._preparing or name in self._mailboxes:
             raise in_use(name)
@@ -134,50 +142,52 @@ class AsyncEngine(Desk):
             prepared = await off_loop(size, make)
         finally:
             aborted = self._preparing.pop(name)
-        with self.read([prepared], model, aborted=aborted) as reading:
+        with self.read([prepared], model, aborted=aborted, caller=caller) as reading:
             yield reading
 
     # Pooling: the verbs of `LLM`, each a list of results
 
     async def encode(
         self, prompts: PoolPrompts, pooling_params: PoolParams = None, *, pooling_task: Task | None = None,
-        model: str | None = None, **how: Any,
+        model: str | None = None, caller: str = "", **how: Any,
     ) -> list[PoolingRequestOutput[Any]]:  # fmt: skip
         model = self._named(model, *([pooling_task] if pooling_task else POOLING_TASKS))
         call = pooling_calls.encode(self.pool_inputs(model), prompts, pooling_params, pooling_task, **how)
-        return await self.pool(call, model)
+        return await self.pool(call, model, caller)
 
     async def embed(
-        self, prompts: PoolPrompts, pooling_params: PoolParams = None, *, model: str | None = None, **how: Any
-    ) -> list[EmbeddingRequestOutput]:
+        self, prompts: PoolPrompts, pooling_params: PoolParams = None, *, model: str | None = None, caller: str = "",
+        **how: Any,
+    ) -> list[EmbeddingRequestOutput]:  # fmt: skip
         model = self._named(model, "embed")
         call = pooling_calls.encode(self.pool_inputs(model), prompts, pooling_params, "embed", **how)
-        return await self.pool(call, model)
+        return await self.pool(call, model, caller)
 
     async def classify(
-        self, prompts: PoolPrompts, pooling_params: PoolParams = None, *, model: str | None = None, **how: Any
-    ) -> list[ClassificationRequestOutput]:
+        self, prompts: PoolPrompts, pooling_params: PoolParams = None, *, model: str | None = None, caller: str = "",
+        **how: Any,
+    ) -> list[ClassificationRequestOutput]:  # fmt: skip
         model = self._named(model, "classify")
         call = pooling_calls.encode(self.pool_inputs(model), prompts, pooling_params, "classify", **how)
-        return await self.pool(call, model)
+        return await self.pool(call, model, caller)
 
     async def score(
         self, data_1: Texts, data_2: Texts, pooling_params: PoolingParams | None = None, *, model: str | None = None,
-        **how: Any,
+        caller: str = "", **how: Any,
     ) -> list[ScoringRequestOutput]:  # fmt: skip
         model = self._named(model, *SCORING)
         call = pooling_calls.score(self.pool_inputs(model), data_1, data_2, pooling_params, **how)
-        return await self.pool(call, model)
+        return await self.pool(call, model, caller)
 
     async def rerank(
         self, query: str, documents: Sequence[str], top_n: int | None = None,
-        pooling_params: PoolingParams | None = None, *, model: str | None = None, **how: Any,
+        pooling_params: PoolingParams | None = None, *, model: str | None = None, caller: str = "", **how: Any,
     ) -> list[RerankResult]:  # fmt: skip
         model = self._named(model, *SCORING)
         call = pooling_calls.rerank(self.pool_inputs(model), query, documents, pooling_params, top_n=top_n, **how)
-        return await self.pool(call, model)
+        return await self.pool(call, model, caller)
 
-    async def pool(self, call: pooling_calls.Call[T], model: str | None = None) -> T:
+    async def pool(self, call: pooling_calls.Call[T], model: str | None = None, caller: str = "") -> T:
         """Run a verb of pooling: what it asks for, until it has what it wants. Whoever leaves early aborts it."""
         found: pooling_calls.Results | None = None
         try:
@@ -186,7 +196,7 @@ class AsyncEngine(Desk):
                 feed = pooling_calls.Feed(self.pool_inputs(model), batches, self.new_id, plain=True)
                 size = sum(EACH + size_of(prompt) for batch in batches for prompt in batch.prompts)
                 submits: list[Prepared] = await off_loop(size, partial(list, feed))
-                with self.read((), model, stream=False) as reading:
+                with self.read((), model, stream=False, caller=caller) as reading:
                     found = feed.results(await reading.feed(submits))  # type: ignore[arg-type]
         except StopIteration as end:
             result: T = end.value

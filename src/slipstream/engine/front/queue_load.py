@@ -14,19 +14,24 @@ class QueueLoad:
         self.num_queued = 0
         self.queued_tokens = 0
         self.queued_of: Counter[str] = Counter()  # prompts queued for each model, by name
+        self.queued_by: Counter[str] = Counter()  # prompts queued by each caller that has any
         self._rate = 0.0  # requests that leave the queue in a second, lately
         self._since = time.monotonic()
         self._num_left = 0
 
-    def enter(self, model: str, num_tokens: int) -> None:
+    def enter(self, model: str, num_tokens: int, caller: str = "") -> None:
         self.num_open += 1
         self.num_queued += 1
         self.queued_of[model] += 1
+        self.queued_by[caller] += 1
         self.queued_tokens += num_tokens
 
-    def start(self, model: str, num_tokens: int) -> None:
+    def start(self, model: str, num_tokens: int, caller: str = "") -> None:
         self.num_queued -= 1
         self.queued_of[model] -= 1
+        self.queued_by[caller] -= 1
+        if not self.queued_by[caller]:
+            del self.queued_by[caller]  # callers come and go
         self.queued_tokens -= num_tokens
         self._num_left += 1
 

@@ -21,12 +21,13 @@ class Reading:
     To be used in a `with` block: what has not ended when the block is left is aborted.
     """
 
-    def __init__(self, desk: Desk, served: ServedModel, mailbox: Mailbox, *, stream: bool) -> None:
-        """Without `stream` it hears only of ends."""
+    def __init__(self, desk: Desk, served: ServedModel, mailbox: Mailbox, *, stream: bool, caller: str = "") -> None:
+        """Without `stream` it hears only of ends. `caller`: see `Submit`."""
         self._desk = desk
         self.served = served
         self.mailbox = mailbox
         self.stream = stream
+        self.caller = caller
         self.tracks: list[Track] = []
 
     async def __aiter__(self) -> AsyncIterator[list[Track]]:

@@ -52,9 +52,11 @@ class App:
             route, params = self._find(scope["method"], scope["path"])
             name = route.path
             self.state.keys.check(route.access, headers)
-            call = Call(self.state, request_id, headers, params, scope["query_string"])
+            # one connection carries one request at a time, so where there is none to go by each request stands alone
+            caller = self.state.keys.caller(headers) or _connection(scope) or request_id
+            call = Call(self.state, request_id, headers, params, scope["query_string"], caller)
             if route.queues:
-                self.state.admit(1)  # before it is read: whatever it says, there is no room for it
+                self.state.admit(1, caller=caller)  # before it is read: whatever it says, there is no room for it
             body = await self._read(route, headers, receive) if route.method == "POST" else None
             if route.waits:
                 self.state.check_ready()
@@ -195,6 +197,11 @@ def _own_id(headers: Headers) -> str | None:
         if name == b"x-request-id" and _ID.fullmatch(value):
             return value.decode()
     return None
+
+
+def _connection(scope: MutableMapping[str, Any]) -> str | None:
+    client = scope.get("client")  # None for a unix socket
+    return f"{client[0]}:{client[1]}" if client else None
 
 
 def _pattern(path: str) -> re.Pattern[str]:

@@ -18,6 +18,10 @@ class Keys:
         self._user = [_digest(key.encode()) for key in api_keys]
         self._admin = None if admin_key is None else _digest(admin_key.encode())
 
+    def caller(self, headers: Headers) -> str | None:
+        """A name for the key of a request, where there are several: each key is one caller's."""
+        return f"key {_digest(_given(headers)).hex()[:16]}" if len(self._user) > 1 else None
+
     def check(self, access: Access, headers: Headers) -> None:
         """Raises unless this request may go on."""
         if access == "open" or (access == "user" and not self._user):

@@ -14,14 +14,17 @@ if TYPE_CHECKING:
 
 
 class Call:
-    __slots__ = ("state", "id", "headers", "path_params", "query", "tracks")
+    __slots__ = ("state", "id", "headers", "path_params", "query", "caller", "tracks")
 
-    def __init__(self, state: State, id: str, headers: Headers, path_params: dict[str, str], query: bytes) -> None:
+    def __init__(
+        self, state: State, id: str, headers: Headers, path_params: dict[str, str], query: bytes, caller: str
+    ) -> None:
         self.state = state
         self.id = id  # X-Request-Id: the caller's own, or one of ours
         self.headers = headers
         self.path_params = path_params
         self.query = query
+        self.caller = caller  # whose requests take turns with those of others: a key or a connection
         self.tracks: Sequence[Track] = ()  # what it asked of the engine
 
     def check_count(self, count: int, name: str) -> None:
@@ -29,6 +32,12 @@ class Call:
         if count > (limit := self.state.settings.max_inputs):
             fact = f"{name} has {count} entries, this server takes {limit} at once"
             raise bad_request(f"{fact}; send fewer or raise --max-inputs", name, "too_many_inputs")
+
+    def check_samples(self, num_prompts: int, n: int) -> None:
+        """Of all prompts of a request together."""
+        if num_prompts * n > (limit := self.state.settings.max_samples):
+            fact = f"{num_prompts} prompts with n={n} make {num_prompts * n} samples, this server takes {limit} at once"
+            raise bad_request(f"{fact}; send fewer prompts, lower n or raise --max-samples", "n", "too_many_inputs")
 
     def header(self, name: bytes) -> str | None:
         for key, value in self.headers:

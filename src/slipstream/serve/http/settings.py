@@ -57,6 +57,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_answer_bytes: Annotated[int, _doc("of the numbers in one answer, before they are written as JSON")] = 2**27
     max_inputs: Annotated[int, _doc("prompts in one request")] = 1024
     max_n: Annotated[int, _doc("samples of one prompt")] = 128
+    max_samples: Annotated[int, _doc("samples of all prompts of one request: prompts times n")] = 1024
     max_logprobs: Annotated[int, _doc("likeliest tokens reported with each token")] = 20
     max_stop: Annotated[int, _doc("stop strings, stop tokens, bad words or logprob token ids of one request")] = 128
     max_stop_chars: Annotated[int, _doc("characters of a stop string or a bad word")] = 1024

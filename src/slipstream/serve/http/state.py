@@ -53,22 +53,28 @@ class State:
     @property
     def is_full(self) -> bool:
         """Whether not even one more prompt may wait."""
-        return self.engine.load.num_queued >= self._max_requests
+        return self.engine.load.num_queued >= _with_reserve(self._max_requests)
 
-    def no_room(self, num_requests: int = 1, num_tokens: int = 0) -> HttpError | None:
-        """What to say to those who would only wait: an answer now is worth more than one too late."""
+    def no_room(self, num_requests: int = 1, num_tokens: int = 0, caller: str = "") -> HttpError | None:
+        """What to say to those who would only wait: an answer now is worth more than one too late.
+
+        One caller may fill the queue. A caller of whom nothing waits then finds room beyond it.
+        """
         load = self.engine.load
+        limit, most_tokens = self._max_requests, self._max_tokens
+        if not load.queued_by[caller]:
+            limit, most_tokens = _with_reserve(limit), _with_reserve(most_tokens)
         if num_requests > self._max_requests:
             return bad_request(
                 f"there are {num_requests} prompts, and no more than {self._max_requests} may wait here; send fewer at "
                 "once or raise --max-queued-requests",
                 code="too_many_inputs",
             )
-        if load.num_queued + num_requests > self._max_requests:
-            fact = f"{load.num_queued} requests are waiting, {self._max_requests} may"
+        if load.num_queued + num_requests > limit:
+            fact = f"{load.num_queued} requests are waiting, {limit} may"
         # a prompt longer than the bound is served when nobody else waits
-        elif load.queued_tokens and load.queued_tokens + num_tokens > self._max_tokens:
-            fact = f"{load.queued_tokens} prompt tokens are waiting, {self._max_tokens} may"
+        elif load.queued_tokens and load.queued_tokens + num_tokens > most_tokens:
+            fact = f"{load.queued_tokens} prompt tokens are waiting, {most_tokens} may"
         else:
             return None
         self.counters.refused["queue_full"] += 1
@@ -84,7 +90,12 @@ class State:
                 code="answer_too_large",
             )
 
-    def admit(self, num_requests: int, num_tokens: int = 0) -> None:
+    def admit(self, num_requests: int, num_tokens: int = 0, caller: str = "") -> None:
         """Raises where there is no room for so much."""
-        if (error := self.no_room(num_requests, num_tokens)) is not None:
+        if (error := self.no_room(num_requests, num_tokens, caller)) is not None:
             raise error
+
+
+def _with_reserve(limit: int) -> int:
+    """A bound of the queue for callers of whom nothing waits yet."""
+    return limit + limit // 4

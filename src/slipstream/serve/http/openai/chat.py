@@ -156,6 +156,7 @@ class _Job:
         own: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
         own["max_tokens"] = limit if limit is not None else self.inputs.facts.defaults.params.get("max_tokens")
         self.params = sampling_params(given, self.inputs, call.state.settings, own)
+        call.check_samples(1, self.params.n)
         self.as_ids = bool(body.return_tokens_as_token_ids)
         self.id, self.created, self.model = f"chatcmpl-{call.id}", int(time.time()), served.facts.name
 

@@ -92,6 +92,7 @@ class _Job:
         if body.echo and body.logprobs is not None:
             own["prompt_logprobs"] = body.logprobs
         self.params = sampling_params(given, served.inputs, settings, own)
+        call.check_samples(len(self.prompts), self.params.n)
         self.tokenizer = served.tokenizer
         as_ids = body.return_tokens_as_token_ids or served.tokenizer is None
         self.text_of = None if as_ids or served.tokenizer is None else served.tokenizer.text_of

@@ -26,11 +26,11 @@ async def start(
 ) -> Reading:
     """Checks that there is room, tokenises, and sends. `size`: characters of all prompts."""
     state = call.state
-    state.admit(num_prompts)
+    state.admit(num_prompts, caller=call.caller)
     submits = await off_loop(size, prepare)
     num_tokens = sum(len(message.prompt_token_ids) for message, _ in submits)
-    state.admit(num_prompts, num_tokens)  # others came while we tokenised
-    reading = state.engine.read(submits, model, stream=stream)
+    state.admit(num_prompts, num_tokens, call.caller)  # others came while we tokenised
+    reading = state.engine.read(submits, model, stream=stream, caller=call.caller)
     call.tracks = reading.tracks
     return reading
 

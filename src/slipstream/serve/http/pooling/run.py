@@ -53,13 +53,13 @@ async def run(call: Call, chosen: Chosen, verb: Verb[T], size: int) -> tuple[T, 
         while True:
             batches = next(verb) if found is None else verb.send(found)
             feed = Feed(chosen.inputs, batches, engine.new_id, plain=True)
-            state.admit(feed.total)
+            state.admit(feed.total, caller=call.caller)
             submits: list[Prepared] = await off_loop(size + EACH * feed.total, partial(list, feed))
             state.check_answer(feed.num_bytes(submits))
             count = sum(len(message.prompt_token_ids) for message, _ in submits)
-            state.admit(len(submits), count)  # others came while we tokenised
+            state.admit(len(submits), count, call.caller)  # others came while we tokenised
             num_tokens += count
-            with engine.read(submits, chosen.name, stream=False) as reading:
+            with engine.read(submits, chosen.name, stream=False, caller=call.caller) as reading:
                 call.tracks = reading.tracks
                 tracks = await reading.wait()
             check_ends(tracks)  # type: ignore[arg-type]
@@ -80,12 +80,12 @@ async def run_text(
 ) -> tuple[Pooled, int]:
     """One short text, without the ways of many: most requests for a vector are just that."""
     state, engine, inputs = call.state, call.state.engine, chosen.inputs
-    state.admit(1)
+    state.admit(1, caller=call.caller)
     params = inputs.settle(params)
     ids = inputs.text_ids(text, params, inputs.prefix(prompt_name))
-    state.admit(1, len(ids))
+    state.admit(1, len(ids), call.caller)
     submit = Submit(engine.new_id(), ids, params, time.time(), params.priority, params.cache_salt)
-    with engine.read(((submit, text),), chosen.name, stream=False) as reading:
+    with engine.read(((submit, text),), chosen.name, stream=False, caller=call.caller) as reading:
         call.tracks = reading.tracks
         tracks: Any = await reading.wait()
     check_ends(tracks)

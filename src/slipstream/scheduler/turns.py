@@ -1,0 +1,90 @@
+"""Turns: whose request is served next, fairly between callers.
+
+Each caller is charged the tokens that its requests compute, and the caller that waits and was charged the least is
+next. This is fair queueing by virtual time. The clock is what each waiting caller would have been charged if the
+service had been shared equally, and a caller that starts to wait is set to the clock at least. So callers that were
+idle have no credit, and callers that keep waiting get equal numbers of tokens up to the size of one request. However
+many new callers come, the clock passes those who wait, and each is served.
+"""
+
+from __future__ import annotations
+
+from slipstream.scheduler.lazy_heap import LazyHeap
+
+
+class _Account:
+    __slots__ = ("used", "place", "waits")
+
+    def __init__(self, used: float) -> None:
+        self.used = used  # tokens, in the clock's time
+        self.place = 0  # among callers of equal use: who began to wait first
+        self.waits = False
+
+
+class Turns:
+    """Nothing is remembered once no caller waits."""
+
+    __slots__ = ("num_waiting", "_accounts", "_order", "_clock", "_next_place", "_limit")
+
+    def __init__(self) -> None:
+        self.num_waiting = 0  # callers
+        # of callers that wait, and of those that were charged beyond the clock
+        self._accounts: dict[str, _Account] = {}
+        self._order: LazyHeap[tuple[float, int, str]] = LazyHeap()
+        self._clock = 0.0
+        self._next_place = 0
+        self._limit = 64
+
+    def enter(self, caller: str) -> None:
+        """The caller, who had nothing waiting, now has."""
+        account = self._account(caller)
+        assert not account.waits, f"{caller!r} waits already"
+        account.used = max(account.used, self._clock)
+        account.waits = True
+        account.place, self._next_place = self._next_place, self._next_place + 1
+        self.num_waiting += 1
+        self._order.push((account.used, account.place, caller), self._is_live)
+
+    def leave(self, caller: str) -> None:
+        """The caller has nothing waiting any more."""
+        account = self._accounts[caller]
+        assert account.waits, f"{caller!r} does not wait"
+        account.waits = False
+        self.num_waiting -= 1
+        if not self.num_waiting:
+            self._accounts.clear()
+            self._clock = 0.0
+        elif account.used <= self._clock:
+            del self._accounts[caller]
+
+    def next(self) -> str | None:
+        """The caller to be served."""
+        first = self._order.top(self._is_live)
+        return None if first is None else first[2]
+
+    def charge(self, caller: str, num_tokens: int) -> None:
+        if not self.num_waiting or not num_tokens:
+            return
+        account = self._account(caller)
+        if account.waits:
+            self._clock += num_tokens / self.num_waiting
+            account.used += num_tokens
+            self._order.push((account.used, account.place, caller), self._is_live)
+        else:
+            account.used = max(account.used, self._clock) + num_tokens
+            self._clock += num_tokens / (self.num_waiting + 1)
+
+    def _account(self, caller: str) -> _Account:
+        if (account := self._accounts.get(caller)) is None:
+            if len(self._accounts) >= self._limit:
+                self._accounts = {
+                    name: old for name, old in self._accounts.items() if old.waits or old.used > self._clock
+                }
+                self._limit = 2 * len(self._accounts) + 64
+            account = self._accounts[caller] = _Account(self._clock)
+        return account
+
+    def _is_live(self, entry: tuple[float, int, str]) -> bool:
+        used, place, caller = entry
+        account = self._accounts.get(caller)
+        return account is not None and account.waits and (account.used, account.place) == (used, place)

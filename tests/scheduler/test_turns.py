@@ -1,0 +1,156 @@
+"""Turns: callers that wait share the service, whatever others do."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from slipstream.scheduler.lazy_heap import LazyHeap
+from slipstream.scheduler.turns import Turns
+
+
+class Queue:
+    """Requests of callers, by their sizes in tokens."""
+
+    def __init__(self) -> None:
+        self.turns = Turns()
+        self.sizes: dict[str, list[int]] = {}
+        self.served: dict[str, int] = {}
+
+    def add(self, caller: str, *sizes: int) -> None:
+        if caller not in self.sizes:
+            self.turns.enter(caller)
+        self.sizes.setdefault(caller, []).extend(sizes)
+
+    def drop(self, caller: str) -> None:
+        """All its requests are aborted."""
+        del self.sizes[caller]
+        self.turns.leave(caller)
+
+    def serve(self) -> str:
+        caller = self.turns.next()
+        assert caller is not None
+        size = self.sizes[caller].pop(0)
+        self.turns.charge(caller, size)
+        self.served[caller] = self.served.get(caller, 0) + size
+        if not self.sizes[caller]:
+            self.drop(caller)
+        return caller
+
+
+def test_callers_take_turns_however_much_each_brought():
+    queue = Queue()
+    queue.add("a", *[10] * 1000)
+    queue.add("b", 10, 10)
+    assert [queue.serve() for _ in range(6)] == ["a", "b", "a", "b", "a", "a"]
+
+
+def test_turns_are_by_tokens():
+    queue = Queue()
+    queue.add("large", *[100] * 10)
+    queue.add("small", *[10] * 100)
+    order = [queue.serve() for _ in range(44)]
+    assert order.count("large") == 4 and order.count("small") == 40
+
+
+def test_a_caller_that_was_idle_has_no_credit():
+    queue = Queue()
+    queue.add("a", *[10] * 1000)
+    for _ in range(500):
+        queue.serve()
+    queue.add("b", *[10] * 100)
+    order = [queue.serve() for _ in range(100)]
+    assert 49 <= order.count("b") <= 51
+
+
+def test_one_that_asks_again_when_it_is_served_gets_no_more_than_one_that_queues():
+    queue = Queue()
+    queue.add("a", *[10] * 1000)
+    for _ in range(200):
+        if "b" not in queue.sizes:
+            queue.add("b", 10)
+        queue.serve()
+    assert abs(queue.served["a"] - queue.served["b"]) <= 20
+
+
+@pytest.mark.parametrize("num_new", [1, 3])
+def test_however_many_new_callers_come_one_that_waits_is_served(num_new: int):
+    """The crowd grows, since more come than are served. The share of the first shrinks with it, but not to nothing."""
+    queue = Queue()
+    queue.add("a", *[10] * 1000)
+    for step in range(300):
+        for number in range(num_new):
+            queue.add(f"new {step} {number}", 10)
+        queue.serve()
+    assert queue.served["a"] >= 10 * (20 if num_new == 1 else 3)
+
+
+def test_what_a_running_request_computes_later_counts():
+    queue = Queue()
+    queue.add("a", *[1] * 100)
+    queue.add("b", *[1] * 100)
+    assert queue.serve() == "a"
+    queue.turns.charge("a", 20)  # the tokens it generated
+    assert [queue.serve() for _ in range(22)] == ["b"] * 21 + ["a"]
+
+
+def test_also_of_a_caller_that_does_not_wait():
+    queue = Queue()
+    queue.add("a", *[1] * 100)
+    queue.turns.charge("b", 20)
+    queue.add("b", *[1] * 100)
+    order = [queue.serve() for _ in range(30)]
+    assert order[:10] == ["a"] * 10 and "b" in order
+
+
+def test_nothing_is_remembered_of_those_that_are_gone():
+    queue = Queue()
+    queue.add("a", *[10] * 20_000)
+    for step in range(10_000):
+        queue.add(f"new {step}", 10)
+        queue.serve()
+        queue.turns.charge(f"gone {step}", 5)
+    while len(queue.sizes) > 1:
+        queue.serve()
+    queue.add("b", 1)
+    assert len(queue.turns._accounts) < 300 and len(queue.turns._order) < 300
+    queue.drop("a")
+    queue.drop("b")
+    assert not queue.turns._accounts and queue.turns.next() is None
+    queue.turns.charge("a", 10)  # nobody waits: nobody is behind
+    assert not queue.turns._accounts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_two_callers_that_keep_waiting_get_the_same_up_to_a_request(seed: int):
+    rng = random.Random(seed)
+    queue, largest = Queue(), 50
+    for step in range(600):
+        for caller in ("a", "b"):
+            if len(queue.sizes.get(caller, ())) < 2:
+                queue.add(caller, rng.randint(1, largest), rng.randint(1, largest))
+        if rng.random() < 0.4:
+            queue.add(f"other {rng.randrange(5)}", *[rng.randint(1, largest) for _ in range(rng.randint(1, 4))])
+        if rng.random() < 0.1 and (others := queue.sizes.keys() - {"a", "b"}):
+            queue.drop(rng.choice(sorted(others)))
+        if rng.random() < 0.2:
+            queue.turns.charge(f"other {rng.randrange(5)}", rng.randint(1, largest))
+        waiting = {name: account for name, account in queue.turns._accounts.items() if account.waits}
+        first = min(waiting, key=lambda name: (waiting[name].used, waiting[name].place))
+        assert queue.serve() == first
+        assert abs(queue.served.get("a", 0) - queue.served.get("b", 0)) <= 2 * largest, step
+
+
+def test_a_lazy_heap_gives_the_smallest_live_entry():
+    rng = random.Random(0)
+    heap: LazyHeap[int] = LazyHeap()
+    live: set[int] = set()
+    for _ in range(5000):
+        if live and rng.random() < 0.5:
+            live.remove(rng.choice(sorted(live)[:3]))
+        else:
+            live.add(new := rng.randrange(1000))
+            heap.push(new, live.__contains__)
+        assert heap.top(live.__contains__) == min(live, default=None)
+        assert len(heap) <= 2 * 1000 + 64

@@ -1,0 +1,109 @@
+"""One caller's requests do not keep those of others from being served."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from serve.asgi import at_door
+from slipstream.request import FinishReason
+
+ASK = {"prompt": "Once", "max_tokens": 4}
+CHAT = {"messages": [{"role": "user", "content": "Once"}]}
+
+
+def callers(door) -> list[str]:
+    return [submit.caller for submit in door.core.submits]
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", ASK), ("/v1/chat/completions", CHAT)])
+def test_a_caller_is_a_connection(folder, path, body):
+    async def scenario(door):
+        for client in (("10.0.0.1", 50001), ("10.0.0.1", 50002), ("10.0.0.1", 50001)):
+            door.client = client
+            assert (await door.post(path, body)).status == 200
+        first, second, third = callers(door)
+        assert first == third != second and "10.0.0.1" in first
+
+    at_door(folder, scenario, api_key=[])
+
+
+def test_without_a_connection_to_go_by_each_request_is_a_caller(folder):
+    """As it is with a unix socket."""
+
+    async def scenario(door):
+        for _ in range(3):
+            await door.post("/v1/completions", ASK)
+        assert len(set(callers(door))) == 3
+
+    at_door(folder, scenario)
+
+
+def test_where_there_are_several_keys_a_caller_is_a_key(folder):
+    async def scenario(door):
+        for port, key in enumerate(("secret-one", "secret-two", "secret-one")):
+            door.client = ("10.0.0.1", port)
+            assert (await door.post("/v1/completions", ASK, authorization=f"Bearer {key}")).status == 200
+        first, second, third = callers(door)
+        assert first == third != second and "secret" not in first
+
+    at_door(folder, scenario, api_key=["secret-one", "secret-two"])
+
+
+def test_one_key_for_all_tells_nobody_apart_so_connections_do(folder):
+    async def scenario(door):
+        for port in (1, 2):
+            door.client = ("10.0.0.1", port)
+            await door.post("/v1/completions", ASK, authorization="Bearer only")
+        assert len(set(callers(door))) == 2
+
+    at_door(folder, scenario, api_key=["only"])
+
+
+def test_prompts_times_n_are_bounded(folder):
+    async def scenario(door):
+        refused = await door.post("/v1/completions", {"prompt": ["a"] * 10, "n": 9})
+        assert refused.status == 400 and refused.json()["error"]["code"] == "too_many_inputs"
+        assert refused.json()["error"]["param"] == "n"
+        assert "10 prompts with n=9 make 90 samples" in refused.error and "--max-samples" in refused.error
+        refused = await door.post("/v1/chat/completions", CHAT | {"n": 41})
+        assert refused.status == 400 and "1 prompts with n=41" in refused.error
+        assert not door.core.submits
+        assert (await door.post("/v1/completions", {"prompt": ["a"] * 10, "n": 4})).status == 200
+
+    at_door(folder, scenario, max_samples=40)
+
+
+def test_the_default_bound_refuses_a_thousand_prompts_of_many_samples(folder):
+    async def scenario(door):
+        refused = await door.post("/v1/completions", {"prompt": ["a"] * 1000, "n": 90})
+        assert refused.status == 400 and "90000 samples" in refused.error
+
+    at_door(folder, scenario)
+
+
+def test_where_one_caller_fills_the_queue_another_still_finds_room(folder):
+    async def scenario(door):
+        door.client = ("hog", 1)
+        hog = door.begin("POST", "/v1/completions", {"prompt": ["a"] * 8})
+        await door.core.until(lambda: len(door.core.submits) == 8)
+        assert (await door.post("/v1/completions", ASK)).status == 429
+        door.client = ("other", 1)
+        other = door.begin("POST", "/v1/completions", ASK)
+        await door.core.until(lambda: len(door.core.submits) == 9)
+        again = await door.post("/v1/completions", ASK)
+        assert again.status == 429 and "9 requests are waiting, 8 may" in again.error
+        door.client = ("third", 1)
+        third = door.begin("POST", "/v1/completions", ASK)
+        await door.core.until(lambda: len(door.core.submits) == 10)
+        door.client = ("fourth", 1)
+        assert (await door.post("/v1/completions", ASK)).status == 429  # the reserve ends too
+        for submit in door.core.submits:
+            door.core.token(submit, 66, end=FinishReason.STOP)
+        for exchange in (hog, other, third):
+            assert (await exchange.end()).status == 200
+        await asyncio.sleep(0)
+        assert not door.state.engine.load.queued_by
+
+    at_door(folder, scenario, answers=False, max_queued_requests=8)

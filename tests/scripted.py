@@ -4,11 +4,14 @@ It keeps what the real one keeps, a row table, page tables and the content of ev
 slot holds the (token, position, kind of rope) written into it. A drawn token is a pure function of the tokens that the
 row sees through its pages, so any mistake in rows, pages, positions or given tokens shows as an assertion or as a wrong
 token.
+With a drafter the device guesses tokens behind the one it drew last: right ones, wrong ones or none. It draws after
+each guess, keeps what it would have drawn without guesses and goes back to there, as a real device does.
 Plans are played when their result is asked for, so a plan that is changed after it was handed over shows too.
 """
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,7 +53,8 @@ class _Row:
         self.num_known = admission.num_prompt_tokens if self.pools else admission.num_known
         self.tables: list[dict[int, int]] = [{} for _ in range(num_groups)]
         self.length = self.start = admission.num_cached  # after and before the present step
-        self.last_token: int | None = None
+        self.next_tokens: list[int] = []  # the token drawn last, then guesses of those behind it
+        self.planned = 0  # the length after the present step, by the plan: an upper bound while drafts are in flight
 
 
 class ScriptedExecutor:
@@ -60,9 +64,12 @@ class ScriptedExecutor:
         windows: Sequence[int] = (0,),
         max_num_seqs: int = 1 << 30,
         short_rope: int | None = None,
+        drafter: random.Random | None = None,
     ) -> None:
         """`windows`: per group, the positions a token sees, itself among them; 0 means all. `short_rope`: the longest
-        request whose positions have the short rope factors."""
+        request whose positions have the short rope factors. `drafter` decides how good each guess is."""
+        self.drafter = drafter
+        self.num_accepted = self.num_rejected = 0  # drafts
         self.page_size = page_size
         self.windows = windows
         self.num_groups = num_groups = len(windows)
@@ -148,13 +155,15 @@ class ScriptedExecutor:
         assert len(set(plan.rows.tolist())) == len(plan.rows) > 0, "a row is planned twice"
         for row, num, length, num_given in zip(plan.rows, plan.num_tokens, plan.lengths, plan.num_given, strict=True):
             state = self.rows[int(row)]
-            assert num >= 1 and length == state.length + num, f"row {row} is at {state.length}, planned to {length}"
+            end = state.length + int(num)
+            bound = length >= end if self.drafter and not num_given else length == end
+            assert num >= 1 and bound, f"row {row} is at {state.length}, planned to {length}"
             assert state.admission.long_rope or length <= self.short_rope, f"row {row} needs the long rope factors"
-            for index, position in enumerate(range(state.length, int(length))):
+            for index, position in enumerate(range(state.length, end)):
                 known = index < num_given
                 assert known == (position < state.num_known), f"row {row}: who gives token {position}?"
-                token = next(given) if known else state.last_token
-                assert token is not None, f"row {row} reads a token it has not drawn"
+                assert known or index - num_given < len(state.next_tokens), f"row {row} reads a token it has not drawn"
+                token = next(given) if known else state.next_tokens[index - num_given]
                 place, offset = divmod(position, self.page_size)
                 for group, table in enumerate(state.tables):
                     slot = table[place], offset
@@ -164,39 +173,76 @@ class ScriptedExecutor:
                     if not known:
                         self._drawn.add((group, slot))
                     self.slots[group][slot] = token, position, state.admission.long_rope
-            state.start, state.length = state.length, int(length)
+            state.start, state.length, state.planned = state.length, end, int(length)
             self.num_computed += int(num)
         assert next(given, None) is None, "more tokens given than planned"
 
+    def _draw(self, state: _Row, num_drawn: int) -> tuple[list[int], int, bool]:
+        """The row's tokens, how many it keeps, and whether no token could be drawn behind those."""
+        seed, sample = state.admission.seed, state.admission.sample
+        length = state.length
+        drawn: list[int] = []
+        failed = False
+        for place in range(num_drawn):
+            state.length = length - num_drawn + place + 1
+            seen = self._see(state)
+            if self.fail(state.admission, state.length):
+                failed = True
+                break
+            drawn.append(draw(seen, seed, sample))
+            if place + 1 < num_drawn and drawn[-1] != state.next_tokens[place + 1]:
+                break
+        count = len(drawn)
+        self.num_accepted += max(count - 1, 0)
+        self.num_rejected += num_drawn - max(count, 1)
+        state.length = length - num_drawn + max(count, 1)
+        if drawn:
+            state.next_tokens = [drawn[-1], *self._guess(state, drawn[-1])]
+        return drawn + [VOCAB] * (num_drawn - count), count, failed
+
+    def _guess(self, state: _Row, last: int) -> list[int]:
+        if self.drafter is None:
+            return []
+        history, guesses = [*self._see(state), last][-horizon(self.windows) :], []
+        for _ in range(8):
+            token = draw(history, state.admission.seed, state.admission.sample)
+            token = self.drafter.choice([token, token, token, (token + 1) % VOCAB, -1])
+            guesses.append(token)
+            history = [*history, token][-horizon(self.windows) :]
+        return guesses
+
     def _sample(self, plan: StepPlan) -> StepResult:
-        tokens, failed, results, bad = [], [], [], []
+        tokens, counts, failed, results, bad = [], [], [], [], []
         pools = [False] * len(plan.rows) if plan.pools is None else plan.pools.tolist()
-        for row, samples, ends in zip(plan.rows.tolist(), plan.samples.tolist(), pools, strict=True):
+        owners = []  # rows of the drawn tokens
+        for row, num_drawn, ends in zip(plan.rows.tolist(), plan.num_drawn.tolist(), pools, strict=True):
             state = self.rows[row]
             seen = self._see(state)
-            assert (ends if state.pools else samples) == (state.length >= state.num_known)
-            assert not (samples if state.pools else ends)
+            assert (ends if state.pools else bool(num_drawn)) == (state.length >= state.num_known)
+            assert not (num_drawn if state.pools else ends)
             if ends:
                 assert plan.pool_params[len(results)] is state.admission.params
                 if self.fail(state.admission, state.length):
                     bad.append(len(results))
                 results.append(np.array([pooled(seen)]))
-            if not samples:
+            if not num_drawn:
                 continue
-            state.last_token = draw(seen, state.admission.seed, state.admission.sample)
-            tokens.append(state.last_token)
-            failed.append(self.fail(state.admission, state.length))
+            owners += [row] * num_drawn
             if state.admission.history is not None and state.length == state.admission.num_known:
                 assert state.admission.history.tolist()[-len(seen) :] == seen
+            drawn, count, fails = self._draw(state, num_drawn)
+            tokens += drawn
+            counts.append(count)
+            failed.append(fails)
         count = len(tokens)
         logprobs = None
         if (k := plan.num_logprobs) is not None:
             logprobs = _report(tokens, range(1, count + 1), k)
-            given = [len(self.rows[row].admission.params.given_ids) for row in plan.rows[plan.samples].tolist()]
+            given = [len(self.rows[row].admission.params.given_ids) for row in owners]
             if any(given):
                 asking = [token for token, num in zip(tokens, given, strict=True) if num]
                 logprobs = replace(logprobs, given=-np.array([asking] * max(given), np.float64).T)
-            wanted = [self.rows[row].admission.params.num_logprobs or 0 for row in plan.rows[plan.samples].tolist()]
+            wanted = [self.rows[row].admission.params.num_logprobs or 0 for row in owners]
             if long := [place for place, num in enumerate(wanted) if num > LONG_REPORT]:
                 own = _report([tokens[place] for place in long], [place + 1 for place in long], max(wanted))
                 logprobs = replace(logprobs, long=own)
@@ -207,6 +253,7 @@ class ScriptedExecutor:
             self._score(plan),
             tuple(results),
             frozenset(bad),
+            None if plan.num_drawn.max(initial=0) < 2 else np.array(counts, np.int32),
         )
 
     def _score(self, plan: StepPlan) -> StepLogprobs | None:
@@ -293,6 +340,8 @@ class Bench:
         staged_ints: int = 4096,
         most_reported: int = 2**20,
         short_rope: int | None = None,
+        num_drafts: int = 0,
+        draft_seed: int = 0,
     ) -> None:
         self.depth = depth
         windows = windows or (0,) * num_groups
@@ -317,7 +366,9 @@ class Bench:
             ),
             self.cache,
         )
-        self.executor = ScriptedExecutor(page_size, windows, max_num_seqs, short_rope)
+        self.scheduler.num_drafts = num_drafts
+        drafter = random.Random(draft_seed) if num_drafts else None
+        self.executor = ScriptedExecutor(page_size, windows, max_num_seqs, short_rope, drafter)
         self.plans: list[StepPlan] = []
         self.outputs: list[Output] = []
         self.requests: list[Request] = []

@@ -30,7 +30,8 @@ _NOTHING_SAMPLED = SamplingParams()
 class Request:
     """One sample. A prompt with n > 1 becomes n of these with the same id.
 
-    `computed` counts positions launched, `pending` tokens drawn on the device that the host has not seen.
+    `computed` counts positions launched, `pending` tokens drawn on the device that the host has not seen. With drafts
+    in flight both are upper bounds: the commit that learns how many were accepted takes the rejected ones off.
     While it runs, `computed <= len(tokens) + pending`.
 
     A pooling request draws no token: it ends when its prompt is computed.
@@ -129,9 +130,14 @@ class Request:
         num_tokens = len(self.tokens)
         return num_tokens - 1 if num_tokens > self.num_known else self.committed
 
+    @property
+    def last_computed(self) -> int:
+        """Positions that may be computed in this admission, at most: the last token needs no position."""
+        return min(self.max_length - 1, self.short_limit)
+
     def set_runway(self) -> None:
         """All its known tokens are launched, or it got pages."""
-        self.runway = min(self.capacity, self.max_length - 1, self.short_limit)
+        self.runway = min(self.capacity, self.last_computed)
 
     @property
     def num_output(self) -> int:

@@ -83,12 +83,14 @@ class StepPlan:
 
     rows: Ints  # [planned] rows that compute, decodes (one token) first
     num_tokens: Ints  # [planned] positions each computes, at least 1
-    lengths: Ints  # [planned] its length after this step; an upper bound once drafts may be rejected
-    samples: Bools  # [planned] whether a token is drawn after its last position
+    lengths: Ints  # [planned] its length after this step; an upper bound while drafts are in flight
+    # [planned] tokens drawn after the last so many positions of the row: 0 (a prompt goes on, or is pooled), 1, or
+    # 1 + drafts. Of the drawn tokens the device accepts the first, and each whose predecessors equal the drafts
+    num_drawn: Ints
 
     # Tokens the host knows, for the leading `num_given[i]` positions of each row, one row after another.
-    # The rest of a row's positions read the token that the device itself drew for it; what they leave in the cache no
-    # other row reads in the same step.
+    # The rest of a row's positions read what the device itself has for the row: the token it drew last, then drafts.
+    # What they leave in the cache no other row reads in the same step.
     num_given: Ints  # [planned]
     tokens: Ints  # [sum(num_given)]
 
@@ -115,23 +117,26 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepLogprobs:
-    """Of the raw logits. Entry i belongs to the plan's i-th sampling row, or to its i-th scored prompt token."""
+    """Of the raw logits. Entry i belongs to the plan's i-th drawn token, or to its i-th scored prompt token."""
 
     chosen: Floats  # [entries]
     rank: Ints  # [entries] 1 is the likeliest
     top_ids: Ints  # [entries, k]
     top: Floats  # [entries, k]
-    given: Floats | None = None  # [asking, most ids] for sampling rows with logprob_token_ids, those alone, in order
-    long: StepLogprobs | None = None  # of sampling rows that want more than LONG_REPORT, those alone, in order
+    # [asking, most ids] for drawn tokens of rows with logprob_token_ids, those alone, in order
+    given: Floats | None = None
+    long: StepLogprobs | None = None  # drawn tokens of rows that want more than LONG_REPORT, those alone, in order
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the device drew: one entry for each sampling row, in the plan's order."""
+    """What the device drew, in the plan's order. A sampling row is one whose `num_drawn` is not 0."""
 
-    tokens: Ints  # [sampling]
-    failed: Bools  # [sampling] the row's logits held NaN, or left no token to draw; its token means nothing
+    tokens: Ints  # [drawn] the tokens of each sampling row, accepted ones first
+    # [sampling] after its accepted tokens (none, where it drew one) the row's logits held NaN, or left no token to draw
+    failed: Bools
     logprobs: StepLogprobs | None = None
     prompt_logprobs: StepLogprobs | None = None  # one entry for each of the plan's scored prompt tokens
     pooled: tuple[Floats, ...] = ()  # [pools] in the plan's order
     pool_failed: frozenset[int] = frozenset()  # places in `pooled` of those whose numbers are not numbers
+    counts: Ints | None = None  # [sampling] how many of a row's drawn tokens are accepted; None: all

@@ -17,7 +17,7 @@ def plan(num_rows, chunk=0):
         rows=np.arange(len(num_tokens), dtype=np.int32),
         num_tokens=num_tokens,
         lengths=num_tokens,
-        samples=np.ones(len(num_tokens), np.bool_),
+        num_drawn=np.ones(len(num_tokens), np.int32),
         num_given=num_tokens,
         tokens=np.zeros(chunk, np.int32),
         new_pages=(),

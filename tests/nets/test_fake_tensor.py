@@ -73,7 +73,7 @@ def drive(folder, params, *, num_pages=64, break_model=None, device=None) -> int
                 runner.launch(plan)
                 handle = runner.finish()
                 result = handle.wait()  # the slot's memory, which nothing wrote
-                count = int(plan.samples.sum())
+                count = int(plan.num_drawn.sum())
                 core.scheduler.commit(
                     StepResult(result.tokens * 0 + 5, result.failed & False, result.logprobs, result.prompt_logprobs)
                     if count

@@ -45,7 +45,7 @@ def make_plan(rows, admitted=(), released=(), num_logprobs=None, step=0) -> Step
         rows=np.array(rows, np.int32),
         num_tokens=np.ones(count, np.int32),
         lengths=np.ones(count, np.int32),
-        samples=np.ones(count, np.bool_),
+        num_drawn=np.ones(count, np.int32),
         num_given=np.zeros(count, np.int32),
         tokens=NO_INTS,
         new_pages=(),

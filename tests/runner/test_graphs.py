@@ -33,7 +33,7 @@ def plan_of(num_rows: int, chunk: int = 1) -> StepPlan:
         rows=np.arange(num_rows, dtype=np.int32),
         num_tokens=num_tokens,
         lengths=num_tokens,
-        samples=np.ones(num_rows, np.bool_),
+        num_drawn=np.ones(num_rows, np.int32),
         num_given=num_given,
         tokens=np.zeros(num_given.sum(), np.int32),
         new_pages=(),
@@ -195,7 +195,7 @@ def test_only_steps_that_pool_say_that_all_their_rows_are_long():
     pool = pool_on(Recorder())
     plan = replace(plan_of(1, chunk=300), new_pages=(NO_PAGES,))
     assert pool.size_for(plan) == Size(320, 256)
-    pooling = replace(plan, pools=np.ones(1, np.bool_), samples=np.zeros(1, np.bool_))
+    pooling = replace(plan, pools=np.ones(1, np.bool_), num_drawn=np.zeros(1, np.int32))
     assert pool.size_for(pooling) == Size(320, 256, all_long=True)
     beside = replace(plan_of(2, chunk=300), new_pages=(NO_PAGES,), pools=np.array([False, True]))
     assert pool.size_for(beside) == Size(320, 256)

@@ -35,7 +35,7 @@ def test_a_stop_token_ends_it_and_what_was_launched_beyond_is_dropped(depth: int
     bench.check_tokens(other, FinishReason.LENGTH)
     last = [output for output in bench.outputs if output.request_id == request.id][-1]
     assert last.stop_token == stop and request.num_output <= 3
-    sampled = sum(int(plan.samples[plan.rows == 0].sum()) for plan in bench.plans)
+    sampled = sum(int(plan.num_drawn[plan.rows == 0].sum()) for plan in bench.plans)
     assert sampled >= request.num_output
 
 
@@ -159,9 +159,9 @@ class Tape:
     def __len__(self) -> int:
         return len(self._tokens)
 
-    def append(self, token: int) -> None:
-        self.touched += 1
-        self._tokens.append(token)
+    def extend(self, tokens: list[int]) -> None:
+        self.touched += len(tokens)
+        self._tokens.extend(tokens)
 
     def __getitem__(self, key: slice) -> list[int]:
         part = self._tokens[key]

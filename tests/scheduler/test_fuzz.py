@@ -36,6 +36,8 @@ class Day:
             chunked_prefill=chunked,
             staged_ints=rng.choice([1, 60, 4096]),
             short_rope=rng.choice([None, None, 6, 16]),
+            num_drafts=(0, 4, 1)[seed % 3],
+            draft_seed=seed,
         )
         self.bench.depth = depth
         self.roots = [[rng.randrange(VOCAB) for _ in range(30)] for _ in range(3)]
@@ -86,6 +88,8 @@ class Day:
         for step in range(steps):
             if step % 25 == 0:
                 rush = rng.choice([0.0, 0.2, 0.6, 0.9])
+                if bench.executor.drafter is not None:
+                    bench.scheduler.num_drafts = rng.choice([0, 1, 4, 4])
             if rng.random() < rush:
                 self.submit()
             if rng.random() < 0.08:
@@ -143,6 +147,8 @@ def test_the_days_are_eventful(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sum(len(plan.copies) for day in days for plan in day.bench.plans) > 10
     assert sum(day.bench.executor.num_given_back for day in days) > 100
     assert sum(day.bench.executor.num_switched for day in days) > 10
+    assert sum(day.bench.executor.num_accepted for day in days) > 300
+    assert sum(day.bench.executor.num_rejected for day in days) > 300
     assert any(request.num_preemptions > 1 for day in days for request in day.bench.requests)
     pooling = [request for day in days for request in day.bench.requests if request.pooling is not None]
     assert sum(request.num_cached > 0 for request in pooling) > 3

@@ -35,7 +35,8 @@ documents = st.tuples(st.just("document"), st.integers(1, 14), st.integers(0, 1)
 aborts = st.tuples(st.just("abort"), st.integers(0, 12), st.sampled_from([None, None, 0, 1]))
 plans, commits = st.just(("plan",)), st.just(("commit",))
 paces = st.tuples(st.just("pace"), st.sampled_from([None, 1, 3]))
-actions = st.one_of(submits, submits, pools, queries, documents, aborts, plans, plans, plans, commits, paces)
+drafts = st.tuples(st.just("drafts"), st.sampled_from([0, 1, 3]))
+actions = st.one_of(submits, submits, pools, queries, documents, aborts, plans, plans, plans, commits, paces, drafts)
 caches = st.fixed_dictionaries(
     dict(
         page_size=st.sampled_from([1, 2, 4]),
@@ -44,6 +45,7 @@ caches = st.fixed_dictionaries(
         windows=st.sampled_from([(0,), (0,), (0, 5), (3,)]),
         max_num_seqs=st.integers(1, 4),
         max_num_batched_tokens=st.sampled_from([2, 5, 40]),
+        num_drafts=st.sampled_from([0, 0, 1, 4]),
     )
 )
 
@@ -91,6 +93,11 @@ class Story:
 
     def pace(self, most: int | None) -> None:
         self.bench.scheduler.most_tokens = most
+
+    def drafts(self, num: int) -> None:
+        """How many the core wants may change with every step."""
+        if self.bench.executor.drafter is not None:
+            self.bench.scheduler.num_drafts = num
 
     def tell(self, story: list[Any]) -> None:
         for name, *arguments in story:

@@ -39,7 +39,7 @@ class Counted(Bench):
             self.seated |= {admission.row: admission.params for admission in plan.admitted}
             self.words |= {admission.row: admission.bad_words for admission in plan.admitted if admission.bad_words}
             self.check_words()
-            params = [self.seated[row] for row in plan.rows[plan.samples].tolist()]
+            params = [self.seated[row] for row in plan.rows[plan.num_drawn > 0].tolist()]
             self.check_lines([1 + k for own in params if (k := own.num_logprobs or 0) > LONG_REPORT])
             self.check_lines([len(own.given_ids) for own in params if own.given_ids])
             seated = self.seated.values()

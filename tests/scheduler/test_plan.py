@@ -53,7 +53,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_after_the_last():
     (request,) = bench.submit(list(range(10)), max_tokens=2)
     bench.run()
     assert [plan.num_tokens.tolist() for plan in bench.plans] == [[4], [4], [2], [1]]
-    assert [plan.samples.tolist() for plan in bench.plans] == [[False], [False], [True], [True]]
+    assert [plan.num_drawn.tolist() for plan in bench.plans] == [[0], [0], [1], [1]]
     bench.check_tokens(request)
 
 

@@ -10,7 +10,7 @@ import pytest
 from slipstream.messages import LOGPROB
 from slipstream.params import LONG_REPORT, SamplingParams
 from slipstream.request import Request
-from slipstream.scheduler.reports import logprob_reports
+from slipstream.scheduler.reports import accepted_tokens, logprob_bytes, logprob_reports
 from slipstream.step import StepLogprobs, StepResult
 
 
@@ -71,3 +71,23 @@ def test_a_report_keeps_nothing_of_the_step_alive():
     result = step(64, 5)
     for report in logprob_reports([request(logprobs=5)] * 64, result):
         assert type(report) is bytes and len(report) == 6 * LOGPROB.itemsize
+
+
+def test_of_several_drawn_tokens_those_that_are_kept_are_told():
+    asked = [request(logprobs=1), request(), request(logprobs=2, logprob_token_ids=[4])]
+    given = -np.arange(3.0).reshape(3, 1)
+    result = replace(step(7, 2, given=given), counts=np.array([2, 1, 2], np.int32))
+    first, silent, last = logprob_reports(asked, result, [3, 1, 3])
+    assert silent is None
+    assert np.frombuffer(first, LOGPROB)["token"].reshape(2, 2)[:, 0].tolist() == [7, 8]
+    own = np.frombuffer(last, LOGPROB).reshape(2, 4)
+    assert own["token"][:, 0].tolist() == [11, 12] and own["logprob"][:, 3].tolist() == [0.0, -1.0]
+    assert own.nbytes == 2 * logprob_bytes(asked[2])
+
+
+def test_a_row_that_failed_keeps_what_it_drew_before():
+    failed = np.array([False, True, True])
+    one_each = StepResult(np.array([5, 6, 7], np.int32), failed)
+    assert accepted_tokens(one_each, None, 3) == [[5], [], []]
+    several = StepResult(np.arange(7, dtype=np.int32), failed, counts=np.array([1, 2, 0], np.int32))
+    assert accepted_tokens(several, [3, 3, 1], 3) == [[0], [3, 4], []]

@@ -10,25 +10,31 @@ def request(output: list[int], max_length: int = 9, min_tokens: int = 0) -> Requ
 
 
 def test_goes_on():
-    assert check_stop(request([5]), 5) == (None, None)
+    assert check_stop(request([5]), 1) == (1, None, None)
 
 
 def test_a_stop_token_ends_it_and_is_named():
-    assert check_stop(request([5, 8]), 8) == (FinishReason.STOP, 8)
+    assert check_stop(request([5, 8]), 1) == (1, FinishReason.STOP, 8)
 
 
 def test_a_stop_token_does_not_count_before_min_tokens():
-    assert check_stop(request([5, 7], min_tokens=3), 7) == (None, None)
-    assert check_stop(request([5, 5, 7], min_tokens=3), 7) == (FinishReason.STOP, 7)
+    assert check_stop(request([5, 7], min_tokens=3), 1) == (1, None, None)
+    assert check_stop(request([5, 5, 7], min_tokens=3), 1) == (1, FinishReason.STOP, 7)
 
 
 def test_the_length_ends_it():
-    assert check_stop(request([5, 5], max_length=4), 5) == (FinishReason.LENGTH, None)
+    assert check_stop(request([5, 5], max_length=4), 1) == (1, FinishReason.LENGTH, None)
 
 
 def test_a_stop_token_goes_before_the_length():
-    assert check_stop(request([5, 7], max_length=4), 7) == (FinishReason.STOP, 7)
+    assert check_stop(request([5, 7], max_length=4), 1) == (1, FinishReason.STOP, 7)
 
 
 def test_the_length_ends_it_even_on_a_stop_token_that_does_not_count():
-    assert check_stop(request([7], max_length=3, min_tokens=2), 7) == (FinishReason.LENGTH, None)
+    assert check_stop(request([7], max_length=3, min_tokens=2), 1) == (1, FinishReason.LENGTH, None)
+
+
+def test_of_several_tokens_the_first_that_ends_it_counts():
+    assert check_stop(request([5, 5, 7, 8], max_length=20), 3) == (2, FinishReason.STOP, 7)
+    assert check_stop(request([5, 7, 5, 5, 5], max_length=6, min_tokens=3), 4) == (3, FinishReason.LENGTH, None)
+    assert check_stop(request([7, 5, 5], max_length=20), 2) == (2, None, None), "a token before the new ones"

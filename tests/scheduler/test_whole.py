@@ -45,7 +45,7 @@ def test_a_step_takes_as_many_as_fit_and_nobody_overtakes():
         submit(scheduler, f"r{i}", length)
     plan = scheduler.plan()
     assert plan.num_tokens.tolist() == plan.lengths.tolist() == plan.num_given.tolist() == [16, 10]
-    assert plan.rows.tolist() == [0, 1] and plan.pools.all() and not plan.samples.any() and plan.admitted == ()
+    assert plan.rows.tolist() == [0, 1] and plan.pools.all() and not plan.num_drawn.any() and plan.admitted == ()
     assert plan.tokens.tolist() == [*range(16), *range(10)] and plan.type_starts is None
     second = scheduler.plan()
     assert second.num_tokens.tolist() == [16, 1, 5] and scheduler.plan() is None

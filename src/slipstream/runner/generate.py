@@ -57,7 +57,7 @@ class GenerateHead:
         num_samples, scores = len(plan.rows), plan.scores
         picked = pick = None
         if plan.tokens.size:  # else all rows decode, and all sample
-            which = np.flatnonzero(plan.samples)
+            which = np.flatnonzero(plan.num_drawn)
             num_samples = len(which)
             if not num_samples and scores is None:
                 return None

@@ -98,7 +98,7 @@ class PoolWarmUp:
             rows=rows,
             num_tokens=counts,
             lengths=lengths,
-            samples=np.zeros(len(rows), np.bool_),
+            num_drawn=np.zeros(len(rows), np.int32),
             num_given=counts,
             tokens=np.zeros(int(counts.sum()), np.int32),
             new_pages=self._no_pages,

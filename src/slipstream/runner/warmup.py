@@ -158,7 +158,7 @@ class WarmUp:
             rows=rows,
             num_tokens=num_tokens,
             lengths=lengths,
-            samples=np.ones(len(rows), np.bool_),
+            num_drawn=np.ones(len(rows), np.int32),
             num_given=num_tokens if given else np.zeros(len(rows), np.int32),
             tokens=np.zeros(int(num_tokens.sum()) if given else 0, np.int32),
             new_pages=self._no_pages,

@@ -1,4 +1,4 @@
-"""A piece of known tokens in a step: how long it is, and what comes of it besides cache content."""
+"""Rows of several positions in a step: a part of a prompt, or a token with drafts behind it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def add_chunk(request: Request, num: int, builder: PlanBuilder) -> None:
     start = request.computed
     request.computed = start + num
     is_last = request.computed == request.num_known
-    samples = is_last and request.pooling is None
-    if samples:
+    num_drawn = int(is_last and request.pooling is None)
+    if num_drawn:
         request.pending += 1
         request.caught_up = builder.step
         request.set_runway()
@@ -34,4 +34,12 @@ def add_chunk(request: Request, num: int, builder: PlanBuilder) -> None:
         first = request.unscored
         num_scored = max(0, min(request.computed, request.num_prompt - 1) + 1 - first)
         request.unscored = first + num_scored if first + num_scored < request.num_prompt else NEVER
-    builder.add(Chunk(request, start, num, samples, is_last and not samples, first, num_scored))
+    builder.add(Chunk(request, start, num, num_drawn, is_last and not num_drawn, first, num_scored))
+
+
+def add_drafted(request: Request, num: int, builder: PlanBuilder) -> None:
+    """Compute the token that the request drew last and `num - 1` drafts, and draw a token after each."""
+    start = request.computed
+    request.computed = start + num
+    request.pending += num
+    builder.add(Chunk(request, start, num, num, is_drafted=True))

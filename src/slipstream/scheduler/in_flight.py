@@ -21,6 +21,7 @@ class Launched:
     step: int
     requests: list[Request]
     admissions: list[int]
+    drawn: list[int] | None  # tokens each of them draws; None: one
     scored: list[tuple[Request, int, int]]  # prompts it scores: the first of their tokens, and how many
     chunks: list[tuple[Request, int, int]]  # requests that compute and do not sample, their admissions and lengths
     pooled: list[Request]  # those whose pooled result it brings, in the plan's order
@@ -37,13 +38,14 @@ class InFlight:
         self,
         step: int,
         requests: list[Request],
+        drawn: list[int] | None = None,
         scored: list[tuple[Request, int, int]] | None = None,
         chunks: list[tuple[Request, int, int]] | None = None,
         pooled: list[Request] | None = None,
     ) -> None:
-        """`requests` sample in this step, and each has counted its token as pending."""
+        """`requests` sample in this step, and each has counted the tokens that it draws as pending."""
         admissions = [request.admission for request in requests]
-        self._steps.append(Launched(step, requests, admissions, scored or [], chunks or [], pooled or []))
+        self._steps.append(Launched(step, requests, admissions, drawn, scored or [], chunks or [], pooled or []))
 
     def oldest(self) -> Launched:
         """The plan whose result is due, taken out."""
@@ -54,8 +56,9 @@ class InFlight:
         """Assert the account of placeholders: each request is owed exactly the tokens that are on their way."""
         owed: Counter[int] = Counter()
         for launched in self._steps:
-            for request, admission in zip(launched.requests, launched.admissions, strict=True):
-                owed[id(request)] += 1
+            drawn = launched.drawn or [1] * len(launched.requests)
+            for request, admission, num in zip(launched.requests, launched.admissions, drawn, strict=True):
+                owed[id(request)] += num
                 assert request.status is not Status.RUNNING or request.admission == admission, (
                     f"{request} was admitted again while a token of admission {admission} is in flight"
                 )

@@ -14,7 +14,6 @@ from slipstream.step import (
     NO_INTS,
     NO_PAGES,
     Admission,
-    Bools,
     Ints,
     PageUpdates,
     PoolAdmission,
@@ -26,15 +25,20 @@ _NO_COPIES: Ints = np.zeros((0, 3), np.int32)
 
 
 class Chunk(NamedTuple):
-    """Positions whose tokens the host knows."""
+    """Positions whose tokens the host knows; or, if it is drafted, a token that the device drew and drafts of it."""
 
     request: Request
     start: int
     num_tokens: int
-    samples: bool
+    num_drawn: int
     pools: bool = False  # its last, and their request wants hidden states
     first_scored: int = 0  # prompt tokens whose logprobs are asked for: from this one on
     num_scored: int = 0
+    is_drafted: bool = False
+
+    @property
+    def num_given(self) -> int:
+        return 0 if self.is_drafted else self.num_tokens
 
 
 class Pooling(NamedTuple):
@@ -49,8 +53,9 @@ class PlanBuilder:
     """A plan in the making.
 
     Rows are of two kinds. A decode computes one position, whose token only the device knows, and samples. A chunk
-    computes positions whose tokens are given, and samples or pools if they are its last. The plan's order is decodes,
-    chunks of one token, longer chunks; among equals the order in which they were added.
+    computes positions whose tokens are given, and samples or pools if they are its last; or a drawn token and drafts.
+    The plan's order is decodes, chunks of one token, drafted rows, longer chunks; among equals the order in which they
+    were added.
     """
 
     def __init__(self, step: int, num_groups: int) -> None:
@@ -122,8 +127,14 @@ class PlanBuilder:
         """Bring the rows into the plan's order; returns those that sample."""
         if not self.chunks:
             return self.decodes
-        self.chunks.sort(key=lambda chunk: chunk.num_tokens > 1)
-        return self.decodes + [chunk.request for chunk in self.chunks if chunk.samples]
+        self.chunks.sort(key=lambda chunk: 0 if chunk.num_tokens == 1 else 1 if chunk.is_drafted else 2)
+        return self.decodes + [chunk.request for chunk in self.chunks if chunk.num_drawn]
+
+    def drawn(self) -> list[int] | None:
+        """How many tokens each of those draws; None: one."""
+        if not any(chunk.num_drawn > 1 for chunk in self.chunks):
+            return None
+        return [1] * len(self.decodes) + [chunk.num_drawn for chunk in self.chunks if chunk.num_drawn]
 
     def pooled(self) -> list[Request]:
         """Those whose pooled result leaves with this step; rows must be in order."""
@@ -141,19 +152,21 @@ class PlanBuilder:
         total = num_decodes + len(chunks)
         arrays.advance(self.decodes)
         rows, lengths = arrays.rows, arrays.lengths
-        num_tokens, num_given, samples = _all_decode(num_decodes)
+        num_tokens, num_given, num_drawn = _all_decode(num_decodes)
         tokens = NO_INTS
         if chunks:
             num_tokens = np.ones(total, np.int32)
             num_given = np.zeros(total, np.int32)
-            samples = np.ones(total, np.bool_)
+            num_drawn = np.ones(total, np.int32)
             rows = np.concatenate([rows, np.array([chunk.request.row for chunk in chunks], np.int32)])
             lengths = np.concatenate([lengths, np.array([chunk.request.computed for chunk in chunks], np.int32)])
-            num_tokens[num_decodes:] = num_given[num_decodes:] = [chunk.num_tokens for chunk in chunks]
-            samples[num_decodes:] = [chunk.samples for chunk in chunks]
+            num_tokens[num_decodes:] = [chunk.num_tokens for chunk in chunks]
+            num_given[num_decodes:] = [chunk.num_given for chunk in chunks]
+            num_drawn[num_decodes:] = [chunk.num_drawn for chunk in chunks]
             given: list[int] = []
             for chunk in chunks:
-                given += chunk.request.tokens[chunk.start : chunk.start + chunk.num_tokens]
+                if not chunk.is_drafted:
+                    given += chunk.request.tokens[chunk.start : chunk.start + chunk.num_tokens]
             tokens = np.array(given, np.int32)
         pools = None
         if pooling is not None and pooling.params:
@@ -166,7 +179,7 @@ class PlanBuilder:
             rows=rows,
             num_tokens=num_tokens,
             lengths=lengths,
-            samples=samples,
+            num_drawn=num_drawn,
             num_given=num_given,
             tokens=tokens,
             new_pages=tuple(
@@ -185,7 +198,7 @@ class PlanBuilder:
 
     def unsampled(self) -> list[tuple[Request, int, int]]:
         """Those that compute and do not sample: nobody would tell when their positions are done."""
-        requests = [chunk.request for chunk in self.chunks if not chunk.samples]
+        requests = [chunk.request for chunk in self.chunks if not chunk.num_drawn]
         return [(request, request.admission, request.computed) for request in requests]
 
     def scored(self) -> list[tuple[Request, int, int]]:
@@ -215,15 +228,17 @@ class DecodeArrays:
         self.requests: list[Request] = []
         self.rows: Ints = NO_INTS
         self.lengths: Ints = NO_INTS
+        self.is_stale = False  # a commit took rejected drafts off the length of a request
 
     def advance(self, requests: list[Request]) -> None:
         """From one plan to the next. To leave its row and come back, a request needs a plan in between without it."""
-        if requests == self.requests:
+        if requests == self.requests and not self.is_stale:
             self.lengths = self.lengths + 1
         else:
             self.requests = requests
             self.rows = np.array([request.row for request in requests], np.int32)
             self.lengths = np.array([request.computed for request in requests], np.int32)
+            self.is_stale = False
 
 
 def _score_width(request: Request) -> int:
@@ -236,6 +251,7 @@ def _ints(values: list[int]) -> Ints:
 
 
 @lru_cache(1024)
-def _all_decode(count: int) -> tuple[Ints, Ints, Bools]:
+def _all_decode(count: int) -> tuple[Ints, Ints, Ints]:
     """What a plan of decodes alone says of each: one position, no token given, a token drawn. Nobody changes them."""
-    return np.ones(count, np.int32), np.zeros(count, np.int32), np.ones(count, np.bool_)
+    ones = np.ones(count, np.int32)
+    return ones, np.zeros(count, np.int32), ones

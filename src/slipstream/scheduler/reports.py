@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -14,16 +15,51 @@ from slipstream.step import Floats, Ints, StepLogprobs, StepResult
 _STOP = FinishReason.STOP
 
 
-def logprob_reports(requests: list[Request], result: StepResult) -> list[bytes | None]:
-    """For each request what it asked for."""
+def accepted_tokens(result: StepResult, drawn: list[int] | None, count: int) -> list[list[int]]:
+    """The tokens that each of `count` sampling rows keeps of those it drew. `drawn`: how many; None: one each.
+
+    A row that failed keeps what it drew before: nothing, where it drew one token.
+    """
+    tokens: list[int] = result.tokens.tolist()
+    total = count if drawn is None else sum(drawn)
+    assert len(tokens) == total, f"{total} tokens were to be drawn for {count} rows, the result has {len(tokens)}"
+    if drawn is None:
+        accepted = [[token] for token in tokens]
+        for place in result.failed.nonzero()[0].tolist():
+            accepted[place] = []
+        return accepted
+    return [tokens[own] for own in _kept(drawn, result)]
+
+
+def logprob_reports(requests: list[Request], result: StepResult, drawn: list[int] | None = None) -> list[bytes | None]:
+    """For each request what it asked for, of the tokens it keeps. `drawn`: how many it drew; None: one each."""
     logprobs = result.logprobs
     assert logprobs is not None
-    reports = _reports([request.num_logprobs for request in requests], result.tokens, logprobs)
+    owners = requests
+    if drawn is not None:
+        owners = [request for request, num in zip(requests, drawn, strict=True) for _ in range(num)]
+    reports = _reports([request.num_logprobs for request in owners], result.tokens, logprobs)
     if logprobs.given is not None:
-        asking = (place for place, request in enumerate(requests) if request.params.given_ids)
+        asking = (place for place, request in enumerate(owners) if request.params.given_ids)
         for place, given in zip(asking, logprobs.given, strict=True):
-            reports[place] = (reports[place] or b"") + _pack_given(requests[place].params.given_ids, given)
-    return reports
+            reports[place] = (reports[place] or b"") + _pack_given(owners[place].params.given_ids, given)
+    if drawn is None:
+        return reports
+    parts = (reports[own] for own in _kept(drawn, result))
+    return [None if None in part else b"".join(part) for part in parts]  # type: ignore[arg-type]
+
+
+def _kept(drawn: list[int], result: StepResult) -> Iterator[slice]:
+    """Where the tokens that each sampling row keeps are among all that were drawn."""
+    counts = drawn if result.counts is None else result.counts.tolist()
+    for start, count in zip(itertools.accumulate(drawn[:-1], initial=0), counts, strict=True):
+        yield slice(start, start + count)
+
+
+def logprob_bytes(request: Request) -> int:
+    """Of one token's report."""
+    own = 0 if request.num_logprobs is None else _size(request.num_logprobs)
+    return own + len(request.params.given_ids) * LOGPROB.itemsize
 
 
 def _reports(wanted: list[int | None], tokens: Ints, logprobs: StepLogprobs) -> list[bytes | None]:

@@ -14,7 +14,7 @@ plan seats another while the result is still on its way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -26,13 +26,15 @@ from slipstream.params import LONG_REPORT
 from slipstream.request import NEVER, Request, Status
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager, Hit
-from slipstream.scheduler.chunks import add_chunk, num_wanted
+from slipstream.scheduler.chunks import add_chunk, add_drafted, num_wanted
 from slipstream.scheduler.fits import check_fits
 from slipstream.scheduler.in_flight import InFlight
 from slipstream.scheduler.plan_builder import DecodeArrays, PlanBuilder, Pooling
 from slipstream.scheduler.queries import Queries
 from slipstream.scheduler.reports import (
+    accepted_tokens,
     draw_failure,
+    logprob_bytes,
     logprob_reports,
     lost_query,
     pool_failure,
@@ -55,6 +57,7 @@ class Scheduler:
         self.cache = cache
         self.num_preemptions = 0
         self.most_tokens: int | None = None  # of a step in which some row decodes; None: as many as the budget has
+        self.num_drafts = 0  # tokens that the device may guess behind each row's last one; the core chooses
         # submits up to so many requests of somebody who has more of them, and says how many
         self.refill: Callable[[int], int] | None = None
         self._waiting = WaitingQueue(config.max_waiting)
@@ -157,6 +160,7 @@ class Scheduler:
         self._in_flight.launch(
             self._next_step,
             sampling,
+            builder.drawn(),
             None if plan.scores is None else builder.scored(),
             builder.unsampled() if self.cache.forgets else None,
             pooled,
@@ -164,7 +168,7 @@ class Scheduler:
         self._next_step += 1
         for chunk in builder.chunks:
             # from the next plan on: copies of a page are made before the step's own writes
-            if chunk.samples and chunk.request.siblings:
+            if chunk.num_drawn and chunk.request.siblings:
                 self._let_siblings_go(chunk.request)
         for request in pooled:
             self._leave_early(request)
@@ -174,8 +178,7 @@ class Scheduler:
         """While rows decode, a step takes no more prompt than `most_tokens` allows; but some, and all that decode."""
         if self.most_tokens is None or self.most_tokens >= budget.tokens or not self.config.chunked_prefill:
             return
-        num_decodes = sum(request.computed >= request.num_known for request in self._seats.running)
-        if num_decodes:
+        if num_decodes := self._count_decodes():
             budget.tokens = min(budget.tokens, max(self.most_tokens, num_decodes + 1))
 
     def _pooling(self, pooled: list[Request]) -> Pooling | None:
@@ -190,8 +193,8 @@ class Scheduler:
         """Give running requests their tokens. False if one had to make room: then nobody should be let in."""
         running, decodes = self._seats.running, builder.decodes
         num_preemptions = self.num_preemptions
-        left = budget.tokens
-        num_decodes = -1  # of all running; chunks leave them their tokens. Counted when first needed
+        left, num_drafts = budget.tokens, self.num_drafts
+        num_waiting = -1  # decodes that are not planned yet; chunks and drafts leave them their tokens
         # Whoever lacks pages takes them from the end of this list, from requests not planned yet.
         for request in running:
             if not left:
@@ -199,10 +202,10 @@ class Scheduler:
             start = request.computed
             if start >= request.runway:
                 if start < request.num_known:
-                    if num_decodes < 0:
-                        num_decodes = sum(1 for other in running if other.computed >= other.num_known)
+                    if num_waiting < 0:
+                        num_waiting = self._count_decodes() - len(decodes)
                     wanted = num_wanted(request, start, request.num_known, builder, self.config)
-                    num = min(wanted, left - (num_decodes - len(decodes)))
+                    num = min(wanted, left - num_waiting)
                     if num <= 0:
                         if builder:
                             continue
@@ -219,13 +222,36 @@ class Scheduler:
                 if not self._make_room(request, start + 1, builder):
                     return False
                 request.set_runway()
-            # All known tokens are launched, so exactly one is wanted: the token it drew last.
+            # All known tokens are launched. Wanted are the token it drew last and, behind it, its drafts.
+            num = 1
+            if num_drafts:
+                if num_waiting < 0:
+                    num_waiting = self._count_decodes() - len(decodes)
+                num_waiting -= 1
+                num = self._with_drafts(request, min(num_drafts, left - 1 - num_waiting), builder)
+            elif num_waiting > 0:
+                num_waiting -= 1
+            left -= num
+            if num > 1:
+                add_drafted(request, num, builder)
+                continue
             request.computed = start + 1
             request.pending += 1
             decodes.append(request)
-            left -= 1
         budget.tokens = left
         return self.num_preemptions == num_preemptions
+
+    def _count_decodes(self) -> int:
+        """Running requests whose known tokens are all launched."""
+        return sum(1 for request in self._seats.running if request.computed >= request.num_known)
+
+    def _with_drafts(self, request: Request, num_drafts: int, builder: PlanBuilder) -> int:
+        """How many positions a decode gets: one, and up to so many drafts. No other request makes room for drafts."""
+        last = min(request.computed + 1 + num_drafts, request.last_computed)
+        if last > request.capacity and (changed := self.cache.reserve(request, last)) is not None:
+            builder.change_pages(request.row, changed)
+            request.set_runway()
+        return max(1, min(last, request.capacity) - request.computed)
 
     def _plan_waiting(self, builder: PlanBuilder, budget: Budget) -> None:
         """Let newcomers in, in the queue's order: none overtakes the head because it is smaller."""
@@ -341,38 +367,46 @@ class Scheduler:
         for request, admission, length in launched.chunks:
             if request.admission == admission:
                 request.committed = length
-        drawn: list[int] = result.tokens.tolist()
-        assert len(drawn) == len(launched.requests), (
-            f"step {launched.step} samples {len(launched.requests)} rows, its result has {len(drawn)}"
-        )
-        count = len(drawn)
+        requests = launched.requests
+        count = len(requests)
+        drawn = launched.drawn or repeat(1, count)
+        accepted = accepted_tokens(result, launched.drawn, count)
         failed = result.failed.tolist() if np.count_nonzero(result.failed) else repeat(False, count)
-        tops = repeat(None, count) if result.logprobs is None else logprob_reports(launched.requests, result)
+        tops: Iterable[bytes | None] = repeat(None, count)
+        if result.logprobs is not None:
+            tops = logprob_reports(requests, result, launched.drawn)
         outputs = self.take_failures()
         if result.prompt_logprobs is not None:
             outputs += prompt_reports(launched.scored, result.prompt_logprobs)
         if launched.pooled:
             outputs += self._commit_pooled(launched.pooled, result)
-        for request, admission, token, bad, top in zip(
-            launched.requests, launched.admissions, drawn, failed, tops, strict=True
+        for request, admission, num, new, bad, top in zip(
+            requests, launched.admissions, drawn, accepted, failed, tops, strict=True
         ):
-            request.pending -= 1
+            request.pending -= num
+            if num > len(new) and request.admission == admission:
+                request.computed -= num - len(new)
+                self._arrays.is_stale = True
             if request.admission != admission and request.status is Status.FINISHED:
                 continue  # launched once more before its end was known
+            tokens = request.tokens
+            tokens.extend(new)
+            if new and (len(tokens) >= request.max_length or not request.stop_ids.isdisjoint(new)):
+                num_kept, reason, stop = check_stop(request, len(new))
+                if reason is not None:
+                    if num_kept < len(new):
+                        del tokens[num_kept - len(new) :], new[num_kept:]
+                        top = None if top is None else top[: logprob_bytes(request) * num_kept]
+                    outputs.append(Output(request.id, request.sample, new, top, reason, stop, request.num_cached))
+                    self._finish(request)
+                    continue
+            if new:
+                outputs.append(Output(request.id, request.sample, new, top, None, None, request.num_cached))
             if bad:
                 outputs.append(draw_failure(request))
                 self._finish(request)
                 self.cache.forget(request)
                 continue
-            tokens = request.tokens
-            tokens.append(token)
-            if token in request.stop_ids or len(tokens) >= request.max_length:
-                reason, stop = check_stop(request, token)
-                if reason is not None:
-                    outputs.append(Output(request.id, request.sample, [token], top, reason, stop, request.num_cached))
-                    self._finish(request)
-                    continue
-            outputs.append(Output(request.id, request.sample, [token], top, None, None, request.num_cached))
             if len(tokens) > request.publish_after:
                 self.cache.publish(request)
             elif request.admission != admission and not request.pending:

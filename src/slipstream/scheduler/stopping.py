@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from slipstream.request import FinishReason, Request
 
-Ending = tuple[FinishReason | None, int | None]
-"""Why it ended, if it did, and the token that ended it, if one did."""
+Ending = tuple[int, FinishReason | None, int | None]
+"""How many of the new tokens count, why the request ended, if it did, and the token that ended it, if one did."""
 
 
-def check_stop(request: Request, token: int) -> Ending:
-    """Whether `token`, just appended, is the request's last.
+def check_stop(request: Request, num_new: int) -> Ending:
+    """Whether one of the `num_new` tokens just appended is the request's last.
 
     A stop token goes before the length: it ends the text even where the length would have, too.
     """
-    if token in request.stop_ids and request.num_output >= request.params.min_tokens:
-        return FinishReason.STOP, token
-    if len(request.tokens) >= request.max_length:
-        return FinishReason.LENGTH, None
-    return None, None
+    tokens, first = request.tokens, len(request.tokens) - num_new
+    for place in range(first, len(tokens)):
+        token, length = tokens[place], place + 1
+        if token in request.stop_ids and length - request.num_prompt >= request.params.min_tokens:
+            return length - first, FinishReason.STOP, token
+        if length >= request.max_length:
+            return length - first, FinishReason.LENGTH, None
+    return num_new, None, None

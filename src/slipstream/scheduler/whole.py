@@ -173,7 +173,7 @@ class WholeScheduler:
             rows=rows,
             num_tokens=lengths,
             lengths=lengths,
-            samples=none,
+            num_drawn=none,
             num_given=lengths,
             tokens=np.frombuffer(tokens, np.int32),
             new_pages=(),
@@ -307,6 +307,6 @@ def _or_length(numbers: list[int | None], lengths: Ints) -> Ints | None:
 
 
 @functools.lru_cache(4096)
-def _seats(count: int) -> tuple[Ints, Bools, Bools]:
+def _seats(count: int) -> tuple[Ints, Ints, Bools]:
     """Rows of a step, none of which samples and all of which pool. Nobody changes them."""
-    return np.arange(count, dtype=np.int32), np.zeros(count, np.bool_), np.ones(count, np.bool_)
+    return np.arange(count, dtype=np.int32), np.zeros(count, np.int32), np.ones(count, np.bool_)

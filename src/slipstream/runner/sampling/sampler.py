@@ -164,4 +164,4 @@ class Replayed:
 
 def _sampling_rows(plan: StepPlan) -> Ints:
     # without given tokens all rows decode, and all sample
-    return plan.rows[plan.samples] if plan.tokens.size else plan.rows
+    return plan.rows[plan.num_drawn > 0] if plan.tokens.size else plan.rows

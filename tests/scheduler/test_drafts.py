@@ -1,0 +1,118 @@
+"""Rows that draw several tokens in a step: the plan counts with all drafts accepted, and commits correct it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from scripted import Bench
+from slipstream.request import Status
+
+
+class Always(random.Random):
+    """A drafter whose guesses are all right, or all wrong."""
+
+    def __init__(self, choice: int) -> None:
+        super().__init__(0)
+        self.kind = choice
+
+    def choice(self, options):
+        return options[self.kind]
+
+
+RIGHT, WRONG, NOTHING = 0, 3, 4
+
+
+def bench_with(drafter: int, num_drafts: int, **options: object) -> Bench:
+    bench = Bench(num_drafts=num_drafts, **options)  # type: ignore[arg-type]
+    bench.executor.drafter = Always(drafter)
+    return bench
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_right_drafts_save_steps_and_change_no_token(depth: int) -> None:
+    bench = bench_with(RIGHT, 3, depth=depth)
+    (request,) = bench.submit([1, 2, 3], max_tokens=17)
+    bench.run()
+    bench.check_tokens(request)
+    drawn = [plan.num_drawn.tolist() for plan in bench.plans]
+    assert drawn == [[1], [4], [4], [4], [4]], "a prompt, then four tokens a step"
+    assert bench.executor.num_rejected == 0
+
+
+@pytest.mark.parametrize("drafter", [WRONG, NOTHING])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_wrong_drafts_cost_positions_and_change_no_token(depth: int, drafter: int) -> None:
+    bench = bench_with(drafter, 3, depth=depth)
+    (request,) = bench.submit([1, 2, 3], max_tokens=17)
+    bench.run()
+    bench.check_tokens(request)
+    assert bench.executor.num_accepted == 0 < bench.executor.num_rejected
+
+
+def test_lengths_in_flight_are_upper_bounds_that_commits_lower() -> None:
+    bench = bench_with(WRONG, 3, depth=2)
+    (request,) = bench.submit([1, 2, 3], max_tokens=40)
+    for _ in range(3):
+        bench.plan()
+    assert [plan.lengths.tolist() for plan in bench.plans] == [[3], [7], [11]]
+    assert (request.computed, request.pending) == (11, 9)
+    bench.commit()
+    assert (request.computed, request.pending, len(request.tokens)) == (11, 8, 4)
+    bench.commit()
+    assert (request.computed, request.pending, len(request.tokens)) == (8, 4, 5), "one of four was kept"
+    bench.commit()
+    assert (request.computed, request.pending, len(request.tokens)) == (5, 0, 6)
+    assert bench.plan().lengths.tolist() == [9]
+
+
+def test_drafts_take_no_pages_from_other_requests() -> None:
+    bench = bench_with(RIGHT, 4, page_size=2, num_pages=1 + 6, max_num_seqs=2, prefix_caching=False)
+    first, second = (bench.submit([9, token], max_tokens=4)[0] for token in (1, 2))
+    bench.run()
+    assert bench.scheduler.num_preemptions == 0
+    bench.check_tokens(first)
+    bench.check_tokens(second)
+
+
+def test_every_row_gets_a_token_before_any_gets_drafts() -> None:
+    bench = bench_with(RIGHT, 4, max_num_batched_tokens=6)
+    for token in range(4):
+        bench.submit([token], max_tokens=9)
+    while not all(request.status is Status.RUNNING and request.num_output for request in bench.requests):
+        bench.step()
+    plan = bench.plan()
+    assert sorted(plan.num_tokens.tolist()) == [1, 1, 1, 3]
+    assert plan.num_tokens.tolist() == plan.num_drawn.tolist() and plan.num_given.tolist() == [0] * 4
+
+
+def test_drafts_end_where_the_request_ends() -> None:
+    """The last token needs no position: more drafts could never be used."""
+    bench = bench_with(RIGHT, 8)
+    (request,) = bench.submit([1, 2, 3], max_tokens=6)
+    bench.run()
+    bench.check_tokens(request)
+    assert [plan.num_drawn.tolist() for plan in bench.plans] == [[1], [5]]
+
+
+def test_tokens_behind_a_stop_token_are_dropped() -> None:
+    free = bench_with(RIGHT, 4)
+    (request,) = free.submit([1, 2, 3], max_tokens=9)
+    free.run()
+    stop = request.tokens[request.num_prompt + 2]
+    bench = bench_with(RIGHT, 4)
+    (request,) = bench.submit([1, 2, 3], max_tokens=9, stop=[stop], logprobs=1)
+    bench.run()
+    bench.check_tokens(request)
+    last = bench.outputs[-1]
+    assert last.stop_token == stop and len(last.token_ids) == 2
+    assert last.logprobs is not None and len(last.logprobs) == 2 * 2 * 16
+
+
+def test_a_failed_draw_ends_the_request_after_the_tokens_before_it() -> None:
+    bench = bench_with(RIGHT, 4)
+    bench.executor.fail = lambda admission, length: length == 6
+    (request,) = bench.submit([1, 2, 3], max_tokens=9)
+    bench.run()
+    assert len(bench.output_of(request)) == 3 and bench.outputs[-1].error is not None

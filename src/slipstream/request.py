@@ -24,6 +24,15 @@ class Status(enum.Enum):
     FINISHED = enum.auto()
 
 
+class WaitFor(enum.IntFlag):
+    """What a request in the waiting queue waits for besides its turn. Another reason to wait joins here."""
+
+    NOTHING = 0
+    PROMPT = enum.auto()  # the first sample of its prompt is computing it
+    QUERY = enum.auto()  # of a document: the query that it is scored against
+    TOKENS = enum.auto()  # of a preempted request: tokens that it drew before, and that the host has not seen
+
+
 _NOTHING_SAMPLED = SamplingParams()
 
 
@@ -39,10 +48,10 @@ class Request:
 
     __slots__ = (
         "id", "sample", "number", "params", "pooling", "priority", "caller", "cache_salt", "stop_ids", "bad_words",
-        "seed", "tokens", "num_prompt", "max_length", "status", "row", "admission", "num_known", "computed",
-        "committed", "pending", "runway", "num_cached", "num_preemptions", "caught_up", "leader", "siblings",
-        "unscored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity", "hashes", "num_published",
-        "publish_after", "long_rope", "short_limit",
+        "seed", "tokens", "num_prompt", "max_length", "status", "waits_for", "row", "admission", "num_known",
+        "computed", "committed", "pending", "runway", "num_cached", "num_preemptions", "caught_up", "leader",
+        "siblings", "unscored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity", "hashes",
+        "num_published", "publish_after", "long_rope", "short_limit",
     )  # fmt: skip
 
     def __init__(
@@ -76,6 +85,7 @@ class Request:
         self.max_length = max_length  # prompt and output together: max_tokens or the model length, whichever is less
 
         self.status = Status.WAITING
+        self.waits_for = WaitFor.NOTHING
         self.row = -1
         self.admission = -1  # number of the present admission; -1 without a row
         self.num_known = 0  # tokens known when it was admitted; later ones are read on the device

@@ -2,7 +2,7 @@ import pytest
 
 from slipstream.errors import QueueFull
 from slipstream.params import SamplingParams
-from slipstream.request import Request
+from slipstream.request import Request, WaitFor
 from slipstream.scheduler.waiting import WaitingQueue
 
 
@@ -38,25 +38,37 @@ def test_one_that_comes_back_keeps_its_place():
     assert len(queue) == 0
 
 
-def test_parked_ones_are_counted_but_not_taken():
+def test_those_that_wait_for_something_else_are_counted_but_not_taken():
     queue = WaitingQueue(10)
-    parked, other = request(0), request(1)
-    queue.park(parked)
+    held, other = request(0), request(1)
+    queue.push(held, WaitFor.PROMPT)
     queue.push(other)
-    assert queue.head() is other and len(queue) == 2 and parked in queue
-    queue.unpark(parked)
-    assert queue.head() is parked
-    queue.remove(parked)
-    queue.unpark(parked)  # gone since: nothing happens
+    assert queue.head() is other and len(queue) == 2 and held in queue
+    queue.ready(held, WaitFor.PROMPT)
+    assert queue.head() is held
+    queue.remove(held)
+    queue.ready(held, WaitFor.PROMPT)  # gone since: nothing happens
     assert drain(queue) == [1]
 
 
-def test_removed_from_the_middle_and_from_the_park():
+def test_one_that_waits_for_two_things_needs_both():
+    queue = WaitingQueue(10)
+    held = request(0)
+    queue.push(held, WaitFor.QUERY | WaitFor.TOKENS)
+    queue.ready(held, WaitFor.PROMPT)
+    queue.ready(held, WaitFor.TOKENS)
+    assert queue.head() is None and held.waits_for == WaitFor.QUERY
+    queue.ready(held, WaitFor.QUERY)
+    assert queue.head() is held
+    queue.check()
+
+
+def test_removed_from_the_middle_and_of_those_that_are_held():
     queue = WaitingQueue(10)
     requests = [request(n) for n in range(5)]
     for each in requests[:4]:
         queue.push(each)
-    queue.park(requests[4])
+    queue.push(requests[4], WaitFor.QUERY)
     queue.remove(requests[2])
     queue.remove(requests[4])
     assert len(queue) == 3 and requests[2] not in queue
@@ -117,7 +129,7 @@ def test_a_head_that_cannot_be_taken_is_not_overtaken_by_new_callers():
 def test_a_full_queue_refuses_with_the_numbers():
     queue = WaitingQueue(3)
     queue.push(request(0))
-    queue.park(request(1))
+    queue.push(request(1), WaitFor.QUERY)
     queue.check_room(1)
     with pytest.raises(QueueFull, match=r"2 requests are waiting and 2 samples do not fit under the limit of 3"):
         queue.check_room(2)

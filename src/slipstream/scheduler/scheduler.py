@@ -23,7 +23,7 @@ from slipstream.config.config import SchedulerConfig
 from slipstream.errors import UserError
 from slipstream.messages import Output
 from slipstream.params import LONG_REPORT
-from slipstream.request import NEVER, Request, Status
+from slipstream.request import NEVER, Request, Status, WaitFor
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager, Hit
 from slipstream.scheduler.chunks import add_chunk, add_drafted, num_wanted
@@ -120,12 +120,9 @@ class Scheduler:
         self._live[leader.id] = list(requests)
         for offset, request in enumerate(requests):
             request.number = number + offset
-        if is_ready:
-            self._waiting.push(leader)
-        else:
-            self._waiting.park(leader)
+        self._waiting.push(leader, WaitFor.NOTHING if is_ready else WaitFor.QUERY)
         for sibling in join_samples(requests):
-            self._waiting.park(sibling)
+            self._waiting.push(sibling, WaitFor.PROMPT)
 
     def abort(self, request_id: str, sample: int | None = None) -> list[Request]:
         """Forget a request, or one sample of it, whatever it is doing. Returns those that were still alive."""
@@ -263,7 +260,7 @@ class Scheduler:
                 return
             request = self._waiting.head()
             if request is None and self.refill is not None and self.refill(1):
-                request = self._waiting.head()  # none if it is parked
+                request = self._waiting.head()  # none if it waits for something else
             if request is None or not self._seats.can_list(request, self.config.most_reported):
                 return
             if not self._admit(request, watermark, builder, budget):
@@ -353,10 +350,7 @@ class Scheduler:
         self._leave_row(request)
         request.num_preemptions += 1
         request.status = Status.WAITING
-        if request.pending:
-            self._waiting.park(request)
-        else:
-            self._waiting.push(request)
+        self._waiting.push(request, WaitFor.TOKENS if request.pending else WaitFor.NOTHING)
         self._let_siblings_go(request)
 
     # Committing
@@ -410,7 +404,7 @@ class Scheduler:
             if len(tokens) > request.publish_after:
                 self.cache.publish(request)
             elif request.admission != admission and not request.pending:
-                self._waiting.unpark(request)  # preempted, and now all its tokens are known
+                self._waiting.ready(request, WaitFor.TOKENS)  # preempted, and now all its tokens are known
             if len(tokens) > request.short_limit and request.status is Status.RUNNING:
                 self._requeue(request)  # all its keys are to be computed again, with the long rope factors
         return outputs
@@ -476,11 +470,11 @@ class Scheduler:
         self._num_leaving += 1
         assert request.pooling is not None
         for document in self._queries.launch(request.pooling):
-            self._waiting.unpark(document)
+            self._waiting.ready(document, WaitFor.QUERY)
 
     def _let_siblings_go(self, leader: Request) -> None:
         for sibling in take_siblings(leader):
-            self._waiting.unpark(sibling)
+            self._waiting.ready(sibling, WaitFor.PROMPT)
 
     def check(self) -> None:
         """Assert every invariant of scheduler and cache; for tests."""

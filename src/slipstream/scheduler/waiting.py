@@ -1,14 +1,14 @@
 """WaitingQueue: requests without a row, by priority, then by fair turns of their callers, then in the order they came.
 
 A caller with thousands of requests does not keep another from being seated: see `turns.py`. A preempted request goes
-before all that have not begun, since somebody reads its text. Some requests wait but must not be taken yet (a sample
-whose leader still computes their prompt, a preempted request whose last tokens are on their way): they are parked.
+before all that have not begun, since somebody reads its text. A request that also waits for something else (`WaitFor`)
+is in the queue, but is not taken before all of that is there.
 """
 
 from __future__ import annotations
 
 from slipstream.errors import QueueFull
-from slipstream.request import Request
+from slipstream.request import Request, WaitFor
 from slipstream.scheduler.lazy_heap import LazyHeap
 from slipstream.scheduler.turns import Turns
 
@@ -19,16 +19,16 @@ class WaitingQueue:
     def __init__(self, max_waiting: int) -> None:
         self.max_waiting = max_waiting
         self._ready: dict[int, Request] = {}  # by number
-        self._parked: dict[int, Request] = {}
+        self._held: dict[int, Request] = {}  # those that wait for something else
         self._levels: dict[int, _Level] = {}  # by priority, those with a request that is ready
         self._priorities: LazyHeap[int] = LazyHeap()
 
     def __len__(self) -> int:
-        """All that wait, parked ones too."""
-        return len(self._ready) + len(self._parked)
+        """All that wait, for whatever."""
+        return len(self._ready) + len(self._held)
 
     def __contains__(self, request: Request) -> bool:
-        return request.number in self._ready or request.number in self._parked
+        return request.number in self._ready or request.number in self._held
 
     def check_room(self, count: int) -> None:
         """Refuse newcomers the queue has no room for. Preempted requests may always come back."""
@@ -39,23 +39,28 @@ class WaitingQueue:
                 f"try again later or raise --max-waiting"
             )
 
-    def push(self, request: Request) -> None:
+    def push(self, request: Request, waits_for: WaitFor = WaitFor.NOTHING) -> None:
         assert request not in self, f"{request} waits already"
+        request.waits_for = waits_for
+        if waits_for:
+            self._held[request.number] = request
+        else:
+            self._push_ready(request)
+
+    def ready(self, request: Request, what: WaitFor) -> None:
+        """The request need not wait for this any more. Nothing happens if it did not: it may be gone since."""
+        if request.number in self._held:
+            request.waits_for &= ~what
+            if not request.waits_for:
+                del self._held[request.number]
+                self._push_ready(request)
+
+    def _push_ready(self, request: Request) -> None:
         self._ready[request.number] = request
         if (level := self._levels.get(request.priority)) is None:
             level = self._levels[request.priority] = _Level()
             self._priorities.push(request.priority, self._levels.__contains__)
         level.push(request)
-
-    def park(self, request: Request) -> None:
-        """Let it wait, but not be taken before `unpark`."""
-        assert request not in self, f"{request} waits already"
-        self._parked[request.number] = request
-
-    def unpark(self, request: Request) -> None:
-        """Now it may be taken. Nothing happens if it was not parked: it may be gone since."""
-        if self._parked.pop(request.number, None) is not None:
-            self.push(request)
 
     def head(self) -> Request | None:
         """The next to be taken, left in its place."""
@@ -64,7 +69,7 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """Take any request out."""
-        if self._parked.pop(request.number, None) is not None:
+        if self._held.pop(request.number, None) is not None:
             return
         del self._ready[request.number]
         level = self._levels[request.priority]
@@ -79,6 +84,7 @@ class WaitingQueue:
 
     def check(self) -> None:
         """Assert what must always hold; for tests."""
+        assert all(request.waits_for for request in self._held.values()), "a request is held for nothing"
         assert sum(level.num_ready for level in self._levels.values()) == len(self._ready), "a request is lost"
         for priority, level in self._levels.items():
             own = [request for request in self._ready.values() if request.priority == priority]

@@ -185,13 +185,13 @@ def wait_ready(port: int) -> None:
 def ask(port: int, path: str, text: bytes) -> bool:
     """Whether a short answer has this in it."""
     with socket.create_connection(("127.0.0.1", port)) as sock:
-        sock.sendall(f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        sock.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
         return text in sock.recv(4096)
 
 
 def request(path: str, body: dict[str, Any]) -> bytes:
     data = msgspec.json.encode(body)
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
     return head.encode() + b"\r\n\r\n" + data
 
 

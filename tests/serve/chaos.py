@@ -66,7 +66,7 @@ async def _one(port: int, draw: random.Random, abort_weight: float) -> str:
         if kind == "huge":
             data = b'{"prompt": "' + b"x" * 2**18 + b'"}'
         head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-        message = f"POST {path} HTTP/1.1\r\nhost: x\r\n{head}content-length: {len(data)}\r\n\r\n".encode() + data
+        message = f"POST {path} HTTP/1.1\r\nhost: [::1]\r\n{head}content-length: {len(data)}\r\n\r\n".encode() + data
         if kind == "nonsense":
             message = bytes(draw.randrange(256) for _ in range(200))
         writer.write(message[: len(message) // 2] if kind == "vanish" else message)

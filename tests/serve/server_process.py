@@ -22,10 +22,17 @@ COMMAND = (sys.executable, "-m", "slipstream.serve.cli.main")
 
 class ServerProcess:
     def __init__(
-        self, *argv: str, wait: bool = True, command: Sequence[str] = COMMAND, cwd: Path | None = None, port: int = 0
+        self,
+        *argv: str,
+        wait: bool = True,
+        command: Sequence[str] = COMMAND,
+        cwd: Path | None = None,
+        port: int | None = 0,
     ) -> None:
+        """`port` None: it listens elsewhere."""
+        place = () if port is None else ("--port", str(port))
         self.process = subprocess.Popen(
-            [*command, "serve", *argv, "--port", str(port), "--num-threads", "1"],
+            [*command, "serve", *argv, *place, "--num-threads", "1"],
             stderr=subprocess.PIPE,
             text=True,
             cwd=cwd,
@@ -35,9 +42,10 @@ class ServerProcess:
         self.lines: list[str] = []
         self._news: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
-        found = self.until(r"listening on http://127\.0\.0\.1:(\d+)")
-        self.port = int(found[1])
-        self.url = f"http://127.0.0.1:{self.port}"
+        found = self.until(r"listening on (?:unix:\S+|(https?)://[\d.]+:(\d+))")
+        if port is not None:
+            self.port = int(found[2])
+            self.url = f"{found[1]}://127.0.0.1:{self.port}"
         if wait:
             self.until("ready: serving")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serve.asgi import Door, at_door
+from slipstream.errors import InvalidOption
 from slipstream.serve.cli.serve import server_settings
 from slipstream.serve.http.cors import Cors
 
@@ -71,7 +72,7 @@ def test_cookies_go_to_a_named_page_and_what_is_allowed_may_be_less(folder):
         assert first.headers["access-control-allow-headers"] == "x-a, x-b"
 
     with_cors(
-        folder, scenario, allowed_origins=["*"], allow_credentials=True, allowed_methods=["GET"],
+        folder, scenario, allowed_origins=[PAGE], allow_credentials=True, allowed_methods=["GET"],
         allowed_headers=["x-a", "x-b"],
     )  # fmt: skip
 
@@ -88,13 +89,30 @@ def test_a_crowd_of_pages_is_refused_where_it_can_be_told_who_may_read_it(folder
         cors = door.app
         door.state.engine.load.num_queued = 1
         headers = [(b"authorization", b"Bearer key")]
-        assert cors.refusal("POST", "/v1/completions", headers)[0].status == 429
-        assert cors.refusal("POST", "/v1/completions", [*headers, (b"origin", b"https://page.example")]) is None
+        assert cors.refusal("POST", "/v1/completions", headers, None)[0].status == 429
+        assert cors.refusal("POST", "/v1/completions", [*headers, (b"origin", b"https://page.example")], None) is None
         refused = await door.post("/v1/completions", ASK, origin=PAGE, authorization="Bearer key")
         assert refused.status == 429 and refused.headers["access-control-allow-origin"] == "*"
         door.state.engine.load.num_queued = 0
 
     with_cors(folder, scenario, allowed_origins=["*"], max_queued_requests=1)
+
+
+def test_all_pages_with_credentials_are_refused_at_the_start():
+    with pytest.raises(InvalidOption, match="name the origins"):
+        server_settings({"allowed_origins": ["https://a", "*"], "allow_credentials": True})
+    assert server_settings({"allowed_origins": ["https://a"], "allow_credentials": True}).allow_credentials
+
+
+def test_a_page_of_any_origin_never_gets_another_ones_cookies_allowed(folder):
+    """Whatever the flags say, the answer to all is no answer to one."""
+
+    async def scenario(door):
+        first = await ask_first(door, origin="https://evil.example")
+        assert first.headers["access-control-allow-origin"] == "*"
+        assert "access-control-allow-credentials" not in first.headers
+
+    with_cors(folder, scenario, allowed_origins=["*"], allow_credentials=True)
 
 
 def test_the_flags_take_json_lists_as_vllm_does():

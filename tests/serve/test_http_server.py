@@ -22,12 +22,12 @@ ASK = {"prompt": "hello", "max_tokens": 4}
 
 
 @asynccontextmanager
-async def served(door, **config):
+async def served(door, tls=None, **config):
     """The door's app behind a real port."""
     config = uvicorn.Config(
         door.app, lifespan="off", ws="none", log_config=None, access_log=False, http=bounded(4096, door.app), **config
     )
-    server, listener = Server(config), socket.socket()
+    server, listener = Server(config, tls), socket.socket()
     listener.bind(("127.0.0.1", 0))
     task = asyncio.create_task(server.serve(sockets=[listener]))
     while not server.started:
@@ -50,7 +50,8 @@ async def full(door):
 
 
 def head(path, length, *more):
-    lines = [f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {length}", *more]
+    lines = [f"POST {path} HTTP/1.1", "host: localhost", "content-type: application/json", *more]
+    lines.append(f"content-length: {length}")
     return "\r\n".join([*lines, "", ""]).encode()
 
 
@@ -76,7 +77,7 @@ def test_a_full_server_refuses_on_the_head_alone_and_goes_on_with_the_connection
             writer.write(b"x" * 2000 + head("/v1/embeddings", 2, KEY) + b"{}" + head("/embed", 2, KEY) + b"{}")
             assert (await answer(reader))[0] == 429
             assert (await answer(reader))[2]["error_type"] == "Overloaded"  # as its clients know it
-            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert (await answer(reader))[0] == 200
             writer.close()
         assert door.state.counters.refused == {"queue_full": 3}
@@ -139,9 +140,9 @@ def test_an_answer_without_a_body_leaves_at_once_and_the_connection_goes_on(fold
     async def scenario(door):
         async with served(door) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"HEAD /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.write(b"HEAD /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)).startswith(b"HTTP/1.1 200")
-            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert (await answer(reader))[0] == 200
             writer.close()
 
@@ -177,7 +178,7 @@ def test_a_refused_connection_that_falls_silent_is_closed(folder):
     at_door(folder, scenario, answers=False, max_queued_requests=1, api_key=["key"])
 
 
-@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"])
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"])
 def test_a_head_that_comes_too_slowly_ends_its_connection(folder, monkeypatch, before):
     """The first of a connection, and any after it."""
     monkeypatch.setattr("slipstream.serve.http.protocol._HEAD_SECONDS", 0.05)

@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.serve.http.app import App
 from slipstream.serve.http.auth import Headers
+from slipstream.serve.http.call import Address
 from slipstream.serve.http.errors import HttpError
 from slipstream.serve.http.response import Receive, Send
 from slipstream.serve.http.settings import Settings
@@ -32,7 +33,7 @@ class Cors:
         if scope["type"] != "http" or origin is None:
             await self.app(scope, receive, send)
             return
-        own = self._own(origin)
+        own = self._own(origin) if self.app.state.hosts.allow(headers) else []
         if scope["method"] == "OPTIONS" and _find(headers, b"access-control-request-method") is not None:
             await self._ask_first(headers, origin, own, send)
             return
@@ -44,17 +45,17 @@ class Cors:
 
         await self.app(scope, receive, send_with)
 
-    def refusal(self, method: str, path: str, headers: Headers) -> tuple[HttpError, str] | None:
+    def refusal(self, method: str, path: str, headers: Headers, client: Address | None) -> tuple[HttpError, str] | None:
         """As the app's; a browser's request goes the long way, where its answer gets these headers."""
-        return self.app.refusal(method, path, headers) if _find(headers, b"origin") is None else None
+        return self.app.refusal(method, path, headers, client) if _find(headers, b"origin") is None else None
 
     def _own(self, origin: bytes) -> list[tuple[bytes, bytes]]:
         """What to say of an origin; nothing if it may not ask."""
         anyone = "*" in self._origins
         if not anyone and origin.decode("latin-1") not in self._origins:
             return []
-        if anyone and not self._credentials:
-            return [(b"access-control-allow-origin", b"*")]
+        if anyone:
+            return [(b"access-control-allow-origin", b"*")]  # and no cookies: browsers send none to all
         own = [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
         return [*own, (b"access-control-allow-credentials", b"true")] if self._credentials else own
 
@@ -69,13 +70,20 @@ class Cors:
                 (b"access-control-max-age", _SECONDS),
             ]
         else:
-            shown = origin.decode("latin-1")
-            error = HttpError(403, f"pages of {shown} may not ask this server; --allowed-origins names those that may")
+            error = self._refused(headers, origin)
             body, status, own = error.body(), error.status, [(b"content-type", b"application/json")]
         if body:
             own.append((b"content-length", str(len(body)).encode()))
         await send({"type": "http.response.start", "status": status, "headers": own})
         await send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _refused(self, headers: Headers, origin: bytes) -> HttpError:
+        try:
+            self.app.state.hosts.check(headers)
+        except HttpError as error:
+            return error
+        shown = origin.decode("latin-1")
+        return HttpError(403, f"pages of {shown} may not ask this server; --allowed-origins names those that may")
 
 
 def _joined(given: list[str]) -> bytes | None:

@@ -1,4 +1,7 @@
-"""GET /docs and /openapi.json: what there is, on a page that fetches nothing from elsewhere."""
+"""GET /docs and /openapi.json: what there is, on a page that fetches nothing from elsewhere.
+
+Both are open: a browser that opens a page sends no key, and what they say is the same for every server of a version.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,8 @@ summary { cursor: pointer; padding: .3em 0 } code, pre { font: 13px/1.4 ui-monos
 table { border-collapse: collapse; width: 100% } td { border-top: 1px solid #ddd; padding: .2em .6em .2em 0 }
 b.m { display: inline-block; width: 3.5em }
 </style>
-<h1>Slipstream</h1><p>The whole of it as <a href="openapi.json">openapi.json</a>.</p><div id="routes">reading...</div>
+<h1>Slipstream</h1><p>The whole of it as <a href="openapi.json">openapi.json</a>. <span id="key"></span></p>
+<div id="routes">reading...</div>
 <script>
 const text = (tag, value) => { const e = document.createElement(tag); e.textContent = value; return e }
 const kind = s => s.$ref ? s.$ref.split("/").pop() : s.anyOf ? s.anyOf.map(kind).join(" | ")
@@ -34,6 +38,7 @@ const fields = (page, schema) => {
   return table }
 fetch("openapi.json").then(r => r.json()).then(page => {
   const list = document.getElementById("routes"); list.textContent = ""
+  if (page.security) document.getElementById("key").textContent = "Requests need a key: Authorization: Bearer KEY."
   for (const [path, methods] of Object.entries(page.paths)) for (const [method, op] of Object.entries(methods)) {
     const block = document.createElement("details"), head = document.createElement("summary")
     const name = text("b", method.toUpperCase()); name.className = "m"
@@ -57,6 +62,6 @@ def docs_routes(described: Sequence[Route]) -> list[Route]:
         return json_reply(openapi(described, has_keys=bool(call.state.settings.api_key)))
 
     return [
-        get("/docs", show, "These pages"),
-        get("/openapi.json", description, "The same for programs"),
+        get("/docs", show, "These pages", access="open"),
+        get("/openapi.json", description, "The same for programs", access="open"),
     ]

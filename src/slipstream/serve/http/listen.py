@@ -5,10 +5,16 @@ from __future__ import annotations
 import socket
 
 from slipstream.errors import InvalidOption
+from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import Settings
 
 _MAX_FILES = 2**20
 _BACKLOG = 2048  # connections that wait until a front end is up
+
+
+def claim(settings: Settings) -> PortClaim | UnixClaim:
+    """The place where this server listens. Raises InvalidOption where it is taken."""
+    return PortClaim(settings) if settings.uds is None else UnixClaim(settings.uds)
 
 
 class PortClaim:
@@ -24,6 +30,8 @@ class PortClaim:
         self._host = settings.host
         self._first: socket.socket | None = _bound(settings.host, settings.port, shared=False)
         self.port: int = self._first.getsockname()[1]
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        self.shown = f"{'http' if settings.ssl_certfile is None else 'https'}://{host}:{self.port}"
         if settings.workers > 1:
             self._first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
@@ -31,6 +39,11 @@ class PortClaim:
         """A socket on the port that the caller owns. One that does not listen yet gets no connections."""
         first, self._first = self._first, None
         return _bound(self._host, self.port, shared=True, listens=listens) if first is None else first
+
+    def close(self) -> None:
+        """Nothing is left behind: a port is free once its sockets are closed."""
+        if self._first is not None:
+            self._first.close()
 
 
 def _bound(host: str, port: int, *, shared: bool, listens: bool = True) -> socket.socket:

@@ -12,4 +12,4 @@ async def metrics(call: Call, body: None) -> Reply:
     return Reply(text, content_type=kind.encode())
 
 
-ROUTES = [get("/metrics", metrics, "Counts and times, for Prometheus")]
+ROUTES = [get("/metrics", metrics, "Counts and times, for Prometheus", quiet=True)]

@@ -29,6 +29,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     access: Access = "user"
     failed: Callable[[HttpError], HttpError] | None = None  # its errors in other words than OpenAI's
     failure: Any = None  # their type, for the docs
+    any_host: bool = False  # answered whatever its Host header says
+    quiet: bool = False  # asked every few seconds by probes and scrapers: not in the log above debug
     waits: bool = True  # for the engine: watched for disconnects, deadlines, and refused while it is not ready
     queues: bool = True  # asks the engine for something: refused while its queue is full
 

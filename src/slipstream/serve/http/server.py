@@ -11,9 +11,13 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
+
+from slipstream.serve.http.tls import HANDSHAKE_SECONDS
 
 log = logging.getLogger("slipstream.http")
 
@@ -23,6 +27,10 @@ _PAUSE = 0.5  # seconds until another try where the system has no room for a con
 
 
 class Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None = None) -> None:
+        super().__init__(config)
+        self._tls = tls
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield  # they begin a drain, elsewhere
@@ -30,7 +38,7 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
         for sock in sockets or []:
-            self.servers.append(Acceptor(sock, self._protocol))  # type: ignore[arg-type]
+            self.servers.append(Acceptor(sock, self._protocol, self._tls))  # type: ignore[arg-type]
 
     def _protocol(self) -> asyncio.Protocol:
         made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]
@@ -42,8 +50,11 @@ class Server(uvicorn.Server):
 class Acceptor:
     """Takes connections until it is closed."""
 
-    def __init__(self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+    def __init__(
+        self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None = None
+    ) -> None:
         self.sock = sock
+        self._tls: dict[str, Any] = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": HANDSHAKE_SECONDS}
         self._make_protocol = make_protocol
         self._loop = asyncio.get_running_loop()
         self._opening: set[asyncio.Task[None]] = set()
@@ -83,7 +94,7 @@ class Acceptor:
             task.add_done_callback(self._opening.discard)
 
     async def _open(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it has gone already
-            transport, _ = await self._loop.connect_accepted_socket(self._make_protocol, connection)
+        with contextlib.suppress(OSError):  # it has gone already, or does not speak TLS
+            transport, _ = await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._tls)
             if self._closed:  # meanwhile, and whoever ends connections has not seen this one
                 transport.close()

@@ -14,10 +14,23 @@ def _doc(text: str) -> msgspec.Meta:
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[str, _doc("address to listen on; 0.0.0.0 lets other machines in")] = "127.0.0.1"
     port: Annotated[int, _doc("port to listen on; 0 takes a free one")] = 8000
+    uds: Annotated[str | None, _doc("path of a unix socket to listen on, instead of host and port")] = None
+    ssl_certfile: Annotated[
+        str | None, _doc("a certificate in PEM format, with those that vouch for it; the server then speaks https")
+    ] = None
+    ssl_keyfile: Annotated[str | None, _doc("its key, where that is in a file of its own")] = None
     workers: Annotated[int, _doc("front-end processes on the one port, for when tokenising is the wall")] = 1
     api_key: Annotated[list[str], _doc("a key that requests must bring; may be given several times")] = []
     admin_key: Annotated[str | None, _doc("the key of the admin routes; without one they are closed")] = None
 
+    allowed_hosts: Annotated[
+        list[str],
+        _doc(
+            "names under which the server may be asked (the header Host), beside those of loopback where it listens "
+            "there; *.example.com for all below, * for any; may be given several times. Default: loopback names on "
+            "loopback, any elsewhere"
+        ),
+    ] = []
     allowed_origins: Annotated[
         list[str],
         _doc("web pages of this origin may ask; * lets all in; may be given several times, or as a JSON list"),
@@ -27,7 +40,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     allow_credentials: Annotated[bool, _doc("let such pages send cookies and the like")] = False
 
     log_level: Annotated[
-        Literal["error", "warning", "info"], _doc("info writes a line for each request, with its id")
+        Literal["error", "warning", "info", "debug"],
+        _doc(
+            "info writes a line for each request, with its id and the client's address; debug also one for each probe, "
+            "and why requests were refused and what the engine did for them"
+        ),
     ] = "warning"
 
     log_format: Annotated[Literal["text", "json"], _doc("json writes an object a line, with the request's id")] = "text"

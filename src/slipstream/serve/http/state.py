@@ -12,6 +12,7 @@ from slipstream.metrics.traces import Traces
 from slipstream.serve.http.auth import Keys
 from slipstream.serve.http.counters import Counters
 from slipstream.serve.http.errors import HttpError, bad_request
+from slipstream.serve.http.hosts import Hosts
 from slipstream.serve.http.report import Report
 from slipstream.serve.http.settings import Settings
 
@@ -21,6 +22,7 @@ class State:
         self.settings = settings
         self.engine = engine
         engine.stream_interval = settings.stream_interval
+        self.hosts = Hosts(settings)
         self.keys = Keys(settings.api_key, settings.admin_key)
         self.counters = Counters()
         self.started = int(time.time())

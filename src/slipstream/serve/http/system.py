@@ -80,8 +80,8 @@ async def version(call: Call, body: None) -> Reply:
 
 
 ROUTES = [
-    get("/health", health, "Is the server alive", answer=Health, access="open"),
-    get("/ready", ready, "Can it serve", answer=Health, access="open"),
+    get("/health", health, "Is the server alive", answer=Health, access="open", any_host=True, quiet=True),
+    get("/ready", ready, "Can it serve", answer=Health, access="open", any_host=True, quiet=True),
     get("/load", load, "What is under way", answer=Load),
     get("/version", version, "The version", answer=Version),
 ]

@@ -24,6 +24,7 @@ from slipstream.serve.http.settings import Settings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.supervisor import AT_ONCE
 from slipstream.serve.http.table import all_routes
+from slipstream.serve.http.tls import server_context
 from slipstream.serve.http.watchdog import Watchdog
 
 status = logging.getLogger("slipstream.status")
@@ -71,7 +72,7 @@ class _Worker:
             timeout_graceful_shutdown=int(_CLOSING),
             **_parser(self.settings.max_header_bytes, app),
         )
-        self.server = Server(config)
+        self.server = Server(config, server_context(self.settings))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._told_to_end)

@@ -1,0 +1,97 @@
+"""Hosts: checks the Host header against the names of this server.
+
+DNS rebinding: a web page's own name is made to resolve to 127.0.0.1, so that its requests to "itself" reach a server on
+loopback and the browser lets the page read the answers. Such requests carry the page's name in the Host header, which a
+page cannot change. A server that listens on loopback therefore answers to loopback names, and to those it is told of.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+
+from slipstream.errors import InvalidOption
+from slipstream.serve.http.auth import Headers
+from slipstream.serve.http.errors import HttpError
+from slipstream.serve.http.settings import Settings
+
+_PORT = re.compile(r":\d{0,5}")
+_NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
+
+
+class Hosts:
+    def __init__(self, settings: Settings) -> None:
+        names = [_plain(name) for name in settings.allowed_hosts]
+        self._is_loopback = settings.uds is None and is_loopback(settings.host)
+        self._checks = "*" not in names and (bool(names) or self._is_loopback)
+        self._names = frozenset(name for name in names if not name.startswith("*."))
+        self._suffixes = tuple(name[1:] for name in names if name.startswith("*."))
+        if self._is_loopback:
+            self._names |= {"localhost", _plain(settings.host)}
+
+    def allow(self, headers: Headers) -> bool:
+        """Whether every Host header names this server. A request without one comes from no browser."""
+        if not self._checks:
+            return True
+        return all(self._is_ours(value.decode("latin-1")) for name, value in headers if name == b"host" and value)
+
+    def check(self, headers: Headers) -> None:
+        if not self.allow(headers):
+            given = next(value.decode("latin-1") for name, value in headers if name == b"host" and value)
+            raise HttpError(
+                403,
+                f"this server does not answer to the name {given!r}; --allowed-hosts names those that it answers to",
+                code="host_not_allowed",
+            )
+
+    def _is_ours(self, value: str) -> bool:
+        bracket = value.rfind("]")
+        colon = value.find(":", bracket + 1)
+        name, port = (value, "") if colon < 0 else (value[:colon], value[colon:])
+        if port and not _PORT.fullmatch(port):
+            return False
+        name = _plain(name)
+        if name in self._names or name.endswith(self._suffixes):
+            return True
+        return self._is_loopback and _is_loopback_address(name)
+
+
+def check_hosts(names: list[str]) -> None:
+    """Refuses what no Host header could hold."""
+    for name in names:
+        if not _NAME.fullmatch(name) and not _is_address(_plain(name)):
+            raise InvalidOption(
+                f"allowed_hosts holds {name!r}; give names without scheme and port, like api.example.com, "
+                "*.example.com, or * for any"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a server that listens there is reached from this machine alone."""
+    if _is_address(host):
+        return _is_loopback_address(host)
+    try:
+        found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None)}
+    except OSError:  # binding to it says what is wrong
+        return host == "localhost"
+    return bool(found) and all(map(_is_loopback_address, found))
+
+
+def _plain(name: str) -> str:
+    """As names are compared: in lower case, without brackets, without the dot of the root."""
+    if name.startswith("[") and name.endswith("]"):
+        name = name[1:-1]
+    return name.lower().removesuffix(".")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback_address(name: str) -> bool:
+    return _is_address(name) and ipaddress.ip_address(name).is_loopback

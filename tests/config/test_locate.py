@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.config import locate as locate_module
 from slipstream.config.locate import LocatedModel, locate
 from slipstream.errors import ModelNotFound
 
@@ -40,6 +41,7 @@ class FakeHub:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    locate_module._download.cache_clear()
     return FakeHub(monkeypatch)
 
 

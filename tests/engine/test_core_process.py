@@ -13,8 +13,9 @@ import time
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.config.options import make_options
+from slipstream.config.options import Options, make_options
 from slipstream.engine.front.frontend import AsyncEngine
+from slipstream.engine.link import process
 from slipstream.engine.link.remote import SocketClient
 from slipstream.engine.link.spawn import spawn_core
 from slipstream.errors import EngineDead, ModelNotFound, QueueFull
@@ -162,6 +163,20 @@ def test_a_start_that_fails_tells_the_root_cause(folder, tmp_path):
     assert "two models are called" in told
 
 
+def test_a_model_that_is_not_there_is_told_before_torch_is_loaded(tmp_path):
+    """Also one that is looked up at the hub, which only a core does."""
+
+    class Told:
+        stages = []
+
+        def broadcast(self, message):
+            self.stages.append(message.stage)
+
+    with pytest.raises(ModelNotFound):
+        process._load([Options(model=str(tmp_path / "none"))], Told())
+    assert Told.stages == ["finding the model"]
+
+
 def test_a_core_killed_in_the_middle_ends_every_stream(folder):
     async def scenario():
         core, (sock,) = spawn_core([make_options(model=folder, **SMALL)])
@@ -184,7 +199,7 @@ def test_a_core_killed_in_the_middle_ends_every_stream(folder):
 
 PARENT = """
 import sys, time
-from slipstream.config.options import make_options
+from slipstream.config.options import Options, make_options
 from slipstream.engine.link.spawn import spawn_core
 core, socks = spawn_core([make_options(model=sys.argv[1], num_threads=1)])
 print(core.process.pid, flush=True)

@@ -120,6 +120,23 @@ def test_a_reader_that_goes_away_is_no_error():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize("command", ["chat hi", "generate hi", "embed hi", "plan", "bench", "serve"])
+def test_a_path_that_leads_nowhere_is_told_before_torch_is_loaded(command, tmp_path):
+    flags = [*command.split(), "--model", str(tmp_path / "none")]
+    code = f"""
+import sys
+from slipstream.serve.cli.main import main
+code = main({flags})
+print(code, "torch" in sys.modules)"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment
+    )
+    assert done.stdout.split() == ["2", "False"], done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"slipstream: there is no {tmp_path}/none here")
+
+
 def test_a_full_disk_is_one_line():
     """Through the real program: standard output is the device that is always full."""
     if not os.path.exists("/dev/full"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+
 import pytest
 
 from slipstream.config.options import Options
@@ -13,13 +16,13 @@ from slipstream.serve.http.settings import Settings
 @pytest.fixture
 def told(terminal, monkeypatch):
     """Runs `serve` and returns what the launcher is told, or the last line of the mistake."""
-    monkeypatch.delenv("SLIPSTREAM_API_KEY", raising=False)
-    monkeypatch.delenv("SLIPSTREAM_ADMIN_KEY", raising=False)
+    for name in [name for name in os.environ if name.startswith("SLIPSTREAM_")]:
+        monkeypatch.delenv(name)
     seen = []
     monkeypatch.setattr(
         "slipstream.serve.http.launch.launch", lambda settings, options: seen.append((settings, options))
     )
-    monkeypatch.setattr("slipstream.serve.http.log.set_up_log", lambda *args: None)
+    monkeypatch.setattr("slipstream.serve.cli.serve.set_up_log", lambda *args: None)
 
     def run(*argv: str) -> tuple[Settings, list[Options]] | str:
         code, _, err = terminal.run("serve", *argv)
@@ -66,6 +69,7 @@ def test_flags_and_what_others_call_them(told):
 def test_several_models_by_name(told, tmp_path):
     odd = tmp_path / "a=b"
     odd.mkdir()
+    (odd / "config.json").write_text("{}")
     _, options = told("chat=org/one", "org/two", str(odd), "--max-num-seqs", "4")
     assert [(o.model, o.served_model_name) for o in options] == [
         ("org/one", "chat"),
@@ -73,6 +77,141 @@ def test_several_models_by_name(told, tmp_path):
         (str(odd), None),
     ]
     assert all(o.max_num_seqs == 4 for o in options)
+
+
+def test_every_flag_may_come_from_the_environment(told, monkeypatch):
+    for name, text in {
+        "PORT": "9", "WORKERS": "3", "ALLOWED_ORIGINS": "https://a,https://b", "ALLOW_CREDENTIALS": "yes",
+        "MAX_MODEL_LEN": "auto", "ENABLE_PREFIX_CACHING": "false", "GPU_MEMORY_UTILIZATION": "0.5", "HOST": "",
+        "MODEL": "some/model", "SHUTDOWN_TIMEOUT": "5", "API_SERVER_COUNT": "2", "KV_CACHE_MEMORY": "2GiB",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"SLIPSTREAM_{name}", text)
+    settings, (options,) = told("--api-server-count", "4")
+    assert (settings.port, settings.workers, settings.drain_timeout, settings.host) == (9, 4, 5.0, "127.0.0.1")
+    assert settings.allowed_origins == ["https://a", "https://b"] and settings.allow_credentials
+    assert (options.model, options.max_model_len, options.enable_prefix_caching) == ("some/model", "auto", False)
+    assert (options.gpu_memory_utilization, options.kv_cache_memory) == (0.5, "2GiB")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("PROT", "8000", "there is no option SLIPSTREAM_PROT; did you mean SLIPSTREAM_PORT?"),
+        ("PORT", "many", "SLIPSTREAM_PORT is 'many'; it takes a whole number"),
+        ("DTYPE", "int8", "SLIPSTREAM_DTYPE is 'int8'; it takes 'auto' or"),
+        ("ALLOW_CREDENTIALS", "maybe", "SLIPSTREAM_ALLOW_CREDENTIALS is 'maybe'; it takes true or false"),
+        ("PORT", "99999", "port is 99999; give 0 to 65535"),
+        ("REQUEST_TIMEOUT", "nan", "--request-timeout is nan"),
+        ("UDS", "/tmp/s", "uds and port are both given"),
+    ],
+)
+def test_a_mistake_in_the_environment_is_named(told, monkeypatch, name, text, words):
+    monkeypatch.setenv(f"SLIPSTREAM_{name}", text)
+    if name == "UDS":
+        monkeypatch.setenv("SLIPSTREAM_PORT", "1")
+    assert words in told()
+
+
+def test_what_kubernetes_puts_into_the_environment_is_not_ours(told, monkeypatch):
+    """Of a service called slipstream."""
+    for name, text in {
+        "PORT": "tcp://10.0.0.1:8000", "SERVICE_HOST": "10.0.0.1", "SERVICE_PORT": "8000", "SERVICE_PORT_HTTP": "8000",
+        "PORT_8000_TCP": "tcp://10.0.0.1:8000", "PORT_8000_TCP_ADDR": "10.0.0.1", "PORT_8000_TCP_PROTO": "tcp",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"SLIPSTREAM_{name}", text)
+    assert told("some/model")[0].port == 8000
+
+
+def test_a_file_of_options_counts_less_than_the_environment_and_that_less_than_flags(told, monkeypatch, tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 1\nhost: 0.0.0.0\nmax-model-len: 512\nmax_num_seqs: 3\nmodel: from/file\nseed:\n")
+    settings, (options,) = told("--config", str(file))
+    assert (settings.port, settings.host) == (1, "0.0.0.0")
+    assert (options.model, options.max_model_len, options.max_num_seqs) == ("from/file", 512, 3)
+    monkeypatch.setenv("SLIPSTREAM_CONFIG", str(file))
+    monkeypatch.setenv("SLIPSTREAM_PORT", "2")
+    monkeypatch.setenv("SLIPSTREAM_MAX_MODEL_LEN", "256")
+    monkeypatch.setenv("SLIPSTREAM_MODEL", "from/environment")
+    settings, (options,) = told("--max-model-len", "128")
+    assert (settings.port, options.max_model_len, options.max_num_seqs) == (2, 128, 3)
+    assert options.model == "from/environment"
+    _, (first, second) = told("a=from/flags", "two/flags")
+    assert (first.model, first.served_model_name, second.model) == ("from/flags", "a", "two/flags")
+
+
+def test_a_unix_socket_counts_before_a_port_of_a_later_source(told, tmp_path, monkeypatch):
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 1\n")
+    settings, _ = told("m/m", "--config", str(file), "--uds", "/tmp/s")
+    assert (settings.uds, settings.port) == ("/tmp/s", 8000)
+    file.write_text("uds: /tmp/s\n")
+    settings, _ = told("m/m", "--config", str(file), "--port", "5")
+    assert (settings.uds, settings.port) == (None, 5)
+
+
+def test_a_file_may_give_models_by_name_with_options_of_their_own(told, tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text("models:\n  chat: org/one\n  embed: {model: org/two, max_model_len: 64}\nseed: 7\n")
+    _, (chat, embed) = told("--config", str(file))
+    assert (chat.model, chat.served_model_name, chat.seed, chat.max_model_len) == ("org/one", "chat", 7, None)
+    assert (embed.model, embed.served_model_name, embed.max_model_len) == ("org/two", "embed", 64)
+    file.write_text("models: [org/one, b=org/two]\n")
+    assert [each.model for each in told("--config", str(file))[1]] == ["org/one", "org/two"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot: 8000", "there is no option prot in {file}; did you mean port?"),
+        ("port: many", "{file}: port is 'many'; it takes a whole number"),
+        ("port: true", "{file}: port is True; it takes a whole number"),
+        ("api_key: [1]", "{file}: --api-key is [1]; it takes a list of strings"),
+        ("port: 1\nport: 2", "{file} gives port twice"),
+        ("workers: 1\napi-server-count: 2", "gives workers twice"),
+        ("- port", "{file} holds list; give lines like"),
+        ("port: [", "which is no YAML"),
+        ("request_timeout: .nan", "--request-timeout is nan"),
+        ("models: {a: {prot: 1}}", "there is no option prot"),
+        ("model: a/b\nmodels: [c/d]", "give one of them"),
+        ("uds: /tmp/s\nhost: a", "uds and host are both given"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(told, tmp_path, text, words):
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    assert words.format(file=file) in told("--config", str(file))
+
+
+def test_a_file_that_is_not_there_is_named(told, tmp_path):
+    assert "cannot be read" in told("--config", str(tmp_path / "none.yaml"))
+
+
+def test_a_path_that_leads_nowhere_is_told_before_anything_starts(told, tmp_path):
+    assert f"there is no {tmp_path}/none here" in told(f"{tmp_path}/none")
+    assert "there is no ./no-such-model here" in told("chat=./no-such-model")
+    assert "neither config.json nor a .gguf file" in told(str(tmp_path))
+    assert "there is no tokenizer at" in told("some/model", "--tokenizer", str(tmp_path / "none.json"))
+    assert "no file we can read" in told("some/model", "--chat-template", str(tmp_path / "none.jinja"))
+    (tmp_path / "file.txt").write_text("")
+    assert "not a .gguf one" in told(str(tmp_path / "file.txt"))
+
+
+@pytest.mark.parametrize("argv", [("--port", "70000"), ("--prot", "1"), ("--port", "x"), ("./none",)], ids=str)
+@pytest.mark.parametrize("how", ["flag", "environment", "file"])
+def test_the_fatal_line_is_json_where_the_log_is(terminal, monkeypatch, tmp_path, argv, how):
+    if how == "flag":
+        argv = ("--log-format", "json", *argv)
+    elif how == "environment":
+        monkeypatch.setenv("SLIPSTREAM_LOG_FORMAT", "json")
+    elif argv[1:] not in (("1",), ("x",)):  # those end before a file is read
+        (tmp_path / "serve.yaml").write_text("log_format: json")
+        argv = ("--config", str(tmp_path / "serve.yaml"), *argv)
+    else:
+        return
+    code, _, err = terminal.run("serve", *argv)
+    (line,) = err.splitlines()
+    said = json.loads(line)
+    assert code == 2 and said["level"] == "critical" and said["message"]
 
 
 def test_keys_from_the_environment(told, monkeypatch):

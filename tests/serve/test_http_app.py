@@ -73,11 +73,13 @@ KEYS = {"api_key": ["one", "two"], "admin_key": "root"}
         ("/v1/models", "Bearer one", 200),
         ("/v1/models", "bearer two", 200),
         ("/v1/models", "Bearer root", 200),
-        ("/docs", None, 401),
+        ("/docs", None, 200),
+        ("/openapi.json", None, 200),
+        ("/metrics", None, 401),
         ("/load", None, 401),
     ],
 )
-def test_every_route_but_health_wants_a_key(folder, path, key, status):
+def test_every_route_but_probes_and_docs_wants_a_key(folder, path, key, status):
     headers = {} if key is None else {"authorization": key}
     answer = once(folder, "GET", path, settings=KEYS, **headers)
     assert answer.status == status

@@ -163,8 +163,9 @@ LINES = [
     b"OPTIONS * HTTP/1.1", b"GET http://other/health HTTP/1.1", b"POST /embed?a=%zz HTTP/1.1",
     b"\x16\x03\x01\x02\x00\x01", b"PRI * HTTP/2.0",
     b"content-type: application/json", b"content-length: 18", b"content-length: -1", b"content-length: " + b"9" * 40,
-    b"transfer-encoding: chunked", b"expect: 100-continue", b"connection: close", b"host: x", b"host: \xff",
-    b'{"prompt": "\xff"}', b"5\r\n{\xff\xff\xff}\r\n0\r\n", b"x-request-id: \x00", b"upgrade: websocket",
+    b"transfer-encoding: chunked", b"expect: 100-continue", b"connection: close", b"host: x",
+    b"host: localhost", b"host: \xff", b'{"prompt": "\xff"}', b"5\r\n{\xff\xff\xff}\r\n0\r\n",
+    b"x-request-id: \x00", b"upgrade: websocket",
 ]  # fmt: skip
 
 
@@ -198,7 +199,7 @@ def test_any_bytes_on_the_socket_leave_the_server_working(tmp_path, caplog):
                 assert not answer or answer.startswith(b"HTTP/1.1 "), (data, answer)
                 assert b"HTTP/1.1 5" not in answer, (data, answer)
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
             assert (await reader.read()).startswith(b"HTTP/1.1 200")
             writer.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -106,12 +107,35 @@ def test_a_core_killed_mid_stream_ends_streams_and_server_with_the_cause(folder)
     assert "SIGKILL" in server.lines[-1] and server.lines[-1].startswith("slipstream: ")
 
 
+def broken(folder, tmp_path):
+    """A model that can be found and not read."""
+    copy = shutil.copytree(folder, tmp_path / "broken")
+    (copy / "config.json").write_text("{")
+    return str(copy)
+
+
+def test_the_last_line_is_json_too_where_the_log_is(folder):
+    server = ServerProcess(folder, "--log-format", "json")
+    os.kill(core_pid(server), signal.SIGKILL)
+    assert server.end() == 1
+    said = [json.loads(line) for line in server.lines]
+    assert said[-1]["level"] == "critical" and "SIGKILL" in said[-1]["message"]
+
+
+def test_a_core_that_fails_by_itself_tells_why_in_json(folder, tmp_path):
+    """Of a model that cannot be read, and of a bug: nothing in the log is no JSON."""
+    server = ServerProcess(broken(folder, tmp_path), "--log-format", "json", wait=False)
+    assert server.end() != 0
+    said = [json.loads(line) for line in server.lines]
+    assert said[-1]["level"] == "critical" and "config.json" in said[-1]["message"]
+
+
 def test_health_comes_before_the_model_and_a_bad_model_is_the_last_line(folder, tmp_path):
-    server = ServerProcess(folder, "--chat-template", str(tmp_path / "missing.jinja"), wait=False)
+    server = ServerProcess(broken(folder, tmp_path), wait=False)
     assert server.call("GET", "/health")[0] == 200  # the core has not even loaded torch
     assert server.call("GET", "/ready")[0] == 503
     assert server.end() != 0
-    assert "missing.jinja" in server.lines[-1]
+    assert "config.json" in server.lines[-1]
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

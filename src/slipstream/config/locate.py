@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,9 +48,20 @@ def locate(model: str | None, revision: str | None = None, task: str = "auto") -
         if path.suffix.lower() != ".gguf":
             raise ModelNotFound(f"{model} is a file, but not a .gguf one; give a .gguf file or the folder of a model")
         return LocatedModel(path, "gguf", path.stem)
-    if not _HUB_NAME.fullmatch(model) or model.lower().endswith(".gguf"):
+    if not _is_hub_name(model):
         raise ModelNotFound(f"there is no {model} here; give a folder, a .gguf file or a hub name like org/name")
     return _in_folder(_download(model, revision), model)
+
+
+def check_model(model: str | None, task: str = "auto") -> None:
+    """As `locate`, but what would be looked up at the hub is believed to be there."""
+    if model is None or not _is_hub_name(model):
+        locate(model, task=task)
+
+
+def _is_hub_name(model: str) -> bool:
+    is_here = Path(model).expanduser().exists()
+    return not is_here and bool(_HUB_NAME.fullmatch(model)) and not model.lower().endswith(".gguf")
 
 
 def _embedded() -> LocatedModel:
@@ -88,6 +100,7 @@ def _in_folder(folder: Path, name: str) -> LocatedModel:
     raise ModelNotFound(f"{folder} holds neither config.json nor a .gguf file; give a folder in Hugging Face layout")
 
 
+@lru_cache(maxsize=16)  # once to know that it is there, before torch is loaded, and once to open it
 def _download(name: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import errors, snapshot_download  # optional, and slow to import

@@ -135,6 +135,8 @@ def describe_type(kind: Any) -> str:
     """An annotation in a user's words."""
     if get_origin(kind) is Literal:
         return " or ".join(repr(value) for value in get_args(kind))
+    if get_origin(kind) in (list, dict):
+        return "a list of strings" if get_origin(kind) is list else "names with a value each"
     if args := get_args(kind):
         return " or ".join(describe_type(arg) for arg in args)
     return {int: "a whole number", float: "a number", str: "a string", bool: "True or False", type(None): "None"}.get(

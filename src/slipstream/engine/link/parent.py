@@ -12,6 +12,7 @@ from pathlib import Path
 import slipstream
 
 _PR_SET_PDEATHSIG = 1
+_PARENT = "SLIPSTREAM_PARENT_PID"
 
 
 def child_environment() -> dict[str, str]:
@@ -25,7 +26,7 @@ def child_environment() -> dict[str, str]:
     root = str(Path(slipstream.__file__).parents[1])
     if root != sysconfig.get_path("purelib"):  # where packages are installed the child looks anyway
         paths.insert(0, root)
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", _PARENT: str(os.getpid())}
 
 
 def die_with_parent() -> None:
@@ -34,5 +35,7 @@ def die_with_parent() -> None:
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent or parent == 1:
+    # the parent names itself: in a container it may be process 1, which also adopts children whose parent has died
+    expected = int(os.environ.pop(_PARENT, "0")) or parent
+    if os.getppid() != expected:
         os._exit(1)  # it died before we could say so

@@ -8,17 +8,18 @@ cause of a failure as its last message. It never opens a port or a file of its o
 from __future__ import annotations
 
 import faulthandler
+import logging
 import os
 import signal
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from slipstream.config.locate import locate
 from slipstream.config.options import Options
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.link.abort_calls import AbortCalls
@@ -39,11 +40,14 @@ from slipstream.engine.link.wire import (
     ToCore,
 )
 from slipstream.errors import EngineDead, SlipstreamError
+from slipstream.log import set_up_child_log
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.lane import LaneStats
 
 if TYPE_CHECKING:
     from slipstream.engine.core import EngineCore
+
+log = logging.getLogger("slipstream.core")
 
 PULSE_SECONDS = 0.25
 
@@ -189,6 +193,7 @@ def main(argv: list[str]) -> int:
     # the front ends decide when to end; a Ctrl-C in the terminal reaches all of a group
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    set_up_child_log()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the watchdog asks where we are
     supervisor, *front_ends = (socket.socket(fileno=int(fd)) if int(fd) >= 0 else None for fd in argv)
@@ -202,7 +207,7 @@ def main(argv: list[str]) -> int:
         return 0
     except BaseException as error:
         if isinstance(error, EngineDead) or not isinstance(error, SlipstreamError):
-            traceback.print_exc()  # not of a user's mistake, which says it all
+            log.error("the engine core failed", exc_info=error)  # not for a user's mistake, which says it all
             sys.stderr.flush()
         hub.broadcast(Failed(root_cause(error)))
         return 1
@@ -211,6 +216,9 @@ def main(argv: list[str]) -> int:
 
 
 def _load(options: list[Options], hub: Hub) -> CoreProcess:
+    hub.broadcast(Loading("finding the model"))
+    for each in options:  # a name that leads nowhere need not wait for torch
+        locate(each.model, each.revision, each.task)
     hub.broadcast(Loading("loading torch"))
     from slipstream.engine.build import build_lanes, open_models  # the first time anyone loads it
 

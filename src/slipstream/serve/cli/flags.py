@@ -81,11 +81,6 @@ def sampling_changes(args: argparse.Namespace) -> dict[str, Any]:
     return _given(args, (*SAMPLING_HELP, "n"))
 
 
-def struct_values(args: argparse.Namespace, struct: type[msgspec.Struct]) -> dict[str, Any]:
-    """What was given of a struct's fields."""
-    return _given(args, struct.__struct_fields__)
-
-
 def _add_flag(
     group: argparse._ArgumentGroup, name: str, kind: Any, text: str, default: Any, alias: str | None = None
 ) -> None:
@@ -93,7 +88,7 @@ def _add_flag(
     text = text.replace("%", "%%")
     if default not in (None, msgspec.NODEFAULT):
         text += f" (default: {_shown(default)})"
-    kinds = _alternatives(kind)
+    kinds = alternatives(kind)
     if kinds == [list[str]]:
         group.add_argument(*flags, action="append", metavar="TEXT", default=argparse.SUPPRESS, help=text)
     elif kinds == [bool]:
@@ -104,7 +99,7 @@ def _add_flag(
         group.add_argument(*flags, type=_reader(kind), metavar=_metavar(kinds), default=argparse.SUPPRESS, help=text)
 
 
-def _alternatives(kind: Any) -> list[Any]:
+def alternatives(kind: Any) -> list[Any]:
     """The members of a union, None left out: not giving the flag says that."""
     members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     return [member for member in members if member is not NoneType]
@@ -112,22 +107,29 @@ def _alternatives(kind: Any) -> list[Any]:
 
 def _reader(kind: Any) -> Callable[[str], Any]:
     """Turns a flag's text into the first member of the union that takes it."""
-    kinds = _alternatives(kind)
 
     def read(text: str) -> Any:
-        for member in kinds:
-            if get_origin(member) is Literal:
-                if text in get_args(member):
-                    return text
-                continue
-            try:
-                return member(text)
-            except ValueError:
-                continue
-        wanted = " or ".join(describe_type(member) for member in kinds)
-        raise argparse.ArgumentTypeError(f"{text!r} given; it takes {wanted}")
+        try:
+            return read_text(kind, text)
+        except ValueError:
+            wanted = " or ".join(describe_type(member) for member in alternatives(kind))
+            raise argparse.ArgumentTypeError(f"{text!r} given; it takes {wanted}") from None
 
     return read
+
+
+def read_text(kind: Any, text: str) -> Any:
+    """The text as the first member of the union that takes it. Raises ValueError where none does."""
+    for member in alternatives(kind):
+        if get_origin(member) is Literal:
+            if text in get_args(member):
+                return text
+            continue
+        try:
+            return member(text)
+        except ValueError:
+            continue
+    raise ValueError(text)
 
 
 def _metavar(kinds: list[Any]) -> str:

@@ -11,10 +11,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from slipstream.errors import EngineClosed, EngineDead, SlipstreamError
+from slipstream.errors import SlipstreamError
 from slipstream.serve.cli import bench, chat, compare, doctor, embed, generate, plan, serve, version
+from slipstream.serve.cli.failure import tell_failure
 from slipstream.serve.cli.run import OpenLLM, open_llm
-from slipstream.serve.cli.wording import Parser, in_flags
+from slipstream.serve.cli.wording import Parser, asks_for_json
 
 INTERRUPTED = 130  # as a shell reports a process that ended by SIGINT
 BROKEN_PIPE = 141  # and by SIGPIPE
@@ -33,12 +34,10 @@ def main(argv: Sequence[str] | None = None, opener: OpenLLM = open_llm) -> int:
         _discard_stdout()
         return BROKEN_PIPE
     except OSError as error:  # a disk that is full, say
-        print(f"slipstream: {one_line(error)}", file=sys.stderr)
         _discard_stdout()
-        return 1
+        return tell_failure(error, as_json=_logs_json(argv))
     except SlipstreamError as error:
-        print(f"slipstream: {one_line(error)}", file=sys.stderr)
-        return 1 if isinstance(error, EngineDead | EngineClosed) else 2
+        return tell_failure(error, as_json=_logs_json(argv))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -64,15 +63,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def one_line(error: BaseException) -> str:
-    """An error without line breaks, options named as flags. That the engine died says nothing without its cause; other
-    errors say it all."""
-    text = str(error) or type(error).__name__
-    if isinstance(error, EngineDead) and error.__cause__ is not None:
-        text += f" ({type(error.__cause__).__name__}: {error.__cause__})"
-    return in_flags(" ".join(text.split()))
-
-
 def _run(argv: Sequence[str] | None, opener: OpenLLM) -> int:
     try:
         args = make_parser().parse_args(argv)
@@ -80,6 +70,11 @@ def _run(argv: Sequence[str] | None, opener: OpenLLM) -> int:
         return int(end.code or 0)
     code: int = args.run(args, opener)
     return code
+
+
+def _logs_json(argv: Sequence[str] | None) -> bool:
+    given = sys.argv[1:] if argv is None else argv
+    return given[:1] in (["serve"], ("serve",)) and asks_for_json(given, os.environ)
 
 
 def _show_help(parser: argparse.ArgumentParser) -> int:

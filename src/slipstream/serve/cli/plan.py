@@ -10,6 +10,7 @@ import msgspec
 
 from slipstream.config.options import make_options
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
+from slipstream.serve.cli.paths import check_paths
 from slipstream.serve.cli.run import OpenLLM
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     options = make_options(**engine_options(args))
+    check_paths(options, look_up=True)
     from slipstream.engine.build import foresee  # brings torch, which help and a mistaken flag need not wait for
 
     config, memory = foresee(options)

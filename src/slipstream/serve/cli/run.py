@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any, Protocol
 
+from slipstream.config.options import make_options
 from slipstream.serve.cli.flags import engine_options, sampling_changes
+from slipstream.serve.cli.paths import check_paths
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
@@ -19,6 +21,7 @@ class OpenLLM(Protocol):
 
 
 def open_llm(**options: Any) -> LLM:
+    check_paths(make_options(**options), look_up=True)
     from slipstream.llm import LLM  # brings torch, which help and a mistaken flag need not wait for
 
     return LLM(**options)

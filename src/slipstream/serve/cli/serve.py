@@ -11,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from slipstream.config.locate import default_embedder
-from slipstream.config.options import Options, make_options
+from slipstream.config.options import Options, make_options, options_of
 from slipstream.errors import InvalidOption, ModelNotFound
+from slipstream.log import set_up_log
 from slipstream.metrics.traces import check_tracing
-from slipstream.serve.cli.flags import add_engine_flags, add_struct_flags, engine_options, struct_values
+from slipstream.serve.cli.failure import tell_failure
+from slipstream.serve.cli.flags import add_engine_flags, add_struct_flags
+from slipstream.serve.cli.paths import check_paths
+from slipstream.serve.cli.sources import Sources
+from slipstream.serve.http.hosts import check_hosts
 from slipstream.serve.http.settings import Settings
 
 if TYPE_CHECKING:
@@ -41,33 +46,40 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "serve",
         help="serve models over HTTP",
         description="Serves models over HTTP, in OpenAI's words. Several models are told apart by name: NAME=PATH "
-        "gives one. With no model it serves the default chat model and the default embedder. Keys may also come from "
-        "SLIPSTREAM_API_KEY (several with commas between) and SLIPSTREAM_ADMIN_KEY, where other users of the machine "
-        "cannot read them.",
+        "gives one. With no model it serves the default chat model and the default embedder. Each flag may also be "
+        "given by the environment (SLIPSTREAM_API_KEY, with commas between several), where other users of the machine "
+        "cannot read it, and by a YAML file (--config). Flags count most, then the environment, then the file.",
         usage="slipstream serve [MODEL ...] [flags]",
         allow_abbrev=False,
     )
     command.add_argument("models", nargs="*", metavar="MODEL", help="as --model, or NAME=MODEL; several if you like")
+    command.add_argument("--config", metavar="FILE", help="a YAML file of options: max-model-len: 8192 and the like")
     add_struct_flags(command, "server", Settings, aliases=ALIASES)
     add_engine_flags(command)
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
-    settings = server_settings(struct_values(args, Settings))
-    options = model_options(args.models, engine_options(args))
-    from slipstream.serve.http.launch import launch  # help and mistakes need not wait for it
-    from slipstream.serve.http.log import set_up_log
+    given = Sources((Settings, Options), ALIASES).gather(args, os.environ)
+    as_json = given.get("log_format") == "json"
+    try:
+        settings = server_settings({name: given.pop(name) for name in Settings.__struct_fields__ if name in given})
+        options = model_options(given.pop("models", []), given)
+        for each in options:
+            check_paths(each)
+        from slipstream.serve.http.launch import launch  # help and mistakes need not wait for it
 
-    set_up_log(settings.log_level, settings.log_format)
-    launch(settings, options)
+        set_up_log(settings.log_level, settings.log_format)
+        launch(settings, options)
+    except Exception as error:
+        if not as_json:
+            raise
+        return tell_failure(error, as_json=True)
     return 0
 
 
 def server_settings(given: dict[str, Any]) -> Settings:
-    given.setdefault("api_key", [key for key in os.environ.get("SLIPSTREAM_API_KEY", "").split(",") if key])
-    given.setdefault("admin_key", os.environ.get("SLIPSTREAM_ADMIN_KEY") or None)
-    for name in ("allowed_origins", "allowed_methods", "allowed_headers"):
+    for name in ("allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers"):
         if name in given:
             given[name] = [each for text in given[name] for each in _listed(name, text)]
     settings = Settings(**given)
@@ -80,6 +92,16 @@ def server_settings(given: dict[str, Any]) -> Settings:
             raise InvalidOption(f"{name} is {value}; give {least} or more")
     if settings.request_timeout is not None and settings.request_timeout <= 0:
         raise InvalidOption(f"request_timeout is {settings.request_timeout}; give more than 0, or leave it out")
+    check_hosts(settings.allowed_hosts)
+    if settings.ssl_certfile or settings.ssl_keyfile:
+        from slipstream.serve.http.tls import server_context  # brings OpenSSL
+
+        server_context(settings)
+    if settings.allow_credentials and "*" in settings.allowed_origins:
+        raise InvalidOption(
+            "allowed_origins is * and allow_credentials is on, so every web page could act with its reader's cookies; "
+            "name the origins, or leave allow_credentials out"
+        )
     if settings.port > 65535:
         raise InvalidOption(f"port is {settings.port}; give 0 to 65535")
     if settings.otlp_traces_endpoint is not None:
@@ -99,8 +121,12 @@ def _listed(name: str, text: str) -> list[str]:
         raise InvalidOption(f'{name} is {text!r}, which is no list in JSON; write ["a", "b"]') from None
 
 
-def model_options(models: list[str], given: dict[str, Any]) -> list[Options]:
-    """One set of options for each model; they differ in the model and its name."""
+def model_options(models: list[str] | dict[str, Any], given: dict[str, Any]) -> list[Options]:
+    """One set of options for each model; they differ in the model and its name, and from a file in what it says."""
+    if isinstance(models, dict):
+        if "model" in given or "served_model_name" in given:
+            raise InvalidOption("models are given by name, and model or served_model_name too; leave one of them out")
+        return options_of(None, models, given)
     if "model" in given:
         if models:
             raise InvalidOption(f"both MODEL {models[0]} and --model {given['model']} were given; give one of them")

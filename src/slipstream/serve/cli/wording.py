@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import os
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from slipstream.config.options import Options
+from slipstream.errors import InvalidOption
+from slipstream.log import FORMAT
 from slipstream.serve.cli.flags import SAMPLING_HELP
 from slipstream.serve.http.settings import Settings
 
@@ -17,10 +21,16 @@ class Parser(argparse.ArgumentParser):
     """Names the nearest flag for one it does not know, and knows which command it was given to."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        self._given = list(sys.argv[1:] if args is None else args)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.refuse(unknown)
         return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        if self.prog.endswith(" serve") and asks_for_json(self._given, os.environ):
+            raise InvalidOption(message)  # without the usage, which is several lines
+        super().error(message)
 
     def refuse(self, unknown: list[str]) -> NoReturn:
         first = unknown[0].split("=")[0]
@@ -29,6 +39,17 @@ class Parser(argparse.ArgumentParser):
         near = difflib.get_close_matches(first, self._option_string_actions, n=1)
         hint = f"did you mean {near[0]}?" if near else f"{self.prog} --help lists the flags"
         self.error(f"there is no flag {first}; {hint}")
+
+
+def asks_for_json(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Whether `serve` was told, by a flag or else by the environment, that its log is JSON."""
+    style = environ.get(FORMAT)
+    for flag, value in zip(argv, [*argv[1:], ""], strict=True):
+        if flag == "--log-format":
+            style = value
+        elif flag.startswith("--log-format="):
+            style = flag.partition("=")[2]
+    return style == "json"
 
 
 def in_flags(text: str) -> str:

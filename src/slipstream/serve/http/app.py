@@ -15,12 +15,12 @@ from typing import Any
 import msgspec
 
 from slipstream.serve.http.auth import Headers
-from slipstream.serve.http.call import Call
+from slipstream.serve.http.call import Address, Call
 from slipstream.serve.http.errors import HttpError, as_http_error, bad_request, misfit
 from slipstream.serve.http.response import Receive, Response, Send
 from slipstream.serve.http.routes import Route
 from slipstream.serve.http.state import State
-from slipstream.serve.http.trace import record_call
+from slipstream.serve.http.trace import record_call, told_of
 from slipstream.serve.http.watch import ClientGone, Watch
 
 log = logging.getLogger("slipstream.http")
@@ -51,6 +51,8 @@ class App:
         try:
             route, params = self._find(scope["method"], scope["path"])
             name = route.path
+            if not route.any_host:
+                self.state.hosts.check(headers)
             self.state.keys.check(route.access, headers)
             # one connection carries one request at a time, so where there is none to go by each request stands alone
             caller = self.state.keys.caller(headers) or _connection(scope) or request_id
@@ -71,6 +73,8 @@ class App:
             failure = as_http_error(error, request_id)
             if failure.status == 500:
                 log.exception("request %s failed", request_id, extra={"request_id": request_id})
+            elif log.isEnabledFor(logging.DEBUG):
+                log.debug("request %s: %d, %s", request_id, failure.status, failure.message)
             if failure.code == "deadline":
                 self.state.counters.aborted["deadline"] += 1
             if route is not None and route.failed is not None:
@@ -81,9 +85,11 @@ class App:
             seconds = time.perf_counter() - began
             if self.state.traces is not None and call is not None:
                 record_call(self.state.traces, call, scope["method"], name, status, seconds)
-            self._count(request_id, scope["method"], name, status, seconds)
+            self._count(request_id, scope["client"], scope["method"], name, status, seconds, route)
+            if call is not None and call.tracks and log.isEnabledFor(logging.DEBUG):
+                log.debug("request %s: %s", request_id, told_of(call))
 
-    def refusal(self, method: str, path: str, headers: Headers) -> tuple[HttpError, str] | None:
+    def refusal(self, method: str, path: str, headers: Headers, client: Address | None) -> tuple[HttpError, str] | None:
         """The answer to a request for which there is no room, on its head alone, and its id.
 
         None lets it in: there is room, or the route has another answer, or there is more to be found wrong with it.
@@ -92,7 +98,7 @@ class App:
             return None
         began = time.perf_counter()
         route = self._exact.get(path, {}).get(method)
-        if route is None or not route.queues:
+        if route is None or not route.queues or not self.state.hosts.allow(headers):
             return None
         try:
             self.state.keys.check(route.access, headers)
@@ -103,14 +109,25 @@ class App:
         if route.failed is not None:
             error = route.failed(error)
         request_id = _own_id(headers) or self.state.new_id()
-        self._count(request_id, method, path, error.status, time.perf_counter() - began)
+        self._count(request_id, client, method, path, error.status, time.perf_counter() - began, route)
         return error, request_id
 
-    def _count(self, request_id: str, method: str, name: str, status: int, seconds: float) -> None:
+    def _count(
+        self,
+        request_id: str,
+        client: Address | None,
+        method: str,
+        name: str,
+        status: int,
+        seconds: float,
+        route: Route | None,
+    ) -> None:
         self.state.counters.requests[name, status] += 1
-        if log.isEnabledFor(logging.INFO):
-            facts = {"request_id": request_id, "method": method, "route": name, "status": status}
-            log.info("%s %s %s %d %.3f s", *facts.values(), seconds, extra=facts | {"seconds": round(seconds, 6)})
+        level = logging.DEBUG if route is not None and route.quiet else logging.INFO
+        if log.isEnabledFor(level):
+            facts = {"request_id": request_id, "client": _shown(client), "method": method, "route": name}
+            facts |= {"status": status, "seconds": round(seconds, 6)}  # type: ignore[dict-item]
+            log.log(level, "%s %s %s %s %d %.3f s", *facts.values(), extra=facts)
 
     def _find(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
         found = self._exact.get(path)
@@ -186,6 +203,14 @@ def _bad_byte(body: bytes) -> str:
     except UnicodeDecodeError as error:
         return f" (byte {error.start})"
     return ""
+
+
+def _shown(client: Address | None) -> str:
+    """The address that connected to us: of a proxy, where there is one."""
+    if client is None:
+        return "unix"
+    host, port = client
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")

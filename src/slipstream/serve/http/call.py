@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from slipstream.serve.http.state import State
 
 
+Address = tuple[str, int]
+"""Of a client: host and port."""
+
+
 class Call:
     __slots__ = ("state", "id", "headers", "path_params", "query", "caller", "tracks")
 

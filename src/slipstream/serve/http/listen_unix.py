@@ -36,8 +36,8 @@ class UnixClaim:
             self._sock.close()
             raise
 
-    def listener(self) -> socket.socket:
-        """A listening socket that the caller owns."""
+    def listener(self, *, listens: bool = True) -> socket.socket:
+        """A listening socket that the caller owns. It is one queue for all, so it listens in any case."""
         return self._sock.dup()
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from slipstream.serve.http.auth import Headers
+from slipstream.serve.http.call import Address
 from slipstream.serve.http.errors import HttpError
 
 _HEAD_SECONDS = 30.0
@@ -22,7 +23,7 @@ _HEAD_SECONDS = 30.0
 class Door(Protocol):
     """Says of a request's head whether it may come in."""
 
-    def refusal(self, method: str, path: str, headers: Headers) -> tuple[HttpError, str] | None:
+    def refusal(self, method: str, path: str, headers: Headers, client: Address | None) -> tuple[HttpError, str] | None:
         """Why not, and the request's id; None where it may, or where there is more to say than that it is full."""
 
 
@@ -91,7 +92,7 @@ def bounded(max_head: int, door: Door) -> type[HttpToolsProtocol]:
 
         def _refuse(self) -> bool:
             path = self.url.partition(b"?")[0].decode("latin-1")
-            found = door.refusal(self.parser.get_method().decode("latin-1"), path, self.headers)
+            found = door.refusal(self.parser.get_method().decode("latin-1"), path, self.headers, self.client)
             if found is None:
                 return False
             error, request_id = found

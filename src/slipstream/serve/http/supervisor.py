@@ -20,6 +20,7 @@ from slipstream.errors import InvalidOption
 from slipstream.metrics.board import Board
 from slipstream.metrics.stats import FrontEnds
 from slipstream.serve.http.listen import PortClaim
+from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import Settings
 
 status = logging.getLogger("slipstream.status")
@@ -61,7 +62,7 @@ class _Place:
 
 
 class Supervisor:
-    def __init__(self, settings: Settings, port: PortClaim, core: socket.socket) -> None:
+    def __init__(self, settings: Settings, port: PortClaim | UnixClaim, core: socket.socket) -> None:
         """`core`: our end of the socket by which front ends join."""
         self.settings = settings
         self.port = port

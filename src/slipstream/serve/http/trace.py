@@ -27,6 +27,23 @@ def record_call(traces: Traces, call: Call, method: str, route: str, status: int
     traces.record(name, seconds, said, carrier, failed=status >= 500)
 
 
+def told_of(call: Call) -> str:
+    """What a request asked of the engine and got, in a line."""
+    tracks = call.tracks
+    num_prompt = sum(len(track.message.prompt_token_ids) for track in tracks)
+    model = tracks[0].message.model or next(iter(call.state.engine.models))
+    said = f"{model}, {len(tracks)} prompts of {num_prompt} tokens"
+    samples = [sample for track in tracks for sample in track.samples]
+    if not samples:
+        return said  # vectors or scores
+    said += f", {sum(track.num_cached for track in tracks)} of them cached"
+    reasons = ", ".join(sorted({str(sample.finish_reason or "abort") for sample in samples}))
+    said += f", {len(samples)} samples of {sum(track.num_tokens for track in tracks)} tokens, ended by {reasons}"
+    if tracks[0].metrics.first_token_ts:
+        said += f", first token after {tracks[0].metrics.first_token_latency:.3f} s"
+    return said
+
+
 def _of_tracks(call: Call) -> dict[str, Any]:
     first = call.tracks[0]
     model = call.state.engine.model(first.message.model).facts.name

@@ -1,33 +1,49 @@
-"""The server's log: one event a line on standard error, as text or as JSON."""
+"""The log of a server's processes: one event a line on standard error, as text or as JSON.
+
+Children log as their parent does: they read LEVEL and FORMAT from the environment, where the parent puts them.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from typing import Any
 
 import msgspec
 
+LEVEL, FORMAT = "SLIPSTREAM_LOG_LEVEL", "SLIPSTREAM_LOG_FORMAT"
 _PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
 def set_up_log(level: str, style: str = "text") -> None:
     handler = logging.StreamHandler()
-    formatter = _JsonLines() if style == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s", _TIME)
+    formatter = JsonLines() if style == "json" else logging.Formatter("%(asctime)s %(levelname)s %(message)s", _TIME)
     formatter.converter = time.gmtime
     handler.setFormatter(formatter)
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
+    logging.captureWarnings(style == "json")  # else they would be lines that are no JSON
     logging.getLogger("slipstream").setLevel(level.upper())
     # how the server itself is doing: a line in a while, not one for each request
     logging.getLogger("slipstream.status").setLevel("ERROR" if level == "error" else "INFO")
 
 
+def pass_on_log(level: str, style: str) -> None:
+    """For a parent, before it starts children."""
+    os.environ[LEVEL], os.environ[FORMAT] = level, style
+
+
+def set_up_child_log() -> None:
+    """For a child that is told nothing else."""
+    set_up_log(os.environ.get(LEVEL) or "warning", os.environ.get(FORMAT) or "text")
+
+
 _TIME = "%Y-%m-%dT%H:%M:%SZ"
 
 
-class _JsonLines(logging.Formatter):
+class JsonLines(logging.Formatter):
     """What a record was given beside its message, a request's id above all, stands in fields of its own."""
 
     def format(self, record: logging.LogRecord) -> str:

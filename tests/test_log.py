@@ -1,0 +1,66 @@
+"""The server's log: text or JSON, one event a line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import warnings
+
+import pytest
+
+from slipstream.log import FORMAT, LEVEL, pass_on_log, set_up_child_log, set_up_log
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(monkeypatch):
+    root, ours = logging.getLogger(), [logging.getLogger(name) for name in ("slipstream", "slipstream.status")]
+    before = root.handlers[:], root.level, [each.level for each in ours]
+    yield
+    root.handlers[:], levels = before[0], before[2]
+    root.setLevel(before[1])
+    for each, level in zip(ours, levels, strict=True):
+        each.setLevel(level)
+    logging.captureWarnings(False)
+
+
+def test_json_lines_have_the_extra_fields_and_the_exception(capsys):
+    set_up_log("info", "json")
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logging.getLogger("slipstream.http").exception("it failed", extra={"request_id": "a", "client": "1.2.3.4:5"})
+    said = json.loads(capsys.readouterr().err)
+    assert (said["level"], said["message"], said["request_id"], said["client"]) == (
+        "error", "it failed", "a", "1.2.3.4:5",
+    )  # fmt: skip
+    assert "ValueError: broken" in said["exception"] and said["time"].endswith("Z")
+
+
+def test_warnings_of_other_packages_are_json_too(capsys):
+    set_up_log("warning", "json")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(True)
+        warnings.warn("old ways", stacklevel=1)
+    assert "old ways" in json.loads(capsys.readouterr().err)["message"]
+
+
+@pytest.mark.parametrize(("level", "shown"), [("error", 1), ("warning", 2), ("info", 3), ("debug", 4)])
+def test_levels(capsys, level, shown):
+    set_up_log(level)
+    log = logging.getLogger("slipstream.http")
+    for say in (log.error, log.warning, log.info, log.debug):
+        say("a line")
+    assert len(capsys.readouterr().err.splitlines()) == shown
+
+
+def test_a_child_logs_as_its_parent_does(capsys, monkeypatch):
+    monkeypatch.setenv(LEVEL, "")
+    monkeypatch.setenv(FORMAT, "")
+    set_up_child_log()
+    logging.getLogger("slipstream.core").info("not shown")
+    pass_on_log("debug", "json")
+    set_up_child_log()
+    logging.getLogger("slipstream.core").debug("shown")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert json.loads(line)["message"] == "shown"

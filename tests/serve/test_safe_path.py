@@ -60,6 +60,7 @@ def test_a_server_started_in_a_models_folder_runs_none_of_its_code(planted, scri
     """Its own process, the core, and two front ends."""
     folder, marks = planted
     server = ServerProcess(".", "--workers", "2", "--max-model-len", "64", command=script, cwd=folder)
+    server.until("ready: serving")  # the other one
     status, answer = server.call("POST", "/v1/completions", {"prompt": "a", "max_tokens": 2})
     assert status == 200, answer
     assert server.stop() == 0, server.lines[-5:]

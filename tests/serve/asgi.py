@@ -43,7 +43,6 @@ class Exchange:
             "method": method,
             "path": path,
             "query_string": query,
-            "client": ("192.0.2.7", 4321),
             "headers": headers,
             "client": client,
         }

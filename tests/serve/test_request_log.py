@@ -19,6 +19,7 @@ def logged(caplog, folder, level, scenario, **settings):
 
 def test_a_request_is_a_line_with_its_id_and_the_clients_address(folder, caplog):
     async def scenario(door):
+        door.client = ("192.0.2.7", 4321)
         await door.post("/v1/completions", ASK, x_request_id="mine")
 
     (line,) = logged(caplog, folder, logging.INFO, scenario)

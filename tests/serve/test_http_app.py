@@ -223,7 +223,7 @@ def test_text_parts_are_joined(folder):
         assert (await door.post("/v1/chat/completions", body)).status == 200
         return bytes(i for i in door.core.submits[0].prompt_token_ids if i < 256)
 
-    assert b"one\ntwo" in at_door(folder, scenario)
+    assert b"one two" in at_door(folder, scenario)
 
 
 def test_a_body_over_the_limit_is_refused_before_and_while_it_is_read(folder):

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from slipstream.errors import BadTokenizer, InvalidPrompt
 from slipstream.text.chat import load_chat_template, render_chat
@@ -50,18 +51,65 @@ def test_the_generation_tag_of_training_templates_is_only_its_body() -> None:
     assert render("a{% generation %}{{ messages[0].content }}{% endgeneration %}b") == "aHib"
 
 
-def test_text_parts_become_one_text_and_the_callers_list_is_left_alone() -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    messages = [{"role": "user", "content": parts}]
-    assert render("{{ messages[0].content }}", messages) == "one\ntwo"
-    assert messages == [{"role": "user", "content": parts}]
+PARTS = [{"type": "text", "text": " one "}, {"type": "text", "text": "two"}]
+# as Gemma 3 and Llama 3.2 Vision write it, shortened
+BY_PART = (
+    "{{ messages[0].content if messages[0].content is string else messages[0].content[0].text }}|"
+    "{% for message in messages[1:] %}{% if message.content is string %}{{ message.content | trim }}"
+    "{% else %}{% for part in message.content %}{% if part.type == 'text' %}{{ part.text | trim }}{% endif %}"
+    "{% endfor %}{% endif %};{% endfor %}"
+)
+
+
+def test_text_parts_reach_templates_that_take_them_apart() -> None:
+    """As in transformers, which leaves joining them to the template."""
+    messages = [*HI, {"role": "user", "content": PARTS}, {"role": "user", "content": PARTS[:1]}]
+    theirs = render_jinja_template([messages], chat_template=BY_PART)[0][0]
+    assert render(BY_PART, messages) == theirs == "Hi|onetwo;one;"
+    assert messages[1] == {"role": "user", "content": PARTS}  # the caller's list is left alone
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content }}", "{{ messages[0]['content'] + '' }}", "{{ 'a' ~ messages[0].content }}",
+        "{{ messages[0].content | trim }}", "{{ messages[0].content.strip() }}",
+        "{{ '%s' % messages[0].content }}", "{{ messages[0].content | upper }}", "{{ messages[0].content | string }}",
+        "{% if 'x' in messages[0].content %}{% endif %}{{ messages[0].content }}",
+    ],
+)  # fmt: skip
+def test_text_parts_become_one_text_for_templates_that_want_one(template: str) -> None:
+    """By a space, as transformers' own server joins them."""
+    text = render(template, [{"role": "user", "content": PARTS}])
+    assert text.strip().removeprefix("a").strip().lower() == "one  two"
+
+
+def test_no_part_is_lost() -> None:
+    """transformers renders only the first here."""
+    messages = [{"role": "system", "content": PARTS}, *HI]
+    assert render(BY_PART, messages) == " one  two|Hi;"
+
+
+def test_a_message_in_parts_is_continued_where_its_last_part_ends() -> None:
+    messages = [*HI, {"role": "assistant", "content": PARTS}]
+    how: dict[str, Any] = dict(continue_final_message=True, add_generation_prompt=False)
+    theirs = render_jinja_template([messages], chat_template=BY_PART, continue_final_message=True)[0][0]
+    assert render(BY_PART, messages, **how) == theirs == "Hi|onetwo"
+    assert render(CHATML, messages, **how).endswith("<|im_start|>assistant\n one  two")
+
+
+def test_content_that_is_left_out_is_undefined_and_null_is_none() -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    template = "{% for m in messages %}{{ m.content is defined }} {{ m.content is none }};{% endfor %}"
+    messages = [{"role": "assistant", "tool_calls": calls}, {"role": "assistant", "tool_calls": calls, "content": None}]
+    assert render(template, messages) == render_jinja_template([messages], chat_template=template)[0][0]
+    assert render(template, messages) == "False False;True True;"
 
 
 def test_arguments_of_tool_calls_reach_the_template_as_objects() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
     messages = [{"role": "assistant", "tool_calls": [call]}]
-    template = "{{ messages[0].tool_calls[0].function.arguments.x[0] }}{{ messages[0].content is none }}"
-    assert render(template, messages) == "1True"
+    assert render("{{ messages[0].tool_calls[0].function.arguments.x[0] }}", messages) == "1"
     assert call["function"]["arguments"] == '{"x": [1]}'  # type: ignore[index]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
+from transformers import AutoTokenizer
 
 from slipstream.errors import BadTokenizer, InvalidPrompt
 from slipstream.text.tokenizer import Tokenizer
@@ -118,6 +119,38 @@ def test_chat_templates_are_found_in_each_of_their_places(tiny_folder: Path) -> 
     assert Tokenizer.load(tiny_folder).chat_template(with_tools=True) == "from json"
     (tiny_folder / "chat_template.jinja").write_text("from jinja")
     assert Tokenizer.load(tiny_folder).chat_template() == "from jinja"
+
+
+def test_further_templates_have_a_folder_of_their_own(tiny_folder: Path) -> None:
+    """As transformers reads them: files count more than tokenizer_config.json, and all of them together."""
+
+    def check(default: str, with_tools: str) -> None:
+        ours, theirs = Tokenizer.load(tiny_folder), AutoTokenizer.from_pretrained(tiny_folder)
+        assert ours.chat_template() == theirs.get_chat_template() == default
+        assert ours.chat_template(with_tools=True) == theirs.get_chat_template(tools=[{}]) == with_tools
+
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    edit(tiny_folder / "tokenizer_config.json", chat_template=named)
+    check("plain", "with tools")
+    (tiny_folder / "chat_template.jinja").write_text("from jinja")
+    check("from jinja", "from jinja")
+    folder = tiny_folder / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "tool_use.jinja").write_text("tools of the folder")
+    (folder / "rag.jinja").write_text("not asked for")
+    (folder / "notes.txt").write_text("no template")
+    check("from jinja", "tools of the folder")
+    (tiny_folder / "chat_template.jinja").unlink()
+    # transformers finds no default here and refuses to chat; the one of the config is better than none
+    assert Tokenizer.load(tiny_folder).chat_template() == "plain"
+    assert Tokenizer.load(tiny_folder).chat_template(with_tools=True) == "tools of the folder"
+    (folder / "default.jinja").write_text("default of the folder")
+    check("default of the folder", "tools of the folder")
+    (tiny_folder / "chat_template.jinja").write_text("from jinja")
+    check("default of the folder", "tools of the folder")
+    (folder / "tool_use.jinja").write_bytes(b"\xff")
+    with pytest.raises(BadTokenizer, match="tool_use.jinja cannot be read"):
+        Tokenizer.load(tiny_folder)
 
 
 def test_no_chat_template_is_none(tiny_folder: Path) -> None:

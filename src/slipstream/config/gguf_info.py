@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from slipstream.config.gguf_file import GgufFile
-from slipstream.config.model_info import ModelInfo, RopeInfo
+from slipstream.config.model_info import ModelInfo
+from slipstream.config.rope_info import RopeInfo
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
 # general.architecture -> what config.json would call it
@@ -78,6 +79,7 @@ class _Facts:
             attention_bias="blk.0.attn_q.bias" in tensors,
             mlp_bias="blk.0.ffn_up.bias" in tensors,
             rope=self._rope(head_dim, rotated),
+            local_rope=RopeInfo(self.real("rope.freq_base_swa", 10_000.0)) if self.architecture == "gemma3" else None,
             eos_token_ids=self._end_tokens(),
             bos_token_id=self._token("bos_token_id"),
             extra=extra,
@@ -174,7 +176,6 @@ class _Facts:
             facts["attn_logit_softcapping"] = self.real("attn_logit_softcapping", 50.0)
             facts["final_logit_softcapping"] = self.real("final_logit_softcapping", 30.0)
             return facts
-        facts["rope_local_base_freq"] = self.real("rope.freq_base_swa", 10_000.0)
         pattern = self.get("attention.sliding_window_pattern")
         if isinstance(pattern, list):  # for each layer, whether it has a window
             facts["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]

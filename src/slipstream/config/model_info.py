@@ -10,21 +10,8 @@ from typing import Any
 import msgspec
 
 from slipstream.config.architecture import find_architecture
+from slipstream.config.rope_info import RopeInfo, read_ropes
 from slipstream.errors import BadCheckpoint, UnsupportedModel
-
-
-class RopeInfo(msgspec.Struct, frozen=True):
-    """Rotary positions: the base, and how it is stretched for long contexts."""
-
-    theta: float = 10_000.0
-    kind: str = "default"  # default, linear, llama3, yarn, longrope ...
-    factors: dict[str, Any] = {}  # the scaling's own numbers, by their config.json names
-
-    def short_length(self, max_model_len: int) -> int | None:
-        """The longest request that LongRoPE's short factors serve, where longer ones have others; None: all requests of
-        an engine have the same frequencies."""
-        original = self.factors.get("original_max_position_embeddings")
-        return original if self.kind == "longrope" and original is not None and original < max_model_len else None
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +33,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     attention_bias: bool = False
     mlp_bias: bool = False
     rope: RopeInfo = RopeInfo()
+    local_rope: RopeInfo | None = None  # of layers with a window, where they have their own
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str | None = None  # of the checkpoint, if it says
@@ -74,8 +62,8 @@ def read_model_info(folder: Path) -> ModelInfo:
 # What a config.json leaves out of a family whose own defaults are not the usual ones.
 _GEMMA3 = {
     "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072, "rope_theta": 1_000_000.0,
-    "rope_local_base_freq": 10_000.0, "query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 _GEMMA2 = {
     "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
@@ -149,6 +137,7 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
     usual = ENCODERS[family] if is_encoder else _DECODERS.get(family, {})
     config = {"rms_norm_eps": 1e-6} | usual | config
     try:
+        rope, local_rope = read_ropes(config, family)
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
         offset = int(config["pad_token_id"]) + 1 if config.get("offset_positions") else 0
@@ -167,7 +156,8 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
-            rope=_rope(config, family),
+            rope=rope,
+            local_rope=local_rope,
             eos_token_ids=_ids(config.get("eos_token_id")),
             bos_token_id=next(iter(_ids(config.get("bos_token_id"))), None),
             dtype=config.get("dtype") or config.get("torch_dtype"),
@@ -208,27 +198,6 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict):
         return config
     return config | {key: value for key, value in text.items() if value is not None and key != "architectures"}
-
-
-def _rope(config: dict[str, Any], family: str) -> RopeInfo:
-    """Old configs have rope_theta and rope_scaling, new ones rope_parameters with both."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    # where kinds of layers have their own, this is the one of full attention
-    rope = rope_info(config, scaling.get("full_attention", scaling))
-    if family == "Phi3" and rope.kind in ("su", "yarn"):  # what early releases call it
-        rope = msgspec.structs.replace(rope, kind="longrope")
-    return rope
-
-
-def rope_info(config: dict[str, Any], scaling: dict[str, Any]) -> RopeInfo:
-    """From a rope_parameters or rope_scaling object; the rest of the config fills in what older ones keep there."""
-    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10_000.0
-    kind = scaling.get("rope_type") or scaling.get("type") or "default"
-    factors = {k: v for k, v in scaling.items() if k not in ("rope_theta", "rope_type", "type")}
-    for key in ("partial_rotary_factor", "original_max_position_embeddings"):
-        if config.get(key) is not None:
-            factors.setdefault(key, config[key])
-    return RopeInfo(theta=float(theta), kind=str(kind), factors=factors)
 
 
 def _ids(value: Any) -> tuple[int, ...]:

@@ -30,8 +30,8 @@ _GIVE_TYPES = BERT_LIKE | {"DebertaTokenizer", "DebertaV2Tokenizer", "FNetTokeni
 
 def tokenizer_class(tokenizer_config: dict[str, Any], config: dict[str, Any]) -> str:
     """The class's name, without "Fast" behind it."""
-    kind = config.get("model_type")
-    registered = _REGISTERED.get(kind, GENERIC) if isinstance(kind, str) else GENERIC
+    kind = str(config.get("model_type"))
+    registered = _REGISTERED.get(kind, GENERIC)
     named = tokenizer_config.get("tokenizer_class") or config.get("tokenizer_class")
     if not isinstance(named, str) or kind in _NOT_TRUSTED:
         return registered

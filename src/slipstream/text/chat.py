@@ -62,7 +62,9 @@ def render_chat(
         "tools": _checked_tools(tools),
         "add_generation_prompt": add_generation_prompt,
     }
-    text = _render(template, variables)
+    text = _render_parts(template, variables)
+    if text is None:
+        text = _render(template, variables | {"messages": [_joined(message) for message in conversation]})
     return _cut_at_mark(text) if continue_final_message else text
 
 
@@ -89,7 +91,7 @@ def _listed(messages: Any) -> Sequence[Any]:
 
 
 def _checked(message: Any, place: int) -> dict[str, Any]:
-    """A copy with the content as one text, which is what templates of text models expect."""
+    """A copy with the content as one text, or as parts where it has several."""
     if not isinstance(message, Mapping):
         raise InvalidPrompt(
             f"message {place} is of type {type(message).__name__}; give an object with role and content"
@@ -104,11 +106,21 @@ def _checked(message: Any, place: int) -> dict[str, Any]:
     content = message.get("content")
     if content is None and not calls:
         raise InvalidPrompt(f"message {place} has no content; give a string or a list of text parts")
-    checked["content"] = _text(content, place)
+    if "content" in message:  # left out, it is undefined to the template
+        checked["content"] = _content(content, place)
     return checked
 
 
-def _text(content: Any, place: int) -> str | None:
+class _Parts(list[dict[str, str]]):
+    """The text parts of a message. A template that takes it for a text fails instead of showing a Python list."""
+
+    def __repr__(self) -> str:
+        raise TypeError("the content of a message is a list of parts")
+
+    __str__ = __repr__
+
+
+def _content(content: Any, place: int) -> str | _Parts | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -122,7 +134,32 @@ def _text(content: Any, place: int) -> str | None:
                 f'message {place} holds the part {part!r}; we take {{"type": "text", "text": ...}} only'
             )
         texts.append(text)
-    return "\n".join(texts)
+    # one part and its text are the same to a template, and not all templates take lists
+    return "".join(texts) if len(texts) < 2 else _Parts({"type": "text", "text": text} for text in texts)
+
+
+def _render_parts(template: str, variables: Mapping[str, Any]) -> str | None:
+    """Where messages have several parts, what a template makes of them, as transformers leaves it to the template.
+    None if no message has parts, if the template wants texts, or if it would lose a part."""
+    parts = [part for message in variables["messages"] if _has_parts(message) for part in message["content"]]
+    if not parts:
+        return None
+    try:
+        text = _render(template, variables)
+    except InvalidPrompt:
+        return None
+    return text if all(part["text"].strip() in text for part in parts) else None
+
+
+def _has_parts(message: Mapping[str, Any]) -> bool:
+    return isinstance(message.get("content"), _Parts)
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """With the content as one text."""
+    if not _has_parts(message):
+        return message
+    return message | {"content": " ".join(part["text"] for part in message["content"])}
 
 
 def _with_parsed_arguments(call: Any) -> Any:
@@ -146,11 +183,14 @@ def _checked_tools(tools: Any) -> list[Mapping[str, Any]] | None:
 
 
 def _mark_end(message: dict[str, Any]) -> None:
-    if not isinstance(message["content"], str):
+    if _has_parts(message):
+        message["content"][-1]["text"] += _MARK
+    elif isinstance(message.get("content"), str):
+        message["content"] += _MARK
+    else:
         raise InvalidPrompt(
             "the final message has no content to continue; give it one or set continue_final_message=False"
         )
-    message["content"] += _MARK
 
 
 def _cut_at_mark(text: str) -> str:

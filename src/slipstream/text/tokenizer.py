@@ -209,14 +209,23 @@ def _make_special(backend: Backend, texts: Any) -> None:
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """A file of its own counts more than tokenizer_config.json."""
-    path = folder / "chat_template.jinja"
+    """By name. Files of their own count more than tokenizer_config.json."""
+    whole = folder / "chat_template.jinja"
+    paths = {"default": whole} if whole.is_file() else {}
+    paths |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    files = {name: _read_template(path) for name, path in paths.items()}
+    return files if "default" in files else _configured_templates(folder, config) | files
+
+
+def _read_template(path: Path) -> str:
     try:
-        template: Any = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        template = _read_object(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
+        return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise BadTokenizer(f"{path} cannot be read: {error}; download it again, or pass chat_template=...") from None
+
+
+def _configured_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    template = _read_object(folder / "chat_template.json").get("chat_template") or config.get("chat_template")
     if isinstance(template, str):
         return {"default": template}
     named = template if isinstance(template, list) else []

@@ -11,7 +11,7 @@ import torch
 
 from hand_batch import HandRunner
 from hand_load import load
-from slipstream.config.model_info import RopeInfo
+from slipstream.config.rope_info import RopeInfo
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.models import chained
 from slipstream.nn.models.chained import ChainedLayers

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slipstream.config.model_info import RopeInfo
+from slipstream.config.rope_info import RopeInfo
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.layers.layer import Layer
 from slipstream.ops.rope import rope_table
@@ -136,7 +136,7 @@ def _yarn(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions
 def _longrope(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
     """Each frequency has its own divisor: one set for contexts within the first training length, one for longer."""
     factors = info.factors
-    original = factors["original_max_position_embeddings"]
+    original = _original_length(info, max_positions)
     divisors = torch.tensor(factors["long_factor" if num_positions > original else "short_factor"])
     if len(divisors) != len(plain):
         raise BadCheckpoint(f"rope scaling of kind longrope has {len(divisors)} factors for {len(plain)} frequencies")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from slipstream.cache_spec import CacheSpec, PagedSpec, WindowSpec
-from slipstream.config.model_info import RopeInfo
+from slipstream.config.rope_info import RopeInfo
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.attention import Attention
 from slipstream.nn.layers.embedding import Embedding

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from slipstream.config.model_info import ModelInfo, rope_info
+from slipstream.config.model_info import ModelInfo
 from slipstream.errors import BadCheckpoint
 from slipstream.nn.models.decoder import DecoderShape
 from slipstream.nn.models.llama import llama_rules, llama_shape
@@ -28,13 +28,10 @@ def gemma2_shape(info: ModelInfo) -> DecoderShape:
 
 def gemma3_shape(info: ModelInfo) -> DecoderShape:
     """Mostly every sixth layer is full."""
-    extra = info.extra
-    ropes = extra.get("rope_parameters") or {}
-    local = ropes.get("sliding_attention") or {"rope_theta": extra.get("rope_local_base_freq")}
     return replace(
-        _gemma_shape(info, pattern=extra.get("sliding_window_pattern") or 6),
+        _gemma_shape(info, pattern=info.extra.get("sliding_window_pattern") or 6),
         qk_norm="heads",
-        local_rope=rope_info({}, local),
+        local_rope=info.local_rope,
     )
 
 

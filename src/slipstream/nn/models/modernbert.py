@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import msgspec
 
-from slipstream.config.model_info import ModelInfo, rope_info
+from slipstream.config.model_info import ModelInfo
 from slipstream.nn.models.bert import bert_shape, encoder_rules
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.heads import HeadShape
@@ -19,14 +19,11 @@ def modernbert_shape(info: ModelInfo) -> EncoderShape:
     every = int(extra["global_attn_every_n_layers"])
     sides = int(extra["local_attention"]) // 2  # the config counts both
     known = msgspec.structs.replace(info, extra=extra | {"sliding_window": sides})
-    ropes = extra.get("rope_parameters") or {}
-    full = {"rope_theta": extra.get("global_rope_theta") or 160_000.0} | (ropes.get("full_attention") or {})
-    local = {"rope_theta": extra.get("local_rope_theta") or 10_000.0} | (ropes.get("sliding_attention") or {})
     return replace(
         bert_shape(info),
         position_offset=None,
-        rope=rope_info({}, full),
-        local_rope=rope_info({}, local),
+        rope=info.rope,
+        local_rope=info.local_rope,
         reaches=layer_windows(known, lambda layer: layer % every != 0),
         norm_before=True,
         norm_bias=bool(extra.get("norm_bias", False)),

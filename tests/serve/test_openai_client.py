@@ -99,7 +99,9 @@ def test_chat_logprobs(client):
     for token in tokens:
         assert len(token.top_logprobs) == 3
         assert token.logprob == token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob  # greedy
-        assert bytes(token.bytes).decode() == token.token
+        assert bytes(token.bytes).decode(errors="backslashreplace") == token.token
+    whole = b"".join(bytes(token.bytes) for token in tokens)
+    assert whole.decode(errors="replace").removesuffix("<|im_end|>") == answer.choices[0].message.content
     chunks = client.chat.completions.create(
         model="tiny", messages=MESSAGES, logprobs=True, top_logprobs=3, stream=True, **GREEDY
     )

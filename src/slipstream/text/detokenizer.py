@@ -8,11 +8,10 @@ are exactly what decoding all ids at once gives, and each token costs the same, 
 from __future__ import annotations
 
 import codecs
-import re
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
 from typing import Any, Protocol
 
+from slipstream.text.token_bytes import fallback_byte, letter_bytes
 from slipstream.text.tokenizer import Tokenizer
 
 
@@ -59,6 +58,15 @@ class Detokenizer:
         for step in self._steps:
             pieces = step.push(pieces)
         return "".join(pieces)
+
+    @property
+    def is_incremental(self) -> bool:
+        """Whether text comes before the end."""
+        return self._steps is not None
+
+    def num_held(self) -> int:
+        """Characters that bytes held back make already, if those that follow are as they should be."""
+        return sum(step.num_held() for step in self._steps or () if isinstance(step, _ByteFallback))
 
     def finish(self) -> str:
         """No more ids will come: the rest."""
@@ -180,7 +188,7 @@ class _ByteLevel:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, pieces: Iterable[str]) -> Iterable[str]:
-        return (self.decoder.decode(b"".join(map(_piece_bytes, pieces))),)
+        return (self.decoder.decode(b"".join(map(letter_bytes, pieces))),)
 
     def finish(self) -> Iterable[str]:
         return (self.decoder.decode(b"", final=True),)
@@ -194,11 +202,14 @@ class _ByteFallback:
 
     def push(self, pieces: Iterable[str]) -> Iterator[str]:
         for piece in pieces:
-            if (byte := _fallback_byte(piece)) is not None:
+            if (byte := fallback_byte(piece)) is not None:
                 self.run.append(byte)
                 continue
             yield from self.finish()
             yield piece
+
+    def num_held(self) -> int:
+        return len(codecs.getincrementaldecoder("utf-8")("replace").decode(bytes(self.run)))
 
     def finish(self) -> Iterator[str]:
         if self.run:
@@ -207,30 +218,3 @@ class _ByteFallback:
             except UnicodeDecodeError:
                 yield "\ufffd" * len(self.run)
             self.run.clear()
-
-
-_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # the library's number parser lets a plus sign through
-
-
-def _fallback_byte(piece: str) -> int | None:
-    found = _FALLBACK.fullmatch(piece) if len(piece) == 6 else None
-    return int(found[1], 16) if found else None
-
-
-@lru_cache(maxsize=65_536)
-def _piece_bytes(piece: str) -> bytes:
-    """A piece that is not wholly in byte letters (an added token) stands for its own text."""
-    try:
-        return bytes(_BYTES[character] for character in piece)
-    except KeyError:
-        return piece.encode()
-
-
-def _byte_letters() -> dict[str, int]:
-    """Byte-level vocabularies write printable Latin-1 bytes as themselves and the others from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTES = _byte_letters()

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 from slipstream.config.gguf_file import GgufFile
 from slipstream.errors import BadTokenizer, InvalidPrompt
 from slipstream.text.gguf_vocab import gguf_tokenizer, special_token
+from slipstream.text.token_bytes import token_bytes
 from slipstream.text.wordpiece import wordpiece_tokenizer
 
 _WAY_OUT = "pass tokenizer=... with a folder that has one, or skip_tokenizer_init=True and prompts as token ids"
@@ -48,6 +49,7 @@ class Tokenizer:
         # how pieces become text, in the words of tokenizer.json; None joins them by spaces
         self.decoder_spec: dict[str, Any] | None = backend.decoder and json.loads(backend.decoder.__getstate__())
         self._texts: dict[int, str] = {}  # of tokens asked for one by one
+        self._bytes: dict[int, bytes] = {}  # likewise
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
 
@@ -127,6 +129,15 @@ class Tokenizer:
         if text is None:
             text = self._texts[token] = self.decode([token], skip_special_tokens=False)
         return text
+
+    def bytes_of(self, token: int) -> bytes:
+        """What one token adds in the middle of a text, for some a part of a character; nothing for an unknown id."""
+        found = self._bytes.get(token)
+        if found is None:
+            piece = self.piece(token)
+            own = b"" if piece is None else token_bytes(self.decoder_spec, piece)
+            found = self._bytes[token] = self.text_of(token).encode() if own is None else own
+        return found
 
     def is_special(self, token: int) -> bool:
         return token in self.special_ids

@@ -16,7 +16,13 @@ from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.fields import GenerationFields, Refused, given_fields, refuse, sampling_params
 from slipstream.serve.http.openai.generation import check_end, start, submits_for
-from slipstream.serve.http.openai.logprobs import ChatLogprobs, PromptLogprob, chat_logprobs, prompt_logprobs
+from slipstream.serve.http.openai.logprobs import (
+    ChatLogprobs,
+    PromptLogprob,
+    TokenNames,
+    chat_logprobs,
+    prompt_logprobs,
+)
 from slipstream.serve.http.openai.messages import message_chars, text_messages
 from slipstream.serve.http.openai.usage import Usage, usage_of
 from slipstream.serve.http.reply import DONE, EventReply, Reply, event, json_reply
@@ -157,7 +163,7 @@ class _Job:
         own["max_tokens"] = limit if limit is not None else self.inputs.facts.defaults.params.get("max_tokens")
         self.params = sampling_params(given, self.inputs, call.state.settings, own)
         call.check_samples(1, self.params.n)
-        self.as_ids = bool(body.return_tokens_as_token_ids)
+        self.names = TokenNames(served.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self.id, self.created, self.model = f"chatcmpl-{call.id}", int(time.time()), served.facts.name
 
     def submits(self) -> list[Prepared]:
@@ -228,7 +234,7 @@ class _Job:
         return event(ChatChunk(self.id, "chat.completion.chunk", self.created, self.model, choices, usage))
 
     def logprobs(self, ids: list[int], entries: Sequence[dict[int, Logprob]]) -> ChatLogprobs:
-        return chat_logprobs(ids, entries, self.body.top_logprobs or 0, as_ids=self.as_ids)
+        return chat_logprobs(ids, entries, self.body.top_logprobs or 0, self.names)
 
 
 ROUTES = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -19,12 +19,14 @@ from slipstream.serve.http.openai.generation import check_end, start, submits_fo
 from slipstream.serve.http.openai.logprobs import (
     CompletionLogprobs,
     PromptLogprob,
+    TokenNames,
     completion_logprobs,
     prompt_logprobs,
 )
 from slipstream.serve.http.openai.usage import Usage, usage_of
 from slipstream.serve.http.reply import DONE, EventReply, Reply, event, json_reply
 from slipstream.serve.http.routes import post
+from slipstream.text.token_starts import TokenStarts, prompt_starts
 
 
 class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
@@ -94,8 +96,7 @@ class _Job:
         self.params = sampling_params(given, served.inputs, settings, own)
         call.check_samples(len(self.prompts), self.params.n)
         self.tokenizer = served.tokenizer
-        as_ids = body.return_tokens_as_token_ids or served.tokenizer is None
-        self.text_of = None if as_ids or served.tokenizer is None else served.tokenizer.text_of
+        self.names = TokenNames(served.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self.head = (f"cmpl-{call.id}", "text_completion", int(time.time()), served.facts.name)
 
     def submits(self) -> list[Prepared]:
@@ -113,13 +114,15 @@ class _Job:
                 if self.scores_only:
                     text, text_ids, text_entries = "", [], []
                 all_entries: list[dict[int, Logprob] | None] = list(text_entries)
-                if self.body.echo:
-                    text = self.prompt_text(track) + text
-                    if self.body.logprobs is not None:
-                        text_ids, all_entries = prompt + text_ids, (track.prompt_logprobs or []) + all_entries
+                before = self.prompt_text(track) if self.body.echo else ""
+                text = before + text
                 choice = CompletionChoice(place * len(track.samples) + sample.index, text)
                 if self.body.logprobs is not None:
-                    choice.logprobs = self.logprobs(text_ids, all_entries, 0)[0]
+                    starts = [min(start, len(text)) for start in self.starts(len(before)).push(text_ids)]
+                    if self.body.echo:
+                        text_ids, all_entries = prompt + text_ids, (track.prompt_logprobs or []) + all_entries
+                        starts = self.prompt_starts(track, before) + starts
+                    choice.logprobs = completion_logprobs(text_ids, all_entries, starts, self.names)
                 if self.body.prompt_logprobs is not None:
                     choice.prompt_logprobs = prompt_logprobs(track.prompt_logprobs or [])
                 choice.finish_reason = "length" if self.scores_only else sample.finish_reason
@@ -134,14 +137,14 @@ class _Job:
         wants_usage = options is not None and bool(options.include_usage)
         each = wants_usage and options is not None and bool(options.continuous_usage_stats)
         places = {track.id: place for place, track in enumerate(reading.tracks)}
-        offsets: dict[tuple[int, int], int] = {}  # how long each text is so far, for logprobs
+        begun: dict[tuple[int, int], Starts] = {}  # texts of which something was sent
         with reading:
             async for moved in reading:
                 parts = []
                 for track in moved:
                     check_end(track)
                     for new in track.increment():
-                        choice = self.chunk(track, places[track.id], new, offsets)
+                        choice = self.chunk(track, places[track.id], new, begun)
                         usage = usage_of([track]) if each else None if wants_usage else msgspec.UNSET
                         parts.append(event(CompletionResponse(*self.head, [choice], usage)))
                 if parts:
@@ -150,21 +153,23 @@ class _Job:
                 yield event(CompletionResponse(*self.head, [], usage_of(reading.tracks)))
             yield DONE
 
-    def chunk(self, track: Track, place: int, new: Increment, offsets: dict[tuple[int, int], int]) -> CompletionChoice:
+    def chunk(self, track: Track, place: int, new: Increment, begun: dict[tuple[int, int], Starts]) -> CompletionChoice:
         text, ids = new.text, new.token_ids
         entries: list[dict[int, Logprob] | None] = list(new.logprobs or [])
         if self.scores_only:
             text, ids, entries = "", [], []
         key = place, new.index
-        if key not in offsets:
-            offsets[key] = 0
-            if self.body.echo:
-                text = self.prompt_text(track) + text
-                if self.body.logprobs is not None:
-                    ids, entries = track.message.prompt_token_ids + ids, (track.prompt_logprobs or []) + entries
-        choice = CompletionChoice(place * len(track.samples) + new.index, text)
+        before, is_first = "", key not in begun
+        if is_first:
+            before = self.prompt_text(track) if self.body.echo else ""
+            begun[key] = self.starts(len(before))
+        choice = CompletionChoice(place * len(track.samples) + new.index, before + text)
         if self.body.logprobs is not None:
-            choice.logprobs, offsets[key] = self.logprobs(ids, entries, offsets[key])
+            starts = begun[key].push(ids)
+            if is_first and self.body.echo:
+                ids, entries = track.message.prompt_token_ids + ids, (track.prompt_logprobs or []) + entries
+                starts = self.prompt_starts(track, before) + starts
+            choice.logprobs = completion_logprobs(ids, entries, starts, self.names)
         choice.finish_reason, choice.stop_reason = new.finish_reason, new.stop_reason
         if self.scores_only and new.finish_reason:
             choice.finish_reason = "length"
@@ -172,15 +177,37 @@ class _Job:
             choice.token_ids = new.token_ids
         return choice
 
-    def logprobs(
-        self, ids: list[int], entries: list[dict[int, Logprob] | None], offset: int
-    ) -> tuple[CompletionLogprobs, int]:
-        return completion_logprobs(ids, entries, offset, self.text_of)
+    def starts(self, length: int) -> Starts:
+        """Where tokens begin in a text that has so many characters before them."""
+        if self.tokenizer is None:
+            return _NoText()
+        return TokenStarts(
+            self.tokenizer,
+            start=length,
+            skip_special_tokens=self.params.skip_special_tokens,
+            spaces_between_special_tokens=self.params.spaces_between_special_tokens,
+        )
+
+    def prompt_starts(self, track: Track, text: str) -> list[int]:
+        ids, special = track.message.prompt_token_ids, self.body.add_special_tokens is not False
+        if self.tokenizer is None:
+            return [0] * len(ids)
+        return prompt_starts(self.tokenizer, ids, text, add_special_tokens=special)
 
     def prompt_text(self, track: Track) -> str:
         if track.prompt is not None and self.body.truncate_prompt_tokens is None:
             return track.prompt
         return "" if self.tokenizer is None else self.tokenizer.decode(track.message.prompt_token_ids)
+
+
+class _NoText:
+    """Without a tokenizer there is no text that tokens could be found in."""
+
+    def push(self, ids: Sequence[int]) -> list[int]:
+        return [0] * len(ids)
+
+
+Starts = TokenStarts | _NoText
 
 
 def _prompts(given: str | list[str | int | list[int]]) -> list[Any]:

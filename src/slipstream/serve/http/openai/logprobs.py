@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from slipstream.engine.front.results import Logprob
+from slipstream.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no infinity
 
@@ -45,20 +46,34 @@ Entry = Mapping[int, Logprob]
 """Of one token: itself first, then the likeliest."""
 
 
-def completion_logprobs(
-    ids: Sequence[int], entries: Sequence[Entry | None], offset: int, text_of: Callable[[int], str] | None
-) -> tuple[CompletionLogprobs, int]:
-    """Of tokens from this place in the text on; and the place after them. None has no logprob: a text's first token.
+class TokenNames:
+    """How tokens are written in logprobs. Most are text; one that ends within a character has bytes alone."""
 
-    `text_of` writes a token; without it tokens are written as ids.
-    """
-    shape = CompletionLogprobs([], [], [], [])
-    as_ids = text_of is None
+    def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids
+
+    def bytes_of(self, token: int) -> bytes | None:
+        return None if self._tokenizer is None else self._tokenizer.bytes_of(token)
+
+    def name(self, token: int, prefix: str = "") -> str:
+        """`prefix` goes before what is written byte by byte, as \\xe6\\x97."""
+        data = self.bytes_of(token)
+        if self._as_ids or data is None:
+            return f"token_id:{token}"
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return prefix + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def completion_logprobs(
+    ids: Sequence[int], entries: Sequence[Entry | None], starts: Sequence[int], names: TokenNames
+) -> CompletionLogprobs:
+    """`starts`: where each token begins in the text. None has no logprob: a text's first token."""
+    shape = CompletionLogprobs([], [], [], list(starts))
     for token, entry in zip(ids, entries, strict=True):
-        text = f"token_id:{token}" if text_of is None else text_of(token)
-        shape.tokens.append(text)
-        shape.text_offset.append(offset)
-        offset += len(text)
+        shape.tokens.append(names.name(token, "bytes:"))
         if entry is None:
             shape.token_logprobs.append(None)
             shape.top_logprobs.append(None)
@@ -66,20 +81,20 @@ def completion_logprobs(
         shape.token_logprobs.append(_finite(entry[token]))
         top: dict[str, float] = {}
         for other, logprob in entry.items():
-            top.setdefault(_name(other, logprob, as_ids), _finite(logprob))
+            top.setdefault(names.name(other, "bytes:"), _finite(logprob))
         shape.top_logprobs.append(top)
-    return shape, offset
+    return shape
 
 
-def chat_logprobs(ids: Sequence[int], entries: Sequence[Entry], num_top: int, *, as_ids: bool) -> ChatLogprobs:
+def chat_logprobs(ids: Sequence[int], entries: Sequence[Entry], num_top: int, names: TokenNames) -> ChatLogprobs:
     content = []
     for token, entry in zip(ids, entries, strict=True):
         likeliest = sorted(
             (item for item in entry.items() if item[1].rank is not None and item[1].rank <= num_top),
             key=lambda item: item[1].rank or 0,
         )
-        top = [TopLogprob(*_named(other, logprob, as_ids)) for other, logprob in likeliest]
-        content.append(ChatLogprob(*_named(token, entry[token], as_ids), top))
+        top = [TopLogprob(*_named(other, logprob, names)) for other, logprob in likeliest]
+        content.append(ChatLogprob(*_named(token, entry[token], names), top))
     return ChatLogprobs(content)
 
 
@@ -93,15 +108,9 @@ def prompt_logprobs(entries: Sequence[Entry | None]) -> list[dict[str, PromptLog
     ]
 
 
-def _named(token: int, logprob: Logprob, as_ids: bool) -> tuple[str, float, list[int]]:
-    text = _name(token, logprob, as_ids)
-    return text, _finite(logprob), list(text.encode())
-
-
-def _name(token: int, logprob: Logprob, as_ids: bool) -> str:
-    if as_ids or logprob.decoded_token is None:
-        return f"token_id:{token}"
-    return logprob.decoded_token
+def _named(token: int, logprob: Logprob, names: TokenNames) -> tuple[str, float, list[int] | None]:
+    data = names.bytes_of(token)
+    return names.name(token), _finite(logprob), None if data is None else list(data)
 
 
 def _finite(logprob: Logprob) -> float:

@@ -227,14 +227,14 @@ def test_an_error_that_was_dealt_with_holds_on_to_no_prompts(place):
 
 def test_what_fails_in_the_engine_while_a_step_asks_for_prompts_is_not_the_callers(monkeypatch):
     world = World(max_num_batched_tokens=16)
-    take_in = world.core.submit
+    take_in = world.core.submit_one
 
     def broken(message):
         if message.request_id == "r1":  # the first that a step asks for
             raise ValueError("broken")
         take_in(message)
 
-    monkeypatch.setattr(world.core, "submit", broken)
+    monkeypatch.setattr(world.core, "submit_one", broken)
     with pytest.raises(EngineDead, match="broken"):
         world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
     assert not world.drive.outputs.tracks
@@ -328,17 +328,17 @@ def test_a_device_that_breaks_while_prompts_are_taken_in():
 @pytest.mark.parametrize("late", [False, True])
 def test_an_interrupt_while_a_prompt_is_taken_in_leaves_nothing_half_done(depth, late, monkeypatch):
     """Between the two lines by which a request begins to wait."""
-    from slipstream.scheduler import waiting
+    from slipstream.scheduler import lazy_heap
 
     world = World(depth)
-    push = waiting.heapq.heappush
+    push = lazy_heap.heapq.heappush
 
     def interrupted(*args):
         monkeypatch.undo()
         signal.raise_signal(signal.SIGINT)
         return push(*args)
 
-    monkeypatch.setattr(waiting.heapq, "heappush", interrupted)
+    monkeypatch.setattr(lazy_heap.heapq, "heappush", interrupted)
     with pytest.raises(KeyboardInterrupt):
         world.run([submit("a", [1, 2]), submit("b", [3])], late=late)
     assert world.core.scheduler.num_waiting == 0 and not world.drive.outputs.tracks

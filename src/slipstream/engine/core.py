@@ -58,6 +58,12 @@ class EngineCore:
         self._num_submitted = 0
         self._failure: BaseException | None = None
 
+    def submit_one(self, message: Submit) -> None:
+        """Take a prompt in, or refuse it with an exception."""
+        if self._failure is not None:
+            self._check_alive()
+        self._submit(message)
+
     def submit(self, *messages: Submit) -> None:
         """Take prompts in, or refuse all of them with an exception; nobody else notices."""
         self._check_alive()

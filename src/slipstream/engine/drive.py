@@ -15,7 +15,7 @@ from slipstream.engine.front.served import ServedModel
 from slipstream.engine.intake import Intake
 from slipstream.engine.interrupts import held_back, watched
 from slipstream.engine.lanes import Lanes
-from slipstream.errors import EngineClosed
+from slipstream.errors import EngineClosed, QueueFull
 from slipstream.messages import Abort
 from slipstream.scheduler.fits import fits_any
 from slipstream.scheduler.scheduler import Scheduler
@@ -61,14 +61,28 @@ class Drive:
         left: set[str] = set()  # of those, by id
         start = time.monotonic()
 
-        def submit(prepared: Prepared) -> None:
-            with hold:  # taken in whole and noted, or not at all
-                tracks.append(track := self._submit(served, prepared, stream=False))
-            if late:
-                track.submitted = start  # it has waited since then
-            left.add(track.id)
-
         core = self.lanes.cores[served.facts.name]
+        submit_one, open_track, tokenizer = core.submit_one, self.outputs.open, served.tokenizer
+
+        def submit(prepared: Sequence[Prepared]) -> int:
+            """How many of them the core took in; fewer than all where its queue is full."""
+            num = 0
+            with hold:  # each is taken in whole and noted, or not at all
+                for message, text in prepared:
+                    try:
+                        submit_one(message)
+                    except QueueFull:
+                        if not core.has_work():
+                            raise
+                        break  # room comes as others finish
+                    track = open_track(message, text, stream=False, tokenizer=tokenizer)
+                    if late:
+                        track.submitted = start  # it has waited since then
+                    tracks.append(track)
+                    left.add(track.id)
+                    num += 1
+            return num
+
         intake = Intake(core, submits, submit, late=late)
         try:
             if late:
@@ -148,7 +162,7 @@ class Drive:
 
     def _submit(self, served: ServedModel, prepared: Prepared, *, stream: bool) -> Track:
         message, text = prepared
-        self.lanes.cores[served.facts.name].submit(message)
+        self.lanes.cores[served.facts.name].submit_one(message)
         return self.outputs.open(message, text, stream=stream, tokenizer=served.tokenizer)
 
     def _see_off(self) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from slipstream.engine.core import EngineCore
 from slipstream.engine.front.inputs import Prepared
-from slipstream.errors import QueueFull, UserError
+from slipstream.errors import UserError
 
 A_FEW = 8  # prompts taken in with each step, so that many rows that end together find others ready
 
@@ -15,16 +15,16 @@ class Intake:
     """Between steps the call takes prompts in by `take_some`. With `late` a step may ask for more by `refill`."""
 
     def __init__(
-        self, core: EngineCore, submits: Iterable[Prepared], submit: Callable[[Prepared], None], *, late: bool
+        self, core: EngineCore, submits: Iterable[Prepared], submit: Callable[[Sequence[Prepared]], int], *, late: bool
     ) -> None:
-        """`submit` takes one in whole, or not at all."""
+        """`submit` takes some in, in their order, and says how many: fewer than all where the core's queue is full."""
         self.ended = False  # no more will come
         self.refused: BaseException | None = None  # why; it is raised between steps
         self._core = core
         self._submit = submit
         self._late = late
         self._waiting = iter(submits)
-        self._held: Prepared | None = None  # the first that waits, if it was seen
+        self._held: list[Prepared] = []  # the first that wait, those that were seen
         self._is_ready = getattr(submits, "is_ready", lambda: True)  # whether looking at it means no waiting
 
     def take_some(self) -> None:
@@ -62,22 +62,23 @@ class Intake:
 
     def _take(self, most: int) -> int:
         """Take the next ones in, and say how many there were."""
-        num = 0
-        while num < most and (not num or self._is_ready()):
+        held, waiting, is_ready = self._held, self._waiting, self._is_ready
+        while len(held) < most and (not held or is_ready()):
             try:
-                self._held = self._held or next(self._waiting, None)
+                held.append(next(waiting))
+            except StopIteration:
+                num = self._hand_in(most)
+                self.ended = not held
+                return num
             except BaseException as error:
                 self.refused = error
+                self._hand_in(most)  # those before it
                 raise
-            if self._held is None:
-                self.ended = True
-                break
-            try:
-                self._submit(self._held)
-            except QueueFull:
-                if not self._core.has_work():
-                    raise
-                break  # room comes as others finish
-            self._held = None
-            num += 1
+        return self._hand_in(most)
+
+    def _hand_in(self, most: int) -> int:
+        if not self._held:
+            return 0
+        num = self._submit(self._held[:most])
+        del self._held[:num]
         return num

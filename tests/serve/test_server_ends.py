@@ -86,6 +86,26 @@ def test_what_does_not_end_within_the_drain_is_ended_with_what_there_is(folder):
     assert server.end() == 0, server.lines[-5:]
 
 
+def test_half_open_sockets_do_not_hold_the_end_and_leave_no_traceback(folder):
+    """Half a head, no body, half a body, and an idle connection: the drain may take ten minutes, and takes a moment."""
+    server = ServerProcess(folder, "--drain-timeout", "600")
+    start = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 99\r\n"
+    )
+    socks = []
+    for data in (b"", start, start + b"\r\n", start + b'\r\n{"prompt"'):
+        socks.append(sock := socket.create_connection(("127.0.0.1", server.port)))
+        sock.sendall(data)
+    assert server.call("GET", "/health")[0] == 200  # later than those were read
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end() == 0, server.lines[-5:]
+    assert not any("Traceback" in line or "Exception" in line for line in server.lines), server.lines
+    answers = [sock.recv(2**16) for sock in socks]
+    assert [data[:12] for data in answers] == [b"", b"", b"HTTP/1.1 503", b"HTTP/1.1 503"]
+    for sock in socks:
+        sock.close()
+
+
 def test_a_second_signal_ends_at_once(folder):
     server = ServerProcess(folder, "--drain-timeout", "600")
     stream = Stream(server, ENDLESS)

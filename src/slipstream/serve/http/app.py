@@ -59,10 +59,12 @@ class App:
             call = Call(self.state, request_id, headers, params, scope["query_string"], caller)
             if route.queues:
                 self.state.admit(1, caller=caller)  # before it is read: whatever it says, there is no room for it
-            body = await self._read(route, headers, receive) if route.method == "POST" else None
+            seconds = self._seconds(call) if route.waits else None
+            body = await self._read(route, headers, receive, seconds) if route.method == "POST" else None
             if route.waits:
                 self.state.check_ready()
-                with Watch(receive, self._seconds(call)):
+                left = None if seconds is None else seconds - (time.perf_counter() - began)
+                with Watch(receive, seconds, left):
                     status = await response.answer(await route.handler(call, body))
             else:
                 status = await response.answer(await route.handler(call, body))
@@ -141,33 +143,16 @@ class App:
                 return route, match.groupdict()
         raise HttpError(404, "there is no such route; /docs lists them")
 
-    async def _read(self, route: Route, headers: Headers, receive: Receive) -> Any:
-        limit = self.state.settings.max_body_bytes
-        kind = b""
-        for name, value in headers:
-            # digits are counted first: int() refuses thousands of them
-            if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > limit):
-                fact = f"the body has {value[:20].decode()} bytes, {limit} are the most"
-                raise HttpError(413, f"{fact}; send less at once")
-            if name == b"content-type":
-                kind = value
-        parts: list[bytes] = []  # joined once: a large body comes in hundreds of them
-        size, more = 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            parts.append(message["body"])
-            size, more = size + len(parts[-1]), message["more_body"]
-            if size > limit:
-                raise HttpError(413, f"the body has more than {limit} bytes; send less at once")
+    async def _read(self, route: Route, headers: Headers, receive: Receive, seconds: float | None) -> Any:
+        body = await self.state.bodies.read(headers, receive, seconds)
         decoder = self._decoders.get(id(route))
         if decoder is None:
             return None
+        kind = next((value for name, value in headers if name == b"content-type"), b"")
         # browsers ask before they send this type to a strange place, and send any other without asking
         if kind.partition(b";")[0].strip().lower() != b"application/json":
             raise HttpError(415, "the body must be JSON; send the header Content-Type: application/json")
-        return _decode(decoder, b"".join(parts))
+        return _decode(decoder, body)
 
     def _seconds(self, call: Call) -> float | None:
         limit = self.state.settings.request_timeout

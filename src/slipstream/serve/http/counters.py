@@ -8,5 +8,5 @@ from collections import Counter
 class Counters:
     def __init__(self) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()  # by route and status; streams count when they begin
-        self.aborted: Counter[str] = Counter()  # requests by cause: disconnect, deadline, drain, admin
-        self.refused: Counter[str] = Counter()  # requests not taken: queue_full, not_ready, draining
+        self.aborted: Counter[str] = Counter()  # requests by cause: disconnect, deadline, body_timeout, drain, admin
+        self.refused: Counter[str] = Counter()  # requests not taken: queue_full, bodies_full, not_ready, draining

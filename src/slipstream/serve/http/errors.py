@@ -26,7 +26,9 @@ class HttpError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
+        closes: bool = False,
     ) -> None:
+        """`closes`: the connection ends with the answer, for the rest of the request never came."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -34,14 +36,16 @@ class HttpError(Exception):
         self.param = param
         self.code = code
         self.retry_after = retry_after
+        self.closes = closes
 
     def body(self) -> bytes:
         return msgspec.json.encode(ErrorBody(ErrorObject(self.message, self.kind, self.param, self.code)))
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        if self.retry_after is None:
-            return []
-        return [(b"retry-after", str(max(1, math.ceil(self.retry_after))).encode())]
+        found = [(b"connection", b"close")] if self.closes else []
+        if self.retry_after is not None:
+            found.append((b"retry-after", str(max(1, math.ceil(self.retry_after))).encode()))
+        return found
 
 
 class ErrorObject(msgspec.Struct):

@@ -1,7 +1,8 @@
 """What we change of uvicorn's HTTP protocol.
 
 A head that is too long or comes too slowly ends its connection: uvicorn bounds heads only where h11 parses them, and
-httptools, which is faster, would collect headers without end. The head of an answer leaves together with the first of
+httptools, which is faster, would collect headers without end. So does a body that goes on after its answer (`body.py`
+bounds those that are read). The head of an answer leaves together with the first of
 its body: a write to a socket is a good part of what a short request costs. And where there is no room for a request, it
 is refused on its head alone, with no task made for it: a crowd that is turned away must cost less than one let in.
 """
@@ -18,6 +19,7 @@ from slipstream.serve.http.call import Address
 from slipstream.serve.http.errors import HttpError
 
 _HEAD_SECONDS = 30.0
+_REST_SECONDS = 30.0  # for the rest of a body that nobody reads: its request was answered before all of it had come
 
 
 class Door(Protocol):
@@ -60,6 +62,7 @@ def bounded(max_head: int, door: Door) -> type[HttpToolsProtocol]:
 
         def on_message_complete(self) -> None:
             self._in_head, self._head_bytes = True, 0  # of the next request
+            self._stop_timer()
             if not self._refused:
                 super().on_message_complete()
             elif not self.parser.should_keep_alive():
@@ -68,6 +71,8 @@ def bounded(max_head: int, door: Door) -> type[HttpToolsProtocol]:
         def on_response_complete(self) -> None:
             self.transport.flush()  # type: ignore[attr-defined]  # an answer to HEAD has nothing after its head
             super().on_response_complete()
+            if not self._in_head and self._timer is None:  # who has its answer need not read on for ever
+                self._timer = self.loop.call_later(_REST_SECONDS, self._too_slow)
 
         def data_received(self, data: bytes) -> None:
             self._head_bytes += len(data)
@@ -116,7 +121,7 @@ def bounded(max_head: int, door: Door) -> type[HttpToolsProtocol]:
 
         def _too_slow(self) -> None:
             self._timer = None
-            if self._in_head and self._is_answered() and not self.transport.is_closing():
+            if self._is_answered() and not self.transport.is_closing():
                 self.transport.close()
 
         def _stop_timer(self) -> None:

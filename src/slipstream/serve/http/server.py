@@ -12,6 +12,7 @@ import contextlib
 import logging
 import socket
 import ssl
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,8 @@ log = logging.getLogger("slipstream.http")
 
 _AT_ONCE = 256  # connections taken in one turn; between two turns others have theirs
 _BACKLOG = 4096  # connections that the system keeps for us meanwhile, as far as it lets us
+_CLOSING = 5.0  # seconds for answers to be written once nothing more comes
+_CUT_OFF = 2.0  # and for handlers whose connections were cut off
 _PAUSE = 0.5  # seconds until another try where the system has no room for a connection
 
 
@@ -39,6 +42,31 @@ class Server(uvicorn.Server):
         await super().startup(sockets=[])
         for sock in sockets or []:
             self.servers.append(Acceptor(sock, self._protocol, self._tls))  # type: ignore[arg-type]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Lets answers be written, for a while; a connection that then still does not read or write is cut off, and its
+        handler ends as with any client that has gone."""
+        for server in self.servers:
+            server.close()
+        for sock in sockets or []:
+            sock.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await self._until_gone(_CLOSING, lambda: self.force_exit)
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        await self._until_gone(_CUT_OFF)
+        for task in self.server_state.tasks:
+            log.error("a handler did not end: %r", task)
+            task.cancel()
+        for server in self.servers:
+            await server.wait_closed()
+
+    async def _until_gone(self, seconds: float, in_a_hurry: Callable[[], bool] = lambda: False) -> None:
+        """Waits for connections and handlers to end, so long and while nobody is in a hurry."""
+        state, deadline = self.server_state, time.monotonic() + seconds
+        while (state.connections or state.tasks) and not in_a_hurry() and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
 
     def _protocol(self) -> asyncio.Protocol:
         made: asyncio.Protocol = self.config.http_protocol_class(  # type: ignore[call-arg]

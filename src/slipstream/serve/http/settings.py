@@ -70,6 +70,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 300.0
 
     max_body_bytes: Annotated[int, _doc("of a request's body")] = 2**24
+    max_bodies_bytes: Annotated[int, _doc("of all bodies that one front end is reading; more get 429")] = 2**28
+    body_timeout: Annotated[
+        float, _doc("seconds for a request's body to come; each 16 KiB of it that have come allow one more")
+    ] = 30.0
     max_header_bytes: Annotated[int, _doc("of a request's line and headers")] = 2**16
     max_answer_bytes: Annotated[int, _doc("of the numbers in one answer, before they are written as JSON")] = 2**27
     max_inputs: Annotated[int, _doc("prompts in one request")] = 1024

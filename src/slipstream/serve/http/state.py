@@ -10,6 +10,7 @@ from slipstream.engine.front.frontend import AsyncEngine
 from slipstream.metrics.board import Board
 from slipstream.metrics.traces import Traces
 from slipstream.serve.http.auth import Keys
+from slipstream.serve.http.body import Bodies
 from slipstream.serve.http.counters import Counters
 from slipstream.serve.http.errors import HttpError, bad_request
 from slipstream.serve.http.hosts import Hosts
@@ -25,6 +26,7 @@ class State:
         self.hosts = Hosts(settings)
         self.keys = Keys(settings.api_key, settings.admin_key)
         self.counters = Counters()
+        self.bodies = Bodies(settings, self.counters)
         self.started = int(time.time())
         self.draining = False
         self.stalled: str | None = None  # what the watchdog has to say
@@ -35,6 +37,11 @@ class State:
         self._max_tokens = -(-settings.max_queued_tokens // settings.workers)
         self._prefix = secrets.token_hex(6)
         self._numbers = itertools.count()
+
+    def drain(self) -> None:
+        """From here on no request is taken."""
+        self.draining = True
+        self.bodies.drain()
 
     def new_id(self) -> str:
         return f"{self._prefix}{next(self._numbers):08x}"

@@ -23,9 +23,16 @@ class Watch:
     the error that says whose time was up.
     """
 
-    def __init__(self, receive: Callable[[], Awaitable[MutableMapping[str, Any]]], seconds: float | None) -> None:
+    def __init__(
+        self,
+        receive: Callable[[], Awaitable[MutableMapping[str, Any]]],
+        seconds: float | None,
+        left: float | None = None,
+    ) -> None:
+        """`seconds`: what the request may take in all; `left` of it, where some has passed."""
         self._receive = receive
         self._seconds = seconds
+        self._left = seconds if left is None else left
         self._reason: Exception | None = None
         self._over = False
         self._timer: asyncio.TimerHandle | None = None
@@ -36,10 +43,10 @@ class Watch:
         self._task: asyncio.Task[Any] = task
         loop = asyncio.get_running_loop()
         self._listener = loop.create_task(self._listen())
-        if self._seconds is not None:
+        if self._seconds is not None and self._left is not None:
             fact = f"the request took longer than its {self._seconds:g} s"
             late = HttpError(408, f"{fact}; ask for less, or allow more (X-Request-Timeout)", code="deadline")
-            self._timer = loop.call_later(self._seconds, self._give_up, late)
+            self._timer = loop.call_later(max(0.0, self._left), self._give_up, late)
         return self
 
     def __exit__(

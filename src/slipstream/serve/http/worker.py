@@ -30,7 +30,6 @@ from slipstream.serve.http.watchdog import Watchdog
 status = logging.getLogger("slipstream.status")
 
 _LAST_WORDS = 1.0  # seconds for open requests to hear of the core's end, and for /health to tell
-_CLOSING = 5.0  # seconds for answers to be written once nothing more comes
 
 
 class WorkerEnd(NamedTuple):
@@ -69,7 +68,6 @@ class _Worker:
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=int(_CLOSING),
             **_parser(self.settings.max_header_bytes, app),
         )
         self.server = Server(config, server_context(self.settings))
@@ -117,7 +115,7 @@ class _Worker:
 
     async def _drain(self) -> None:
         """Nothing new is taken; what is under way may end, and what does not in time is ended with what there is."""
-        self.state.draining = True
+        self.state.drain()
         running, deadline = self.server.server_state.tasks, time.monotonic() + self.settings.drain_timeout
         if running:
             status.info("ending: %d requests may go on for %g s", len(running), self.settings.drain_timeout)

@@ -23,7 +23,9 @@ class TeiError(HttpError):
 
 def in_tei_words(error: HttpError) -> HttpError:
     status, kind = _of(error)
-    return TeiError(status, error.message, kind=kind, code=error.code, retry_after=error.retry_after)
+    said = TeiError(status, error.message, kind=kind, code=error.code, retry_after=error.retry_after)
+    said.closes = error.closes
+    return said
 
 
 def _of(error: HttpError) -> tuple[int, ErrorType]:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tiny import tiny_weights
+from tiny_tokenizer import IM_END, SPECIAL_TOKENS, byte_tokenizer
 
 THEIRS = {
     "model.embed_tokens": "token_embd",
@@ -35,15 +36,23 @@ PHI = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 OWN_THEIRS = {"gemma2": GEMMA, "gemma3": GEMMA, "olmo2": AROUND, "phi3": PHI}
 
 
-def write_gguf(folder: Path, kind: gguf.GGMLQuantizationType, extra: dict[str, np.ndarray] | None = None) -> Path:
-    """The folder's model as one file, with q and k in rotary pairs where llama.cpp has them so."""
+def write_gguf(
+    folder: Path,
+    kind: gguf.GGMLQuantizationType,
+    extra: dict[str, np.ndarray] | None = None,
+    part_tensors: int = 0,
+    pre: str | None = None,
+) -> Path:
+    """The folder's model as one file, with q and k in rotary pairs where llama.cpp has them so; or as several, of
+    `part_tensors` each, with the path that they are named after. With `pre` it has the folder's vocabulary of bytes,
+    for texts split by that rule."""
     config = json.loads((folder / "config.json").read_text())
     family = config["architectures"][0].removesuffix("ForCausalLM").lower()
     arch = "llama" if family == "mistral" else family
     theirs = THEIRS | (OWN_THEIRS.get(arch) or {})
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     path = folder / "model.gguf"
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=part_tensors)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -54,6 +63,8 @@ def write_gguf(folder: Path, kind: gguf.GGMLQuantizationType, extra: dict[str, n
     writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     add_family_facts(writer, arch, config, head_dim)
+    if pre is not None:
+        add_vocabulary(writer, pre, config)
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for name, tensor in tiny_weights(folder).items():
         stem, suffix = name.rsplit(".", 1)
@@ -76,6 +87,19 @@ def write_gguf(folder: Path, kind: gguf.GGMLQuantizationType, extra: dict[str, n
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def add_vocabulary(writer: gguf.GGUFWriter, pre: str, config: dict[str, Any]) -> None:
+    """Byte-level BPE with one merge, of two spaces, and a token for each vector of the model."""
+    letters = sorted(byte_tokenizer().get_vocab(with_added_tokens=False).items(), key=lambda item: item[1])
+    tokens = [letter for letter, _ in letters] + list(SPECIAL_TOKENS)
+    tokens += ["ĠĠ"] + [f"<|unused_{n}|>" for n in range(len(tokens) + 1, config["vocab_size"])]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([1 if n < 256 or token == "ĠĠ" else 3 for n, token in enumerate(tokens)])
+    writer.add_token_merges(["Ġ Ġ"])
+    writer.add_eos_token_id(IM_END)
 
 
 BERT = {

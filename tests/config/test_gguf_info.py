@@ -152,7 +152,6 @@ def test_the_scaling_of_llama_3_is_recognised_by_its_numbers(tmp_path: Path) -> 
         (dict(expert_count=8), "mixture of 8 experts"),
         (dict(arch="nomic-bert"), "architecture 'nomic-bert'; .* from folders with safetensors"),
         (dict(attention__causal=False), "lets every token see the whole text"),
-        (dict(split__count=3), "one of 3 parts"),
         (dict(arch="qwen2", attention__sliding_window=32), "window of 32"),
         (dict(rope__dimension_count=2), "rotates 2 of 4"),
         (dict(feed_forward_length=[24, 48]), "layers that differ in llama.feed_forward_length"),

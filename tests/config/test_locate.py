@@ -76,13 +76,25 @@ def test_folders_and_files(tmp_path: Path) -> None:
     assert (locate(str(folder)).path, locate(str(folder)).kind) == (one, "gguf")
     assert (locate(str(one)).path, locate(str(one)).name) == (one, "one.Q8_0")
     (folder / "two.gguf").touch()
-    with pytest.raises(ModelNotFound, match="2 .gguf files; give one of them"):
+    with pytest.raises(ModelNotFound, match="2 .gguf models; give one of them"):
         locate(str(folder))
     (folder / "config.json").touch()
     found = locate(str(folder))
     assert (found.path, found.kind, found.name) == (folder, "folder", "my-model")
     with pytest.raises(ModelNotFound, match="not a .gguf one"):
         locate(str(folder / "config.json"))
+
+
+def test_a_model_in_parts_is_opened_by_its_first(tmp_path: Path) -> None:
+    parts = [tmp_path / f"some.Q4_K-{n:05}-of-00003.gguf" for n in (1, 2, 3)]
+    for part in parts:
+        part.touch()
+    for given in (*parts, tmp_path):
+        found = locate(str(given))
+        assert (found.path, found.kind, found.name) == (parts[0], "gguf", "some.Q4_K")
+    (tmp_path / "other.gguf").touch()
+    with pytest.raises(ModelNotFound, match="2 .gguf models"):
+        locate(str(tmp_path))
 
 
 def test_a_folder_is_named_even_when_given_as_a_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

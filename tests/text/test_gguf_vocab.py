@@ -56,6 +56,14 @@ def test_smollm_ends_a_turn_with_im_end(smollm: Tokenizer) -> None:
         ("llama-bpe", "he1212312", ["he", "12", "1", "2", "3", "1", "2"]),
         ("llama-bpe", "zz", ["zz"]),  # a whole word needs no merges there
         ("default", "zz", ["z", "z"]),
+        ("tekken", "zz", ["zz"]),
+        ("tekken", "he123heHE", ["he", "1", "2", "3", "he", "H", "E"]),
+        ("gpt-4o", "he1231 a", ["he", "123", "1", "Ġa"]),
+        ("gpt-4o", "zz", ["z", "z"]),
+        ("dbrx", "he1231 a", ["he", "123", "1", "Ġa"]),
+        ("deepseek-llm", "he123", ["he", "1", "2", "3"]),
+        ("falcon", "he1231", ["he", "123", "1"]),
+        ("superbpe", "he 1212", ["he", "Ġ", "1", "2", "12"]),
         ("gpt-2", "he<tool>he<s>", ["he", "<tool>", "he", "<s>"]),
     ],
 )
@@ -76,6 +84,9 @@ def test_qwen_composes_characters_first() -> None:
         (dict(add_bos_token=False), False, False),
         (dict(pre="llama-bpe"), True, False),
         (dict(pre="qwen2"), False, False),
+        (dict(pre="tekken"), True, False),
+        (dict(pre="gpt-4o"), False, False),
+        (dict(pre="falcon3", add_bos_token=False), False, False),
     ],
 )
 def test_the_ends_of_a_text_are_added_as_the_file_says(given: dict[str, Any], begins: bool, ends: bool) -> None:

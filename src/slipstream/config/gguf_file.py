@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.config.gguf_parts import part_paths
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
 
@@ -30,16 +31,43 @@ class GgufTensor:
 
 
 class GgufFile:
-    """One open file. The views in `tensors` keep the map alive, so there is nothing to close."""
+    """One open model: a file, or the first of several with the tensors of all. The views in `tensors` keep the maps
+    alive, so there is nothing to close."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.fields: Mapping[str, Any]
         self.tensors: dict[str, GgufTensor]
-        reader = _Reader(self.path.name, _map(self.path))
-        self.version, num_tensors, num_fields = _read_header(reader)
-        self.fields = _Fields(reader, num_fields)
-        self.tensors = _read_tensors(reader, num_tensors, self.fields)
+        self.version, self.fields, self.tensors = _read_file(self.path)
+        if (count := _number(self.fields, "split.count")) > 1:
+            self._add_parts(count)
+
+    def _add_parts(self, count: int) -> None:
+        """The tensors of the other files. The first has all fields but those that say which part a file is."""
+        paths = part_paths(self.path)
+        if len(paths) != count or self.path != paths[0] or _number(self.fields, "split.no"):
+            raise BadCheckpoint(
+                f"{self.path.name} is part {_number(self.fields, 'split.no') + 1} of {count}; give the first, with the "
+                f"others beside it, named ...-00001-of-{count:05}.gguf and so on"
+            )
+        if missing := [path.name for path in paths if not path.is_file()]:
+            raise BadCheckpoint(
+                f"{self.path.name} lacks {len(missing)} of its {count} parts, {missing[0]} first; download them again"
+            )
+        for number, path in enumerate(paths[1:], 1):
+            _, fields, tensors = _read_file(path)
+            found = _number(fields, "split.no"), _number(fields, "split.count")
+            if found != (number, count):
+                raise BadCheckpoint(f"{path.name} says that it is part {found[0] + 1} of {found[1]}; download it again")
+            if twice := self.tensors.keys() & tensors.keys():
+                raise BadCheckpoint(f"{path.name} has {min(twice)}, which another part has too; download it again")
+            self.tensors |= tensors
+        total = _number(self.fields, "split.tensors.count")
+        if total and total != len(self.tensors):
+            raise BadCheckpoint(
+                f"{self.path.name} and its parts have {len(self.tensors)} tensors, there should be {total}; "
+                "download them again"
+            )
 
     @classmethod
     def open(cls, path: str | Path) -> GgufFile:
@@ -166,6 +194,20 @@ class _Fields(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+def _read_file(path: Path) -> tuple[int, Mapping[str, Any], dict[str, GgufTensor]]:
+    """Version, fields and tensors of one file."""
+    reader = _Reader(path.name, _map(path))
+    version, num_tensors, num_fields = _read_header(reader)
+    fields = _Fields(reader, num_fields)
+    return version, fields, _read_tensors(reader, num_tensors, fields)
+
+
+def _number(fields: Mapping[str, Any], key: str) -> int:
+    """0 if the file does not say."""
+    value = fields.get(key, 0)
+    return value if isinstance(value, int) else 0
 
 
 def _map(path: Path) -> mmap.mmap:

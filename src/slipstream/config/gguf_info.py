@@ -140,9 +140,6 @@ class _Facts:
         return float(value)
 
     def _refuse_what_we_do_not_run(self) -> None:
-        parts = self.file.fields.get("split.count", 0)
-        if isinstance(parts, int) and parts > 1:
-            raise UnsupportedModel(f"{self.name} is one of {parts} parts; join them with llama-gguf-split --merge")
         if self.get("expert_count"):
             raise UnsupportedModel(
                 f"{self.name} is a mixture of {self.get('expert_count')} experts; we run dense models"

@@ -9,6 +9,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
+from slipstream.config.gguf_parts import first_parts, model_name, part_paths
 from slipstream.config.weight_files import ADAPTER, no_weights
 from slipstream.errors import ModelNotFound
 
@@ -47,7 +48,7 @@ def locate(model: str | None, revision: str | None = None, task: str = "auto") -
     if path.is_file():
         if path.suffix.lower() != ".gguf":
             raise ModelNotFound(f"{model} is a file, but not a .gguf one; give a .gguf file or the folder of a model")
-        return LocatedModel(path, "gguf", path.stem)
+        return LocatedModel(part_paths(path)[0], "gguf", model_name(path))
     if not _is_hub_name(model):
         raise ModelNotFound(f"there is no {model} here; give a folder, a .gguf file or a hub name like org/name")
     return _in_folder(_download(model, revision), model)
@@ -85,11 +86,11 @@ def default_embedder() -> LocatedModel:
 def _in_folder(folder: Path, name: str) -> LocatedModel:
     if (folder / "config.json").is_file():
         return LocatedModel(folder, "folder", name)
-    ggufs = sorted(folder.glob("*.gguf"))
+    ggufs = first_parts(sorted(folder.glob("*.gguf")))
     if len(ggufs) == 1:
-        return LocatedModel(ggufs[0], "gguf", ggufs[0].stem)
+        return LocatedModel(ggufs[0], "gguf", model_name(ggufs[0]))
     if ggufs:
-        raise ModelNotFound(f"{folder} holds {len(ggufs)} .gguf files; give one of them, for example {ggufs[0]}")
+        raise ModelNotFound(f"{folder} holds {len(ggufs)} .gguf models; give one of them, for example {ggufs[0]}")
     if (folder / ADAPTER).is_file():
         raise no_weights(folder)
     if (folder / "modules.json").is_file() and (inside := sorted(folder.glob("0_*/config.json"))):

@@ -7,12 +7,13 @@ refused, because a wrong split gives wrong tokens in silence.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from slipstream.errors import BadTokenizer
+from slipstream.text.gguf_splits import SPLIT_RULES
 
 _WAY_OUT = "pass tokenizer=... with the folder or tokenizer.json of the same model, or skip_tokenizer_init=True"
 
@@ -51,59 +52,16 @@ def special_token(fields: Mapping[str, Any], name: str) -> tuple[str, int] | Non
     return tokens[number], number
 
 
-# Splits on what these models' own tokenizer.json says. The first is GPT-2's, built into ByteLevel.
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = _WORDS + r"|\p{N}{1,3}" + _REST
-_QWEN2 = _WORDS + r"|\p{N}" + _REST
-
-
-def _gpt2_split() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False)
-
-
-def _digits_split() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_split()])
-
-
-def _regex_split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
-_SPLITS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "default": _gpt2_split,
-    "gpt-2": _gpt2_split,
-    "smollm": _digits_split,
-    "starcoder": _digits_split,
-    "llama-bpe": lambda: _regex_split(_LLAMA3),
-    "llama3": lambda: _regex_split(_LLAMA3),
-    "llama-v3": lambda: _regex_split(_LLAMA3),
-    "qwen2": lambda: _regex_split(_QWEN2),
-    "deepseek-r1-qwen": lambda: _regex_split(_QWEN2),
-}
-_WHOLE_WORDS_FIRST = (
-    "llama-bpe",
-    "llama3",
-    "llama-v3",
-)  # a word that is a token is taken whole, whatever the merges say
-_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # text is brought to composed form (NFC) first
-
-
 def _byte_level(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
-    split = str(fields.get("tokenizer.ggml.pre", "default"))
-    if split not in _SPLITS:
-        raise BadTokenizer(f"the GGUF splits text by {split!r}, we know {', '.join(_SPLITS)}; {_WAY_OUT}")
+    name = str(fields.get("tokenizer.ggml.pre", "default"))
+    rule = SPLIT_RULES.get(name)
+    if rule is None:
+        raise BadTokenizer(f"the GGUF splits text by {name!r}; known are {', '.join(sorted(SPLIT_RULES))}; {_WAY_OUT}")
     merges = [_pair(merge) for merge in _list(fields, "merges", str)]
-    model = models.BPE(
-        vocab=_numbered(tokens),
-        merges=merges,
-        ignore_merges=split in _WHOLE_WORDS_FIRST,
-    )
-    tokenizer = Tokenizer(model)
-    if split in _COMPOSED:
+    tokenizer = Tokenizer(models.BPE(vocab=_numbered(tokens), merges=merges, ignore_merges=rule.ignores_merges))
+    if rule.composes:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _SPLITS[split]()
+    tokenizer.pre_tokenizer = rule.build()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -182,9 +140,10 @@ def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]
 
 def _add_ends(tokenizer: Tokenizer, fields: Mapping[str, Any], tokens: list[str]) -> None:
     """The tokens that an encoded text begins and ends with, if the file asks for them."""
-    # files that do not say: SentencePiece and Llama 3 models begin every text with bos
-    pre, kind = fields.get("tokenizer.ggml.pre"), fields.get("tokenizer.ggml.model")
-    begins = fields.get("tokenizer.ggml.add_bos_token", kind == "llama" or pre in _WHOLE_WORDS_FIRST)
+    # files that do not say: SentencePiece models begin every text with bos, and some of byte-level BPE do
+    kind, rule = fields.get("tokenizer.ggml.model"), SPLIT_RULES.get(str(fields.get("tokenizer.ggml.pre")))
+    usual = kind == "llama" or (rule is not None and rule.adds_bos)
+    begins = fields.get("tokenizer.ggml.add_bos_token", usual)
     bos = special_token(fields, "bos") if begins else None
     eos = special_token(fields, "eos") if fields.get("tokenizer.ggml.add_eos_token", False) else None
     if bos is None and eos is None:

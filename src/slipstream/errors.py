@@ -32,7 +32,14 @@ class SlipstreamError(Exception):
 
 
 class UserError(SlipstreamError, ValueError):
-    """The caller asked for something that cannot be."""
+    """The caller asked for something that cannot be. `param`: the parameter it is about, where it is about one."""
+
+    def __init__(self, message: str = "", *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+    def of_prompt(self, place: int, total: int) -> SlipstreamError:
+        return self if total == 1 else type(self)(f"prompt {place + 1} of {total}: {self}", param=self.param)
 
 
 class InvalidParams(UserError):

@@ -32,8 +32,8 @@ def test_the_generation_prompt_may_be_left_out() -> None:
 
 def test_blocks_leave_no_blank_lines_and_loops_may_break() -> None:
     leave = "    {% if loop.index > 1 %}\n{% break %}\n    {% endif %}\n"
-    template = "{% for m in messages %}\n" + leave + "{{ m.content }};\n{% endfor %}\n"
-    assert render(template, HI * 3) == "Hi;\n"
+    template = "{% for m in messages * 3 %}\n" + leave + "{{ m.content }};\n{% endfor %}\n"
+    assert render(template, HI) == "Hi;\n"
 
 
 def test_json_is_not_escaped_for_web_pages() -> None:
@@ -100,7 +100,8 @@ def test_a_message_in_parts_is_continued_where_its_last_part_ends() -> None:
 
 def test_content_that_is_left_out_is_undefined_and_null_is_none() -> None:
     calls = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    template = "{% for m in messages %}{{ m.content is defined }} {{ m.content is none }};{% endfor %}"
+    template = "{% for m in messages %}{{ m.content is defined }} {{ m.content is none }}"
+    template += "{% if m.tool_calls %};{% endif %}{% endfor %}"
     messages = [{"role": "assistant", "tool_calls": calls}, {"role": "assistant", "tool_calls": calls, "content": None}]
     assert render(template, messages) == render_jinja_template([messages], chat_template=template)[0][0]
     assert render(template, messages) == "False False;True True;"

@@ -20,6 +20,15 @@ import jinja2.nodes as nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from slipstream.errors import BadTokenizer, InvalidPrompt
+from slipstream.text.chat_fields import (
+    NotedMessage,
+    check_read,
+    check_tool_calls,
+    knows_calls,
+    texts_of,
+    variables_of,
+    with_calls_as_text,
+)
 
 _WAY_OUT = "pass chat_template=... with a Jinja template or the path of one"
 _MAX_TURNS = 200_000  # of all loops and macros in one rendering
@@ -51,9 +60,9 @@ def render_chat(
                 "a final message cannot be continued and followed by a new one; set add_generation_prompt=False"
             )
         _mark_end(conversation[-1])
-    for name in _RESERVED:
-        if name in chat_template_kwargs:
-            raise InvalidPrompt(f"chat_template_kwargs may not hold {name!r}; give it as an argument of its own")
+    _check_arguments(template, chat_template_kwargs)
+    if not knows_calls(template):
+        conversation = [with_calls_as_text(message) for message in conversation]
     variables = {
         **(special_tokens or {}),
         "documents": None,
@@ -62,10 +71,20 @@ def render_chat(
         "tools": _checked_tools(tools),
         "add_generation_prompt": add_generation_prompt,
     }
-    text = _render_parts(template, variables)
-    if text is None:
-        text = _render(template, variables | {"messages": [_joined(message) for message in conversation]})
+    try:
+        text = _render_whole(template, variables)
+    except InvalidPrompt:
+        # null beside calls is usual, and some templates that know calls add texts to the content
+        filled = [_without_null(message) for message in conversation]
+        if filled == conversation:
+            raise
+        text = _render_whole(template, variables | {"messages": filled})
     return _cut_at_mark(text) if continue_final_message else text
+
+
+def known_roles(template: str) -> frozenset[str]:
+    """Texts that a template names: roles that it knows are among them."""
+    return texts_of(template, _environment())
 
 
 def load_chat_template(given: str) -> str:
@@ -102,7 +121,7 @@ def _checked(message: Any, place: int) -> dict[str, Any]:
     checked = dict(message)
     calls = message.get("tool_calls")
     if calls:
-        checked["tool_calls"] = [_with_parsed_arguments(call) for call in calls] if isinstance(calls, list) else calls
+        checked["tool_calls"] = check_tool_calls(calls, place)
     content = message.get("content")
     if content is None and not calls:
         raise InvalidPrompt(f"message {place} has no content; give a string or a list of text parts")
@@ -128,6 +147,8 @@ def _content(content: Any, place: int) -> str | _Parts | None:
         raise InvalidPrompt(f"message {place} has content of type {kind}; give a string or a list of text parts")
     texts = []
     for part in content:
+        if isinstance(part, Mapping) and (extra := [name for name in part if name not in ("type", "text")]):
+            raise InvalidPrompt(f"message {place} holds a part with the field {extra[0]!r}; a text has type and text")
         text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
         if not isinstance(text, str):
             raise InvalidPrompt(
@@ -136,6 +157,17 @@ def _content(content: Any, place: int) -> str | _Parts | None:
         texts.append(text)
     # one part and its text are the same to a template, and not all templates take lists
     return "".join(texts) if len(texts) < 2 else _Parts({"type": "text", "text": text} for text in texts)
+
+
+def _render_whole(template: str, variables: Mapping[str, Any]) -> str:
+    text = _render_parts(template, variables)
+    if text is not None:
+        return text
+    return _render(template, {**variables, "messages": [_joined(message) for message in variables["messages"]]})
+
+
+def _without_null(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"content": ""} if message.get("tool_calls") and message.get("content", "") is None else message
 
 
 def _render_parts(template: str, variables: Mapping[str, Any]) -> str | None:
@@ -162,24 +194,28 @@ def _joined(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"content": " ".join(part["text"] for part in message["content"])}
 
 
-def _with_parsed_arguments(call: Any) -> Any:
-    """Clients send a call's arguments as JSON in a string; templates want the object."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
 def _checked_tools(tools: Any) -> list[Mapping[str, Any]] | None:
     if tools is None:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
         raise InvalidPrompt("tools must be a list of JSON schemas of functions, as the OpenAI API has them")
     return list(tools) or None
+
+
+def _check_arguments(template: str, given: Mapping[str, Any]) -> None:
+    _compile(template)  # says what is wrong with it
+    known = variables_of(template, _environment())
+    for name in given:
+        if name in _RESERVED:
+            raise InvalidPrompt(
+                f"chat_template_kwargs may not hold {name!r}; give it as an argument of its own",
+                param="chat_template_kwargs",
+            )
+        if name not in known:
+            raise InvalidPrompt(
+                f"chat_template_kwargs holds {name!r}, which the chat template does not read; leave it out",
+                param=f"chat_template_kwargs.{name}",
+            )
 
 
 def _mark_end(message: dict[str, Any]) -> None:
@@ -203,8 +239,9 @@ def _cut_at_mark(text: str) -> str:
 def _render(template: str, variables: Mapping[str, Any]) -> str:
     compiled = _compile(template)
     token = _turns.set([0])
+    messages = [NotedMessage(message) for message in variables["messages"]]
     try:
-        return compiled.render(variables)
+        text = compiled.render({**variables, "messages": messages})
     except jinja2.TemplateError as error:
         raise InvalidPrompt(
             f"the chat template refused the messages: {error.message or type(error).__name__}"
@@ -213,6 +250,8 @@ def _render(template: str, variables: Mapping[str, Any]) -> str:
         raise InvalidPrompt(f"the chat template failed on these messages: {type(error).__name__}: {error}") from None
     finally:
         _turns.reset(token)
+    check_read(messages)
+    return text
 
 
 @lru_cache(maxsize=16)

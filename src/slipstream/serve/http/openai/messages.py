@@ -7,14 +7,25 @@ from typing import Any
 
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
+from slipstream.text.chat import known_roles
+from slipstream.text.tokenizer import Tokenizer
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def text_messages(call: Call, messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages, checked for what only a server meets; templates check the rest."""
+def text_messages(call: Call, messages: Sequence[dict[str, Any]], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
+    """The same messages, checked for what only a server meets; rendering them checks the rest."""
+    call.reads("messages")
     if not messages:
         raise bad_request("there are no messages; give at least one", "messages")
     call.check_count(len(messages), "messages")
+    template = None if tokenizer is None else tokenizer.chat_template()
     for place, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str) or (role not in ROLES and (template is None or role not in known_roles(template))):
+            shown = "missing" if role is None else repr(role)
+            fact = f"messages[{place}].role is {shown}"
+            raise bad_request(f"{fact}; give one of {', '.join(ROLES)}", f"messages[{place}].role")
         content = message.get("content")
         name = f"messages[{place}].content"
         if isinstance(content, list):
@@ -35,6 +46,9 @@ def _check_part(part: Any, name: str) -> None:
     if kind != "text":
         fact = f"{name} is a part of type {kind!r}; models read text alone, nothing is fetched"
         raise bad_request(fact, name, "unsupported_content")
+    for field in part:
+        if field not in ("type", "text"):
+            raise bad_request(f"there is no field {name}.{field}; a text has type and text", f"{name}.{field}")
     if not isinstance(text := part.get("text"), str):
         raise bad_request(f"{name}.text is {_kind(text)}; {_PART}", f"{name}.text")
 

@@ -1,0 +1,156 @@
+"""Fields of messages and a chat template: which of them it reads, and calls of tools for templates that know none.
+
+A template that does not read a field drops it in silence: a mistyped name, a `name` that the model never sees. Messages
+therefore note what is read of them, and what was given and not read is refused after rendering.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Sequence, ValuesView
+from functools import lru_cache
+from typing import Any
+
+import jinja2.meta
+import jinja2.nodes as nodes
+
+from slipstream.errors import InvalidPrompt
+
+_OF_TOOLS = ("tool_call_id", "name")  # of an answer of a tool: says which call it answers, where a template cares
+
+
+class NotedMessage(dict[str, Any]):
+    """A message that notes which of its fields were read."""
+
+    def __init__(self, message: Mapping[str, Any]) -> None:
+        super().__init__(message)
+        self._read: set[str] = set()
+
+    def unread(self) -> list[str]:
+        return [name for name in dict.keys(self) if name not in self._read]
+
+    def __getitem__(self, name: str) -> Any:
+        self._read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._read.add(name)
+        return super().get(name, default)
+
+    def __contains__(self, name: object) -> bool:
+        self._read.add(str(name))
+        return super().__contains__(name)
+
+    def __iter__(self) -> Iterator[str]:
+        self._read_all()
+        return super().__iter__()
+
+    def keys(self) -> KeysView[str]:  # type: ignore[override]
+        self._read_all()
+        return super().keys()
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        self._read_all()
+        return super().values()
+
+    def items(self) -> ItemsView[str, Any]:  # type: ignore[override]
+        self._read_all()
+        return super().items()
+
+    def __repr__(self) -> str:
+        self._read_all()
+        return super().__repr__()
+
+    __str__ = __repr__
+
+    def _read_all(self) -> None:
+        self._read.update(dict.keys(self))
+
+
+def check_read(messages: Sequence[NotedMessage]) -> None:
+    """Raises for a field that was given and that the template did not read, and for a message that it passed over."""
+    shows_content = any("content" not in message.unread() for message in messages)
+    for place, message in enumerate(messages):
+        role = dict.get(message, "role")
+        unread = [name for name in message.unread() if dict.get(message, name) not in (None, "", [], {})]
+        unread = [name for name in unread if name != "role" and (name != "content" or shows_content)]
+        if role == "tool":
+            unread = [name for name in unread if name not in _OF_TOOLS]
+        if "content" in unread:
+            # some templates show the calls of a message and not the words beside them
+            if dict.get(message, "tool_calls") and "tool_calls" not in unread:
+                unread.remove("content")
+            else:
+                raise InvalidPrompt(
+                    f"the chat template does not show message {place}, of role {role!r}; leave it out, or give it "
+                    "another role",
+                    param=f"messages[{place}].role",
+                )
+        if unread:
+            near = difflib.get_close_matches(unread[0], ("role", "content", "tool_calls", "tool_call_id", "name"), n=1)
+            hint = f"did you mean {near[0]}?" if near and near[0] != unread[0] else "leave it out"
+            raise InvalidPrompt(
+                f"message {place} has the field {unread[0]!r}, which the chat template does not read; {hint}",
+                param=f"messages[{place}].{unread[0]}",
+            )
+
+
+@lru_cache(maxsize=16)
+def variables_of(template: str, environment: jinja2.Environment) -> frozenset[str]:
+    """Names that a template reads and does not make itself."""
+    return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
+
+
+@lru_cache(maxsize=16)
+def texts_of(template: str, environment: jinja2.Environment) -> frozenset[str]:
+    """Texts that a template compares with or looks up: the roles that it knows are among them."""
+    return frozenset(
+        node.value for node in environment.parse(template).find_all(nodes.Const) if isinstance(node.value, str)
+    )
+
+
+def check_tool_calls(calls: Any, place: int) -> list[Any]:
+    """Calls of tools as OpenAI's API has them. Clients send arguments as JSON in a text, templates want objects."""
+    name = f"messages[{place}].tool_calls"
+    if not isinstance(calls, list | tuple):
+        raise InvalidPrompt(f"{name} is {type(calls).__name__}; give a list of calls", param=name)
+    return [_checked_call(call, f"{name}[{index}]") for index, call in enumerate(calls)]
+
+
+def _checked_call(call: Any, name: str) -> Mapping[str, Any]:
+    shape = 'give {"type": "function", "id": ..., "function": {"name": ..., "arguments": ...}}'
+    if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
+        raise InvalidPrompt(f"{name} is no call of a function; {shape}", param=name)
+    inner = call.get("function", call)
+    if not isinstance(inner.get("name"), str):
+        raise InvalidPrompt(f"{name} has no name of a function; {shape}", param=f"{name}.function.name")
+    arguments = inner.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return call  # what a model wrote need not be JSON
+        inner = {**inner, "arguments": arguments}
+        return {**call, "function": inner} if "function" in call else inner
+    return call
+
+
+def with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """For a template that knows no calls: they follow the content as JSON, so that nothing of the history is lost."""
+    made = dict(message)
+    calls = made.pop("tool_calls", None)
+    if calls:
+        shown = []
+        for call in calls:
+            inner = call.get("function", call)
+            known = {"id": call.get("id"), "name": inner["name"], "arguments": inner.get("arguments")}
+            shown.append({name: value for name, value in known.items() if value is not None})
+        text = json.dumps({"tool_calls": shown}, ensure_ascii=False)
+        made["content"] = f"{made['content']}\n{text}" if made.get("content") else text
+    return made
+
+
+def knows_calls(template: str) -> bool:
+    return re.search(r"\btool_calls\b", template) is not None

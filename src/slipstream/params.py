@@ -117,7 +117,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
         check_whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParams(
-                f"min_tokens is {self.min_tokens}, max_tokens {self.max_tokens}; lower the first or raise the second"
+                f"min_tokens is {self.min_tokens}, max_tokens {self.max_tokens}; lower the first or raise the second",
+                param="min_tokens",
             )
         self._freeze("stop", _strings("stop", self.stop))
         self._freeze("bad_words", _strings("bad_words", self.bad_words))
@@ -126,24 +127,31 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
         if self.allowed_token_ids is not None:
             self._freeze("allowed_token_ids", check_ids("allowed_token_ids", self.allowed_token_ids))
             if not self.allowed_token_ids:
-                raise InvalidParams("allowed_token_ids is empty, so no token could be drawn; give at least one or None")
+                raise InvalidParams(
+                    "allowed_token_ids is empty, so no token could be drawn; give at least one, or leave it out",
+                    param="allowed_token_ids",
+                )
         if self.logit_bias is not None:
             self._freeze("logit_bias", _bias(self.logit_bias))
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
-                raise InvalidParams(f"{name} is {getattr(self, name)!r}; give True or False")
+                raise InvalidParams(f"{name} is {getattr(self, name)!r}; give True or False", param=name)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_whole(name, getattr(self, name), -1, MAX_COUNT)
         if self.stop and not self.detokenize:
             raise InvalidParams(
                 f"stop is {list(self.stop)} and detokenize False: without text no string is found; "
-                "use stop_token_ids or leave detokenize on"
+                "use stop_token_ids or leave detokenize on",
+                param="stop",
             )
         if self.truncate_prompt_tokens is not None:
             check_whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_COUNT)
             if self.truncate_prompt_tokens == 0:
-                raise InvalidParams("truncate_prompt_tokens is 0, which leaves no prompt; give 1 or more, or -1")
+                raise InvalidParams(
+                    "truncate_prompt_tokens is 0, which leaves no prompt; give 1 or more, or -1",
+                    param="truncate_prompt_tokens",
+                )
         check_turn(self.priority, self.cache_salt)
 
     def _freeze(self, name: str, value: object) -> None:
@@ -191,33 +199,37 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
         return msgspec.structs.replace(self, **changes)
 
 
-def _real(name: str, value: object, low: float | None, high: float | None, *, open_low: bool = False) -> None:
+def _real(
+    name: str, value: object, low: float | None, high: float | None, *, open_low: bool = False, of: str = ""
+) -> None:
+    """`of`: which of its values it is."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidParams(f"{name} is {value!r}; give a number")
+        raise InvalidParams(f"{name}{of} is {value!r}; give a number", param=name)
     if not math.isfinite(value):
-        raise InvalidParams(f"{name} is {value}; give a finite number")
+        raise InvalidParams(f"{name}{of} is {value}; give a finite number", param=name)
     too_low = low is not None and (value <= low if open_low else value < low)
     if too_low or (high is not None and value > high):
-        raise InvalidParams(f"{name} is {value}; give {_range(low, high, open_low)}")
+        raise InvalidParams(f"{name}{of} is {value}; give {_range(low, high, open_low)}", param=name)
 
 
 def check_whole(name: str, value: object, low: int | None, high: int | None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidParams(f"{name} is {value!r}; give a whole number")
+        raise InvalidParams(f"{name} is {value!r}; give a whole number", param=name)
     if (low is not None and value < low) or (high is not None and value > high):
-        raise InvalidParams(f"{name} is {value}; give {_range(low, high, False)}")
+        raise InvalidParams(f"{name} is {value}; give {_range(low, high, False)}", param=name)
 
 
 def check_turn(priority: object, cache_salt: object) -> None:
     """What every request says of its turn, and of who may share its pages."""
     check_whole("priority", priority, -(2**62), 2**62)
     if not isinstance(cache_salt, str):
-        raise InvalidParams(f"cache_salt is {cache_salt!r}; give a string")
+        raise InvalidParams(f"cache_salt is {cache_salt!r}; give a string", param="cache_salt")
     try:
         cache_salt.encode()
     except UnicodeEncodeError:
         raise InvalidParams(
-            "cache_salt holds half of a surrogate pair, which is no character; give text that is UTF-8"
+            "cache_salt holds half of a surrogate pair, which is no character; give text that is UTF-8",
+            param="cache_salt",
         ) from None
 
 
@@ -242,9 +254,9 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, list | tuple) or not all(isinstance(text, str) for text in value):
-        raise InvalidParams(f"{name} is {value!r}; give a string or a list of strings")
+        raise InvalidParams(f"{name} is {value!r}; give a string or a list of strings", param=name)
     if any(not text.strip() if name == "bad_words" else not text for text in value):
-        raise InvalidParams(f"{name} holds an empty string, which is in every text; leave it out")
+        raise InvalidParams(f"{name} holds an empty string, which is in every text; leave it out", param=name)
     return tuple(dict.fromkeys(value))
 
 
@@ -252,24 +264,26 @@ def check_ids(name: str, value: object) -> tuple[int, ...]:
     if value is None:
         return ()
     if not isinstance(value, list | tuple | set | frozenset):
-        raise InvalidParams(f"{name} is {value!r}; give a list of token ids")
+        raise InvalidParams(f"{name} is {value!r}; give a list of token ids", param=name)
     for i in value:
         if isinstance(i, bool) or not isinstance(i, int) or i < 0:
-            raise InvalidParams(f"{name} holds {i!r}; token ids are whole numbers from 0 up")
+            raise InvalidParams(f"{name} holds {i!r}; token ids are whole numbers from 0 up", param=name)
     return tuple(dict.fromkeys(value))
 
 
 def _bias(value: object) -> dict[int, float] | None:
     """Ids may be written as texts, as JSON does."""
     if not isinstance(value, Mapping):
-        raise InvalidParams(f"logit_bias is {value!r}; give a dict of token ids and numbers")
+        raise InvalidParams(f"logit_bias is {value!r}; give an object of token ids and numbers", param="logit_bias")
     bias: dict[int, float] = {}
     for key, number in value.items():
         token = int(key) if isinstance(key, str) and key.isdecimal() else key
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            raise InvalidParams(f"logit_bias holds {key!r}; token ids are whole numbers from 0 up")
+            raise InvalidParams(f"logit_bias holds {key!r}; token ids are whole numbers from 0 up", param="logit_bias")
         if token in bias:
-            raise InvalidParams(f"logit_bias holds {token} twice, as a number and as a text; leave one out")
-        _real(f"logit_bias of {token}", number, -MAX_BIAS, MAX_BIAS)
+            raise InvalidParams(
+                f"logit_bias holds {token} twice, as a number and as a text; leave one out", param="logit_bias"
+            )
+        _real("logit_bias", number, -MAX_BIAS, MAX_BIAS, of=f" of {token}")
         bias[token] = float(number)
     return bias or None

@@ -56,16 +56,17 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in TASKS:
-            raise InvalidParams(f"task is {self.task!r}; give one of {', '.join(TASKS)}, or None")
+            raise InvalidParams(f"task is {self.task!r}; give one of {', '.join(TASKS)}, or None", param="task")
         if self.dimensions is not None:
             check_whole("dimensions", self.dimensions, 1, MAX_COUNT)
         for name in ("normalize", "activation", "use_activation"):
             if not isinstance(getattr(self, name), bool | None):
-                raise InvalidParams(f"{name} is {getattr(self, name)!r}; give True, False or None")
+                raise InvalidParams(f"{name} is {getattr(self, name)!r}; give True, False or None", param=name)
         if None not in (self.activation, self.use_activation) and self.activation is not self.use_activation:
             raise InvalidParams(
                 f"activation is {self.activation} and use_activation {self.use_activation}, which mean the same; "
-                "leave one out"
+                "leave one out",
+                param="activation",
             )
         either = self.activation if self.use_activation is None else self.use_activation
         self._freeze("activation", either)
@@ -73,9 +74,14 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if self.truncate_prompt_tokens is not None:
             check_whole("truncate_prompt_tokens", self.truncate_prompt_tokens, -1, MAX_COUNT)
             if self.truncate_prompt_tokens == 0:
-                raise InvalidParams("truncate_prompt_tokens is 0, which leaves no prompt; give 1 or more, or -1")
+                raise InvalidParams(
+                    "truncate_prompt_tokens is 0, which leaves no prompt; give 1 or more, or -1",
+                    param="truncate_prompt_tokens",
+                )
         if self.truncation_side not in ("right", "left", "never"):
-            raise InvalidParams(f"truncation_side is {self.truncation_side!r}; give right, left or never")
+            raise InvalidParams(
+                f"truncation_side is {self.truncation_side!r}; give right, left or never", param="truncation_side"
+            )
         if self.step_tag_id is not None:
             check_whole("step_tag_id", self.step_tag_id, 0, MAX_COUNT)
         self._freeze("returned_token_ids", check_ids("returned_token_ids", self.returned_token_ids))

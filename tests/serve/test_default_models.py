@@ -44,7 +44,13 @@ def test_vectors_are_those_of_the_script_api_and_rerank_works_on_them(server):
     _, ranked = server.call("POST", "/v2/rerank", {"query": texts[0], "documents": texts[1:]})
     assert [one["index"] for one in ranked["results"]] == [0, 1]
     assert ranked["results"][0]["relevance_score"] == pytest.approx(float(wanted[0] @ wanted[1]), abs=1e-5)
-    long = "sunny " * 2000  # cut, as the folder says, unless told otherwise
-    assert server.call("POST", "/v1/embeddings", {"input": long})[1]["usage"]["prompt_tokens"] == 256
+    long = "sunny " * 2000  # more than the folder says it reads
+    status, refused = server.call("POST", "/v1/embeddings", {"input": long})
+    assert status == 400 and "reads 256" in refused["error"]["message"]
+    _, cut = server.call("POST", "/v1/embeddings", {"input": long, "truncate_prompt_tokens": -1})
+    assert cut["usage"]["prompt_tokens"] == 256
+    lengths = {each["id"]: each["max_model_len"] for each in server.call("GET", "/v1/models")[1]["data"]}
+    assert lengths["all-MiniLM-L6-v2"] == 256
+    assert len(server.call("POST", "/embed", {"inputs": long})[1][0]) == 384  # TEI's way: cut, as /info says
     status, refused = server.call("POST", "/embed", {"inputs": long, "truncate": False})
     assert status == 413 and "256" in refused["error"]

@@ -340,7 +340,7 @@ def test_what_could_never_wait_is_refused_before_any_of_it_is_sent(folder, path,
         one = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": ["a", "b"]}
         asked = one | {"n": 101 if "chat" in path else 51, "stream": stream}
         refused = await door.post(path, asked)
-        assert refused.status == 400 and "no more than 100 may" in refused.error and "max_waiting" in refused.error
+        assert refused.status == 400 and "no more than 100 may" in refused.error and "--max-waiting" in refused.error
         many = await door.post("/v1/completions", {"prompt": ["a"] * 5})
         assert many.status == 400 and "5 prompts" in many.error and "--max-queued-requests" in many.error
         assert not door.core.submits and not door.state.counters.refused

@@ -140,23 +140,25 @@ def test_extra_body_fields_of_vllm(client, llm):
         include_stop_str_in_output=True, spaces_between_special_tokens=False, add_special_tokens=False,
     )  # fmt: skip
     answer = client.completions.create(
-        model="tiny", prompt="abcdefgh", seed=3, temperature=1, max_tokens=8, logit_bias={"65": 2.0}, extra_body=extra
-    )
+        model="tiny", prompt="abcdefgh", seed=3, temperature=1, max_tokens=8, logit_bias={"65": 2.0},
+        logprobs=0, extra_body=extra,
+    )  # fmt: skip
     params = SamplingParams(
-        temperature=1, seed=3, max_tokens=8, logit_bias={65: 2.0},
+        temperature=1, seed=3, max_tokens=8, logit_bias={65: 2.0}, logprobs=0,
         **{name: value for name, value in extra.items() if name not in ("return_token_ids", "add_special_tokens")},
     )  # fmt: skip
     (wanted,) = llm.generate(["abcdefgh"], params, use_tqdm=False)
     choice = answer.choices[0].model_dump()
     assert choice["token_ids"] == wanted.outputs[0].token_ids and choice["prompt_token_ids"] == [101, 102, 103, 104]
     assert len(choice["prompt_logprobs"]) == 4
+    assert all("A" in top for top in choice["logprobs"]["top_logprobs"])
 
 
 def test_template_arguments_and_final_messages_to_continue(client, llm):
     messages = [*MESSAGES, {"role": "assistant", "content": "Well,"}]
     answer = client.chat.completions.create(
         model="tiny", messages=messages, **GREEDY,
-        extra_body={"continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}},
+        extra_body={"continue_final_message": True},
     )  # fmt: skip
     (wanted,) = llm.chat(
         messages, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False, add_generation_prompt=False,

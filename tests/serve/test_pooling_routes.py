@@ -77,7 +77,7 @@ def test_bad_embedding_requests_say_what_is_wrong(ask):
     assert error(input="x", colour="red")["param"] == "colour"
     assert error(input="x", add_special_tokens=False)["code"] == "unsupported_parameter"
     assert error(404, input="x", model="gpt-5")["code"] == "model_not_found"
-    assert "does not do embed" in error(input="x", model="classes")["message"]
+    assert "classes does classify, and this asks for embed" in error(input="x", model="classes")["message"]
     assert error(input="x", cache_salt="s" * 1000)["param"] == "cache_salt"
     assert "prompt 2 of 2" in error(input=[[5], []])["message"]
     assert "unknown" in error(input=[[5], [9999]])["message"]

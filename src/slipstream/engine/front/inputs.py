@@ -140,7 +140,8 @@ class InputProcessor:
         tokenizer = self._need_tokenizer("messages")
         if clash := _TAKEN & set(chat_template_kwargs or ()):
             raise InvalidParams(
-                f"chat_template_kwargs holds {sorted(clash)}, which mean something already; rename them"
+                f"chat_template_kwargs holds {sorted(clash)}, which mean something already; rename them",
+                param="chat_template_kwargs",
             )
         return render_chat(
             tokenizer.chat_template(with_tools=bool(tools)),
@@ -157,7 +158,8 @@ class InputProcessor:
             why = f" ({pooling.why_silent})" if pooling.why_silent else ""
             raise InvalidParams(
                 f"{self.facts.name} continues no text{why}; it does {', '.join(pooling.tasks)}: use encode, or another "
-                "model"
+                "model",
+                param="model",
             )
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
@@ -212,21 +214,28 @@ class InputProcessor:
         for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
             # the largest stands for all: they are whole numbers from 0 up, each there once
             if (ids := getattr(params, name)) and (token := max(ids)) >= self.facts.vocab_size:
-                raise InvalidParams(f"{name} holds {token}; {self.facts.known_ids}")
+                raise InvalidParams(f"{name} holds {token}; {self.facts.known_ids}", param=name)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self.facts.vocab_size:
                 raise InvalidParams(
                     f"{name} is {getattr(params, name)}; the vocabulary has {self.facts.vocab_size}, "
-                    "ask for fewer, or for -1 to have it whole"
+                    "ask for fewer, or for -1 to have it whole",
+                    param=name,
                 )
         if params.min_tokens >= (most := self.facts.max_model_len):
-            raise InvalidParams(f"min_tokens is {params.min_tokens}, the model length {most}; lower it")
+            raise InvalidParams(
+                f"min_tokens is {params.min_tokens}, the model length {most}; lower it", param="min_tokens"
+            )
         if (room := self.facts.max_waiting) is not None and params.n > room:
-            raise InvalidParams(f"n is {params.n}, and no more than {room} may wait; lower it or raise max_waiting")
+            raise InvalidParams(
+                f"n is {params.n}, and no more than {room} may wait; lower it or raise max_waiting", param="n"
+            )
         if params.stop_strings and self.tokenizer is None:
-            raise InvalidParams("stop strings need a tokenizer, and there is none; use stop_token_ids")
+            raise InvalidParams("stop strings need a tokenizer, and there is none; use stop_token_ids", param="stop")
         if params.bad_words and self.tokenizer is None:
-            raise InvalidParams("bad_words need a tokenizer, and there is none; use logit_bias to keep tokens away")
+            raise InvalidParams(
+                "bad_words need a tokenizer, and there is none; use logit_bias to keep tokens away", param="bad_words"
+            )
 
     def _check_report(self, params: SamplingParams, num_prompt: int) -> None:
         """Refuse what would fill the memory with logprobs, before anything runs."""
@@ -240,7 +249,8 @@ class InputProcessor:
             raise InvalidParams(
                 f"logprobs would come to {total:,}, about {total * _BYTES_EACH / 2**30:.1f} GiB: {each} for each of up "
                 f"to {params.n * num_new} new tokens, {of_prompt} for each of {num_prompt} prompt tokens; an answer "
-                f"takes {MAX_REPORTED:,}; lower logprobs, prompt_logprobs, max_tokens or n"
+                f"takes {MAX_REPORTED:,}; lower logprobs, prompt_logprobs, max_tokens or n",
+                param="logprobs" if each > _FEW else "prompt_logprobs",
             )
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
@@ -260,14 +270,19 @@ class InputProcessor:
         words = [list(word) for word in found if word]
         for word in words:
             if max(word) >= self.facts.vocab_size:
-                raise InvalidParams(f"bad_words hold token id {max(word)}; {self.facts.known_ids}, leave it out")
+                raise InvalidParams(
+                    f"bad_words hold token id {max(word)}; {self.facts.known_ids}, leave it out", param="bad_words"
+                )
             if len(word) > MAX_BAD_WORD:
                 text = self.tokenizer.decode(word)
                 raise InvalidParams(
-                    f"bad_words: {text!r} has {len(word)} tokens, {MAX_BAD_WORD} are the most; give a part of it"
+                    f"bad_words: {text!r} has {len(word)} tokens, {MAX_BAD_WORD} are the most; give a part of it",
+                    param="bad_words",
                 )
         if (total := sum(map(len, words))) > MAX_BAD_WORDS:
-            raise InvalidParams(f"bad_words come to {total} tokens, {MAX_BAD_WORDS} are the most; leave some out")
+            raise InvalidParams(
+                f"bad_words come to {total} tokens, {MAX_BAD_WORDS} are the most; leave some out", param="bad_words"
+            )
         return words
 
     def _need_tokenizer(self, what: str = "text") -> Tokenizer:

@@ -25,36 +25,47 @@ def settle_params(
     task = task or params.task or pooling.tasks[0]
     if task not in pooling.tasks:
         can = (*pooling.tasks, "generate") if pooling.generates else pooling.tasks
-        raise InvalidParams(f"{model_name} does not do {task}; it does {', '.join(can)}")
+        raise InvalidParams(f"{model_name} does not do {task}; it does {', '.join(can)}", param="task")
     if params.dimensions is not None:
         _check_dimensions(params.dimensions, task, pooling, model_name)
     if params.normalize is not None and task not in VECTOR_TASKS:
         raise InvalidParams(
-            f"normalize is {params.normalize} and the task {task}, which makes no vectors; leave it out"
+            f"normalize is {params.normalize} and the task {task}, which makes no vectors; leave it out",
+            param="normalize",
         )
     if (params.step_tag_id is not None or params.columns) and task != "token_classify":
-        raise InvalidParams(f"step_tag_id and returned_token_ids are for token_classify; the task is {task}")
+        raise InvalidParams(
+            f"step_tag_id and returned_token_ids are for token_classify; the task is {task}",
+            param="returned_token_ids" if params.columns else "step_tag_id",
+        )
     if params.columns and max(params.columns) >= pooling.num_labels:
         raise InvalidParams(
-            f"returned_token_ids holds {max(params.columns)}; {model_name} has 0 to {pooling.num_labels - 1}"
+            f"returned_token_ids holds {max(params.columns)}; {model_name} has 0 to {pooling.num_labels - 1}",
+            param="returned_token_ids",
         )
     if (keep := params.truncate_prompt_tokens) is not None and keep > facts.max_model_len:
         raise InvalidParams(
-            f"truncate_prompt_tokens is {keep}, {model_name} takes {facts.max_model_len}; give at most that, or -1"
+            f"truncate_prompt_tokens is {keep}, {model_name} takes {facts.max_model_len}; give at most that, or -1",
+            param="truncate_prompt_tokens",
         )
     return params if params.task == task else params.with_changes(task=task)
 
 
 def _check_dimensions(dimensions: int, task: Task, pooling: PoolingInfo, model_name: str) -> None:
     if task not in VECTOR_TASKS:
-        raise InvalidParams(f"dimensions is {dimensions} and the task {task}, which makes no vectors; leave it out")
+        raise InvalidParams(
+            f"dimensions is {dimensions} and the task {task}, which makes no vectors; leave it out", param="dimensions"
+        )
     size = pooling.embed_size if task == "embed" else pooling.token_size
     sizes = pooling.matryoshka
     if dimensions > size:
-        raise InvalidParams(f"dimensions is {dimensions}; vectors of {model_name} have {size}")
+        raise InvalidParams(f"dimensions is {dimensions}; vectors of {model_name} have {size}", param="dimensions")
     if sizes is None:
-        raise InvalidParams(f"vectors of {model_name} were not made to be cut; leave dimensions out")
+        raise InvalidParams(
+            f"vectors of {model_name} were not made to be cut; leave dimensions out", param="dimensions"
+        )
     if sizes != "any" and dimensions not in (*sizes, size):
         raise InvalidParams(
-            f"dimensions is {dimensions}; vectors of {model_name} were made to be cut to {', '.join(map(str, sizes))}"
+            f"dimensions is {dimensions}; vectors of {model_name} were made to be cut to {', '.join(map(str, sizes))}",
+            param="dimensions",
         )

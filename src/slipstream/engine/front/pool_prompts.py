@@ -215,7 +215,7 @@ class PromptReader:
                 if len(ids) > most:
                     raise PromptTooLong(
                         f"the prompt has {len(ids)} tokens, {self.facts.name} reads {most} of a text; shorten it or "
-                        "let it be cut"
+                        "have it cut by truncate_prompt_tokens"
                     )
         return found
 

@@ -21,7 +21,7 @@ def prefix_of(pooling: PoolingInfo, model_name: str, prompt_name: str | None, pr
         return ""
     if name not in pooling.prompts:
         known = ", ".join(pooling.prompts) or "none"
-        raise InvalidParams(f"{model_name} has no prompt {name!r}; it has {known}")
+        raise InvalidParams(f"{model_name} has no prompt {name!r}; it has {known}", param="prompt_name")
     return pooling.prompts[name]
 
 
@@ -41,7 +41,7 @@ def pair_words(
         before = "" if pooling.pair_template is not None else prefix_of(pooling, model_name, prompt_name, None)
         return before, instruction
     if instruction is not None:
-        raise InvalidParams("instruction and prompt_name are both given; leave one out")
+        raise InvalidParams("instruction and prompt_name are both given; leave one out", param="prompt_name")
     return "", prefix_of(pooling, model_name, prompt_name, None)
 
 
@@ -55,7 +55,7 @@ def join_pair(
     template = pooling.pair_template
     if template is None:
         if instruction is not None:
-            raise InvalidParams(f"{model_name} takes no instruction; leave it out")
+            raise InvalidParams(f"{model_name} takes no instruction; leave it out", param="instruction")
         return query, document
     said = pooling.instruction if instruction is None else instruction
     # once through, so that braces in a text mean nothing

@@ -87,7 +87,9 @@ def score(
         prefix, instruction = inputs.pair_words(prompt_name, instruction)
         return (yield from _by_reading_both(inputs, left, right, settled, instruction, prefix))
     if instruction is not None:
-        raise InvalidParams(f"{inputs.facts.name} compares vectors and takes no instruction; use prompt_name")
+        raise InvalidParams(
+            f"{inputs.facts.name} compares vectors and takes no instruction; leave it out", param="instruction"
+        )
     names = (_role(inputs, "query"), _role(inputs, "document", "passage")) if roles else (None, None)
     before = [inputs.prefix(prompt_name or name) for name in names]
     if "embed" in inputs.pooling.tasks:
@@ -116,7 +118,7 @@ def rerank(
 ) -> Call[list[RerankResult]]:
     """The documents, the best answer to the query first; of equal ones the earlier."""
     if top_n is not None and (type(top_n) is not int or top_n < 1):
-        raise InvalidParams(f"top_n is {top_n!r}; give a whole number from 1 up, or None for all")
+        raise InvalidParams(f"top_n is {top_n!r}; give a whole number from 1 up, or leave it out", param="top_n")
     if not isinstance(query, str):
         raise InvalidPrompt(f"the query is {type(query).__name__}; give one text")
     if isinstance(documents, str):
@@ -154,7 +156,8 @@ def _by_reading_both(
     if inputs.pooling.num_labels != 1:
         raise InvalidParams(
             f"{inputs.facts.name} tells {inputs.pooling.num_labels} classes apart, and a score is one number; "
-            "use classify"
+            "use classify",
+            param="model",
         )
     pairs: list[PoolPrompt] = []
     for place, document in enumerate(right):
@@ -163,7 +166,7 @@ def _by_reading_both(
         except UserError as error:
             if len(right) == 1:
                 raise
-            raise type(error)(f"pair {place + 1} of {len(right)}: {error}") from None
+            raise type(error)(f"pair {place + 1} of {len(right)}: {error}", param=error.param) from None
     found = yield [Batch(pairs, params, prefix)]
     return [_scored(one, None if one.found is None else float(one.outputs.data[0]), one.error) for one in found]
 

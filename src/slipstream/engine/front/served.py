@@ -38,6 +38,14 @@ class ServedModel(msgspec.Struct, frozen=True):
             return "classify" in pooling.tasks and pooling.num_labels == 1
         return task in pooling.tasks
 
+    @property
+    def most_tokens(self) -> int:
+        """Of a text: what the model was made to read, where it only pools and its files say so; else its length."""
+        pooling, most = self.facts.pooling, self.facts.max_model_len
+        if pooling is None or pooling.generates or pooling.max_seq_length is None:
+            return most
+        return min(most, pooling.max_seq_length)
+
     def require_pooling(self) -> PoolInputs:
         """For a call that wants numbers of it."""
         if self.pool_inputs is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -15,6 +14,7 @@ from slipstream.errors import InvalidOption
 from slipstream.log import FORMAT
 from slipstream.serve.cli.flags import SAMPLING_HELP
 from slipstream.serve.http.settings import Settings
+from slipstream.serve.wording import Flags
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,20 +52,4 @@ def asks_for_json(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     return style == "json"
 
 
-def in_flags(text: str) -> str:
-    """Names of options as the flags that they are here: max_model_len is --max-model-len, dtype="x" is --dtype x."""
-    text = _ASSIGNED.sub(lambda match: _flag(match[1], match[3]), text)
-    return _ALONE.sub(lambda match: _flag(match[1]), text)
-
-
-def _flag(name: str, value: str | None = None) -> str:
-    flag = name.replace("_", "-")
-    if value == "False":
-        return f"--no-{flag}"
-    return f"--{flag}" if value in (None, "True") else f"--{flag} {value}"
-
-
-_NAMES = (*Options.__struct_fields__, *Settings.__struct_fields__, *SAMPLING_HELP)
-_ASSIGNED = re.compile(rf"(?<![\w./-])({'|'.join(_NAMES)})=([\"']?)([\w.]+)\2")
-# a name of one word may be just that word
-_ALONE = re.compile(rf"(?<![\w./-])({'|'.join(name for name in _NAMES if '_' in name)})(?![\w./])(?!-)")
+in_flags = Flags((*Options.__struct_fields__, *Settings.__struct_fields__, *SAMPLING_HELP))

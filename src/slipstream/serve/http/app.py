@@ -72,7 +72,9 @@ class App:
             status = 499
             self.state.counters.aborted[gone.cause] += 1
         except Exception as error:
-            failure = as_http_error(error, request_id)
+            failure = as_http_error(error, request_id, call.names if call is not None else {})
+            if failure.param is None and failure.status == 400 and call is not None:
+                failure.param = call.input
             if failure.status == 500:
                 log.exception("request %s failed", request_id, extra={"request_id": request_id})
             elif log.isEnabledFor(logging.DEBUG):
@@ -147,6 +149,8 @@ class App:
         body = await self.state.bodies.read(headers, receive, seconds)
         decoder = self._decoders.get(id(route))
         if decoder is None:
+            if body.strip() not in (b"", b"{}"):
+                raise bad_request(f"{route.path} takes no body; send none")
             return None
         kind = next((value for name, value in headers if name == b"content-type"), b"")
         # browsers ask before they send this type to a strange place, and send any other without asking
@@ -164,7 +168,7 @@ class App:
         except ValueError:
             seconds = -1.0
         if not 0 < seconds < 1e9:
-            raise bad_request(f"X-Request-Timeout is {given!r}; give a number of seconds above 0")
+            raise bad_request(f"X-Request-Timeout is {given!r}; give a number of seconds above 0", "X-Request-Timeout")
         return seconds if limit is None else min(seconds, limit)
 
 

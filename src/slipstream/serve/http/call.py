@@ -18,7 +18,7 @@ Address = tuple[str, int]
 
 
 class Call:
-    __slots__ = ("state", "id", "headers", "path_params", "query", "caller", "tracks")
+    __slots__ = ("state", "id", "headers", "path_params", "query", "caller", "tracks", "input", "names")
 
     def __init__(
         self, state: State, id: str, headers: Headers, path_params: dict[str, str], query: bytes, caller: str
@@ -30,6 +30,13 @@ class Call:
         self.query = query
         self.caller = caller  # whose requests take turns with those of others: a key or a connection
         self.tracks: Sequence[Track] = ()  # what it asked of the engine
+        self.input: str | None = None  # the field that holds what is to be read: errors about it name it
+        self.names: dict[str, str] = {}  # parameters of the engine that this request calls otherwise
+
+    def reads(self, field: str) -> None:
+        """What is to be read is in this field."""
+        self.input = field
+        self.names["prompt_token_ids"] = field
 
     def check_count(self, count: int, name: str) -> None:
         """Of what a request brings many of."""

@@ -8,10 +8,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
-from slipstream.errors import EngineClosed, EngineDead, ModelNotFound, PromptTooLong, QueueFull, SlipstreamError
+from slipstream.errors import (
+    EngineClosed,
+    EngineDead,
+    ModelNotFound,
+    PromptTooLong,
+    QueueFull,
+    SlipstreamError,
+    UserError,
+)
+from slipstream.serve.http.wording import in_http
 
 
 class HttpError(Exception):
@@ -75,20 +86,27 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 def misfit(error: msgspec.ValidationError) -> HttpError:
     """A body that is JSON and not what the route takes."""
-    text, _, place = str(error).partition(" - at `$")
-    param = place.strip("`.") or None
-    if text.startswith("Object contains unknown field"):
+    text, _, place = str(error).partition(" - at `")
+    param = place.removeprefix("key in `").removeprefix("$").strip("`.").replace("[...]", "") or None
+    if text.startswith(("Object contains unknown field", "Object missing required field")):
         param = ".".join(filter(None, (param, text.split("`")[1])))
-        return bad_request(f"there is no field {param}; leave it out", param=param)
+        if text.startswith("Object contains"):
+            return bad_request(f"there is no field {param}; leave it out", param=param)
+        return bad_request(f"{param} is missing; give it", param=param)
     return bad_request(f"{param or 'the body'}: {text}", param=param)
 
 
-def as_http_error(error: Exception, request_id: str) -> HttpError:
-    """Our own exceptions say what a caller may know. Of any other it learns only where the log has it."""
+def as_http_error(error: Exception, request_id: str, names: Mapping[str, str] = MappingProxyType({})) -> HttpError:
+    """Our own exceptions say what a caller may know. Of any other it learns only where the log has it.
+
+    `names`: parameters of the engine that the request calls otherwise.
+    """
     if isinstance(error, HttpError):
         return error
-    if isinstance(error, PromptTooLong):
-        return bad_request(str(error), code="context_length_exceeded")
+    if isinstance(error, UserError):
+        param = None if error.param is None else names.get(error.param, error.param)
+        code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+        return bad_request(in_http(str(error), names), param, code)
     if isinstance(error, ModelNotFound):
         return HttpError(404, str(error), param="model", code="model_not_found")
     if isinstance(error, QueueFull):
@@ -96,5 +114,5 @@ def as_http_error(error: Exception, request_id: str) -> HttpError:
     if isinstance(error, EngineDead | EngineClosed):
         return HttpError(503, "the engine has ended and takes no more requests; restart the server", code="engine_dead")
     if isinstance(error, SlipstreamError):
-        return bad_request(str(error))
+        return bad_request(in_http(str(error), names))
     return HttpError(500, f"something failed inside the server; its log says more under {request_id}")

@@ -27,8 +27,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     messages: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None  # unless told, yes for a prompt and no for messages
     return_token_strs: bool | None = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    add_generation_prompt: bool | None = None  # of messages: unless told, yes, but for one that is to be continued
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     inputs: Annotated[str | list[str] | None, msgspec.Meta(description="TEI: a text or several")] = None
     prompt_name: Annotated[str | None, msgspec.Meta(description="TEI: one of the model's prompts")] = None
@@ -55,22 +55,30 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
         try:
             return await _as_tei(call, body, body.inputs)
         except Exception as error:
-            raise in_tei_words(as_http_error(error, call.id)) from error
+            raise in_tei_words(as_http_error(error, call.id, call.names)) from error
     if body.prompt_name is not None:
         raise bad_request("prompt_name goes with inputs; give inputs, or leave it out", "prompt_name")
-    served = call.state.engine.model(body.model)
+    served = call.state.engine.model(body.model, *(() if body.messages is None else ("generate",)))
     tokenizer = _tokenizer(served)
     if (body.prompt is None) == (body.messages is None):
-        raise bad_request("give a prompt or messages, and not both", "prompt")
+        raise bad_request("give a prompt or messages, and not both", "prompt" if body.prompt is None else "messages")
+    if body.prompt is not None:
+        call.reads("prompt")
+        for name in _OF_MESSAGES:
+            if getattr(body, name) is not None:
+                raise bad_request(f"{name} goes with messages; give messages, or leave it out", name)
+    else:
+        text_messages(call, body.messages or [], tokenizer)
     size = len(body.prompt) if body.prompt is not None else message_chars(body.messages or [])
 
     def work() -> list[int]:
         if body.prompt is not None:
             return tokenizer.encode(body.prompt, body.add_special_tokens is not False)
-        text = served.inputs.render_chat(
-            text_messages(call, body.messages or []),
-            add_generation_prompt=body.add_generation_prompt,
-            continue_final_message=body.continue_final_message,
+        continues = bool(body.continue_final_message)
+        text = served.inputs.render_messages(
+            body.messages or [],
+            add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
+            continue_final_message=continues,
             chat_template_kwargs=body.chat_template_kwargs,
         )
         return tokenizer.encode(text, body.add_special_tokens is True)
@@ -80,8 +88,11 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
     return json_reply(TokenizeResponse(len(tokens), served.facts.max_model_len, tokens, texts))
 
 
+_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
 async def _as_tei(call: Call, body: TokenizeRequest, inputs: str | list[str]) -> Reply:
-    for name in ("prompt", "messages", "return_token_strs", "chat_template_kwargs"):
+    for name in ("prompt", "messages", "return_token_strs", *_OF_MESSAGES):
         if getattr(body, name) is not None:
             raise bad_request(f"{name} does not go with inputs; leave one of them out", name)
     return await tei_tokenize(call, body.model, inputs, body.add_special_tokens is not False, body.prompt_name)
@@ -90,9 +101,10 @@ async def _as_tei(call: Call, body: TokenizeRequest, inputs: str | list[str]) ->
 async def detokenize(call: Call, body: DetokenizeRequest) -> Reply:
     served = call.state.engine.model(body.model)
     tokenizer = _tokenizer(served)
+    call.reads("tokens")
     for token in body.tokens:
         if not 0 <= token < served.facts.vocab_size:
-            raise InvalidPrompt(f"token id {token} is unknown; there are 0 to {served.facts.vocab_size - 1}")
+            raise InvalidPrompt(f"token id {token} is unknown; {served.facts.known_ids}")
     text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
     return json_reply(DetokenizeResponse(text))
 

@@ -13,6 +13,7 @@ from slipstream.engine.front.outputs import Track
 from slipstream.engine.front.reading import Reading
 from slipstream.engine.front.results import Increment, Logprob
 from slipstream.serve.http.call import Call
+from slipstream.serve.http.choose import served_for
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.fields import GenerationFields, Refused, given_fields, refuse, sampling_params
 from slipstream.serve.http.openai.generation import check_end, start, submits_for
@@ -82,7 +83,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "only /v1/completions repeats its prompt"),
     "chat_template": ((), "a request brings no template; the server's --chat-template sets one"),
     "documents": (([],), "put them into the messages"),
-    "include_reasoning": ((True, False), "reasoning is part of the text"),
+    "include_reasoning": ((True,), "reasoning is part of the text; ask the template for none by chat_template_kwargs"),
 }
 
 
@@ -126,18 +127,22 @@ class ChatResponse(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct):
+    """The first of a stream also tells of the prompt what was asked."""
+
     id: str
     object: str
     created: int
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
 async def create_chat_completion(call: Call, body: ChatRequest) -> Reply | EventReply:
     job = _Job(call, body)
     size = message_chars(body.messages)
-    reading = await start(call, body.model, 1, size, job.submits, stream=bool(body.stream))
+    reading = await start(call, job.model, 1, size, job.submits, stream=bool(body.stream), limit=job.limit)
     if body.stream:
         return EventReply(job.events(reading))
     with reading:
@@ -153,15 +158,26 @@ class _Job:
         self.body = body
         given = given_fields(body)
         refuse(given, _REFUSED)
-        served = call.state.engine.model(body.model)
+        served = served_for(call, body.model, "generate")
         self.inputs = served.inputs
-        self.messages = text_messages(call, body.messages)
+        self.messages = text_messages(call, body.messages, served.tokenizer)
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs=true; set it or leave top_logprobs out", "top_logprobs")
-        limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        call.names["logprobs"] = "top_logprobs"
+        limit = body.max_tokens
+        if body.max_completion_tokens is not None:
+            if limit not in (None, body.max_completion_tokens):
+                raise bad_request(
+                    f"max_tokens is {limit} and max_completion_tokens {body.max_completion_tokens}, which mean the "
+                    "same; leave one out",
+                    "max_tokens",
+                )
+            limit = body.max_completion_tokens
+            call.names["max_tokens"] = "max_completion_tokens"
+        self.limit = limit
         own: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
         own["max_tokens"] = limit if limit is not None else self.inputs.facts.defaults.params.get("max_tokens")
-        self.params = sampling_params(given, self.inputs, call.state.settings, own)
+        self.params = sampling_params(given, self.inputs, call.state.settings, own, call.names)
         call.check_samples(1, self.params.n)
         self.names = TokenNames(served.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self.id, self.created, self.model = f"chatcmpl-{call.id}", int(time.time()), served.facts.name
@@ -176,7 +192,7 @@ class _Job:
             chat_template_kwargs=body.chat_template_kwargs,
         )
         special = body.add_special_tokens is True  # the template has put them where it wants them
-        return submits_for(self.call, body.model, [text], self.params, add_special_tokens=special)
+        return submits_for(self.call, self.model, [text], self.params, add_special_tokens=special)
 
     def answer(self, track: Track) -> ChatResponse:
         check_end(track)
@@ -191,11 +207,15 @@ class _Job:
             choices.append(choice)
         usage = usage_of([track])
         response = ChatResponse(self.id, "chat.completion", self.created, self.model, choices, usage)
-        if self.body.prompt_logprobs is not None:
-            response.prompt_logprobs = prompt_logprobs(track.prompt_logprobs or [])
-        if self.body.return_token_ids:
-            response.prompt_token_ids = track.message.prompt_token_ids
+        self.tell_prompt(response, track)
         return response
+
+    def tell_prompt(self, answer: ChatResponse | ChatChunk, track: Track) -> None:
+        """What was asked of the prompt itself."""
+        if self.body.prompt_logprobs is not None:
+            answer.prompt_logprobs = prompt_logprobs(track.prompt_logprobs or [])
+        if self.body.return_token_ids:
+            answer.prompt_token_ids = track.message.prompt_token_ids
 
     async def events(self, reading: Reading) -> AsyncIterator[bytes]:
         options = self.body.stream_options
@@ -210,13 +230,16 @@ class _Job:
                 parts = []
                 for new in track.increment():
                     if new.index not in greeted:
+                        first = self.chunk([ChatChunkChoice(new.index, ChatDelta("assistant", ""))], usage)
+                        if not greeted:
+                            self.tell_prompt(first, track)
                         greeted.add(new.index)
-                        parts.append(self.chunk([ChatChunkChoice(new.index, ChatDelta("assistant", ""))], usage))
-                    parts.append(self.chunk([self.choice(new)], usage))
+                        parts.append(event(first))
+                    parts.append(event(self.chunk([self.choice(new)], usage)))
                 if parts:
                     yield b"".join(parts)
             if wants_usage:
-                yield self.chunk([], usage_of([track]))
+                yield event(self.chunk([], usage_of([track])))
             yield DONE
 
     def choice(self, new: Increment) -> ChatChunkChoice:
@@ -230,11 +253,11 @@ class _Job:
             choice.token_ids = new.token_ids
         return choice
 
-    def chunk(self, choices: list[ChatChunkChoice], usage: Usage | msgspec.UnsetType | None) -> bytes:
-        return event(ChatChunk(self.id, "chat.completion.chunk", self.created, self.model, choices, usage))
+    def chunk(self, choices: list[ChatChunkChoice], usage: Usage | msgspec.UnsetType | None) -> ChatChunk:
+        return ChatChunk(self.id, "chat.completion.chunk", self.created, self.model, choices, usage)
 
     def logprobs(self, ids: list[int], entries: Sequence[dict[int, Logprob]]) -> ChatLogprobs:
-        return chat_logprobs(ids, entries, self.body.top_logprobs or 0, self.names)
+        return chat_logprobs(ids, entries, self.body.top_logprobs or 0, self.names, self.params.given_ids)
 
 
 ROUTES = [

@@ -13,6 +13,7 @@ from slipstream.engine.front.outputs import Track
 from slipstream.engine.front.reading import Reading
 from slipstream.engine.front.results import Increment, Logprob
 from slipstream.serve.http.call import Call
+from slipstream.serve.http.choose import served_for
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.fields import GenerationFields, Refused, given_fields, refuse, sampling_params
 from slipstream.serve.http.openai.generation import check_end, start, submits_for
@@ -68,7 +69,10 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 async def create_completion(call: Call, body: CompletionRequest) -> Reply | EventReply:
     job = _Job(call, body)
-    reading = await start(call, body.model, len(job.prompts), job.size, job.submits, stream=bool(body.stream))
+    limit = None if job.scores_only else body.max_tokens
+    reading = await start(
+        call, job.model, len(job.prompts), job.size, job.submits, stream=bool(body.stream), limit=limit
+    )
     if body.stream:
         return EventReply(job.events(reading))
     with reading:
@@ -83,7 +87,9 @@ class _Job:
         self.body = body
         given = given_fields(body)
         refuse(given, _REFUSED)
-        settings, served = call.state.settings, call.state.engine.model(body.model)
+        call.reads("prompt")
+        settings, served = call.state.settings, served_for(call, body.model, "generate")
+        self.model = served.facts.name
         self.prompts = _prompts(body.prompt)
         call.check_count(len(self.prompts), "prompt")
         self.size = sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
@@ -92,16 +98,23 @@ class _Job:
         if body.max_tokens is not None:
             own["max_tokens"] = 1 if self.scores_only else body.max_tokens
         if body.echo and body.logprobs is not None:
+            if body.prompt_logprobs not in (None, body.logprobs):
+                raise bad_request(
+                    f"with echo the prompt has as many logprobs as its continuation, {body.logprobs}; leave "
+                    "prompt_logprobs out",
+                    "prompt_logprobs",
+                )
             own["prompt_logprobs"] = body.logprobs
-        self.params = sampling_params(given, served.inputs, settings, own)
+            call.names["prompt_logprobs"] = "logprobs"
+        self.params = sampling_params(given, served.inputs, settings, own, call.names)
         call.check_samples(len(self.prompts), self.params.n)
         self.tokenizer = served.tokenizer
         self.names = TokenNames(served.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
-        self.head = (f"cmpl-{call.id}", "text_completion", int(time.time()), served.facts.name)
+        self.head = (f"cmpl-{call.id}", "text_completion", int(time.time()), self.model)
 
     def submits(self) -> list[Prepared]:
         special = self.body.add_special_tokens is not False
-        return submits_for(self.call, self.body.model, self.prompts, self.params, add_special_tokens=special)
+        return submits_for(self.call, self.model, self.prompts, self.params, add_special_tokens=special)
 
     def answer(self, tracks: list[Track]) -> CompletionResponse:
         choices = []
@@ -175,6 +188,11 @@ class _Job:
             choice.finish_reason = "length"
         if self.body.return_token_ids:
             choice.token_ids = new.token_ids
+        if is_first:
+            if self.body.prompt_logprobs is not None:
+                choice.prompt_logprobs = prompt_logprobs(track.prompt_logprobs or [])
+            if self.body.return_token_ids:
+                choice.prompt_token_ids = track.message.prompt_token_ids
         return choice
 
     def starts(self, length: int) -> Starts:

@@ -1,11 +1,12 @@
 """Fields that completions and chat share: OpenAI's, vLLM's beside them, and those we must refuse.
 
-Nothing is dropped in silence. A field is used; or it changes nothing here and says so (`IGNORED`); or it is refused
-unless it has a value that asks for nothing (`REFUSED`). Fields that are in none of these lists are refused as unknown.
+Nothing is dropped in silence. A field is used; or it is a label that asks for nothing and says so (`Label`); or it is
+refused unless it has a value that asks for nothing (`REFUSED`). Fields in none of these lists are refused as unknown.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -20,14 +21,14 @@ def _doc(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
-Ignored = Annotated[Any, _doc("accepted and ignored: it changes nothing here")]
+Label = Annotated[Any, _doc("a label of the caller's: accepted, and it changes nothing here")]
 Refused = Annotated[Any, _doc("not supported: refused unless it asks for nothing")]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Ignored = None
+    include_obfuscation: Refused = None
 
 
 class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -66,14 +67,14 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     return_tokens_as_token_ids: Annotated[bool | None, _doc("in logprobs, write tokens as token_id:N")] = None
     return_token_ids: Annotated[bool | None, _doc("return the ids of prompt and output too")] = None
 
-    user: Ignored = None
-    metadata: Ignored = None
-    safety_identifier: Ignored = None
-    prompt_cache_key: Ignored = None
-    prompt_cache_retention: Ignored = None
-    service_tier: Ignored = None
-    request_id: Annotated[Any, _doc("ignored: send the header X-Request-Id instead")] = None
+    user: Label = None
+    metadata: Label = None
+    safety_identifier: Label = None
+    prompt_cache_key: Label = None
 
+    prompt_cache_retention: Refused = None
+    service_tier: Refused = None
+    request_id: Refused = None
     response_format: Refused = None
     structured_outputs: Refused = None
     guided_json: Refused = None
@@ -92,8 +93,12 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     vllm_xargs: Refused = None
 
 
+_UNSUPPORTED = "unsupported_parameter"
 _STRUCTURED = "structured output is not there yet"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "prompt_cache_retention": (("in_memory", "in-memory"), "cached prompts stay while there is room for them"),
+    "service_tier": (("auto", "default"), "all requests are served alike; use priority"),
+    "request_id": ((), "send the header X-Request-Id instead"),
     "response_format": (({"type": "text"},), _STRUCTURED),
     "structured_outputs": ((), _STRUCTURED),
     "guided_json": ((), _STRUCTURED),
@@ -124,7 +129,7 @@ def refuse(given: dict[str, Any], table: dict[str, tuple[tuple[Any, ...], str]])
     for name in given.keys() & table.keys():
         nothing, way_out = table[name]
         if given[name] not in nothing:
-            raise bad_request(f"{name} is not supported: {way_out}", param=name, code="unsupported_parameter")
+            raise bad_request(f"{name} is not supported: {way_out}", param=name, code=_UNSUPPORTED)
 
 
 _PLAIN = {
@@ -136,21 +141,46 @@ _PLAIN = {
 
 
 def sampling_params(
-    given: dict[str, Any], inputs: InputProcessor, settings: Settings, own: dict[str, Any]
+    given: dict[str, Any],
+    inputs: InputProcessor,
+    settings: Settings,
+    own: dict[str, Any],
+    names: Mapping[str, str],
 ) -> SamplingParams:
-    """`own`: what the two routes say differently."""
+    """`own`: what the two routes say differently; `names`: and what they call it."""
     refuse(given, REFUSED)
-    _check_limits(given | own, settings)
-    if "stream_options" in given and not given.get("stream"):
-        raise bad_request("stream_options is only for stream=true; leave it out", param="stream_options")
+    _check_limits(given | own, settings, names)
+    _check_together(given, own)
     plain = {name: given[name] for name in given.keys() & _PLAIN}
-    return SamplingParams(**{**inputs.facts.defaults.params, **plain, **own})
+    values = {**inputs.facts.defaults.params, **plain, **own}
+    if values.get("truncate_prompt_tokens") == -1 and values.get("max_tokens"):
+        # what fits beside the answer
+        values["truncate_prompt_tokens"] = max(1, inputs.facts.max_model_len - values["max_tokens"])
+    return SamplingParams(**values)
 
 
-def _check_limits(given: dict[str, Any], settings: Settings) -> None:
+def _check_together(given: dict[str, Any], own: dict[str, Any]) -> None:
+    """Fields that do nothing without another one."""
+    if (options := given.get("stream_options")) is not None:
+        if not given.get("stream"):
+            raise bad_request("stream_options is only for stream=true; leave it out", param="stream_options")
+        if options.continuous_usage_stats and not options.include_usage:
+            name = "stream_options.continuous_usage_stats"
+            raise bad_request(f"{name} needs include_usage=true; set it, or leave this out", param=name)
+        if options.include_obfuscation not in (None, False):
+            name = "stream_options.include_obfuscation"
+            raise bad_request(f"{name} is not supported: events are not padded", param=name, code=_UNSUPPORTED)
+    if own.get("logprobs") is None:
+        for name in ("logprob_token_ids", "return_tokens_as_token_ids"):
+            if given.get(name):
+                raise bad_request(f"{name} needs logprobs; ask for them, or leave it out", param=name)
+
+
+def _check_limits(given: dict[str, Any], settings: Settings, names: Mapping[str, str]) -> None:
     _at_most("n", given.get("n", 1), settings.max_n, "samples")
     for name in ("logprobs", "prompt_logprobs"):
         if (logprobs := given.get(name)) is not None:
+            name = names.get(name, name)
             if logprobs < 0:
                 raise bad_request(f"{name} is {logprobs}; give 0 to {settings.max_logprobs}", param=name)
             _at_most(name, logprobs, settings.max_logprobs, "likeliest tokens")

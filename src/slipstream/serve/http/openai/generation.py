@@ -10,6 +10,7 @@ from slipstream.engine.front.inputs import Prepared
 from slipstream.engine.front.outputs import Track
 from slipstream.engine.front.prompts import Prompts
 from slipstream.engine.front.reading import Reading
+from slipstream.messages import Submit
 from slipstream.params import SamplingParams
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import HttpError, bad_request
@@ -23,16 +24,38 @@ async def start(
     prepare: Callable[[], list[Prepared]],
     *,
     stream: bool,
+    limit: int | None,
 ) -> Reading:
-    """Checks that there is room, tokenises, and sends. `size`: characters of all prompts."""
+    """Checks that there is room, tokenises, and sends.
+
+    `size`: characters of all prompts. `limit`: tokens that the request itself asked for.
+    """
     state = call.state
     state.admit(num_prompts, caller=call.caller)
     submits = await off_loop(size, prepare)
+    for message, _ in submits:
+        _check_room(call, model, message, limit)
     num_tokens = sum(len(message.prompt_token_ids) for message, _ in submits)
     state.admit(num_prompts, num_tokens, call.caller)  # others came while we tokenised
     reading = state.engine.read(submits, model, stream=stream, caller=call.caller)
     call.tracks = reading.tracks
     return reading
+
+
+def _check_room(call: Call, model: str | None, message: Submit, limit: int | None) -> None:
+    """Refuses an answer that could not be as long as the request says."""
+    facts, params = call.state.engine.model(model).facts, message.params
+    assert isinstance(params, SamplingParams)
+    num_prompt, most = len(message.prompt_token_ids), facts.max_model_len
+    for name, wanted in (("max_tokens", limit), ("min_tokens", params.min_tokens)):
+        if wanted is not None and num_prompt + wanted > most:
+            name = call.names.get(name, name)
+            raise bad_request(
+                f"the prompt has {num_prompt} tokens and {name} is {wanted}, {num_prompt + wanted} together; "
+                f"{facts.name} takes {most}: lower {name} to {most - num_prompt}, or shorten the prompt",
+                name,
+                "context_length_exceeded",
+            )
 
 
 def submits_for(

@@ -86,14 +86,18 @@ def completion_logprobs(
     return shape
 
 
-def chat_logprobs(ids: Sequence[int], entries: Sequence[Entry], num_top: int, names: TokenNames) -> ChatLogprobs:
+def chat_logprobs(
+    ids: Sequence[int], entries: Sequence[Entry], num_top: int, names: TokenNames, given: Sequence[int] = ()
+) -> ChatLogprobs:
+    """`given`: tokens whose logprobs were asked for by id; they follow the likeliest."""
     content = []
     for token, entry in zip(ids, entries, strict=True):
         likeliest = sorted(
             (item for item in entry.items() if item[1].rank is not None and item[1].rank <= num_top),
             key=lambda item: item[1].rank or 0,
         )
-        top = [TopLogprob(*_named(other, logprob, names)) for other, logprob in likeliest]
+        shown = dict(likeliest) | {other: entry[other] for other in given if other in entry}
+        top = [TopLogprob(*_named(other, logprob, names)) for other, logprob in shown.items()]
         content.append(ChatLogprob(*_named(token, entry[token], names), top))
     return ChatLogprobs(content)
 

@@ -33,7 +33,7 @@ async def show_model(call: Call, body: None) -> Reply:
 
 def _card(call: Call, name: str) -> ModelCard:
     served = call.state.engine.model(name)
-    return ModelCard(name, "model", call.state.started, "slipstream", served.facts.max_model_len)
+    return ModelCard(name, "model", call.state.started, "slipstream", served.most_tokens)
 
 
 ROUTES = [

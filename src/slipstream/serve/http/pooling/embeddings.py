@@ -56,10 +56,11 @@ async def create_embeddings(call: Call, body: EmbeddingRequest) -> Reply:
         for name in _OF_MESSAGES:
             if getattr(body, name) is not None:
                 raise bad_request(f"{name} goes with messages; give messages, or leave it out", name)
+        call.reads("input")
         given = body.input
     else:
         raise bad_request("there is no input; give a text, or messages", "input")
-    params = pooling_params(call, body, "embed", **own)
+    params = pooling_params(call, body, chosen.inputs.pooling, "embed", **own)
     if (text := short_text(given)) is not None:
         pooled, num_tokens = await run_text(call, chosen, text, params, body.prompt_name)
         (numbers,) = written([pooled.array()], body.encoding_format)
@@ -87,7 +88,7 @@ async def _message_ids(call: Call, body: EmbeddingRequest, chosen: Chosen, messa
     if body.prompt_name is not None:
         raise bad_request("prompt_name is for texts; say it in the messages", "prompt_name")
     inputs, tokenizer = chosen.served.inputs, chosen.served.tokenizer
-    checked = text_messages(call, messages)
+    checked = text_messages(call, messages, tokenizer)
 
     def work() -> list[int]:
         text = inputs.render_messages(

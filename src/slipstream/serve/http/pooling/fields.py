@@ -7,10 +7,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from slipstream.config.pooling_info import PoolingInfo
 from slipstream.pooling_params import TASKS, PoolingParams, Task
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
-from slipstream.serve.http.openai.fields import Ignored, Refused, refuse
+from slipstream.serve.http.openai.fields import Label, Refused, refuse
 
 
 def _doc(text: str) -> msgspec.Meta:
@@ -30,9 +31,9 @@ class PoolFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: Annotated[int | None, _doc("lower goes first")] = None
     cache_salt: Annotated[str | None, _doc("prompts share cached pages only within one salt")] = None
 
-    user: Ignored = None
-    metadata: Ignored = None
-    request_id: Annotated[Any, _doc("ignored: send the header X-Request-Id instead")] = None
+    user: Label = None
+    metadata: Label = None
+    request_id: Refused = None
     add_special_tokens: Refused = None
     mm_processor_kwargs: Refused = None
 
@@ -61,21 +62,27 @@ class PoolUsage(msgspec.Struct):
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "add_special_tokens": ((True,), "a pooling model needs its special tokens; give token ids to leave them out"),
     "mm_processor_kwargs": (({},), "models read text alone"),
+    "request_id": ((), "send the header X-Request-Id instead"),
     "embed_dtype": (("float32",), "numbers have 32 bits"),
     "endianness": (("little", "native"), "numbers are little-endian"),
 }
 _REFUSED_NAMES = tuple(_REFUSED)
 
 
-def pooling_params(call: Call, body: PoolFields, task: Task | None = None, **own: Any) -> PoolingParams:
-    """`own`: what a route says beside the shared fields."""
+def pooling_params(
+    call: Call, body: PoolFields, pooling: PoolingInfo, task: Task | None = None, *, cuts: bool = False, **own: Any
+) -> PoolingParams:
+    """`own`: what a route says beside the shared fields.
+
+    A text that is longer than the model reads is refused, unless the request says how it is to be cut, or the route has
+    texts cut (`cuts`), or late interaction reads so much of a text by design.
+    """
     for name in _REFUSED_NAMES:
         if getattr(body, name, None) is not None:
             refuse({name: getattr(body, name)}, _REFUSED)
     if body.truncate_prompt_tokens is not None:
-        own["truncate_prompt_tokens"] = body.truncate_prompt_tokens
-    if body.truncation_side is not None:
-        own["truncation_side"] = body.truncation_side
+        most = body.truncate_prompt_tokens
+        own["truncate_prompt_tokens"] = pooling.max_seq_length or -1 if most == -1 else most
     if body.priority is not None:
         own["priority"] = body.priority
     if body.cache_salt is not None:
@@ -83,9 +90,23 @@ def pooling_params(call: Call, body: PoolFields, task: Task | None = None, **own
         if len(body.cache_salt) > limit:
             raise bad_request(f"cache_salt has {len(body.cache_salt)} characters, {limit} are the most", "cache_salt")
         own["cache_salt"] = body.cache_salt
+    if body.truncation_side is not None:
+        if "truncation_side" in own:
+            raise bad_request(
+                "truncation_side and truncation_direction, or truncate, are both given; leave one out",
+                "truncation_side",
+            )
+        own["truncation_side"] = body.truncation_side
+    elif body.truncate_prompt_tokens is None and not cuts and not pooling.late:
+        if not own:
+            return _WHOLE[task]
+        own.setdefault("truncation_side", "never")
     return PoolingParams(task=task, **own) if own else _PLAIN[task]
 
 
+_WHOLE: dict[Task | None, PoolingParams] = {
+    task: PoolingParams(task=task, truncation_side="never") for task in (None, *TASKS)
+}
 _PLAIN: dict[Task | None, PoolingParams] = {task: PoolingParams(task=task) for task in (None, *TASKS)}
 
 

@@ -12,6 +12,7 @@ from slipstream.engine.front.pooling_calls import encode
 from slipstream.engine.front.served import POOLING_TASKS
 from slipstream.pooling_params import Task
 from slipstream.serve.http.call import Call
+from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.pooling.embeddings import written
 from slipstream.serve.http.pooling.fields import (
     Input,
@@ -21,7 +22,7 @@ from slipstream.serve.http.pooling.fields import (
     pooling_params,
     prompts_of,
 )
-from slipstream.serve.http.pooling.run import choose, numbers_of, run, usage_of
+from slipstream.serve.http.pooling.run import activation, choose, numbers_of, run, usage_of
 from slipstream.serve.http.reply import Reply, json_reply
 from slipstream.serve.http.routes import post
 
@@ -60,16 +61,18 @@ class PoolingResponse(msgspec.Struct):
 
 
 async def create_pooling(call: Call, body: PoolingRequest) -> Reply:
+    call.reads("input")
     chosen = choose(call, body.model, *((body.task,) if body.task else POOLING_TASKS))
     prompts, size = prompts_of(call, body.input)
     own: dict[str, Any] = {}
     for name in ("dimensions", "normalize", "step_tag_id", "returned_token_ids"):
         if (value := getattr(body, name)) is not None:
             own[name] = value
-    if (active := _activation(body)) is not None:
-        own["activation"] = active
-    params = pooling_params(call, body, **own)
     task = body.task or chosen.inputs.pooling.tasks[0]
+    own |= _activation(body, task)
+    if task == "sparse" and body.encoding_format == "base64":
+        raise bad_request("sparse results are pairs of numbers; leave encoding_format out", "encoding_format")
+    params = pooling_params(call, body, chosen.inputs.pooling, **own)
     verb = encode(chosen.inputs, prompts, params, task, prompt_name=body.prompt_name)
     found, _ = await run(call, chosen, verb, size)
     numbers = [sparse_weights(one.outputs) for one in found] if task == "sparse" else numbers_of(found)
@@ -111,11 +114,10 @@ class ClassifyResponse(msgspec.Struct):
 
 
 async def create_classification(call: Call, body: ClassifyRequest) -> Reply:
+    call.reads("input")
     chosen = choose(call, body.model, "classify")
     prompts, size = prompts_of(call, body.input)
-    active = _activation(body)
-    own: dict[str, Any] = {} if active is None else {"activation": active}
-    params = pooling_params(call, body, **own)
+    params = pooling_params(call, body, chosen.inputs.pooling, **_activation(body, "classify"))
     verb = encode(chosen.inputs, prompts, params, "classify", prompt_name=body.prompt_name)
     found, _ = await run(call, chosen, verb, size)
     data = [
@@ -126,9 +128,9 @@ async def create_classification(call: Call, body: ClassifyRequest) -> Reply:
     return json_reply(ClassifyResponse(f"classify-{call.id}", "list", int(time.time()), chosen.name, data, usage))
 
 
-def _activation(body: PoolingRequest | ClassifyRequest) -> bool | None:
-    given = (body.activation, body.use_activation, body.softmax)
-    return next((value for value in given if value is not None), None)
+def _activation(body: PoolingRequest | ClassifyRequest, task: Task) -> dict[str, Any]:
+    given = {name: getattr(body, name) for name in ("activation", "use_activation", "softmax")}
+    return activation(task in ("classify", "token_classify"), f"the task is {task}", **given)
 
 
 ROUTES = [

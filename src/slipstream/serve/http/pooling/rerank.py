@@ -20,7 +20,7 @@ from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import as_http_error, bad_request
 from slipstream.serve.http.openai.fields import Refused, refuse
 from slipstream.serve.http.pooling.fields import PoolFields, pooling_params, size_of
-from slipstream.serve.http.pooling.run import Chosen, choose, run
+from slipstream.serve.http.pooling.run import Chosen, activation, choose, run
 from slipstream.serve.http.pooling.tei_errors import in_tei_words
 from slipstream.serve.http.reply import Reply, json_reply
 from slipstream.serve.http.routes import Handler, Route, post
@@ -105,12 +105,14 @@ _COHERES = (
 def _reranker(version: str) -> Handler:
     async def create_rerank(call: Call, body: RerankRequest) -> Reply:
         if body.texts is not None:
+            call.reads("texts")
             try:
                 return await rerank_as_tei(call, body)
             except Exception as error:
-                raise in_tei_words(as_http_error(error, call.id)) from error
+                raise in_tei_words(as_http_error(error, call.id, call.names)) from error
         if body.documents is None:
             raise bad_request("there are no documents; give a list of texts", "documents")
+        call.reads("documents")
         return await _as_cohere(call, body, body.documents, version)
 
     return create_rerank
@@ -123,13 +125,11 @@ async def _as_cohere(call: Call, body: RerankRequest, documents: list[str | dict
     for name in _REFUSED:
         if (value := getattr(body, name)) is not None:
             refuse({name: value}, _REFUSED)
-    chosen = choose(call, body.model, *SCORING)
+    chosen = choose(call, body.model, *SCORING, "classify")
     texts = [_text(place, document) for place, document in enumerate(documents)]
-    own: dict[str, Any] = {}
-    if body.raw_scores is not None:
-        own["activation"] = not body.raw_scores
-    if (active := body.activation if body.activation is not None else body.use_activation) is not None:
-        own["activation"] = active
+    raw = None if body.raw_scores is None else not body.raw_scores
+    said = {"activation": body.activation, "use_activation": body.use_activation, "raw_scores": raw}
+    own = activation(chosen.reads_pairs, f"{chosen.name} compares vectors", **said)
     ranked, num_tokens = await _rank(call, body, chosen, texts, own)
     shows = body.return_documents if body.return_documents is not None else version == "1"
     results = []
@@ -148,10 +148,10 @@ async def rerank_as_tei(call: Call, body: RerankRequest) -> Reply:
     for name in _COHERES:
         if getattr(body, name) is not None:
             raise bad_request(f"{name} goes with documents; give documents, or leave it out", name)
-    chosen = choose(call, body.model, *SCORING)
+    chosen = choose(call, body.model, *SCORING, "classify")
     own = tei_truncation(chosen.inputs, body.truncate, body.truncation_direction)
-    if body.raw_scores is not None:
-        own["activation"] = not body.raw_scores
+    raw = None if body.raw_scores is None else not body.raw_scores
+    own |= activation(chosen.reads_pairs, f"{chosen.name} compares vectors", raw_scores=raw)
     ranked, _ = await _rank(call, body, chosen, texts, own)
     return json_reply([Rank(one.index, one.score, one.document if body.return_text else None) for one in ranked])
 
@@ -162,7 +162,7 @@ async def _rank(
     call.check_count(len(texts), "documents" if body.texts is None else "texts")
     if not texts:
         raise bad_request("there are no documents; give a list of texts", "documents", "empty")
-    params = pooling_params(call, body, **own)
+    params = pooling_params(call, body, chosen.inputs.pooling, cuts=body.texts is not None, **own)
     read = texts
     if (limit := body.max_tokens_per_doc) is not None:
         if limit < 1:
@@ -177,6 +177,9 @@ async def _rank(
 def tei_truncation(inputs: PoolInputs, truncate: bool | None, direction: str | None) -> dict[str, Any]:
     """TEI's words in ours. Left to itself the model's files say whether texts are cut, and to what length."""
     if truncate is False:
+        if direction is not None:
+            name = "truncation_direction"
+            raise bad_request(f"{name} is given and truncate is false; leave one out", name)
         return {"truncation_side": "never"}
     own: dict[str, Any] = {} if direction is None else {"truncation_side": direction.lower()}
     if truncate and inputs.pooling.max_seq_length is None:

@@ -19,6 +19,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.messages import Pooled, Submit
 from slipstream.pooling_params import PoolingParams
 from slipstream.serve.http.call import Call
+from slipstream.serve.http.choose import served_for
 from slipstream.serve.http.errors import HttpError, bad_request
 from slipstream.serve.http.pooling.fields import PoolUsage
 
@@ -35,13 +36,34 @@ class Chosen:
         self.served = served
         self.inputs = inputs
 
+    @property
+    def reads_pairs(self) -> bool:
+        """Whether it scores two texts by reading both, and not by their vectors."""
+        return "classify" in self.inputs.pooling.tasks
+
 
 def choose(call: Call, name: str | None, *tasks: str) -> Chosen:
     """The model of that name, or the best one here for the first of these tasks that any can do."""
-    served = call.state.engine.model(name, *tasks)
-    if served.pool_inputs is None:
-        raise bad_request(f"{served.facts.name} only generates; choose a model that makes vectors or scores", "model")
+    served = served_for(call, name, *tasks)
+    assert served.pool_inputs is not None, f"{served.facts.name} can do one of {tasks}"
     return Chosen(served, served.pool_inputs)
+
+
+def activation(scores: bool, what: str, **given: bool | None) -> dict[str, Any]:
+    """Whether scores become probabilities, under whichever names it was said.
+
+    `scores`: whether there are such scores; if not, `what` says what there is.
+    """
+    said = {name: value for name, value in given.items() if value is not None}
+    if not said:
+        return {}
+    first, *others = said
+    for other in others:
+        if said[other] != said[first]:
+            raise bad_request(f"{first} and {other} say different things; leave one out", other)
+    if not scores:
+        raise bad_request(f"{first} is for scores, and {what}; leave it out", first)
+    return {"activation": said[first]}
 
 
 async def run(call: Call, chosen: Chosen, verb: Verb[T], size: int) -> tuple[T, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
@@ -12,7 +12,7 @@ from slipstream.engine.front.served import SCORING
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.pooling.fields import PoolFields, PoolUsage, pooling_params, size_of
-from slipstream.serve.http.pooling.run import choose, run
+from slipstream.serve.http.pooling.run import activation, choose, run
 from slipstream.serve.http.reply import Reply, json_reply
 from slipstream.serve.http.routes import post
 
@@ -54,14 +54,12 @@ _NAMES = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"))
 
 
 async def create_score(call: Call, body: ScoreRequest) -> Reply:
-    chosen = choose(call, body.model, *SCORING)
-    first, second = _sides(body)
+    chosen = choose(call, body.model, *SCORING, "classify")
+    first, second = _sides(call, body)
     call.check_count(max(len(first), len(second)), "texts")
-    own: dict[str, Any] = {}
-    active = body.activation if body.activation is not None else body.use_activation
-    if active is not None:
-        own["activation"] = active
-    params = pooling_params(call, body, **own)
+    said = {"activation": body.activation, "use_activation": body.use_activation}
+    own = activation(chosen.reads_pairs, f"{chosen.name} compares vectors", **said)
+    params = pooling_params(call, body, chosen.inputs.pooling, **own)
     verb = score(chosen.inputs, first, second, params, instruction=body.instruction)
     found, num_tokens = await run(call, chosen, verb, size_of(first) + size_of(second))
     data = [ScoreObject(index, "score", one.outputs.score) for index, one in enumerate(found)]
@@ -69,11 +67,12 @@ async def create_score(call: Call, body: ScoreRequest) -> Reply:
     return json_reply(ScoreResponse(f"score-{call.id}", "list", int(time.time()), chosen.name, data, usage))
 
 
-def _sides(body: ScoreRequest) -> tuple[list[str], list[str]]:
+def _sides(call: Call, body: ScoreRequest) -> tuple[list[str], list[str]]:
     given = [pair for pair in _NAMES if getattr(body, pair[0]) is not None or getattr(body, pair[1]) is not None]
     if len(given) != 1:
         raise bad_request("give text_1 and text_2, and no other pair of texts", "text_1")
     sides = []
+    call.reads(given[0][0])
     for name in given[0]:
         texts = getattr(body, name)
         texts = [texts] if isinstance(texts, str) else texts

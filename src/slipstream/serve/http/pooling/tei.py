@@ -50,13 +50,14 @@ class TokensRequest(TeiFields, kw_only=True, forbid_unknown_fields=True):
 
 
 async def embed(call: Call, body: EmbedRequest) -> Reply:
+    call.reads("inputs")
     own: dict[str, Any] = {"normalize": body.normalize is not False}
     if body.dimensions is not None:
         own["dimensions"] = body.dimensions
     if (text := short_text(body.inputs)) is not None and text:
         chosen = choose(call, body.model, "embed")
         said = tei_truncation(chosen.inputs, body.truncate, body.truncation_direction)
-        params = pooling_params(call, body, "embed", **said, **own)
+        params = pooling_params(call, body, chosen.inputs.pooling, "embed", cuts=True, **said, **own)
         pooled, _ = await run_text(call, chosen, text, params, body.prompt_name)
         return json_reply([pooled.array().tolist()])
     found = await _encode(call, body, "embed", own)
@@ -75,13 +76,13 @@ async def embed_sparse(call: Call, body: TokensRequest) -> Reply:
 
 
 async def _encode(call: Call, body: EmbedRequest | TokensRequest, task: Task, own: dict[str, Any]) -> list[Any]:
+    call.reads("inputs")
     chosen = choose(call, body.model, task)
     if body.inputs in ("", []):
         raise bad_request("inputs is empty; give a text", "inputs", "empty")
     prompts, size = prompts_of(call, body.inputs, "inputs")
-    params = pooling_params(
-        call, body, **tei_truncation(chosen.inputs, body.truncate, body.truncation_direction), **own
-    )
+    said = tei_truncation(chosen.inputs, body.truncate, body.truncation_direction)
+    params = pooling_params(call, body, chosen.inputs.pooling, cuts=True, **said, **own)
     verb = encode(chosen.inputs, prompts, params, task, prompt_name=body.prompt_name)
     found, _ = await run(call, chosen, verb, size)
     return found
@@ -101,6 +102,7 @@ class Prediction(msgspec.Struct):
 
 
 async def predict(call: Call, body: PredictRequest) -> Reply:
+    call.reads("inputs")
     chosen = choose(call, body.model, "classify")
     sequences, is_batch = _sequences(body.inputs)
     call.check_count(len(sequences), "inputs")
@@ -108,7 +110,8 @@ async def predict(call: Call, body: PredictRequest) -> Reply:
     own = tei_truncation(chosen.inputs, body.truncate, body.truncation_direction) | {"activation": not body.raw_scores}
     prompts = [one[0] if len(one) == 1 else chosen.inputs.pair(one[0], one[1], None) for one in sequences]
     size = sum(size_of(one) for one in sequences)
-    verb = encode(chosen.inputs, prompts, pooling_params(call, body, **own), "classify")
+    params = pooling_params(call, body, pooling, cuts=True, **own)
+    verb = encode(chosen.inputs, prompts, params, "classify")
     found, _ = await run(call, chosen, verb, size)
     labels = pooling.labels or tuple(f"LABEL_{place}" for place in range(pooling.num_labels))
     answers = []
@@ -148,15 +151,15 @@ class SimilarityRequest(PoolFields, kw_only=True, forbid_unknown_fields=True):
 
 async def similarity(call: Call, body: SimilarityRequest) -> Reply:
     """By vectors always, whatever else the model can do."""
+    call.reads("inputs")
     chosen = choose(call, body.model, "embed")
-    if "embed" not in chosen.inputs.pooling.tasks:
-        raise bad_request(f"{chosen.name} makes no vectors to compare; choose an embedder", "model")
     texts = body.inputs
     if not texts.sentences:
         raise bad_request("sentences is empty; give at least one", "inputs", "empty")
     call.check_count(len(texts.sentences), "sentences")
     said = body.parameters or SimilarityParameters()
-    params = pooling_params(call, body, **tei_truncation(chosen.inputs, said.truncate, said.truncation_direction))
+    cut = tei_truncation(chosen.inputs, said.truncate, said.truncation_direction)
+    params = pooling_params(call, body, chosen.inputs.pooling, cuts=True, **cut)
     verb = score(chosen.inputs, texts.source_sentence, texts.sentences, params, prompt_name=said.prompt_name)
     found, _ = await run(call, chosen, verb, len(texts.source_sentence) + size_of(texts.sentences))
     return json_reply([one.outputs.score for one in found])
@@ -192,7 +195,7 @@ async def info(call: Call, body: None) -> Reply:
             model_dtype=facts.dtype,
             model_type=_model_type(chosen),
             max_concurrent_requests=settings.max_queued_requests,
-            max_input_length=min(facts.max_model_len, chosen.inputs.pooling.max_seq_length or facts.max_model_len),
+            max_input_length=chosen.served.most_tokens,
             max_batch_tokens=facts.max_batch_tokens,
             max_batch_requests=None,
             max_client_batch_size=settings.max_inputs,

@@ -75,7 +75,7 @@ async def decode(call: Call, body: DecodeRequest) -> Reply:
             raise bad_request("ids is a list of token ids, or a list of such lists", "ids")
         for token in ids:
             if not 0 <= token < served.facts.vocab_size:
-                raise InvalidPrompt(f"token id {token} is unknown; there are 0 to {served.facts.vocab_size - 1}")
+                raise InvalidPrompt(f"token id {token} is unknown; {served.facts.known_ids}")
     size = sum(map(len, lists))
 
     def work() -> list[str]:

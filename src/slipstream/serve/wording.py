@@ -1,0 +1,28 @@
+"""Errors of the engine in the words of the one who asked: options as the flags that they are outside of Python."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+
+class Flags:
+    """Rewrites names of options in a text: max_model_len is --max-model-len, dtype="x" is --dtype x."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        known = list(names)
+        self._assigned = re.compile(rf"(?<![\w./-])({'|'.join(known)})=([\"']?)([\w.]+)\2")
+        # a name of one word may be just that word
+        several = "|".join(name for name in known if "_" in name)
+        self._alone = re.compile(rf"(?<![\w./-])({several})(?![\w./])(?!-)")
+
+    def __call__(self, text: str) -> str:
+        text = self._assigned.sub(lambda match: _flag(match[1], match[3]), text)
+        return self._alone.sub(lambda match: _flag(match[1]), text)
+
+
+def _flag(name: str, value: str | None = None) -> str:
+    flag = name.replace("_", "-")
+    if value == "False":
+        return f"--no-{flag}"
+    return f"--{flag}" if value in (None, "True") else f"--{flag} {value}"

@@ -1,0 +1,277 @@
+"""Every field of every request does something, or is refused by name.
+
+The walk goes over the types that decode bodies, so a new field has to be listed here. A field does something if the
+answer, or what reaches the engine, differs from that of the same request without it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgspec
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from scripted_core import EVERY_TASK, ScriptedCore, facts
+from serve.asgi import Door
+from serve.samples import MESSAGES, SAMPLES
+from slipstream.config.pooling_info import PoolingInfo
+from slipstream.serve.http.app import App
+from slipstream.serve.http.openai import fields
+from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.state import State
+from slipstream.serve.http.table import all_routes
+from tiny_tokenizer import write_byte_tokenizer
+
+ROUTES = {route.path: route for route in all_routes() if route.body is not None and route.path != "/"}
+LABELS = {"user", "metadata", "safety_identifier", "prompt_cache_key"}  # ask for nothing, and their description says so
+
+# what a field is set to, beside what it needs; None stands for a value that is refused for its own sake
+VALUES: dict[str, Any] = {
+    "model": "tiny", "n": 2, "temperature": 0.1, "top_p": 0.5, "seed": 7, "stop": "z", "presence_penalty": 0.5,
+    "frequency_penalty": 0.5, "logit_bias": {"5": 1.0}, "max_tokens": 3, "stream": True, "top_k": 3, "min_p": 0.1,
+    "repetition_penalty": 1.1, "min_tokens": 2, "stop_token_ids": [5], "ignore_eos": True,
+    "skip_special_tokens": False, "spaces_between_special_tokens": False, "truncate_prompt_tokens": 3,
+    "allowed_token_ids": [5, 6], "bad_words": ["x"], "prompt_logprobs": 1, "priority": 3, "cache_salt": "s",
+    "add_special_tokens": True, "return_token_ids": True, "echo": True, "max_completion_tokens": 3,
+    "encoding_format": "base64", "dimensions": 4, "normalize": False, "truncation_side": "left",
+    "task": "token_embed", "top_n": 1, "return_documents": False, "instruction": "be exact", "max_tokens_per_doc": 1,
+    "raw_scores": True, "return_text": True, "truncate": False, "truncation_direction": "left", "activation": False,
+    "use_activation": False, "softmax": False, "return_token_strs": True,
+    "add_generation_prompt": False, "prompt_name": "query",
+}  # fmt: skip
+# fields that need others beside them
+WITH: dict[str, dict[str, Any]] = {
+    "include_stop_str_in_output": {"stop": "z"},
+    "stream_options": {"stream": True},
+    "logprob_token_ids": {"logprobs": True},
+    "return_tokens_as_token_ids": {"logprobs": True},
+    "top_logprobs": {"logprobs": True},
+    "step_tag_id": {"task": "token_classify"},
+    "returned_token_ids": {"task": "token_classify"},
+}
+VALUES |= {
+    "include_stop_str_in_output": True, "stream_options": {"include_usage": True}, "logprob_token_ids": [9],
+    "return_tokens_as_token_ids": True, "top_logprobs": 2, "logprobs": True, "step_tag_id": 104,
+    "returned_token_ids": [0],
+}  # fmt: skip
+# where a route needs another value or another request around it: (value, beside, without)
+SPECIAL: dict[tuple[str, str], tuple[Any, dict[str, Any], tuple[str, ...]]] = {
+    ("/v1/completions", "prompt"): ("other", {}, ()),
+    ("/v1/completions", "logprobs"): (1, {}, ()),
+    ("/v1/completions", "logprob_token_ids"): ([9], {"logprobs": 1}, ()),
+    ("/v1/completions", "return_tokens_as_token_ids"): (True, {"logprobs": 1}, ()),
+    ("/v1/completions", "model"): ("pool", {}, ()),
+    ("/v1/completions", "add_special_tokens"): (False, {}, ()),
+    ("/v1/chat/completions", "model"): ("pool", {}, ()),
+    ("/v1/chat/completions", "messages"): ([{"role": "user", "content": "bye"}], {}, ()),
+    ("/v1/chat/completions", "max_completion_tokens"): (3, {}, ("max_tokens",)),
+    ("/v1/chat/completions", "continue_final_message"): (True, {}, ()),
+    ("/v1/chat/completions", "chat_template_kwargs"): ({"shout": True}, {}, ()),
+    ("/v1/embeddings", "messages"): (MESSAGES, {}, ("input",)),
+    ("/v1/embeddings", "add_generation_prompt"): (True, {"messages": MESSAGES}, ("input",)),
+    ("/v1/embeddings", "continue_final_message"): (True, {"messages": MESSAGES}, ("input",)),
+    ("/v1/embeddings", "chat_template_kwargs"): ({"shout": True}, {"messages": MESSAGES}, ("input",)),
+    ("/pooling", "activation"): (False, {"task": "classify"}, ()),
+    ("/pooling", "use_activation"): (False, {"task": "classify"}, ()),
+    ("/pooling", "softmax"): (False, {"task": "classify"}, ()),
+    ("/tokenize", "messages"): (MESSAGES, {}, ("prompt",)),
+    ("/tokenize", "inputs"): ("hello", {}, ("prompt",)),
+    ("/tokenize", "prompt_name"): ("query", {"inputs": "hello"}, ("prompt",)),
+    ("/tokenize", "add_generation_prompt"): (False, {"messages": MESSAGES}, ("prompt",)),
+    ("/tokenize", "continue_final_message"): (True, {"messages": MESSAGES}, ("prompt",)),
+    ("/tokenize", "chat_template_kwargs"): ({"shout": True}, {"messages": MESSAGES}, ("prompt",)),
+    ("/tokenize", "add_special_tokens"): (False, {}, ()),
+    ("/tokenize", "model"): ("nothing", {}, ()),
+    ("/detokenize", "model"): ("nothing", {}, ()),
+    ("/decode", "model"): ("nothing", {}, ()),
+    ("/decode", "skip_special_tokens"): (False, {"ids": [104, 256]}, ()),
+    ("/similarity", "parameters"): ({"truncate": False}, {}, ()),
+}
+for path in ROUTES:
+    if path.endswith("score"):
+        for left, right in (("data_1", "data_2"), ("queries", "documents")):
+            SPECIAL[path, left] = ("c", {right: "b"}, ("text_1", "text_2"))
+            SPECIAL[path, right] = ("c", {left: "a"}, ("text_1", "text_2"))
+        SPECIAL[path, "text_1"], SPECIAL[path, "text_2"] = ("c", {}, ()), ("c", {}, ())
+    if path.endswith("rerank"):
+        texts = {"texts": ["a", "b"]}
+        for name in ("return_text", "truncate", "truncation_direction"):
+            SPECIAL[path, name] = (VALUES[name], texts, ("documents",))
+        SPECIAL[path, "query"] = ("other", {}, ())
+        SPECIAL[path, "documents"], SPECIAL[path, "texts"] = (["c"], {}, ()), (["c"], {}, ("documents",))
+        SPECIAL[path, "max_tokens_per_doc"] = (1, {"documents": ["one two", "b"]}, ())
+        SPECIAL[path, "return_documents"] = (path == "/v2/rerank", {}, ())
+for path, name, value in [
+    ("/v1/embeddings", "input", "other"), ("/pooling", "input", "other"), ("/classify", "input", "other"),
+    ("/embed", "inputs", "other"), ("/embed_all", "inputs", "other"), ("/embed_sparse", "inputs", "other"),
+    ("/predict", "inputs", "other"), ("/decode", "ids", [105]), ("/detokenize", "tokens", [105]),
+    ("/tokenize", "prompt", "other"),
+    ("/similarity", "inputs", {"source_sentence": "c", "sentences": ["b", "c"]}),
+]:  # fmt: skip
+    SPECIAL[path, name] = (value, {}, ())
+
+FIELDS = [(path, field) for path, route in ROUTES.items() for field in route.body.__struct_fields__]
+
+
+def is_label(kind: type[msgspec.Struct], name: str) -> bool:
+    return "changes nothing" in described(kind, name)
+
+
+def described(kind: type[msgspec.Struct], name: str) -> str:
+    hint = get_type_hints(kind, include_extras=True)[name]
+    return next((each.description or "" for each in get_args(hint) if isinstance(each, msgspec.Meta)), "")
+
+
+@pytest.fixture(scope="module")
+def runner():
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+POOL = msgspec.structs.replace(
+    EVERY_TASK, matryoshka="any", prompts={"query": "q: "}, max_seq_length=32, pair_template=None, labels=("yes",)
+)
+VECTORS = PoolingInfo(tasks=("embed",), embed_size=8, token_size=8, max_seq_length=32)
+
+
+@pytest.fixture(scope="module")
+def door(runner, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder)
+    config = folder / "tokenizer_config.json"
+    given = json.loads(config.read_text())
+    given["chat_template"] += "{% if shout %}!{% endif %}"
+    config.write_text(json.dumps(given))
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", pair="<|endoftext|> $A $B", special_tokens=[("<|endoftext|>", 256)]
+    )
+    backend.save(str(folder / "tokenizer.json"))
+
+    async def open_door():
+        engine, core = await ScriptedCore.open(
+            facts(folder), facts(folder, "pool", pooling=POOL), facts(folder, "vectors", pooling=VECTORS)
+        )
+        return Door(App(State(Settings(), engine), all_routes()), core)
+
+    door = runner.run(open_door())
+    yield door
+    runner.run(door.state.engine.close())
+
+
+def outcome(runner, door, path, body) -> tuple[int, Any, Any]:
+    """Status, answer and what reached the engine, without what differs between any two requests."""
+    door.core.submits.clear()
+    exchange = runner.run(door.post(path, body))
+    if exchange.headers["content-type"].startswith("text/event-stream"):
+        answer = exchange.events()
+    else:
+        answer = exchange.json()
+    sent = [
+        (each.prompt_token_ids, msgspec.structs.asdict(each.params), each.priority, each.cache_salt, each.model)
+        for each in door.core.submits
+    ]
+    return exchange.status, _plain(answer), _plain(sent)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items() if name not in ("id", "created", "query_key")}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def bodies(path: str, field: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A request without the field, and the same with it."""
+    base = dict(SAMPLES[path])
+    if (path, field) in SPECIAL:
+        value, beside, without = SPECIAL[path, field]
+    else:
+        value, beside, without = VALUES[field], WITH.get(field, {}), ()
+    for name in without:
+        base.pop(name, None)
+    base |= beside
+    return ({name: each for name, each in base.items() if name != field} | _needed(path, field)), base | {field: value}
+
+
+def _needed(path: str, field: str) -> dict[str, Any]:
+    """The field itself where no request can do without it."""
+    return {field: SAMPLES[path][field]} if field in SAMPLES[path] and (path, field) in SPECIAL else {}
+
+
+@pytest.mark.parametrize(("path", "field"), FIELDS, ids=lambda value: value)
+def test_a_field_does_something_or_is_refused_by_name(runner, door, path, field):
+    check_field(runner, door, path, field)
+
+
+def test_a_field_that_is_dropped_is_caught(runner, door, monkeypatch):
+    monkeypatch.setattr(fields, "_PLAIN", fields._PLAIN - {"top_k"})
+    with pytest.raises(AssertionError, match="top_k of /v1/completions changes nothing"):
+        check_field(runner, door, "/v1/completions", "top_k")
+
+
+def test_a_field_that_is_refused_without_its_name_is_caught(runner, door, monkeypatch):
+    monkeypatch.setattr(fields, "refuse", lambda given, table: None)
+    with pytest.raises(AssertionError):
+        check_field(runner, door, "/v1/completions", "best_of")
+
+
+def check_field(runner, door, path, field):
+    kind = ROUTES[path].body
+    base = SAMPLES[path]
+    words = described(kind, field)
+    if is_label(kind, field):
+        assert field in LABELS
+        assert outcome(runner, door, path, base | {field: "mine"}) == outcome(runner, door, path, base)
+        return
+    if words.startswith("not supported"):
+        status, answer, sent = outcome(runner, door, path, base | {field: {"some": "thing"}})
+        assert status in (400, 422) and not sent, answer
+        said = answer["error"] if isinstance(answer["error"], str) else answer["error"]["message"]
+        assert field in said, said
+        if isinstance(answer["error"], dict):
+            assert answer["error"]["param"] == field
+        return
+    before, after = bodies(path, field)
+    first, second = outcome(runner, door, path, before), outcome(runner, door, path, after)
+    if second[0] != 200:
+        said = second[1]["error"]
+        assert second[0] < 500 and field in (said if isinstance(said, str) else (said["message"], said["param"])), said
+        assert isinstance(said, str) or said["param"] == field, said
+    assert second != first, f"{field} of {path} changes nothing"
+
+
+USAGE = {"include_usage": True, "continuous_usage_stats": True}
+NESTED = [
+    ("/v1/completions", {"stream": True}, "stream_options", {"include_usage": True}),
+    ("/v1/completions", {"stream": True}, "stream_options", USAGE),
+    ("/v1/chat/completions", {"stream": True}, "stream_options", {"include_usage": True}),
+    ("/v1/chat/completions", {"stream": True}, "stream_options", USAGE),
+    ("/similarity", {}, "parameters", {"truncate": False}),
+    ("/similarity", {}, "parameters", {"truncation_direction": "left"}),
+    ("/similarity", {}, "parameters", {"prompt_name": "query"}),
+]
+
+
+@pytest.mark.parametrize(("path", "beside", "name", "value"), NESTED, ids=str)
+def test_a_field_inside_a_field_does_something(runner, door, path, beside, name, value):
+    base = SAMPLES[path] | beside
+    less = dict(list(value.items())[:-1])
+    first = outcome(runner, door, path, base | ({name: less} if less else {}))
+    second = outcome(runner, door, path, base | {name: value})
+    assert second[0] == 200 and second != first
+
+
+def test_every_field_inside_a_field_is_listed():
+    walked = {(name, field) for _, _, name, value in NESTED for field in value}
+    for path, route in ROUTES.items():
+        hints = get_type_hints(route.body)
+        for name, hint in hints.items():
+            for kind in (hint, *get_args(hint)):
+                if isinstance(kind, type) and get_origin(kind) is None and issubclass(kind, msgspec.Struct):
+                    for field in kind.__struct_fields__:
+                        listed = (name, field) in walked or field in ("include_obfuscation",) or name == "inputs"
+                        assert listed, (path, name, field)

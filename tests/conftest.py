@@ -3,6 +3,8 @@
 import importlib.metadata
 import importlib.util
 import os
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +15,9 @@ from slipstream.errors import ModelNotFound
 
 # Tests run on the CPU, GPU or not, in other processes too; those marked `cuda` name their device.
 os.environ["SLIPSTREAM_DEVICE"] = "cpu"
+
+# How a child ended is lost where SIGCHLD is ignored, which a process inherits.
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 # Kernels run in Triton's interpreter where there is no GPU. It must be chosen before anyone imports triton.
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
@@ -59,3 +64,17 @@ def default_model() -> LocatedModel:
         return locate(None)
     except ModelNotFound as missing:
         pytest.skip(str(missing))
+
+
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Python's SIGINT handler during the test, and a check that the test left it in place.
+
+    A process started in the background (`scripts/test &`, cron, some CI runners) begins with SIGINT ignored.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the test left another SIGINT handler"
+    finally:
+        signal.signal(signal.SIGINT, before)

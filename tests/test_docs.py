@@ -47,22 +47,22 @@ def unknown_flags(text: str, known: str) -> list[str]:
 def sources() -> str:
     """All that may say which flags there are: the command line, scripts and benchmarks."""
     files = [*ROOT.glob("src/**/*.py"), *ROOT.glob("scripts/*"), *ROOT.glob("benchmarks/**/*.py")]
-    return "\n".join(file.read_text() for file in files if file.is_file())
+    return "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
 
 
 @pages
 def test_the_files_it_names_are_there(page: Path) -> None:
-    assert not missing_files(page.read_text())
+    assert not missing_files(page.read_text(encoding="utf-8"))
 
 
 @pages
 def test_its_links_lead_somewhere(page: Path) -> None:
-    assert not broken_links(page.read_text(), page.parent)
+    assert not broken_links(page.read_text(encoding="utf-8"), page.parent)
 
 
 @pages
 def test_the_flags_it_names_exist(page: Path, sources: str) -> None:
-    assert not unknown_flags(page.read_text(), sources)
+    assert not unknown_flags(page.read_text(encoding="utf-8"), sources)
 
 
 def test_what_is_not_there_is_noticed(sources: str) -> None:

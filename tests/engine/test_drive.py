@@ -326,6 +326,7 @@ def test_a_device_that_breaks_while_prompts_are_taken_in():
 
 @DEPTHS
 @pytest.mark.parametrize("late", [False, True])
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_while_a_prompt_is_taken_in_leaves_nothing_half_done(depth, late, monkeypatch):
     """Between the two lines by which a request begins to wait."""
     from slipstream.scheduler import lazy_heap
@@ -347,6 +348,7 @@ def test_an_interrupt_while_a_prompt_is_taken_in_leaves_nothing_half_done(depth,
     assert tokens_of(track) == [tokens_alone(track.message, 0)[0]]
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupted_call_takes_nothing_from_a_stream():
     world = World()
     message = submit("s", [1, 2], max_tokens=6)
@@ -383,6 +385,7 @@ def test_a_stream_dropped_in_another_thread_ends_with_the_next_call():
     world.core.scheduler.check()
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_a_second_interrupt_finds_all_of_them_given_up():
     world = World(max_num_seqs=4)
     abort, step, aborted = world.drive.lanes.abort, world.core.step, []
@@ -405,6 +408,7 @@ def test_a_second_interrupt_finds_all_of_them_given_up():
 
 
 @pytest.mark.parametrize("late", [False, True])
+@pytest.mark.usefixtures("interrupts")
 def test_a_call_changes_the_handler_of_interrupts_once(late, monkeypatch):
     """It took longer than to take a prompt in, and was done for each."""
     changes = []

@@ -9,17 +9,11 @@ import pytest
 
 from slipstream.engine.interrupts import held_back, watched
 
+pytestmark = pytest.mark.usefixtures("interrupts")
+
 
 def interrupt():
     signal.raise_signal(signal.SIGINT)
-
-
-@pytest.fixture(autouse=True)
-def usual_handler():
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "somebody's handler was left"
-    signal.signal(signal.SIGINT, before)
 
 
 def test_one_that_comes_inside_is_raised_at_the_end():

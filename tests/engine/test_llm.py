@@ -124,6 +124,7 @@ def test_a_text_that_the_tokenizer_refuses_late_ends_its_call_and_nothing_else(l
 
 
 @pytest.mark.parametrize("at", [0, 1, 9])
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_while_texts_are_encoded(llm, encoded, monkeypatch, at):
     wanted = texts_of(llm.generate(TEXTS, FOUR))
     encode, calls = type(llm.tokenizer).encode_batch, []
@@ -429,6 +430,7 @@ def test_an_engine_nobody_closed_leaves_no_thread(folder):
     assert threading.active_count() == before
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_ctrl_c_comes_between_steps_and_harms_nothing(folder):
     with LLM(folder, **SMALL) as llm:
         wanted = llm.generate([1, 2], FOUR)[0].outputs[0].token_ids

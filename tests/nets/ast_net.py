@@ -45,7 +45,7 @@ def find_in_tree(root: Path) -> list[Finding]:
         for path in sorted((root / folder).rglob("*.py")):
             name = path.relative_to(root).as_posix()
             if not name.startswith(ALLOWED_FILES):
-                findings += find_in_source(path.read_text(), name)
+                findings += find_in_source(path.read_text(encoding="utf-8"), name)
     return findings
 
 

@@ -23,7 +23,7 @@ def find_unsafe_in(root: Path) -> list[str]:
     return [
         finding
         for file in sorted(root.rglob("*.py"))
-        for finding in find_unsafe(file.read_text(), file.relative_to(root).as_posix())
+        for finding in find_unsafe(file.read_text(encoding="utf-8"), file.relative_to(root).as_posix())
     ]
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +19,15 @@ from typing import Any
 from slipstream.engine.link.parent import die_with_parent
 
 COMMAND = (sys.executable, "-m", "slipstream.serve.cli.main")
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGCHLD)
+
+
+def _before() -> None:
+    """No test that fails leaves a server behind. Signals are ignored, as a process started in the background or by a
+    supervisor may inherit them: the server sets what it needs."""
+    die_with_parent()
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class ServerProcess:
@@ -37,7 +47,7 @@ class ServerProcess:
             text=True,
             cwd=cwd,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
-            preexec_fn=die_with_parent,  # no test that fails leaves a server behind
+            preexec_fn=_before,
         )
         self.lines: list[str] = []
         self._news: queue.SimpleQueue[str] = queue.SimpleQueue()

@@ -113,6 +113,7 @@ class Interrupting(FakeLLM):
                 signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_in_a_conversation_ends_the_answer_alone(terminal):
     terminal.kind = Interrupting
     before = signal.getsignal(signal.SIGINT)
@@ -123,6 +124,7 @@ def test_an_interrupt_in_a_conversation_ends_the_answer_alone(terminal):
     assert terminal.llm.conversations[-1][1] == {"role": "assistant", "content": "echo"}
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_a_second_interrupt_leaves(terminal):
     class Impatient(Interrupting):
         presses = 2
@@ -133,6 +135,7 @@ def test_a_second_interrupt_leaves(terminal):
     assert terminal.llm.closed
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_an_interrupt_of_a_single_answer_ends_with_130(terminal):
     terminal.kind = Interrupting
     code, _, err = terminal.run("chat", "stop me")

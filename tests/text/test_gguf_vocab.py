@@ -12,7 +12,7 @@ from slipstream.text.gguf_vocab import gguf_tokenizer
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import byte_tokenizer
 
-CASES = json.loads((Path(__file__).parent.parent / "data" / "smollm2_tokens.json").read_text())["cases"]
+CASES = json.loads((Path(__file__).parent.parent / "data" / "smollm2_tokens.json").read_text(encoding="utf-8"))["cases"]
 
 
 def fields(**given: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from tiny_tokenizer import CHATML, END_OF_TEXT, IM_END, IM_START, write_byte_tok
 
 
 def edit(path: Path, **changes: Any) -> None:
-    value = json.loads(path.read_text())
+    value = json.loads(path.read_text(encoding="utf-8"))
     value.update(changes)
     path.write_text(json.dumps({key: item for key, item in value.items() if item is not ...}))
 
@@ -85,7 +85,7 @@ def test_roles_may_be_objects_or_stand_in_the_special_tokens_map(tiny_folder: Pa
 
 def test_a_token_with_a_role_is_special_even_if_the_file_forgot(tiny_folder: Path) -> None:
     path = tiny_folder / "tokenizer.json"
-    value = json.loads(path.read_text())
+    value = json.loads(path.read_text(encoding="utf-8"))
     for token in value["added_tokens"]:
         token["special"] = token["id"] == IM_START
     path.write_text(json.dumps(value))

@@ -47,7 +47,7 @@ def read_model_info(folder: Path) -> ModelInfo:
     """From a folder in Hugging Face layout."""
     path = folder / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadCheckpoint(
             f"{folder} has no config.json; give a folder in Hugging Face layout or a .gguf file"

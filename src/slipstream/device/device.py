@@ -7,6 +7,7 @@ import gc
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -177,7 +178,7 @@ def seems_cuda(kind: str) -> bool:
 def _cpu_has_bfloat16() -> bool:
     """Whether products in bfloat16 have instructions of their own."""
     try:
-        with open("/proc/cpuinfo") as lines:
+        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
             flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "").split()
     except OSError:
         return False
@@ -192,15 +193,15 @@ def available_memory() -> int:
     """Bytes of host memory that can be taken without swapping, cgroup limits included."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        with open("/proc/meminfo") as lines:
+        with open("/proc/meminfo", encoding="ascii", errors="replace") as lines:
             for line in lines:
                 if line.startswith("MemAvailable:"):
                     free = int(line.split()[1]) * 1024
                     break
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            text = limit.read().strip()
-            if text != "max":
-                free = min(free, int(text) - int(used.read()))
+        cgroup = Path("/sys/fs/cgroup")
+        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
+        if limit != "max":
+            free = min(free, int(limit) - int((cgroup / "memory.current").read_text(encoding="ascii")))
     except OSError:
         pass
     return max(free, 0)

@@ -164,7 +164,7 @@ def _flags() -> tuple[str, ...]:
 def _openmp() -> str | None:
     """The GNU OpenMP runtime that torch has loaded, where it has."""
     try:
-        with open("/proc/self/maps") as lines:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
             return next((line.split()[-1] for line in lines if "/libgomp" in line), None)
     except OSError:
         return None
@@ -179,7 +179,7 @@ def _compiler() -> str | None:
 def _processor() -> str:
     """What -march=native looks at, so that a home folder may be shared between machines."""
     try:
-        with open("/proc/cpuinfo") as lines:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             facts = (line for line in lines if line.lower().startswith(("flags", "features", "model name", "cpu part")))
             return "".join(sorted(set(facts)))
     except OSError:

@@ -66,7 +66,7 @@ def _files(folder: Path, whole: str, index: str) -> list[Path]:
         return [folder / whole]  # also beside an index, as transformers chooses
     if (folder / index).exists():
         try:
-            shards = set(json.loads((folder / index).read_text())["weight_map"].values())
+            shards = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
             files = [folder / shard for shard in sorted(shards)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise BadCheckpoint(f"{folder / index} is broken; download it again") from None

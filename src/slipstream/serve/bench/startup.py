@@ -64,7 +64,7 @@ def measure_startup(options: dict[str, Any], tell: Callable[[str], None] = lambd
         for cold in (True, False):
             tell("cold start" if cold else "warm start")
             done = subprocess.run(
-                [sys.executable, "-c", _PROGRAM, json.dumps(options)], env=env, capture_output=True, text=True
+                [sys.executable, "-c", _PROGRAM, json.dumps(options)], env=env, capture_output=True, encoding="utf-8"
             )
             if done.returncode:
                 raise SlipstreamError(f"the engine did not start: {done.stderr.strip().splitlines()[-1]}")

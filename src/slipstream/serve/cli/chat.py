@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from slipstream.errors import InvalidOption, InvalidPrompt, UserError
 from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags, engine_options, sampling_changes
 from slipstream.serve.cli.run import OpenLLM, open_with
+from slipstream.serve.cli.standard import read_stdin
 
 if TYPE_CHECKING:
     from slipstream.llm import LLM
@@ -48,8 +49,8 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     prompt = args.prompt
-    if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read()
+    if prompt is None:
+        prompt = read_stdin()
     if prompt is not None and not prompt.strip():
         raise InvalidPrompt("the prompt is empty; give one as an argument or on standard input")
     llm, params = open_with(args, opener) if args.url is None else open_remote(args)

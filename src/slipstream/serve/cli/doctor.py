@@ -172,7 +172,7 @@ def short_run(options: dict[str, Any], opener: OpenLLM) -> list[Sync]:
 
     with tempfile.TemporaryDirectory() as folder:
         if "model" not in options:
-            (Path(folder) / "config.json").write_text(json.dumps(SMALL))
+            (Path(folder) / "config.json").write_text(json.dumps(SMALL), encoding="utf-8")
             options = {"model": folder, "load_format": "dummy"} | options
         # inline on the CPU: what runs in a thread of its own cannot be watched from here
         usual = {"skip_tokenizer_init": True, "max_model_len": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 8}

@@ -87,6 +87,6 @@ def _json_lines(texts: list[Any], vectors: list[Any]) -> Iterator[str]:
 
 def _writing(path: Path, mode: str) -> IO[Any]:
     try:
-        return open(path, mode)
+        return open(path, mode, encoding=None if "b" in mode else "utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None

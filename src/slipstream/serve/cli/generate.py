@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slipstream.errors import InvalidPrompt, UserError
 from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags
 from slipstream.serve.cli.run import OpenLLM, open_with
+from slipstream.serve.cli.standard import read_stdin
 
 if TYPE_CHECKING:
     from slipstream.engine.front.results import RequestOutput
@@ -68,10 +69,8 @@ def read_prompts(arguments: list[str], file: str | None) -> list[Prompt]:
         prompts = list(arguments)
     elif file is not None and file != "-":
         prompts = parse_prompts(_read(Path(file)), file)
-    elif file == "-" or not sys.stdin.isatty():
-        prompts = parse_prompts(sys.stdin.read(), "standard input")
     else:
-        prompts = []
+        prompts = parse_prompts(read_stdin(of_terminal=file == "-") or "", "standard input")
     if not prompts:
         raise InvalidPrompt("there is no prompt; give one as an argument, with --file or on standard input")
     return prompts
@@ -135,7 +134,7 @@ def _json_or_none(line: str) -> Any:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"cannot read prompts from {path}: {reason}") from None

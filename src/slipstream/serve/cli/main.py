@@ -15,6 +15,7 @@ from slipstream.errors import SlipstreamError
 from slipstream.serve.cli import bench, chat, compare, doctor, embed, generate, plan, serve, version
 from slipstream.serve.cli.failure import tell_failure
 from slipstream.serve.cli.run import OpenLLM, open_llm
+from slipstream.serve.cli.standard import settle_streams
 from slipstream.serve.cli.wording import Parser, asks_for_json
 
 INTERRUPTED = 130  # as a shell reports a process that ended by SIGINT
@@ -23,6 +24,7 @@ BROKEN_PIPE = 141  # and by SIGPIPE
 
 def main(argv: Sequence[str] | None = None, opener: OpenLLM = open_llm) -> int:
     """Runs one command and returns its exit code. `opener` makes the LLM; tests bring their own."""
+    settle_streams()
     try:
         code = _run(argv, opener)
         sys.stdout.flush()

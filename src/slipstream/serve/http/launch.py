@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 
 from slipstream.config.options import Options
@@ -20,6 +21,7 @@ _CORE_SECONDS = 30.0  # for the core to end once its front ends have gone
 
 def launch(settings: Settings, options: list[Options]) -> None:
     """Serves until it is told to end. Raises EngineDead, with the root cause, if it ends before."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would lose how a child ended
     raise_file_limit()
     pass_on_log(settings.log_level, settings.log_format)
     place = claim(settings)

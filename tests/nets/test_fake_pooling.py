@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from pool_bench import PoolBench, write_reward_model
 from slipstream.params import SamplingParams
@@ -75,7 +75,7 @@ def test_a_planted_look_at_a_value_is_caught(tmp_path):
         keep = runner.heads[-1].queries.keep
         runner.heads[-1].queries.keep = lambda lines, *rest: (bool(lines.sum() > 0), keep(lines, *rest))
 
-    with pytest.raises(Exception, match=r"(?i)data.dependent|_local_scalar_dense"):
+    with pytest.raises(DataDependentOutputException):
         drive(tmp_path, "llama", {}, LATE, plant)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
@@ -120,9 +120,6 @@ PLANTED = {
 }
 
 
-LOOKED = r"(?i)data.dependent|dynamic|_local_scalar_dense|nonzero|unique|repeat_interleave"
-
-
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_look_at_a_value_is_caught(folder, bug):
     def plant(runner):
@@ -130,5 +127,5 @@ def test_a_planted_look_at_a_value_is_caught(folder, bug):
         forward = block.forward
         block.forward = lambda *args: (PLANTED[bug](args[0]), forward(*args))[1]
 
-    with pytest.raises(Exception, match=LOOKED):
+    with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
         drive(folder, [FEATURES["greedy"]], break_model=plant)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import pytest
 
 from slipstream.engine.link.hub import Hub
 from slipstream.engine.link.spawn import join_core
-from slipstream.engine.link.wire import Join, frame, from_core_frames
+from slipstream.engine.link.wire import Failed, Join, frame, from_core_frames
 from slipstream.messages import Abort, Output
 from slipstream.request import FinishReason
 
@@ -106,3 +107,44 @@ def test_a_step_with_an_output_that_no_frame_holds_reaches_the_front_end(line, m
     hub.send(hub.connections[0], [Output("a", 0, [1]), Output("b", 0, [2] * 2000), Output("c", 0, [3])])
     got = from_core_frames().push(front.recv(10_000))
     assert [(one.request_id, one.finish_reason) for one in got] == [("a", None), ("b", FinishReason.ERROR), ("c", None)]
+
+
+@pytest.mark.parametrize("how", ["send", "broadcast"])
+def test_what_a_full_socket_did_not_take_is_sent_before_the_end(line, how):
+    """The reason of our end comes behind outputs that a slow front end has not read yet."""
+    hub, front = line
+    (connection,) = hub.connections
+    sent = []
+    while len(connection.unsent) < 4 * 2**20:  # more than the socket takes at once
+        sent += [Output(f"request-{len(sent)}", 0, [1] * 10_000)] * 10
+        hub.send(connection, sent[-10:])
+    sent.append(Failed("the root cause"))
+    if how == "send":
+        hub.send(connection, sent[-1:])
+    else:
+        hub.broadcast(sent[-1])
+    reader, got = from_core_frames(), []
+
+    def read() -> None:
+        while data := front.recv(2**16):
+            got.extend(reader.push(data))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    hub.close()
+    thread.join(30)
+    assert not thread.is_alive() and got == sent
+
+
+def test_a_front_end_that_reads_nothing_does_not_hold_up_the_end_of_others():
+    pairs = [socket.socketpair() for _ in range(2)]
+    hub = Hub([theirs for _, theirs in pairs])
+    stuck, reading = hub.connections
+    while not stuck.unsent:
+        hub.send(stuck, [Output("a", 0, [1] * 1000)])
+    hub.broadcast(Failed("the root cause"))
+    hub.close()
+    assert from_core_frames().push(pairs[1][0].recv(10_000)) == [Failed("the root cause")]
+    assert not hub.connections and pairs[1][0].recv(10) == b""
+    for ours, _ in pairs:
+        ours.close()

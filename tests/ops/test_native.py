@@ -35,6 +35,15 @@ def test_norms(native_kernels, rows: int, size: int) -> None:
     torch.testing.assert_close(found, norm_reference.add_rms_norm(x, residual, weight, 1e-5))
 
 
+@pytest.mark.parametrize("eps", [1e-6, 0.3])
+@pytest.mark.parametrize("factor", [0.0, 0.3, 1.0, 3.0])
+def test_eps_is_added_to_the_mean_square_under_the_root(native_kernels, factor: float, eps: float) -> None:
+    x, weight = random(7, 100) * eps**0.5 * factor, random(100, seed=2)
+    torch.testing.assert_close(norm.rms_norm(x, weight, eps), norm_reference.rms_norm(x, weight, eps))
+    found = norm.add_rms_norm(x * 0.25, x * 0.75, weight, eps)
+    torch.testing.assert_close(found, norm_reference.add_rms_norm(x * 0.25, x * 0.75, weight, eps))
+
+
 def test_a_norm_of_each_head_is_the_references(native_kernels) -> None:
     x, weight = random(3, 5, 8), random(5, 8, seed=1)
     assert norm.rms_norm(x, weight, 1e-5).equal(norm_reference.rms_norm(x, weight, 1e-5))

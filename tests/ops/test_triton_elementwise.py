@@ -64,6 +64,49 @@ def test_add_rms_norm_norms_the_sum_it_stores(rows: int, size: int, dtype: torch
     assert x.equal(before[0]) and residual.equal(before[1])
 
 
+def rows_where_eps_counts(eps: float, size: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows whose root mean square is about sqrt(eps), far below it and far above it, and a row of zeros."""
+    row = torch.randn(size)
+    row -= row.mean()
+    row /= row.square().mean().sqrt()
+    factors = torch.tensor([0.0, 0.1, 0.5, 1.0, 2.0, 10.0, 1000.0])
+    return (row * eps**0.5 * factors[:, None]).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("eps", [1e-6, 1e-5, 0.3])
+def test_eps_is_added_to_the_mean_square_under_the_root(eps: float, dtype: torch.dtype) -> None:
+    x, weight = rows_where_eps_counts(eps, 100, dtype), randn(100, dtype=dtype)
+    expected = norm.rms_norm(x.double(), weight.double(), eps)
+    assert expected[0].eq(0).all()
+    check(norm_kernels.rms_norm(x, weight, eps), expected)
+    check(norm_kernels.rms_norm(x.unflatten(1, (5, 20)), weight.view(5, 20), eps).flatten(1), by_heads(x, weight, eps))
+    out, total = norm_kernels.add_rms_norm(x * 0.25, x * 0.75, weight, eps)
+    check(out, norm.rms_norm(total.double(), weight.double(), eps))
+
+
+def by_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return norm.rms_norm(x.double().unflatten(1, (5, 20)), weight.double().view(5, 20), eps).flatten(1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("eps", [1e-12, 1e-5, 0.3])
+def test_eps_is_added_to_the_variance_under_the_root(eps: float, dtype: torch.dtype) -> None:
+    if dtype is torch.float16 and eps < 1e-8:
+        pytest.skip("sqrt(eps) is below the smallest float16")
+    x, weight, bias = rows_where_eps_counts(eps, 100, dtype), randn(100, dtype=dtype), randn(100, dtype=dtype)
+    x = torch.cat((x, torch.full_like(x[:1], 3.0)))  # a row without deviation
+    wide = weight.double(), bias.double(), eps
+    expected = layer_norm.layer_norm(x.double(), *wide)
+    assert expected[[0, -1]].equal(bias.double().expand(2, -1))
+    check(layer_norm_kernels.layer_norm(x, weight, bias, eps), expected)
+    parts = x * 0.25, x * 0.75
+    out, total = layer_norm_kernels.add_layer_norm(*parts, weight, bias, eps)
+    check(out, layer_norm.layer_norm(total.double(), *wide))
+    alone = layer_norm_kernels.layer_norm_of_sum(*parts, weight, bias, eps)
+    check(alone, layer_norm.layer_norm(parts[0].double() + parts[1].double(), *wide))
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 7])
 @pytest.mark.parametrize("per_head", [True, False])
 def test_heads_of_a_merged_projection(tokens: int, per_head: bool) -> None:

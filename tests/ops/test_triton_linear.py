@@ -75,6 +75,19 @@ def test_a_norm_before_few_rows(rows, num_in, num_out, has_residual, kernel_devi
     check_norm(norm, x)
 
 
+@pytest.mark.parametrize("factor", [0.0, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("has_residual", [True, False])
+def test_eps_of_a_norm_before_few_rows_is_under_the_root(factor, has_residual, kernel_device):
+    """Rows with a root mean square around sqrt(eps), and rows of zeros."""
+    x, weight, bias = make(2, 63, 40, True, kernel_device)
+    norm = make_norm(2, 63, has_residual, kernel_device)
+    x = x / x.square().mean(1, keepdim=True).sqrt() * norm.eps**0.5 * factor
+    if has_residual:
+        norm.residual.copy_(x * 0.5)
+        x = x * 0.5
+    check(kernels.few_rows(x, weight, bias, norm, "silu", FEW), expect(x, weight, bias, "silu", norm))
+
+
 @pytest.mark.parametrize("rows", [1, 17])
 @pytest.mark.parametrize(("num_in", "num_out"), [*SHAPES, (256, 40)])
 @pytest.mark.parametrize("gate", ["", "silu"])
@@ -184,6 +197,22 @@ def test_a_norm_between_two_products(rows, sizes):
             expected = expect(sums.total, second, bias, gate or "", norm)
             expected = expected if gate is not None else gelu_and_mul(expected)
             assert found.shape == expected.shape and (found.double() - expected).norm() / expected.norm() < 5e-3
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("factor", [0.0, 0.3, 1.0, 3.0])
+def test_eps_of_a_norm_between_two_products_is_under_the_root(factor):
+    """Sums with a root mean square around sqrt(eps), and sums of zeros."""
+    half, eps = {"device": "cuda", "dtype": torch.bfloat16}, 1e-2
+    x, residual = torch.zeros(16, 2048, **half), torch.randn(16, 1024, **half) * eps**0.5 * factor
+    first, second = torch.randn(1024, 2048, **half), torch.randn(3072, 1024, **half) * 0.02
+    norm = torch.rand(1024, **half) + 0.5
+    if not kernels.can_stream(x, first):
+        pytest.skip("made for another GPU")
+    sums = ops.add_product("streamed", x, first, residual, norm, eps)
+    expected = expect(sums.total, second, None, "", kernels.Norm(norm, eps, None, None))
+    found = ops.normed_product(sums, second, None)
+    assert (found.double() - expected).norm() <= 5e-3 * expected.norm()
 
 
 @pytest.mark.cuda

@@ -13,8 +13,8 @@ triton_rope = pytest.importorskip("slipstream.ops.rope.triton", reason="triton i
 CASES = [(1, 3, 16, 16), (5, 4, 64, 64), (3, 9, 80, 80), (2, 12, 64, 32), (66, 1, 128, 96), (67, 5, 80, 48)]
 
 
-def turn(x, weight, rotary):
-    return apply_rope(x if weight is None else rms_norm(x, weight, 1e-6), rotary)
+def turn(x, weight, rotary, eps=1e-6):
+    return apply_rope(x if weight is None else rms_norm(x, weight, eps), rotary)
 
 
 def make(tokens, heads, dim, rotary_dim, normed, device):
@@ -54,3 +54,19 @@ def test_keys_and_values_come_to_their_slots_and_no_others(tokens, kv_heads, dim
     torch.testing.assert_close(found, turned[:, :heads], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(keys, expected[0], rtol=1e-5, atol=1e-5)
     assert values.equal(expected[1])
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.3, 1.0, 3.0])
+@pytest.mark.parametrize("eps", [1e-6, 0.3])
+def test_eps_of_a_heads_norm_is_under_the_root(factor, eps, kernel_device):
+    """Heads with a root mean square around sqrt(eps), and heads of zeros."""
+    weight, rotary = make(5, 6, 16, 16, True, kernel_device)
+    merged = torch.randn(5, 8, 16, device=kernel_device) * eps**0.5 * factor
+    query_key, value = merged[:, :6], merged[:, 6:]
+    expected = turn(query_key, weight, rotary, eps)
+    torch.testing.assert_close(triton_rope.norm_rope(query_key, weight, eps, rotary), expected, rtol=1e-5, atol=1e-5)
+    keys, values = (torch.zeros(1, 16, 2, 16, device=kernel_device) for _ in range(2))
+    slots = torch.arange(5, device=kernel_device)
+    found, _ = triton_rope.turn_and_write(query_key, value, weight, eps, rotary, keys, values, slots)
+    torch.testing.assert_close(found, expected[:, :4], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(keys[0, :5], expected[:, 4:], rtol=1e-5, atol=1e-5)

@@ -182,6 +182,49 @@ def test_ties_at_the_edge_stay() -> None:
     assert (flat >= floor[:, None]).all()
 
 
+@pytest.mark.parametrize("top_k", [1, 5, 64])
+@pytest.mark.parametrize("num_ties", [1, 3])
+def test_top_k_keeps_k_and_what_ties_with_the_last_of_them(top_k: int, num_ties: int) -> None:
+    """Rows in which k - 1, k, k + 1 and k + 2 logits lie over the rest: what reaches the k-th largest stays."""
+    size = 300
+    counts = [count for count in (top_k - 1, top_k, top_k + 1, top_k + 2) if count]
+    logits = torch.full((len(counts), size), -7.0, device=DEVICE)
+    for row, count in enumerate(counts):
+        places = torch.randperm(size, generator=torch.Generator().manual_seed(row))[:count]
+        values = torch.linspace(9.0, 3.0, count)
+        values[max(0, min(top_k, count) - num_ties) : top_k + num_ties - 1] = 1.0  # around the k-th
+        logits[row, places.to(DEVICE)] = values.to(DEVICE)
+    limits = limits_of([(0.0, top_k, 2.0)] * len(counts), size)
+    kth = logits.sort(-1, descending=True).values[:, top_k - 1]
+    expected = (logits >= kth[:, None]).sum(-1)
+    found = (logits >= kernels.find_floor(logits, limits)[:, None]).sum(-1)
+    assert found.tolist() == expected.tolist()
+    check_floor(logits, limits)
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 5])
+@pytest.mark.parametrize("ties", [False, True])
+def test_top_k_of_rows_with_about_as_many_tokens_left(top_k: int, ties: bool) -> None:
+    """k - 1, k, k + 1 and k + 2 of them: the allowed ones, in one span or one in each, or what min-p leaves. So the
+    search begins with a count that differs from k by one or two."""
+    size = 1000
+    rows, asks, wanted = [], [], []
+    for count in range(max(1, top_k - 1), top_k + 3):
+        values = torch.linspace(9.0, 5.0, count)
+        if ties:
+            values[top_k - 1 :] = 4.0
+        stays = count if ties else min(count, top_k)
+        for step, floor, min_p in ((1, -math.inf, 0.0), (128, -math.inf, 0.0), (7, -50.0, 1e-9)):
+            row = torch.full((size,), floor)
+            row[torch.arange(count) * step] = values
+            rows.append(row)
+            asks.append((min_p, top_k, 2.0))
+            wanted.append(stays)
+    logits, limits = torch.stack(rows).to(DEVICE), limits_of(asks, size)
+    kept = (logits > -math.inf) & (logits >= kernels.find_floor(logits, limits)[:, None])
+    assert kept.sum(-1).tolist() == wanted
+
+
 def test_of_equals_with_the_last_of_k_only_k_count_for_a_share() -> None:
     logits = torch.full((2, 200), -9.0, device=DEVICE)
     logits[:, :4] = torch.tensor([3.0, 1.0, 1.0, 1.0]).log()

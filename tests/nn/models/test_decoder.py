@@ -44,6 +44,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3 window": ("phi3", {"sliding_window": 9}),
     "phi4 mini": ("phi3", {"rope_parameters": LONG_ROPE, "tie_word_embeddings": True}),  # short enough for both
     "olmo2": ("olmo2", {}),
+    # eps large enough to count: the usual ones change no result
+    "llama large eps": ("llama", {"rms_norm_eps": 0.5}),
+    "qwen3 large eps": ("qwen3", {"rms_norm_eps": 0.5}),
+    "gemma3 large eps": ("gemma3", {"rms_norm_eps": 0.5}),
+    "olmo2 large eps": ("olmo2", {"rms_norm_eps": 0.5}),
 }
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 

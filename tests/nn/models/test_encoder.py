@@ -38,6 +38,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "modernbert biased": ("modernbert", {"attention_bias": True, "mlp_bias": True, "norm_bias": True}),
     "modernbert wide window": ("modernbert", {"local_attention": 400}),
     "nomic": ("nomic", {}),
+    # eps large enough to count: the usual ones change no result
+    "bert large eps": ("bert", {"layer_norm_eps": 0.5}),
+    "mpnet large eps": ("mpnet", {"layer_norm_eps": 0.5}),
+    "modernbert large eps": ("modernbert", {"norm_eps": 0.5}),
+    "nomic large eps": ("nomic", {"layer_norm_epsilon": 0.5}),
 }
 LENGTHS = (17, 1, 61, 61, 2, 17, 100)
 

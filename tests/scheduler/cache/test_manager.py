@@ -3,6 +3,7 @@ import pytest
 from scripted import make_config
 from slipstream.params import SamplingParams
 from slipstream.request import Request
+from slipstream.scheduler.cache.hashing import extend_hashes
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.step import NULL_PAGE
 
@@ -112,6 +113,68 @@ def test_only_launched_and_known_pages_are_published():
     assert cache.match(request(list(range(13)), "b")).length == 12
 
 
+def hashes_of(tokens: list[int], salt: str = "") -> list[bytes]:
+    made: list[bytes] = []
+    extend_hashes(made, tokens, len(tokens) // 4, 4, salt)
+    return made
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_pages_are_published_under_the_hashes_of_their_own_tokens(num_groups: int):
+    """In several goes, as a chunked prompt and then its output publish them."""
+    cache = make(num_groups=num_groups)
+    req = request(list(range(100, 110)), salt="s")
+    cache.reserve(req, 24, cache.match(req))
+    hashes = hashes_of([*range(100, 110), *range(200, 214)], "s")
+    for computed, tokens, full in ((3, 10, 0), (7, 10, 1), (10, 10, 2), (17, 18, 4), (24, 24, 6)):
+        req.tokens += range(200 + len(req.tokens) - 10, 200 + tokens - 10)
+        req.computed = computed
+        cache.publish(req)
+        for group, held in zip(cache.groups, req.pages, strict=True):
+            assert [group.pool.find(name) for name in hashes] == held[:full] + [None] * (6 - full)
+        cache.check()
+
+
+def test_a_page_with_pending_tokens_is_published_once_they_are_known_and_under_their_hash():
+    """Six tokens are known, six more are launched; the second page gets its last two, then the third its four."""
+    cache = make()
+    req = request([1, 2, 3, 4, 5, 6])
+    cache.reserve(req, 12, cache.match(req))
+    req.computed = 12
+    cache.publish(req)
+    first, second, third = req.pages[0]
+    assert req.num_published == 1 and not any(map(cache.groups[0].pool.is_published, (second, third)))
+    cache.check()
+    req.tokens += [7, 8, 9]
+    cache.publish(req)
+    assert cache.match(request([1, 2, 3, 4, 5, 6, 7, 8, 9, 0], "b")).pages == [[first, second]]
+    assert cache.match(request([1, 2, 3, 4, 5, 6, 0, 0, 9, 0], "c")).pages == [[first]], "placeholders are no tokens"
+    assert not cache.groups[0].pool.is_published(third)
+    cache.check()
+    req.tokens += [10, 11, 12]
+    cache.release(req)
+    assert cache.match(request([*range(1, 13), 0], "d")).pages == [[first, second, third]]
+
+
+def test_check_sees_a_page_under_a_wrong_hash():
+    cache = make()
+    req = request(list(range(12)))
+    admit(cache, req)
+    pool, page = cache.groups[0].pool, req.pages[0][2]
+    cache.check()
+    pool.forget(page)
+    pool.publish([page], hashes_of(list(range(50, 62)))[-1:])
+    with pytest.raises(AssertionError, match="published under the hash of other tokens"):
+        cache.check()
+    pending = request(list(range(70, 76)), "b")
+    other = make()
+    other.reserve(pending, 8, other.match(pending))
+    pending.computed = 8
+    other.groups[0].pool.publish(pending.pages[0][1:], hashes_of(list(range(70, 78)))[1:])
+    with pytest.raises(AssertionError, match="not all its tokens are known"):
+        other.check()
+
+
 def test_generated_pages_can_be_found_after_release():
     cache = make()
     req = request([1, 2, 3])
@@ -120,6 +183,19 @@ def test_generated_pages_can_be_found_after_release():
     req.computed = 9
     cache.release(req)
     assert cache.match(request([1, 2, 3, 4, 5, 6, 7, 8, 9, 10], "b")).length == 8
+
+
+def test_a_first_page_that_output_fills_keeps_its_salt():
+    """The prompt has no whole page, so nothing was hashed when it was matched."""
+    cache = make()
+    req = request([1, 2, 3], salt="x")
+    cache.reserve(req, 9, cache.match(req))
+    req.tokens += [4, 5, 6, 7, 8, 9]
+    req.computed = 9
+    cache.publish(req)
+    cache.check()
+    assert cache.match(request([*range(1, 10), 0], "b")).length == 0
+    assert cache.match(request([*range(1, 10), 0], "b", salt="x")).length == 8
 
 
 @pytest.mark.parametrize("held", [True, False])

@@ -280,6 +280,7 @@ class CacheManager:
                     if page != NULL_PAGE:
                         holders[page] += 1
                         places.setdefault(page, set()).add((request.id, place))
+                self._check_hashes(request, index, held)
                 assert request.num_published <= len(held), f"{request} published {request.num_published} of {len(held)}"
                 assert len(held) * self.page_size >= request.capacity, f"{request} thinks it has more room"
                 assert request.computed <= request.capacity, f"{request} computed past its {request.capacity} positions"
@@ -289,6 +290,16 @@ class CacheManager:
                 )
                 if holders[page] > 1 and not pool.is_published(page):
                     assert len(places[page]) == 1, f"page {page} is shared by strangers: {places[page]}"
+
+    def _check_hashes(self, request: Request, index: int, held: list[int]) -> None:
+        """Every published page that it holds is found by the hash of its own tokens, all of which are known."""
+        named = [self.groups[index].pool.hash_of(page) for page in held]
+        hashes: list[bytes] = []
+        extend_hashes(hashes, request.tokens, len(request.tokens) // self.page_size, self.page_size, request.cache_salt)
+        for place, (page, name) in enumerate(zip(held, named, strict=True)):
+            if page != NULL_PAGE and name is not None:
+                assert place < len(hashes), f"page {page} of {request} is published, and not all its tokens are known"
+                assert name == hashes[place], f"page {page} of {request} is published under the hash of other tokens"
 
 
 def _real(places: list[int]) -> list[int]:

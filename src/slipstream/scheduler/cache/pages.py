@@ -119,6 +119,10 @@ class PagePool:
         if self._watched and (place := self._watched.get(page_hash, NEVER)) < self._first_changed:
             self._first_changed = place
 
+    def hash_of(self, page: int) -> bytes | None:
+        """The hash it was published under since it was last taken."""
+        return self._hash_of[page]
+
     def is_published(self, page: int) -> bool:
         """Whether it was, since it was last taken."""
         return self._hash_of[page] is not None

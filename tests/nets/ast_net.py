@@ -5,7 +5,8 @@ net is for those. A call is fine inside `with sync_allowed("why"):`. Functions d
 are not covered by it.
 
 What is numpy is on the host and may be read. The net knows `np`, `plan` and `admission` (plans are numpy), and the
-names that a function annotates as numpy: `widths: Ints = ...`.
+names that a function annotates as numpy: `widths: Ints = ...`. `tensor_names.py` says which names are tensors, for `if`,
+`bool()` and the like.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from nets.tensor_looks import looks_at
+from nets.tensor_names import FUNCTIONS, Names, is_kernel, tensor_fields
 
 FOLDERS = ("runner", "nn", "ops")
 ALLOWED_FILES = (
@@ -40,37 +44,59 @@ class Finding(NamedTuple):
 
 def find_in_tree(root: Path) -> list[Finding]:
     """Every finding under src/slipstream, given that folder."""
+    sources = {
+        path.relative_to(root).as_posix(): path.read_text(encoding="utf-8")
+        for folder in FOLDERS
+        for path in sorted((root / folder).rglob("*.py"))
+    }
+    fields = tensor_fields(ast.parse(source) for source in sources.values())
     findings: list[Finding] = []
-    for folder in FOLDERS:
-        for path in sorted((root / folder).rglob("*.py")):
-            name = path.relative_to(root).as_posix()
-            if not name.startswith(ALLOWED_FILES):
-                findings += find_in_source(path.read_text(encoding="utf-8"), name)
+    for name, source in sources.items():
+        if not name.startswith(ALLOWED_FILES):
+            findings += find_in_source(source, name, fields)
     return findings
 
 
-def find_in_source(source: str, path: str = "<snippet>") -> list[Finding]:
-    return [Finding(path, line, what) for line, what in _walk(ast.parse(source), HOST_NAMES, allowed=False)]
+def find_in_source(source: str, path: str = "<snippet>", fields: frozenset[str] = frozenset()) -> list[Finding]:
+    tree = ast.parse(source)
+    names = Names(frozenset(), fields | tensor_fields([tree]), HOST_NAMES)
+    return [Finding(path, line, what) for line, what in _walk(tree, names, allowed=False)]
 
 
-def _walk(node: ast.AST, host: frozenset[str], *, allowed: bool) -> Iterator[tuple[int, str]]:
+def _walk(node: ast.AST, names: Names, *, allowed: bool) -> Iterator[tuple[int, str]]:
     if isinstance(node, ast.With | ast.AsyncWith):
         for item in node.items:
             if _is_marker(item.context_expr):
                 yield from _check_reason(item.context_expr)
             else:
-                yield from _walk(item, host, allowed=allowed)
+                yield from _walk(item, names, allowed=allowed)
         inside = allowed or any(_is_marker(item.context_expr) for item in node.items)
         for statement in node.body:
-            yield from _walk(statement, host, allowed=inside)
+            yield from _walk(statement, names, allowed=inside)
         return
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+    if isinstance(node, FUNCTIONS):
+        if is_kernel(node):
+            return
         allowed = False
-        host |= _annotated_as_numpy(node)
-    if isinstance(node, ast.Call) and not allowed and (what := _wait(node, host)):
-        yield node.lineno, f"{what} makes the host wait; keep it on the device or say why in sync_allowed"
+        names = names.inside(node, names.host | _annotated_as_numpy(node))
+    if not allowed:
+        for what in _waits(node, names):
+            line = next(child.lineno for child in ast.walk(node) if hasattr(child, "lineno"))
+            yield line, f"{what} makes the host wait; keep it on the device or say why in sync_allowed"
     for child in ast.iter_child_nodes(node):
-        yield from _walk(child, host, allowed=allowed)
+        if not _is_error(node, child):
+            yield from _walk(child, names, allowed=allowed)
+
+
+def _is_error(node: ast.AST, child: ast.AST) -> bool:
+    """What only an error says may read what it likes."""
+    return isinstance(node, ast.Raise) or (isinstance(node, ast.Assert) and child is node.msg)
+
+
+def _waits(node: ast.AST, names: Names) -> Iterator[str]:
+    yield from looks_at(node, names)
+    if isinstance(node, ast.Call) and (what := _wait(node, names.host)):
+        yield what
 
 
 def _wait(call: ast.Call, host: frozenset[str]) -> str | None:

@@ -45,6 +45,102 @@ def test_a_planted_wait_is_caught_in_a_function_and_in_a_method(call):
     assert find_in_source(f"class Runner:\n    def launch(self, x):\n        if x is not None:\n            {call}\n")
 
 
+LOOKS = [
+    "bool(x)",
+    "bool((x > 0).any())",
+    "int(x[0])",
+    "int(x.sum())",
+    "float(x.max())",
+    "float(-x)",
+    "range(x[0])",
+    "max(x)",
+    "min(3, x.sum())",
+    "any(x > i for i in range(3))",
+    "sorted(x)",
+    "print(x)",
+    "f'{x}'",
+    "str(x.mean())",
+    "3 if x else 4",
+    "3 if x.any() else 4",
+    "3 if y else 4",
+    "3 if x.sum() > 0 else 4",
+    "3 if ready and x.any() else 4",
+    "not x",
+    "not x.any()",
+    "x.any() and 3",
+    "x.any() or 3",
+    "0 < x[0] < 3",
+    "3 in x",
+    "[i for i in range(3) if x[i]]",
+    "x[: y[0]]",
+    "z[x > 0]",
+    "int(torch.arange(3).sum())",
+    "bool(F.relu(x))",
+    "int(batch.lengths[0])",
+    "3 if maybe else 4",
+]
+
+
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_planted_look_at_a_tensor_is_caught_in_a_function_and_in_one_inside_it(look):
+    fields = "class Batch:\n    lengths: torch.Tensor\n"
+    head = "def launch(x: torch.Tensor, maybe: torch.Tensor | None, z, ready, batch):\n    y = x.cumsum(0) + 1\n"
+    (finding,) = find_in_source(f"{fields}{head}    return {look}\n")
+    assert "makes the host wait" in finding.what and finding.line == 5
+    assert find_in_source(f"{fields}{head}    def later():\n        return {look}\n    return later\n")
+    assert not find_in_source(f'{fields}{head}    with sync_allowed("a test"):\n        return {look}\n')
+
+
+@pytest.mark.parametrize("statement", ["if x.any():", "while x:", "assert x.all()\n    if 1:", "if not x:"])
+def test_a_statement_that_asks_a_tensor_is_caught(statement):
+    assert find_in_source(f"def f(x: torch.Tensor):\n    {statement}\n        pass\n")
+    assert not find_in_source(f"def f(x: NDArray[np.int32]):\n    {statement}\n        pass\n")
+    assert not find_in_source(f"@triton.jit\ndef f(x: torch.Tensor):\n    {statement}\n        pass\n")
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "len(x)",
+        "int(len(x))",
+        "int(x.shape[0])",
+        "max(1, x.shape[0])",
+        "range(len(x))",
+        "3 if x is None else 4",
+        "3 if x is not None and len(x) else 4",
+        "3 if x.shape == y.shape else 4",
+        "3 if x.dim() == 2 else 4",
+        "3 if x.is_cuda else 4",
+        "3 if x.dtype is torch.float32 else 4",
+        "not x.is_contiguous()",
+        "x[: len(y)]",
+        "x[y]",
+        "torch.where(x > 0, x, y)",
+        "abs(x)",
+        "x.numel() and 3",
+        "f'{x.shape}'",
+        "int(plan.lengths[0])",
+        "bool(x.data_ptr() % 16)",
+        "[row for row in x]",
+        "float(torch.tensor(3.0).to(y.dtype))",
+    ],
+)
+def test_what_is_known_of_a_tensor_without_its_values_passes(expression):
+    fields = "class Batch:\n    lengths: torch.Tensor\n"
+    head = "def launch(x: torch.Tensor | None, plan):\n    y = x + 1\n"
+    assert not find_in_source(f"{fields}{head}    return {expression}\n")
+
+
+def test_what_only_an_error_says_may_read_a_tensor():
+    assert not find_in_source('def f(x: torch.Tensor):\n    assert len(x) == 2, f"{x}"\n')
+    assert not find_in_source('def f(x: torch.Tensor):\n    raise ValueError(f"{x}")\n')
+
+
+def test_a_field_that_is_something_else_in_another_class_is_not_taken_for_a_tensor():
+    both = "class A:\n    lengths: torch.Tensor\nclass B:\n    lengths: NDArray[np.int32]\n"
+    assert not find_in_source(f"{both}def f(b):\n    return int(b.lengths[0])\n")
+
+
 @pytest.mark.parametrize("call", WAITING_CALLS)
 def test_the_same_call_is_fine_with_a_reason(call):
     assert not find_in_source(f'def launch(x):\n    with sync_allowed("a test reads it"):\n        {call}\n')

@@ -1,0 +1,259 @@
+"""No launcher reads a value: each is run with its kernels replaced, those that only CUDA reaches too."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed")
+for module in ("slipstream.ops.linear.triton.hopper", "slipstream.ops.linear.triton.gate"):
+    pytest.importorskip(module, reason="a triton without Gluon")
+
+from nets.host_reads import HostRead, no_host_reads, replace_kernels  # noqa: E402
+from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
+from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
+from slipstream.ops.linear.triton import Norm  # noqa: E402
+from slipstream.ops.paged_attention import work as work_module  # noqa: E402
+from slipstream.ops.sample.reference import Penalty  # noqa: E402
+
+
+def get(path: str) -> Callable[..., Any]:
+    module, _, name = path.rpartition(".")
+    function: Callable[..., Any] = getattr(importlib.import_module(f"slipstream.ops.{module}"), name)
+    return function
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).bfloat16()
+
+
+def ints(*shape: int, most: int = 4) -> torch.Tensor:
+    return torch.randint(0, most, shape)
+
+
+ROWS, VOCAB = 3, 300
+
+
+def penalty() -> Penalty:
+    counts = ints(2, VOCAB).int()
+    return Penalty(counts, counts.to(torch.uint8), torch.tensor([0, -1, 1]), torch.rand(ROWS, 3))
+
+
+def sampling() -> dict[str, Callable[[], Any]]:
+    logits, keys, slots = half(ROWS, VOCAB), ints(ROWS), torch.tensor([0, -1, 1])
+    limits = torch.tensor([[-1.0, 5.0, 0.9]]).repeat(ROWS, 1)
+    warm, random = torch.rand(ROWS), torch.tensor([True, False, True])
+    counts, seen, _, values = penalty()
+    at = "sample.triton."
+    return {
+        "likeliest": lambda: get(at + "choose.likeliest")(logits, penalty()),
+        "draw": lambda: get(at + "choose.draw")(logits, keys, random, warm, limits, penalty()),
+        "draw plain": lambda: get(at + "choose.draw")(logits, keys),
+        "find_floor": lambda: get(at + "floor.find_floor")(logits, limits, (), warm, penalty()),
+        "penalize_": lambda: get(at + "edit.penalize_")(logits, None, counts, seen, slots, values),
+        "count_": lambda: get(at + "edit.count_")(counts, seen, slots, keys),
+        "add_lines_": lambda: get(at + "edit.add_lines_")(logits, torch.rand(2, VOCAB), slots),
+        "forbid_": lambda: get(at + "edit.forbid_")(logits, None, ints(ROWS, 2), random),
+        "forbid_matched_": lambda: get(at + "edit.forbid_matched_")(logits, keys, ints(ROWS, 2), ints(ROWS, 2) > 1),
+        "drop_below_": lambda: get(at + "edit.drop_below_")(logits, warm),
+        "top_logprobs": lambda: get(at + "logprobs.top_logprobs")(logits, keys, 5),
+        "top_logprobs of many": lambda: get(at + "logprobs.top_logprobs")(logits, keys, 40),
+        "logprobs_of": lambda: get(at + "logprobs.logprobs_of")(logits, ints(ROWS, 2)),
+        "noise_bits": lambda: get(at + "noise.noise_bits")(keys, 50),
+        "step_keys": lambda: get(at + "noise.step_keys")(keys, keys, 0),
+    }
+
+
+def rows_and_norms() -> dict[str, Callable[[], Any]]:
+    x, weight, bias, wide = half(ROWS, 64), half(64), half(64), half(ROWS, 128)
+    heads, rotary, slots = half(ROWS, 6, 16), torch.rand(ROWS, 2, 8), ints(ROWS, most=16)
+    head_weight, cache = half(4, 16), half(2, 16, 2, 16)
+    rows, tables = ints(ROWS), ints(1, 5, 4)
+    starts = torch.tensor([0, 1, 3], dtype=torch.int32)
+    chunks = ints(5), torch.tensor([0, 0, 1, 2, 2]), ints(5), ints(5)
+    return {
+        "rms_norm": lambda: get("norm.triton.rms_norm")(x, weight, 1e-6),
+        "rms_norm of heads": lambda: get("norm.triton.rms_norm")(heads[:, :4], head_weight, 1e-6),
+        "rms_norm of columns": lambda: get("norm.triton.rms_norm")(half(64, ROWS).t(), weight, 1e-6),
+        "add_rms_norm": lambda: get("norm.triton.add_rms_norm")(x, x, weight, 1e-6),
+        "layer_norm": lambda: get("layer_norm.triton.layer_norm")(x, weight, bias, 1e-6),
+        "layer_norm_of_sum": lambda: get("layer_norm.triton.layer_norm_of_sum")(x, x, weight, bias, 1e-6),
+        "add_layer_norm": lambda: get("layer_norm.triton.add_layer_norm")(x, x, weight, None, 1e-6),
+        "silu_and_mul": lambda: get("activation.triton.silu_and_mul")(wide),
+        "gelu_tanh_and_mul": lambda: get("activation.triton.gelu_tanh_and_mul")(wide),
+        "gelu_and_mul": lambda: get("activation.triton.gelu_and_mul")(wide),
+        "look_up": lambda: get("lookup.triton.look_up")(half(9, 64), rows, 2.0, torch.rand(9, 2, 8), rows),
+        "norm_rope": lambda: get("rope.triton.norm_rope")(heads[:, :4], head_weight, 1e-6, rotary),
+        "turn_and_write": lambda: get("rope.triton.turn_and_write")(
+            heads[:, :4], heads[:, 4:], head_weight, 1e-6, rotary, cache, cache, slots
+        ),
+        "gather_rows": lambda: get("rows.triton.gather_rows")(ints(5), ints(5), tables, 4, 4, rows),
+        "gather_rows of chunks": lambda: get("rows.triton.gather_rows")(ints(5), ints(5), tables, 4, 4, rows, *chunks),
+        "segment_sum": lambda: get("pool.triton.segment_sum")(x, starts),
+        "row_max_into": lambda: get("row_max.triton.row_max_into")(torch.rand(2, 64), x, starts, 0),
+    }
+
+
+def products() -> dict[str, Callable[[], Any]]:
+    weight, bias, gated = half(64, 128), half(64), half(128, 128)
+    norm = half(128)
+    residual = half(2, 128)
+
+    def chained() -> None:
+        x, first = half(16, 128), half(128, 128)
+        sums = get("linear.add_product")("streamed", x, first, half(16, 128), norm, 1e-6)
+        get("linear.normed_product")(sums, gated, None, get("activation.silu_and_mul"))
+
+    at = "linear.triton."
+    return {
+        "few_rows": lambda: get(at + "few.few_rows")(half(2, 128), weight, bias),
+        "few_rows of a norm": lambda: get(at + "few.few_rows")(
+            half(2, 128), weight, bias, Norm(norm, 1e-6, residual, residual), "silu"
+        ),
+        "some_rows": lambda: get(at + "some.some_rows")(half(9, 128), weight, bias, "silu"),
+        "some_rows split": lambda: get(at + "some.some_rows")(
+            half(20, 4096), half(64, 4096), None, "", get(at + "some.SomeTile")(16, 64, 3, 4, 2)
+        ),
+        "steady_linear": lambda: get(at + "steady.steady_linear")(half(9, 128), weight, bias),
+        "stream_rows": lambda: get(at + "hopper.stream_rows")(half(16, 128), weight, bias, "silu"),
+        "stream_rows split": lambda: get(at + "hopper.stream_rows")(
+            half(16, 512), half(64, 512), None, "", get(at + "hopper.StreamTile")(2)
+        ),
+        "a chain of products": chained,
+        "gate_many": lambda: get(at + "gate.gate_many")(half(300, 128), gated, "silu"),
+        "gelu_many": lambda: get(at + "gate.gelu_many")(half(300, 128), half(512, 128), half(512)),
+        "linear": lambda: get("linear.linear")(half(9, 128), weight, bias),
+        "gated_linear of many": lambda: get("linear.gated_linear")(
+            half(2048, 128), gated, None, get("activation.silu_and_mul")
+        ),
+        "activated_linear of many": lambda: get("linear.activated_linear")(
+            half(2048, 128), half(512, 128), half(512), torch.nn.functional.gelu
+        ),
+        "norm_linear": lambda: get("linear.norm_linear")(half(2, 128), residual, norm, 1e-6, weight, bias),
+        "norm_linear of more": lambda: get("linear.norm_linear")(half(9, 128), None, norm, 1e-6, weight, bias),
+        "choose_chain": lambda: get("linear.choose_chain")(half(9, 128), [weight, gated]),
+    }
+
+
+def batch(chunked: bool, pages: bool = True) -> BatchView:
+    num_tokens = 40 if chunked else ROWS
+    starts = torch.tensor([0, 1, 2, 40], dtype=torch.int32) if chunked else None
+    lengths = torch.tensor([5, 9, 38])
+    return BatchView(
+        ids=ints(num_tokens), positions=ints(num_tokens), lengths=lengths, query_starts=starts,
+        slots=(ints(num_tokens),) if pages else (), page_tables=(ints(ROWS, 4),) if pages else (),
+        num_tokens=np.array([1, 1, 38] if chunked else [1, 1, 1]), max_lengths=np.array([5, 9, 38]),
+        num_single=2 if chunked else ROWS,
+    )  # fmt: skip
+
+
+def attend(chunked: bool, **how: Any) -> None:
+    backend = TritonAttention(16, 8, 2, 64, torch.bfloat16, **how)
+    view = batch(chunked)
+    caches = [(half(9, 16, 2, 64), half(9, 16, 2, 64))]
+    context = ForwardContext(view, backend, backend.plan(view), caches, (0,))
+    query = half(len(view.ids), 8, 64)
+    backend.forward(query, None, query, 0, 0.125, context)
+
+
+def attend_on_hopper(patch: pytest.MonkeyPatch, chunked: bool) -> None:
+    for module in ("decode", "varlen"):
+        patch.setattr(f"slipstream.ops.paged_attention.triton.{module}.hopper_serves", lambda *_: True)
+    attend(chunked)
+
+
+def attend_whole(**how: Any) -> None:
+    backend = TritonAttention(16, 4, 4, 64, torch.bfloat16, ())
+    view = batch(True, pages=False)
+    context = ForwardContext(view, backend, backend.plan(view), [], ())
+    query = half(len(view.ids), 4, 64)
+    backend.whole(query, query, query, 0.125, context, **how)
+
+
+def attention(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
+    return {
+        "decode": lambda: attend(False),
+        "chunks": lambda: attend(True),
+        "a window": lambda: attend(True, windows=(16,), soft_cap=30.0),
+        "one kernel": lambda: attend(False, one_kernel=True),
+        "decode on Hopper": lambda: attend_on_hopper(patch, False),
+        "chunks on Hopper": lambda: attend_on_hopper(patch, True),
+        "whole rows": attend_whole,
+        "whole rows with a bias": lambda: attend_whole(reach=8, bias=torch.rand(4, 63)),
+        "work": lambda: work_module.list_work(torch.tensor([3, 4]), None, ints(2, 4), 2, 9, 8, 2, 16, 128),
+    }
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """All kernels and those launched. A device of some multiprocessors, on which the kernels for Hopper run."""
+    found, launched = replace_kernels(monkeypatch)
+    monkeypatch.setattr("slipstream.ops.linear.triton.gate._multiprocessors", lambda device: 8)
+    monkeypatch.setattr("slipstream.ops.linear.triton.around._hopper_serves", lambda device: True)
+    monkeypatch.setattr("slipstream.ops.linear.ways.multiply", lambda x, weight: None)
+    return found, launched
+
+
+def launches(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
+    return sampling() | rows_and_norms() | products() | attention(patch)
+
+
+@pytest.mark.parametrize("name", launches(pytest.MonkeyPatch()))
+def test_a_launcher_reads_no_value(name, kernels, monkeypatch):
+    _, launched = kernels
+    with no_host_reads():
+        launches(monkeypatch)[name]()
+    assert launched or name == "choose_chain"
+
+
+def test_every_kernel_is_launched_by_some_test_here(kernels, monkeypatch):
+    found, launched = kernels
+    with no_host_reads():
+        for name, launch in launches(monkeypatch).items():
+            if "Hopper" not in name:
+                launch()
+        attend_on_hopper(monkeypatch, False)
+        attend_on_hopper(monkeypatch, True)
+    assert len(found) > 30 and not found - launched
+
+
+PLANTED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "bool": lambda x: bool(x.sum() > 0),
+    "if": lambda x: 1 if x.any() else 2,
+    "not": lambda x: not x.any(),
+    "int": lambda x: int(x[0, 0]),
+    "float": lambda x: float(x.max()),
+    "item": lambda x: x.max().item(),
+    "tolist": lambda x: x.tolist(),
+    "numpy": lambda x: x.numpy(),
+    "max of Python": lambda x: max(x[0]),
+    "range": lambda x: range(x[0, 0].long()),
+    "a size": lambda x: torch.empty(x[0, 0].long().abs()),
+    "a slice": lambda x: x[: x[0, 0].long().abs()],
+    "a mask": lambda x: x[x > 0],
+    "format": lambda x: f"{x}",
+    "where": lambda x: torch.where(x > 0),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_read_planted_into_a_launcher_is_caught(bug, kernels, monkeypatch):
+    module = importlib.import_module("slipstream.ops.norm.triton")
+    launch = module._launch
+    monkeypatch.setattr(module, "_launch", lambda x, *rest: (PLANTED[bug](x), launch(x, *rest)))
+    with pytest.raises(HostRead), no_host_reads():
+        get("norm.triton.rms_norm")(torch.rand(ROWS, 64), torch.rand(64), 1e-6)
+    assert not kernels[1]
+
+
+def test_a_launch_with_other_arguments_than_the_kernels_is_caught(kernels):
+    kernel = importlib.import_module("slipstream.ops.pool.triton")._sum_kernel
+    kernel[(1,)](1, 2, 3, 4, 5, TOKENS=1, COLUMNS=1, num_warps=4)
+    for args, words in (((1, 2, 3, 4), {}), ((1, 2, 3, 4, 5), {"more": 1}), ((1, 2, 3, 4, 5), {"stride": 5})):
+        with pytest.raises(AssertionError, match="_sum_kernel: "):
+            kernel[(1,)](*args, TOKENS=1, COLUMNS=1, **words)

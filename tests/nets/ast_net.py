@@ -5,8 +5,8 @@ net is for those. A call is fine inside `with sync_allowed("why"):`. Functions d
 are not covered by it.
 
 What is numpy is on the host and may be read. The net knows `np`, `plan` and `admission` (plans are numpy), and the
-names that a function annotates as numpy: `widths: Ints = ...`. `tensor_names.py` says which names are tensors, for `if`,
-`bool()` and the like.
+names that a function annotates as numpy: `widths: Ints = ...`. `tensor_names.py` says which names are tensors, for
+`if`, `bool()` and the like.
 """
 
 from __future__ import annotations

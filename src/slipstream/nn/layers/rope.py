@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from slipstream.config.rope_info import RopeInfo
+from slipstream.device.sync_check import sync_allowed
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.layers.layer import Layer
 from slipstream.ops.rope import rope_table
@@ -70,7 +71,9 @@ def rope_frequencies(info: RopeInfo, head_dim: int, max_positions: int, num_posi
         with torch.device("cpu"):
             plain = 1.0 / info.theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
             frequencies, scale = KINDS[info.kind](plain, info, max_positions, num_positions)
-        if not (math.isfinite(scale) and all(map(math.isfinite, frequencies.tolist()))):
+        with sync_allowed("frequencies lie on the host while a model is laid out"):
+            are_numbers = all(map(math.isfinite, [scale, *frequencies.tolist()]))
+        if not are_numbers:
             raise BadCheckpoint(f"rope scaling of kind {info.kind} gives frequencies that are no numbers")
         return frequencies, scale
     except KeyError as missing:

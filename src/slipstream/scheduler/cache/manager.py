@@ -295,7 +295,8 @@ class CacheManager:
         """Every published page that it holds is found by the hash of its own tokens, all of which are known."""
         named = [self.groups[index].pool.hash_of(page) for page in held]
         hashes: list[bytes] = []
-        extend_hashes(hashes, request.tokens, len(request.tokens) // self.page_size, self.page_size, request.cache_salt)
+        full = len(request.tokens) // self.page_size
+        extend_hashes(hashes, request.tokens, full, self.page_size, request.cache_salt, request.long_rope)
         for place, (page, name) in enumerate(zip(held, named, strict=True)):
             if page != NULL_PAGE and name is not None:
                 assert place < len(hashes), f"page {page} of {request} is published, and not all its tokens are known"

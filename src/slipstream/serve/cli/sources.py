@@ -154,8 +154,7 @@ def _load(path: str) -> dict[Any, Any]:
             return found
 
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-        given = yaml.load(text, Loader)
+        given = Loader(Path(path).expanduser().read_text(encoding="utf-8")).get_single_data()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidOption(f"config is {path}, which cannot be read: {error}; give a YAML file") from None
     except yaml.YAMLError as error:

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import signal
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import torch
 
 from slipstream.config.locate import LocatedModel, locate
 from slipstream.errors import ModelNotFound
+from slipstream.log import FORMAT, LEVEL
 
 # Tests run on the CPU, GPU or not, in other processes too; those marked `cuda` name their device.
 os.environ["SLIPSTREAM_DEVICE"] = "cpu"
@@ -78,3 +80,34 @@ def interrupts() -> Iterator[None]:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the test left another SIGINT handler"
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def _loggers() -> list[logging.Logger]:
+    """The root logger and the loggers of this package."""
+    known = list(logging.root.manager.loggerDict.items())
+    ours = [each for name, each in known if name.partition(".")[0] == "slipstream" and isinstance(each, logging.Logger)]
+    return [logging.root, *ours]
+
+
+@pytest.fixture(autouse=True)
+def restored_logging() -> Iterator[None]:
+    """Restores the state of logging after each test.
+
+    Commands and servers configure logging for their whole process. Without this fixture the tests that run later in the
+    same process have the level and the handlers of an earlier test, and `caplog` gets no records.
+    """
+    before = {each: (each.level, each.handlers[:], each.filters[:], each.propagate) for each in _loggers()}
+    variables = {name: os.environ.get(name) for name in (LEVEL, FORMAT)}
+    yield
+    for each in _loggers():
+        level, handlers, filters, propagate = before.get(each, (logging.NOTSET, [], [], True))
+        each.setLevel(level)  # which also clears the loggers' caches of enabled levels
+        each.handlers[:], each.filters[:] = handlers, filters
+        each.propagate, each.disabled = propagate, False
+    logging.disable(logging.NOTSET)
+    logging.captureWarnings(False)
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

@@ -11,18 +11,6 @@ import pytest
 from slipstream.log import FORMAT, LEVEL, pass_on_log, set_up_child_log, set_up_log
 
 
-@pytest.fixture(autouse=True)
-def as_it_was(monkeypatch):
-    root, ours = logging.getLogger(), [logging.getLogger(name) for name in ("slipstream", "slipstream.status")]
-    before = root.handlers[:], root.level, [each.level for each in ours]
-    yield
-    root.handlers[:], levels = before[0], before[2]
-    root.setLevel(before[1])
-    for each, level in zip(ours, levels, strict=True):
-        each.setLevel(level)
-    logging.captureWarnings(False)
-
-
 def test_json_lines_have_the_extra_fields_and_the_exception(capsys):
     set_up_log("info", "json")
     try:

@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
+import threading
 import warnings
 
 import pytest
 
 from slipstream.log import FORMAT, LEVEL, pass_on_log, set_up_child_log, set_up_log
+
+
+@pytest.fixture(autouse=True)
+def restore_exception_hooks():
+    yield
+    sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
 
 
 def test_json_lines_have_the_extra_fields_and_the_exception(capsys):
@@ -31,6 +39,20 @@ def test_warnings_of_other_packages_are_json_too(capsys):
         logging.captureWarnings(True)
         warnings.warn("old ways", stacklevel=1)
     assert "old ways" in json.loads(capsys.readouterr().err)["message"]
+
+
+def test_what_nobody_catches_is_json_too(capsys):
+    set_up_log("warning", "json")
+    try:
+        raise ValueError("broken")
+    except ValueError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    thread = threading.Thread(target=lambda: 1 / 0)
+    thread.start()
+    thread.join()
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert "ValueError: broken" in first["exception"] and "ZeroDivisionError" in second["exception"]
+    assert first["level"] == second["level"] == "critical"
 
 
 @pytest.mark.parametrize(("level", "shown"), [("error", 1), ("warning", 2), ("info", 3), ("debug", 4)])

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+import threading
 import time
+from types import TracebackType
 from typing import Any
 
 import msgspec
@@ -24,7 +27,10 @@ def set_up_log(level: str, style: str = "text") -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING)
-    logging.captureWarnings(style == "json")  # else they would be lines that are no JSON
+    if style == "json":  # what others write to standard error would be lines that are no JSON
+        logging.captureWarnings(True)
+        sys.excepthook = _log_unhandled
+        threading.excepthook = lambda args: _log_unhandled(args.exc_type, args.exc_value, args.exc_traceback)
     logging.getLogger("slipstream").setLevel(level.upper())
     # how the server itself is doing: a line in a while, not one for each request
     logging.getLogger("slipstream.status").setLevel("ERROR" if level == "error" else "INFO")
@@ -38,6 +44,11 @@ def pass_on_log(level: str, style: str) -> None:
 def set_up_child_log() -> None:
     """For a child that is told nothing else."""
     set_up_log(os.environ.get(LEVEL) or "warning", os.environ.get(FORMAT) or "text")
+
+
+def _log_unhandled(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    if error is not None and not issubclass(kind, SystemExit):
+        logging.getLogger("slipstream").critical("%s", kind.__name__, exc_info=(kind, error, trace))
 
 
 _TIME = "%Y-%m-%dT%H:%M:%SZ"

@@ -29,23 +29,23 @@ class Lanes:
             raise self.disorder
 
 
-def test_a_mistake_of_the_callers_refuses_all_prompts_of_its_message(capsys):
+def test_a_mistake_of_the_callers_refuses_all_prompts_of_its_message(caplog):
     assert submit(Lanes(), TWO) == []
     refused = submit(Lanes(PromptTooLong("long")), TWO)
     assert refused == [Refused("a", "PromptTooLong", "long"), Refused("b", "PromptTooLong", "long")]
-    assert type(refused[0].error()) is PromptTooLong and not capsys.readouterr().err
+    assert type(refused[0].error()) is PromptTooLong and not caplog.text
 
 
-def test_a_bug_of_ours_that_changed_nothing_fails_its_request_as_an_internal_error(capsys):
+def test_a_bug_of_ours_that_changed_nothing_fails_its_request_as_an_internal_error(caplog):
     (refused,) = submit(Lanes(AssertionError("a page has no owner")), ONE)
     assert type(refused.error()) is RuntimeError
-    assert "AssertionError: a page has no owner" in capsys.readouterr().err
+    assert "AssertionError: a page has no owner" in caplog.text
 
 
-def test_a_bug_of_ours_that_left_the_core_in_disorder_is_the_cores_end(capsys):
+def test_a_bug_of_ours_that_left_the_core_in_disorder_is_the_cores_end(caplog):
     with pytest.raises(EngineDead, match="disorder .2 in the queue, 3 waiting.*KeyError: 'row'"):
         submit(Lanes(KeyError("row"), AssertionError("2 in the queue, 3 waiting")), ONE)
-    assert "KeyError" in capsys.readouterr().err
+    assert "KeyError" in caplog.text
 
 
 def test_a_dead_core_refuses_nothing():

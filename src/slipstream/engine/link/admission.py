@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import traceback
+import logging
 
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.link.wire import Refused
 from slipstream.errors import EngineDead, SlipstreamError
 from slipstream.messages import Submit, SubmitAll
+
+log = logging.getLogger("slipstream.core")
 
 
 def submit(lanes: Lanes, message: Submit | SubmitAll) -> list[Refused]:
@@ -24,7 +26,7 @@ def submit(lanes: Lanes, message: Submit | SubmitAll) -> list[Refused]:
     except SlipstreamError as error:
         return [Refused.of(each.request_id, error) for each in message.submits]
     except Exception as error:
-        traceback.print_exception(error)
+        log.error("a request failed inside the engine core", exc_info=error)
         try:
             lanes.check()
         except Exception as broken:

@@ -98,7 +98,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 _TEIS = ("return_text", "truncate", "truncation_direction")
 """Fields that only go with `texts`, and those that only go with `documents`."""
 _COHERES = (
-    "documents", "top_n", "return_documents", "max_tokens_per_doc", "activation", "use_activation", *_REFUSED,
+    "top_n", "return_documents", "max_tokens_per_doc", "activation", "use_activation", *_REFUSED,
 )  # fmt: skip
 
 
@@ -145,6 +145,8 @@ async def _as_cohere(call: Call, body: RerankRequest, documents: list[str | dict
 async def rerank_as_tei(call: Call, body: RerankRequest) -> Reply:
     if (texts := body.texts) is None:
         raise bad_request("there are no texts; give a list of them", "texts", "empty")
+    if body.documents is not None:
+        raise bad_request("there are texts and documents; give one of them", "documents")
     for name in _COHERES:
         if getattr(body, name) is not None:
             raise bad_request(f"{name} goes with documents; give documents, or leave it out", name)

@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from causal_oracle import oracle
 from hand_batch import HandRunner
+from hand_encoder import load_pooling
 from hand_load import load
 from slipstream.config.model_info import read_model_info
+from slipstream.errors import UnsupportedModel
 from slipstream.nn.models.stored_head import as_stored
 from tiny import tiny_weights, write_tiny, write_weights
+from tiny_encoder import write_tiny_encoder
 
 PROMPT = {"a": [3, 1, 4, 1, 5, 9, 2, 6]}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -81,3 +85,19 @@ def test_a_missing_head_is_known(architecture: str, tmp_path: Path) -> None:
     assert info.has_lm_head == (architecture != "Qwen3ForCausalLM")  # of the others nobody expects one
     whole = write(tmp_path / "whole", tied=False, head="other")
     assert as_stored(read_model_info(whole), whole).has_lm_head
+
+
+@pytest.mark.parametrize(
+    ("family", "name"), [("bert", "cls.predictions.decoder.weight"), ("modernbert", "decoder.weight")]
+)
+def test_words_of_an_encoder_that_are_not_its_embedding_are_refused(family: str, name: str, tmp_path: Path) -> None:
+    """transformers uses such a tensor; where it is the embedding once more, as older files have it, nothing changes."""
+    folder = write_tiny_encoder(tmp_path, family, "ForMaskedLM")
+    weights = load_file(folder / "model.safetensors")
+    ends = ("word_embeddings.weight", "tok_embeddings.weight")
+    embedding = next(tensor for key, tensor in weights.items() if key.endswith(ends))
+    write_weights(folder, weights | {name: embedding.clone()})
+    load_pooling(folder, task="sparse")
+    write_weights(folder, weights | {name: embedding + 0.1})
+    with pytest.raises(UnsupportedModel, match="projection back to words is not its embedding"):
+        load_pooling(folder, task="sparse")

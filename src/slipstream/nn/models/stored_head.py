@@ -19,12 +19,16 @@ from slipstream.nn.weights.safetensors import open_folder
 from slipstream.nn.weights.source import SourceTensor, WeightSource, in_parts
 
 EMBEDDING, HEAD = "embedding.weight", "head.weight"  # our places
+# what encoders call the projection back to words, which is their embedding mostly
+_WORDS = ("cls.predictions.decoder.weight", "lm_head.decoder.weight", "vocab_projector.weight", "decoder.weight")
 
 
 def as_stored(info: ModelInfo, folder: Path) -> ModelInfo:
     """The facts of a model with `tied_embeddings` and `has_lm_head` corrected by what its weights are."""
     shape = find_shape(info)
-    if isinstance(shape, EncoderShape) or shape.headless:
+    if isinstance(shape, EncoderShape):
+        return _with_words(info, shape, folder) if info.architecture.endswith("ForMaskedLM") else info
+    if shape.headless:
         return info
     rules = find_rules(info, replace(shape, tied=False))
     found = find_named(open_folder(folder), rules, (EMBEDDING, HEAD))
@@ -32,6 +36,15 @@ def as_stored(info: ModelInfo, folder: Path) -> ModelInfo:
     if head is None:
         return info if shape.tied else msgspec.structs.replace(info, has_lm_head=False)
     if not shape.tied or embedding is None or _are_equal(embedding, head):
+        return info
+    return msgspec.structs.replace(info, tied_embeddings=False)
+
+
+def _with_words(info: ModelInfo, shape: EncoderShape, folder: Path) -> ModelInfo:
+    source = open_folder(folder)
+    words = next((tensor for tensor in source if tensor.name in _WORDS), None)
+    embedding = find_named(source, find_rules(info, shape), (EMBEDDING,)).get(EMBEDDING)
+    if words is None or embedding is None or _are_equal(embedding, words):
         return info
     return msgspec.structs.replace(info, tied_embeddings=False)
 

@@ -13,7 +13,7 @@ from slipstream.pooling_params import PoolingParams
 from slipstream.runner.pool_warmup import PoolWarmUp
 from slipstream.runner.warmup import WarmUp
 from small_model import write_small
-from tiny import write_tiny
+from tiny import LONG_ROPE, write_tiny
 from tiny_encoder import write_modules, write_tiny_encoder
 
 EMBED = PoolingParams(task="embed")
@@ -35,18 +35,21 @@ class Gpu(ReplayDevice):
         return self.free
 
 
-@pytest.fixture(scope="module", params=["encoder", "decoder mean", "decoder last"])
+@pytest.fixture(scope="module", params=["encoder", "decoder mean", "decoder last", "longrope last"])
 def model(request, tmp_path_factory):
     kind, *method = request.param.split()
     folder = tmp_path_factory.mktemp(kind)
     if kind == "encoder":
         return dict(folder=write_tiny_encoder(folder, "bert", "Model"), **OPTIONS)
     pooling = {"mean": "mean", "last": "lasttoken"}[method[0]]
-    return dict(folder=write_decoder(folder, pooling), **OPTIONS)
+    return dict(folder=write_decoder(folder, pooling, long_rope=kind == "longrope"), **OPTIONS)
 
 
-def write_decoder(folder, pooling):
-    """One that has a cache, and continues no text."""
+def write_decoder(folder, pooling, long_rope=False):
+    """One that has a cache, and continues no text. Some of the prompts have LongRoPE's short factors, some the long."""
+    if long_rope:
+        rope = {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 7}
+        return write_modules(rewrite(write_tiny(folder, "phi3", **rope), {"architectures": ["Phi3Model"]}, {}), pooling)
     return write_modules(rewrite(write_tiny(folder, "llama"), {"architectures": ["LlamaModel"]}, {}), pooling)
 
 

@@ -17,7 +17,7 @@ from slipstream.runner.graphs import GraphPool
 from slipstream.runner.sampling.sampler import Sampler
 from slipstream.runner.warmup import HEADS, KERNEL_SIZES, WarmUp, chunk_rows, chunk_sizes
 from small_model import write_small
-from tiny import write_tiny
+from tiny import LONG_ROPE, write_tiny
 
 PROMPTS = [[5, 6, 7], [9] * 11, [3]]
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -65,6 +65,21 @@ def test_a_warm_engine_says_the_same_and_has_captured_what_it_needs(folder, want
         assert device.num_replays > replays
         assert {key for key, entry in graphs._captured.items() if entry is not None} >= captured
         assert graphs.num_captured >= before
+
+
+def test_steps_of_a_start_are_longer_than_the_short_rope_factors_serve(tmp_path):
+    """Their rows read the part of the rope table that has all positions."""
+    rope = {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 5}
+    folder = str(write_tiny(tmp_path, "phi3", **rope))
+    with LLM(folder, **OPTIONS) as llm:
+        wanted = tokens(llm.generate(PROMPTS, GREEDY))
+    with LLM(folder, **OPTIONS, _device=ReplayDevice(0)) as llm:
+        llm.core.executor.graphs.token_sizes = []
+        warm_up = warm_up_of(llm)
+        warm_up.walk()
+        warm_up.run_largest()
+        warm_up.capture()
+        assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted
 
 
 def test_a_watched_engine_may_wait_while_it_starts(folder, monkeypatch):

@@ -58,7 +58,8 @@ class PoolWarmUp:
         admitted: tuple[PoolAdmission, ...] = ()
         if not self.scheduler.whole:
             seats = enumerate(counts.tolist())
-            admitted = tuple(PoolAdmission(row, row, count, 0, self.params) for row, count in seats)
+            # the long rope factors, whose part of the table has all positions
+            admitted = tuple(PoolAdmission(row, row, count, 0, self.params, long_rope=True) for row, count in seats)
         self._left_at = int(counts[0])
         lengths = counts if self.scheduler.whole else np.maximum(counts, max_length, dtype=np.int32)
         self._step(rows, counts, lengths, admitted, (self.params,) * len(counts))

@@ -134,6 +134,7 @@ class WarmUp:
                 sample=0,
                 stop_ids=(),
                 history=np.zeros(1, np.int32) if params.needs_history else None,
+                long_rope=True,  # whose part of the rope table has all positions
             )
             for row in rows
         ]

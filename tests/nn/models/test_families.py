@@ -114,6 +114,12 @@ def test_windows_of_modernbert_as_its_first_releases_write_them() -> None:
     assert (found.rope.theta, found.local_rope.theta) == (5.0, 10_000.0)
 
 
+@pytest.mark.parametrize("buckets", [-1, 0, 3, "x"])
+def test_distances_of_mpnet_that_cannot_be_are_named(buckets: Any) -> None:
+    with pytest.raises(BadCheckpoint, match="relative_attention_num_buckets|wrong kind"):
+        find_shape(info("MPNetModel", relative_attention_num_buckets=buckets))
+
+
 def test_what_we_do_not_run_is_named() -> None:
     with pytest.raises(UnsupportedModel, match="Qwen3MoeForCausalLM is not an architecture we run"):
         shape("Qwen3MoeForCausalLM")

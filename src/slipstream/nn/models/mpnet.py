@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream.config.model_info import ModelInfo
+from slipstream.errors import BadCheckpoint
 from slipstream.nn.models.bert import ROBERTA_CLASSES, ROBERTA_WORDS, bert_shape, encoder_rules
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.weights.rules import Rules
 
 
 def mpnet_shape(info: ModelInfo) -> EncoderShape:
-    return replace(bert_shape(info), num_buckets=int(info.extra.get("relative_attention_num_buckets", 32)))
+    num_buckets = int(info.extra.get("relative_attention_num_buckets", 32))
+    if num_buckets < 4:  # half of them for each side, half of those for single distances
+        raise BadCheckpoint(f"relative_attention_num_buckets of config.json is {num_buckets}; it must be 4 or more")
+    return replace(bert_shape(info), num_buckets=num_buckets)
 
 
 _MPNET: dict[str, str | None] = {

@@ -4,8 +4,11 @@ import json
 
 import numpy as np
 import pytest
+import torch
+import transformers
 
-from slipstream import LLM, SamplingParams
+from pool_bench import PoolBench, rewrite
+from slipstream import LLM, PoolingParams, SamplingParams
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from tiny import write_tiny
 from tiny_encoder import write_modules, write_tiny_encoder
@@ -43,6 +46,24 @@ def test_a_decoder_without_architectures_continues_text(tmp_path):
         with LLM(str(folder), **options) as llm:
             found.append(llm.generate("abc", SamplingParams(temperature=0, max_tokens=5))[0].outputs[0].token_ids)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "phi3"])
+def test_a_decoder_that_classifies_tokens(tmp_path, family):
+    """In the precision that people run, whole and in chunks, at every depth."""
+    name = {"qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2", "phi3": "Phi3"}.get(family, family.capitalize())
+    facts = {"architectures": [f"{name}ForTokenClassification"], "num_labels": 3, "id2label": None}
+    generator = torch.Generator().manual_seed(3)
+    head = {"score.weight": torch.randn(3, 64, generator=generator), "score.bias": torch.randn(3, generator=generator)}
+    rewrite(write_tiny(tmp_path, family), facts, head, without=("lm_head.weight",))
+    prompts = [list(range(5, 5 + n)) for n in (9, 1, 40, 17)]
+    model = getattr(transformers, f"{name}ForTokenClassification").from_pretrained(tmp_path, attn_implementation="eager")
+    with torch.inference_mode():
+        wanted = [model.eval()(torch.tensor([ids])).logits[0].softmax(-1).numpy() for ids in prompts]
+    for depth, tokens in ((0, 512), (1, 11), (2, 11)):
+        with PoolBench(tmp_path, dtype="float32", depth=depth, max_num_batched_tokens=tokens) as bench:
+            for found, theirs in zip(bench.pool(prompts, PoolingParams(task="token_classify")), wanted, strict=True):
+                np.testing.assert_allclose(found, theirs, atol=1e-5)
 
 
 def test_only_a_vocabulary(tmp_path):

@@ -166,7 +166,10 @@ def test_the_largest_of_each_column_over_rows_that_lie_in_several_parts(dtype: t
     assert expected[[0, 1, 3, 4]].equal(torch.stack(by_hand)) and (expected[2] == -torch.inf).all()
 
 
-@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"])
+GATES = ["silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul", "quick_gelu_and_mul", "relu_and_mul"]
+
+
+@pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), SHAPES)
 def test_gated_activations(name: str, rows: int, size: int, dtype: torch.dtype) -> None:
@@ -175,7 +178,7 @@ def test_gated_activations(name: str, rows: int, size: int, dtype: torch.dtype) 
     check(kernel(gate_up), getattr(activation, name)(gate_up.double()))
 
 
-@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul"])
+@pytest.mark.parametrize("name", GATES)
 def test_gates_far_from_zero_stay_numbers(name: str) -> None:
     gate_up = torch.tensor([[-1e4, 1e4, -90.0, 90.0, 2.0, 2.0, 2.0, 2.0]], device=DEVICE)
     out = getattr(activation_kernels, name)(gate_up)

@@ -49,6 +49,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 large eps": ("qwen3", {"rms_norm_eps": 0.5}),
     "gemma3 large eps": ("gemma3", {"rms_norm_eps": 0.5}),
     "olmo2 large eps": ("olmo2", {"rms_norm_eps": 0.5}),
+    "relu": ("llama", {"hidden_act": "relu"}),
+    "gelu_fast": ("llama", {"hidden_act": "gelu_fast"}),
+    "quick_gelu": ("olmo2", {"hidden_act": "quick_gelu"}),
+    "relu2": ("phi3", {"hidden_act": "relu2"}),
 }
 TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
@@ -205,7 +209,7 @@ def test_unknown_architecture_names_those_we_run(tmp_path: Path) -> None:
     ("overrides", "message"),
     [
         ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4, "factor": 2.0}}, "mrope.*default, dynamic"),
-        ({"hidden_act": "relu"}, "relu.*silu"),
+        ({"hidden_act": "swiglu"}, "swiglu.*relu.*silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
     ],
 )

@@ -29,6 +29,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("bert", {}),
     "bert tanh gelu": ("bert", {"hidden_act": "gelu_new"}),
     "bert relu": ("bert", {"hidden_act": "relu"}),
+    "bert fast gelu": ("bert", {"hidden_act": "gelu_fast"}),
+    "roberta quick gelu": ("roberta", {"hidden_act": "quick_gelu"}),
+    "modernbert quick gelu": ("modernbert", {"hidden_activation": "quick_gelu"}),
+    "nomic mish": ("nomic", {"hidden_act": "mish"}),
     "roberta": ("roberta", {}),
     "roberta other pad": ("roberta", {"pad_token_id": 4}),
     "xlm-roberta": ("xlm-roberta", {}),
@@ -171,7 +175,7 @@ def test_the_classifier_of_gte(tmp_path: Path) -> None:
         ({"position_embedding_type": "absolute"}, "position_embedding_type absolute is not built"),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0, "mixed_b": 0.5}}, "mixed_b is not built"),
         ({"logn_attention_scale": True}, "logn_attention_scale is not built"),
-        ({"hidden_act": "mish"}, "mish is not one we have"),
+        ({"hidden_act": "xielu"}, "xielu is not one we have"),
     ],
 )
 def test_what_no_release_has_is_refused_by_name(facts: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
-from slipstream.errors import UnsupportedModel
+from slipstream.nn.layers.activations import find_activation, find_gated
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import RMSNorm, Sum
 from slipstream.nn.quant import FormatOf, Piece, Place
-from slipstream.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
-
-Activations = dict[str, Callable[[torch.Tensor], torch.Tensor]]
-ACTIVATIONS: Activations = {
-    "silu": silu_and_mul,
-    "swish": silu_and_mul,
-    "gelu_pytorch_tanh": gelu_tanh_and_mul,
-    "gelu_new": gelu_tanh_and_mul,
-    "gelu": gelu_and_mul,
-}
-PLAIN: Activations = {
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-    "silu": F.silu,
-    "swish": F.silu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "identity": lambda x: x,
-}
-"""Without a gate: of plain feed-forwards, and of heads."""
 
 
 class Mlp(Layer):
@@ -54,7 +31,7 @@ class Mlp(Layer):
         down_bias: bool | None = None,  # where it is not `bias`
     ) -> None:
         super().__init__()
-        self.activation = find_activation(activation, ACTIVATIONS)
+        self.activation = find_gated(activation)
         gate_up = {"": 2 * ffn_size} if fused else {"gate": ffn_size, "up": ffn_size}
         kind = _UpGate if up_first else Linear
         self.gate_up = kind(hidden_size, gate_up, bias, format_of(f"{name}.gate_up"), dtype)
@@ -80,21 +57,13 @@ class PlainMlp(Layer):
         self, name: str, hidden_size: int, ffn_size: int, activation: str, format_of: FormatOf, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.activation = find_activation(activation, PLAIN)
+        self.activation = find_activation(activation)
         self.up = Linear(hidden_size, {"": ffn_size}, True, format_of(f"{name}.up"), dtype)
         self.down = Linear(ffn_size, {"": hidden_size}, True, format_of(f"{name}.down"), dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.down(self.up.weight.multiply_activated(x, self.up.bias, self.activation))
         return hidden
-
-
-def find_activation(name: str, known: Activations | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Without a gate unless others are given. Raises UnsupportedModel."""
-    known = PLAIN if known is None else known
-    if name not in known:
-        raise UnsupportedModel(f"the activation {name} is not one we have: {', '.join(known)}")
-    return known[name]
 
 
 class _UpGate(Linear):

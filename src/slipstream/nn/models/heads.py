@@ -16,10 +16,10 @@ from torch import nn
 
 from slipstream.config.memory import VOCABULARY_CHUNK
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.nn.layers.activations import find_activation
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.layer_norm import LayerNorm
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.mlp import find_activation
 from slipstream.nn.quant import Piece, Place, Plain, new_parameter
 from slipstream.ops.row_max import row_max_into
 

@@ -58,7 +58,10 @@ DECODERS = {
     "LlamaBidirectional": Family(llama_shape, llama_rules),
 }
 """By how their architectures' names begin."""
-DECODER_ENDINGS = ("ForCausalLM", "Model", "ForSequenceClassification", "ForRewardModel", "ForProcessRewardModel")
+DECODER_ENDINGS = (
+    "ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification", "ForRewardModel",
+    "ForProcessRewardModel",
+)  # fmt: skip
 PICTURES = {"Gemma3ForConditionalGeneration": Family(gemma3_shape, gemma_text_rules)}
 """Of which we run the text."""
 
@@ -117,6 +120,8 @@ def find_heads(info: ModelInfo) -> HeadShape:
         return family.heads(info)
     if info.architecture.endswith("RewardModel"):
         return HeadShape(classifier_bias=True, transform="relu")
+    if info.architecture.endswith("ForTokenClassification"):
+        return HeadShape(classifier_bias=True)
     return HeadShape(classifier_bias=False if info.architecture.endswith("ForSequenceClassification") else None)
 
 

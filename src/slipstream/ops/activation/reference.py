@@ -21,3 +21,14 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Gelu itself."""
     gate, up = gate_up.chunk(2, -1)
     return F.gelu(gate).mul_(up)
+
+
+def quick_gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Gelu by a sigmoid: gate * sigmoid(1.702 gate)."""
+    gate, up = gate_up.chunk(2, -1)
+    return torch.sigmoid(1.702 * gate).mul_(gate).mul_(up)
+
+
+def relu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return F.relu(gate).mul_(up)

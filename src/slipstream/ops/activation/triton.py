@@ -11,7 +11,7 @@ from slipstream.ops.dependent import dependent, release_next, wait_for_previous
 _BLOCK = 1024
 
 
-_SILU, _GELU_TANH, _GELU = (tl.constexpr(kind) for kind in range(3))
+_SILU, _GELU_TANH, _GELU, _QUICK_GELU, _RELU = (tl.constexpr(kind) for kind in range(5))
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -26,6 +26,15 @@ def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Gelu itself."""
     return _launch(gate_up, _GELU)
+
+
+def quick_gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Gelu by a sigmoid: gate * sigmoid(1.702 gate)."""
+    return _launch(gate_up, _QUICK_GELU)
+
+
+def relu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    return _launch(gate_up, _RELU)
 
 
 def _launch(gate_up: torch.Tensor, kind: tl.constexpr) -> torch.Tensor:
@@ -52,10 +61,14 @@ def _gate_kernel(gate_up, out, stride, size, KIND: tl.constexpr, BLOCK: tl.const
     gate = tl.load(gate_up + row * stride + place, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + size + place, mask=mask, other=0.0).to(tl.float32)
     if KIND == _GELU:
-        share = 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476))
+        value = gate * (0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)))
     elif KIND == _GELU_TANH:
         # (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
-        share = tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        value = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    elif KIND == _QUICK_GELU:
+        value = gate * tl.sigmoid(1.702 * gate)
+    elif KIND == _RELU:
+        value = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
-        share = tl.sigmoid(gate)
-    tl.store(out + row * size + place, (gate * share * up).to(out.dtype.element_ty), mask=mask)
+        value = gate * tl.sigmoid(gate)
+    tl.store(out + row * size + place, (value * up).to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,104 @@
+"""Activations by the names that checkpoints give them: of single numbers, of gates and ups, and torch's own classes.
+
+Those of single numbers are torch's functions, which run on every device. Gates have kernels for the usual ones
+(`ops/activation`); any other is the function of the gate times up, in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slipstream.errors import UnsupportedModel
+from slipstream.ops.activation import (
+    gelu_and_mul,
+    gelu_tanh_and_mul,
+    quick_gelu_and_mul,
+    relu_and_mul,
+    silu_and_mul,
+)
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _gelu_10(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x).clamp_(-10, 10)
+
+
+def _laplace(x: torch.Tensor) -> torch.Tensor:
+    return 0.5 * (1.0 + torch.erf((x - 0.707107) / (0.282095 * 2.0**0.5)))
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+_GELU_TANH = partial(F.gelu, approximate="tanh")
+PLAIN: dict[str, Activation] = {
+    "gelu": F.gelu,
+    "gelu_python": F.gelu,
+    "gelu_10": _gelu_10,
+    # one formula, written in several ways
+    "gelu_pytorch_tanh": _GELU_TANH,
+    "gelu_python_tanh": _GELU_TANH,
+    "gelu_new": _GELU_TANH,
+    "gelu_fast": _GELU_TANH,
+    "gelu_accurate": _GELU_TANH,
+    "quick_gelu": quick_gelu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square_(),
+    "relu6": F.relu6,
+    "leaky_relu": F.leaky_relu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "hardswish": F.hardswish,
+    "mish": F.mish,
+    "laplace": _laplace,
+    "sqrtsoftplus": lambda x: F.softplus(x).sqrt_(),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+    "linear": _same,
+    "identity": _same,
+}
+"""By transformers' names: of feed-forwards without a gate, and of heads."""
+_GATED: dict[str, Activation] = {
+    "silu": silu_and_mul,
+    "swish": silu_and_mul,
+    "gelu": gelu_and_mul,
+    "gelu_python": gelu_and_mul,
+    **dict.fromkeys((name for name, plain in PLAIN.items() if plain is _GELU_TANH), gelu_tanh_and_mul),
+    "quick_gelu": quick_gelu_and_mul,
+    "relu": relu_and_mul,
+}
+
+
+def find_activation(name: str) -> Activation:
+    """Of each number by itself. Raises UnsupportedModel."""
+    if name not in PLAIN:
+        raise UnsupportedModel(f"the activation {name} is not one we have: {', '.join(PLAIN)}")
+    return PLAIN[name]
+
+
+def find_gated(name: str) -> Activation:
+    """Of [..., gate and up side by side]: the activation of the gate times up. Raises UnsupportedModel."""
+    return _GATED.get(name) or partial(_gate_by, find_activation(name))
+
+
+def _gate_by(activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return activation(gate) * up
+
+
+def torch_activation(name: str) -> nn.Module:
+    """One of torch.nn's classes, as sentence-transformers' modules name them. `config/torch_names.py` has the list of
+    those that may be named."""
+    kind: type[nn.Module] = getattr(nn, name)
+    return kind().eval()

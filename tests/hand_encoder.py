@@ -26,7 +26,7 @@ def load_pooling(
     info = read_model_info(folder)
     info = info if load_format == "dummy" else as_stored(info, folder)
     name = str(dtype).removeprefix("torch.")
-    pooling = read_pooling(Options(model=str(folder), task=task), info, folder)
+    pooling, info = read_pooling(Options(model=str(folder), task=task), info, folder)
     config = ModelConfig(
         info, str(folder), "tiny", load_format or "safetensors", name, True, min(info.max_positions, 256), 0, pooling
     )

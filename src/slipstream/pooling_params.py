@@ -44,6 +44,9 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Of token scores return only the lines of this token: one for each step of a reasoning."""
     returned_token_ids: Sequence[int] | None = None
     """Of token scores return only these columns."""
+    skip_tokens: int = 0
+    """Of a vector or of classes: the first so many tokens of the prompt are read and not pooled. Texts get it from a
+    model whose folder leaves its prompts out (include_prompt)."""
     query_key: str = ""
     """Late interaction: the name under which a query's token vectors stay on the device. A document that names it
     gets its score against that query as its result."""
@@ -85,6 +88,11 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         if self.step_tag_id is not None:
             check_whole("step_tag_id", self.step_tag_id, 0, MAX_COUNT)
         self._freeze("returned_token_ids", check_ids("returned_token_ids", self.returned_token_ids))
+        check_whole("skip_tokens", self.skip_tokens, 0, MAX_COUNT)
+        if self.skip_tokens and self.task not in (None, "embed", "classify"):
+            raise InvalidParams(
+                f"skip_tokens is {self.skip_tokens} and the task {self.task}, which pools no tokens; leave it out"
+            )
         if not isinstance(self.query_key, str):
             raise InvalidParams(f"query_key is {self.query_key!r}; give a string")
         check_whole("query_uses", self.query_uses, 0, MAX_QUERY_USES)

@@ -4,56 +4,25 @@ from typing import Any
 
 import msgspec
 import pytest
+from sentence_files import BERT, IDENTITY, OLD, QWEN3, SIGMOID, modules, read, write
 
 from slipstream.config.locate import EMBEDDER_PACKAGE, default_embedder, locate
 from slipstream.config.model_info import read_model_info
 from slipstream.config.options import make_options
-from slipstream.config.pooling_info import PoolingInfo, Role
+from slipstream.config.pooling_info import DenseInfo, Role
 from slipstream.config.read_pooling import read_pooling
 from slipstream.errors import BadCheckpoint, InvalidOption, ModelNotFound, UnsupportedModel
-
-BERT = {
-    "architectures": ["BertModel"], "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64, "type_vocab_size": 2,
-}  # fmt: skip
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "vocab_size": 100, "hidden_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "intermediate_size": 64, "max_position_embeddings": 64,
-}  # fmt: skip
-OLD = "sentence_transformers.models."
-IDENTITY, SIGMOID = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Sigmoid"
-NEW = "sentence_transformers.sentence_transformer.modules.pooling."
-
-
-def write(folder: Path, name: str, value: Any) -> None:
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value))
-
-
-def read(folder: Path, config: dict[str, Any], options: dict[str, Any] | None = None, **files: Any) -> PoolingInfo:
-    write(folder, "config.json", config)
-    for name, value in files.items():
-        write(folder, name.replace("__", "/") + ".json", value)
-    return read_pooling(make_options(**(options or {})), read_model_info(folder), folder)
-
-
-def modules(*kinds: str) -> list[dict[str, Any]]:
-    return [
-        {"idx": i, "name": str(i), "path": "" if i == 0 else f"{i}_{kind.rsplit('.', 1)[-1]}", "type": OLD + kind}
-        for i, kind in enumerate(kinds)
-    ]
 
 
 def test_a_decoder_is_embedded_by_its_last_token_and_generates(tmp_path: Path) -> None:
     pooling = read(tmp_path, QWEN3)
-    assert (pooling.tasks[0], pooling.method, pooling.normalize, pooling.generates) == ("embed", "last", True, True)
+    assert (pooling.tasks[0], pooling.methods, pooling.normalize, pooling.generates) == ("embed", ("last",), True, True)
     assert pooling.is_causal and pooling.embed_size == 32
 
 
 def test_a_decoder_without_its_head_only_embeds(tmp_path: Path) -> None:
     pooling = read(tmp_path, QWEN3 | {"architectures": ["Qwen3Model"]})
-    assert pooling.method == "last" and not pooling.generates
+    assert pooling.methods == ("last",) and not pooling.generates
 
 
 def test_a_decoder_that_sees_both_ways_does_not_generate(tmp_path: Path) -> None:
@@ -66,8 +35,8 @@ def test_a_gguf_file_says_its_method_by_number(tmp_path: Path, kind: int | None,
     write(tmp_path, "config.json", QWEN3)
     info = read_model_info(tmp_path)
     extra = info.extra | ({} if kind is None else {"qwen3.pooling_type": kind})
-    found = read_pooling(make_options(), msgspec.structs.replace(info, extra=extra), tmp_path / "m.gguf")
-    assert found.method == method
+    found, _ = read_pooling(make_options(), msgspec.structs.replace(info, extra=extra), tmp_path / "m.gguf")
+    assert found.methods == (method,)
     with pytest.raises(UnsupportedModel, match="m.gguf is a reranker"):
         extra = info.extra | {"qwen3.pooling_type": 4}
         read_pooling(make_options(), msgspec.structs.replace(info, extra=extra), tmp_path / "m.gguf")
@@ -75,7 +44,7 @@ def test_a_gguf_file_says_its_method_by_number(tmp_path: Path, kind: int | None,
 
 def test_a_bare_encoder_takes_the_mean(tmp_path: Path) -> None:
     pooling = read(tmp_path, BERT)
-    assert (pooling.method, pooling.normalize, pooling.is_causal) == ("mean", True, False)
+    assert (pooling.methods, pooling.normalize, pooling.is_causal) == (("mean",), True, False)
     assert pooling.has_types and not pooling.generates and pooling.max_seq_length is None
 
 
@@ -89,103 +58,6 @@ def test_a_tokenizer_may_leave_token_types_out(tmp_path: Path) -> None:
     ):  # fmt: skip
         pooling = read(tmp_path, BERT, tokenizer_config=settings)
         assert (pooling.types_pairs, pooling.has_types) == (typed, True)
-
-
-@pytest.mark.parametrize(
-    ("settings", "method"),
-    [
-        ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, "first"),
-        ({"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}, "mean"),
-        ({"pooling_mode_lasttoken": True}, "last"),
-        ({"pooling_mode": "cls"}, "first"),
-        ({"pooling_mode": "mean"}, "mean"),
-        ({"pooling_mode": ["lasttoken"]}, "last"),
-    ],
-)
-def test_both_ways_of_writing_the_pooling_mode(tmp_path: Path, settings: dict[str, Any], method: str) -> None:
-    assert (
-        read(tmp_path, BERT, modules=modules("Transformer", "Pooling"), **{"1_Pooling__config": settings}).method
-        == method
-    )
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"pooling_mode_max_tokens": True},
-        {"pooling_mode": "weightedmean"},
-        {"pooling_mode": ["cls", "mean"]},
-        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True},
-    ],
-)
-def test_other_pooling_modes_are_refused(tmp_path: Path, settings: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedModel, match="1_Pooling/config.json pools by"):
-        read(tmp_path, BERT, modules=modules("Transformer", "Pooling"), **{"1_Pooling__config": settings})
-
-
-def test_no_mode_at_all_is_a_broken_folder(tmp_path: Path) -> None:
-    with pytest.raises(BadCheckpoint, match="turns no pooling mode on"):
-        read(tmp_path, BERT, modules=modules("Transformer", "Pooling"), **{"1_Pooling__config": {}})
-
-
-def test_normalize_is_a_module(tmp_path: Path) -> None:
-    mean = {"1_Pooling__config": {"pooling_mode": "mean"}}
-    assert not read(tmp_path, BERT, modules=modules("Transformer", "Pooling"), **mean).normalize
-    assert read(tmp_path, BERT, modules=modules("Transformer", "Pooling", "Normalize"), **mean).normalize
-
-
-def test_newer_names_of_modules_are_known(tmp_path: Path) -> None:
-    listed = [{"idx": 0, "path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},
-              {"idx": 1, "path": "1_Pooling", "type": NEW + "Pooling"}]  # fmt: skip
-    assert read(tmp_path, BERT, modules=listed, **{"1_Pooling__config": {"pooling_mode": "cls"}}).method == "first"
-
-
-def test_a_projection_behind_the_pooling(tmp_path: Path) -> None:
-    dense = {
-        "in_features": 32,
-        "out_features": 8,
-        "bias": True,
-        "activation_function": "torch.nn.modules.activation.Tanh",
-    }
-    pooling = read(
-        tmp_path, BERT, modules=modules("Transformer", "Pooling", "Dense"),
-        **{"1_Pooling__config": {"pooling_mode": "mean"}, "2_Dense__config": dense},
-    )  # fmt: skip
-    (found,) = pooling.dense
-    assert (found.path, found.in_features, found.out_features, found.activation) == ("2_Dense", 32, 8, "tanh")
-    assert pooling.embed_size == 8 and pooling.token_size == 32 and not found.per_token
-
-
-@pytest.mark.parametrize(
-    "kinds", [("Pooling", "Normalize", "Dense"), ("Dense", "Pooling"), ("Dense", "Pooling", "Normalize")]
-)
-def test_modules_in_an_order_that_would_be_another_model_are_refused(tmp_path: Path, kinds: tuple[str, ...]) -> None:
-    dense = {"in_features": 32, "out_features": 8, "activation_function": IDENTITY}
-    dense |= {"module_input_name": "token_embeddings"} if kinds[0] == "Dense" else {}
-    listed = modules("Transformer", *kinds)
-    files = {f"{module['path']}__config": {"pooling_mode": "mean"} | dense for module in listed[1:]}
-    with pytest.raises(UnsupportedModel, match="comes after"):
-        read(tmp_path, BERT, modules=listed, **files)
-
-
-@pytest.mark.parametrize("name", ["os.system", "torch.nn.modules.activation.Threshold", "evil.torch.nn.Tanh"])
-def test_no_activation_but_known_ones_of_torch(tmp_path: Path, name: str) -> None:
-    dense = {"in_features": 32, "out_features": 8, "activation_function": name}
-    with pytest.raises(UnsupportedModel, match="activation"):
-        read(
-            tmp_path, BERT, modules=modules("Transformer", "Pooling", "Dense"),
-            **{"1_Pooling__config": {"pooling_mode": "mean"}, "2_Dense__config": dense},
-        )  # fmt: skip
-
-
-def test_a_module_that_is_not_known_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="a module WordWeights"):
-        read(tmp_path, BERT, modules=modules("Transformer", "WordWeights"))
-
-
-def test_a_module_outside_the_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadCheckpoint, match="outside the folder"):
-        read(tmp_path, BERT, modules=[{"type": OLD + "Pooling", "path": "../elsewhere"}])
 
 
 def test_prompts_similarity_and_length(tmp_path: Path) -> None:
@@ -203,8 +75,11 @@ def test_prompts_similarity_and_length(tmp_path: Path) -> None:
 
 
 def test_a_default_prompt_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(BadCheckpoint, match="default_prompt_name 'query'"):
-        read(tmp_path, BERT, config_sentence_transformers={"prompts": {}, "default_prompt_name": "query"})
+    with pytest.raises(BadCheckpoint, match="default_prompt_name 'find'"):
+        read(tmp_path, BERT, config_sentence_transformers={"prompts": {}, "default_prompt_name": "find"})
+    # these two every model has
+    pooling = read(tmp_path, BERT, config_sentence_transformers={"prompts": {}, "default_prompt_name": "query"})
+    assert pooling.prompts == {"query": ""}
 
 
 def test_the_length_is_the_tokenizers_where_the_folder_leaves_it_out(tmp_path: Path) -> None:
@@ -237,25 +112,34 @@ def test_flags_count_more_than_the_folder(tmp_path: Path) -> None:
         modules=modules("Transformer", "Pooling", "Normalize"), **{"1_Pooling__config": {"pooling_mode": "mean"}},
         sentence_bert_config={"max_seq_length": 32},
     )  # fmt: skip
-    assert (pooling.method, pooling.normalize, pooling.max_seq_length) == ("first", False, 64)
+    assert (pooling.methods, pooling.normalize, pooling.max_seq_length) == (("first",), False, 64)
 
 
 def test_flags_overrule_what_does_not_run_here(tmp_path: Path) -> None:
-    odd = {"1_Pooling__config": {"pooling_mode": "weightedmean"}}
+    odd = {"1_Pooling__config": {"pooling_mode": "median"}}
     pooling = read(tmp_path / "a", BERT, {"pooling_type": "mean"}, modules=modules("Transformer", "Pooling"), **odd)
-    assert pooling.method == "mean"
+    assert pooling.methods == ("mean",)
     config = BERT | {"architectures": ["BertForSequenceClassification"], "num_labels": 1}
     config |= {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}
+    assert read(tmp_path / "b", config).classify_activation == "Tanh"
+    config |= {"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.GLU"}}
     with pytest.raises(UnsupportedModel, match="set classify_activation"):
         read(tmp_path / "b", config)
     assert read(tmp_path / "b", config, {"classify_activation": "identity"}).classify_activation == "identity"
 
 
 def test_a_pooling_type_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match="pooling_type is 'max'"):
-        read(tmp_path, BERT, {"pooling_type": "max"})
-    with pytest.raises(InvalidOption, match="that takes first, last or mean"):
-        read(tmp_path, BERT, {"pooling_type": "all"})
+    assert read(tmp_path, BERT, {"pooling_type": "max + CLS"}).methods == ("max", "first")
+    assert read(tmp_path, BERT, {"pooling_type": "max+mean"}).embed_size == 64
+    for bad in ("median", "max+median", "", "max+"):
+        with pytest.raises(InvalidOption, match="pooling_type is .*; give one of first, max, .* as mean.max"):
+            read(tmp_path, BERT, {"pooling_type": bad})
+    for bad in ("all", "mean+all", "step+all"):
+        with pytest.raises(InvalidOption, match="that takes first, last, mean"):
+            read(tmp_path, BERT, {"pooling_type": bad})
+    classifier = BERT | {"architectures": ["BertForSequenceClassification"]}
+    with pytest.raises(InvalidOption, match="the classifier was made for one of them"):
+        read(tmp_path, classifier, {"pooling_type": "mean+max"})
     with pytest.raises(InvalidOption, match="that takes all or step"):
         read(tmp_path, BERT | {"architectures": ["BertForTokenClassification"]}, {"pooling_type": "mean"})
 
@@ -280,7 +164,7 @@ def test_classes_and_their_activation(
     tmp_path: Path, config: dict[str, Any], activation: str, labels: tuple[str, ...]
 ) -> None:
     pooling = read(tmp_path, BERT | {"architectures": ["BertForSequenceClassification"]} | config)
-    assert pooling.tasks == ("classify",) and pooling.method == "first"
+    assert pooling.tasks == ("classify",) and pooling.methods == ("first",)
     assert (pooling.classify_activation, pooling.labels, pooling.num_labels) == (activation, labels, len(labels))
 
 
@@ -294,12 +178,12 @@ def test_a_cross_encoders_activation_is_never_looked_up(tmp_path: Path) -> None:
 
 
 def test_a_decoder_classifies_by_its_last_token(tmp_path: Path) -> None:
-    assert read(tmp_path, QWEN3 | {"architectures": ["Qwen3ForSequenceClassification"]}).method == "last"
+    assert read(tmp_path, QWEN3 | {"architectures": ["Qwen3ForSequenceClassification"]}).methods == ("last",)
 
 
 def test_modernbert_says_how_it_classifies(tmp_path: Path) -> None:
     config = BERT | {"architectures": ["ModernBertForSequenceClassification"], "classifier_pooling": "mean"}
-    assert read(tmp_path, config).method == "mean"
+    assert read(tmp_path, config).methods == ("mean",)
 
 
 def test_tokens_are_classified_one_by_one(tmp_path: Path) -> None:
@@ -335,7 +219,8 @@ def test_projections_without_a_pooling_are_for_tokens(tmp_path: Path) -> None:
         tmp_path, BERT, modules=listed, **{"1_Dense__config": dense}, tokenizer=words,
         config_sentence_transformers={"query_prefix": "[Q] ", "document_prefix": "[D] "},
     )  # fmt: skip
-    assert pooling.late and pooling.tasks == ("token_embed",) and pooling.token_size == 8 and pooling.dense[0].per_token
+    assert pooling.late and pooling.tasks == ("token_embed",) and pooling.token_size == 8
+    assert isinstance(pooling.modules[0], DenseInfo) and pooling.modules[0].per_token
     assert pooling.prompts == {"query": "[Q] ", "document": "[D] "} and pooling.normalize
     assert (pooling.query.filled, pooling.query.filler_id, pooling.query.filler_is_seen) == (32, 4, False)
 

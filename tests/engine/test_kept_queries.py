@@ -20,7 +20,7 @@ from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
 from tiny_encoder import write_tiny_encoder
 
-LATE = PoolingInfo(tasks=("token_embed",), method="all", late=True, embed_size=4, token_size=4, is_causal=False)
+LATE = PoolingInfo(tasks=("token_embed",), methods=("all",), late=True, embed_size=4, token_size=4, is_causal=False)
 QUERY = PoolingParams(task="token_embed", query_key="q", query_uses=2)
 DOCUMENT = PoolingParams(task="token_embed", query_key="q")
 

@@ -25,7 +25,7 @@ from tiny_tokenizer import byte_tokenizer
 
 EMBEDDER = PoolingInfo(
     tasks=("embed", "token_embed"),
-    method="mean",
+    methods=("mean",),
     is_causal=False,
     embed_size=8,
     token_size=8,
@@ -34,7 +34,7 @@ EMBEDDER = PoolingInfo(
 )
 CROSS = PoolingInfo(
     tasks=("classify",),
-    method="first",
+    methods=("first",),
     is_causal=False,
     embed_size=8,
     token_size=8,
@@ -43,7 +43,7 @@ CROSS = PoolingInfo(
     has_types=True,
     types_pairs=True,
 )
-LATE = PoolingInfo(tasks=("token_embed",), method="all", is_causal=False, embed_size=8, token_size=8, late=True)
+LATE = PoolingInfo(tasks=("token_embed",), methods=("all",), is_causal=False, embed_size=8, token_size=8, late=True)
 EMBED = PoolingParams(task="embed")
 
 

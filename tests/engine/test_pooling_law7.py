@@ -21,16 +21,16 @@ from tiny_encoder import write_tiny_encoder
 PROMPTS = [*law7.PROMPTS, list(range(64)), law7.PROMPTS[1]]
 EMBED, TOKENS = PoolingParams(task="embed"), PoolingParams(task="token_embed")
 MIXED = [
-    EMBED,
+    PoolingParams(task="embed", skip_tokens=2),
     TOKENS,
-    PoolingParams(task="embed", dimensions=10),
+    PoolingParams(task="embed", dimensions=10, skip_tokens=13),
     PoolingParams(task="token_embed", normalize=False),
     PoolingParams(task="embed", normalize=False),
     PoolingParams(task="token_embed", dimensions=7),
     TOKENS,
     EMBED,
 ]
-METHODS = ("last", "first", "mean")
+METHODS = ("last", "first", "mean", "max+weightedmean+last")
 
 
 def make(folder, *, batched=True, chunked=False, cached=False, preempted=False, depth=0, late=False, **options):
@@ -75,10 +75,21 @@ def test_methods_are_what_they_say(folder):
     plain = PoolingParams(task="token_embed", normalize=False)
     with make(folder) as bench:
         tokens = bench.pool(PROMPTS, plain)
-    for method, of in {"first": lambda t: t[0], "last": lambda t: t[-1], "mean": lambda t: t.mean(0)}.items():
+    weights = [np.arange(1, len(t) + 1) for t in tokens]
+    weighted = [(t * own[:, None]).sum(0) / own.sum() for t, own in zip(tokens, weights, strict=True)]
+    by_hand = {
+        "first": [t[0] for t in tokens],
+        "last": [t[-1] for t in tokens],
+        "mean": [t.mean(0) for t in tokens],
+        "max": [t.max(0) for t in tokens],
+        "mean_sqrt_len": [t.sum(0) / np.sqrt(len(t)) for t in tokens],
+        "weightedmean": weighted,
+        "max+first+weightedmean": [np.concatenate([t.max(0), t[0], w]) for t, w in zip(tokens, weighted, strict=True)],
+    }
+    for method, wanted in by_hand.items():
         with make(folder, pooling_type=method, chunked=True) as bench:
-            assert_same(bench.pool(PROMPTS, EMBED.with_changes(normalize=False)), [of(t) for t in tokens])
-            short = [of(t)[:9] / np.linalg.norm(of(t)[:9]) for t in tokens]  # cut, then normalised
+            assert_same(bench.pool(PROMPTS, EMBED.with_changes(normalize=False)), wanted)
+            short = [line[:9] / np.linalg.norm(line[:9]) for line in wanted]  # cut, then normalised
             assert_same(bench.pool(PROMPTS, EMBED.with_changes(dimensions=9)), short)
 
 
@@ -174,7 +185,7 @@ def encoder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("method", ["first", "mean"])
+@pytest.mark.parametrize("method", ["first", "mean", "max+weightedmean"])
 def test_an_encoder_gives_the_same_alone_and_batched(encoder, method, depth):
     wanted = one_by_one(encoder, MIXED, pooling_type=method)
     for late in (False, True) if depth else (False,):
@@ -216,7 +227,7 @@ def test_padding_to_a_size_that_could_be_captured_changes_nothing(encoder, folde
     monkeypatch.setattr(Device, "can_graph", True)
     keys = []
     monkeypatch.setattr(GraphPool, "run", lambda self, key, work: (keys.append(key), work())[1])
-    for model, method in ((encoder, "mean"), (encoder, "first"), (folder, "last")):
+    for model, method in ((encoder, "mean"), (encoder, "first"), (encoder, "max+weightedmean"), (folder, "last")):
         for params in (EMBED, MIXED):
             wanted = one_by_one(model, params, pooling_type=method, enforce_eager=True)
             keys.clear()

@@ -39,6 +39,32 @@ def test_an_encoder_without_architectures(tmp_path):
     np.testing.assert_allclose(vectors(tmp_path), expected(tmp_path), atol=2e-5)
 
 
+BACKBONES = [
+    ("bert", "ForMaskedLM"), ("bert", "ForSequenceClassification"), ("roberta", "ForTokenClassification"),
+    ("distilbert", "ForMaskedLM"), ("modernbert", "ForSequenceClassification"), ("bert", "ForQuestionAnswering"),
+    ("distilbert", "ForQuestionAnswering"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "task"), BACKBONES)
+def test_the_vectors_of_a_checkpoint_that_has_another_head(tmp_path, family, task, caplog):
+    """By task="embed", where sentence-transformers takes the mean and no norm, and by a folder of its own."""
+    write_tiny_encoder(tmp_path, family, task, num_labels=2)
+    np.testing.assert_allclose(vectors(tmp_path, task="embed", normalize=False), expected(tmp_path), atol=2e-5)
+    assert ("qa_outputs.weight" in caplog.text) is (task == "ForQuestionAnswering")  # told, and left out
+    write_modules(tmp_path, "cls")
+    np.testing.assert_allclose(vectors(tmp_path), expected(tmp_path), atol=2e-5)
+
+
+def test_the_vectors_of_a_decoder_that_classifies(tmp_path):
+    facts = {"architectures": ["LlamaForSequenceClassification"], "num_labels": 2, "id2label": None}
+    score = {"score.weight": torch.randn(2, 64, generator=torch.Generator().manual_seed(3))}
+    write_modules(rewrite(write_tiny(tmp_path), facts, score, without=("lm_head.weight",)), "mean")
+    options = {"num_pages": 64, "max_model_len": 128, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    wanted = np.stack([expected(tmp_path, text) for text in TEXTS])
+    np.testing.assert_allclose(vectors(tmp_path, **options), wanted, atol=2e-5)
+
+
 def test_a_decoder_without_architectures_continues_text(tmp_path):
     options = {"use_tqdm_on_load": False, "num_threads": 1, "device": "cpu", "num_pages": 32, "max_model_len": 64}
     found = []
@@ -57,9 +83,10 @@ def test_a_decoder_that_classifies_tokens(tmp_path, family):
     head = {"score.weight": torch.randn(3, 64, generator=generator), "score.bias": torch.randn(3, generator=generator)}
     rewrite(write_tiny(tmp_path, family), facts, head, without=("lm_head.weight",))
     prompts = [list(range(5, 5 + n)) for n in (9, 1, 40, 17)]
-    model = getattr(transformers, f"{name}ForTokenClassification").from_pretrained(tmp_path, attn_implementation="eager")
+    kind = getattr(transformers, f"{name}ForTokenClassification")
+    model = kind.from_pretrained(tmp_path, attn_implementation="eager").eval()
     with torch.inference_mode():
-        wanted = [model.eval()(torch.tensor([ids])).logits[0].softmax(-1).numpy() for ids in prompts]
+        wanted = [model(torch.tensor([ids])).logits[0].softmax(-1).numpy() for ids in prompts]
     for depth, tokens in ((0, 512), (1, 11), (2, 11)):
         with PoolBench(tmp_path, dtype="float32", depth=depth, max_num_batched_tokens=tokens) as bench:
             for found, theirs in zip(bench.pool(prompts, PoolingParams(task="token_classify")), wanted, strict=True):

@@ -81,8 +81,9 @@ def rest():
 
 
 def pool():
-    x = of(HALF, "x") | of(INT, "starts") | of(FLOAT, "out")
+    x = of(HALF, "x") | of(INT, "starts begins") | of(FLOAT, "out") | of(LONG, "origins")
     build("slipstream.ops.pool.triton", "_sum_kernel", x, TOKENS=32, COLUMNS=128)
+    build("slipstream.ops.pool.triton", "_sum_kernel", x, TOKENS=32, COLUMNS=128, begins=None, origins=None)
 
 
 def products():
@@ -119,9 +120,10 @@ def attention():
 
 def encoders():
     x = of(HALF, "x residual weight bias out total query key value") | {"scale": "fp32"}
-    x |= of(INT, "records starts num_seen")
+    x |= of(INT, "records starts begins num_seen")
     build("slipstream.ops.layer_norm.triton", "_layer_norm_kernel", x, SIZE=1000, ROWS=1, BLOCK=1024)
     build("slipstream.ops.row_max.triton", "_row_max_kernel", x | {"out": FLOAT}, BLOCK=512)
+    build("slipstream.ops.row_max.triton", "_row_max_kernel", x | {"out": FLOAT}, BLOCK=512, begins=None)
     build("slipstream.ops.whole_attention.triton", "_list_tiles_kernel", x, SIZE=128, BLOCK=256)
     build("slipstream.ops.whole_attention.triton", "_list_tiles_kernel", x, num_seen=None, SIZE=128, BLOCK=256)
     shape = dict(HEADS=12, GROUP=1, BLOCK_M=128, BLOCK_N=64)

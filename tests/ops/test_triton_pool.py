@@ -47,6 +47,30 @@ def test_sums_are_those_of_each_row(segment_sum, columns, dtype):
 
 
 @SUMS
+@pytest.mark.parametrize("weighted", [False, True])
+def test_tokens_may_be_left_out_and_count_by_their_positions(segment_sum, weighted):
+    """Rows of which some, none or all of the first tokens are left out, and that begin at any position."""
+    torch.manual_seed(0)
+    x = torch.randn(sum(COUNTS) + 9, 70, device=DEVICE)
+    starts = starts_of(COUNTS)
+    skipped = torch.tensor([0, 30, 0, 32, 40, 33, 0, 1], dtype=torch.int32, device=DEVICE)
+    origins = torch.tensor([0, 5, 9, 100_000, 3, 0, 7, 1], device=DEVICE) if weighted else None
+    begins = torch.minimum(starts[:-1] + skipped, starts[1:])
+    got = segment_sum(x, starts, begins, origins)
+    wanted = []
+    for row, part in enumerate(x[: sum(COUNTS)].split(COUNTS)):
+        positions = torch.arange(len(part), device=DEVICE) + (int(origins[row]) if weighted else 0)
+        scaled = part.double() * (positions + 1).unsqueeze(1) if weighted else part.double()
+        wanted.append(scaled[min(int(skipped[row]), len(part)) :].sum(0))
+    torch.testing.assert_close(got.double(), torch.stack(wanted), rtol=1e-5, atol=1e-4)
+    assert (got[3] == 0).all() and (got[2] == 0).all()  # nothing of them counts
+    if weighted:  # without the one the other still holds
+        plain = segment_sum(x, starts, None, origins)
+        torch.testing.assert_close(plain[0], got[0])
+        assert not torch.allclose(plain[1], got[1])
+
+
+@SUMS
 def test_a_row_alone_has_the_same_bits_as_among_others(segment_sum):
     # the reference is for the CPU: on a GPU torch adds in any order
     device = "cpu" if segment_sum is reference.segment_sum else DEVICE

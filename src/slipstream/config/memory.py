@@ -11,7 +11,7 @@ import msgspec
 
 from slipstream.config.config import MOST_REPORTED, EngineConfig
 from slipstream.config.model_info import ModelInfo
-from slipstream.config.pooling_info import PoolingInfo
+from slipstream.config.pooling_info import PoolingInfo, kept_lines
 from slipstream.params import LONG_REPORT
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -91,10 +91,10 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     slots = scheduler.depth + 2
     staging, results = arena_bytes(config), result_bytes(config) + pooled_bytes(config)
     generates = config.model.generates
-    # of prompts that take several steps a model that pools by first or mean keeps a line
+    # of prompts that take several steps a line is kept for each kind of sum that the model pools by
     pooling = config.model.pooling
-    keeps = pooling is not None and pooling.method in ("first", "mean") and not scheduler.whole
-    kept = info.hidden_size * max(ITEMSIZE[config.model.dtype], 4) if keeps else 0
+    keeps = 0 if pooling is None or scheduler.whole else len(kept_lines(pooling.methods))
+    kept = keeps * info.hidden_size * max(ITEMSIZE[config.model.dtype], 4)
     on_cpu = config.device.kind == "cpu"
     hidden, attention, logits = activation_bytes(
         info,
@@ -223,7 +223,7 @@ def unread_bytes(config: EngineConfig) -> int:
     # a prompt that takes several steps keeps its hidden states until it ends, and in that step another may begin
     kept = 0 if scheduler.whole else 2 * scheduler.max_model_len * info.hidden_size * size
     # lines in float32, before and after a product and a norm
-    widest = max(info.hidden_size, width, *(dense.out_features for dense in pooling.dense))
+    widest = max(info.hidden_size, width, *pooling.module_sizes)
     made = min(lines, TOKENS_AT_ONCE) * (info.hidden_size + 3 * widest) * real
     compared = 0
     if scheduler.most_kept:
@@ -314,7 +314,7 @@ def pool_head_bytes(config: EngineConfig) -> int:
     if _only_sparse(config):
         chunk = min(tokens, VOCABULARY_CHUNK) * info.vocab_size * (size + real)
         return 4 * tokens * hidden * size + chunk + 4 * (rows + 1) * info.vocab_size * real
-    widest = max(hidden, pooling.embed_size, pooling.num_labels, *(dense.out_features for dense in pooling.dense))
+    widest = max(hidden * len(pooling.methods), pooling.embed_size, pooling.num_labels, *pooling.module_sizes)
     # lines in float32, before and after a product and a norm
     return tokens * hidden * size + rows * (hidden + 3 * widest) * real
 

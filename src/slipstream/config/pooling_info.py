@@ -11,22 +11,56 @@ import msgspec
 
 from slipstream.pooling_params import Task
 
-Method = Literal["first", "last", "mean", "all", "step"]
-Activation = Literal["softmax", "sigmoid", "identity"]  # of classes
+Method = Literal["first", "last", "mean", "max", "mean_sqrt_len", "weightedmean", "all", "step"]
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
 METHODS: tuple[Method, ...] = get_args(Method)
 
+KeptLine = Literal["first", "sum", "weighted", "max"]
+_KEPT_LINES: dict[Method, KeptLine] = {
+    "first": "first",
+    "mean": "sum",
+    "mean_sqrt_len": "sum",
+    "weightedmean": "weighted",
+    "max": "max",
+}
 
-class DenseInfo(msgspec.Struct, frozen=True):
+
+def kept_lines(methods: tuple[Method, ...]) -> tuple[KeptLine, ...]:
+    """Lines of a hidden state's size that a prompt cut into chunks carries from one to the next."""
+    kinds = (_KEPT_LINES.get(method) for method in methods)
+    return tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
+
+
+class DenseInfo(msgspec.Struct, frozen=True, tag="dense"):
     """A projection behind the pooling, in a folder of its own."""
 
     path: str  # its folder, relative to the model's
     in_features: int
-    out_features: int
+    out_features: int  # of the product
     bias: bool
-    activation: str  # identity, tanh, relu, gelu, silu or sigmoid
+    activation: str  # a class of torch.nn, one of `torch_names.py`
     per_token: bool = False  # it is for tokens, before any pooling (as ColBERT's is)
+    residual: bool = False  # its input is added to its output, through a product of its own where sizes differ
+
+    @property
+    def size(self) -> int:
+        """Of what it makes."""
+        return self.out_features // 2 if self.activation == "GLU" else self.out_features
+
+
+class LayerNormInfo(msgspec.Struct, frozen=True, tag="layer_norm"):
+    """A layer norm of vectors behind the pooling, in a folder of its own."""
+
+    path: str
+    size: int
+
+
+class UnitNormInfo(msgspec.Struct, frozen=True, tag="unit_norm"):
+    """Vectors are scaled to length 1 before another module. At the end it is `PoolingInfo.normalize`."""
+
+
+ModuleInfo = DenseInfo | LayerNormInfo | UnitNormInfo
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,13 +77,15 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of a model's pooling. The first task is what is done when nobody names one."""
 
     tasks: tuple[Task, ...] = ("embed", "token_embed")
-    method: Method = "last"  # of one vector or one row of scores a prompt
+    # of one vector or one row of scores a prompt; of several methods the vectors stand side by side
+    methods: tuple[Method, ...] = ("last",)
+    include_prompt: bool = True  # False: the tokens of what stands before a text are not pooled
     is_causal: bool = True  # False: every token sees the whole prompt, so prompts are computed whole and not cached
     generates: bool = False  # the model can continue text too
     why_silent: str = ""  # why it cannot, where its architecture's name says that it can
     normalize: bool = True  # vectors have length 1 unless a request says otherwise
-    dense: tuple[DenseInfo, ...] = ()
-    embed_size: int  # of a vector, behind the projections
+    modules: tuple[ModuleInfo, ...] = ()  # what happens to a pooled vector, or to tokens, one after another
+    embed_size: int  # of a vector, behind the modules
     token_size: int  # of a token's vector
     truncate_dim: int | None = None  # vectors are cut to this size unless a request says to which
     cuts_normalized: bool = False  # to truncate_dim once they have length 1, which the cut ones have no more
@@ -57,7 +93,8 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     num_labels: int = 0
     labels: tuple[str, ...] = ()
-    classify_activation: Activation = "softmax"
+    classify_activation: str = "softmax"  # or sigmoid, identity, or a class of torch.nn
+    scores_by_modules: bool = False  # the classifier is the modules behind the pooling
     yes_no: tuple[int, int] | None = None  # the classifier is the LM head's line of the first less that of the second
     step_tag_id: int | None = None  # STEP: the token after which a step is scored
     returned_token_ids: tuple[int, ...] = ()  # STEP: the columns to return; empty is all
@@ -81,3 +118,8 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     max_active_dims: int | None = None  # of the weights of words so many are kept, the largest
     sparse_skip_ids: tuple[int, ...] = ()  # tokens that get no weight, as those that begin and end a text
+
+    @property
+    def module_sizes(self) -> tuple[int, ...]:
+        """Numbers that the products of modules make of one line."""
+        return tuple(module.out_features for module in self.modules if isinstance(module, DenseInfo))

@@ -13,13 +13,15 @@ import msgspec
 from slipstream.config.late_info import late_info
 from slipstream.config.model_info import ENCODERS, ModelInfo, family_name
 from slipstream.config.options import Options
-from slipstream.config.pooling_info import METHODS, Method, PoolingInfo
+from slipstream.config.pooling_info import METHODS as ALL_METHODS
+from slipstream.config.pooling_info import DenseInfo, Method, PoolingInfo, UnitNormInfo
 from slipstream.config.sentence_folder import SentenceFolder, read_sentence_folder
+from slipstream.config.sentence_modules import METHODS
 from slipstream.config.vocabulary import read_vocabulary
 from slipstream.errors import BadCheckpoint, InvalidOption, UnsupportedModel
 from slipstream.pooling_params import TASKS, Task
 
-_METHOD_NAMES = {"cls": "first"}
+_METHOD_NAMES: dict[str, Method] = METHODS | {name: name for name in ALL_METHODS}
 _CLASSIFY_TASKS = {"classify": "classify", "score": "classify", "rerank": "classify"}
 
 # Qwen3-Reranker: what its makers trained it with
@@ -31,8 +33,9 @@ _QWEN3_RERANKER = (
 _QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
-def read_pooling(options: Options, info: ModelInfo, path: Path) -> PoolingInfo:
-    """`path` is a folder, or a .gguf file, which has no files of its own."""
+def read_pooling(options: Options, info: ModelInfo, path: Path) -> tuple[PoolingInfo, ModelInfo]:
+    """The model's PoolingInfo, and what of the model it is about: all of it, or its backbone alone. `path` is a folder,
+    or a .gguf file, which has no files of its own."""
     folder = SentenceFolder()
     if path.is_dir():
         by_flag = {
@@ -40,10 +43,15 @@ def read_pooling(options: Options, info: ModelInfo, path: Path) -> PoolingInfo:
             "any_activation": options.classify_activation is not None,
         }
         folder = read_sentence_folder(path, info.extra, **by_flag)
+    if options.pooling_type is not None and folder.methods:
+        folder.methods = _named_methods(options.pooling_type)
+    if _is_backbone_alone(options, info, folder):
+        info = msgspec.structs.replace(info, architecture=f"{family_name(info.architecture)}Model")
     pooling = _of_model(options, info, path, folder)
     changes: dict[str, Any] = {}
     if options.pooling_type is not None:
-        changes["method"] = _method(options.pooling_type, pooling)
+        changes["methods"] = _asked_methods(options.pooling_type, pooling)
+        changes["embed_size"] = _embed_size(info, folder, changes["methods"])
     if options.normalize is not None:
         changes["normalize"] = options.normalize
         changes["cuts_normalized"] = False  # who asks for length 1 gets it
@@ -54,7 +62,16 @@ def read_pooling(options: Options, info: ModelInfo, path: Path) -> PoolingInfo:
     if isinstance(options.max_model_len, int) and options.max_model_len > 0 and pooling.max_seq_length is not None:
         changes["max_seq_length"] = options.max_model_len
     pooling = msgspec.structs.replace(pooling, **changes)
-    return _with_task(options, info, pooling)
+    return _with_task(options, info, pooling), info
+
+
+def _is_backbone_alone(options: Options, info: ModelInfo, folder: SentenceFolder) -> bool:
+    """Whether a checkpoint of another task is to make vectors: its folder pools hidden states, or the task says so.
+    What continues text makes them as it is."""
+    name = info.architecture
+    if name.endswith(("Model", "ForCausalLM", "ForConditionalGeneration")) or family_name(name) == name:
+        return False
+    return bool(folder.methods) or (options.task in ("embed", "token_embed") and not folder.has_modules)
 
 
 def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFolder) -> PoolingInfo:
@@ -62,9 +79,10 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
     encoder = family_name(name) in ENCODERS
     common: dict[str, Any] = dict(
         is_causal=info.is_causal,
-        dense=folder.dense,
-        embed_size=next((d.out_features for d in reversed(folder.dense) if not d.per_token), info.hidden_size),
-        token_size=next((d.out_features for d in reversed(folder.dense) if d.per_token), info.hidden_size),
+        modules=folder.modules,
+        include_prompt=folder.include_prompt,
+        embed_size=_embed_size(info, folder, folder.methods or ("mean",)),
+        token_size=next((d.size for d in reversed(_dense(folder, per_token=True))), info.hidden_size),
         truncate_dim=folder.truncate_dim,
         cuts_normalized=folder.normalize,
         max_active_dims=folder.max_active_dims,
@@ -77,22 +95,26 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
         types_pairs=info.num_types > 1 and folder.gives_types,
         max_seq_length=None if folder.max_seq_length is None else min(folder.max_seq_length, info.max_positions),
     )
-    if not folder.include_prompt and folder.method == "mean" and folder.prompts:
-        raise UnsupportedModel(
-            f"{name}: its pooling leaves the prompt's tokens out (include_prompt), which is not built"
+    if folder.scores:
+        size = _dense(folder)[-1].size
+        return PoolingInfo(
+            tasks=("classify",),
+            methods=folder.methods,
+            scores_by_modules=True,
+            **_classes({**config, "num_labels": size}, folder),
+            **common,
         )
-
     if name.endswith("ForSequenceClassification"):
         return PoolingInfo(
-            tasks=("classify",), method=_classify_method(config, encoder), **_classes(config, folder), **common
+            tasks=("classify",), methods=(_classify_method(config, encoder),), **_classes(config, folder), **common
         )
     if name.endswith("ForTokenClassification"):
-        return PoolingInfo(tasks=("token_classify",), method="all", **_classes(config, folder), **common)
+        return PoolingInfo(tasks=("token_classify",), methods=("all",), **_classes(config, folder), **common)
     if name.endswith("RewardModel"):
         is_step = "Process" in name
         return PoolingInfo(
             tasks=("token_classify",),
-            method="step" if is_step else "all",
+            methods=("step" if is_step else "all",),
             step_tag_id=config.get("step_tag_id"),
             num_labels=int(config.get("num_labels") or (2 if is_step else 1)),
             classify_activation="softmax" if is_step else "identity",
@@ -103,7 +125,7 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
         late = late_info(path, folder, is_causal=info.is_causal, reach=reach)
         # older folders leave out that token vectors have length 1
         normalize = folder.normalize or not folder.masks
-        return PoolingInfo(tasks=("token_embed",), method="all", late=True, normalize=normalize, **(common | late))
+        return PoolingInfo(tasks=("token_embed",), methods=("all",), late=True, normalize=normalize, **(common | late))
     yes_no = folder.yes_no
     if yes_no is None and not folder.has_modules:
         yes_no = _yes_no(options, info, path)
@@ -114,7 +136,7 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
             )
         return PoolingInfo(
             tasks=("classify",),
-            method="last",
+            methods=("last",),
             num_labels=1,
             yes_no=yes_no,
             generates=True,
@@ -125,13 +147,12 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
             **(common | {"default_prompt_name": None}),
         )
     if folder.sparse or (name.endswith("ForMaskedLM") and not folder.has_modules):
-        return PoolingInfo(tasks=("sparse",), method="all", **common)
+        return PoolingInfo(tasks=("sparse",), methods=("all",), **common)
     if encoder:
         return _embedder(path, config, folder, common)
     continues = name.endswith(("ForCausalLM", "ForConditionalGeneration")) and common["is_causal"]
-    method = folder.method or _gguf_method(config, path)
     return PoolingInfo(
-        method=method or "last",
+        methods=folder.methods or (_gguf_method(config, path) or "last",),
         normalize=folder.normalize or not folder.has_modules,
         generates=continues and info.has_lm_head,
         why_silent="its weights have no lm_head.weight" if continues and not info.has_lm_head else "",
@@ -152,7 +173,8 @@ def _embedder(path: Path, config: dict[str, Any], folder: SentenceFolder, common
         changes["late"] = True
     return PoolingInfo(
         tasks=tasks,
-        method=folder.method or _gguf_method(config, path) or "mean",  # as sentence-transformers where nothing is said
+        # the mean where nothing is said, as sentence-transformers
+        methods=folder.methods or (_gguf_method(config, path) or "mean",),
         normalize=folder.normalize or not folder.has_modules,
         **common,
         **changes,
@@ -181,18 +203,50 @@ def _with_task(options: Options, info: ModelInfo, pooling: PoolingInfo) -> Pooli
     return msgspec.structs.replace(pooling, tasks=(task, *(other for other in pooling.tasks if other != task)))
 
 
-def _method(name: str, pooling: PoolingInfo) -> Method:
-    method = _METHOD_NAMES.get(name.lower(), name.lower())
-    if method not in METHODS:
-        raise InvalidOption(f"pooling_type is {name!r}; give first (or cls), last, mean, all or step")
+def _asked_methods(name: str, pooling: PoolingInfo) -> tuple[Method, ...]:
+    """One method, or several joined by +."""
+    methods = _named_methods(name)
     single = {"embed", "classify"} & set(pooling.tasks)
-    if (method in ("all", "step")) == bool(single):
-        kinds = "first, last or mean" if single else "all or step"
+    of_tokens = [method for method in methods if method in ("all", "step")]
+    if bool(of_tokens) == bool(single) or (of_tokens and len(methods) > 1):
+        kinds = "first, last, mean, max, mean_sqrt_len or weightedmean" if single else "all or step"
         raise InvalidOption(
             f"pooling_type is {name!r}, and the model does {', '.join(pooling.tasks)}: that takes {kinds}; "
             "for a line for each token use encode with token_embed or token_classify"
         )
-    return method
+    if len(methods) > 1 and "classify" in pooling.tasks and not pooling.scores_by_modules:
+        raise InvalidOption(f"pooling_type is {name!r}, and the classifier was made for one of them; give one")
+    return methods
+
+
+def _named_methods(name: str) -> tuple[Method, ...]:
+    asked = [_METHOD_NAMES.get(part.strip()) for part in name.lower().split("+")]
+    methods = tuple(method for method in asked if method is not None)
+    if len(methods) < len(asked):
+        known = ", ".join(dict.fromkeys(_METHOD_NAMES.values()))
+        raise InvalidOption(f"pooling_type is {name!r}; give one of {known} (cls is first), or several, as mean+max")
+    return methods
+
+
+def _dense(folder: SentenceFolder, per_token: bool = False) -> list[DenseInfo]:
+    found = [module for module in folder.modules if isinstance(module, DenseInfo)]
+    return [module for module in found if module.per_token is per_token]
+
+
+def _embed_size(info: ModelInfo, folder: SentenceFolder, methods: tuple[Method, ...]) -> int:
+    """Of a vector behind the modules, each of which must take what the one before it gives."""
+    size = info.hidden_size * len(methods)
+    for module in folder.modules:
+        if isinstance(module, UnitNormInfo) or (isinstance(module, DenseInfo) and module.per_token):
+            continue
+        takes = module.in_features if isinstance(module, DenseInfo) else module.size
+        if takes != size:
+            raise BadCheckpoint(
+                f"{module.path} takes vectors of {takes} numbers, and what comes to it has {size} ({'+'.join(methods)} "
+                f"of {info.hidden_size}); check that its config and the pooling belong together"
+            )
+        size = module.size
+    return size
 
 
 def _matryoshka(config: dict[str, Any]) -> tuple[int, ...] | str | None:

@@ -132,7 +132,7 @@ def resolve(
                 most_kept=most_kept(pooling),
                 whole=whole,
                 max_itl=_max_itl(options, machine),
-                cached_tasks=("embed", "classify") if pooling is not None and pooling.method == "last" else (),
+                cached_tasks=("embed", "classify") if pooling is not None and pooling.methods == ("last",) else (),
                 short_rope=info.rope.short_length(length),
             ),
             device=DeviceConfig(

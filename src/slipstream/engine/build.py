@@ -133,7 +133,7 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     """The configuration an engine with these options would have on this machine."""
     machine = device_facts(options.device)
     dtype = resolve_dtype(options, info, machine)
-    pooling = read_pooling(options, info, located.path)
+    pooling, info = read_pooling(options, info, located.path)
     groups = group_layers(layer_specs(info, options.page_size, dtype))
     source = Source(str(located.path), located.kind, located.name, 0)
     # at the model's full length: the length itself is settled from what the weights leave

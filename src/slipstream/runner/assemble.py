@@ -167,7 +167,7 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
             heads.append(GenerateHead(model, rows, sampler, results, logit_dtype, graphs, steady=steady))
             row_states.append(sampler)
     if pooling is not None:
-        carry = Carry(pooling.method, 0 if scheduler.whole else num_rows, info.hidden_size, dtype, device)
+        carry = Carry(pooling.methods, 0 if scheduler.whole else num_rows, info.hidden_size, dtype, device)
         pool = PoolHead(model.heads, pooling, info.vocab_size, carry, results, graphs, logit_dtype)
         heads.append(pool)
         row_states.append(pool)

@@ -22,7 +22,7 @@ from slipstream.runner.output import ResultRing
 from slipstream.runner.pooling.activations import finish
 from slipstream.runner.pooling.carry import Carry, Pooled
 from slipstream.runner.pooling.late import QueryStore
-from slipstream.runner.pooling.members import Member, by_setting, take_tokens
+from slipstream.runner.pooling.members import Member, by_setting, skipped_in_step, take_tokens
 from slipstream.runner.pooling.methods import Lines, pool_all, take_lines
 from slipstream.runner.pooling.results import Block, PoolHandle
 from slipstream.runner.pooling.setting import Setting, Settings
@@ -50,7 +50,7 @@ class PoolHead:
     ) -> None:
         """Without heads a vector is a hidden state. `dtype` is that of results."""
         self.heads = heads
-        self.method = info.method
+        self.methods = info.methods
         self.settings = Settings(info, None if heads is None else heads.sparse_by, vocab_size)
         self.carry = carry
         self.queries = QueryStore()
@@ -78,7 +78,7 @@ class PoolHead:
     def wants_all(self, plan: StepPlan) -> bool:
         if plan.pools is None and not self.carry.admissions:
             return False
-        if self.method != "last":
+        if self.methods != ("last",):
             return True
         params = plan.pool_params
         if len(params) < len(plan.rows):  # others may go on
@@ -93,8 +93,9 @@ class PoolHead:
             return None
         if len(plan.pool_params) == len(plan.rows):  # all end
             setting, *others = {self.settings.of(params) for params in _distinct(plan.pool_params)}
-            in_one_step = self.method == "last" or np.array_equal(plan.lengths, plan.num_tokens)
-            if not others and setting.task in ("embed", "classify") and in_one_step:
+            in_one_step = self.methods == ("last",) or np.array_equal(plan.lengths, plan.num_tokens)
+            # how many tokens do not count is staged
+            if not others and setting.task in ("embed", "classify") and in_one_step and not setting.skip:
                 return self._prepare_alike(len(plan.rows), setting, size, only_last)
         members = self._members(plan)
         if not members:
@@ -119,7 +120,7 @@ class PoolHead:
         common = setting if setting.cut is None else setting._replace(width=0, cut=None, finish="identity")
 
         def work(batch: Gathered, hidden: torch.Tensor) -> torch.Tensor:
-            return self._finish(hidden if only_last else pool_all(self.method, batch.view, hidden), common)
+            return self._finish(hidden if only_last else pool_all(self.methods, batch.view, hidden), common)
 
         def run(batch: Gathered, hidden: torch.Tensor) -> list[Iterable[torch.Tensor]]:
             if size is None:
@@ -190,23 +191,12 @@ class PoolHead:
         mine = [member for member in members if member.setting.task in ("embed", "classify")]
         ending = [member for member in mine if member.ends]
         lines: Pooled
-        if self.method in ("first", "mean") and any(not m.ends or m.has_begun for m in mine):
-            lines = self.carry.pool_lines(
-                np.array([m.row for m in mine], np.int32),
-                np.array([m.place for m in mine], np.int32),
-                np.array([m.has_begun for m in mine], np.bool_),
-                np.array([m.ends for m in mine], np.bool_),
-                np.array([m.length for m in mine], np.int32),
-                np.array([m.start for m in mine], np.int32),
-                upload,
-            )
+        if self.carry.kept and any(not m.ends or m.has_begun for m in mine):
+            lines = self.carry.pool_lines(mine, upload)
         elif not ending:
             return [], None
         else:
-            take = take_lines(np.array([m.place for m in ending], np.int64), upload)
-
-            def lines(view: BatchView, hidden: torch.Tensor) -> torch.Tensor:
-                return take(hidden if only_last else pool_all(self.method, view, hidden))
+            lines = self._whole_lines(ending, upload, only_last)
 
         groups = by_setting(ending)
         blocks = [Block(own.width, [m.result for m in group], None, len(group)) for own, group in groups.items()]
@@ -222,6 +212,25 @@ class PoolHead:
             return [self._finish(picks[own](pooled) if own in picks else pooled, own) for own in groups]
 
         return blocks, vectors
+
+    def _whole_lines(self, ending: list[Member], upload: Upload, only_last: bool) -> Pooled:
+        """Host: a line for each of these, whose prompts are in the step whole or need their last token alone."""
+        take = take_lines(np.array([m.place for m in ending], np.int64), upload)
+        counts_none = [member.setting.skip >= member.length for member in ending]
+        none = upload.put(np.array(counts_none, np.bool_)) if any(counts_none) else None
+        skipped = None if self.methods == ("last",) else skipped_in_step(ending, upload)
+
+        def lines(view: BatchView, hidden: torch.Tensor) -> torch.Tensor:
+            if only_last:
+                pooled = take(hidden)
+            else:
+                skips = None if skipped is None else upload.tensor(skipped)
+                pooled = take(pool_all(self.methods, view, hidden, skips))
+            if none is None or self.methods != ("last",):
+                return pooled
+            return torch.where(upload.tensor(none).unsqueeze(1), 0, pooled)
+
+        return lines
 
     def _finish(self, pooled: torch.Tensor, setting: Setting) -> torch.Tensor:
         """Device: pooled hidden states to results."""

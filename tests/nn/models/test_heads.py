@@ -53,7 +53,7 @@ def test_modernbert_may_classify_the_mean(tmp_path: Path) -> None:
         scores = heads_of(model).classify(means)
     expected = torch.stack(logits(folder, "ForSequenceClassification", torch.float32))
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-4)
-    assert heads_of(model).pooling.method == "mean"
+    assert heads_of(model).pooling.methods == ("mean",)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

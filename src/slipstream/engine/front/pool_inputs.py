@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from slipstream.config.pooling_info import Role
 from slipstream.engine.front.ahead import Ahead
 from slipstream.engine.front.pool_params import settle_params
-from slipstream.engine.front.pool_prompts import Batch, PoolPrompt, Prepared, PromptReader
+from slipstream.engine.front.pool_prompts import Batch, PoolPrompt, Prepared, PromptReader, skipping
 from slipstream.engine.front.pool_words import join_pair, pair_words, prefix_of, role_of
 from slipstream.pooling_params import PoolingParams, Task
 
@@ -25,6 +25,12 @@ class PoolInputs(PromptReader):
     def prefix(self, prompt_name: str | None, prompt: str | None = None) -> str:
         """What stands before a text: given itself, by its name, or the model's own."""
         return prefix_of(self.pooling, self.facts.name, prompt_name, prompt)
+
+    def after_prefix(self, params: PoolingParams, prefix: str) -> PoolingParams:
+        """Of a text behind this prefix, whose tokens the model may leave out of its pooling."""
+        if not prefix or self.pooling.include_prompt:
+            return params
+        return skipping(params, self.prefix_length(prefix))
 
     def role(self, prompt_name: str | None) -> Role:
         """What a text is to late interaction, by the name of its prompt."""

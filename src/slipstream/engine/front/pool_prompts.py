@@ -70,7 +70,7 @@ class PromptReader:
     def read(self, batch: Batch, part: slice) -> list[Prepared]:
         """A part of the batch."""
         prompts, prefix, role = batch.prompts[part], batch.prefix, batch.role
-        params = [batch.params] * len(prompts) if isinstance(batch.params, PoolingParams) else batch.params[part]
+        params = [batch.params] * len(prompts) if isinstance(batch.params, PoolingParams) else [*batch.params[part]]
         start, total = part.start, batch.num_of_call
         prepared: list[Prepared | None] = [None] * len(prompts)
         texts: dict[_Cut, list[int]] = {}  # places of texts by how they are cut
@@ -110,6 +110,10 @@ class PromptReader:
                         f"a prompt is a text, a list of token ids, a pair of texts or an object with prompt or "
                         f"prompt_token_ids; this is {type(prompt).__name__}"
                     )
+            if prefix and not self.pooling.include_prompt and (texts or pairs):
+                before = self.prefix_length(prefix)
+                for place in (place for places in (*texts.values(), *pairs.values()) for place in places):
+                    params[place] = skipping(params[place], before)
             for (limit, side), places in texts.items():
                 given = [prefix + cast(str, shown[place]) for place in places]
                 for place, found in zip(places, self._encode(self._case(given), limit, side), strict=True):
@@ -142,6 +146,13 @@ class PromptReader:
         if max(ids) >= self.facts.vocab_size:
             raise InvalidPrompt(f"token id {max(ids)} is unknown; {self.facts.known_ids}")
         return ids
+
+    def prefix_length(self, prefix: str) -> int:
+        """Tokens of a text that are what stands before it, the one that begins it among them. As sentence-transformers
+        counts: those of the prefix alone, less the one that ends it."""
+        ids = self._encode(self._case([prefix]), self.pooling.max_seq_length, "right")[0]
+        assert self.tokenizer is not None
+        return len(ids) - (bool(ids) and self.tokenizer.is_special(ids[-1]))
 
     def most_tokens(self, text: str, params: PoolingParams, role: Role) -> int:
         """That a text may have, without reading it: hardly any has more tokens than bytes."""
@@ -244,6 +255,12 @@ class PromptReader:
                 for token in one.ids:
                     if not 0 <= token < self.facts.vocab_size:
                         raise InvalidPrompt(f"token id {token} is unknown; {self.facts.known_ids}")
+
+
+@functools.lru_cache(64)
+def skipping(params: PoolingParams, count: int) -> PoolingParams:
+    """The same object each time: prompts that share it are treated together."""
+    return params if params.task not in (None, "embed", "classify") else params.with_changes(skip_tokens=count)
 
 
 @functools.lru_cache(4096)

@@ -268,12 +268,11 @@ class Feed:
         sent, new_id = self._sent, self._new_id
         for batch in self.batches:
             seen: dict[Any, int] = {}
-            alike = isinstance(batch.params, PoolingParams)
             for one in islice(self._prepared, len(batch.prompts)):
                 params, ids = one.params, one.ids
                 if not params.query_key:  # those are counted
                     key: Any = ids.tobytes()
-                    if not alike or one.type_start is not None or one.num_seen is not None:
+                    if params is not batch.params or one.type_start is not None or one.num_seen is not None:
                         key = key, one.type_start, one.num_seen, id(params)
                     twin = seen.setdefault(key, num_sent)
                     if twin != num_sent:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from slipstream.config.torch_names import HALVING, OF_LINES
 from slipstream.errors import UnsupportedModel
 from slipstream.ops.activation import (
     gelu_and_mul,
@@ -97,8 +98,10 @@ def _gate_by(activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
     return activation(gate) * up
 
 
-def torch_activation(name: str) -> nn.Module:
-    """One of torch.nn's classes, as sentence-transformers' modules name them. `config/torch_names.py` has the list of
-    those that may be named."""
+def torch_activation(name: str) -> Activation:
+    """One of torch.nn's classes as it is without arguments. `config/torch_names.py` has the list of those that
+    sentence-transformers' modules may name."""
+    if name == "PReLU":
+        return partial(F.leaky_relu, negative_slope=0.25)  # what its weight is before it learns
     kind: type[nn.Module] = getattr(nn, name)
-    return kind().eval()
+    return (kind(dim=-1) if name in OF_LINES or name == HALVING else kind()).eval()

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from slipstream.config.memory import VOCABULARY_CHUNK
-from slipstream.config.pooling_info import PoolingInfo
+from slipstream.config.pooling_info import DenseInfo, PoolingInfo
 from slipstream.nn.layers.activations import find_activation
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.layer_norm import LayerNorm
 from slipstream.nn.layers.linear import Linear
+from slipstream.nn.layers.vector_modules import vector_module
 from slipstream.nn.quant import Piece, Place, Plain, new_parameter
 from slipstream.ops.row_max import row_max_into
 
@@ -71,14 +72,12 @@ class Heads(nn.Module):
             if shape.token_bias is not None:
                 self.token = self._linear(hidden_size, pooling.token_size, shape.token_bias)
             self.word: Linear | None = self._linear(hidden_size, 1, True) if shape.weights_words else None
-            self.dense = nn.ModuleList(
-                Dense(info.in_features, info.out_features, info.bias, info.activation, self.dtype)
-                for info in pooling.dense
-            )
+            self.modules_behind = nn.ModuleList(vector_module(info, self.dtype) for info in pooling.modules)
             if pooling.yes_no is not None:
                 self.register_buffer("yes_no", torch.empty(2, dtype=torch.int64))
-        self._for_vectors = [d for d, info in zip(self.dense, pooling.dense, strict=True) if not info.per_token]
-        self._for_tokens = [d for d, info in zip(self.dense, pooling.dense, strict=True) if info.per_token]
+        of_tokens = [isinstance(info, DenseInfo) and info.per_token for info in pooling.modules]
+        self._for_vectors = [m for m, own in zip(self.modules_behind, of_tokens, strict=True) if not own]
+        self._for_tokens = [m for m, own in zip(self.modules_behind, of_tokens, strict=True) if own]
 
     yes_no: torch.Tensor
 
@@ -98,14 +97,16 @@ class Heads(nn.Module):
         return "vocabulary" if self.vocabulary_bias is not None else None
 
     def embed(self, pooled: torch.Tensor) -> torch.Tensor:
-        """Pooled hidden states [N, hidden] to vectors [N, size], through the projections behind the pooling."""
+        """Pooled hidden states [N, hidden] to vectors [N, size], through the modules behind the pooling."""
         pooled = pooled.to(self.dtype)
-        for dense in self._for_vectors:
-            pooled = dense(pooled)
+        for module in self._for_vectors:
+            pooled = module(pooled)
         return pooled
 
     def classify(self, pooled: torch.Tensor) -> torch.Tensor:
         """[N, hidden] to scores [N, classes]. From a language model, one class: how much likelier yes is than no."""
+        if self.pooling.scores_by_modules:
+            return self.embed(pooled)
         pooled = pooled.to(self.dtype)
         if self.pooling.yes_no is not None:
             yes, no = self._lm_rows(self.yes_no).to(self.dtype).unbind(0)
@@ -119,8 +120,8 @@ class Heads(nn.Module):
     def token_embed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, hidden] to a vector for each token [T, size]."""
         hidden = hidden.to(self.dtype)
-        for dense in self._for_tokens:
-            hidden = dense(hidden)
+        for module in self._for_tokens:
+            hidden = module(hidden)
         return hidden if self.token is None else self.token(hidden)
 
     def token_classify(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -161,18 +162,6 @@ class Transform(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.activation(self.dense(x))
         return x if self.norm is None else self.norm(x)
-
-
-class Dense(Layer):
-    """A projection of sentence-transformers, from a folder of its own."""
-
-    def __init__(self, num_inputs: int, num_outputs: int, bias: bool, activation: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.activation = find_activation(activation)
-        self.linear = Linear(num_inputs, {"": num_outputs}, bias, Plain(dtype), dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.activation(self.linear(x))
 
 
 class Bias(Layer):

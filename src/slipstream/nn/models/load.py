@@ -14,8 +14,10 @@ import torch
 
 from slipstream.config.config import ModelConfig
 from slipstream.config.gguf_file import GgufFile
+from slipstream.config.pooling_info import UnitNormInfo
 from slipstream.errors import NotEnoughMemory, UnsupportedModel
 from slipstream.nn.columns import Columns, serves_columns
+from slipstream.nn.layers.vector_modules import module_names
 from slipstream.nn.low_bit import LowBit
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.encoder import Encoder, EncoderShape
@@ -93,7 +95,7 @@ def _heads(config: ModelConfig, model: Decoder | Encoder, dtype: torch.dtype) ->
     if config.load_format != "gguf":
         by_word, by_token = (open_file(Path(config.path) / name) is not None for name in (BY_WORD, BY_TOKEN))
         shape = replace(shape, weights_words=by_word, token_bias=True if by_token else shape.token_bias)
-    if shape == HeadShape() and not pooling.dense and pooling.yes_no is None:
+    if shape == HeadShape() and not pooling.modules and pooling.yes_no is None:
         return None
     is_tied = isinstance(model, Encoder)
     if shape.vocabulary and not info.tied_embeddings:
@@ -131,8 +133,11 @@ def _beside(config: ModelConfig, heads: Heads | None) -> Iterator[tuple[WeightSo
     if heads is None or config.pooling is None:
         return
     folder = Path(config.path)
-    for number, dense in enumerate(config.pooling.dense):
-        yield open_folder(folder / dense.path), Rules({"linear.{kind}": f"heads.dense.{number}.linear.{{kind}}"})
+    for number, module in enumerate(config.pooling.modules):
+        if not isinstance(module, UnitNormInfo):
+            root = f"heads.modules_behind.{number}"
+            rules = {theirs: f"{root}.{ours}" for theirs, ours in module_names(module).items()}
+            yield open_folder(folder / module.path), Rules(rules)
     for name, place in ((BY_WORD, "word"), (BY_TOKEN, "token")):
         source = open_file(folder / name)
         if source is not None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from slipstream.ops.pool.reference import rows_of_tokens
 
-def row_max_into(out: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, first: int) -> None:
+
+def row_max_into(
+    out: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, first: int, begins: torch.Tensor | None = None
+) -> None:
     """Raise out [N + 1, C] to the largest of x [T, C] over the tokens of each row.
 
     Row n has the tokens from starts[n] to starts[n + 1], counted over the whole step, of which x has those from `first`
-    on. Tokens that are nobody's may leave anything in the last row of `out`.
+    on; with `begins` [N] those from begins[n] on. Tokens that are nobody's may leave anything in the last row of `out`.
     """
-    tokens = torch.arange(first, first + len(x), device=x.device, dtype=starts.dtype)
-    rows = torch.searchsorted(starts, tokens, right=True) - 1
+    rows = rows_of_tokens(len(x), starts, begins, first)
     out.scatter_reduce_(0, rows.unsqueeze(1).expand_as(x), x.to(out.dtype), "amax")

@@ -9,20 +9,28 @@ import triton.language as tl
 _BLOCK = 512
 
 
-def row_max_into(out: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, first: int) -> None:
+def row_max_into(
+    out: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, first: int, begins: torch.Tensor | None = None
+) -> None:
     num_tokens, num_columns = x.shape
+    assert begins is None or begins.is_contiguous()
     assert x.stride(1) == 1 and out.is_contiguous() and out.shape[1] == num_columns
     grid = (triton.cdiv(num_columns, _BLOCK), len(starts) - 1)
-    _row_max_kernel[grid](out, x, starts, first, num_tokens, num_columns, x.stride(0), BLOCK=_BLOCK, num_warps=4)
+    _row_max_kernel[grid](
+        out, x, starts, begins, first, num_tokens, num_columns, x.stride(0), BLOCK=_BLOCK, num_warps=4
+    )
 
 
 # grid: (blocks of columns, rows)
 @triton.jit(do_not_specialize=["first", "num_tokens"])
-def _row_max_kernel(out, x, starts, first, num_tokens, num_columns, stride, BLOCK: tl.constexpr):
+def _row_max_kernel(out, x, starts, begins, first, num_tokens, num_columns, stride, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < num_columns
-    begin = tl.maximum(tl.load(starts + row).to(tl.int32) - first, 0)
+    begin = tl.load(starts + row).to(tl.int32)
+    if begins is not None:
+        begin = tl.maximum(begin, tl.load(begins + row).to(tl.int32))
+    begin = tl.maximum(begin - first, 0)
     end = tl.minimum(tl.load(starts + row + 1).to(tl.int32) - first, num_tokens)
     if begin < end:
         target = out + row * num_columns + place

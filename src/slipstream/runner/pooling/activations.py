@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
+from slipstream.nn.layers.activations import torch_activation
 from slipstream.runner.pooling.setting import Setting
 
 
@@ -21,4 +24,10 @@ def finish(x: torch.Tensor, setting: Setting) -> torch.Tensor:
         return F.normalize(x, dim=-1)
     if setting.finish == "softmax":
         return x.softmax(-1)
-    return x.sigmoid() if setting.finish == "sigmoid" else x
+    if setting.finish in ("sigmoid", "identity"):
+        return x.sigmoid() if setting.finish == "sigmoid" else x
+    made: torch.Tensor = _activation(setting.finish)(x)
+    return made
+
+
+_activation = functools.cache(torch_activation)

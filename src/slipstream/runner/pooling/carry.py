@@ -1,23 +1,24 @@
 """Carry: what a prompt that takes several steps leaves for the step that ends it.
 
-LAST needs nothing. FIRST keeps a line and MEAN a running sum, a line of one buffer for each row. What needs all tokens
-keeps their hidden states in a buffer of the prompt's size. A prompt that is computed in one step keeps nothing.
+LAST needs nothing. FIRST keeps a line, MEAN a running sum, the weighted mean a weighted one, MAX the largest numbers:
+for each kind one buffer with a line for each row. What needs all tokens keeps their hidden states in a buffer of the
+prompt's size. A prompt that is computed in one step keeps nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from slipstream.config.pooling_info import Method
+from slipstream.config.pooling_info import KeptLine, Method, kept_lines
 from slipstream.device.device import Device
 from slipstream.nn.context import BatchView
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.pooling.methods import Lines, sums_of
-from slipstream.step import Ints, PoolAdmission, StepPlan
+from slipstream.runner.pooling.members import Member, skipped_in_step
+from slipstream.runner.pooling.methods import Lines, begins_of, finish_lines, line_of_rows, starts_of
+from slipstream.step import PoolAdmission, StepPlan
 
 Pooled = Callable[[BatchView, torch.Tensor], torch.Tensor]
 
@@ -48,14 +49,18 @@ class Part:
 class Carry:
     """A `RowState`: rows come with admissions and go with releases."""
 
-    def __init__(self, method: Method, num_rows: int, hidden_size: int, dtype: torch.dtype, device: Device) -> None:
-        self.method = method
+    def __init__(
+        self, methods: tuple[Method, ...], num_rows: int, hidden_size: int, dtype: torch.dtype, device: Device
+    ) -> None:
+        self.methods = methods
         self.admissions: dict[int, PoolAdmission] = {}  # of rows that are here
         self.parts: dict[int, Part] = {}  # of those that began and need all tokens
-        keeps = method in ("first", "mean")
         dtype = torch.promote_types(dtype, torch.float32)
-        # [rows, hidden] a line or a sum
-        self.kept = torch.zeros(num_rows if keeps else 0, hidden_size, dtype=dtype, device=device.torch_device)
+        # [rows, hidden] each: what the tokens of a row have come to so far
+        self.kept: dict[KeptLine, torch.Tensor] = {
+            kind: torch.zeros(num_rows, hidden_size, dtype=dtype, device=device.torch_device)
+            for kind in kept_lines(methods)
+        }
 
     def apply(self, plan: StepPlan) -> None:
         if self.admissions:
@@ -74,35 +79,46 @@ class Carry:
     def flush(self, upload: Upload) -> None:
         """Nothing is sent: each step says what it needs when it is prepared."""
 
-    def pool_lines(
-        self,
-        rows: Ints,
-        places: Ints,
-        begun: np.ndarray[Any, np.dtype[np.bool_]],
-        ending: np.ndarray[Any, np.dtype[np.bool_]],
-        lengths: Ints,
-        starts: Ints,
-        upload: Upload,
-    ) -> Pooled:
-        """Host: FIRST or MEAN of rows of which some began before this step or go on after it.
-
-        `places` are theirs in the plan, `starts` their first tokens in the step. Gives a line for each that is ending.
-        """
-        numbers = upload.put(np.stack([places, rows, starts]).astype(np.int64))
-        flags = upload.put(begun[:, None])
-        last = upload.put(np.flatnonzero(ending))
-        counts = upload.put(lengths[ending].astype(np.int64)[:, None])
-        kept, is_mean = self.kept, self.method == "mean"
+    def pool_lines(self, members: Sequence[Member], upload: Upload) -> Pooled:
+        """Host: of rows of which some began before this step or go on after it. Gives a line for each that ends."""
+        ending = [member for member in members if member.ends]
+        first = [self._first_of(member) for member in members]
+        places_rows = [[m.place for m in members], [m.row for m in members]]
+        numbers = upload.put(np.array([*places_rows, np.maximum(first, 0)], np.int64))
+        flags = upload.put(np.array([[m.has_begun for m in members], [at >= 0 for at in first]], np.bool_))
+        last = upload.put(np.flatnonzero([member.ends for member in members]))
+        ends = upload.put(np.array([m.start + len(m.tokens) - 1 for m in ending], np.int64))
+        skips_now = skipped_in_step(members, upload)
+        skips = None
+        if any(member.setting.skip for member in ending):
+            skips = upload.put(np.array([member.setting.skip for member in ending], np.int64))
+        methods, kept = self.methods, self.kept
 
         def pool(view: BatchView, hidden: torch.Tensor) -> torch.Tensor:
-            places, rows, starts = upload.tensor(numbers).unbind(0)
-            before, began = kept.index_select(0, rows), upload.tensor(flags)
-            if is_mean:
-                lines = sums_of(view, hidden).index_select(0, places) + torch.where(began, before, 0)
-            else:
-                lines = torch.where(began, before, hidden.index_select(0, starts).to(kept.dtype))
-            kept.index_copy_(0, rows, lines)
-            lines = lines.index_select(0, upload.tensor(last))
-            return lines / upload.tensor(counts) if is_mean else lines
+            places, rows, firsts = upload.tensor(numbers).unbind(0)
+            began, has_first = upload.tensor(flags).unsqueeze(2).unbind(0)
+            starts = starts_of(view, hidden)
+            begins = None if skips_now is None else begins_of(starts, upload.tensor(skips_now))
+            whole: dict[KeptLine, torch.Tensor] = {}
+            for kind, lines in kept.items():
+                before = lines.index_select(0, rows)
+                if kind == "first":
+                    now = torch.where(has_first, hidden.index_select(0, firsts).to(lines.dtype), before)
+                else:
+                    now = line_of_rows(kind, view, hidden, starts, begins).index_select(0, places)
+                    now = torch.where(began, torch.maximum(before, now) if kind == "max" else before + now, now)
+                lines.index_copy_(0, rows, now)
+                whole[kind] = now.index_select(0, upload.tensor(last))
+            of_last = hidden.index_select(0, upload.tensor(ends)) if "last" in methods else None
+            lengths = view.lengths.index_select(0, places.index_select(0, upload.tensor(last)))
+            return finish_lines(methods, whole, of_last, lengths, None if skips is None else upload.tensor(skips))
 
         return pool
+
+    def _first_of(self, member: Member) -> int:
+        """Where in the step the prompt's first token is that counts; -1: in another step. Of a prompt that has only
+        tokens that do not, it is the first of all."""
+        skip, begin = member.setting.skip, member.length - len(member.tokens)
+        length = member.length if member.ends else self.admissions[member.row].num_prompt_tokens
+        position = skip if skip < length else 0
+        return member.start + position - begin if begin <= position < member.length else -1

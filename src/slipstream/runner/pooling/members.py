@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.runner.batch.staging import Upload
+from slipstream.runner.batch.staging import Span, Upload
 from slipstream.runner.pooling.methods import Lines, take_lines, take_ranges
 from slipstream.runner.pooling.setting import Setting
 from slipstream.step import Ints
@@ -47,6 +47,17 @@ class Member:
     @property
     def num_picked(self) -> int:
         return len(self.picked) if self.setting.picks else len(self.tokens)
+
+
+def skipped_in_step(members: Sequence[Member], upload: Upload) -> Span | None:
+    """Host: of each row up to the last member's, how many of its first tokens in the step do not count; None where
+    all do."""
+    skips = {m.place: min(max(m.setting.skip - (m.length - len(m.tokens)), 0), len(m.tokens)) for m in members}
+    if not any(skips.values()):
+        return None
+    counts = np.zeros(max(skips) + 1, np.int64)
+    counts[list(skips)] = list(skips.values())
+    return upload.put(counts)
 
 
 def take_tokens(members: Sequence[Member], upload: Upload) -> Lines:

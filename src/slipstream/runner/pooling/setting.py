@@ -8,7 +8,6 @@ from slipstream.config.pooling_info import PoolingInfo
 from slipstream.pooling_params import TOKEN_TASKS, PoolingParams, Task
 
 Kind = Literal["vectors", "tokens"]  # one line of numbers for each prompt, or for some of its tokens
-Finish = Literal["normalize", "softmax", "sigmoid", "identity"]
 Late = Literal["", "query", "document"]
 
 
@@ -16,13 +15,14 @@ class Setting(NamedTuple):
     task: Task
     kind: Kind
     width: int  # numbers in a line
-    finish: Finish
+    finish: str  # normalize, softmax, sigmoid, identity, or a class of torch.nn
     cut: int | None = None  # of its numbers keep the first so many
     columns: tuple[int, ...] = ()  # or these
     step_tag: int | None = None  # of its tokens only these
     skips: tuple[int, ...] = ()  # of its tokens none of these
     late: Late = ""
     cut_last: bool = False  # after it is finished, not before
+    skip: int = 0  # of its tokens the first so many are not pooled
 
     @property
     def picks(self) -> bool:
@@ -56,23 +56,27 @@ class Settings:
         kind: Kind = "tokens" if task in TOKEN_TASKS else "vectors"
         if task in ("embed", "token_embed"):
             normalize = params.activation if params.normalize is None else params.normalize
-            finish: Finish = "normalize" if (info.normalize if normalize is None else normalize) else "identity"
+            finish = "normalize" if (info.normalize if normalize is None else normalize) else "identity"
+            skip = params.skip_tokens
             if task == "embed" and params.dimensions is None and info.truncate_dim is not None:
                 cut = min(info.truncate_dim, info.embed_size)
-                return Setting(task, kind, cut, finish, cut, cut_last=normalize is None and info.cuts_normalized)
+                cut_last = normalize is None and info.cuts_normalized
+                return Setting(task, kind, cut, finish, cut, cut_last=cut_last, skip=skip)
             width = params.dimensions or (info.embed_size if task == "embed" else info.token_size)
             if params.query_key:
                 late: Late = "query" if params.is_query else "document"
                 return Setting(task, kind, width, finish, params.dimensions, (), None, _skips(info, late), late)
-            return Setting(task, kind, width, finish, params.dimensions)
+            return Setting(task, kind, width, finish, params.dimensions, skip=skip)
         finish = info.classify_activation if params.activation in (None, True) else "identity"
         step_tag = params.step_tag_id
-        if step_tag is None and info.method == "step":
+        by_step = info.methods == ("step",)
+        if step_tag is None and by_step:
             step_tag = info.step_tag_id
-        columns = params.columns or (info.returned_token_ids if info.method == "step" else ())
+        columns = params.columns or (info.returned_token_ids if by_step else ())
         if kind == "vectors":
             step_tag, columns = None, ()
-        return Setting(task, kind, len(columns) or info.num_labels, finish, None, columns, step_tag)
+        width = len(columns) or info.num_labels
+        return Setting(task, kind, width, finish, None, columns, step_tag, skip=params.skip_tokens)
 
 
 def _skips(info: PoolingInfo, late: Late) -> tuple[int, ...]:

@@ -103,8 +103,9 @@ async def run_text(
     """One short text, without the ways of many: most requests for a vector are just that."""
     state, engine, inputs = call.state, call.state.engine, chosen.inputs
     state.admit(1, caller=call.caller)
-    params = inputs.settle(params)
-    ids = inputs.text_ids(text, params, inputs.prefix(prompt_name))
+    params, prefix = inputs.settle(params), inputs.prefix(prompt_name)
+    ids = inputs.text_ids(text, params, prefix)
+    params = inputs.after_prefix(params, prefix)
     state.admit(1, len(ids), call.caller)
     submit = Submit(engine.new_id(), ids, params, time.time(), params.priority, params.cache_salt)
     with engine.read(((submit, text),), chosen.name, stream=False, caller=call.caller) as reading:

@@ -219,7 +219,7 @@ def _model_type(chosen: Chosen) -> dict[str, Any]:
         return {kind: {"id2label": labels, "label2id": {label: int(place) for place, label in labels.items()}}}
     if pooling.tasks[0] == "sparse":
         return {"embedding": {"pooling": "splade"}}
-    return {"embedding": {"pooling": _POOL_NAMES.get(pooling.method, pooling.method)}}
+    return {"embedding": {"pooling": "+".join(_POOL_NAMES.get(method, method) for method in pooling.methods)}}
 
 
 async def any_of_these(call: Call, body: dict[str, Any]) -> Reply:

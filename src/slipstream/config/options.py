@@ -33,8 +33,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     pooling_type: Annotated[
         str | None,
         _doc(
-            "how token vectors become one: first (or cls), last, mean, max, mean_sqrt_len, weightedmean, or several side "
-            "by side, as mean+max; all or step for results of tokens; default the model's"
+            "how token vectors become one: first (or cls), last, mean, max, mean_sqrt_len, weightedmean, or several "
+            "side by side, as mean+max; all or step for results of tokens; default the model's"
         ),
     ] = None
     normalize: Annotated[bool | None, _doc("scale vectors to length 1; default what the model says")] = None

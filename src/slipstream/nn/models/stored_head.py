@@ -25,6 +25,8 @@ _WORDS = ("cls.predictions.decoder.weight", "lm_head.decoder.weight", "vocab_pro
 
 def as_stored(info: ModelInfo, folder: Path) -> ModelInfo:
     """The facts of a model with `tied_embeddings` and `has_lm_head` corrected by what its weights are."""
+    if not info.architecture.endswith(("ForCausalLM", "ForConditionalGeneration")):
+        return info  # it may be one whose backbone alone runs
     shape = find_shape(info)
     if isinstance(shape, EncoderShape):
         return _with_words(info, shape, folder) if info.architecture.endswith("ForMaskedLM") else info

@@ -119,7 +119,7 @@ def attention():
 
 
 def encoders():
-    x = of(HALF, "x residual weight bias out total query key value") | {"scale": "fp32"}
+    x = of(HALF, "x residual weight bias out total query key value of_queries of_keys") | {"scale": "fp32"}
     x |= of(INT, "records starts begins num_seen")
     build("slipstream.ops.layer_norm.triton", "_layer_norm_kernel", x, SIZE=1000, ROWS=1, BLOCK=1024)
     build("slipstream.ops.row_max.triton", "_row_max_kernel", x | {"out": FLOAT}, BLOCK=512)
@@ -128,8 +128,10 @@ def encoders():
     build("slipstream.ops.whole_attention.triton", "_list_tiles_kernel", x, num_seen=None, SIZE=128, BLOCK=256)
     shape = dict(HEADS=12, GROUP=1, BLOCK_M=128, BLOCK_N=64)
     whole = "slipstream.ops.whole_attention.triton"
+    plain = dict.fromkeys(("of_queries", "of_keys"))
+    build(whole, "_attend_kernel", x, bias=None, REACH=0, DIM=64, BLOCK_D=64, **shape, **plain)
+    build(whole, "_attend_kernel", x, REACH=64, DIM=96, BLOCK_D=128, **shape, **plain)
     build(whole, "_attend_kernel", x, bias=None, REACH=0, DIM=64, BLOCK_D=64, **shape)
-    build(whole, "_attend_kernel", x, REACH=64, DIM=96, BLOCK_D=128, **shape)
 
 
 def hopper():

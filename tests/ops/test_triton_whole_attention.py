@@ -36,6 +36,7 @@ def run(
     padding: tuple[int, int] = (0, 0),  # rows and tokens of nobody
     cut: Cut = SMALL,
     seen: list[int] | None = None,
+    relative: int = 0,  # 1: of queries, 2: of keys too
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the kernel gives, and what it should, in float64; without the tokens of nobody, which must be zero."""
     generator = torch.Generator().manual_seed(sum(counts) + dim)
@@ -47,16 +48,21 @@ def run(
     bias = None
     if biased:
         bias = torch.randn(heads, 2 * max(counts) + 5, generator=generator).to(DEVICE, dtype)
+    lines = [None, None]
+    for i in range(relative):
+        lines[i] = torch.randn(total + padding[1], heads, 2 * max(counts) + 5, generator=generator).to(DEVICE, dtype)
+        lines[i][total:] = torch.nan
     ends = np.cumsum([0, *counts])
     starts = torch.from_numpy(np.concatenate([ends, [total] * padding[0]]).astype(np.int32)).to(DEVICE)
     of_rows = None if seen is None else torch.tensor([*seen, *[0] * padding[0]], dtype=torch.int32, device=DEVICE)
     tiles = list_tiles(starts, total + padding[1], cut, of_rows)
-    out = attend_whole(query, key, value, dim**-0.5, tiles, cut, reach, bias)
+    out = attend_whole(query, key, value, dim**-0.5, tiles, cut, reach, bias, *lines)
     assert not out[total:].count_nonzero()
     plan = reference.plan_whole(np.array(counts, np.int32), None if seen is None else np.array(seen, np.int32))
     wide = None if bias is None else bias.double()
     inputs = (x[:total].double() for x in (query, key, value))
-    return out[:total].double(), reference.attend_whole(*inputs, dim**-0.5, plan, reach, wide)
+    by_distance = [None if x is None else x[:total].double() for x in lines]
+    return out[:total].double(), reference.attend_whole(*inputs, dim**-0.5, plan, reach, wide, *by_distance)
 
 
 def check(counts: list[int], dtype: torch.dtype = torch.float32, **facts: object) -> None:
@@ -96,6 +102,16 @@ def test_tokens_see_no_further_than_they_reach(reach: int) -> None:
 @pytest.mark.parametrize("reach", [0, 9])
 def test_a_bias_for_each_distance(reach: int) -> None:
     check([50, 3, 18], biased=True, reach=reach)
+
+
+@pytest.mark.parametrize("relative", [1, 2])
+@pytest.mark.parametrize(
+    "facts",
+    [{}, {"padding": (2, 20)}, {"seen": [20, 3, 18]}, {"dtype": torch.float16, "dim": 32}, {"biased": True}],
+    ids=str,
+)
+def test_positions_by_distance(relative: int, facts: dict[str, object]) -> None:
+    check([50, 3, 18], relative=relative, **facts)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("padding", [(3, 0), (0, 20), (5, 77)])

@@ -191,6 +191,10 @@ def activation_bytes(
     hidden = tokens * (stream + widest + rotary) * size + tokens * 64
     # partial sums of rows cut along their keys, where those of each group have a window of their own
     attention = groups * rows * min(MAX_SPLITS, -(-length // SMALLEST_SPLIT)) * (queries + 2 * info.num_heads) * 4
+    relative = {"relative_key": 1, "relative_key_query": 2}.get(str(info.extra.get("position_embedding_type")), 0)
+    if relative:  # of each token and head a number for each distance; on the CPU also for each pair of tokens
+        distances = tokens * info.num_heads * (2 * length - 1) * size
+        hidden += relative * distances + (3 * tokens * info.num_heads * length * size if on_cpu else 0)
     if on_cpu:
         gathered = min(max(GATHERED_KEYS, length), rows * length)
         masked = groups * (rows + tokens) * length  # a mask for each single row and for each token of chunks

@@ -82,6 +82,17 @@ class ForwardContext:
 
 
 @dataclass(frozen=True, slots=True)
+class RelativeScores:
+    """What positions add to attention scores before they are scaled, by the distance from a query to a key.
+
+    Each [T, heads, 2 n - 1], n the longest row: the middle column for a token itself, the one after it for the next.
+    """
+
+    of_queries: torch.Tensor  # column (key - query + n - 1) of the query's line is added
+    of_keys: torch.Tensor | None = None  # and the same column of the key's line
+
+
+@dataclass(frozen=True, slots=True)
 class LastTokens:
     """The last token of each row, as a step of one token a row whose keys are in the pages already."""
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
 
 
 class AttentionBackend(Protocol):
@@ -38,7 +38,9 @@ class AttentionBackend(Protocol):
         context: ForwardContext,
         reach: int = 0,
         bias: torch.Tensor | None = None,
+        relative: RelativeScores | None = None,
     ) -> torch.Tensor:
         """Each token sees the tokens of its own row, before it and after: all of them, or with a `reach` so many to
         each side. No page is read or written. `bias` [heads, 2 n - 1] is added to scores by distance: the middle column
-        for a token itself, the one after it for the next token; n is the longest row. Returns [T, heads, head dim]."""
+        for a token itself, the one after it for the next token; n is the longest row. `relative` is added before
+        scores are scaled. Returns [T, heads, head dim]."""

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from slipstream.config.memory import GATHERED_KEYS
-from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
 from slipstream.ops.paged_attention import attend_chunk, attend_decode, attend_pages, attend_single, serves_decode
 from slipstream.ops.whole_attention.reference import WholePlan, attend_whole, plan_whole
 
@@ -198,10 +198,12 @@ class SdpaAttention:
         context: ForwardContext,
         reach: int = 0,
         bias: torch.Tensor | None = None,
+        relative: RelativeScores | None = None,
     ) -> torch.Tensor:
         plan: SdpaPlan = context.plan
         assert plan.whole is not None, "whole rows are for models that keep nothing in a cache"
-        return attend_whole(query, key, value, scale, plan.whole, reach, bias)
+        of_queries, of_keys = (None, None) if relative is None else (relative.of_queries, relative.of_keys)
+        return attend_whole(query, key, value, scale, plan.whole, reach, bias, of_queries, of_keys)
 
 
 def _last_of(parts: Parts) -> Parts:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
 from slipstream.ops.paged_attention.triton import (
     Partials,
     attend_splits,
@@ -151,7 +151,9 @@ class TritonAttention:
         context: ForwardContext,
         reach: int = 0,
         bias: torch.Tensor | None = None,
+        relative: RelativeScores | None = None,
     ) -> torch.Tensor:
         plan: TritonPlan = context.plan
         assert plan.whole is not None, "whole rows are for models that keep nothing in a cache"
-        return attend_whole(query, key, value, scale, plan.whole, self.cut, reach, bias)
+        of_queries, of_keys = (None, None) if relative is None else (relative.of_queries, relative.of_keys)
+        return attend_whole(query, key, value, scale, plan.whole, self.cut, reach, bias, of_queries, of_keys)

@@ -8,6 +8,7 @@ from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import HeadNorm, RMSNorm, Sum, WholeNorm
+from slipstream.nn.layers.positions import RelativeKeys
 from slipstream.nn.quant import FormatOf
 from slipstream.ops.rope import norm_rope, turn_and_write
 
@@ -36,6 +37,7 @@ class Attention(Layer):
         format_of: FormatOf,
         dtype: torch.dtype,
         reach: int | None = None,  # None: causal; 0: all of the row
+        relative: RelativeKeys | None = None,  # positions by distance; the layer sees all of the row
     ) -> None:
         super().__init__()
         self.layer = layer
@@ -49,6 +51,7 @@ class Attention(Layer):
         self.qkv = Linear(hidden_size, parts, qkv_bias, format_of(f"{name}.qkv"), dtype)
         self.output = Linear(sizes["q"], {"": hidden_size}, output_bias, format_of(f"{name}.output"), dtype)
         self.norm = qk_norm
+        self.relative = relative
 
     def forward(
         self,
@@ -108,5 +111,6 @@ class Attention(Layer):
             if rotary is not None:
                 query_key = norm_rope(query_key, weight, eps, rotary)
             query, key = query_key.split([num_heads, num_kv_heads], 1)
-            out = context.attention.whole(query, key, value, self.scale, context, self.reach, bias)
+            scores = None if self.relative is None else self.relative(query, key)
+            out = context.attention.whole(query, key, value, self.scale, context, self.reach, bias, scores)
         return out.flatten(1)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
+from slipstream.nn.context import RelativeScores
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.quant import Piece, Place, new_parameter
 
@@ -58,6 +59,36 @@ class DistanceBias(Layer):
 
     def _fill(self, piece: Piece) -> None:
         self.weight.copy_(piece.read())
+
+
+class RelativeKeys(Layer):
+    """A vector for each distance between two tokens, compared with queries (and keys, too) as keys are with queries.
+
+    A checkpoint has them by query - key, from the farthest on. Here they lie by key - query, and only those that texts
+    of `num_positions` tokens need.
+    """
+
+    def __init__(
+        self, max_positions: int, num_positions: int, head_dim: int, with_keys: bool, dtype: torch.dtype
+    ) -> None:
+        """`max_positions` is what the checkpoint counts from."""
+        super().__init__()
+        assert num_positions <= max_positions, f"{num_positions} positions of {max_positions}"
+        self.max_positions = max_positions
+        self.with_keys = with_keys
+        self.weight = new_parameter(2 * num_positions - 1, head_dim, dtype=dtype)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor) -> RelativeScores:
+        """From [T, heads, head dim] each."""
+        distances = self.weight.t()
+        return RelativeScores(query @ distances, key @ distances if self.with_keys else None)
+
+    def places(self) -> Iterator[tuple[str, Place]]:
+        yield "weight", Place((2 * self.max_positions - 1, self.weight.shape[1]), self._fill)
+
+    def _fill(self, piece: Piece) -> None:
+        unused = self.max_positions - (len(self.weight) + 1) // 2  # distances at each end that are too far
+        self.weight.copy_(piece.read().flip(0)[unused : unused + len(self.weight)])
 
 
 def distance_buckets(distances: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:

@@ -6,19 +6,31 @@ RoBERTa's positions begin behind the pad token's number; DistilBERT has no token
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from slipstream.config.model_info import ModelInfo
+from slipstream.config.model_info import ModelInfo, family_name
 from slipstream.errors import UnsupportedModel
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.heads import HeadShape
 from slipstream.nn.weights.rules import Rules
 
+RELATIVE: dict[str, Literal["", "queries", "queries and keys"]] = {
+    "absolute": "",
+    "relative_key": "queries",
+    "relative_key_query": "queries and keys",
+}
+_WITH_RELATIVE = frozenset(("Bert", "HF_ColBERT", "Roberta", "XLMRoberta", "Camembert"))
+
 
 def bert_shape(info: ModelInfo) -> EncoderShape:
     """Also what every other family begins with."""
     kind = info.extra.get("position_embedding_type") or "absolute"
-    if kind != "absolute":
-        raise UnsupportedModel(f"{info.architecture} with positions of kind {kind} is not built; absolute ones are")
+    relative = RELATIVE.get(kind)
+    if relative is None or (relative and family_name(info.architecture) not in _WITH_RELATIVE):
+        known = [name for name, found in RELATIVE.items() if not found or relative is None]
+        raise UnsupportedModel(
+            f"{info.architecture} with positions of kind {kind} is not built; {', '.join(known)} is what runs"
+        )
     return EncoderShape(
         vocab_size=info.vocab_size,
         hidden_size=info.hidden_size,
@@ -31,6 +43,7 @@ def bert_shape(info: ModelInfo) -> EncoderShape:
         max_positions=info.max_positions,
         position_offset=info.position_offset,
         num_types=info.num_types,
+        relative=relative,
     )
 
 
@@ -132,11 +145,19 @@ def pooled_names(info: ModelInfo) -> dict[str, str | None]:
 
 def bert_rules(info: ModelInfo) -> Rules:
     heads = pooled_names(info) | {"linear.{kind}": "heads.token.{kind}"} | _BERT_WORDS
-    return encoder_rules(_BERT, ("bert", "model"), heads)
+    return encoder_rules(_names(info), ("bert", "model"), heads)
 
 
 def roberta_rules(info: ModelInfo) -> Rules:
-    return encoder_rules(_BERT, ("roberta", "model"), ROBERTA_CLASSES | ROBERTA_WORDS)
+    return encoder_rules(_names(info), ("roberta", "model"), ROBERTA_CLASSES | ROBERTA_WORDS)
+
+
+def _names(info: ModelInfo) -> dict[str, str | None]:
+    if not RELATIVE.get(info.extra.get("position_embedding_type") or "absolute"):
+        return _BERT
+    distances = "encoder.layer.{n}.attention.self.distance_embedding.weight"
+    # the table of positions is there all the same, and nothing reads it
+    return _BERT | {distances: "layers.{n}.attention.relative.weight", "embeddings.position_embeddings.weight": None}
 
 
 ROBERTA_CLASSES: dict[str, str | None] = {

@@ -19,7 +19,7 @@ from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.layer_norm import LayerNorm
 from slipstream.nn.layers.mlp import Mlp, PlainMlp
-from slipstream.nn.layers.positions import DistanceBias, Table
+from slipstream.nn.layers.positions import DistanceBias, RelativeKeys, Table
 from slipstream.nn.layers.rope import Rope
 from slipstream.nn.models.heads import Heads
 from slipstream.nn.quant import FormatOf, take_memory
@@ -41,6 +41,7 @@ class EncoderShape:
     position_offset: int | None = None  # rows of the table of positions before position 0's; None: it has no table
     num_types: int = 0  # of tokens
     num_buckets: int = 0  # of distances that have a bias in attention; 0: they have none
+    relative: Literal["", "queries", "queries and keys"] = ""  # which are compared with a vector for each distance
     rope: RopeInfo | None = None
     local_rope: RopeInfo | None = None  # of layers with a reach
     reaches: tuple[int, ...] = ()  # by layer, how many tokens each sees to either side; 0: all
@@ -70,7 +71,7 @@ class Encoder(nn.Module):
         with torch.device("meta"):
             self.embedding = Embedding(shape.vocab_size, shape.hidden_size, format_of("embedding"))
             self.positions: Table | None = None
-            if shape.position_offset is not None:
+            if shape.position_offset is not None and not shape.relative:
                 self.positions = Table(shape.max_positions, shape.hidden_size, dtype, shape.position_offset)
             self.types: Table | None = None
             if shape.num_types:
@@ -82,7 +83,9 @@ class Encoder(nn.Module):
             self.rope = self._rope(shape.rope, num_positions, dtype)
             self.local_rope = self._rope(shape.local_rope, num_positions, dtype, switches=False)
             block = BlockNormedBefore if shape.norm_before else Block
-            self.layers = nn.ModuleList(block(layer, shape, dtype, format_of) for layer in range(shape.num_layers))
+            self.layers = nn.ModuleList(
+                block(layer, shape, dtype, format_of, num_positions) for layer in range(shape.num_layers)
+            )
             self.norm: LayerNorm | None = None
             if shape.norm_before:
                 self.norm = LayerNorm(shape.hidden_size, shape.norm_eps, dtype, shape.norm_bias)
@@ -137,9 +140,17 @@ class Encoder(nn.Module):
 class Block(Layer):
     """Attention and a feed-forward; the sum of each with what went in is normed, as in BERT."""
 
-    def __init__(self, layer: int, shape: EncoderShape, dtype: torch.dtype, format_of: FormatOf) -> None:
+    def __init__(
+        self, layer: int, shape: EncoderShape, dtype: torch.dtype, format_of: FormatOf, num_positions: int
+    ) -> None:
         super().__init__()
         name = f"layers.{layer}"
+        relative = None
+        if shape.relative:
+            # the checkpoint counts the rows before position 0 too
+            positions = shape.max_positions + (shape.position_offset or 0)
+            by_keys = shape.relative == "queries and keys"
+            relative = RelativeKeys(positions, num_positions, shape.head_dim, by_keys, dtype)
         self.attention = Attention(
             f"{name}.attention",
             layer,
@@ -155,6 +166,7 @@ class Block(Layer):
             format_of=format_of,
             dtype=dtype,
             reach=shape.reaches[layer] if shape.reaches else 0,
+            relative=relative,
         )
         self.attention_norm = self._norm(layer, shape, dtype)
         sizes = (f"{name}.mlp", shape.hidden_size, shape.ffn_size, shape.activation)

@@ -47,8 +47,11 @@ def attend_whole(
     plan: WholePlan,
     reach: int,
     bias: torch.Tensor | None,
+    of_queries: torch.Tensor | None = None,
+    of_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `AttentionBackend.whole`."""
+    """As `AttentionBackend.whole`; the last two are `RelativeScores`."""
+    assert of_queries is None or not reach, "positions by distance are for layers that see everything"
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for first, rows, length, seen in plan.runs:
         tokens = slice(first, first + rows * length)
@@ -57,6 +60,10 @@ def attend_whole(
         mine = out[tokens].unflatten(0, (rows, length)).transpose(1, 2)
         if not reach or reach >= length - 1:
             mask = None if bias is None else _bias_mask(plan, bias, length)[..., :seen]
+            if of_queries is not None:
+                own = None if of_keys is None else of_keys[tokens]
+                added = _relative_mask(plan, of_queries[tokens], own, rows, length, seen).mul_(scale)
+                mask = added if mask is None else added.add_(mask)
             mine.copy_(_attend(queries, keys, values, scale, mask))
             continue
         for begin in range(0, length, WINDOW_TOKENS):
@@ -97,3 +104,23 @@ def _bias_mask(plan: WholePlan, bias: torch.Tensor, length: int) -> torch.Tensor
         mine = bias[:, middle - length + 1 : middle + length]
         plan.masks[name] = mine.unfold(1, length, 1).flip(1)  # a token further on sees all one step to the left
     return plan.masks[name]
+
+
+def _relative_mask(
+    plan: WholePlan, of_queries: torch.Tensor, of_keys: torch.Tensor | None, rows: int, length: int, seen: int
+) -> torch.Tensor:
+    """[rows, heads, length, seen] what positions add to the scores of rows of one length."""
+    name = (length, seen)
+    if name not in plan.masks:
+        middle = of_queries.shape[2] // 2
+        places = torch.arange(length, device=of_queries.device)
+        plan.masks[name] = places[:seen] - places.unsqueeze(1) + middle  # [queries, keys] columns
+    columns = plan.masks[name]
+    shape = rows, of_queries.shape[1], length, seen
+    lines = of_queries.unflatten(0, (rows, length)).transpose(1, 2)
+    added = lines.gather(3, columns.expand(shape))
+    if of_keys is not None:
+        lines = of_keys.unflatten(0, (rows, length)).transpose(1, 2)[:, :, :seen]
+        own = columns.t().expand(rows, shape[1], seen, length)
+        added += lines.gather(3, own).transpose(2, 3)
+    return added

@@ -92,12 +92,18 @@ def attend_whole(
     cut: Cut,
     reach: int = 0,
     bias: torch.Tensor | None = None,  # [heads, 2 n - 1]
+    of_queries: torch.Tensor | None = None,  # [T, heads, 2 n - 1]
+    of_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `AttentionBackend.whole`."""
+    """As `AttentionBackend.whole`; the last two are `RelativeScores`."""
     num_tokens, num_heads, head_dim = query.shape
     assert tiles.size == cut.queries
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "head dims must be contiguous"
     assert bias is None or bias.is_contiguous()
+    assert of_queries is None or of_queries.is_contiguous()
+    assert of_keys is None or (of_queries is not None and of_keys.is_contiguous())
+    widths = [x.shape[-1] for x in (bias, of_queries) if x is not None]
+    assert len(set(widths)) < 2, "biases of two widths"
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _attend_kernel[(len(tiles.records), num_heads)](
         out,
@@ -106,7 +112,9 @@ def attend_whole(
         value,
         tiles.records,
         bias,
-        0 if bias is None else bias.shape[1],
+        of_queries,
+        of_keys,
+        widths[0] if widths else 0,
         scale * 1.4426950408889634,
         query.stride(0),
         query.stride(1),
@@ -136,7 +144,9 @@ def _attend_kernel(
     value,
     records,
     bias,
-    bias_width,
+    of_queries,
+    of_keys,
+    width,
     scale,
     query_stride,
     query_head_stride,
@@ -170,7 +180,14 @@ def _attend_kernel(
     values = value + kv_head.to(tl.int64) * value_head_stride
     numbers = bias
     if bias is not None:
-        numbers = bias + head * bias_width + bias_width // 2
+        numbers = bias + head * width + width // 2
+    # of each token a line for each head; from one token's to the next there are so many numbers
+    query_lines, key_lines, line_stride = of_queries, of_keys, 0
+    if of_queries is not None:
+        line_stride = HEADS * width
+        query_lines = of_queries + head * width + width // 2
+    if of_keys is not None:
+        key_lines = of_keys + head * width + width // 2
 
     # the largest score so far, the sum of weights, the weighted sum of values; all in powers of two
     most = tl.full((BLOCK_M,), -1e30, tl.float32)
@@ -184,13 +201,15 @@ def _attend_kernel(
     full = low + (high - low) // BLOCK_N * BLOCK_N
     for n in range(low, full, BLOCK_N):
         acc, total, most = _attend_block(
-            acc, total, most, q, keys, values, numbers, n, m, last_query, last_key, scale, key_stride, value_stride,
-            REACH, DIM, BLOCK_D, BLOCK_N, bias is not None, False,
+            acc, total, most, q, keys, values, numbers, query_lines, key_lines, line_stride, n, m, last_query, last_key,
+            scale, key_stride, value_stride,
+            REACH, DIM, BLOCK_D, BLOCK_N, bias is not None, of_queries is not None, of_keys is not None, False,
         )  # fmt: skip
     if full < high:
         acc, total, most = _attend_block(
-            acc, total, most, q, keys, values, numbers, full, m, last_query, last_key, scale, key_stride, value_stride,
-            REACH, DIM, BLOCK_D, BLOCK_N, bias is not None, True,
+            acc, total, most, q, keys, values, numbers, query_lines, key_lines, line_stride, full, m, last_query,
+            last_key, scale, key_stride, value_stride,
+            REACH, DIM, BLOCK_D, BLOCK_N, bias is not None, of_queries is not None, of_keys is not None, True,
         )  # fmt: skip
     # tokens of nobody have no keys
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
@@ -207,6 +226,9 @@ def _attend_block(
     keys,
     values,
     numbers,
+    query_lines,
+    key_lines,
+    line_stride,
     first,
     m,
     last_query,
@@ -219,6 +241,8 @@ def _attend_block(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BIASED: tl.constexpr,
+    BY_QUERY: tl.constexpr,
+    BY_KEY: tl.constexpr,
     PARTIAL: tl.constexpr,
 ):
     n = first + tl.arange(0, BLOCK_N)
@@ -236,6 +260,14 @@ def _attend_block(
         k = tl.load(key_at, mask=(d < DIM)[:, None], other=0.0)
         v = tl.load(value_at, mask=(d < DIM)[None, :], other=0.0)
     scores = tl.dot(q, k, input_precision="ieee")
+    if BY_QUERY:
+        distance = (n[None, :] - m[:, None]).to(tl.int64)
+        seen = (m < last_query)[:, None] & there[None, :]
+        at = m.to(tl.int64)[:, None] * line_stride + distance
+        scores += tl.load(query_lines + at, mask=seen, other=0.0).to(tl.float32)
+        if BY_KEY:
+            at = n.to(tl.int64)[None, :] * line_stride + distance
+            scores += tl.load(key_lines + at, mask=seen, other=0.0).to(tl.float32)
     if BIASED:
         distance = n[None, :] - m[:, None]
         # queries past the row's end read the bias of themselves

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from sentence_files import BERT, IDENTITY, NEW, OLD, modules, read
 
-from slipstream.config.pooling_info import DenseInfo, LayerNormInfo, UnitNormInfo
+from slipstream.config.pooling_info import DenseInfo, LayerNormInfo, PoolingInfo, UnitNormInfo
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
 
@@ -82,6 +83,7 @@ def test_modules_behind_the_pooling_keep_their_order(tmp_path: Path) -> None:
     assert (first, second) == (LayerNormInfo("2_LayerNorm", 64), UnitNormInfo())
     assert third == DenseInfo("4_Dense", 64, 8, True, "Identity", residual=True)
     assert pooling.normalize and pooling.embed_size == 8
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(pooling), type=PoolingInfo) == pooling  # front ends get it so
     files["2_LayerNorm__config"] = {"dimension": 32}
     with pytest.raises(BadCheckpoint, match="2_LayerNorm takes vectors of 32 numbers, and what comes to it has 64"):
         read(tmp_path, BERT, modules=modules("Transformer", *kinds), **files)

@@ -20,7 +20,7 @@ MIXED = [
     EMBED,
     PoolingParams(task="token_embed"),
     PoolingParams(task="embed", dimensions=10),
-    PoolingParams(task="embed", normalize=False),
+    PoolingParams(task="embed", normalize=False, skip_tokens=3),
     PoolingParams(task="token_embed", query_key="q", query_uses=2),
     PoolingParams(task="token_embed", query_key="q"),
     PoolingParams(task="token_embed", query_key="q"),
@@ -29,7 +29,13 @@ MIXED = [
 GENERATE = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=["mean encoder", "first encoder", "last llama", "mean llama", "first llama"])
+MODELS = [
+    "mean encoder", "first encoder", "max+weightedmean encoder", "last llama", "mean llama", "first llama",
+    "weightedmean+max+last llama",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model(request, tmp_path_factory):
     method, kind = request.param.split()
     folder = tmp_path_factory.mktemp(request.param.replace(" ", "-"))

@@ -36,7 +36,7 @@ class Day:
             max_num_seqs=rng.choice([1, 4, 8]),
             max_num_batched_tokens=rng.choice([9, 16, 40]),
             max_model_len=40,
-            pooling_type=rng.choice(["first", "mean", "last"]),
+            pooling_type=rng.choice(["first", "mean", "last", "max+weightedmean"]),
             max_waiting=30,
         )
         self.alone = PoolBench(**model, **options | dict(max_num_seqs=1, max_num_batched_tokens=64))

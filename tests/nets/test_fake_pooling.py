@@ -18,6 +18,7 @@ def of(task, **others):
 
 
 EMBED = [of("embed"), of("embed", normalize=False), of("embed", dimensions=5)]
+SKIPPED = [of("embed", skip_tokens=5), of("embed", skip_tokens=50, normalize=False)]  # some tokens, and all
 TOKENS = [of("token_embed"), of("token_embed", dimensions=3, normalize=False)]
 LATE = [of("token_embed", query_key="q", query_uses=2), *[of("token_embed", query_key="q")] * 2]
 CLASSES = [of("classify"), of("classify", activation=False)]
@@ -28,6 +29,9 @@ MODELS = {
     "first": ("llama", dict(pooling_type="first"), EMBED + TOKENS),
     "last": ("llama", dict(pooling_type="last"), EMBED + TOKENS),
     "mean": ("llama", dict(pooling_type="mean"), EMBED + TOKENS),
+    "all sums": ("llama", dict(pooling_type="max+weightedmean+mean_sqrt_len+first+last"), SKIPPED + EMBED + TOKENS),
+    "last, skipped": ("llama", dict(pooling_type="last"), SKIPPED + EMBED),
+    "encoder, all sums": ("bert Model", dict(pooling_type="max+weightedmean+first+last"), SKIPPED + EMBED),
     "beside generation": ("llama", dict(pooling_type="mean"), GENERATE + EMBED + GENERATE + TOKENS),
     "late": ("llama", {}, LATE + EMBED),
     "encoder": ("bert Model", {}, EMBED + TOKENS + EMBED),

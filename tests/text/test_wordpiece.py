@@ -62,7 +62,7 @@ def test_words_behind_the_vocabulary(tmp_path: Path) -> None:
     text = "the qqq zz top cat"
     assert mine.encode(text) == theirs(text)["input_ids"] and size + 1 in mine.encode(text)
     (folder / "added_tokens.json").write_text(json.dumps({"qqq": size + 7}))
-    with pytest.raises(BadTokenizer, match=f"'qqq' is token {size + 7}, and behind vocab.txt it is {size}"):
+    with pytest.raises(BadTokenizer, match=f"'qqq' is token {size + 7}, and behind the vocabulary it is {size}"):
         Tokenizer.load(folder)
 
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_built_is_named(tmp_path: Path) -> None:
     with pytest.raises(BadTokenizer, match="its vocab.txt is a BertJapaneseTokenizer's, which is not built here"):
         Tokenizer.load(folder)
     write(tmp_path, BERT[:3], {"model_type": "bert"}, {})
-    with pytest.raises(BadTokenizer, match="vocab.txt lacks .SEP., the sep_token of a BertTokenizer"):
+    with pytest.raises(BadTokenizer, match="lacks .SEP., the sep_token of a BertTokenizer"):
         Tokenizer.load(folder)
     (folder / "vocab.txt").write_bytes(b"\xff\xfe")
     with pytest.raises(Exception, match="vocab.txt cannot be read"):

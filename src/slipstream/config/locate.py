@@ -21,7 +21,7 @@ EMBEDDER_TASKS = frozenset(("embed", "token_embed", "score", "rerank"))  # what 
 
 # of a hub repository: what we read, and copies of the weights in layouts that we do not
 _WANTED = [
-    "*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "vocab.txt",
+    "*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "vocab.txt", "merges.txt",
     "artifact.metadata", "*_linear.pt", "[0-9]_*/pytorch_model.bin",  # what pooling has in files of its own
 ]  # fmt: skip
 _OLDER = ["pytorch_model*.bin"]  # weights of repositories without safetensors

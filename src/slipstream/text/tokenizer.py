@@ -1,10 +1,10 @@
 """Tokenizer: text to token ids and back, over the `tokenizers` library.
 
-Loaded from a folder in Hugging Face layout (tokenizer.json, or BERT's vocab.txt), a tokenizer.json, or a GGUF's own
-vocabulary. It does to a text what the model's makers did: special tokens in the text are recognised, and the tokens
-that begin or end a text are added where the file's post-processor says so (add_bos_token in tokenizer_config.json is a
-leftover that transformers ignores too). The text of a chat template brings its own: encode it with
-`add_special_tokens=False`.
+Loaded from a folder in Hugging Face layout (tokenizer.json, or the older files of BERT or RoBERTa), a tokenizer.json,
+or a GGUF's own vocabulary. It does to a text what the model's makers did: special tokens in the text are recognised,
+and the tokens that begin or end a text are added where the file's post-processor says so (add_bos_token in
+tokenizer_config.json is a leftover that transformers ignores too). The text of a chat template brings its own: encode
+it with `add_special_tokens=False`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 from slipstream.config.gguf_file import GgufFile
 from slipstream.errors import BadTokenizer, InvalidPrompt
 from slipstream.text.gguf_vocab import gguf_tokenizer, special_token
+from slipstream.text.roberta_bpe import roberta_tokenizer
 from slipstream.text.token_bytes import token_bytes
 from slipstream.text.wordpiece import wordpiece_tokenizer
 
@@ -71,6 +72,8 @@ class Tokenizer:
             backend = _read_backend(folder / "tokenizer.json")
         elif (folder / "vocab.txt").is_file():
             backend, names = wordpiece_tokenizer(folder, config, names)
+        elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+            backend, names = roberta_tokenizer(folder, config, names)
         else:
             raise BadTokenizer(f"{folder} has no tokenizer.json{_what_else(folder)}; {_WAY_OUT}")
         _declare_added(backend, config.get("added_tokens_decoder"))

@@ -1,0 +1,56 @@
+"""What tokenizers from a bare vocabulary share: words behind it, special tokens, and the JSON files beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+
+from slipstream.errors import BadTokenizer
+
+
+def add_tokens(folder: Path, backend: Backend, special: Mapping[str, str], *, mask_eats_space: bool = False) -> None:
+    """added_tokens.json has words behind the vocabulary; then the special tokens, which are never split. Before some
+    mask tokens a space belongs to them."""
+    roles = set(special.values())
+    added = read_object(folder / "added_tokens.json")
+    if not all(isinstance(number, int) for number in added.values()):
+        raise BadTokenizer(f"{folder / 'added_tokens.json'} does not map words to numbers; download it again")
+    for word, number in sorted(added.items(), key=lambda item: int(item[1])):
+        is_special = word in roles
+        backend.add_tokens([AddedToken(word, special=is_special, normalized=not is_special)])
+        if backend.token_to_id(word) != number:
+            raise BadTokenizer(
+                f"{folder / 'added_tokens.json'} says that {word!r} is token {number}, and behind the vocabulary it is "
+                f"{backend.token_to_id(word)}; download both files again"
+            )
+    for role, word in special.items():
+        eats_space = role == "mask_token" and mask_eats_space
+        if backend.token_to_id(word) is not None:
+            backend.add_special_tokens([AddedToken(word, special=True, normalized=False, lstrip=eats_space)])
+
+
+def require_token(folder: Path, backend: Backend, special: Mapping[str, str], role: str, kind: str) -> tuple[str, int]:
+    """A special token and its number. Raises BadTokenizer where the vocabulary lacks it."""
+    number = backend.token_to_id(special[role])
+    if number is None:
+        raise BadTokenizer(
+            f"the vocabulary of {folder} lacks {special[role]}, the {role} of a {kind}; download it again, or name the "
+            "token in tokenizer_config.json"
+        )
+    return special[role], number
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object; an absent file is an empty one."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise BadTokenizer(f"{path} cannot be read: {error}; download it again") from None
+    return value if isinstance(value, dict) else {}

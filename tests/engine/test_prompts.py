@@ -13,8 +13,9 @@ import pytest
 from scripted_core import facts
 from slipstream import SamplingParams
 from slipstream.engine.front import prompts as module
-from slipstream.engine.front.ahead import Ahead, size_of
+from slipstream.engine.front.ahead import Ahead
 from slipstream.engine.front.inputs import InputProcessor
+from slipstream.engine.front.offload import size_of
 from slipstream.engine.front.prompts import Prompts
 from slipstream.errors import BadTokenizer, InvalidPrompt, PromptTooLong
 from slipstream.text.tokenizer import Tokenizer

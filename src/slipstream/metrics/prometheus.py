@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 
 from slipstream.metrics.lane import LaneStats
+from slipstream.metrics.process import read_process
 from slipstream.metrics.stats import FrontEnds, FrontStats, Histogram, ModelStats
 
 Families = Iterator[Any]
@@ -41,6 +42,14 @@ _HISTOGRAMS: tuple[tuple[str, str, str], ...] = (
     ("request_inference_time_seconds", "from the prompt's beginning to the last token", "inference"),
     ("request_prompt_tokens", "tokens of a prompt", "prompt_length"),
     ("request_generation_tokens", "tokens generated for a prompt", "output_length"),
+)
+_OF_PROCESSES: tuple[tuple[str, str, str, str], ...] = (
+    ("gauge", "resident_memory_bytes", "memory that is there", "resident"),
+    ("gauge", "virtual_memory_bytes", "addresses that are taken", "virtual"),
+    ("counter", "cpu_seconds", "user and system time", "cpu_seconds"),
+    ("gauge", "start_time_seconds", "since 1970", "start_time"),
+    ("gauge", "open_fds", "open files, every connection among them", "open_files"),
+    ("gauge", "max_fds", "files that may be open", "max_files"),
 )
 # vLLM's names of ours
 _ALIASES = {
@@ -79,6 +88,7 @@ class Metrics:
     def collect(self) -> Families:
         front, lanes = self._look()
         yield from _server(front, self._version)
+        yield from _processes(front.pids)
         yield from _front_ends(self._front_ends() or FrontEnds(1, 1))
         yield from _lanes(lanes)
         yield from _models(front.models)
@@ -106,6 +116,16 @@ def _server(front: FrontStats, version: str) -> Families:
         "slipstream_queued_requests", "prompts of which nothing was computed yet", value=front.queued_requests
     )
     yield GaugeMetricFamily("slipstream_queued_tokens", "and their tokens", value=front.queued_tokens)
+
+
+def _processes(pids: dict[str, int]) -> Families:
+    """Under the names that prometheus_client gives them, with the process as a label: there are several of them."""
+    found = {name: stats for name, pid in pids.items() if (stats := read_process(pid)) is not None}
+    for kind, name, doc, field in _OF_PROCESSES:
+        family = _KINDS[kind](f"process_{name}", doc, labels=("process",))
+        for process, stats in found.items():
+            family.add_metric((process,), getattr(stats, field))
+        yield family
 
 
 def _front_ends(front_ends: FrontEnds) -> Families:

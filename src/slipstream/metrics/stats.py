@@ -64,10 +64,11 @@ class FrontStats(msgspec.Struct):
     open_requests: int = 0  # prompts under way
     queued_requests: int = 0
     queued_tokens: int = 0
+    pids: dict[str, int] = {}  # processes, by what they are
 
     def without_gauges(self) -> FrontStats:
         """What is only ever added to."""
-        return msgspec.structs.replace(self, open_requests=0, queued_requests=0, queued_tokens=0)
+        return msgspec.structs.replace(self, open_requests=0, queued_requests=0, queued_tokens=0, pids={})
 
 
 class FrontEnds(msgspec.Struct, frozen=True):

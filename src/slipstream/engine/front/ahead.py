@@ -1,16 +1,11 @@
-"""Work beside the work that waits for it. Ahead: a list made part by part, the next one by a thread while those before
-are used; off_loop: what would keep an event loop from others."""
+"""Ahead: a list made part by part, the next one by a thread while those before are used."""
 
 from __future__ import annotations
 
-import asyncio
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
-
-import numpy as np
 
 Part = TypeVar("Part")
 T = TypeVar("T")
@@ -63,23 +58,3 @@ class Ahead(Generic[Part, T]):
         else:
             self._thread = None
         self._made.extend(made)
-
-
-LONG = 8192  # characters or token ids that are read in a thread; fewer take less time than the way there
-EACH = 128  # characters that take as long to read as a prompt does beside its own
-
-
-async def off_loop(size: int, work: Callable[[], T]) -> T:
-    """Tokenising: short texts here and now, long ones beside the loop, which others wait for."""
-    return work() if size < LONG else await asyncio.to_thread(work)
-
-
-def size_of(prompt: object) -> int:
-    """Its characters or token ids, whatever its form."""
-    if isinstance(prompt, Mapping):
-        return sum(map(size_of, prompt.values()))
-    if isinstance(prompt, tuple) and any(isinstance(one, str) for one in prompt[:2]):
-        return sum(map(size_of, prompt))  # a pair of texts
-    if isinstance(prompt, np.ndarray):
-        return prompt.size if prompt.ndim else 0
-    return len(prompt) if isinstance(prompt, Sequence | array) else 0

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from slipstream.config.options import options_of
 from slipstream.engine.front import pooling_calls
-from slipstream.engine.front.ahead import EACH, off_loop, size_of
 from slipstream.engine.front.desk import Desk, in_use
 from slipstream.engine.front.inputs import InputProcessor, Message, Prepared, Prompt
+from slipstream.engine.front.offload import EACH, off_loop, size_of
 from slipstream.engine.front.pool_inputs import PoolInputs
 from slipstream.engine.front.pool_results import (
     ClassificationRequestOutput,

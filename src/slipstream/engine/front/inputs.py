@@ -13,6 +13,7 @@ from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, Prompt
 from slipstream.messages import Submit
 from slipstream.params import MAX_BAD_WORD, MAX_BAD_WORDS, SamplingParams
 from slipstream.text.chat import render_chat
+from slipstream.text.excerpt import Excerpts
 from slipstream.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -32,6 +33,7 @@ class InputProcessor:
     def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None) -> None:
         self.facts = facts
         self.tokenizer = tokenizer
+        self._excerpts = None if tokenizer is None else Excerpts(tokenizer)
         self._settled: tuple[SamplingParams | None, SamplingParams] | None = None  # as given last, and settled
         # a tokenizer may have tokens that the model has no vectors for
         self._has_extra_tokens = tokenizer is not None and tokenizer.vocab_size > facts.vocab_size
@@ -57,7 +59,8 @@ class InputProcessor:
         """
         message, text = self.ask(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
         if not message.prompt_token_ids:
-            message = self.complete(message, self.encode([text or ""], add_special_tokens)[0])
+            read = self.to_read(message, text or "")
+            message = self.complete(message, self.encode([read], add_special_tokens)[0])
         return message, text
 
     def ask(
@@ -81,6 +84,23 @@ class InputProcessor:
         bad_words = self._bad_words(params)
         message = Submit(request_id, [], params, time.time(), params.priority, params.cache_salt, bad_words)
         return (message if ids is None else self.complete(message, ids)), text
+
+    def to_read(self, message: Submit, text: str) -> str:
+        """What must be tokenised of a text: all of it, or an end where it is cut to its last tokens.
+
+        A text that is far too long is refused here, before all of it is read.
+        """
+        params, most = message.params, self.facts.max_model_len
+        assert isinstance(params, SamplingParams)
+        excerpts = self._excerpts
+        if excerpts is None or excerpts.is_short(text, most):
+            return text
+        if (keep := params.truncate_prompt_tokens) is not None:
+            return excerpts.end(text, keep if keep > 0 else most - 1)
+        if excerpts.exceeds(text, most):
+            fact = f"the prompt has {len(text)} characters and more than {most} tokens, {self.facts.name} takes {most}"
+            raise PromptTooLong(f"{fact} with at least one of them for the answer; {self.facts.way_out}")
+        return text
 
     def complete(self, message: Submit, ids: list[int]) -> Submit:
         """With the prompt's token ids."""

@@ -85,7 +85,9 @@ class PromptReader:
                     prepared[place] = Prepared(start + place, None, ids, None, params[place])
                 elif kind is tuple and _is_pair(prompt):
                     _check_pair(prompt)
-                    pairs.setdefault(self._limit(params[place], PLAIN), []).append(place)
+                    cut = self._limit(params[place], PLAIN)
+                    self._check_size(cut, *cast(tuple[str, str], prompt))
+                    pairs.setdefault(cut, []).append(place)
                 elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
                     whole = _ids(prompt["prompt_token_ids"])
                     ids = self._kept(whole, params[place])
@@ -101,7 +103,9 @@ class PromptReader:
                             "two texts as a pair"
                         )
                     shown[place] = text
-                    texts.setdefault(self._limit(params[place], role), []).append(place)
+                    cut = self._limit(params[place], role)
+                    self._check_size(cut, text)
+                    texts.setdefault(cut, []).append(place)
                 elif isinstance(prompt, Sequence):
                     ids = self._kept(_ids(prompt), params[place])
                     prepared[place] = Prepared(start + place, None, ids, None, params[place])
@@ -139,7 +143,8 @@ class PromptReader:
 
     def text_ids(self, text: str, params: PoolingParams, prefix: str = "") -> list[int]:
         """Of one text. The same ids as `read` gives, for those to whom a request is one text and time counts."""
-        limit, side = self._limit(params, PLAIN)
+        limit, side = cut = self._limit(params, PLAIN)
+        self._check_size(cut, text)
         (ids,) = self._encode(self._case([prefix + text]), limit, side)
         if not 0 < len(ids) <= self.facts.max_model_len:
             self._refuse_length(len(ids))
@@ -219,6 +224,27 @@ class PromptReader:
     def _case(self, texts: list[str]) -> list[str]:
         return [text.lower() for text in texts] if self.pooling.lower_case else texts
 
+    def text_to_read(self, text: str, params: PoolingParams) -> str:
+        """What must be tokenised of a text whose token ids are cut as given ids are. Raises as `read` would."""
+        keep = params.truncate_prompt_tokens
+        if keep is None or params.truncation_side == "never":
+            self._check_size((None, "never"), text)
+            return text
+        excerpts = self._encoder().excerpts
+        part = excerpts.end if params.truncation_side == "left" else excerpts.beginning
+        return part(text, keep if keep > 0 else self.facts.max_model_len)
+
+    def beginnings(self, texts: Sequence[str], limit: int) -> list[str]:
+        """Of each text as much as its first tokens."""
+        encoder = self._encoder()
+        short = [encoder.excerpts.beginning(text, limit) for text in texts]
+        encoder.tokenizer.encodings(short, add_special_tokens=False)  # says what is wrong with a text
+        found = encoder.tokenizer.backend.encode_batch(short, add_special_tokens=False)  # and knows where tokens are
+        return [
+            text[: encoding.offsets[limit - 1][1]] if len(encoding.ids) > limit else text
+            for text, encoding in zip(texts, found, strict=True)
+        ]
+
     def _encode(self, texts: list[str], limit: int | None, side: str) -> list[list[int]]:
         found = self._encoder().texts(texts, limit, side=side)
         if side == "never" and (most := self.pooling.max_seq_length) is not None:
@@ -229,6 +255,14 @@ class PromptReader:
                         "have it cut by truncate_prompt_tokens"
                     )
         return found
+
+    def _check_size(self, cut: _Cut, *texts: str) -> None:
+        """Refuses texts that are not cut and far too long, before all of them is read."""
+        most = self.facts.max_model_len
+        for text in texts if cut[0] is None else ():
+            if self._encoder().excerpts.exceeds(text, most):
+                fact = f"the prompt has {len(text)} characters and more than {most} tokens"
+                raise PromptTooLong(f"{fact}, {self.facts.name} takes {most}; {self.facts.way_out}")
 
     def _encoder(self) -> Pieces:
         if self._pieces is None:

@@ -55,17 +55,23 @@ class Prompts:
 
 
 def _make(inputs: InputProcessor, asked: Sequence[Prepared], special: bool, part: slice) -> list[Prepared]:
-    texts = [text or "" for message, text in asked[part] if not message.prompt_token_ids]
-    try:
-        found = iter(inputs.encode(texts, special) if texts else ())
-    except InvalidPrompt:
-        found = iter(())  # whose text it was shows when they are encoded one by one
+    to_read: list[str | None] = []  # None where token ids were given
     made: list[Prepared] = []
     try:
         for message, text in asked[part]:
-            if not message.prompt_token_ids:
-                ids = next(found, None) or inputs.encode([text or ""], special)[0]
-                message = inputs.complete(message, ids)
+            to_read.append(None if message.prompt_token_ids else inputs.to_read(message, text or ""))
+    except UserError as error:
+        raise error.of_prompt(part.start + len(to_read), len(asked)) from None
+    texts = [text for text in to_read if text is not None]
+    try:
+        found = inputs.encode(texts, special) if texts else []
+    except InvalidPrompt:
+        found = []  # whose text it was shows when they are encoded one by one
+    each = iter(found)
+    try:
+        for (message, text), read in zip(asked[part], to_read, strict=True):
+            if read is not None:
+                message = inputs.complete(message, next(each) if found else inputs.encode([read], special)[0])
             made.append((message, text))
     except UserError as error:
         raise error.of_prompt(part.start + len(made), len(asked)) from None

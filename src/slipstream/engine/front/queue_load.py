@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class QueueLoad:
@@ -12,12 +14,29 @@ class QueueLoad:
     def __init__(self) -> None:
         self.num_open = 0
         self.num_queued = 0
+        self.num_encoding = 0  # prompts that are tokenised, and will be queued then
         self.queued_tokens = 0
         self.queued_of: Counter[str] = Counter()  # prompts queued for each model, by name
-        self.queued_by: Counter[str] = Counter()  # prompts queued by each caller that has any
+        self.queued_by: Counter[str] = Counter()  # prompts that wait, by each caller that has any
         self._rate = 0.0  # requests that leave the queue in a second, lately
         self._since = time.monotonic()
         self._num_left = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Prompts of which nothing was computed yet, tokenised or not."""
+        return self.num_queued + self.num_encoding
+
+    @contextmanager
+    def encoding(self, count: int, caller: str = "") -> Iterator[None]:
+        """While prompts are tokenised."""
+        self.num_encoding += count
+        self.queued_by[caller] += count
+        try:
+            yield
+        finally:
+            self.num_encoding -= count
+            self._leave_queue(caller, count)
 
     def enter(self, model: str, num_tokens: int, caller: str = "") -> None:
         self.num_open += 1
@@ -29,11 +48,14 @@ class QueueLoad:
     def start(self, model: str, num_tokens: int, caller: str = "") -> None:
         self.num_queued -= 1
         self.queued_of[model] -= 1
-        self.queued_by[caller] -= 1
-        if not self.queued_by[caller]:
-            del self.queued_by[caller]  # callers come and go
+        self._leave_queue(caller, 1)
         self.queued_tokens -= num_tokens
         self._num_left += 1
+
+    def _leave_queue(self, caller: str, count: int) -> None:
+        self.queued_by[caller] -= count
+        if not self.queued_by[caller]:
+            del self.queued_by[caller]  # callers come and go
 
     def leave(self) -> None:
         self.num_open -= 1

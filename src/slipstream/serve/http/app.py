@@ -72,19 +72,7 @@ class App:
             status = 499
             self.state.counters.aborted[gone.cause] += 1
         except Exception as error:
-            failure = as_http_error(error, request_id, call.names if call is not None else {})
-            if failure.param is None and failure.status == 400 and call is not None:
-                failure.param = call.input
-            if failure.status == 500:
-                log.exception("request %s failed", request_id, extra={"request_id": request_id})
-            elif log.isEnabledFor(logging.DEBUG):
-                log.debug("request %s: %d, %s", request_id, failure.status, failure.message)
-            if failure.code == "deadline":
-                self.state.counters.aborted["deadline"] += 1
-            if route is not None and route.failed is not None:
-                failure = route.failed(failure)
-            status = failure.status
-            await response.fail(failure)
+            status = await self._fail(error, request_id, route, call, response)
         finally:
             seconds = time.perf_counter() - began
             if self.state.traces is not None and call is not None:
@@ -92,6 +80,25 @@ class App:
             self._count(request_id, scope["client"], scope["method"], name, status, seconds, route)
             if call is not None and call.tracks and log.isEnabledFor(logging.DEBUG):
                 log.debug("request %s: %s", request_id, told_of(call))
+
+    async def _fail(
+        self, error: Exception, request_id: str, route: Route | None, call: Call | None, response: Response
+    ) -> int:
+        """Answers with the error; returns its status. Not in the frame that caught it: an exception that a variable of
+        its own traceback names is kept, and the body with it, until the collector comes."""
+        failure = as_http_error(error, request_id, call.names if call is not None else {})
+        if failure.param is None and failure.status == 400 and call is not None:
+            failure.param = call.input
+        if failure.status == 500:
+            log.exception("request %s failed", request_id, extra={"request_id": request_id})
+        elif log.isEnabledFor(logging.DEBUG):
+            log.debug("request %s: %d, %s", request_id, failure.status, failure.message)
+        if failure.code == "deadline":
+            self.state.counters.aborted["deadline"] += 1
+        if route is not None and route.failed is not None:
+            failure = route.failed(failure)
+        await response.fail(failure)
+        return failure.status
 
     def refusal(self, method: str, path: str, headers: Headers, client: Address | None) -> tuple[HttpError, str] | None:
         """The answer to a request for which there is no room, on its head alone, and its id.

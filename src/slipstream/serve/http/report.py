@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -70,6 +71,17 @@ class Report:
             refused=dict(counters.refused),
             models={name: engine.stats.setdefault(name, ModelStats()) for name in engine.models},
             open_requests=load.num_open,
-            queued_requests=load.num_queued,
+            queued_requests=load.num_waiting,
             queued_tokens=load.queued_tokens,
+            pids=self._pids(),
         )
+
+    def _pids(self) -> dict[str, int]:
+        """Of this front end, and of the core where the first of them tells."""
+        number = 0 if self.board is None else self.board.own
+        pids = {f"front_end_{number}": os.getpid()}
+        if self.board is not None and number == 0:
+            pids["supervisor"] = os.getppid()
+        if number == 0 and (core := self.state.engine.core_pid) is not None:
+            pids["core"] = core
+        return pids

@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from slipstream.engine.front.frontend import AsyncEngine
+from slipstream.engine.front.offload import LONG, OFFLOAD
 from slipstream.metrics.board import Board
 from slipstream.metrics.traces import Traces
 from slipstream.serve.http.auth import Keys
@@ -16,6 +19,10 @@ from slipstream.serve.http.errors import HttpError, bad_request
 from slipstream.serve.http.hosts import Hosts
 from slipstream.serve.http.report import Report
 from slipstream.serve.http.settings import Settings
+
+T = TypeVar("T")
+
+_MAX_CHARS = 2**27  # of texts that wait to be tokenised or are being tokenised, in one front end
 
 
 class State:
@@ -62,7 +69,7 @@ class State:
     @property
     def is_full(self) -> bool:
         """Whether not even one more prompt may wait."""
-        return self.engine.load.num_queued >= _with_reserve(self._max_requests)
+        return self.engine.load.num_waiting >= _with_reserve(self._max_requests)
 
     def no_room(self, num_requests: int = 1, num_tokens: int = 0, caller: str = "") -> HttpError | None:
         """What to say to those who would only wait: an answer now is worth more than one too late.
@@ -79,8 +86,8 @@ class State:
                 "once or raise --max-queued-requests",
                 code="too_many_inputs",
             )
-        if load.num_queued + num_requests > limit:
-            fact = f"{load.num_queued} requests are waiting, {limit} may"
+        if load.num_waiting + num_requests > limit:
+            fact = f"{load.num_waiting} requests are waiting, {limit} may"
         # a prompt longer than the bound is served when nobody else waits
         elif load.queued_tokens and load.queued_tokens + num_tokens > most_tokens:
             fact = f"{load.queued_tokens} prompt tokens are waiting, {most_tokens} may"
@@ -103,6 +110,22 @@ class State:
         """Raises where there is no room for so much."""
         if (error := self.no_room(num_requests, num_tokens, caller)) is not None:
             raise error
+
+    async def encode(self, num_requests: int, size: int, work: Callable[[], T], caller: str = "") -> T:
+        """Runs what tokenises the prompts of a request, if there is room for them; meanwhile they count as waiting.
+        `size`: their characters."""
+        self.admit(num_requests, caller=caller)
+        with self.engine.load.encoding(num_requests, caller):
+            return await self.off_loop(size, work)
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Runs work on so many characters beside the event loop, unless too many wait for that already. A text that is
+        larger than all may be together is read where no other is."""
+        if size >= LONG and OFFLOAD.size and OFFLOAD.size + size > _MAX_CHARS:
+            self.counters.refused["queue_full"] += 1
+            fact = f"{OFFLOAD.size} characters wait to be tokenised, {_MAX_CHARS} may"
+            raise HttpError(429, f"{fact}; try again soon", retry_after=1, code="queue_full")
+        return await OFFLOAD.run(size, work)
 
 
 def _with_reserve(limit: int) -> int:

@@ -6,14 +6,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.engine.front.ahead import off_loop
 from slipstream.engine.front.served import ServedModel
 from slipstream.errors import InvalidPrompt
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import as_http_error, bad_request
 from slipstream.serve.http.openai.messages import message_chars, text_messages
 from slipstream.serve.http.pooling.tei_errors import in_tei_words
-from slipstream.serve.http.pooling.tei_tokens import tei_tokenize
+from slipstream.serve.http.pooling.tei_tokens import check_chars, tei_tokenize
 from slipstream.serve.http.reply import Reply, json_reply
 from slipstream.serve.http.routes import post
 from slipstream.text.tokenizer import Tokenizer
@@ -70,6 +69,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
     else:
         text_messages(call, body.messages or [], tokenizer)
     size = len(body.prompt) if body.prompt is not None else message_chars(body.messages or [])
+    check_chars(size, "messages" if body.prompt is None else "prompt")
 
     def work() -> list[int]:
         if body.prompt is not None:
@@ -83,7 +83,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
         )
         return tokenizer.encode(text, body.add_special_tokens is True)
 
-    tokens = await off_loop(size, work)
+    tokens = await call.state.off_loop(size, work)
     texts = [tokenizer.text_of(token) for token in tokens] if body.return_token_strs else None
     return json_reply(TokenizeResponse(len(tokens), served.facts.max_model_len, tokens, texts))
 
@@ -105,7 +105,7 @@ async def detokenize(call: Call, body: DetokenizeRequest) -> Reply:
     for token in body.tokens:
         if not 0 <= token < served.facts.vocab_size:
             raise InvalidPrompt(f"token id {token} is unknown; {served.facts.known_ids}")
-    text = await off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    text = await call.state.off_loop(len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
     return json_reply(DetokenizeResponse(text))
 
 

@@ -56,10 +56,16 @@ class Watch:
         self._listener.cancel()
         if self._timer is not None:
             self._timer.cancel()
-        if self._reason is not None:
-            self._task.uncancel()
+        task, reason = self._task, self._reason
+        # what knows itself, by a task or by a traceback, waits for the collector, and the request's body with it
+        del self._listener, self._task, self._reason
+        if reason is not None:
+            task.uncancel()
             if isinstance(error, asyncio.CancelledError):
-                raise self._reason from None
+                try:
+                    raise reason from None
+                finally:
+                    del reason
 
     async def _listen(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -67,6 +73,6 @@ class Watch:
         self._give_up(ClientGone())
 
     def _give_up(self, reason: Exception) -> None:
-        if self._reason is None and not self._over:
+        if not self._over and self._reason is None:
             self._reason = reason
             self._task.cancel()

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import uvicorn
 
 from slipstream.engine.front.frontend import AsyncEngine
+from slipstream.engine.front.heap import bound_heap
 from slipstream.engine.link.remote import SocketClient
 from slipstream.metrics.board import Board
 from slipstream.serve.http.app import App
@@ -43,6 +44,7 @@ def run_worker(
     settings: Settings, listener: socket.socket, core: socket.socket, board: Board | None = None
 ) -> WorkerEnd | None:
     """Serves until told to end; None if all went well. With a `board` it is one of several under a supervisor."""
+    bound_heap()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_Worker(settings, board).run(listener, core))
 

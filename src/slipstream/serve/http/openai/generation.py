@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.engine.front.ahead import off_loop
 from slipstream.engine.front.inputs import Prepared
 from slipstream.engine.front.outputs import Track
 from slipstream.engine.front.prompts import Prompts
@@ -31,8 +30,7 @@ async def start(
     `size`: characters of all prompts. `limit`: tokens that the request itself asked for.
     """
     state = call.state
-    state.admit(num_prompts, caller=call.caller)
-    submits = await off_loop(size, prepare)
+    submits = await state.encode(num_prompts, size, prepare, call.caller)
     for message, _ in submits:
         _check_room(call, model, message, limit)
     num_tokens = sum(len(message.prompt_token_ids) for message, _ in submits)

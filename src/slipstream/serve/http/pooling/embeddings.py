@@ -7,8 +7,8 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from slipstream.engine.front.ahead import off_loop
 from slipstream.engine.front.pooling_calls import encode
+from slipstream.pooling_params import PoolingParams
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.fields import Refused
@@ -50,8 +50,9 @@ async def create_embeddings(call: Call, body: EmbeddingRequest) -> Reply:
         own["dimensions"] = body.dimensions
     if body.normalize is not None:
         own["normalize"] = body.normalize
+    params = pooling_params(call, body, chosen.inputs.pooling, "embed", **own)
     if body.messages is not None:
-        given: Any = [await _message_ids(call, body, chosen, body.messages)]
+        given: Any = [await _message_ids(call, body, chosen, body.messages, params)]
     elif body.input is not None:
         for name in _OF_MESSAGES:
             if getattr(body, name) is not None:
@@ -60,7 +61,6 @@ async def create_embeddings(call: Call, body: EmbeddingRequest) -> Reply:
         given = body.input
     else:
         raise bad_request("there is no input; give a text, or messages", "input")
-    params = pooling_params(call, body, chosen.inputs.pooling, "embed", **own)
     if (text := short_text(given)) is not None:
         pooled, num_tokens = await run_text(call, chosen, text, params, body.prompt_name)
         (numbers,) = written([pooled.array()], body.encoding_format)
@@ -79,7 +79,9 @@ async def create_embeddings(call: Call, body: EmbeddingRequest) -> Reply:
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "chat_template")
 
 
-async def _message_ids(call: Call, body: EmbeddingRequest, chosen: Chosen, messages: list[dict[str, Any]]) -> list[int]:
+async def _message_ids(
+    call: Call, body: EmbeddingRequest, chosen: Chosen, messages: list[dict[str, Any]], params: PoolingParams
+) -> list[int]:
     """Of a conversation. The template has put special tokens where it wants them; text has them added otherwise."""
     if body.input is not None:
         raise bad_request("there are input and messages; give one of them", "input")
@@ -98,9 +100,9 @@ async def _message_ids(call: Call, body: EmbeddingRequest, chosen: Chosen, messa
             chat_template_kwargs=body.chat_template_kwargs,
         )
         assert tokenizer is not None  # or there would have been no text
-        return tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.encode(chosen.inputs.text_to_read(text, params), add_special_tokens=False)
 
-    return await off_loop(message_chars(messages), work)
+    return await call.state.off_loop(message_chars(messages), work)
 
 
 def written(arrays: list[Any], encoding: str | None) -> list[Any]:

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from slipstream.engine.front.ahead import off_loop
 from slipstream.engine.front.pool_inputs import PoolInputs
 from slipstream.engine.front.pool_results import RerankResult
 from slipstream.engine.front.pooling_calls import rerank
@@ -169,7 +168,7 @@ async def _rank(
     if (limit := body.max_tokens_per_doc) is not None:
         if limit < 1:
             raise bad_request(f"max_tokens_per_doc is {limit}; give 1 or more", "max_tokens_per_doc")
-        read = await off_loop(size_of(texts), lambda: _beginnings(chosen.inputs, texts, limit))
+        read = await call.state.off_loop(size_of(texts), lambda: chosen.inputs.beginnings(texts, limit))
     # more than there are documents means all of them
     top_n = body.top_n if body.top_n is None else min(body.top_n, max(1, len(texts)))
     verb = rerank(chosen.inputs, body.query, read, params, top_n=top_n, instruction=body.instruction)
@@ -196,18 +195,6 @@ def _text(place: int, document: str | dict[str, Any]) -> str:
     if not isinstance(text, str):
         raise bad_request(f"document {place} is an object without a text; give it one", f"documents[{place}]")
     return text
-
-
-def _beginnings(inputs: PoolInputs, texts: list[str], limit: int) -> list[str]:
-    """Of each text as much as its first tokens."""
-    if inputs.tokenizer is None:
-        return texts  # what follows says what is wrong
-    inputs.tokenizer.encodings(texts, add_special_tokens=False)  # says what is wrong with a text
-    found = inputs.tokenizer.backend.encode_batch(texts, add_special_tokens=False)  # and knows where tokens are
-    return [
-        text[: encoding.offsets[limit - 1][1]] if len(encoding.ids) > limit else text
-        for text, encoding in zip(texts, found, strict=True)
-    ]
 
 
 ROUTES: list[Route] = [

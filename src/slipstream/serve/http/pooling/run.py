@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from slipstream.engine.front.ahead import EACH, LONG, off_loop
 from slipstream.engine.front.inputs import Prepared
+from slipstream.engine.front.offload import EACH, LONG
 from slipstream.engine.front.outputs import PoolTrack
 from slipstream.engine.front.pool_inputs import PoolInputs
 from slipstream.engine.front.pool_results import PoolingRequestOutput
@@ -75,8 +75,8 @@ async def run(call: Call, chosen: Chosen, verb: Verb[T], size: int) -> tuple[T, 
         while True:
             batches = next(verb) if found is None else verb.send(found)
             feed = Feed(chosen.inputs, batches, engine.new_id, plain=True)
-            state.admit(feed.total, caller=call.caller)
-            submits: list[Prepared] = await off_loop(size + EACH * feed.total, partial(list, feed))
+            read = partial(list[Prepared], feed)
+            submits = await state.encode(feed.total, size + EACH * feed.total, read, call.caller)
             state.check_answer(feed.num_bytes(submits))
             count = sum(len(message.prompt_token_ids) for message, _ in submits)
             state.admit(len(submits), count, call.caller)  # others came while we tokenised

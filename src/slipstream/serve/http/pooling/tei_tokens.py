@@ -6,7 +6,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.engine.front.ahead import off_loop
 from slipstream.engine.front.served import POOLING_TASKS, ServedModel
 from slipstream.errors import InvalidPrompt
 from slipstream.serve.http.call import Call
@@ -16,6 +15,8 @@ from slipstream.serve.http.pooling.tei_errors import TeiErrorBody, in_tei_words
 from slipstream.serve.http.reply import Reply, json_reply
 from slipstream.serve.http.routes import post
 from slipstream.text.tokenizer import Tokenizer
+
+MAX_CHARS = 2**21  # that one request may have tokenised for their own sake
 
 
 class SimpleToken(msgspec.Struct):
@@ -35,6 +36,7 @@ async def tei_tokenize(
     call.check_count(len(texts), "inputs")
     if not texts:
         raise bad_request("inputs is empty; give a text", "inputs", "empty")
+    check_chars(size_of(texts), "inputs")
     if served.pool_inputs is not None:
         before = served.pool_inputs.prefix(prompt_name)
         texts = [before + text for text in texts]
@@ -46,7 +48,14 @@ async def tei_tokenize(
         found = tokenizer.backend.encode_batch(texts, add_special_tokens=special)
         return [_tokens(text, encoding) for text, encoding in zip(texts, found, strict=True)]
 
-    return json_reply(await off_loop(size_of(texts), work))
+    return json_reply(await call.state.off_loop(size_of(texts), work))
+
+
+def check_chars(size: int, name: str) -> None:
+    """All of a text is tokenised here, however long: nothing is known that would be too much for it."""
+    if size > MAX_CHARS:
+        fact = f"{name} has {size} characters, and {MAX_CHARS} are tokenised at once"
+        raise bad_request(f"{fact}; send it in parts", name, "too_many_characters")
 
 
 def _tokens(text: str, encoding: Any) -> list[SimpleToken]:
@@ -81,7 +90,7 @@ async def decode(call: Call, body: DecodeRequest) -> Reply:
     def work() -> list[str]:
         return [tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) for ids in lists]
 
-    return json_reply(await off_loop(size, work))
+    return json_reply(await call.state.off_loop(size, work))
 
 
 def _tokenizer(call: Call, model: str | None) -> tuple[ServedModel, Tokenizer]:

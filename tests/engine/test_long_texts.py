@@ -1,0 +1,183 @@
+"""Texts far beyond the model length: refused or cut without reading all of them, few at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import msgspec
+import pytest
+
+from scripted_core import EVERY_TASK, facts
+from slipstream import SamplingParams
+from slipstream.engine.front import offload
+from slipstream.engine.front.inputs import InputProcessor
+from slipstream.engine.front.offload import LONG, Offload
+from slipstream.engine.front.pool_inputs import PoolInputs
+from slipstream.engine.front.pool_prompts import Batch
+from slipstream.engine.front.prompts import Prompts
+from slipstream.engine.front.queue_load import QueueLoad
+from slipstream.errors import InvalidPrompt, PromptTooLong
+from slipstream.pooling_params import PoolingParams
+from text.test_pieces import Counting, bytewise, wordpiece
+
+WORDS = "the cat sat on a mat " * 50_000  # a million characters
+MODEL = dict(max_model_len=64, max_batch_tokens=16)
+
+
+def generating(backend):
+    tokenizer = Counting(backend)
+    tokenizer.read = 0
+    return InputProcessor(facts("nowhere", **MODEL), tokenizer)
+
+
+def pooling(backend, **more):
+    info = msgspec.structs.replace(EVERY_TASK, **more)
+    reader = PoolInputs(facts("nowhere", pooling=info, **MODEL), Counting(backend))
+    reader._encoder()
+    reader.tokenizer.read = 0
+    return reader
+
+
+@pytest.fixture(params=[wordpiece, lambda: bytewise(True)], ids=["wordpiece", "bytes"])
+def backend(request):
+    return request.param()
+
+
+def test_a_prompt_that_is_far_too_long_is_refused_after_its_beginning(backend):
+    inputs = generating(backend)
+    with pytest.raises(PromptTooLong, match="1050000 characters and more than 64 tokens"):
+        inputs.submit("a", WORDS, SamplingParams())
+    with pytest.raises(PromptTooLong, match="^prompt 2 of 3: .* more than 64 tokens"):
+        list(Prompts(inputs, ["the", WORDS, "cat"], [None] * 3, iter("abc").__next__))
+    assert inputs.tokenizer.read < 5_000
+
+
+def test_a_prompt_that_is_cut_is_read_at_its_end(backend):
+    inputs = generating(backend)
+    whole = inputs.tokenizer.encode(WORDS)
+    inputs.tokenizer.read = 0
+    for keep, wanted in ((5, whole[-5:]), (-1, whole[-63:])):
+        message, _ = inputs.submit("a", WORDS, SamplingParams(truncate_prompt_tokens=keep))
+        assert message.prompt_token_ids == wanted
+    assert inputs.tokenizer.read < 10_000
+
+
+def test_texts_to_be_pooled_that_are_far_too_long_are_refused_after_their_beginning(backend):
+    reader = pooling(backend)
+    params = PoolingParams(task="embed")
+    for prompts in (["the", WORDS], ["the", ("the", WORDS)], ["the", (WORDS, "cat")]):
+        with pytest.raises(PromptTooLong, match="^prompt 2 of 2: .* more than 64 tokens"):
+            reader.read(Batch(prompts, params), slice(0, 2))
+    with pytest.raises(PromptTooLong):
+        reader.text_ids(WORDS, params)
+    with pytest.raises(PromptTooLong):
+        reader.text_to_read(WORDS, params)
+    assert reader.tokenizer.read < 10_000
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_texts_to_be_pooled_that_are_cut_are_read_where_they_are_kept(backend, side):
+    reader = pooling(backend)
+    params = PoolingParams(task="embed", truncate_prompt_tokens=20, truncation_side=side)
+    whole = reader.tokenizer.encode(WORDS, add_special_tokens=False)
+    reader.tokenizer.read = 0
+    (found,) = reader.read(Batch([WORDS], params), slice(0, 1))
+    kept = whole[-20:] if side == "left" else whole[:20]
+    marks = reader.tokenizer.backend.num_special_tokens_to_add(is_pair=False)
+    assert len(found.ids) == 20
+    assert list(found.ids)[marks // 2 : 20 - marks // 2] == (kept[marks:] if side == "left" else kept[: 20 - marks])
+    reader.read(Batch([(WORDS, WORDS)], params), slice(0, 1))
+    part = reader.text_to_read(WORDS, params)
+    ids = reader.tokenizer.encode(part, add_special_tokens=False)
+    assert (ids[-20:] if side == "left" else ids[:20]) == kept
+    assert reader.tokenizer.read < 40_000
+
+
+def test_the_beginnings_of_long_documents_are_found_at_their_beginnings(backend):
+    reader = pooling(backend)
+    assert reader.beginnings([WORDS, "the cat"], 4)[1] == "the cat"
+    assert WORDS.startswith(reader.beginnings([WORDS], 3)[0])
+    assert reader.tokenizer.read < 10_000
+
+
+def test_a_text_of_spaces_alone_is_read_so_far_and_no_further():
+    inputs = generating(wordpiece())
+    with pytest.raises(InvalidPrompt, match="spaces"):
+        inputs.submit("a", " " * 2_000_000, SamplingParams())
+    assert inputs.tokenizer.read < 3_000_000
+
+
+def test_no_more_texts_are_read_at_once_than_there_are_threads_and_all_are_read():
+    running, most, lock = 0, 0, threading.Lock()
+
+    def work():
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        assert go_on.wait(30)
+        with lock:
+            running -= 1
+        return "done"
+
+    async def main():
+        pool = Offload(threads=2)
+        tasks = [asyncio.create_task(pool.run(LONG, work)) for _ in range(6)]
+        await asyncio.sleep(0)
+        assert pool.size == 6 * LONG
+        go_on.set()
+        assert await asyncio.gather(*tasks) == ["done"] * 6
+        assert pool.size == 0
+
+    go_on = threading.Event()
+    asyncio.run(main())
+    assert most <= 2
+
+
+def test_work_that_nobody_waits_for_any_more_is_not_begun():
+    begun = []
+
+    def hold():
+        assert go_on.wait(30)
+
+    async def main():
+        pool = Offload(threads=1)
+        first = asyncio.create_task(pool.run(LONG, hold))
+        second = asyncio.create_task(pool.run(LONG, lambda: begun.append(1)))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        assert pool.size == LONG
+        go_on.set()
+        await first
+        assert pool.size == 0
+
+    go_on = threading.Event()
+    asyncio.run(main())
+    assert not begun
+
+
+def test_memory_is_given_back_after_a_large_text_also_where_it_failed(monkeypatch):
+    given = []
+    monkeypatch.setattr(offload, "give_back", lambda: given.append(1))
+
+    async def main():
+        pool = Offload(threads=1)
+        assert await pool.run(LONG, lambda: 7) == 7 and not given
+        assert await pool.run(2**18, lambda: 7) == 7 and len(given) == 1
+        with pytest.raises(ZeroDivisionError):
+            await pool.run(2**18, lambda: 1 // 0)
+        assert len(given) == 2
+
+    asyncio.run(main())
+
+
+def test_prompts_that_are_tokenised_count_as_waiting():
+    load = QueueLoad()
+    with load.encoding(3, "me"):
+        assert (load.num_waiting, load.num_queued, load.queued_by["me"]) == (3, 0, 3)
+        load.enter("", 5, "me")
+    assert (load.num_waiting, load.queued_by["me"]) == (1, 1)
+    load.start("", 5, "me")
+    assert load.num_waiting == 0 and not load.queued_by

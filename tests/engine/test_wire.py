@@ -119,6 +119,17 @@ def test_messages_encoded_one_by_one_are_the_same_frame(small_frames):
         encoded(Submit("a", [0] * 1000, PoolingParams(), 0.0))
 
 
+def test_numbers_and_texts_of_other_kinds_are_sent_as_plain_ones():
+    class Text(str):
+        pass
+
+    given = SamplingParams(temperature=np.float64(0.5), stop=[Text("x")], cache_salt=Text("y"))
+    (found,) = to_core_frames().push(frame([encoded(Submit("a", [1], given, 0.0))]))
+    assert found.params == SamplingParams(temperature=0.5, stop=["x"], cache_salt="y")
+    with pytest.raises(TypeError, match="object is no plain value"):
+        encoded(Submit("a", [1], SamplingParams(), 0.0, cache_salt=object()))
+
+
 @given(data=st.binary(max_size=200))
 @settings(max_examples=400, deadline=None)
 def test_any_bytes_give_messages_or_a_wire_error(data):

@@ -160,7 +160,15 @@ class TooLarge(Exception):
         self.size = size
 
 
-_encode = msgspec.msgpack.Encoder().encode
+def _plain(value: object) -> object:
+    """Numbers and texts of other kinds, numpy's for one, as Python's own."""
+    for kind in (float, int, str):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"{type(value).__name__} is no plain value")
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
 def encoded(message: ToCore | FromCore) -> msgspec.Raw:

@@ -62,7 +62,7 @@ async def _one(port: int, draw: random.Random, abort_weight: float) -> str:
             headers["x-request-timeout"] = "0.05"
         if kind == "abort":
             path, headers["authorization"] = "/abort_requests", "Bearer root"
-        data = json.dumps(body).encode()
+        data = b"" if kind == "abort" else json.dumps(body).encode()
         if kind == "huge":
             data = b'{"prompt": "' + b"x" * 2**18 + b'"}'
         head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())

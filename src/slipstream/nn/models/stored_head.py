@@ -25,11 +25,11 @@ _WORDS = ("cls.predictions.decoder.weight", "lm_head.decoder.weight", "vocab_pro
 
 def as_stored(info: ModelInfo, folder: Path) -> ModelInfo:
     """The facts of a model with `tied_embeddings` and `has_lm_head` corrected by what its weights are."""
-    if not info.architecture.endswith(("ForCausalLM", "ForConditionalGeneration")):
-        return info  # it may be one whose backbone alone runs
+    if not info.architecture.endswith(("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")):
+        return info  # only the backbone runs
     shape = find_shape(info)
     if isinstance(shape, EncoderShape):
-        return _with_words(info, shape, folder) if info.architecture.endswith("ForMaskedLM") else info
+        return _with_words(info, shape, folder)
     if shape.headless:
         return info
     rules = find_rules(info, replace(shape, tied=False))

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,15 +45,27 @@ def test_eps_is_added_to_the_mean_square_under_the_root(native_kernels, factor: 
     torch.testing.assert_close(found, norm_reference.add_rms_norm(x * 0.25, x * 0.75, weight, eps))
 
 
-def test_a_norm_of_each_head_is_the_references(native_kernels) -> None:
-    x, weight = random(3, 5, 8), random(5, 8, seed=1)
-    assert norm.rms_norm(x, weight, 1e-5).equal(norm_reference.rms_norm(x, weight, 1e-5))
+@pytest.mark.parametrize("size", [1, 8, 24, 100])
+def test_a_norm_of_each_head(native_kernels, size: int) -> None:
+    x, weight = random(3, 7, size)[:, :5], random(5, size, seed=1)
+    found = norm.rms_norm(x, weight, 1e-5)
+    torch.testing.assert_close(found, norm_reference.rms_norm(x, weight, 1e-5))
+    # a head gets the same bits as a row of its own, which is how the fused layers norm it
+    assert found[1, 2].equal(norm.rms_norm(x[1, 2].clone(), weight[2].clone(), 1e-5))
+
+
+def test_a_norm_has_the_same_bits_with_a_residual_of_zeros(native_kernels) -> None:
+    x, weight = random(4, 577), random(577, seed=1)
+    assert norm.add_rms_norm(x, torch.zeros(4, 577), weight, 1e-5)[0].equal(norm.rms_norm(x, weight, 1e-5))
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_silu(native_kernels, size: int) -> None:
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
+def test_gated_activations(native_kernels, name: str, size: int) -> None:
     x = random(7, 2 * size) * 10
-    torch.testing.assert_close(activation.silu_and_mul(x), activation_reference.silu_and_mul(x))
+    found = getattr(activation, name)(x)
+    torch.testing.assert_close(found, getattr(activation_reference, name)(x), rtol=1e-5, atol=1e-5)
+    assert getattr(activation, name)(x[3:4])[0].equal(found[3])
 
 
 def test_silu_at_the_ends(native_kernels) -> None:
@@ -125,17 +138,43 @@ def test_decode_attention(native_kernels, heads: int, kv_heads: int, dim: int, w
         if cap:
             scores = cap * torch.tanh(scores / cap)
         expected[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), value)
-    found = paged_attention.attend_decode(query, keys, values, table, lengths, 0.3, cap, window)
+    found = paged_attention.attend_in_place(query, keys, values, table, lengths, None, 0.3, cap, window)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    alone = paged_attention.attend_decode(query[4:5], keys, values, table[4:5], lengths[4:5], 0.3, cap, window)
+    alone = paged_attention.attend_in_place(query[4:5], keys, values, table[4:5], lengths[4:5], None, 0.3, cap, window)
     assert alone[0].equal(found[4]), "a row's result is its own"
+
+
+@pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (5, 0.0), (70, 2.0)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 24), (40, 1, 6)])
+def test_a_token_of_a_chunk_gets_the_bits_that_it_gets_alone(
+    native_kernels, heads: int, kv_heads: int, dim: int, window: int, cap: float
+) -> None:
+    """Chunks of one, some and many tokens in one batch; pages hold NaN wherever no token looks."""
+    page_size, lengths, counts = 16, [1, 40, 150, 77], [1, 40, 67, 2]
+    keys, values = (torch.full((40, page_size, kv_heads, dim), torch.nan) for _ in range(2))
+    pages = torch.randperm(39, generator=torch.Generator().manual_seed(1)) + 1
+    table = pages[:36].view(4, 9)[:, torch.arange(10).clamp(max=8)]
+    for row, length in enumerate(lengths):
+        seen_from = max(0, length - counts[row] + 1 - window) if window else 0
+        for place in range(seen_from, length):
+            slot = table[row, place // page_size], place % page_size
+            keys[slot], values[slot] = random(kv_heads, dim, seed=place), random(kv_heads, dim, seed=place + 999)
+    query = random(sum(counts), heads, dim)
+    seen = torch.cat([torch.arange(n - count + 1, n + 1) for n, count in zip(lengths, counts, strict=True)])
+    tiles = paged_attention.cut_tiles(np.array(counts, np.int32))
+    assert [tile for tile in tiles.tolist() if tile[0] == 2] == [[2, 41, 32], [2, 73, 32], [2, 105, 3]]
+    found = paged_attention.attend_in_place(query, keys, values, table, seen, tiles, 0.3, cap, window)
+    assert found.isfinite().all()
+    row_of = np.repeat(np.arange(4), counts)
+    alone = paged_attention.attend_in_place(query, keys, values, table[row_of], seen, None, 0.3, cap, window)
+    assert alone.equal(found)
 
 
 def test_only_real_float32_on_the_cpu_is_served(native_kernels) -> None:
     assert native.serves(torch.zeros(1))
     assert not native.serves(torch.zeros(1, dtype=torch.float64))
     assert not native.serves(torch.zeros(1, device="meta"))
-    assert not paged_attention.serves_decode(torch.ones(1, dtype=torch.int64), torch.float64)
+    assert not paged_attention.serves_pages(torch.ones(1, dtype=torch.int64), torch.float64, build=True)
     weight = torch.randn(8, dtype=torch.float64)
     x = torch.randn(3, 8, dtype=torch.float64)
     assert norm.rms_norm(x, weight, 1e-6).equal(norm_reference.rms_norm(x, weight, 1e-6))
@@ -155,7 +194,7 @@ def test_without_a_compiler_or_when_turned_off_the_references_serve(tmp_path) ->
     program = (
         "import torch; from slipstream.ops import native, norm, paged_attention;"
         "native.build_in_background(); assert not native.build() and not native.serves(torch.zeros(1));"
-        "assert not paged_attention.serves_decode(torch.ones(1, dtype=torch.int64), torch.float32);"
+        "assert not paged_attention.serves_pages(torch.ones(1, dtype=torch.int64), torch.float32, build=True);"
         "assert norm.rms_norm(torch.ones(2, 4), torch.ones(4), 0.0).eq(1).all()"
     )
     run_elsewhere(program, XDG_CACHE_HOME=str(tmp_path), PATH="")

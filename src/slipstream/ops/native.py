@@ -198,10 +198,12 @@ def _reason(error: Exception) -> str:
 
 SIGNATURES: dict[str, list[Any]] = {
     "slip_add_rms_norm": [POINTER, POINTER, POINTER, POINTER, POINTER, FLOAT, INT, INT],
+    "slip_norm_heads": [POINTER, POINTER, POINTER, FLOAT, INT, INT, INT, INT],
     "slip_rope": [POINTER, POINTER, POINTER, INT, INT, INT, INT, INT],
     "slip_silu_and_mul": [POINTER, POINTER, INT, INT],
+    "slip_gelu_tanh_and_mul": [POINTER, POINTER, INT, INT],
     "slip_write_cache": [POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT],
-    "slip_attend_decode": [POINTER] * 6 + [FLOAT] * 2 + [INT] * 8,
+    "slip_attend": [POINTER] * 7 + [FLOAT] * 2 + [INT] * 8,
     "slip_few_tokens": [POINTER] * 3 + [INT] * 3,
     "slip_low_bit": [POINTER] * 5 + [INT] * 4,
     "slip_low_bit_works": [],

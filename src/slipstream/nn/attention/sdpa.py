@@ -2,7 +2,8 @@
 
 Rows with one token go together in few calls, longer ones each in their own. Shapes come from the host's counts,
 masks from the device's lengths and positions; no device value is read on the host. Layers with a window have a plan
-of their own, which gathers no more pages than the window can touch.
+of their own, which gathers no more pages than the window can touch. In float32 on the CPU our C kernel serves all
+tokens instead, once it is compiled: it gathers nothing, and a token's result does not depend on how its row was cut.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from numpy.typing import NDArray
 
 from slipstream.config.memory import GATHERED_KEYS
 from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
-from slipstream.ops.paged_attention import attend_chunk, attend_decode, attend_pages, attend_single, serves_decode
+from slipstream.ops.paged_attention import (
+    attend_chunk,
+    attend_in_place,
+    attend_pages,
+    attend_single,
+    cut_tiles,
+    serves_pages,
+)
 from slipstream.ops.whole_attention.reference import WholePlan, attend_whole, plan_whole
 
 # One more call costs about as much as this many masked key positions.
@@ -34,12 +42,13 @@ class _Singles:
 
 
 @dataclass(frozen=True, slots=True)
-class _Decode:
-    """All rows of one token each, where a kernel reads their pages in place."""
+class _InPlace:
+    """All tokens of the step, where a kernel reads the pages of their rows in place."""
 
     tokens: slice
     table: torch.Tensor  # [rows, width]
-    lengths: torch.Tensor  # [rows]
+    lengths: torch.Tensor  # [tokens]: positions that each sees
+    tiles: torch.Tensor | None  # None: one token a row
     window: int
 
 
@@ -54,7 +63,7 @@ class _Chunk:
     ends: bool  # with the last token of the row
 
 
-Part = _Singles | _Decode | _Chunk
+Part = _Singles | _InPlace | _Chunk
 Parts = tuple[Part, ...]
 """In the order of the tokens."""
 
@@ -67,8 +76,8 @@ class SdpaPlan:
     @property
     def is_decode(self) -> bool:
         """Whether a kernel reads the pages of all rows in place: each has one token."""
-        single = all(len(parts) == 1 and isinstance(parts[0], _Decode) for parts in self.groups)
-        return self.whole is None and single
+        parts = [part for parts in self.groups for part in parts]
+        return self.whole is None and all(isinstance(part, _InPlace) and part.tiles is None for part in parts)
 
 
 class SdpaAttention:
@@ -85,20 +94,27 @@ class SdpaAttention:
     def plan(self, batch: BatchView, after: SdpaPlan | None = None) -> SdpaPlan:
         if not batch.page_tables:
             return SdpaPlan((), plan_whole(batch.num_tokens, batch.host_seen))
+        if serves_pages(batch.lengths, self.dtype, build=batch.num_single > 0):
+            return SdpaPlan(self._plan_in_place(batch), None)
         if after is not None:
             return SdpaPlan(tuple(_last_of(parts) for parts in after.groups), None)
         groups = zip(batch.page_tables, batch.slots, self.windows, strict=True)
         return SdpaPlan(tuple(self._plan_group(batch, *group) for group in groups), None)
 
+    def _plan_in_place(self, batch: BatchView) -> tuple[Parts, ...]:
+        num_tokens = int(batch.num_tokens.sum())
+        lengths, tiles = batch.lengths, None
+        if batch.num_single < len(batch.num_tokens):
+            lengths, tiles = batch.positions + 1, cut_tiles(batch.num_tokens)
+        tokens = slice(0, num_tokens)
+        groups = zip(batch.page_tables, self.windows, strict=True)
+        return tuple((_InPlace(tokens, table, lengths, tiles, window),) for table, window in groups)
+
     def _plan_group(self, batch: BatchView, table: torch.Tensor, written: torch.Tensor, window: int) -> Parts:
         widths: NDArray[np.int32] = -(-batch.max_lengths // self.page_size)
         single = batch.num_single
         parts: list[Part] = []
-        grouped = single  # rows of one token that are gathered
-        if single and serves_decode(batch.lengths, self.dtype):
-            parts.append(_Decode(slice(0, single), table[:single], batch.lengths[:single], window))
-            grouped = 0
-        touched: NDArray[np.int32] = widths[:grouped]
+        touched: NDArray[np.int32] = widths[:single]
         if window:
             touched = np.minimum(touched, self._touched(window, 1))
         for start, stop, width in split_by_width(
@@ -179,8 +195,8 @@ class SdpaAttention:
             mine = query[part.tokens]
             if isinstance(part, _Singles):
                 out = attend_single(mine, keys, values, part.slots, part.mask, scale, cap)
-            elif isinstance(part, _Decode):
-                out = attend_decode(mine, keys, values, part.table, part.lengths, scale, cap, part.window)
+            elif isinstance(part, _InPlace):
+                out = attend_in_place(mine, keys, values, part.table, part.lengths, part.tiles, scale, cap, part.window)
             elif part.slots is None or part.mask is None:
                 assert key is not None, "chunks that see their own keys alone are given them"
                 out = attend_chunk(mine, key[part.own], value[part.own], scale)

@@ -4,7 +4,7 @@ from slipstream.ops.activation import native, reference
 from slipstream.ops.dispatch import by_device
 
 silu_and_mul = by_device(native.silu_and_mul, "slipstream.ops.activation.triton")
-gelu_tanh_and_mul = by_device(reference.gelu_tanh_and_mul, "slipstream.ops.activation.triton")
+gelu_tanh_and_mul = by_device(native.gelu_tanh_and_mul, "slipstream.ops.activation.triton")
 gelu_and_mul = by_device(reference.gelu_and_mul, "slipstream.ops.activation.triton")
 quick_gelu_and_mul = by_device(reference.quick_gelu_and_mul, "slipstream.ops.activation.triton")
 relu_and_mul = by_device(reference.relu_and_mul, "slipstream.ops.activation.triton")

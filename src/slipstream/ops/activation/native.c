@@ -18,8 +18,17 @@ void slip_gelu_tanh_row(const float *gate, const float *up, float *out, int64_t 
     }
 }
 
-void slip_silu_and_mul(const float *gate_up, float *out, int64_t num_rows, int64_t size) {
+static void each_row(void (*part)(const float *, const float *, float *, int64_t), const float *gate_up, float *out,
+                     int64_t num_rows, int64_t size) {
 #pragma omp parallel for if (num_rows * size > 16384)
     for (int64_t row = 0; row < num_rows; row++)
-        slip_silu_row(gate_up + row * 2 * size, gate_up + row * 2 * size + size, out + row * size, size);
+        part(gate_up + row * 2 * size, gate_up + row * 2 * size + size, out + row * size, size);
+}
+
+void slip_silu_and_mul(const float *gate_up, float *out, int64_t num_rows, int64_t size) {
+    each_row(slip_silu_row, gate_up, out, num_rows, size);
+}
+
+void slip_gelu_tanh_and_mul(const float *gate_up, float *out, int64_t num_rows, int64_t size) {
+    each_row(slip_gelu_tanh_row, gate_up, out, num_rows, size);
 }

@@ -1,4 +1,4 @@
-"""Gated activations through the fused C kernel where it serves, else by the reference."""
+"""Gated activations through the fused C kernels where they serve, else by the reference."""
 
 from __future__ import annotations
 
@@ -11,9 +11,17 @@ from slipstream.ops.activation import reference
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if not gate_up.is_contiguous() or not native.serves(gate_up):
         return reference.silu_and_mul(gate_up)
-    library = native.library()
-    assert library is not None
+    return _run("slip_silu_and_mul", gate_up)
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    if not gate_up.is_contiguous() or not native.serves(gate_up):
+        return reference.gelu_tanh_and_mul(gate_up)
+    return _run("slip_gelu_tanh_and_mul", gate_up)
+
+
+def _run(name: str, gate_up: torch.Tensor) -> torch.Tensor:
     size = gate_up.shape[-1] // 2
     out = torch.empty(*gate_up.shape[:-1], size)
-    library.slip_silu_and_mul(gate_up.data_ptr(), out.data_ptr(), out.numel() // size, size)
+    getattr(native.library(), name)(gate_up.data_ptr(), out.data_ptr(), out.numel() // size, size)
     return out

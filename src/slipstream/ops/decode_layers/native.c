@@ -162,15 +162,14 @@ static void attend(const Step *step, const Layer *layer) {
     const Model *m = step->model;
     const Space *s = &step->space;
     int64_t dim = m->dim, heads = m->num_heads, kv_heads = m->num_kv_heads, group = heads / kv_heads;
+    SlipHeads shape = {group, dim, 0, 0, layer->window, m->scale, m->cap};
     for (int64_t piece = take(step); piece < step->num_rows * kv_heads; piece = take(step)) {
         int64_t row = piece / kv_heads, head = piece % kv_heads;
-        const float *query = s->qkv + (row * (heads + 2 * kv_heads) + head * group) * dim;
-        int64_t length = step->lengths[row];
-        int64_t first = layer->window && length > layer->window ? length - layer->window : 0;
-        const int64_t *pages = step->tables[layer->group] + row * step->table_strides[layer->group];
-        slip_attend_head(query, s->attended + (row * heads + head * group) * dim, layer->keys + head * dim,
-                         layer->values + head * dim, pages, first, length, group, dim, m->page_size, kv_heads * dim,
-                         m->scale, m->cap);
+        SlipPages pages = {layer->keys + head * dim, layer->values + head * dim,
+                           step->tables[layer->group] + row * step->table_strides[layer->group], m->page_size,
+                           kv_heads * dim};
+        slip_attend_tokens(&shape, &pages, s->qkv + (row * (heads + 2 * kv_heads) + head * group) * dim,
+                           s->attended + (row * heads + head * group) * dim, step->lengths + row, 1);
     }
     meet(step);
     if (layer->output.is_low_bit) {

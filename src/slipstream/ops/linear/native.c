@@ -2,26 +2,14 @@
 // is what memory gives fastest (two rows side by side: two thirds of it). With more, arithmetic is the limit: three rows
 // meet four tokens, and all sums stay in registers. Each sum is made in the same order whatever the number of tokens.
 #include <stdint.h>
-#include <string.h>
 
 #include "../native_parts.h"
+#include "../native_vector.h"
 
-#if defined(__AVX512F__)
-#define WIDTH 16
-#elif defined(__AVX2__)
-#define WIDTH 8
-#else
-#define WIDTH 4
-#endif
+#define WIDTH SLIP_WIDTH
 #define LANES 2  // vectors of a sum, so that none waits for the one before
 
-typedef float Vector __attribute__((vector_size(4 * WIDTH)));
-
-static inline Vector load(const float *a) {
-    Vector v;
-    memcpy(&v, a, sizeof v);
-    return v;
-}
+typedef SlipVector Vector;
 
 // `rows` and `tokens` are constants where this is used
 static inline __attribute__((always_inline)) void meet(int rows, int tokens, const float *weight, const float *x,
@@ -31,9 +19,9 @@ static inline __attribute__((always_inline)) void meet(int rows, int tokens, con
     for (; i + WIDTH * LANES <= size; i += WIDTH * LANES)
         for (int l = 0; l < LANES; l++) {
             Vector w[3];
-            for (int r = 0; r < rows; r++) w[r] = load(weight + r * size + i + l * WIDTH);
+            for (int r = 0; r < rows; r++) w[r] = slip_load(weight + r * size + i + l * WIDTH);
             for (int t = 0; t < tokens; t++) {
-                Vector a = load(x + t * size + i + l * WIDTH);
+                Vector a = slip_load(x + t * size + i + l * WIDTH);
                 for (int r = 0; r < rows; r++) total[r][t][l] += w[r] * a;
             }
         }

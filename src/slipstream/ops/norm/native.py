@@ -9,10 +9,23 @@ from slipstream.ops.norm import reference
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    if weight.dim() != 1 or not native.serves(x) or not x.is_contiguous() or weight.dtype is not x.dtype:
+    if not native.serves(x) or weight.dtype is not x.dtype:
+        return reference.rms_norm(x, weight, eps)
+    if weight.dim() == 2 and x.stride()[1:] == (x.shape[2], 1):
+        return _norm_heads(x, weight, eps)
+    if weight.dim() != 1 or not x.is_contiguous():
         return reference.rms_norm(x, weight, eps)
     out = torch.empty(x.shape)
     _run(x, None, weight, x, out, eps)
+    return out
+
+
+def _norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [T, heads, size], weight [heads, size]."""
+    library = native.library()
+    assert library is not None and weight.is_contiguous()
+    out = torch.empty(x.shape)
+    library.slip_norm_heads(x.data_ptr(), weight.data_ptr(), out.data_ptr(), eps, *x.shape, x.stride(0))
     return out
 
 

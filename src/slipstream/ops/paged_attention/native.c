@@ -1,98 +1,273 @@
-// One token of each row over its pages, read where they lie. A thread takes one row and one head of keys at a time;
-// keys come in stretches with a running softmax, so what a row gets does not depend on who else is in the batch.
+// Attention over pages, read where they lie, for decodes and prefill chunks alike.
+//
+// A tile is a few queries that share a head of keys: the heads of a group, of one token or of several tokens of a row.
+// Keys come in stretches that begin at multiples of 64 positions, with a running softmax. Each sum is made in an order
+// that depends on positions alone, so a token gets the same bits alone, in a chunk of any size, and in any batch.
 #include <math.h>
 #include <stdint.h>
+#ifdef __aarch64__
+#include <arm_neon.h>
+#endif
 
 #include "../native_math.h"
 #include "../native_parts.h"
+#include "../native_vector.h"
 
 #define STRETCH 64
+#define QUERIES 32  // of a tile: they read the keys and values of a stretch while these are in the cache
+#define BLOCK 4     // keys whose products with a query share its loads
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define ROWS 2  // queries that share loads of keys and values; sums of more would not fit 16 registers
+#else
+#define ROWS 4
+#endif
+#define COLUMNS 4   // vectors of a value that are summed together
+#define WIDTH SLIP_WIDTH
+#define WIDE (4 * WIDTH)  // divides a stretch
+#define INLINE static inline __attribute__((always_inline))
 
-void slip_attend_head(const float *query, float *out, const float *keys, const float *values, const int64_t *pages,
-                      int64_t first, int64_t length, int64_t group, int64_t dim, int64_t page_size, int64_t slot_stride,
-                      float scale, float cap) {
-    float scores[STRETCH], best[group], total[group];
-    const float *k[STRETCH + 3], *v[STRETCH + 3];
-    for (int64_t g = 0; g < group; g++) {
-        best[g] = -INFINITY;
-        total[g] = 0;
-        for (int64_t d = 0; d < dim; d++) out[g * dim + d] = 0;
-    }
-    for (int64_t start = first; start < length; start += STRETCH) {
-        int64_t count = length - start < STRETCH ? length - start : STRETCH;
-        for (int64_t i = 0; i < count; i++) {
-            int64_t place = start + i;
-            int64_t slot = pages[place / page_size] * page_size + place % page_size;
-            k[i] = keys + slot * slot_stride;
-            v[i] = values + slot * slot_stride;
-        }
-        int64_t padded = (count + 3) / 4 * 4;
-        for (int64_t i = count; i < padded; i++) {
-            k[i] = k[0];
-            v[i] = v[0];
-        }
-        for (int64_t g = 0; g < group; g++) {
-            const float *q = query + g * dim;
-            float *o = out + g * dim;
-            float highest = best[g];
-            for (int64_t i = 0; i < padded; i += 4) {
-                const float *k0 = k[i], *k1 = k[i + 1], *k2 = k[i + 2], *k3 = k[i + 3];
-                float s0 = 0, s1 = 0, s2 = 0, s3 = 0;
-#pragma omp simd reduction(+ : s0, s1, s2, s3)
-                for (int64_t d = 0; d < dim; d++) {
-                    s0 += q[d] * k0[d];
-                    s1 += q[d] * k1[d];
-                    s2 += q[d] * k2[d];
-                    s3 += q[d] * k3[d];
-                }
-                scores[i] = s0 * scale;
-                scores[i + 1] = s1 * scale;
-                scores[i + 2] = s2 * scale;
-                scores[i + 3] = s3 * scale;
-            }
-            if (cap > 0)
-                for (int64_t i = 0; i < padded; i++) scores[i] = cap * slip_tanh(scores[i] / cap);
-#pragma omp simd reduction(max : highest)
-            for (int64_t i = 0; i < count; i++) highest = scores[i] > highest ? scores[i] : highest;
-#pragma omp simd
-            for (int64_t i = 0; i < padded; i++) scores[i] = slip_exp(scores[i] - highest);
-            for (int64_t i = count; i < padded; i++) scores[i] = 0;
-            float sum = 0;
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < padded; i++) sum += scores[i];
-            float shrink = best[g] == -INFINITY ? 0 : slip_exp(best[g] - highest);
-            best[g] = highest;
-            total[g] = total[g] * shrink + sum;
-            if (start > first && shrink != 1.0f)
-                for (int64_t d = 0; d < dim; d++) o[d] *= shrink;
-            for (int64_t i = 0; i < padded; i += 4) {
-                const float *v0 = v[i], *v1 = v[i + 1], *v2 = v[i + 2], *v3 = v[i + 3];
-                float p0 = scores[i], p1 = scores[i + 1], p2 = scores[i + 2], p3 = scores[i + 3];
-#pragma omp simd
-                for (int64_t d = 0; d < dim; d++) o[d] += p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d];
-            }
+typedef SlipVector Vector;
+typedef float Four __attribute__((vector_size(16)));
+typedef struct {
+    const float *query;
+    float *out;
+    int64_t first, length;  // sees the positions [first, length)
+} Query;
+typedef float Stretch[STRETCH];  // a number for each key
+
+// the sum of each of four vectors
+INLINE Four sum_lanes(const Vector *v) {
+#ifdef __aarch64__
+    return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
+#else
+    Four sums = {0};
+    for (int j = 0; j < BLOCK; j++)
+        for (int n = 0; n < WIDTH; n += 4) sums[j] += (v[j][n] + v[j][n + 1]) + (v[j][n + 2] + v[j][n + 3]);
+    return sums;
+#endif
+}
+
+// Scores of some queries with four keys. `rows` is a constant where this is used.
+INLINE void score(int rows, const Query *queries, const float *const *keys, int64_t dim, float scale,
+                  Stretch *scores) {
+    Vector total[ROWS][BLOCK] = {0};
+    int64_t d = 0;
+    for (; d + WIDTH <= dim; d += WIDTH) {
+        Vector k[BLOCK];
+        for (int j = 0; j < BLOCK; j++) k[j] = slip_load(keys[j] + d);
+        for (int r = 0; r < rows; r++) {
+            Vector q = slip_load(queries[r].query + d);
+            for (int j = 0; j < BLOCK; j++) total[r][j] += q * k[j];
         }
     }
-    for (int64_t g = 0; g < group; g++) {
-        float factor = 1.0f / total[g];
-        for (int64_t d = 0; d < dim; d++) out[g * dim + d] *= factor;
+    for (int r = 0; r < rows; r++) {
+        Four sums = sum_lanes(total[r]);
+        for (int64_t i = d; i < dim; i++)
+            for (int j = 0; j < BLOCK; j++) sums[j] += queries[r].query[i] * keys[j][i];
+        sums *= scale;
+        memcpy(scores[r], &sums, sizeof sums);
     }
 }
 
-// query [rows, heads, dim] with a stride between rows; keys, values [pages, page_size, kv heads, dim];
-// window: how many keys are seen, 0 for all; cap: bound of the scores, 0 for none
-void slip_attend_decode(const float *query, float *out, const float *keys, const float *values, const int64_t *tables,
-                        const int64_t *lengths, float scale, float cap, int64_t window, int64_t num_rows, int64_t num_heads,
-                        int64_t num_kv_heads, int64_t dim, int64_t page_size, int64_t query_stride,
-                        int64_t table_stride) {
+// x to exp(x - highest), as slip_exp has it, of WIDE numbers: the steps of four vectors alternate, since each waits for
+// the one before. Numbers above `highest` give anything.
+INLINE void exponentiate(float *x, float highest) {
+    typedef int32_t Bits __attribute__((vector_size(sizeof(Vector))));
+    const Vector least = (Vector){0} - 87.0f;
+    const float shift = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to an integer, in its lowest bits
+    Vector v[4], n[4], p[4];
+    for (int k = 0; k < 4; k++) v[k] = slip_load(x + k * WIDTH) - highest;
+    for (int k = 0; k < 4; k++) {
+        Bits low = v[k] < least;  // a NaN stays one
+        v[k] = (Vector)((low & (Bits)least) | (~low & (Bits)v[k]));
+    }
+    for (int k = 0; k < 4; k++) n[k] = v[k] * 1.44269504f + shift;
+    for (int k = 0; k < 4; k++) v[k] -= (n[k] - shift) * 0.693359375f;
+    for (int k = 0; k < 4; k++) v[k] += (n[k] - shift) * 2.12194440e-4f;
+    for (int k = 0; k < 4; k++) p[k] = v[k] * 1.3981999507e-3f + 8.3334519073e-3f;
+    for (int k = 0; k < 4; k++) p[k] = p[k] * v[k] + 4.1665795894e-2f;
+    for (int k = 0; k < 4; k++) p[k] = p[k] * v[k] + 1.6666665459e-1f;
+    for (int k = 0; k < 4; k++) p[k] = p[k] * v[k] + 5.0000001201e-1f;
+    for (int k = 0; k < 4; k++) p[k] = p[k] * v[k] * v[k] + v[k] + 1.0f;
+    for (int k = 0; k < 4; k++) slip_store(x + k * WIDTH, p[k] * (Vector)(((Bits)n[k] << 23) + 0x3f800000));
+}
+
+// Scores to weights, in place, over [begin, end) of the stretch at `start`. Keys that the query does not see weigh 0. The
+// sums of the stretches before are scaled to the new maximum.
+static void weigh(const Query *query, float *scores, int64_t start, int64_t begin, int64_t end, int64_t dim, float cap,
+                  float *best, float *total) {
+    int64_t from = query->first - start > begin ? query->first - start : begin;
+    int64_t to = query->length - start < end ? query->length - start : end;
+    if (cap > 0)
+#pragma omp simd
+        for (int64_t i = begin; i < end; i++) scores[i] = cap * slip_tanh(scores[i] / cap);
+    float highest = *best;
+#pragma omp simd reduction(max : highest)
+    for (int64_t i = from; i < to; i++) highest = scores[i] > highest ? scores[i] : highest;
+    for (int64_t i = begin / WIDE * WIDE; i < end; i += WIDE) exponentiate(scores + i, highest);
+    for (int64_t i = begin; i < from && i < end; i++) scores[i] = 0;
+    for (int64_t i = to > begin ? to : begin; i < end; i++) scores[i] = 0;
+    float sums[4] = {0};
+    for (int64_t i = begin; i < end; i += 4)
+        for (int n = 0; n < 4; n++) sums[n] += scores[i + n];
+    float shrink = *best == -INFINITY ? 0 : slip_exp(*best - highest);
+    *best = highest;
+    *total = *total * shrink + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    if (shrink != 1)
+        for (int64_t d = 0; d < dim; d++) query->out[d] *= shrink;
+}
+
+// Adds weighted values to some queries' outputs: `columns` vectors of each, from dimension d on.
+INLINE void add_values(int rows, int columns, const Query *queries, const float *const *values, int64_t begin,
+                       int64_t end, int64_t d, const Stretch *weights) {
+    Vector total[ROWS][COLUMNS];
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) total[r][c] = slip_load(queries[r].out + d + c * WIDTH);
+    for (int64_t i = begin; i < end; i += BLOCK) {
+#ifdef __aarch64__
+        float32x4_t w[ROWS];
+        for (int r = 0; r < rows; r++) w[r] = vld1q_f32(weights[r] + i);
+#define ADD(c, j) total[r][c] = vfmaq_laneq_f32(total[r][c], v[c], w[r], j)
+#else
+#define ADD(c, j) total[r][c] += v[c] * weights[r][i + j]
+#endif
+#define ADD_KEY(j)                                                                                       \
+    {                                                                                                    \
+        Vector v[COLUMNS];                                                                               \
+        for (int c = 0; c < columns; c++) v[c] = slip_load(values[i + j] + d + c * WIDTH);               \
+        for (int r = 0; r < rows; r++)                                                                   \
+            for (int c = 0; c < columns; c++) ADD(c, j);                                                 \
+    }
+        ADD_KEY(0) ADD_KEY(1) ADD_KEY(2) ADD_KEY(3)
+    }
+    for (int r = 0; r < rows; r++)
+        for (int c = 0; c < columns; c++) slip_store(queries[r].out + d + c * WIDTH, total[r][c]);
+}
+
+INLINE void score_all(int rows, const Query *queries, const float *const *keys, int64_t begin, int64_t end,
+                      int64_t dim, float scale, Stretch *scores) {
+    for (int64_t i = begin; i < end; i += BLOCK)
+        score(rows, queries, keys + i, dim, scale, (Stretch *)(scores[0] + i));
+}
+
+INLINE void add_all(int rows, const Query *queries, const float *const *values, int64_t begin, int64_t end,
+                    int64_t dim, const Stretch *weights) {
+    int64_t d = 0;
+    for (; d + COLUMNS * WIDTH <= dim; d += COLUMNS * WIDTH)
+        add_values(rows, COLUMNS, queries, values, begin, end, d, weights);
+    for (; d + WIDTH <= dim; d += WIDTH) add_values(rows, 1, queries, values, begin, end, d, weights);
+    for (; d < dim; d++)
+        for (int r = 0; r < rows; r++)
+            for (int64_t i = begin; i < end; i++) queries[r].out[d] += values[i][d] * weights[r][i];
+}
+
+#if ROWS == 4
+#define BY_ROWS(rows, call, ...)             \
+    switch (rows) {                          \
+        case 1: call(1, __VA_ARGS__); break; \
+        case 2: call(2, __VA_ARGS__); break; \
+        case 3: call(3, __VA_ARGS__); break; \
+        default: call(4, __VA_ARGS__);       \
+    }
+#else
+#define BY_ROWS(rows, call, ...)             \
+    switch (rows) {                          \
+        case 1: call(1, __VA_ARGS__); break; \
+        default: call(2, __VA_ARGS__);       \
+    }
+#endif
+
+// Where the keys and values of positions [start + low, start + high) lie.
+static void find_places(const SlipPages *pages, int64_t start, int64_t low, int64_t high, const float **keys,
+                        const float **values) {
+    int64_t page = (start + low) / pages->size, place = (start + low) % pages->size;
+    for (int64_t i = low; i < high; page++, place = 0) {
+        int64_t at = (pages->table[page] * pages->size + place) * pages->slot_stride;
+        for (; i < high && place < pages->size; i++, place++, at += pages->slot_stride) {
+            keys[i] = pages->keys + at;
+            values[i] = pages->values + at;
+        }
+    }
+}
+
+// Keys or values that are read several times are copied side by side: at the strides of the cache they would displace
+// each other in L1.
+static void pack(const float **rows, int64_t begin, int64_t end, int64_t dim, int num_queries, float *packed) {
+    if (num_queries <= ROWS) return;
+    for (int64_t i = begin; i < end; i++) rows[i] = memcpy(packed + i * dim, rows[i], dim * sizeof(float));
+}
+
+static void attend_tile(const Query *queries, int num, const SlipPages *pages, int64_t dim, float scale, float cap) {
+    float scores[QUERIES][STRETCH], best[QUERIES], total[QUERIES];
+    const float *keys[STRETCH], *values[STRETCH];
+    float packed[num > ROWS ? STRETCH * dim : 1];
+    int64_t first = queries[0].first, length = queries[0].length;
+    for (int r = 0; r < num; r++) {
+        first = queries[r].first < first ? queries[r].first : first;
+        length = queries[r].length > length ? queries[r].length : length;
+        best[r] = -INFINITY;
+        total[r] = 0;
+        memset(scores[r], 0, sizeof scores[r]);
+        memset(queries[r].out, 0, dim * sizeof(float));
+    }
+    for (int64_t start = first / STRETCH * STRETCH; start < length; start += STRETCH) {
+        int64_t low = first > start ? first - start : 0, high = length - start < STRETCH ? length - start : STRETCH;
+        int64_t begin = low / BLOCK * BLOCK, end = (high + BLOCK - 1) / BLOCK * BLOCK;
+        find_places(pages, start, low, high, keys, values);
+        for (int64_t i = begin; i < end; i++) {  // around the tile's keys one of them stands in, which weighs 0
+            if (i >= low && i < high) continue;
+            keys[i] = keys[low];
+            values[i] = values[low];
+        }
+        pack(keys, begin, end, dim, num, packed);
+        for (int r = 0; r < num; r += ROWS)
+            BY_ROWS(num - r, score_all, queries + r, keys, begin, end, dim, scale, scores + r)
+        for (int r = 0; r < num; r++)
+            weigh(&queries[r], scores[r], start, begin, end, dim, cap, &best[r], &total[r]);
+        pack(values, begin, end, dim, num, packed);
+        for (int r = 0; r < num; r += ROWS)
+            BY_ROWS(num - r, add_all, queries + r, values, begin, end, dim, scores + r)
+    }
+    for (int r = 0; r < num; r++) {
+        float factor = 1.0f / total[r];
+        for (int64_t d = 0; d < dim; d++) queries[r].out[d] *= factor;
+    }
+}
+
+void slip_attend_tokens(const SlipHeads *heads, const SlipPages *pages, const float *query, float *out,
+                        const int64_t *lengths, int64_t num_tokens) {
+    Query queries[QUERIES];
+    int num = 0;
+    for (int64_t token = 0; token < num_tokens; token++)
+        for (int64_t g = 0; g < heads->group; g++) {
+            int64_t length = lengths[token], window = heads->window;
+            queries[num++] = (Query){
+                query + token * heads->query_stride + g * heads->dim, out + token * heads->out_stride + g * heads->dim,
+                window && length > window ? length - window : 0, length};
+            if (num == QUERIES || (token + 1 == num_tokens && g + 1 == heads->group)) {
+                attend_tile(queries, num, pages, heads->dim, heads->scale, heads->cap);
+                num = 0;
+            }
+        }
+}
+
+// query [tokens, heads, dim] with a stride between tokens; keys, values [pages, page_size, kv heads, dim]; tables
+// [rows, table_stride]; lengths [tokens]: how many positions each token sees. Tiles [tiles, 3]: row, first token, number of
+// tokens; without them each token is a row. window: how many keys are seen, 0 for all; cap: bound of the scores, 0 for none
+void slip_attend(const float *query, float *out, const float *keys, const float *values, const int64_t *tables,
+                 const int64_t *lengths, const int64_t *tiles, float scale, float cap, int64_t window, int64_t num_tiles,
+                 int64_t num_heads, int64_t num_kv_heads, int64_t dim, int64_t page_size, int64_t query_stride,
+                 int64_t table_stride) {
     int64_t group = num_heads / num_kv_heads;
+    SlipHeads heads = {group, dim, query_stride, num_heads * dim, window, scale, cap};
 #pragma omp parallel for collapse(2) schedule(dynamic, 1)
-    for (int64_t row = 0; row < num_rows; row++)
+    for (int64_t tile = 0; tile < num_tiles; tile++)
         for (int64_t head = 0; head < num_kv_heads; head++) {
-            int64_t first = window && lengths[row] > window ? lengths[row] - window : 0;
-            slip_attend_head(query + row * query_stride + head * group * dim,
-                             out + (row * num_heads + head * group) * dim, keys + head * dim, values + head * dim,
-                             tables + row * table_stride, first, lengths[row], group, dim, page_size,
-                             num_kv_heads * dim, scale, cap);
+            int64_t row = tiles ? tiles[tile * 3] : tile, token = tiles ? tiles[tile * 3 + 1] : tile;
+            SlipPages pages = {keys + head * dim, values + head * dim, tables + row * table_stride, page_size,
+                               num_kv_heads * dim};
+            slip_attend_tokens(&heads, &pages, query + token * query_stride + head * group * dim,
+                               out + (token * num_heads + head * group) * dim, lengths + token,
+                               tiles ? tiles[tile * 3 + 2] : 1);
         }
 }

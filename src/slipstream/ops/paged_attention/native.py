@@ -1,50 +1,67 @@
-"""Decode attention by the C kernel: all rows of one token each in one call, their pages read where they lie."""
+"""Attention by the C kernel: the pages of each row are read where they lie, by single tokens and by chunks."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from slipstream.ops import native
 
+_TILE = 32  # tokens of a row that a thread takes at a time
 
-def serves_decode(lengths: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether `attend_decode` can take rows with these lengths. The first to ask has the kernels compiled."""
+
+def serves_pages(lengths: torch.Tensor, dtype: torch.dtype, build: bool) -> bool:
+    """Whether `attend_in_place` takes rows with these lengths. With `build` missing kernels are compiled meanwhile."""
     if dtype is not torch.float32 or type(lengths) is not torch.Tensor or not lengths.is_cpu:
         return False
     if native.library() is None:
-        native.build_in_background()
+        if build:
+            native.build_in_background()
         return False
     return True
 
 
-def attend_decode(
-    query: torch.Tensor,  # [B, heads, dim], one token a row
+def cut_tiles(num_tokens: NDArray[np.int32]) -> torch.Tensor:
+    """Of rows with these numbers of tokens, [tiles, 3] int64: row, first token, number of tokens."""
+    counts = num_tokens.astype(np.int64)
+    per_row = -(-counts // _TILE)
+    rows = np.repeat(np.arange(len(counts)), per_row)
+    offsets = (np.arange(len(rows)) - np.repeat(np.cumsum(per_row) - per_row, per_row)) * _TILE
+    starts = np.cumsum(counts) - counts
+    return torch.from_numpy(np.stack([rows, starts[rows] + offsets, np.minimum(_TILE, counts[rows] - offsets)], 1))
+
+
+def attend_in_place(
+    query: torch.Tensor,  # [T, heads, dim]
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
     table: torch.Tensor,  # [B, width] int64 pages
-    lengths: torch.Tensor,  # [B] int64
+    lengths: torch.Tensor,  # [T] int64: positions that each token sees
+    tiles: torch.Tensor | None,  # of `cut_tiles`; None: one token a row
     scale: float,
     score_cap: float,  # 0: none
     window: int,  # keys that are seen, the token's own among them; 0: all
 ) -> torch.Tensor:
-    """Returns [B, heads, dim]."""
+    """Returns [T, heads, dim]. A token's result has the same bits whatever tile, chunk or batch it is in."""
     library = native.library()
-    assert library is not None, "ask serves_decode first"
-    num_rows, num_heads, dim = query.shape
+    assert library is not None, "ask serves_pages first"
+    num_tokens, num_heads, dim = query.shape
     assert query.stride()[1:] == (dim, 1) and keys.is_contiguous() and values.is_contiguous()
-    assert table.stride(1) == 1 and lengths.is_contiguous()
-    out = torch.empty(num_rows, num_heads, dim)
-    library.slip_attend_decode(
+    assert table.stride(1) == 1 and lengths.is_contiguous() and len(lengths) == num_tokens
+    out = torch.empty(num_tokens, num_heads, dim)
+    library.slip_attend(
         query.data_ptr(),
         out.data_ptr(),
         keys.data_ptr(),
         values.data_ptr(),
         table.data_ptr(),
         lengths.data_ptr(),
+        None if tiles is None else tiles.data_ptr(),
         scale,
         score_cap,
         window,
-        num_rows,
+        num_tokens if tiles is None else len(tiles),
         num_heads,
         keys.shape[2],
         dim,

@@ -1,0 +1,177 @@
+"""How far answers are from those of the file's own weights in float32: KL of next-token distributions, and greedy text.
+
+    python benchmarks/low_bit_accuracy.py                                    # CPU: low-bit products
+    python benchmarks/low_bit_accuracy.py --device cuda --dtype bfloat16     # GPU: weights dequantised to bfloat16
+    python benchmarks/low_bit_accuracy.py --model file.gguf --text book.txt --positions 8192
+
+The reference is the same file with `dequantize=True` and `dtype="float32"` on the same device. Text is cut into
+windows, and the distributions after every position are compared: KL(reference || candidate) in nats. Each window is
+computed in one step, and again one token a step, as decoding does. The default text is this repository's licence and
+documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream import LLM, SamplingParams
+
+ROOT = Path(__file__).parent.parent
+TEXTS = ["LICENSE", "README.md", "docs/serving.md", "docs/pooling.md", "docs/cache.md"]
+QUESTIONS = [
+    "What is the capital of France?",
+    "Name three primary colours.",
+    "Why is the sky blue?",
+    "Write one sentence about the sea.",
+    "How many legs does a spider have?",
+    "Who wrote Hamlet?",
+    "What is 12 times 12?",
+    "Explain gravity to a child.",
+    "Give me a recipe for pancakes.",
+    "What is photosynthesis?",
+    "Translate 'good morning' into French.",
+    "List the planets of the solar system.",
+    "What does a compiler do?",
+    "Write a haiku about snow.",
+    "When did the Second World War end?",
+    "What is the largest ocean?",
+]
+
+
+class Engine:
+    """An LLM that gives the logits after each token of a prompt."""
+
+    def __init__(self, step_tokens: int, **options: Any) -> None:
+        self.llm = LLM(
+            max_num_seqs=1,
+            max_num_batched_tokens=step_tokens,
+            num_pages=128,  # few, so that several engines fit one device
+            enable_prefix_caching=False,
+            use_tqdm_on_load=False,
+            **options,
+        )
+        self.seen: list[torch.Tensor] = []
+        model = self.llm.core.executor.model
+        compute = model.logits
+
+        def record(hidden: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = compute(hidden)
+            self.seen.append(logits.detach().float().cpu())
+            return logits
+
+        model.logits = record
+
+    def logprobs(self, ids: list[int]) -> torch.Tensor:
+        """[len(ids), vocabulary] float64: of the token after each."""
+        self.seen.clear()
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        self.llm.generate([ids], params, use_tqdm=False)
+        logits = torch.cat(self.seen)
+        assert len(logits) == len(ids), f"{len(logits)} positions were computed, the prompt has {len(ids)}"
+        return logits.double().log_softmax(-1)
+
+    def answers(self, num_tokens: int) -> list[list[int]]:
+        params = SamplingParams(temperature=0, max_tokens=num_tokens)
+        results = self.llm.chat([[{"role": "user", "content": text}] for text in QUESTIONS], params, use_tqdm=False)
+        self.seen.clear()
+        return [list(result.outputs[0].token_ids) for result in results]
+
+
+def windows(llm: LLM, texts: list[Path], size: int, positions: int) -> Iterator[list[int]]:
+    ids = [token for path in texts for token in llm.get_tokenizer().encode(path.read_text())]
+    if len(ids) < positions:
+        raise SystemExit(f"the text has {len(ids)} tokens, fewer than the {positions} positions that are wanted")
+    for start in range(0, positions, size):
+        yield ids[start : min(start + size, positions)]
+
+
+def compare(reference: torch.Tensor, candidate: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Per position, of two tables of logprobs."""
+    same = reference.argmax(-1) == candidate.argmax(-1)
+    kl = (reference.exp() * (reference - candidate)).sum(-1)
+    likely = reference > math.log(1e-4)  # differences of tokens that may be drawn
+    widest = (reference - candidate).abs().masked_fill(~likely, 0).amax(-1)
+    return {"kl": kl, "same": same.double(), "widest": widest}
+
+
+def summary(parts: list[dict[str, torch.Tensor]]) -> dict[str, float]:
+    kl, same, widest = (torch.cat([part[name] for part in parts]) for name in ("kl", "same", "widest"))
+    return {
+        "positions": len(kl),
+        "kl_mean": float(kl.mean()),
+        "kl_p99": float(kl.quantile(0.99)),
+        "kl_max": float(kl.max()),
+        "top1": float(same.mean()),
+        "logprob_max": float(widest.max()),
+    }
+
+
+def same_answers(reference: list[list[int]], candidate: list[list[int]]) -> str:
+    return f"{sum(a == b for a, b in zip(reference, candidate, strict=True))} of {len(reference)}"
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    common = {"model": args.model, "device": args.device, "max_model_len": 1024}
+    low_bit = {"dtype": args.dtype, "dequantize": False} | common
+    engines = {
+        "reference": Engine(args.window, dtype="float32", dequantize=True, **common),
+        "whole prompt": Engine(args.window, **low_bit),
+        "token by token": Engine(1, **low_bit),
+    }
+    parts: dict[str, list[dict[str, torch.Tensor]]] = {"whole prompt": [], "token by token": [], "one from other": []}
+    for ids in windows(engines["reference"].llm, args.text, args.window, args.positions):
+        found = {name: engine.logprobs(ids) for name, engine in engines.items()}
+        for name in ("whole prompt", "token by token"):
+            parts[name].append(compare(found["reference"], found[name]))
+        parts["one from other"].append(compare(found["whole prompt"], found["token by token"]))
+    wanted = engines["reference"].answers(args.tokens)
+    return {
+        "device": args.device,
+        "dtype": args.dtype,
+        "rows": {name: summary(part) for name, part in parts.items()},
+        "greedy": {
+            name: same_answers(wanted, engines[name].answers(args.tokens))
+            for name in ("whole prompt", "token by token")
+        },
+    }
+
+
+def show(result: dict[str, Any], tokens: int) -> None:
+    print(f"{'':18}{'positions':>10}{'mean KL':>11}{'99%':>11}{'max':>11}{'top-1':>9}{'logprob max':>13}{'greedy':>12}")
+    for name, row in result["rows"].items():
+        print(
+            f"{name:18}{row['positions']:>10}{row['kl_mean']:>11.2e}{row['kl_p99']:>11.2e}{row['kl_max']:>11.2e}"
+            f"{row['top1']:>9.4f}{row['logprob_max']:>13.2e}{result['greedy'].get(name, ''):>12}"
+        )
+    print(
+        "KL in nats against dequantised float32; 'one from other' compares the two rows above it with each other; "
+        f"logprob max: of tokens with a probability over 1e-4; greedy: equal answers of up to {tokens} tokens"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="accuracy of low-bit products against dequantised float32 weights")
+    parser.add_argument("--model", help="a GGUF file; default: the embedded model")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", help="of the candidate; float32 on the CPU keeps weights low-bit")
+    parser.add_argument("--text", type=Path, nargs="+", default=[ROOT / name for name in TEXTS])
+    parser.add_argument("--positions", type=int, default=4096)
+    parser.add_argument("--window", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=24, help="of each greedy answer")
+    parser.add_argument("--json", type=Path, help="write the numbers to this file as well")
+    args = parser.parse_args()
+    result = measure(args)
+    show(result, args.tokens)
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

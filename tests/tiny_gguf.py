@@ -42,10 +42,11 @@ def write_gguf(
     extra: dict[str, np.ndarray] | None = None,
     part_tensors: int = 0,
     pre: str | None = None,
+    others: dict[str, gguf.GGMLQuantizationType] | None = None,
 ) -> Path:
     """The folder's model as one file, with q and k in rotary pairs where llama.cpp has them so; or as several, of
     `part_tensors` each, with the path that they are named after. With `pre` it has the folder's vocabulary of bytes,
-    for texts split by that rule."""
+    for texts split by that rule. `others`: kinds of single matrices, by their name in a block."""
     config = json.loads((folder / "config.json").read_text())
     family = config["architectures"][0].removesuffix("ForCausalLM").lower()
     arch = "llama" if family == "mistral" else family
@@ -78,7 +79,7 @@ def write_gguf(
         if arch == "llama" and stem in heads:
             tensor = pairs_from_halves(tensor, heads[stem])
         array = tensor.numpy()
-        as_kind = kind if array.ndim == 2 else gguf.GGMLQuantizationType.F32
+        as_kind = (others or {}).get(stem, kind) if array.ndim == 2 else gguf.GGMLQuantizationType.F32
         writer.add_tensor(f"{block}{stem}.{suffix}", gguf.quants.quantize(array, as_kind), raw_dtype=as_kind)
     for name, array in (extra or {}).items():
         writer.add_tensor(name, array)

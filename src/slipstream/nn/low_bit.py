@@ -13,28 +13,31 @@ from typing import Protocol
 import torch
 
 from slipstream.nn.quant import Piece, Weight
+from slipstream.ops import native
 from slipstream.ops.dequant import KINDS, dequantize
 from slipstream.ops.linear import linear
+from slipstream.ops.linear.native import few_tokens
 from slipstream.ops.low_bit import Kernel, Packed
 from slipstream.ops.weight_run import WeightRun, plain_run
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LowBit:
     """Keeps what it can at 4 or 8 bits; activations are float32."""
 
     kernel: Kernel
+    is_used: bool = False  # some weight of the model is low-bit
 
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
-        return LowBitWeight(num_rows, self.kernel)
+        return LowBitWeight(num_rows, self)
 
 
 class LowBitWeight(Weight):
     """Nothing is read before the last piece is there: what a matrix takes depends on its pieces."""
 
-    def __init__(self, num_rows: int, kernel: Kernel) -> None:
+    def __init__(self, num_rows: int, format: LowBit) -> None:
         super().__init__()
-        self.kernel = kernel
+        self.format = format
         self.runs: list[_Run] = []
         self._pieces: dict[int, Piece] = {}
         self._missing = num_rows
@@ -61,7 +64,7 @@ class LowBitWeight(Weight):
     def num_bytes(self, piece: Piece) -> int:
         num_rows, num_columns = piece.shape
         kind = _packed_kind(piece)
-        return num_rows * num_columns * 4 if kind is None else self.kernel.num_bytes(kind, num_rows, num_columns)
+        return num_rows * num_columns * 4 if kind is None else self.format.kernel.num_bytes(kind, num_rows, num_columns)
 
     def runs_for_kernels(self) -> list[WeightRun] | None:
         found = [run.for_kernels() for run in self.runs]
@@ -69,9 +72,10 @@ class LowBitWeight(Weight):
 
     def _pack(self, kind: str | None, pieces: list[Piece]) -> _Run:
         if kind is None:
-            return _PlainRows(_joined([piece.read().float() for piece in pieces]))
+            return _PlainRows(_joined([piece.read().float() for piece in pieces]), self.format)
+        self.format.is_used = True
         raw = _joined([_blocks(piece) for piece in pieces])
-        packed = self.kernel.pack(raw, kind)
+        packed = self.format.kernel.pack(raw, kind)
         return _PackedRows(packed, kind, raw if len(pieces) == 1 else None)
 
 
@@ -103,8 +107,13 @@ class _PackedRows:
 @dataclass(frozen=True, slots=True)
 class _PlainRows:
     rows: torch.Tensor
+    format: LowBit
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        # torch's sums differ in the last bit between few tokens and many, and rounding for a low-bit product would
+        # amplify that
+        if self.format.is_used and native.serves(x):
+            return few_tokens(x, self.rows, None)
         return linear(x, self.rows)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,9 @@
 """Fused CPU kernels in C, where the machine has a compiler: many small torch calls become one.
 
-Each op folder may hold a `native.c`. They are compiled in the background, when the first decode step
-asks for it, so no first token ever waits; until then, and without a compiler, the references serve. The result is
-kept in the user's cache folder under a name made of sources, flags and processor. Kernels take float32 on the CPU.
+Each op folder may hold a `native.c`. They are compiled in the background, when the first decode step asks for it, so no
+first token ever waits; until then, and without a compiler, the references serve. Only low-bit weights wait for them
+(`ops/low_bit/interleaved.py`), since no product of torch is as accurate. The result is kept in the user's cache folder
+under a name made of sources, flags and processor. Kernels take float32 on the CPU.
 
 SLIPSTREAM_NATIVE=0 in the environment turns all of this off.
 """
@@ -19,6 +20,7 @@ import shutil
 import subprocess
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ _FLAGS = (
 _COMPILE_LIMIT = 120.0  # seconds
 
 _library: ctypes.CDLL | None = None
-_asked = _building = False
+_asked = _building = _failed = False
 _lock = threading.Lock()
 
 
@@ -62,7 +64,7 @@ def build_in_background() -> None:
             return
         _building = True
     if _enabled() and _compiler() is not None:
-        threading.Thread(target=build, name="slipstream-compile", daemon=True).start()
+        threading.Thread(target=build, args=(10,), name="slipstream-compile", daemon=True).start()
 
 
 def state() -> str:
@@ -71,22 +73,26 @@ def state() -> str:
         return "compiled"
     if not _enabled():
         return "turned off by SLIPSTREAM_NATIVE=0"
+    if _failed:
+        return "none: they did not compile"
     return "none: no C compiler" if _target() is None else "compiled in the background by the first run"
 
 
-def build() -> bool:
-    """Compile now if need be. Says whether there are kernels."""
-    global _library
+def build(nice: int = 0) -> bool:
+    """Compile now if need be: some seconds, once a machine. Says whether there are kernels."""
+    global _failed, _library
     if library() is not None:
         return True
     target = _target()
-    if not _enabled() or target is None:
+    if not _enabled() or target is None or _failed:
         return False
+    log.info("compiling the fused CPU kernels, which takes a few seconds and is done once")
     try:
-        _compile(target)
+        _compile(target, nice)
         _library = _load(target)
     except (OSError, subprocess.SubprocessError) as error:
         log.info("the fused CPU kernels did not compile, torch's own operations serve instead: %s", _reason(error))
+        _failed = True
         return False
     return True
 
@@ -117,21 +123,21 @@ def _load(path: Path) -> ctypes.CDLL:
     return found
 
 
-def _compile(target: Path) -> None:
+def _compile(target: Path, nice: int) -> None:
     compiler = _compiler()
     assert compiler is not None
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         run = functools.partial(
-            subprocess.run, check=True, capture_output=True, timeout=_COMPILE_LIMIT, preexec_fn=lambda: os.nice(10)
+            subprocess.run, check=True, capture_output=True, timeout=_COMPILE_LIMIT, preexec_fn=lambda: os.nice(nice)
         )
-        objects = []
-        for source in _sources():
-            objects.append(os.path.join(folder, f"{source.parent.name}.o"))
-            run([compiler, *_flags(), "-c", str(source), "-o", objects[-1]])
+        objects = {str(source): os.path.join(folder, f"{source.parent.name}.o") for source in _sources()}
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            commands = [[compiler, *_flags(), "-c", source, "-o", made] for source, made in objects.items()]
+            list(pool.map(run, commands))  # raises what one of them raised
         result = os.path.join(folder, "all.so")
         # the OpenMP runtime is left open: torch's own serves, so that there is one pool of threads
-        run([compiler, "-shared", *objects, "-o", result])
+        run([compiler, "-shared", *objects.values(), "-o", result])
         os.replace(result, target)
 
 
@@ -206,7 +212,6 @@ SIGNATURES: dict[str, list[Any]] = {
     "slip_attend": [POINTER] * 7 + [FLOAT] * 2 + [INT] * 8,
     "slip_few_tokens": [POINTER] * 3 + [INT] * 3,
     "slip_low_bit": [POINTER] * 5 + [INT] * 4,
-    "slip_low_bit_works": [],
     "slip_decode_layers": [POINTER] * 8 + [INT],
 }
-_ANSWER = {"slip_low_bit_works", "slip_decode_layers"}  # whether they could
+_ANSWER = {"slip_low_bit", "slip_decode_layers"}  # whether there was memory

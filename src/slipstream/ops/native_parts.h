@@ -35,13 +35,30 @@ SLIP_PART void slip_attend_tokens(const SlipHeads *heads, const SlipPages *pages
 SLIP_PART void slip_silu_row(const float *gate, const float *up, float *out, int64_t size);
 SLIP_PART void slip_gelu_tanh_row(const float *gate, const float *up, float *out, int64_t size);
 
-// x to numbers of 8 bits, their scales [groups], and scale * sum [groups]
-SLIP_PART void slip_quantize(const float *x, int8_t *numbers, float *scales, float *sums, int64_t groups);
+#define SLIP_TILE 8  // tokens that share unpacked weights
+
+// 32 activations: scale * (256 * high + low). Aligned so that no vector of them crosses a cache line.
+typedef struct {
+    int8_t high[SLIP_BLOCK], low[SLIP_BLOCK];
+    float scale, sum;  // sum: of the 32 numbers
+} __attribute__((aligned(16))) SlipActivations;
+
+// Activations lie in tiles of 8 tokens, the last one smaller: [tile][group][token]. Where those of a token begin, and
+// the stride from one of its groups to the next.
+static inline SlipActivations *slip_place(SlipActivations *all, int64_t token, int64_t num_tokens, int64_t groups,
+                                          int64_t *stride) {
+    int64_t first = token / SLIP_TILE * SLIP_TILE;
+    *stride = num_tokens - first < SLIP_TILE ? num_tokens - first : SLIP_TILE;
+    return all + first * groups + token - first;
+}
+
+// 32 * groups activations of one token
+SLIP_PART void slip_quantize(const float *x, SlipActivations *out, int64_t stride, int64_t groups);
 
 // rows [first, last) of a product with low-bit weights; first is a multiple of 4, out [tokens, out_stride]
-SLIP_PART void slip_low_bit_rows(const int8_t *numbers, const float *scales, const float *sums, const uint8_t *weights,
-                       const void *weight_scales, const void *offsets, float *out, int64_t bits, int64_t num_tokens,
-                       int64_t num_rows, int64_t groups, int64_t out_stride, int64_t first, int64_t last);
+SLIP_PART void slip_low_bit_rows(const SlipActivations *x, const uint8_t *weights, const uint16_t *scales,
+                       const uint16_t *offsets, float *out, int64_t bits, int64_t num_tokens, int64_t num_rows,
+                       int64_t groups, int64_t out_stride, int64_t first, int64_t last);
 
 // rows [first, last) of a product with plain weights; out [tokens, out_stride]
 SLIP_PART void slip_plain_rows(const float *x, const float *weight, float *out, int64_t num_tokens, int64_t size,

@@ -50,8 +50,7 @@ typedef struct {
 
 typedef struct {  // what a step works in
     float *residual, *normed, *qkv, *attended, *gate_up, *active, *added;
-    int8_t *numbers;  // activations of 8 bits, for low-bit products
-    float *scales, *sums;
+    SlipActivations *activations;  // for low-bit products
 } Space;
 
 typedef struct {
@@ -72,9 +71,11 @@ typedef struct {
     Space space;
 } Step;
 
-static void quantize_row(const Space *s, const float *x, int64_t row, int64_t size) {
-    int64_t groups = size / SLIP_BLOCK, at = row * groups;
-    slip_quantize(x, s->numbers + at * SLIP_BLOCK, s->scales + at, s->sums + at, groups);
+// `count` numbers of a row, from column `first` of `size`
+static void quantize(const Step *step, const float *x, int64_t row, int64_t first, int64_t count, int64_t size) {
+    int64_t stride;
+    SlipActivations *place = slip_place(step->space.activations, row, step->num_rows, size / SLIP_BLOCK, &stride);
+    slip_quantize(x, place + first / SLIP_BLOCK * stride, stride, count / SLIP_BLOCK);
 }
 
 // Every function from here on is entered by the whole team and left when all are done.
@@ -108,8 +109,8 @@ static void multiply(const Step *step, const Product *product, const float *x, f
             if (run->bits == 32)
                 slip_plain_rows(x, run->numbers, o, step->num_rows, size, stride, first, last);
             else
-                slip_low_bit_rows(s->numbers, s->scales, s->sums, run->numbers, run->scales, run->offsets, o, run->bits,
-                                  step->num_rows, run->num_rows, size / SLIP_BLOCK, stride, first, last);
+                slip_low_bit_rows(s->activations, run->numbers, run->scales, run->offsets, o, run->bits, step->num_rows,
+                                  run->num_rows, size / SLIP_BLOCK, stride, first, last);
             if (product->bias)
                 for (int64_t t = 0; t < step->num_rows; t++)
                     for (int64_t n = first; n < last; n++) o[t * stride + n] += product->bias[first_row + n];
@@ -129,7 +130,7 @@ static void add_and_norm(const Step *step, const float *out_norm, const float *n
         float *added = s->added + row * size, *residual = s->residual + row * size, *o = out + row * size;
         if (out_norm) slip_norm_row(added, 0, out_norm, 0, added, eps, size);
         slip_norm_row(added, residual, norm, residual, o, eps, size);
-        if (next && next->is_low_bit) quantize_row(s, o, row, size);
+        if (next && next->is_low_bit) quantize(step, o, row, 0, size, size);
     }
     meet(step);
 }
@@ -174,7 +175,7 @@ static void attend(const Step *step, const Layer *layer) {
     meet(step);
     if (layer->output.is_low_bit) {
         for (int64_t row = take(step); row < step->num_rows; row = take(step))
-            quantize_row(s, s->attended + row * heads * dim, row, heads * dim);
+            quantize(step, s->attended + row * heads * dim, row, 0, heads * dim, heads * dim);
         meet(step);
     }
 }
@@ -187,10 +188,7 @@ static void activate(const Step *step, const Layer *layer) {
         const float *gate = s->gate_up + row * 2 * size + first;
         float *out = s->active + row * size + first;
         (step->model->is_gelu ? slip_gelu_tanh_row : slip_silu_row)(gate, gate + size, out, count);
-        if (layer->down.is_low_bit) {
-            int64_t block = (row * size + first) / SLIP_BLOCK;
-            slip_quantize(out, s->numbers + block * SLIP_BLOCK, s->scales + block, s->sums + block, count / SLIP_BLOCK);
-        }
+        if (layer->down.is_low_bit) quantize(step, out, row, first, count, size);
     }
     meet(step);
 }
@@ -224,16 +222,15 @@ int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, co
     int64_t h = model->hidden, heads = model->num_heads * model->dim, kv = model->num_kv_heads * model->dim;
     int64_t widest = larger(h, larger(heads, model->ffn));
     int64_t groups = widest / SLIP_BLOCK + 1;
-    int64_t each = 3 * h + 2 * heads + 2 * kv + 3 * model->ffn + 2 * groups;
-    float *memory = malloc(num_rows * (each * sizeof(float) + groups * SLIP_BLOCK));
+    int64_t each = 3 * h + 2 * heads + 2 * kv + 3 * model->ffn;
+    SlipActivations *memory = malloc(num_rows * (each * sizeof(float) + groups * sizeof(SlipActivations)));
     if (!memory) return 0;
-    float *next = memory;
+    float *next = (float *)(memory + num_rows * groups);
 #define TAKE(count) (next += num_rows * (count), next - num_rows * (count))
     Space space = {
         .residual = TAKE(h), .normed = TAKE(h), .added = TAKE(h), .qkv = TAKE(heads + 2 * kv), .attended = TAKE(heads),
-        .gate_up = TAKE(2 * model->ffn), .active = TAKE(model->ffn), .scales = TAKE(groups), .sums = TAKE(groups),
+        .gate_up = TAKE(2 * model->ffn), .active = TAKE(model->ffn), .activations = memory,
     };
-    space.numbers = (int8_t *)next;
     // the first norm adds what the part before it made, which here is nothing
     memcpy(space.residual, x, num_rows * h * sizeof(float));
     memset(space.added, 0, num_rows * h * sizeof(float));

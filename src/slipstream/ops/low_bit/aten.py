@@ -19,6 +19,7 @@ class DynamicQuant:
     """
 
     name = "dynamic quant"
+    rounding = "8 bits"
 
     def belongs(self) -> bool:
         on_arm = platform.machine().lower() in ("aarch64", "arm64")
@@ -64,6 +65,7 @@ class Int4Pack:
     """x86: activations and scales in bfloat16, the one dtype the kernel is fast in; offsets are part of it."""
 
     name = "int4 pack"
+    rounding = "bfloat16"
     _CHUNK = 4096  # rows packed at a time: the kernel wants each number in 32 bits first
     _ROWS = 16  # the kernel wants a multiple
 

@@ -7,6 +7,7 @@ import logging
 
 import torch
 
+from slipstream.ops import native
 from slipstream.ops.dequant import BLOCK
 from slipstream.ops.low_bit.aten import DynamicQuant, Int4Pack
 from slipstream.ops.low_bit.interleaved import Interleaved
@@ -19,10 +20,17 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def find_kernel() -> Kernel | None:
-    """The kernel of this machine, or None, which is said once in the log."""
+    """The kernel of this machine: ours, compiled if need be; else one of torch's, or None, with a warning."""
     kernels: tuple[Kernel, ...] = (Interleaved(), DynamicQuant(), Int4Pack())
     for kernel in kernels:
         if kernel.belongs() and gives_right_product(kernel):
+            if kernel.rounding:
+                log.warning(
+                    "without our C kernels (%s) low-bit products round activations to %s, and answers differ from "
+                    "those of the file's own weights; install gcc, or use dequantize=True",
+                    native.state(),
+                    kernel.rounding,
+                )
             return kernel
     log.warning("there is no 4-bit product for this machine; low-bit weights are turned into plain ones")
     return None

@@ -1,4 +1,4 @@
-"""Low-bit products by our own C kernel, where it is compiled already and the processor has 8-bit dot products.
+"""Low-bit products by our own C kernel, where there is a compiler.
 
 Weights stay what they are in the file, bit for bit; only their order changes, four rows interleaved.
 """
@@ -15,14 +15,15 @@ from slipstream.ops.weight_run import WeightRun
 
 
 class Interleaved:
-    """Activations become 8-bit numbers, a scale for 32 of them, so a row's result is its own alone."""
+    """Activations become 16-bit integers, a scale for 32 of them, so a row's result does not depend on other rows."""
 
     name = "interleaved"
+    rounding = ""
     _ROWS = 4
 
     def belongs(self) -> bool:
-        library = native.library()
-        return library is not None and bool(library.slip_low_bit_works())
+        """Compiles the kernels, if need be: answers should not differ between the first run and the next."""
+        return native.build()
 
     def pack(self, raw: torch.Tensor, kind: str) -> _InterleavedWeight:
         blocks = split(raw, kind)
@@ -59,7 +60,7 @@ class _InterleavedWeight:
             return x.new_empty(x.shape[0], self.num_rows)  # a tensor that has a shape and no numbers
         x = x.contiguous()
         out = torch.empty(x.shape[0], self.num_rows)
-        library.slip_low_bit(
+        found = library.slip_low_bit(
             x.data_ptr(),
             self.numbers.data_ptr(),
             self.scale.data_ptr(),
@@ -70,6 +71,8 @@ class _InterleavedWeight:
             self.num_rows,
             self.num_columns // BLOCK,
         )
+        if not found:
+            raise MemoryError("no memory for the activations of a low-bit product")
         return out
 
     def run(self) -> WeightRun:

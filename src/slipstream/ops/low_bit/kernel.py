@@ -21,6 +21,7 @@ class Packed(Protocol):
 
 class Kernel(Protocol):
     name: str
+    rounding: str  # what activations are rounded to, if results show it; else empty
 
     def belongs(self) -> bool:
         """Whether this is a machine it is fast on. That it works at all is tried."""

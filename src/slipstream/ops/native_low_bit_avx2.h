@@ -1,0 +1,102 @@
+// Low-bit products for x86 processors with AVX2, FMA and F16C. A vector holds 8 columns of four rows: the lower half 4
+// columns, the upper half the next 4; both halves are added at the end of a group.
+#include <immintrin.h>
+#include <math.h>
+
+static void quantize_block(const float *x, SlipActivations *out) {
+    const __m256 sign = _mm256_set1_ps(-0.0f);
+    __m256 v[4], most = _mm256_setzero_ps(), spoilt = _mm256_setzero_ps();
+    for (int i = 0; i < 4; i++) {
+        v[i] = _mm256_loadu_ps(x + 8 * i);
+        most = _mm256_max_ps(most, _mm256_andnot_ps(sign, v[i]));
+        spoilt = _mm256_add_ps(spoilt, _mm256_sub_ps(v[i], v[i]));  // NaN if x is infinite or NaN
+    }
+    float lanes[8], bad[8], largest = 0, nan = 0;
+    _mm256_storeu_ps(lanes, most);
+    _mm256_storeu_ps(bad, spoilt);
+    for (int i = 0; i < 8; i++) {
+        largest = lanes[i] > largest ? lanes[i] : largest;
+        nan += bad[i];
+    }
+    __m256 inverse = _mm256_set1_ps(largest > LEAST ? LIMIT / largest : 0);
+    __m256i total = _mm256_setzero_si256();
+    for (int i = 0; i < 4; i++) {
+        __m256i number = _mm256_cvtps_epi32(_mm256_mul_ps(v[i], inverse));
+        total = _mm256_add_epi32(total, number);
+        int32_t numbers[8];
+        _mm256_storeu_si256((__m256i *)numbers, number);
+        for (int j = 0; j < 8; j++) {
+            out->low[8 * i + j] = (int8_t)numbers[j];
+            out->high[8 * i + j] = (int8_t)((numbers[j] + 128) >> 8);
+        }
+    }
+    int32_t sums[8], sum = 0;
+    _mm256_storeu_si256((__m256i *)sums, total);
+    for (int i = 0; i < 8; i++) sum += sums[i];
+    out->scale = (largest > LEAST ? largest / LIMIT : 0) + nan;
+    out->sum = out->scale * (float)sum;
+}
+
+// 4 columns of x for each row of the lower half, the next 4 for the upper
+static inline __attribute__((always_inline)) __m256i spread(const int8_t *x) {
+    const __m256i places = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+    return _mm256_permutevar8x32_epi32(_mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)x)), places);
+}
+
+// 32 columns of 4-bit weights: pairs of products fit 16 bits, and so do four of them
+static inline __attribute__((always_inline)) __m128i dot_4bit(const __m256i *w, const int8_t *x) {
+    __m256i total = _mm256_maddubs_epi16(w[0], spread(x));
+    for (int c = 1; c < 4; c++) total = _mm256_add_epi16(total, _mm256_maddubs_epi16(w[c], spread(x + 8 * c)));
+    total = _mm256_madd_epi16(total, _mm256_set1_epi16(1));
+    return _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
+}
+
+// 32 columns of signed 8-bit weights, widened to 16 bits
+static inline __attribute__((always_inline)) __m128i dot_8bit(const uint8_t *weights, const int8_t *x) {
+    __m256i total = _mm256_setzero_si256();  // pairs of columns: two sums for each row
+    for (int c = 0; c < 8; c++) {
+        __m256i w = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(weights + 16 * c)));
+        int32_t four;
+        memcpy(&four, x + 4 * c, 4);
+        total = _mm256_add_epi32(total, _mm256_madd_epi16(w, _mm256_cvtepi8_epi16(_mm_set1_epi32(four))));
+    }
+    return _mm_hadd_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
+}
+
+static inline __attribute__((always_inline)) __m128 from_half(const uint16_t *halves) {
+    return _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)halves));
+}
+
+// Four rows with each token of a tile; `bits` and `tokens` are constants where this is used.
+static inline __attribute__((always_inline)) void multiply_tile(int bits, int tokens, const uint8_t *weights,
+                                                                const uint16_t *scales, const uint16_t *offsets,
+                                                                const SlipActivations *x, int64_t groups,
+                                                                float (*out)[4]) {
+    __m128 total[TILE];
+    for (int t = 0; t < tokens; t++) total[t] = _mm_setzero_ps();
+    for (int64_t g = 0; g < groups; g++, x += tokens) {
+        __m256i w[4];  // 8 columns of 4 rows each
+        if (bits == 4)
+            for (int c = 0; c < 2; c++) {
+                __m256i pairs = _mm256_loadu_si256((const __m256i *)(weights + g * 64 + 32 * c));
+                w[c] = _mm256_and_si256(pairs, _mm256_set1_epi8(15));
+                w[c + 2] = _mm256_and_si256(_mm256_srli_epi16(pairs, 4), _mm256_set1_epi8(15));
+            }
+        __m128 scale = from_half(scales + g * 4), offset = scale;
+        if (bits == 4) offset = from_half(offsets + g * 4);
+        for (int t = 0; t < tokens; t++) {
+            __m128i high, low;
+            if (bits == 4) {
+                high = dot_4bit(w, x[t].high);
+                low = dot_4bit(w, x[t].low);
+            } else {
+                high = dot_8bit(weights + g * 128, x[t].high);
+                low = dot_8bit(weights + g * 128, x[t].low);
+            }
+            __m128 sum = _mm_cvtepi32_ps(_mm_add_epi32(_mm_slli_epi32(high, 8), low));
+            total[t] = _mm_fmadd_ps(sum, _mm_mul_ps(scale, _mm_set1_ps(x[t].scale)), total[t]);
+            if (bits == 4) total[t] = _mm_fmadd_ps(offset, _mm_set1_ps(x[t].sum), total[t]);
+        }
+    }
+    for (int t = 0; t < tokens; t++) _mm_storeu_ps(out[t], total[t]);
+}

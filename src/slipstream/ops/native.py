@@ -128,8 +128,10 @@ def _compile(target: Path, nice: int) -> None:
     assert compiler is not None
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        # Python code between fork and exec is not safe beside other threads, so it runs only where it is needed
+        slow_down = (lambda: os.nice(nice)) if nice else None
         run = functools.partial(
-            subprocess.run, check=True, capture_output=True, timeout=_COMPILE_LIMIT, preexec_fn=lambda: os.nice(nice)
+            subprocess.run, check=True, capture_output=True, timeout=_COMPILE_LIMIT, preexec_fn=slow_down
         )
         objects = {str(source): os.path.join(folder, f"{source.parent.name}.o") for source in _sources()}
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from slipstream.device.device import _pinning_works, device_facts, seems_cuda
+from slipstream.config.options import make_options
+from slipstream.device.device import _pinning_works, device_facts, open_device, seems_cuda
 from slipstream.errors import InvalidOption
 
 
@@ -23,11 +24,51 @@ def test_a_gpu_that_is_not_there_is_said_to_be_missing(monkeypatch):
     monkeypatch.setenv("SLIPSTREAM_DEVICE", "cuda")
     with pytest.raises(InvalidOption, match="no CUDA GPU"):
         device_facts("auto")
-    monkeypatch.setenv("SLIPSTREAM_DEVICE", "tpu")
-    with pytest.raises(InvalidOption, match="SLIPSTREAM_DEVICE is tpu; it takes cpu or cuda"):
-        device_facts("auto")
     monkeypatch.delenv("SLIPSTREAM_DEVICE")
     assert device_facts("auto").kind == "cpu"
+
+
+OTHERS = ["mps", "xpu", "hpu", "tpu", "hip", "rocm", "meta", "CPU", "gpu", "cuda:x", "cpu:0", ""]
+
+
+@pytest.mark.parametrize("device", OTHERS)
+def test_a_device_that_is_neither_cpu_nor_cuda_is_refused_by_name(device, monkeypatch):
+    with pytest.raises(InvalidOption, match=f"device is '{device}', which is not supported: models run on cpu, and on"):
+        make_options(device=device)
+    if device:  # an empty variable is as good as none
+        monkeypatch.setenv("SLIPSTREAM_DEVICE", device)
+        with pytest.raises(InvalidOption, match=f"SLIPSTREAM_DEVICE is '{device}', which is not supported: models run"):
+            device_facts("auto")
+
+
+def test_a_gpu_by_its_number_is_told_how_it_is_chosen(monkeypatch):
+    with pytest.raises(InvalidOption, match="device is 'cuda:3', .* takes cuda, and CUDA_VISIBLE_DEVICES=3"):
+        make_options(device="cuda:3")
+    monkeypatch.setenv("SLIPSTREAM_DEVICE", "cuda:0")
+    with pytest.raises(InvalidOption, match="SLIPSTREAM_DEVICE is 'cuda:0', .* CUDA_VISIBLE_DEVICES=0"):
+        device_facts("auto")
+
+
+def test_a_device_is_given_as_text():
+    for device in (None, 0, torch.device("cpu")):
+        with pytest.raises(InvalidOption, match="device is .*; it takes 'auto' or 'cpu' or 'cuda'"):
+            make_options(device=device)
+
+
+def test_an_amd_gpu_is_not_taken_for_one_of_cuda(monkeypatch):
+    """A torch for ROCm says that CUDA is available."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for said in ("", "auto"):
+        monkeypatch.setenv("SLIPSTREAM_DEVICE", said)
+        assert device_facts("auto").kind == "cpu"
+    with pytest.raises(InvalidOption, match='built for ROCm, whose GPUs are not supported; use device="cpu"'):
+        device_facts("cuda")
+
+
+def test_no_other_device_is_opened():
+    with pytest.raises(AssertionError, match="there is no device mps"):
+        open_device("mps", 0, 1)
 
 
 def test_what_seems_to_be_a_gpu_is_found_without_asking_the_driver(monkeypatch):

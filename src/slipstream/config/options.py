@@ -19,6 +19,9 @@ def _doc(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
+DEVICES = ("auto", "cpu", "cuda")
+
+
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str | None,
@@ -121,8 +124,20 @@ def make_options(**given: Any) -> Options:
         hint = f"did you mean {near[0]}?" if near else "the options are " + ", ".join(known)
         raise InvalidOption(f"there is no option {name}; {hint}")
     for name, value in given.items():
+        if name == "device" and isinstance(value, str) and value not in DEVICES:
+            raise unknown_device(value, name)
         _check_type(name, value, known[name])
     return Options(**given)
+
+
+def unknown_device(text: str, source: str) -> InvalidOption:
+    """The error for a device that is neither the CPU nor CUDA. `source`: what asked for it."""
+    kind, _, place = text.partition(":")
+    if kind == "cuda" and place.isdecimal():
+        way_out = f"it takes cuda, and CUDA_VISIBLE_DEVICES={place} in the environment chooses the GPU"
+    else:
+        way_out = "models run on cpu, and on NVIDIA GPUs as cuda; use one of these, or auto"
+    return InvalidOption(f"{source} is {text!r}, which is not supported: {way_out}")
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from slipstream.config.options import DEVICES, unknown_device
 from slipstream.config.resolve import Machine
 from slipstream.device.streams import CudaStream, InlineStream, Stream, ThreadedStream, Work
 from slipstream.errors import InvalidOption
@@ -150,11 +151,19 @@ def _pinning_works() -> bool:
 
 def device_facts(kind: str) -> Machine:
     """The machine's facts for `cpu`, `cuda`, or `auto`: what SLIPSTREAM_DEVICE says, else a GPU if there is one."""
-    has_cuda = torch.cuda.is_available()
+    is_rocm = torch.version.hip is not None  # which calls its GPUs cuda too
+    has_cuda = torch.cuda.is_available() and not is_rocm
     if kind == "auto":
-        kind = os.environ.get("SLIPSTREAM_DEVICE") or ("cuda" if has_cuda else "cpu")
-        if kind not in ("cpu", "cuda"):
-            raise InvalidOption(f"SLIPSTREAM_DEVICE is {kind}; it takes cpu or cuda")
+        kind = os.environ.get("SLIPSTREAM_DEVICE") or "auto"
+        if kind not in DEVICES:
+            raise unknown_device(kind, "SLIPSTREAM_DEVICE")
+    if kind == "auto":
+        kind = "cuda" if has_cuda else "cpu"
+    if kind == "cuda" and is_rocm:
+        raise InvalidOption(
+            'device is cuda, and this torch is built for ROCm, whose GPUs are not supported; use device="cpu" or '
+            "install a CUDA build of torch"
+        )
     if kind == "cuda" and not has_cuda:
         raise InvalidOption(
             'device is cuda, and torch finds no CUDA GPU; use device="cpu" or install a CUDA build of torch'
@@ -171,7 +180,9 @@ def seems_cuda(kind: str) -> bool:
     """Whether `device_facts` will most likely speak of a GPU. To ask the driver takes a quarter of a second."""
     if kind == "auto":
         is_there = os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
-        kind = os.environ.get("SLIPSTREAM_DEVICE") or ("cuda" if is_there else "cpu")
+        kind = os.environ.get("SLIPSTREAM_DEVICE") or "auto"
+        if kind == "auto":
+            kind = "cuda" if is_there else "cpu"
     return kind == "cuda" and torch.version.cuda is not None
 
 
@@ -212,4 +223,5 @@ def default_threads() -> int:
 
 
 def open_device(kind: str, depth: int, num_threads: int) -> Device:
+    assert kind in ("cpu", "cuda"), f"there is no device {kind}"
     return CudaDevice(depth) if kind == "cuda" else Device(depth, num_threads)

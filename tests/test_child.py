@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from child import child_env
 
@@ -19,3 +23,45 @@ def test_a_child_imports_from_where_we_do_and_keeps_our_environment(tmp_path, mo
         [sys.executable, "-c", code], cwd=tmp_path, env=child_env(MORE="3"), capture_output=True, encoding="utf-8"
     )
     assert (done.stdout, done.stderr) == ("-1\ncpu 3\n", "")
+
+
+MAKERS = ("run", "Popen", "check_call", "check_output", "call")
+
+
+def bare_children(source: str) -> list[int]:
+    """Lines that start Python with the environment as it is, or with an import path that is not `child_env`'s."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Dict(keys=keys) if any(
+                isinstance(key, ast.Constant) and key.value == "PYTHONPATH" for key in keys
+            ):
+                found.append(node.lineno)
+            case ast.Call(func=ast.Attribute(attr=name), args=[command, *_], keywords=keywords) if name in MAKERS:
+                starts_python = "sys.executable" in ast.unparse(command)
+                if starts_python and not any(keyword.arg == "env" for keyword in keywords):
+                    found.append(node.lineno)
+    return found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "subprocess.run([sys.executable, '-c', code], check=True)",
+        "subprocess.Popen([sys.executable, '-c', code], env={**os.environ, 'PYTHONPATH': 'src'})",
+        "env = {'PYTHONPATH': os.pathsep.join(sys.path)}",
+    ],
+)
+def test_children_with_another_import_path_are_found(source):
+    assert bare_children(source) == [1]
+    assert not bare_children("subprocess.run([sys.executable, '-c', code], env=child_env())")
+
+
+def test_every_child_of_a_test_imports_from_where_the_test_does():
+    tests = Path(__file__).parent
+    found = {
+        str(path.relative_to(tests)): lines
+        for path in sorted(tests.rglob("*.py"))
+        if path.name != "child.py" and (lines := bare_children(path.read_text(encoding="utf-8")))
+    }
+    assert found == {}

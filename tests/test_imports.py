@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from child import child_env
+
 SRC = Path(__file__).parents[1] / "src"
 
 PROBE = """
@@ -28,7 +30,7 @@ print(json.dumps(sorted(set(sys.modules) - before)))
 def load(code: str, forbidden: tuple[str, ...] = ("torch", "triton", "transformers")) -> list[str]:
     """Modules that `code` loads in a fresh interpreter in which `forbidden` cannot be imported."""
     script = PROBE.format(src=str(SRC), forbidden=forbidden, code=code)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", script], env=child_env(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

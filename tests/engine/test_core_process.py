@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import socket
 import subprocess
@@ -12,6 +11,7 @@ import time
 
 import pytest
 
+from child import child_env
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import Options, make_options
 from slipstream.engine.front.frontend import AsyncEngine
@@ -208,8 +208,7 @@ time.sleep(600)
 
 
 def test_a_core_does_not_outlive_its_parent(folder):
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, folder], stdout=subprocess.PIPE, env=env)
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, folder], stdout=subprocess.PIPE, env=child_env())
     core = int(parent.stdout.readline())
     parent.kill()
     parent.wait()

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 
+from child import child_env
 from pool_bench import rewrite
 from slipstream import LLM, SamplingParams
 from tiny import write_tiny
@@ -128,8 +129,7 @@ print(len(forks), taken[1] - taken[0])
 def test_a_second_start_compiles_nothing_and_the_largest_step_finds_its_memory_taken(tmp_path):
     # gates and ups of 8,184 tokens are 134 MB
     folder = str(write_tiny(tmp_path / "model", "qwen3", head_dim=64, intermediate_size=8192))
-    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path / "kernels"), "SLIPSTREAM_DEVICE": "cuda"}
-    env["PYTHONPATH"] = f"src:{env.get('PYTHONPATH', '')}"
+    env = child_env(TRITON_CACHE_DIR=str(tmp_path / "kernels"), SLIPSTREAM_DEVICE="cuda")
     told = []
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", START, folder], env=env, capture_output=True, text=True)

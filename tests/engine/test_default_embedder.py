@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from child import child_env
 from slipstream import LLM
 from slipstream.config.locate import default_embedder
 from slipstream.errors import ModelNotFound
@@ -98,6 +99,8 @@ def test_it_knows_what_goes_together(llm):
 
 def test_the_command_needs_no_model(folder):
     command = [sys.executable, "-m", "slipstream.serve.cli.main", "score", "a kitten", "a young cat", "a train"]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=True)
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=True, env=child_env()
+    )
     near, far = map(float, done.stdout.split())
     assert near > far + 0.3 and done.stderr == ""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from itertools import chain
@@ -16,6 +15,7 @@ import torch
 
 import slipstream.config.memory
 import slipstream.runner.pool
+from child import child_env
 from live_bytes import LiveBytes
 from pool_bench import rewrite
 from slipstream import LLM, SamplingParams
@@ -257,7 +257,7 @@ def test_results_of_tokens_are_made_by_a_few_at_a_time(tmp_path, kind, monkeypat
 # what allocators and kernels keep for themselves is allowed for.
 SLACK = 64 * 2**20
 RUN = r"""
-import json, re, sys
+import gc, json, re, sys
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import make_options
 from slipstream.engine.build import foresee
@@ -270,15 +270,18 @@ def generate(options, length):
         prompts = [[(row * 5 + i) % 61 for i in range(length)] for row in range(llm.config.scheduler.max_num_seqs)]
         llm.generate(prompts, SamplingParams(**params), use_tqdm=False)
 
-def peak():
-    return 1024 * int(re.search(r"VmHWM:\s+(\d+)", open("/proc/self/status").read())[1])
+def status(name):
+    return 1024 * int(re.search(rf"{name}:\s+(\d+)", open("/proc/self/status", encoding="ascii").read())[1])
 
 small = json.loads(sys.argv[2])
 generate(small, 8)  # first uses of torch's own parts
-before = peak()
+len(b"1" * 2**27)  # freed at once: the peak before this line can be higher than what is in use, as it is after imports
+gc.collect()
+before = status("VmHWM")
+filler = b"1" * max(0, before - status("VmRSS"))  # until as much is in use: the peak then rises with what comes next
 _, memory = foresee(make_options(**options))
 generate(options, 60)
-print(json.dumps({"growth": peak() - before, "total": memory.total, "weights": memory.weights}))
+print(json.dumps({"growth": status("VmHWM") - before, "total": memory.total, "weights": memory.weights}))
 """
 
 
@@ -287,7 +290,7 @@ def grown(options, small) -> dict[str, int]:
         [sys.executable, "-c", RUN, json.dumps(options), json.dumps(small)],
         capture_output=True,
         text=True,
-        env={"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        env=child_env(OMP_NUM_THREADS="1", MALLOC_MMAP_THRESHOLD_="65536"),  # what is freed is given back
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

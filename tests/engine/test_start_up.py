@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
 import gguf
 import pytest
 
+from child import child_env
 from slipstream.config.model_info import read_model_info
 from slipstream.config.options import make_options
 from slipstream.config.resolve import Machine, resolve_dtype
@@ -29,7 +29,7 @@ def test_a_first_token_imports_nothing_heavy_beside_torch(tmp_path) -> None:
     path = write_gguf(write_tiny(tmp_path), gguf.GGMLQuantizationType.Q4_1)
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(path)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "SLIPSTREAM_NATIVE": "0"},
+        env=child_env(SLIPSTREAM_NATIVE="0"),
         capture_output=True,
         text=True,
         timeout=120,

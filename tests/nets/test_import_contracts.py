@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from child import child_env
+
 ROOT = Path(__file__).parents[2]
 
 pytest.importorskip("importlinter", reason="import-linter is not installed")
@@ -20,7 +22,7 @@ def lint(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", program],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder / "src")},
+        env=child_env(PYTHONPATH=os.pathsep.join([str(folder / "src"), *filter(None, sys.path)])),
         capture_output=True,
         text=True,
         check=False,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from child import child_env
 from slipstream.ops import compile_ahead
 from slipstream.ops.compile_ahead import ForkedCompiler, _kind, _ZeroFilled
 
@@ -284,7 +285,7 @@ with _ZeroFilled():
     torch.empty(3)
 assert "sympy" not in sys.modules and "torch._dynamo" not in sys.modules, "torch's compiler was imported"
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    subprocess.run([sys.executable, "-c", program], env=child_env(), check=True)
 
 
 PROGRAM = """
@@ -371,7 +372,7 @@ def test_a_walk_compiles_each_variant_once_and_launches_nothing(tmp_path):
     program, launchers = tmp_path / "walk.py", tmp_path / "launchers"
     program.write_text(PROGRAM)
     launchers.mkdir()
-    env = {**os.environ, "PYTHONPATH": "src", "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    env = child_env(TRITON_CACHE_DIR=str(tmp_path / "cache"))
     env.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         [sys.executable, str(program), str(launchers)], env=env, capture_output=True, text=True, timeout=120

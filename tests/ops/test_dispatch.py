@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from child import child_env
 from slipstream.ops import dispatch
 
 
@@ -88,5 +88,5 @@ assert "triton" not in sys.modules and not any(name.endswith(".triton") for name
     subprocess.run(
         [sys.executable, "-c", program],
         check=True,
-        env={"PYTHONPATH": os.pathsep.join(sys.path), "SLIPSTREAM_NATIVE": "0"},
+        env=child_env(SLIPSTREAM_NATIVE="0"),
     )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from child import child_env
 
 PROGRAM = '''
 import importlib
@@ -216,7 +217,7 @@ if triton.__version__.startswith("3.6."):
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     program = tmp_path / "build.py"  # triton reads the source of what it compiles
     program.write_text(PROGRAM)
-    env = {**os.environ, "PYTHONPATH": "src"}
+    env = child_env()
     env.pop("TRITON_INTERPRET", None)
     # triton's own cache is left in place: what it holds of these very sources has compiled
     done = subprocess.run([sys.executable, str(program)], env=env, capture_output=True, text=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from child import child_env
 from slipstream.ops import activation, cache_write, native, norm, paged_attention, rope
 from slipstream.ops.activation import reference as activation_reference
 from slipstream.ops.cache_write import reference as cache_reference
@@ -204,7 +204,7 @@ def test_without_a_compiler_or_when_turned_off_the_references_serve(tmp_path) ->
 def run_elsewhere(program: str, **environment: str) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
+        env=child_env(**environment),
         capture_output=True,
         text=True,
         timeout=120,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import queue
 import re
 import signal
@@ -16,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from child import child_env
 from slipstream.engine.link.parent import die_with_parent
 
 COMMAND = (sys.executable, "-m", "slipstream.serve.cli.main")
@@ -46,7 +46,7 @@ class ServerProcess:
             stderr=subprocess.PIPE,
             text=True,
             cwd=cwd,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+            env=child_env(OMP_NUM_THREADS="1"),
             preexec_fn=_before,
         )
         self.lines: list[str] = []

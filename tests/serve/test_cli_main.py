@@ -5,6 +5,7 @@ import sys
 import pytest
 
 import slipstream
+from child import child_env
 from slipstream.errors import BadCheckpoint, EngineDead, NotEnoughMemory
 from slipstream.serve.cli import version
 
@@ -114,8 +115,7 @@ def test_a_reader_that_goes_away_is_no_error():
     read_end, write_end = os.pipe()
     os.close(read_end)  # gone before anything is written
     command = [sys.executable, "-m", "slipstream.serve.cli.main", "version"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, env=environment)
+    done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, env=child_env())
     os.close(write_end)
     assert (done.returncode, done.stderr) == (141, "")
 
@@ -128,9 +128,8 @@ import sys
 from slipstream.serve.cli.main import main
 code = main({flags})
 print(code, "torch" in sys.modules)"""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL, env=environment
+        [sys.executable, "-c", code], capture_output=True, text=True, stdin=subprocess.DEVNULL, env=child_env()
     )
     assert done.stdout.split() == ["2", "False"], done.stderr
     (line,) = done.stderr.splitlines()
@@ -143,7 +142,6 @@ def test_a_full_disk_is_one_line():
         pytest.skip("this platform has no /dev/full")
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "slipstream.serve.cli.main", "version"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=child_env())
     assert done.returncode == 1
     assert done.stderr.startswith("slipstream: ") and len(done.stderr.splitlines()) == 1

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from child import child_env
 from serve.fake_llm import FakeLLM
 from slipstream.serve.cli.main import main
 
@@ -61,9 +62,8 @@ def closed(*numbers: int):
 def test_closed_streams_are_the_null_device(numbers, tmp_path):
     """Through the real program, which must not crash, nor write what it prints into a file that got the number."""
     command = [sys.executable, "-m", "slipstream.serve.cli.main", "generate"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", env=environment,
+        command, stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", env=child_env(),
         preexec_fn=closed(*numbers),
     )  # fmt: skip
     told = "" if 2 in numbers else "slipstream: there is no prompt; "

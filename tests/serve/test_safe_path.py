@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from child import child_env
 from serve.server_process import ServerProcess
 from slipstream.engine.link.parent import child_environment
 from slipstream.serve.bench import startup
@@ -51,7 +52,9 @@ def script(tmp_path):
 def test_planted_code_is_run_where_the_current_directory_is_searched(planted):
     """The net itself: what `python -m` does with such a folder."""
     folder, marks = planted
-    done = subprocess.run([sys.executable, "-m", "inspect"], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "inspect"], cwd=folder, env=child_env(), capture_output=True, text=True
+    )
     assert "inspect of the current directory was run" in done.stderr
     assert marks.read_text().startswith("inspect")
 

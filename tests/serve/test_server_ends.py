@@ -9,12 +9,12 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
+from child import child_env
 from serve.server_process import COMMAND, ServerProcess
 from tiny import write_tiny
 
@@ -168,7 +168,7 @@ def test_a_taken_port_is_one_line(folder, workers):
         port = str(sock.getsockname()[1])
         done = subprocess.run(
             [*COMMAND, "serve", folder, "--port", port, "--workers", workers],
-            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True, text=True, env=child_env(),
         )  # fmt: skip
     assert done.returncode == 2 and "cannot listen" in done.stderr and "Traceback" not in done.stderr
 

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 from transformers import AutoTokenizer
 
+from child import child_env
 from slipstream.errors import BadTokenizer, InvalidPrompt
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import CHATML, END_OF_TEXT, IM_END, IM_START, write_byte_tokenizer
@@ -201,5 +202,5 @@ def test_the_text_package_needs_neither_torch_nor_transformers() -> None:
         "found = sorted({'torch', 'transformers', 'huggingface_hub', 'gguf'} & set(sys.modules))\n"
         "sys.exit(f'imported: {found}' if found else 0)"
     )
-    run = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, capture_output=True)
+    run = subprocess.run([sys.executable, "-c", code], env=child_env(), capture_output=True)
     assert (run.stderr, run.returncode) == (b"", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -118,6 +119,21 @@ _KINDS: dict[str, Callable[[], Backend]] = {
 KINDS = tuple(_KINDS)
 
 
-def make_tokenizer(kind: str, **templates: str) -> Tokenizer:
+MORE_SPECIAL = ("<|user|>", "<|assistant|>", "<|system|>", "<|tool|>", "[INST]", "[/INST]")
+NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<｜Next｜>", "<table>", "\n\n", "    ")
+
+
+@lru_cache
+def _made(kind: str) -> str:
+    """Once, since training has not always the same result."""
+    return _KINDS[kind]().to_str()
+
+
+def make_tokenizer(kind: str, *, more: bool = False, **templates: str) -> Tokenizer:
+    """With `more` it has further control tokens, and added tokens that are ordinary text."""
+    backend = Backend.from_str(_made(kind))
+    if more:
+        backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in MORE_SPECIAL])
+        backend.add_tokens([AddedToken(text, special=False, normalized=False) for text in NOT_SPECIAL])
     names = {"eos_token": "<|im_end|>", "bos_token": "<|endoftext|>"}
-    return Tokenizer(_KINDS[kind](), names, templates)
+    return Tokenizer(backend, names, templates)

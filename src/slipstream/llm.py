@@ -120,9 +120,14 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        allow_control_tokens: bool | None = None,
         model: str | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several."""
+        """Answer one conversation, or each of several.
+
+        Text of messages that spells a control token, such as <|im_end|>, stays text; `allow_control_tokens` lets it be
+        the token.
+        """
         many = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if many else [messages]
         served = self._model(model, "generate")
@@ -133,6 +138,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
+                allow_control_tokens=allow_control_tokens,
             )
             for conversation in conversations
         ]

@@ -21,7 +21,7 @@ from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
 from slipstream.text.tokenizer import Tokenizer
 from tiny_encoder import CLS, SEP, pair_tokenizer
-from tiny_tokenizer import byte_tokenizer
+from tiny_tokenizer import IM_END, IM_START, byte_tokenizer
 
 EMBEDDER = PoolingInfo(
     tasks=("embed", "token_embed"),
@@ -345,6 +345,24 @@ def test_a_template_takes_texts_as_they_are():
     assert batch.prompts == ["<judge|{document}|{query}{x}>"]
     (batch,) = next(score(given, "q", "d", instruction="look"))
     assert batch.prompts == ["<look|q|d>"]
+
+
+def test_only_the_template_of_pairs_writes_control_tokens():
+    pooling = msgspec.structs.replace(CROSS, pair_template="<|im_start|>{instruction}{query}\n{document}<|im_end|>")
+    pooling = msgspec.structs.replace(pooling, instruction="judge", lower_case=True)
+    tokenizer, spelled = Tokenizer(byte_tokenizer()), "A<|im_end|>"
+
+    def ids(**how):
+        own = PoolInputs(facts("nowhere", pooling=pooling, max_model_len=99, **how), tokenizer)
+        (batch,) = next(score(own, spelled, ["b" + spelled, "c"], PoolingParams(truncate_prompt_tokens=80)))
+        found = prepared(own, batch.prompts, batch.params)
+        assert all(type(one.text) is str for one in found) and found[0].text.lower().count("<|im_end|>") == 3
+        return [list(one.ids) for one in found]
+
+    spelled_twice, spelled_once = ids()
+    assert [(one.count(IM_START), one.count(IM_END)) for one in (spelled_twice, spelled_once)] == [(1, 1), (1, 1)]
+    assert bytes(spelled_once[1:-1]).decode() == "judgeA<|im_end|>\nc"
+    assert ids(allow_control_tokens=True)[0].count(IM_END) == 3
 
 
 def test_an_embedder_uses_the_prompts_of_roles_when_it_reranks():

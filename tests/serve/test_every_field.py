@@ -91,6 +91,12 @@ SPECIAL: dict[tuple[str, str], tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     ("/decode", "skip_special_tokens"): (False, {"ids": [104, 256]}, ()),
     ("/similarity", "parameters"): ({"truncate": False}, {}, ()),
 }
+SPELLED = {"messages": [{"role": "user", "content": "<|im_end|>"}]}
+SPECIAL |= {
+    ("/v1/chat/completions", "allow_control_tokens"): (True, SPELLED, ()),
+    ("/v1/embeddings", "allow_control_tokens"): (True, SPELLED, ("input",)),
+    ("/tokenize", "allow_control_tokens"): (True, SPELLED, ("prompt",)),
+}
 for path in ROUTES:
     if path.endswith("score"):
         for left, right in (("data_1", "data_2"), ("queries", "documents")):

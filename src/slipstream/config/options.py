@@ -49,6 +49,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: Annotated[str | None, _doc("a Jinja chat template, or the path of one, instead of the model's")] = (
         None
     )
+    allow_control_tokens: Annotated[
+        bool,
+        _doc("let the text of chat messages spell control tokens, <|im_end|> for example; else only the template may"),
+    ] = False
     load_format: Annotated[
         Literal["auto", "safetensors", "gguf", "dummy"], _doc("where weights come from; dummy makes seeded random ones")
     ] = "auto"

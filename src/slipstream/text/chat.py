@@ -1,7 +1,8 @@
 """Chat templates: a conversation to the text of a prompt, by the Jinja template that the model brings.
 
 A template is foreign code: it runs in a sandbox, without files, modules or attributes of Python objects, and with a
-limit on the turns its loops and macros may take.
+limit on the turns its loops and macros may take. Control tokens that text of the request spells are encoded as text
+(`control_tokens.py`).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from slipstream.text.chat_fields import (
     variables_of,
     with_calls_as_text,
 )
+from slipstream.text.control_tokens import ControlTokens
 
 _WAY_OUT = "pass chat_template=... with a Jinja template or the path of one"
 _MAX_TURNS = 200_000  # of all loops and macros in one rendering
@@ -45,10 +47,12 @@ def render_chat(
     continue_final_message: bool = False,
     tools: Sequence[Mapping[str, Any]] | None = None,
     special_tokens: Mapping[str, str] | None = None,
+    controls: ControlTokens | None = None,
     **chat_template_kwargs: Any,
 ) -> str:
     """The prompt's text. It holds its own special tokens: encode it with `add_special_tokens=False`.
 
+    With `controls`, only the template writes control tokens; without, text of messages may spell them.
     With `continue_final_message` it ends exactly where the last message's content ends, for the model to go on.
     """
     if template is None:
@@ -71,15 +75,14 @@ def render_chat(
         "tools": _checked_tools(tools),
         "add_generation_prompt": add_generation_prompt,
     }
+    if controls is None:
+        return _render_conversation(template, variables, continue_final_message)
+    masked = {name: controls.mask(variables[name]) for name in (*chat_template_kwargs, "tools")}
+    masked["messages"] = [controls.mask_message(message) for message in conversation]
     try:
-        text = _render_whole(template, variables)
-    except InvalidPrompt:
-        # null beside calls is usual, and some templates that know calls add texts to the content
-        filled = [_without_null(message) for message in conversation]
-        if filled == conversation:
-            raise
-        text = _render_whole(template, variables | {"messages": filled})
-    return _cut_at_mark(text) if continue_final_message else text
+        return controls.unmask(_render_conversation(template, variables | masked, continue_final_message))
+    except InvalidPrompt as error:  # it may quote a message
+        raise InvalidPrompt(controls.restore(str(error)), param=error.param and controls.restore(error.param)) from None
 
 
 def known_roles(template: str) -> frozenset[str]:
@@ -157,6 +160,19 @@ def _content(content: Any, place: int) -> str | _Parts | None:
         texts.append(text)
     # one part and its text are the same to a template, and not all templates take lists
     return "".join(texts) if len(texts) < 2 else _Parts({"type": "text", "text": text} for text in texts)
+
+
+def _render_conversation(template: str, variables: Mapping[str, Any], continue_final_message: bool) -> str:
+    try:
+        text = _render_whole(template, variables)
+    except InvalidPrompt:
+        # null beside calls is usual, and some templates that know calls add texts to the content
+        conversation = variables["messages"]
+        filled = [_without_null(message) for message in conversation]
+        if filled == conversation:
+            raise
+        text = _render_whole(template, {**variables, "messages": filled})
+    return _cut_at_mark(text) if continue_final_message else text
 
 
 def _render_whole(template: str, variables: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ class Pieces:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self.excerpts = Excerpts(tokenizer)
-        self._num_before, self._num_after = _num_special(tokenizer)
+        self._num_before, self._num_after = tokenizer.num_added()
         self._num_in_pair: int = tokenizer.backend.num_special_tokens_to_add(is_pair=True)
 
     def texts(self, texts: Sequence[str], limit: int | None, *, side: str = "right") -> list[list[int]]:
@@ -97,13 +97,3 @@ def _share(first: int, second: int, room: int) -> tuple[int, int]:
         return (first, room - first) if first <= second else (room - second, second)
     # an odd one goes to the longer; to the second where both would fill the room, and how much longer is not known
     return (room - half, half) if first > second < room else (half, room - half)
-
-
-def _num_special(tokenizer: Tokenizer) -> tuple[int, int]:
-    """Special tokens before and after a text."""
-    bare = tokenizer.encode("a", add_special_tokens=False)
-    whole = tokenizer.encode("a")
-    for before in range(len(whole) - len(bare) + 1):
-        if whole[before : before + len(bare)] == bare:
-            return before, len(whole) - len(bare) - before
-    return 0, 0

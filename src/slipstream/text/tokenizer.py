@@ -20,6 +20,7 @@ from tokenizers import Tokenizer as Backend
 from slipstream.config.gguf_file import GgufFile
 from slipstream.errors import BadTokenizer, InvalidPrompt
 from slipstream.text.gguf_vocab import gguf_tokenizer, special_token
+from slipstream.text.guarded import Guarded
 from slipstream.text.roberta_bpe import roberta_tokenizer
 from slipstream.text.token_bytes import token_bytes
 from slipstream.text.wordpiece import wordpiece_tokenizer
@@ -104,7 +105,27 @@ class Tokenizer:
         for text in texts:
             if not isinstance(text, str):
                 raise InvalidPrompt(f"a prompt is of type {type(text).__name__}; give a string")
+        if any(isinstance(text, Guarded) for text in texts):
+            return [self._encode_one(text, add_special_tokens) for text in texts]
         return [encoding.ids for encoding in self.encodings(texts, add_special_tokens)]
+
+    def _encode_one(self, text: str, add_special_tokens: bool) -> list[int]:
+        if not isinstance(text, Guarded):
+            return self.encode(text, add_special_tokens)
+        ids = text.token_ids()
+        if add_special_tokens:
+            before, after = self.num_added()
+            around = self.encode("a")
+            ids = around[:before] + ids + around[len(around) - after :]
+        return ids
+
+    def num_added(self) -> tuple[int, int]:
+        """Special tokens that are put before and after a text."""
+        bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
+        for before in range(len(whole) - len(bare) + 1):
+            if whole[before : before + len(bare)] == bare:
+                return before, len(whole) - len(bare) - before
+        return 0, 0
 
     def encodings(
         self, texts: Sequence[str] | Sequence[tuple[str, str]], add_special_tokens: bool = True, *, words: bool = False

@@ -18,6 +18,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     tokenizer: str | None  # a folder or a file; None where prompts are token ids
     chat_template: str | None  # in place of the tokenizer's own
+    allow_control_tokens: bool = False  # in the text of chat messages
     defaults: GenerationDefaults
     max_model_len: int
     max_positions: int
@@ -50,6 +51,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
             name=config.model.name,
             tokenizer=None if options.skip_tokenizer_init else (options.tokenizer or config.model.path),
             chat_template=options.chat_template,
+            allow_control_tokens=options.allow_control_tokens,
             defaults=defaults,
             max_model_len=config.scheduler.max_model_len,
             max_positions=info.max_positions,

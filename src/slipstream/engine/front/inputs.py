@@ -13,7 +13,9 @@ from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, Prompt
 from slipstream.messages import Submit
 from slipstream.params import MAX_BAD_WORD, MAX_BAD_WORDS, SamplingParams
 from slipstream.text.chat import render_chat
+from slipstream.text.control_tokens import ControlTokens
 from slipstream.text.excerpt import Excerpts
+from slipstream.text.guarded import plain
 from slipstream.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -21,7 +23,9 @@ Message = Mapping[str, Any]
 Prepared = tuple[Submit, str | None]
 """A prompt as the core takes it, and its text."""
 
-_TAKEN = {"template", "messages", "add_generation_prompt", "continue_final_message", "tools", "special_tokens"}
+_TAKEN = {
+    "template", "messages", "add_generation_prompt", "continue_final_message", "tools", "special_tokens", "controls",
+}  # fmt: skip
 
 MAX_REPORTED = 2**24  # logprobs in one answer
 _FEW = 100  # logprobs a token that nobody need think about
@@ -34,6 +38,7 @@ class InputProcessor:
         self.facts = facts
         self.tokenizer = tokenizer
         self._excerpts = None if tokenizer is None else Excerpts(tokenizer)
+        self._controls_of: dict[str, ControlTokens] = {}  # by chat template
         self._settled: tuple[SamplingParams | None, SamplingParams] | None = None  # as given last, and settled
         # a tokenizer may have tokens that the model has no vectors for
         self._has_extra_tokens = tokenizer is not None and tokenizer.vocab_size > facts.vocab_size
@@ -61,7 +66,7 @@ class InputProcessor:
         if not message.prompt_token_ids:
             read = self.to_read(message, text or "")
             message = self.complete(message, self.encode([read], add_special_tokens)[0])
-        return message, text
+        return message, text and plain(text)
 
     def ask(
         self,
@@ -155,23 +160,35 @@ class InputProcessor:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        allow_control_tokens: bool | None = None,
     ) -> str:
-        """The same for whatever is to be done with it."""
+        """The text of messages for any task. `allow_control_tokens`: whether text of messages may spell control tokens;
+        None takes the engine's option."""
         tokenizer = self._need_tokenizer("messages")
         if clash := _TAKEN & set(chat_template_kwargs or ()):
             raise InvalidParams(
                 f"chat_template_kwargs holds {sorted(clash)}, which mean something already; rename them",
                 param="chat_template_kwargs",
             )
+        template = tokenizer.chat_template(with_tools=bool(tools))
+        allowed = self.facts.allow_control_tokens if allow_control_tokens is None else allow_control_tokens
         return render_chat(
-            tokenizer.chat_template(with_tools=bool(tools)),
+            template,
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tools=tools,
             special_tokens=tokenizer.special_tokens,
+            controls=None if allowed or template is None else self._controls(tokenizer, template),
             **(chat_template_kwargs or {}),
         )
+
+    def _controls(self, tokenizer: Tokenizer, template: str) -> ControlTokens:
+        """Built once per template; a model has one or two."""
+        controls = self._controls_of.get(template)
+        if controls is None:
+            controls = self._controls_of[template] = ControlTokens(tokenizer, template)
+        return controls
 
     def _check_generates(self) -> None:
         if (pooling := self.facts.pooling) is not None and not pooling.generates:

@@ -10,6 +10,7 @@ from slipstream.engine.front.pool_params import settle_params
 from slipstream.engine.front.pool_prompts import Batch, PoolPrompt, Prepared, PromptReader, skipping
 from slipstream.engine.front.pool_words import join_pair, pair_words, prefix_of, role_of
 from slipstream.pooling_params import PoolingParams, Task
+from slipstream.text.control_tokens import ControlTokens
 
 _FIRST, _MOST = 64, 1024  # prompts encoded at a time: few at first, so that the device has work at once
 _MOST_IDS = 256  # where they are token ids already: no thread reads those ahead, so a step may wait for a part
@@ -17,6 +18,8 @@ _MOST_IDS = 256  # where they are token ids already: no thread reads those ahead
 
 class PoolInputs(PromptReader):
     """A reader of prompts that knows the model's own words."""
+
+    _pair_controls: ControlTokens | None = None  # made when first needed
 
     def settle(self, params: PoolingParams | None, task: Task | None = None) -> PoolingParams:
         """Parameters whose task is named and which this model can honour."""
@@ -42,7 +45,16 @@ class PoolInputs(PromptReader):
 
     def pair(self, query: str, document: str, instruction: str | None) -> PoolPrompt:
         """Two texts as one prompt, in the way the model was trained."""
-        return join_pair(self.pooling, self.facts.name, query, document, instruction)
+        return join_pair(self.pooling, self.facts.name, query, document, instruction, self._controls())
+
+    def _controls(self) -> ControlTokens | None:
+        """Control tokens that the template of pairs may write and the texts of a pair may not; None: all may."""
+        template = self.pooling.pair_template
+        if self.tokenizer is None or template is None or self.facts.allow_control_tokens:
+            return None
+        if self._pair_controls is None:
+            self._pair_controls = ControlTokens(self.tokenizer, template)
+        return self._pair_controls
 
     def prepare(self, batches: Sequence[Batch]) -> Ahead[tuple[Batch, slice], Prepared]:
         """The prompts of one batch after another, some at a time, the shorter of them first."""

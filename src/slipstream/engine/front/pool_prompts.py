@@ -20,6 +20,7 @@ from slipstream.engine.front.facts import ModelFacts
 from slipstream.engine.front.pool_words import PLAIN
 from slipstream.errors import BadTokenizer, InvalidPrompt, PromptTooLong, UserError
 from slipstream.pooling_params import PoolingParams
+from slipstream.text.guarded import Guarded, plain
 from slipstream.text.pieces import Pieces
 from slipstream.text.tokenizer import Tokenizer
 
@@ -119,10 +120,11 @@ class PromptReader:
                 for place in (place for places in (*texts.values(), *pairs.values()) for place in places):
                     params[place] = skipping(params[place], before)
             for (limit, side), places in texts.items():
-                given = [prefix + cast(str, shown[place]) for place in places]
+                given = [prefix + text if prefix else text for text in (cast(str, shown[place]) for place in places)]
                 for place, found in zip(places, self._encode(self._case(given), limit, side), strict=True):
                     ids, seen = self._as(role, found) if role is not PLAIN else (array("i", found), None)
-                    prepared[place] = Prepared(start + place, shown[place], ids, None, params[place], seen)
+                    text = plain(cast(str, shown[place]))
+                    prepared[place] = Prepared(start + place, text, ids, None, params[place], seen)
             for (limit, side), places in pairs.items():
                 two = [self._pair(prompts[place], prefix) for place in places]
                 for place, (found, begin) in zip(places, self._encoder().pairs(two, limit, side=side), strict=True):
@@ -222,7 +224,9 @@ class PromptReader:
         return first, second
 
     def _case(self, texts: list[str]) -> list[str]:
-        return [text.lower() for text in texts] if self.pooling.lower_case else texts
+        if not self.pooling.lower_case:
+            return texts
+        return [text if isinstance(text, Guarded) else text.lower() for text in texts]  # spans are of this very text
 
     def text_to_read(self, text: str, params: PoolingParams) -> str:
         """What must be tokenised of a text whose token ids are cut as given ids are. Raises as `read` would."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slipstream.config.pooling_info import PoolingInfo, Role
 from slipstream.errors import InvalidParams, InvalidPrompt
+from slipstream.text.control_tokens import ControlTokens
 
 PLAIN = Role()
 
@@ -46,9 +47,15 @@ def pair_words(
 
 
 def join_pair(
-    pooling: PoolingInfo, model_name: str, query: str, document: str, instruction: str | None
+    pooling: PoolingInfo,
+    model_name: str,
+    query: str,
+    document: str,
+    instruction: str | None,
+    controls: ControlTokens | None,
 ) -> str | tuple[str, str]:
-    """Two texts as one prompt, in the way the model was trained."""
+    """Two texts as one prompt, in the way the model was trained. With `controls`, control tokens that the texts spell
+    are encoded as text."""
     for text in (query, document):
         if not isinstance(text, str):
             raise InvalidPrompt(f"score compares texts; {type(text).__name__} is none")
@@ -60,10 +67,12 @@ def join_pair(
     said = pooling.instruction if instruction is None else instruction
     # once through, so that braces in a text mean nothing
     parts = {"{instruction}": said, "{query}": query, "{document}": document}
+    if controls is not None:
+        parts = {name: controls.mask(part) for name, part in parts.items()}
     text, rest = "", template
     while rest:
         places = [(rest.find(name), name) for name in parts if name in rest]
         place, name = min(places, default=(len(rest), ""))
         text += rest[:place] + (parts[name] if name else "")
         rest = rest[place + len(name) :]
-    return text
+    return text if controls is None else controls.unmask(text)

@@ -10,6 +10,7 @@ from slipstream.engine.front.ahead import Ahead
 from slipstream.engine.front.inputs import InputProcessor, Prepared, Prompt
 from slipstream.errors import InvalidPrompt, UserError
 from slipstream.params import SamplingParams
+from slipstream.text.guarded import plain
 
 _PER_TOKEN = 4  # characters, about
 _MOST = 2**19  # characters encoded at a time: a tokenizer notes much about each token
@@ -72,7 +73,7 @@ def _make(inputs: InputProcessor, asked: Sequence[Prepared], special: bool, part
         for (message, text), read in zip(asked[part], to_read, strict=True):
             if read is not None:
                 message = inputs.complete(message, next(each) if found else inputs.encode([read], special)[0])
-            made.append((message, text))
+            made.append((message, text and plain(text)))
     except UserError as error:
         raise error.of_prompt(part.start + len(made), len(asked)) from None
     return made

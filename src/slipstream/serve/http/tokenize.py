@@ -10,7 +10,7 @@ from slipstream.engine.front.served import ServedModel
 from slipstream.errors import InvalidPrompt
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import as_http_error, bad_request
-from slipstream.serve.http.openai.messages import message_chars, text_messages
+from slipstream.serve.http.openai.messages import AllowControlTokens, message_chars, text_messages
 from slipstream.serve.http.pooling.tei_errors import in_tei_words
 from slipstream.serve.http.pooling.tei_tokens import check_chars, tei_tokenize
 from slipstream.serve.http.reply import Reply, json_reply
@@ -29,6 +29,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None  # of messages: unless told, yes, but for one that is to be continued
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    allow_control_tokens: AllowControlTokens = None
     inputs: Annotated[str | list[str] | None, msgspec.Meta(description="TEI: a text or several")] = None
     prompt_name: Annotated[str | None, msgspec.Meta(description="TEI: one of the model's prompts")] = None
 
@@ -80,6 +81,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
             add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
             continue_final_message=continues,
             chat_template_kwargs=body.chat_template_kwargs,
+            allow_control_tokens=body.allow_control_tokens,
         )
         return tokenizer.encode(text, body.add_special_tokens is True)
 
@@ -88,7 +90,7 @@ async def tokenize(call: Call, body: TokenizeRequest) -> Reply:
     return json_reply(TokenizeResponse(len(tokens), served.facts.max_model_len, tokens, texts))
 
 
-_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "allow_control_tokens")
 
 
 async def _as_tei(call: Call, body: TokenizeRequest, inputs: str | list[str]) -> Reply:

@@ -24,7 +24,7 @@ from slipstream.serve.http.openai.logprobs import (
     chat_logprobs,
     prompt_logprobs,
 )
-from slipstream.serve.http.openai.messages import message_chars, text_messages
+from slipstream.serve.http.openai.messages import AllowControlTokens, message_chars, text_messages
 from slipstream.serve.http.openai.usage import Usage, usage_of
 from slipstream.serve.http.reply import DONE, EventReply, Reply, event, json_reply
 from slipstream.serve.http.routes import post
@@ -40,6 +40,7 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     chat_template_kwargs: Annotated[
         dict[str, Any] | None, msgspec.Meta(description="variables of the template, such as enable_thinking")
     ] = None
+    allow_control_tokens: AllowControlTokens = None
 
     tools: Refused = None
     tool_choice: Refused = None
@@ -190,6 +191,7 @@ class _Job:
             add_generation_prompt=not continues if body.add_generation_prompt is None else body.add_generation_prompt,
             continue_final_message=continues,
             chat_template_kwargs=body.chat_template_kwargs,
+            allow_control_tokens=body.allow_control_tokens,
         )
         special = body.add_special_tokens is True  # the template has put them where it wants them
         return submits_for(self.call, self.model, [text], self.params, add_special_tokens=special)

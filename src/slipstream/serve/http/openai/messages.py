@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
@@ -11,6 +13,11 @@ from slipstream.text.chat import known_roles
 from slipstream.text.tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+AllowControlTokens = Annotated[
+    bool | None,
+    msgspec.Meta(description="let the text of messages spell control tokens; default no, unless the server says so"),
+]
 
 
 def text_messages(call: Call, messages: Sequence[dict[str, Any]], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from slipstream.pooling_params import PoolingParams
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.fields import Refused
-from slipstream.serve.http.openai.messages import message_chars, text_messages
+from slipstream.serve.http.openai.messages import AllowControlTokens, message_chars, text_messages
 from slipstream.serve.http.pooling.fields import Input, PoolUsage, VectorFields, pooling_params, prompts_of
 from slipstream.serve.http.pooling.run import Chosen, choose, numbers_of, run, run_text, short_text, usage_of
 from slipstream.serve.http.reply import Reply, json_reply
@@ -27,6 +27,7 @@ class EmbeddingRequest(VectorFields, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: Annotated[bool | None, msgspec.Meta(description="of messages; default no")] = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    allow_control_tokens: AllowControlTokens = None
     chat_template: Refused = None
 
 
@@ -76,7 +77,9 @@ async def create_embeddings(call: Call, body: EmbeddingRequest) -> Reply:
     return json_reply(EmbeddingResponse("list", data, chosen.name, usage_of(found)))
 
 
-_OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "chat_template")
+_OF_MESSAGES = (
+    "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "chat_template", "allow_control_tokens",
+)  # fmt: skip
 
 
 async def _message_ids(
@@ -98,6 +101,7 @@ async def _message_ids(
             add_generation_prompt=bool(body.add_generation_prompt),
             continue_final_message=bool(body.continue_final_message),
             chat_template_kwargs=body.chat_template_kwargs,
+            allow_control_tokens=body.allow_control_tokens,
         )
         assert tokenizer is not None  # or there would have been no text
         return tokenizer.encode(chosen.inputs.text_to_read(text, params), add_special_tokens=False)

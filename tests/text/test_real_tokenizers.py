@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from slipstream.text.chat import render_chat
+from slipstream.text.control_tokens import ControlTokens
 from slipstream.text.detokenizer import Detokenizer
 from slipstream.text.tokenizer import Tokenizer
 
@@ -78,3 +79,21 @@ def test_conversations_render_as_in_transformers(pair: tuple[Tokenizer, Any], ch
     assert found == expected
     ids = theirs(expected, add_special_tokens=False)["input_ids"]
     assert ours.encode(found, add_special_tokens=False) == ids
+
+
+@pytest.mark.parametrize("chat", CHATS, ids=["one turn", "three turns", "system"])
+def test_only_the_template_writes_control_tokens(pair: tuple[Tokenizer, Any], chat: Any) -> None:
+    """Every special token in every message changes none of those that the template writes."""
+    ours, theirs = pair
+    template = ours.chat_template()
+    assert template is not None
+    controls, special = ControlTokens(ours, template), {"special_tokens": ours.special_tokens}
+    code = [message | {"content": message["content"] + "if a < b || c[0] > d {e}"} for message in chat]
+    found = ours.encode(render_chat(template, code, controls=controls, **special), add_special_tokens=False)
+    assert found == theirs.apply_chat_template(code, add_generation_prompt=True, return_dict=False)
+    spelled = "".join(theirs.get_added_vocab())
+    evil = [message | {"content": message["content"] + spelled + "."} for message in chat]
+    text = render_chat(template, evil, controls=controls, **special)
+    assert text == render_chat(template, evil, **special)
+    ids = ours.encode(text, add_special_tokens=False)
+    assert [token for token in ids if ours.is_special(token)] == [token for token in found if ours.is_special(token)]

@@ -7,6 +7,8 @@
 #include "../native_vector.h"
 
 #define WIDTH SLIP_WIDTH
+#define PIECE 24   // rows that a thread takes at a time
+#define TOKENS 32  // tokens that meet a piece before the next ones: both then stay in the L2 cache
 #define LANES 2  // vectors of a sum, so that none waits for the one before
 
 typedef SlipVector Vector;
@@ -61,6 +63,8 @@ void slip_plain_rows(const float *x, const float *weight, float *out, int64_t nu
 void slip_few_tokens(const float *x, const float *weight, float *out, int64_t num_tokens, int64_t num_rows,
                      int64_t size) {
 #pragma omp parallel for if (num_rows * size > 16384)
-    for (int64_t n = 0; n < num_rows; n += 24)
-        slip_plain_rows(x, weight, out, num_tokens, size, num_rows, n, n + 24 < num_rows ? n + 24 : num_rows);
+    for (int64_t n = 0; n < num_rows; n += PIECE)
+        for (int64_t t = 0; t < num_tokens; t += TOKENS)
+            slip_plain_rows(x + t * size, weight, out + t * num_rows, num_tokens - t < TOKENS ? num_tokens - t : TOKENS,
+                            size, num_rows, n, n + PIECE < num_rows ? n + PIECE : num_rows);
 }

@@ -222,14 +222,18 @@ def check_whole(name: str, value: object, low: int | None, high: int | None) -> 
 def check_turn(priority: object, cache_salt: object) -> None:
     """What every request says of its turn, and of who may share its pages."""
     check_whole("priority", priority, -(2**62), 2**62)
-    if not isinstance(cache_salt, str):
-        raise InvalidParams(f"cache_salt is {cache_salt!r}; give a string", param="cache_salt")
+    check_text("cache_salt", cache_salt)
+
+
+def check_text(name: str, value: object) -> None:
+    """A str that can be sent. A core ends the connection to a front end that sends anything else in its place."""
+    if not isinstance(value, str):
+        raise InvalidParams(f"{name} is {value!r}; give a string", param=name)
     try:
-        cache_salt.encode()
+        value.encode()
     except UnicodeEncodeError:
         raise InvalidParams(
-            "cache_salt holds half of a surrogate pair, which is no character; give text that is UTF-8",
-            param="cache_salt",
+            f"{name} holds half of a surrogate pair, which is no character; give text that is UTF-8", param=name
         ) from None
 
 

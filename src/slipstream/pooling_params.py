@@ -58,7 +58,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Prompts share cached pages only within one salt."""
 
     def __post_init__(self) -> None:
-        if self.task is not None and self.task not in TASKS:
+        if self.task is not None and not (isinstance(self.task, str) and self.task in TASKS):
             raise InvalidParams(f"task is {self.task!r}; give one of {', '.join(TASKS)}, or None", param="task")
         if self.dimensions is not None:
             check_whole("dimensions", self.dimensions, 1, MAX_COUNT)
@@ -81,7 +81,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
                     "truncate_prompt_tokens is 0, which leaves no prompt; give 1 or more, or -1",
                     param="truncate_prompt_tokens",
                 )
-        if self.truncation_side not in ("right", "left", "never"):
+        if not isinstance(self.truncation_side, str) or self.truncation_side not in ("right", "left", "never"):
             raise InvalidParams(
                 f"truncation_side is {self.truncation_side!r}; give right, left or never", param="truncation_side"
             )

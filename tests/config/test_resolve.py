@@ -118,3 +118,9 @@ def test_a_cache_that_was_measured_keeps_windows_as_large_as_they_were_planned()
     groups = (*GROUPS, CacheGroup(WindowSpec(2, 16, 4, 16, window=32), (2, 3)))
     config = settle(GPU, groups=groups, max_num_seqs=64)
     assert fit_cache(config, 10**12).cache == config.cache
+
+
+@pytest.mark.parametrize("name", ["dtype", "task", "load_format", "max_model_len", "depth"])
+def test_half_of_a_surrogate_pair_is_refused_as_any_other_text(name):
+    with pytest.raises(InvalidOption, match=rf"{name} is '\\ud800'; it takes"):
+        make_options(**{name: "\ud800"})

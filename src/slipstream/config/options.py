@@ -148,7 +148,7 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     try:
         msgspec.convert(value, kind, strict=True)
-    except msgspec.ValidationError:
+    except (msgspec.ValidationError, UnicodeEncodeError):  # the latter for half of a surrogate pair
         raise InvalidOption(f"{name} is {value!r}; it takes {describe_type(kind)}") from None
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidOption(f"{name} is {value}; give a finite number")

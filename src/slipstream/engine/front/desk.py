@@ -25,6 +25,7 @@ from slipstream.engine.link.wire import AbortAll, AbortedAll, Begun, FromCore, L
 from slipstream.errors import EngineClosed, RequestTooLarge, UserError
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.stats import ModelStats
+from slipstream.params import check_text
 
 log = logging.getLogger("slipstream.front")
 
@@ -70,6 +71,7 @@ class Desk:
         of their ends. Those that are `aborted` already are not sent. `caller`: requests are seated by fair turns of
         their callers."""
         self.check()
+        check_text("caller", caller)
         self.client.listen(self)
         served = self.model(model)
         count, most = sum(message.num_samples for message, _ in submits), served.facts.max_waiting

@@ -28,7 +28,7 @@ from slipstream.engine.front.reading import Reading
 from slipstream.engine.front.results import Increment, RequestOutput
 from slipstream.engine.front.served import POOLING_TASKS, SCORING
 from slipstream.engine.link.client import CoreClient
-from slipstream.params import SamplingParams
+from slipstream.params import SamplingParams, check_text
 from slipstream.pooling_params import PoolingParams, Task
 from slipstream.text.tokenizer import Tokenizer
 
@@ -225,4 +225,7 @@ class AsyncEngine(Desk):
         return self.model(model).inputs
 
     def _name(self, request_id: str | None) -> str:
-        return self.new_id() if request_id is None else request_id
+        if request_id is None:
+            return self.new_id()
+        check_text("request_id", request_id)
+        return request_id

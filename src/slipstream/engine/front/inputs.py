@@ -221,7 +221,7 @@ class InputProcessor:
             raise InvalidPrompt(f"prompt_token_ids is {type(ids).__name__}; give a list of token ids")
         try:
             return msgspec.convert(ids, self._ids_type)  # the usual case: a copy, at the speed of C
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, UnicodeEncodeError):
             pass  # other kinds of whole numbers, or something to complain about
         checked = []
         for token in ids:

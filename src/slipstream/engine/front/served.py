@@ -10,6 +10,7 @@ from slipstream.engine.front.facts import ModelFacts
 from slipstream.engine.front.inputs import InputProcessor
 from slipstream.engine.front.pool_inputs import PoolInputs
 from slipstream.errors import InvalidParams, ModelNotFound
+from slipstream.params import check_text
 from slipstream.text.tokenizer import Tokenizer
 
 
@@ -58,6 +59,8 @@ def choose(models: Mapping[str, ServedModel], name: str | None, *tasks: str) -> 
 
     Of several tasks the first counts most. Where no model can, it is the first of all, which says so itself.
     """
+    if name is not None:
+        check_text("model", name)
     if name:
         if name not in models:
             raise ModelNotFound(f"there is no model {name!r} here; there is {', '.join(models) or 'none yet'}")

@@ -114,7 +114,7 @@ class Sources:
             value = [value]
         try:
             return msgspec.convert(value, kind, strict=True)
-        except msgspec.ValidationError:
+        except (msgspec.ValidationError, UnicodeEncodeError):
             wanted = " or ".join(describe_type(each) for each in alternatives(kind))
             raise InvalidOption(f"{shown} is {value!r}; it takes {wanted}") from None
 

@@ -5,6 +5,8 @@ import importlib.util
 import logging
 import os
 import signal
+import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -98,7 +100,9 @@ def restored_logging() -> Iterator[None]:
     """
     before = {each: (each.level, each.handlers[:], each.filters[:], each.propagate) for each in _loggers()}
     variables = {name: os.environ.get(name) for name in (LEVEL, FORMAT)}
+    hooks = sys.excepthook, threading.excepthook
     yield
+    sys.excepthook, threading.excepthook = hooks
     for each in _loggers():
         level, handlers, filters, propagate = before.get(each, (logging.NOTSET, [], [], True))
         each.setLevel(level)  # which also clears the loggers' caches of enabled levels

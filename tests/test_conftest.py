@@ -10,7 +10,7 @@ from pathlib import Path
 from child import child_env
 
 TESTS = """
-import logging, os, warnings
+import logging, os, sys, threading, warnings
 import pytest
 from slipstream.log import pass_on_log, set_up_log
 
@@ -38,6 +38,7 @@ def test_second(caplog):
     logging.getLogger(new).warning("two")
     assert [record.getMessage() for record in caplog.records] == ["one", "two"]
     assert not log.handlers and not [each for each in logging.root.handlers if type(each) is logging.StreamHandler]
+    assert sys.excepthook is sys.__excepthook__ and "slipstream" not in threading.excepthook.__module__
     assert "SLIPSTREAM_LOG_LEVEL" not in os.environ and "SLIPSTREAM_LOG_FORMAT" not in os.environ
 
 def test_warnings_are_captured_anew(capsys):

@@ -13,12 +13,6 @@ import pytest
 from slipstream.log import FORMAT, LEVEL, pass_on_log, set_up_child_log, set_up_log
 
 
-@pytest.fixture(autouse=True)
-def restore_exception_hooks():
-    yield
-    sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
-
-
 def test_json_lines_have_the_extra_fields_and_the_exception(capsys):
     set_up_log("info", "json")
     try:

@@ -18,8 +18,8 @@ from timing import replay_seconds
 from slipstream.ops.activation import silu_and_mul
 from slipstream.ops.linear import gated_linear
 from slipstream.ops.linear.reference import linear
-from slipstream.ops.linear.triton import FewTile, SomeTile, few_rows, some_rows
-from slipstream.ops.linear.triton.hopper import StreamTile, stream_rows
+from slipstream.ops.linear.triton import GemvTile, SkinnyTile, gemv, skinny_mma
+from slipstream.ops.linear.triton.streaming_hopper import StreamTile, streaming_gemm
 
 SHAPES = {  # name: (out, in, gate)
     "0.6B qkv": (4096, 1024, ""),
@@ -59,13 +59,13 @@ def candidates(rows: int, gate: str) -> dict[str, Product]:
     """By kernel and tile."""
 
     def few(tile: tuple[int, ...]) -> Product:
-        return lambda x, w: few_rows(x, w, None, None, gate, FewTile(*tile))
+        return lambda x, w: gemv(x, w, None, None, gate, GemvTile(*tile))
 
     def some(tile: tuple[Any, ...]) -> Product:
-        return lambda x, w: some_rows(x, w, None, gate, SomeTile(*tile))
+        return lambda x, w: skinny_mma(x, w, None, gate, SkinnyTile(*tile))
 
     def stream(tile: tuple[int, ...]) -> Product:
-        return lambda x, w: stream_rows(x, w, None, gate, StreamTile(*tile))
+        return lambda x, w: streaming_gemm(x, w, None, gate, StreamTile(*tile))
 
     found = {f"few {tile}": few(tile) for tile in FEW_TILES} if rows <= 2 else {}
     if 2 < rows <= 32:

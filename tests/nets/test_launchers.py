@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="triton is not installed")
-for module in ("slipstream.ops.linear.triton.hopper", "slipstream.ops.linear.triton.gate"):
+for module in ("slipstream.ops.linear.triton.streaming_hopper", "slipstream.ops.linear.triton.gated_gemm_hopper"):
     pytest.importorskip(module, reason="a triton without Gluon")
 
 from nets.host_reads import HostRead, no_host_reads, replace_kernels  # noqa: E402
@@ -111,22 +111,24 @@ def products() -> dict[str, Callable[[], Any]]:
 
     at = "linear.triton."
     return {
-        "few_rows": lambda: get(at + "few.few_rows")(half(2, 128), weight, bias),
-        "few_rows of a norm": lambda: get(at + "few.few_rows")(
+        "gemv": lambda: get(at + "gemv.gemv")(half(2, 128), weight, bias),
+        "gemv of a norm": lambda: get(at + "gemv.gemv")(
             half(2, 128), weight, bias, Norm(norm, 1e-6, residual, residual), "silu"
         ),
-        "some_rows": lambda: get(at + "some.some_rows")(half(9, 128), weight, bias, "silu"),
-        "some_rows split": lambda: get(at + "some.some_rows")(
-            half(20, 4096), half(64, 4096), None, "", get(at + "some.SomeTile")(16, 64, 3, 4, 2)
+        "skinny_mma": lambda: get(at + "skinny_mma.skinny_mma")(half(9, 128), weight, bias, "silu"),
+        "skinny_mma split": lambda: get(at + "skinny_mma.skinny_mma")(
+            half(20, 4096), half(64, 4096), None, "", get(at + "skinny_mma.SkinnyTile")(16, 64, 3, 4, 2)
         ),
-        "steady_linear": lambda: get(at + "steady.steady_linear")(half(9, 128), weight, bias),
-        "stream_rows": lambda: get(at + "hopper.stream_rows")(half(16, 128), weight, bias, "silu"),
-        "stream_rows split": lambda: get(at + "hopper.stream_rows")(
-            half(16, 512), half(64, 512), None, "", get(at + "hopper.StreamTile")(2)
+        "batch_invariant_linear": lambda: get(at + "batch_invariant.batch_invariant_linear")(
+            half(9, 128), weight, bias
+        ),
+        "streaming_gemm": lambda: get(at + "streaming_hopper.streaming_gemm")(half(16, 128), weight, bias, "silu"),
+        "streaming_gemm split": lambda: get(at + "streaming_hopper.streaming_gemm")(
+            half(16, 512), half(64, 512), None, "", get(at + "streaming_hopper.StreamTile")(2)
         ),
         "a chain of products": chained,
-        "gate_many": lambda: get(at + "gate.gate_many")(half(300, 128), gated, "silu"),
-        "gelu_many": lambda: get(at + "gate.gelu_many")(half(300, 128), half(512, 128), half(512)),
+        "gated_gemm": lambda: get(at + "gated_gemm_hopper.gated_gemm")(half(300, 128), gated, "silu"),
+        "gelu_gemm": lambda: get(at + "gated_gemm_hopper.gelu_gemm")(half(300, 128), half(512, 128), half(512)),
         "linear": lambda: get("linear.linear")(half(9, 128), weight, bias),
         "gated_linear of many": lambda: get("linear.gated_linear")(
             half(2048, 128), gated, None, get("activation.silu_and_mul")
@@ -193,9 +195,9 @@ def attention(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
 def kernels(monkeypatch):
     """All kernels and those launched. A device of some multiprocessors, on which the kernels for Hopper run."""
     found, launched = replace_kernels(monkeypatch)
-    monkeypatch.setattr("slipstream.ops.linear.triton.gate._multiprocessors", lambda device: 8)
-    monkeypatch.setattr("slipstream.ops.linear.triton.around._hopper_serves", lambda device: True)
-    monkeypatch.setattr("slipstream.ops.linear.ways.multiply", lambda x, weight: None)
+    monkeypatch.setattr("slipstream.ops.linear.triton.gated_gemm_hopper._multiprocessors", lambda device: 8)
+    monkeypatch.setattr("slipstream.ops.linear.triton.epilogue._hopper_serves", lambda device: True)
+    monkeypatch.setattr("slipstream.ops.linear.cublaslt_tuned.multiply", lambda x, weight: None)
     return found, launched
 
 
@@ -253,7 +255,8 @@ def test_a_read_planted_into_a_launcher_is_caught(bug, kernels, monkeypatch):
 
 def test_a_launch_with_other_arguments_than_the_kernels_is_caught(kernels):
     kernel = importlib.import_module("slipstream.ops.pool.triton")._sum_kernel
-    kernel[(1,)](1, 2, 3, 4, 5, TOKENS=1, COLUMNS=1, num_warps=4)
-    for args, words in (((1, 2, 3, 4), {}), ((1, 2, 3, 4, 5), {"more": 1}), ((1, 2, 3, 4, 5), {"stride": 5})):
+    full = (1, 2, 3, 4, 5, 6, 7)
+    kernel[(1,)](*full, TOKENS=1, COLUMNS=1, num_warps=4)
+    for args, words in ((full[:-1], {}), (full, {"more": 1}), (full, {"stride": 5})):
         with pytest.raises(AssertionError, match="_sum_kernel: "):
             kernel[(1,)](*args, TOKENS=1, COLUMNS=1, **words)

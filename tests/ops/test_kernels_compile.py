@@ -90,17 +90,17 @@ def pool():
 def products():
     x = of(HALF, "x weight bias out")
     linear = "slipstream.ops.linear.triton."
-    build(linear + "steady", "_steady_kernel", x, SIZE=1000, BLOCK_IN=64)
+    build(linear + "steady", "_batch_invariant_kernel", x, SIZE=1000, BLOCK_IN=64)
     x = of(FLOAT, "x weight out")
-    build(linear + "steady", "_steady_kernel", x, SIZE=1000, BLOCK_IN=32, bias=None)
+    build(linear + "steady", "_batch_invariant_kernel", x, SIZE=1000, BLOCK_IN=32, bias=None)
     x = of(HALF, "x residual norm weight bias out total") | {"partials": FLOAT, "arrived": INT}
     few = dict(IN=3000, BLOCK_OUT=4, BLOCK_IN=1024, DEPENDENT=True)
-    build(linear + "few", "_few_rows_kernel", x, ROWS=1, PADDED=1, GATE=1, bias=None, **few)
-    build(linear + "few", "_few_rows_kernel", x, ROWS=2, PADDED=2, GATE=0, norm=None, residual=None, total=None, **few)
+    build(linear + "few", "_gemv_kernel", x, ROWS=1, PADDED=1, GATE=1, bias=None, **few)
+    build(linear + "few", "_gemv_kernel", x, ROWS=2, PADDED=2, GATE=0, norm=None, residual=None, total=None, **few)
     some = dict(BLOCK_ROWS=16, PARTS=4, EVEN=True, DEPENDENT=True)
     whole = dict(GATE=1, SPLITS=1, WHOLE=True, BLOCK_OUT=16, BLOCK_IN=1024, partials=None, arrived=None)
-    build(linear + "some", "_some_rows_kernel", x, **some, **whole)
-    build(linear + "some", "_some_rows_kernel", x, GATE=0, SPLITS=3, WHOLE=False, BLOCK_OUT=32, BLOCK_IN=256, **some)
+    build(linear + "some", "_skinny_mma_kernel", x, **some, **whole)
+    build(linear + "some", "_skinny_mma_kernel", x, GATE=0, SPLITS=3, WHOLE=False, BLOCK_OUT=32, BLOCK_IN=256, **some)
     heads = of(HALF, "x value weight rotary out keys values") | {"slots": LONG}
     shape = dict(TURNED=24, KV_HEADS=8, PAGE=16, DIM=80, ROTARY=64, BLOCK_T=2, BLOCK_HALF=32, BLOCK_REST=16)
     build("slipstream.ops.rope.triton", "_turn_kernel", heads, BLOCK_H=4, DEPENDENT=True, **shape)
@@ -158,7 +158,7 @@ def hopper():
         print(name)
 
     def build_product(outputs, rows, gate, splits, **constants):
-        kernel = importlib.import_module("slipstream.ops.linear.triton.hopper")._stream_kernel
+        kernel = importlib.import_module("slipstream.ops.linear.triton.streaming_hopper")._streaming_kernel
         boxes = {"x": [rows, 64], "weight": [outputs // 2 if gate else outputs, 64]}
         x = {
             name: f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"
@@ -172,10 +172,10 @@ def hopper():
         source = GluonASTSource(kernel, signature, constants, {})
         options = {"num_warps": outputs // 16, "maxnreg": 96 if rows <= 64 else 168}
         triton.compile(source, GPUTarget("cuda", 90, 32), options)
-        print("_stream_kernel")
+        print("_streaming_kernel")
 
     def build_gate(gate, ahead):
-        kernel = importlib.import_module("slipstream.ops.linear.triton.gate")._gate_kernel
+        kernel = importlib.import_module("slipstream.ops.linear.triton.gated_gemm_hopper")._gate_kernel
         boxes = {"x": [128, 64], "weight": [128, 64], "out": [64, 128]}
         x = {
             name: f"tensordesc<bf16{box},{gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)!r}>"

@@ -18,7 +18,7 @@ norm_kernels = pytest.importorskip("slipstream.ops.norm.triton", reason="triton 
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]
 
 SHAPES = [(16, 6), (63, 100), (1025, 34)]
-FEW = kernels.FewTile(outputs=16, inputs=256, warps=4)
+FEW = kernels.GemvTile(outputs=16, inputs=256, warps=4)
 
 
 def make(rows, num_in, num_out, biased, device):
@@ -62,7 +62,7 @@ def check_norm(norm, x):
 @pytest.mark.parametrize("gate", ["", "silu", "gelu_tanh"])
 def test_few_rows_equal_the_product(rows, num_in, num_out, gate, kernel_device):
     x, weight, bias = make(rows, num_in, num_out, rows > 1, kernel_device)
-    check(kernels.few_rows(x, weight, bias, gate=gate, tile=FEW), expect(x, weight, bias, gate))
+    check(kernels.gemv(x, weight, bias, gate=gate, tile=FEW), expect(x, weight, bias, gate))
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -71,7 +71,7 @@ def test_few_rows_equal_the_product(rows, num_in, num_out, gate, kernel_device):
 def test_a_norm_before_few_rows(rows, num_in, num_out, has_residual, kernel_device):
     x, weight, bias = make(rows, num_in, num_out, True, kernel_device)
     norm = make_norm(rows, num_in, has_residual, kernel_device)
-    check(kernels.few_rows(x, weight, bias, norm, "silu", FEW), expect(x, weight, bias, "silu", norm))
+    check(kernels.gemv(x, weight, bias, norm, "silu", FEW), expect(x, weight, bias, "silu", norm))
     check_norm(norm, x)
 
 
@@ -85,7 +85,7 @@ def test_eps_of_a_norm_before_few_rows_is_under_the_root(factor, has_residual, k
     if has_residual:
         norm.residual.copy_(x * 0.5)
         x = x * 0.5
-    check(kernels.few_rows(x, weight, bias, norm, "silu", FEW), expect(x, weight, bias, "silu", norm))
+    check(kernels.gemv(x, weight, bias, norm, "silu", FEW), expect(x, weight, bias, "silu", norm))
 
 
 @pytest.mark.parametrize("rows", [1, 17])
@@ -94,9 +94,9 @@ def test_eps_of_a_norm_before_few_rows_is_under_the_root(factor, has_residual, k
 @pytest.mark.parametrize("splits", [1, 3])
 def test_some_rows_equal_the_product(rows, num_in, num_out, gate, splits, kernel_device):
     x, weight, bias = make(rows, num_in, num_out, rows > 5, kernel_device)
-    tile = kernels.SomeTile(outputs=16, inputs=64, splits=splits, warps=4, stages=2)
+    tile = kernels.SkinnyTile(outputs=16, inputs=64, splits=splits, warps=4, stages=2)
     for _ in range(2):  # the counters of splits are as they were
-        check(kernels.some_rows(x, weight, bias, gate, tile), expect(x, weight, bias, gate))
+        check(kernels.skinny_mma(x, weight, bias, gate, tile), expect(x, weight, bias, gate))
 
 
 @pytest.mark.parametrize("rows", [3, 16, 32, 33, 64, 65, 128, 129, 256])
@@ -105,7 +105,7 @@ def test_some_rows_equal_the_product(rows, num_in, num_out, gate, splits, kernel
 )
 @pytest.mark.parametrize("gate", ["", "silu"])
 def test_tiles_for_hopper_fit(rows, num_out, num_in, gate):
-    hopper = pytest.importorskip("slipstream.ops.linear.triton.hopper", reason="a triton without Gluon")
+    hopper = pytest.importorskip("slipstream.ops.linear.triton.streaming_hopper", reason="a triton without Gluon")
     tile = hopper.stream_tile(rows, num_out, num_in, gate)
     of_program = tile.rows or max(16, 1 << (rows - 1).bit_length())
     stages = hopper.stages_for(tile, of_program)
@@ -118,7 +118,7 @@ def test_tiles_for_hopper_fit(rows, num_out, num_in, gate):
 
 
 def test_counters_are_a_weights_own_and_there_before_a_graph_is_captured(monkeypatch):
-    around = importlib.import_module("slipstream.ops.linear.triton.around")
+    around = importlib.import_module("slipstream.ops.linear.triton.epilogue")
     monkeypatch.setattr(around, "_zeros", {})
     monkeypatch.setattr(around, "_CHUNK", 256)
     weights = [torch.empty(num_out, 1) for num_out in (100, 1000, 16)]
@@ -168,11 +168,11 @@ def test_odd_sizes_and_splits_on_hopper(rows, gate):
     bias = torch.randn(200, **half)
     if not kernels.can_stream(x, weight):
         pytest.skip("made for another GPU")
-    hopper = importlib.import_module("slipstream.ops.linear.triton.hopper")
+    hopper = importlib.import_module("slipstream.ops.linear.triton.streaming_hopper")
     expected = expect(x, weight, bias, gate)
     for tile in [(1,), (2,), (5,), (1, 128), (2, 128, 16, 1), (3, 64, 32, 1)]:
         for _ in range(2):  # the counters of splits are as they were
-            found = hopper.stream_rows(x, weight, bias, gate, hopper.StreamTile(*tile))
+            found = hopper.streaming_gemm(x, weight, bias, gate, hopper.StreamTile(*tile))
             assert found.shape == expected.shape and (found.double() - expected).norm() / expected.norm() < 5e-3
 
 
@@ -241,7 +241,7 @@ def test_kernels_that_start_early_read_nothing_too_early(rows, monkeypatch):
         graph.replay()
     modules = [kernels.few, kernels.some, norm_kernels]
     if kernels.can_stream(x, weights[0]):
-        modules.append(importlib.import_module("slipstream.ops.linear.triton.hopper"))
+        modules.append(importlib.import_module("slipstream.ops.linear.triton.streaming_hopper"))
     for module in modules:
         monkeypatch.setattr(module, "dependent", lambda *_: {"DEPENDENT": False, "launch_pdl": False})
     expected = chain()

@@ -134,10 +134,10 @@ def test_the_cache_of_a_model_that_only_pools_is_measured_too(tmp_path, monkeypa
 def test_running_out_of_memory_by_trying_products_says_what_to_change(model, monkeypatch):
     from slipstream.runner import assemble
 
-    def choose_ways(products):
+    def autotune_recorded(products):
         raise RuntimeError("CUDA out of memory. Tried to allocate 9 GiB")
 
-    monkeypatch.setattr(assemble, "choose_ways", choose_ways)
+    monkeypatch.setattr(assemble, "autotune_recorded", autotune_recorded)
     with pytest.raises(NotEnoughMemory, match="lower max_num_batched_tokens"):
         PoolBench(**model, device=Gpu(0))
 

@@ -20,9 +20,11 @@ class Steady:
 
 class SteadyWeight(PlainWeight):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        from slipstream.ops.linear.triton.steady import steady_linear  # needs triton, and whoever asks for this has it
+        from slipstream.ops.linear.triton.batch_invariant import (
+            batch_invariant_linear,  # needs triton, and whoever asks for this has it
+        )
 
-        return steady_linear(x, self.data, bias)
+        return batch_invariant_linear(x, self.data, bias)
 
     def multiply_normed(
         self,

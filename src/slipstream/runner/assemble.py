@@ -28,7 +28,7 @@ from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.load import open_model
 from slipstream.nn.models.registry import cache_specs
 from slipstream.ops.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
-from slipstream.ops.linear.ways import choose_ways, noting
+from slipstream.ops.linear.cublaslt_tuned import autotune_recorded, recording_gemms
 from slipstream.pooling_params import PoolingParams
 from slipstream.runner.batch.input_batch import InputBatch, Inputs
 from slipstream.runner.batch.page_tables import PageTables
@@ -74,11 +74,11 @@ def build_runner(
             device.compute.run(lambda: _take_logits(config, device))
     # zeros and weights are written on the host's own stream, steps run on another: one must not overtake the other
     device.settle()
-    with noting() as products, _walking(warm_up) as compiler:
+    with recording_gemms() as products, _walking(warm_up) as compiler:
         fill(progress)
         device.settle()
         with enough_memory():
-            device.compute.run(lambda: choose_ways(products))
+            device.compute.run(lambda: autotune_recorded(products))
         if measured:  # what the largest step takes was taken by walking through it
             config = fit_cache(config, _room(config, device))
             runner.store.take_memory(config.cache.group_pages)

@@ -14,7 +14,7 @@ import numpy as np
 
 from slipstream.errors import NotEnoughMemory
 from slipstream.nn.models.shortened import shortened
-from slipstream.ops.linear.ways import LEAST_ROWS
+from slipstream.ops.linear.cublaslt_tuned import LEAST_ROWS
 from slipstream.params import SamplingParams
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.runner import ModelRunner

@@ -16,10 +16,10 @@ from slipstream.ops.paged_attention.triton import (
     Partials,
     attend_splits,
     attend_tiles,
+    batch_invariant_shape,
     make_partials,
     num_shares,
     query_tile,
-    steady_shape,
 )
 from slipstream.ops.paged_attention.work import Work, list_work
 from slipstream.ops.whole_attention.triton import Tiles, attend_whole, choose_cut, list_tiles
@@ -138,7 +138,7 @@ class TritonAttention:
             shape, window = None, mine.window
             if self.one_kernel:
                 # keys that all of a tile see are else computed without a mask; which those are depends on the chunk
-                shape, window = steady_shape(keys), window or _ENDLESS
+                shape, window = batch_invariant_shape(keys), window or _ENDLESS
             attend_tiles(out, query, keys, values, pages, mine.work, scale, window, self.soft_cap, shape)
         return out
 

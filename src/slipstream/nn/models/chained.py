@@ -1,7 +1,7 @@
 """ChainedLayers: the layers of a decoder as a chain of products, each adding the residual itself, on CUDA.
 
-In steps of few tokens on Hopper norms have no kernel of their own either: see `ops/linear/unnormed.py`. Other steps and
-models run layer by layer, which is also the reference.
+In steps of few tokens on Hopper norms have no kernel of their own either: see `ops/linear/unnormalized.py`. Other steps
+and models run layer by layer, which is also the reference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import RMSNorm
 from slipstream.nn.quant import PlainWeight
 from slipstream.ops.linear import Activation, add_product, choose_chain, normed_product
-from slipstream.ops.linear.unnormed import Chain, Unnormed
+from slipstream.ops.linear.unnormalized import Chain, Unnormalized
 
 if TYPE_CHECKING:
     from slipstream.nn.models.decoder import Decoder
@@ -54,12 +54,12 @@ class ChainedLayers:
         return out.index_select(0, context.last_places()) if context.only_last and last is None else out
 
 
-def _add(chain: Chain, product: Linear, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> Unnormed:
+def _add(chain: Chain, product: Linear, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm) -> Unnormalized:
     weight: Any = product.weight
     return add_product(chain, x, weight.data, residual, norm.weight, norm.eps)
 
 
-def _multiply(product: Linear, x: Unnormed, activation: Activation | None = None) -> torch.Tensor:
+def _multiply(product: Linear, x: Unnormalized, activation: Activation | None = None) -> torch.Tensor:
     weight: Any = product.weight
     return normed_product(x, weight.data, product.bias, activation)
 

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
-from slipstream.ops.linear import ways
+from slipstream.ops.linear import cublaslt_tuned
 from slipstream.ops.linear.native import linear as _library
-from slipstream.ops.linear.unnormed import Chain, Unnormed
+from slipstream.ops.linear.unnormalized import Chain, Unnormalized
 from slipstream.ops.norm import add_rms_norm, rms_norm
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -38,23 +38,23 @@ def gated_linear(
 ) -> torch.Tensor:
     """The product, and after it an activation, if there is one."""
     if _is_ours(x, activation):
-        from slipstream.ops.linear.triton import few_rows, some_rows, some_rows_win, streams_well
+        from slipstream.ops.linear.triton import gemv, skinny_mma, skinny_mma_wins, streams_well
 
         gate = _GATES[activation]
         if len(x) <= _FEW:
-            return few_rows(x, weight, bias, gate=gate)
+            return gemv(x, weight, bias, gate=gate)
         if streams_well(x, weight):
-            from slipstream.ops.linear.triton.hopper import stream_rows
+            from slipstream.ops.linear.triton.streaming_hopper import streaming_gemm
 
-            return stream_rows(x, weight, bias, gate)
-        if some_rows_win(len(x), len(weight), weight.shape[1]):
-            return some_rows(x, weight, bias, gate)
-    if bias is None and len(x) >= ways.LEAST_ROWS:
+            return streaming_gemm(x, weight, bias, gate)
+        if skinny_mma_wins(len(x), len(weight), weight.shape[1]):
+            return skinny_mma(x, weight, bias, gate)
+    if bias is None and len(x) >= cublaslt_tuned.LEAST_ROWS:
         if _GATES.get(activation) and _can_gate(x, weight):
-            from slipstream.ops.linear.triton.gate import gate_many
+            from slipstream.ops.linear.triton.gated_gemm_hopper import gated_gemm
 
-            return gate_many(x, weight, _GATES[activation])
-        out = ways.multiply(x, weight)
+            return gated_gemm(x, weight, _GATES[activation])
+        out = cublaslt_tuned.multiply(x, weight)
     else:
         out = None
     if out is None:
@@ -66,10 +66,10 @@ def activated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
 ) -> torch.Tensor:
     """The product, and after it an activation of each of its numbers."""
-    if activation is F.gelu and bias is not None and len(x) >= ways.LEAST_ROWS and _can_gelu(x, weight, bias):
-        from slipstream.ops.linear.triton.gate import gelu_many
+    if activation is F.gelu and bias is not None and len(x) >= cublaslt_tuned.LEAST_ROWS and _can_gelu(x, weight, bias):
+        from slipstream.ops.linear.triton.gated_gemm_hopper import gelu_gemm
 
-        return gelu_many(x, weight, bias)
+        return gelu_gemm(x, weight, bias)
     return activation(linear(x, weight, bias))
 
 
@@ -85,10 +85,10 @@ def norm_linear(
     """The product with the RMS norm of x + residual, and that sum. Without a residual x itself is the sum."""
     # each program norms the row for itself, which costs more than it saves where rows are long
     if _is_ours(x, activation) and len(x) <= _FEW and x.shape[1] <= 2048:
-        from slipstream.ops.linear.triton import Norm, few_rows
+        from slipstream.ops.linear.triton import Norm, gemv
 
         total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        out = few_rows(x, weight, bias, Norm(norm, eps, residual, total), _GATES[activation])
+        out = gemv(x, weight, bias, Norm(norm, eps, residual, total), _GATES[activation])
         return out, x if total is None else total
     if residual is None:
         normed, total = rms_norm(x, norm, eps), x
@@ -111,26 +111,26 @@ def choose_chain(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Chain:
 
 def add_product(
     chain: Chain, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, norm: torch.Tensor, eps: float
-) -> Unnormed:
+) -> Unnormalized:
     """The product plus the residual, which is used up, on its way through a norm."""
     if chain != "streamed":
-        if not ways.add_to(residual, x, weight):
+        if not cublaslt_tuned.add_to(residual, x, weight):
             residual.addmm_(x, weight.t())
-        return Unnormed(residual, norm, eps)
-    from slipstream.ops.linear.triton.hopper import add_streamed
+        return Unnormalized(residual, norm, eps)
+    from slipstream.ops.linear.triton.streaming_hopper import streaming_gemm_add
 
-    return add_streamed(x, weight, residual, norm, eps)
+    return streaming_gemm_add(x, weight, residual, norm, eps)
 
 
 def normed_product(
-    x: Unnormed, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
+    x: Unnormalized, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation | None = None
 ) -> torch.Tensor:
     """The product with the norm, and after it an activation, if there is one."""
     if x.squares is None:
         return gated_linear(rms_norm(x.total, x.norm, x.eps), weight, bias, activation)
-    from slipstream.ops.linear.triton.hopper import stream_rows
+    from slipstream.ops.linear.triton.streaming_hopper import streaming_gemm
 
-    out = stream_rows(x, weight, bias, _GATES.get(activation, ""))
+    out = streaming_gemm(x, weight, bias, _GATES.get(activation, ""))
     return out if activation in _GATES or activation is None else activation(out)
 
 
@@ -149,9 +149,9 @@ def _can_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> bool
 
     if not can_stream(x, weight):
         return False
-    from slipstream.ops.linear.triton.gate import can_gelu
+    from slipstream.ops.linear.triton.gated_gemm_hopper import can_fuse_gelu
 
-    return can_gelu(x, weight, bias)
+    return can_fuse_gelu(x, weight, bias)
 
 
 def _is_ours(x: torch.Tensor, activation: Activation | None) -> bool:

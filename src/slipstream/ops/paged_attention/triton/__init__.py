@@ -8,7 +8,7 @@ from slipstream.ops.paged_attention.triton.decode import (
     num_shares,
 )
 from slipstream.ops.paged_attention.triton.launch import KernelShape
-from slipstream.ops.paged_attention.triton.varlen import attend_tiles, query_tile, steady_shape, varlen_shape
+from slipstream.ops.paged_attention.triton.varlen import attend_tiles, batch_invariant_shape, query_tile, varlen_shape
 
 __all__ = [
     "KernelShape",
@@ -19,6 +19,6 @@ __all__ = [
     "make_partials",
     "num_shares",
     "query_tile",
-    "steady_shape",
+    "batch_invariant_shape",
     "varlen_shape",
 ]

@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.dependent import dependent, release_next, wait_for_previous
 from slipstream.ops.paged_attention.triton.keys import attend_keys
 from slipstream.ops.paged_attention.triton.launch import (
     KernelShape,
@@ -25,6 +24,7 @@ from slipstream.ops.paged_attention.triton.launch import (
 )
 from slipstream.ops.paged_attention.triton.shares import my_share, read_single
 from slipstream.ops.paged_attention.work import FEW_ROWS, Work
+from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 HOPPER_HEADS = 32  # that share keys; the sums of more find no registers
 

@@ -19,7 +19,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from slipstream.ops.dependent import dependent, release_next, wait_for_previous
 from slipstream.ops.paged_attention.triton.hopper import (
     clear_past_end,
     copy_places,
@@ -31,6 +30,7 @@ from slipstream.ops.paged_attention.triton.keys import LOG2E
 from slipstream.ops.paged_attention.triton.launch import head_shape, launch_strides
 from slipstream.ops.paged_attention.triton.shares import my_share, read_single
 from slipstream.ops.paged_attention.work import FEW_ROWS, RECORD, Work
+from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 # A block takes its time, large or small, and with few rows that counts most: then a program has a multiprocessor for
 # itself. Two share one else, each with half the registers.

@@ -79,7 +79,7 @@ def query_tile(head_dim: int, itemsize: int) -> int:
     return 64 if pad_dim(head_dim) <= 128 else 32
 
 
-def steady_shape(keys: torch.Tensor) -> KernelShape:
+def batch_invariant_shape(keys: torch.Tensor) -> KernelShape:
     """Of the kernel in this file for such pages, where one kernel is to do all."""
     return varlen_shape(keys.shape[3], keys.element_size(), device_facts(keys.device)[1])
 

@@ -2,10 +2,11 @@
 
 cuBLAS lists some eight algorithms for a product, and torch takes the first. On a chip that large products drive to the
 limit of its power another is quicker by up to a seventh (H200, docs/log.md). So an engine that starts notes which
-products its largest step makes (`noting`) and tries all ways for each (`choose_ways`); products of that shape go the
-quickest way from then on. What is quickest alone may be so by taking more power, for which all pay with a slower clock;
-so the best few are tried again under load, each for long enough that the clock follows. Every way sums in float32 and
-keeps a sum in one piece. Few rows are added to a residual by the first of these ways, and nothing is timed for them.
+products its largest step makes (`recording_gemms`) and tries all ways for each (`autotune_recorded`); products of that
+shape go the quickest way from then on. What is quickest alone may be so by taking more power, for which all pay with a
+slower clock; so the best few are tried again under load, each for long enough that the clock follows. Every way sums in
+float32 and keeps a sum in one piece. Few rows are added to a residual by the first of these ways, and nothing is timed
+for them.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _find_unsplit(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
         return None
     shape = _shape(x, weight)
     if shape not in _unsplit:
-        _unsplit[shape] = _list_ways(x, weight)
+        _unsplit[shape] = _list_algorithms(x, weight)
     return _unsplit[shape]
 
 
@@ -108,7 +109,7 @@ def _find(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[Noted]:
+def recording_gemms() -> Iterator[Noted]:
     """Meanwhile it is noted which shapes this thread's products have, of those not seen before."""
     before, _here.noted = getattr(_here, "noted", None), {}
     try:
@@ -117,7 +118,7 @@ def noting() -> Iterator[Noted]:
         _here.noted = before
 
 
-def choose_ways(noted: Noted) -> None:
+def autotune_recorded(noted: Noted) -> None:
     """Time the ways of what was noted, on the current stream; the host waits for it. Nothing is noted any more then."""
     while noted:
         shape, weight = noted.popitem()
@@ -130,11 +131,11 @@ def choose_ways(noted: Noted) -> None:
 
 def choose(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
     """The product of such shapes with its quickest way; None if that is what torch takes anyway, or cannot be asked."""
-    product = _list_ways(x, weight)
+    product = _list_algorithms(x, weight)
     if product is None:
         return None
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    ways = range(product.num_ways)
+    ways = range(product.num_algorithms)
     times: list[list[float]] = [[] for _ in ways]
     for _ in range(_ROUNDS):
         for way in ways:
@@ -154,7 +155,7 @@ def choose(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
     return product if product.best else None
 
 
-def _list_ways(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
+def _list_algorithms(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
     library = loaded()
     if library is None:
         return None
@@ -162,7 +163,7 @@ def _list_ways(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
         product = Product(library, x, weight)
     except LibraryError:
         return None
-    return product if product.num_ways else None
+    return product if product.num_algorithms else None
 
 
 def finalists(medians: list[float]) -> list[int]:
@@ -194,10 +195,10 @@ class Product:
         _check(library.cublasLtMatmulDescCreate(ctypes.byref(self._operation), _SUM_IN_FLOAT32, _FLOAT32))
         _set(library.cublasLtMatmulDescSetAttribute, self._operation, _TRANSPOSE_FIRST, ctypes.c_int32(1))
         self._layouts = [self._layout(kind, *sizes) for sizes in ((num_in, num_out), (num_in, rows), (num_out, rows))]
-        self._ways = self._list_ways()
+        self._ways = self._list_algorithms()
 
     @property
-    def num_ways(self) -> int:
+    def num_algorithms(self) -> int:
         return len(self._ways)
 
     def run(self, way: int, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
@@ -230,7 +231,7 @@ class Product:
         _check(self._library.cublasLtMatrixLayoutCreate(ctypes.byref(layout), kind, *sizes))
         return layout
 
-    def _list_ways(self) -> list[_Way]:
+    def _list_algorithms(self) -> list[_Algorithm]:
         """Those that split no sum and need no memory but for a counter."""
         preference = ctypes.c_void_p()
         _check(self._library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
@@ -239,7 +240,7 @@ class Product:
         # else it lists some that add up parts of a sum in the output itself, which is of 16 bits
         _set(self._library.cublasLtMatmulPreferenceSetAttribute, preference, _SPLITS, ctypes.c_uint32(0))
         first, second, third = self._layouts
-        ways, found = (_Way * _MOST_WAYS)(), ctypes.c_int()
+        ways, found = (_Algorithm * _MOST_WAYS)(), ctypes.c_int()
         shape = self._operation, first, second, third, third
         status = self._library.cublasLtMatmulAlgoGetHeuristic(
             self._handle, *shape, preference, _MOST_WAYS, ways, ctypes.byref(found)
@@ -248,7 +249,7 @@ class Product:
         return [] if status else list(ways[: found.value])
 
 
-class _Way(ctypes.Structure):
+class _Algorithm(ctypes.Structure):
     """One result of the library's heuristics."""
 
     _fields_ = [

@@ -23,10 +23,10 @@ def test_it_is_as_close_as_the_library_with_an_activation_after_it(
     torch.manual_seed(rows)
     x, weight = torch.randn(rows, num_in, device="cuda"), torch.randn(2 * num_out, num_in, device="cuda") / num_in**0.5
     x, weight = x.bfloat16(), weight.bfloat16()
-    gate_many = hopper(x, weight)
+    gated_gemm = hopper(x, weight)
     exact = act(gate, F.linear(x.double(), weight.double()))
     allowed = (act(gate, F.linear(x, weight).float()).bfloat16().double() - exact).abs()
-    found = (gate_many(x, weight, gate).double() - exact).abs()
+    found = (gated_gemm(x, weight, gate).double() - exact).abs()
     assert not found.isnan().any()
     assert found.mean() <= allowed.mean() and found.max() <= 1.5 * allowed.max()
 
@@ -36,9 +36,9 @@ def hopper(x: torch.Tensor, weight: torch.Tensor) -> Callable[[torch.Tensor, tor
 
     if not can_stream(x, weight):
         pytest.skip("made for Hopper")
-    from slipstream.ops.linear.triton.gate import gate_many
+    from slipstream.ops.linear.triton.gated_gemm_hopper import gated_gemm
 
-    return gate_many
+    return gated_gemm
 
 
 def act(gate: str, x: torch.Tensor) -> torch.Tensor:
@@ -49,11 +49,11 @@ def act(gate: str, x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.cuda
 def test_it_can_be_captured() -> None:
     x, weight = (torch.randn(1024, 512, device="cuda").bfloat16() for _ in range(2))
-    gate_many = hopper(x, weight)
-    gate_many(x, weight, "silu")
+    gated_gemm = hopper(x, weight)
+    gated_gemm(x, weight, "silu")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = gate_many(x, weight, "silu")
+        out = gated_gemm(x, weight, "silu")
     x.copy_(torch.randn(1024, 512, device="cuda"))
     graph.replay()
     torch.testing.assert_close(out, act("silu", F.linear(x, weight).float()).bfloat16(), rtol=2e-2, atol=2.0)
@@ -63,11 +63,11 @@ def test_it_can_be_captured() -> None:
 def test_very_many_rows_go_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = (torch.randn(size, 512, device="cuda").bfloat16() for size in (1500, 1552))
     hopper(x, weight)
-    from slipstream.ops.linear.triton import gate
+    from slipstream.ops.linear.triton import gated_gemm_hopper
 
     rows: list[int] = []
-    make = gate.gate_many
-    monkeypatch.setattr(gate, "gate_many", lambda x, *args: (rows.append(len(x)), make(x, *args))[1])
+    make = gated_gemm_hopper.gated_gemm
+    monkeypatch.setattr(gated_gemm_hopper, "gated_gemm", lambda x, *args: (rows.append(len(x)), make(x, *args))[1])
     for count in (1023, 1024, 1500):
         found = gated_linear(x[:count], weight, None, silu_and_mul)
         torch.testing.assert_close(found, silu_and_mul(F.linear(x[:count], weight)), rtol=5e-2, atol=8.0)
@@ -88,11 +88,11 @@ def test_gelu_is_as_close_as_the_library_with_gelu_after_it(
     x, weight = torch.randn(rows, num_in, device="cuda"), torch.randn(num_out, num_in, device="cuda") / num_in**0.5
     x, weight, bias = x.to(dtype), weight.to(dtype), (2 * torch.randn(num_out, device="cuda")).to(dtype)
     hopper(x, weight)
-    from slipstream.ops.linear.triton.gate import gelu_many
+    from slipstream.ops.linear.triton.gated_gemm_hopper import gelu_gemm
 
     exact = F.gelu(F.linear(x.double(), weight.double(), bias.double()))
     allowed = (F.gelu(F.linear(x, weight, bias)).double() - exact).abs()
-    found = (gelu_many(x, weight, bias).double() - exact).abs()
+    found = (gelu_gemm(x, weight, bias).double() - exact).abs()
     assert not found.isnan().any()
     assert found.mean() <= allowed.mean() and found.max() <= 1.5 * allowed.max()
 
@@ -101,11 +101,11 @@ def test_gelu_is_as_close_as_the_library_with_gelu_after_it(
 def test_gelu_of_very_many_rows_goes_that_way(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight, bias = (torch.randn(*size, device="cuda").half() for size in ((1500, 512), (768, 512), (768,)))
     hopper(x, weight)
-    from slipstream.ops.linear.triton import gate
+    from slipstream.ops.linear.triton import gated_gemm_hopper
 
     rows: list[int] = []
-    make = gate.gelu_many
-    monkeypatch.setattr(gate, "gelu_many", lambda x, *args: (rows.append(len(x)), make(x, *args))[1])
+    make = gated_gemm_hopper.gelu_gemm
+    monkeypatch.setattr(gated_gemm_hopper, "gelu_gemm", lambda x, *args: (rows.append(len(x)), make(x, *args))[1])
     for count in (1023, 1024, 1500):
         found = activated_linear(x[:count], weight, bias, F.gelu)
         torch.testing.assert_close(found, F.gelu(F.linear(x[:count], weight, bias)), rtol=5e-3, atol=0.1)

@@ -9,29 +9,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.linear import ways
+from slipstream.ops.linear import cublaslt_tuned
 
 
 def test_the_quickest_way_is_taken_if_it_is_worth_it():
-    assert ways.quickest([2.0, 1.9, 3.0]) == 1
-    assert ways.quickest([2.0, 1.99]) == 0, "as good as the same"
-    assert ways.quickest([2.0, math.inf]) == 0
-    assert ways.quickest([]) == 0, "the library has none"
+    assert cublaslt_tuned.quickest([2.0, 1.9, 3.0]) == 1
+    assert cublaslt_tuned.quickest([2.0, 1.99]) == 0, "as good as the same"
+    assert cublaslt_tuned.quickest([2.0, math.inf]) == 0
+    assert cublaslt_tuned.quickest([]) == 0, "the library has none"
 
 
 def test_the_best_few_are_heard_again_and_the_first_always():
-    assert ways.finalists([1.0, 1.01, 1.2, 0.99]) == [3, 0, 1]
-    assert ways.finalists([1.2, 1.01, 1.0, 1.02, 1.03]) == [2, 1, 0]
-    assert ways.finalists([1.0, 1.5, math.inf]) == [0]
-    assert ways.finalists([math.inf, 1.0]) == [1, 0]
-    assert ways.finalists([math.inf, math.inf]) == ways.finalists([]) == []
+    assert cublaslt_tuned.finalists([1.0, 1.01, 1.2, 0.99]) == [3, 0, 1]
+    assert cublaslt_tuned.finalists([1.2, 1.01, 1.0, 1.02, 1.03]) == [2, 1, 0]
+    assert cublaslt_tuned.finalists([1.0, 1.5, math.inf]) == [0]
+    assert cublaslt_tuned.finalists([math.inf, 1.0]) == [1, 0]
+    assert cublaslt_tuned.finalists([math.inf, math.inf]) == cublaslt_tuned.finalists([]) == []
 
 
 def test_a_device_that_slows_down_on_the_way_favours_nobody(monkeypatch):
     """Under load the clock falls, and who comes later has less of it."""
 
     class Listed:
-        num_ways, best = 3, 0
+        num_algorithms, best = 3, 0
 
     alone, calls = [1.0, 0.985, 1.5], []
 
@@ -39,66 +39,68 @@ def test_a_device_that_slows_down_on_the_way_favours_nobody(monkeypatch):
         calls.append(count)
         return alone[way] * 1.01 ** len(calls)
 
-    monkeypatch.setattr(ways, "_list_ways", lambda x, weight: Listed())
-    monkeypatch.setattr(ways, "_time", time)
-    monkeypatch.setattr(ways, "_heated", set())
-    chosen = ways.choose(torch.zeros(1024, 8), torch.zeros(8, 8))
+    monkeypatch.setattr(cublaslt_tuned, "_list_algorithms", lambda x, weight: Listed())
+    monkeypatch.setattr(cublaslt_tuned, "_time", time)
+    monkeypatch.setattr(cublaslt_tuned, "_heated", set())
+    chosen = cublaslt_tuned.choose(torch.zeros(1024, 8), torch.zeros(8, 8))
     assert chosen is not None and chosen.best == 1
     assert min(calls) > 2, "the device has work when the clock is started"
 
 
 def test_nothing_is_noted_without_cuda():
-    x, weight = torch.ones(ways.LEAST_ROWS, 64), torch.ones(8, 64)
-    with ways.noting() as noted:
-        assert ways.multiply(x, weight) is None
-        assert not ways.add_to(torch.ones(ways.LEAST_ROWS, 8), x, weight)
+    x, weight = torch.ones(cublaslt_tuned.LEAST_ROWS, 64), torch.ones(8, 64)
+    with cublaslt_tuned.recording_gemms() as noted:
+        assert cublaslt_tuned.multiply(x, weight) is None
+        assert not cublaslt_tuned.add_to(torch.ones(cublaslt_tuned.LEAST_ROWS, 8), x, weight)
     assert not noted
 
 
 def test_an_engine_that_starts_notes_what_its_own_thread_computes(monkeypatch):
-    monkeypatch.setattr(ways, "_is_plain", lambda x, weight: True)
-    monkeypatch.setattr(ways, "_chosen", {})
+    monkeypatch.setattr(cublaslt_tuned, "_is_plain", lambda x, weight: True)
+    monkeypatch.setattr(cublaslt_tuned, "_chosen", {})
     weight = torch.ones(8, 64)
-    with ways.noting() as noted:
-        other = threading.Thread(target=ways.multiply, args=(torch.ones(2048, 64), weight))
+    with cublaslt_tuned.recording_gemms() as noted:
+        other = threading.Thread(target=cublaslt_tuned.multiply, args=(torch.ones(2048, 64), weight))
         other.start()
         other.join()
         for _ in range(2):
-            assert ways.multiply(torch.ones(1024, 64), weight) is None
-    ways.multiply(torch.ones(1500, 64), weight)
+            assert cublaslt_tuned.multiply(torch.ones(1024, 64), weight) is None
+    cublaslt_tuned.multiply(torch.ones(1500, 64), weight)
     assert [rows for _, _, rows, _, _ in noted] == [1024]
 
 
 def test_each_shape_that_was_noted_is_tried_once_on_numbers_of_its_own(monkeypatch):
-    monkeypatch.setattr(ways, "_is_plain", lambda x, weight: True)
-    monkeypatch.setattr(ways, "_chosen", {})
+    monkeypatch.setattr(cublaslt_tuned, "_is_plain", lambda x, weight: True)
+    monkeypatch.setattr(cublaslt_tuned, "_chosen", {})
     tried = []
-    monkeypatch.setattr(ways, "choose", lambda x, weight: tried.append((x.shape, x.unique().numel() > 1000, weight)))
+    monkeypatch.setattr(
+        cublaslt_tuned, "choose", lambda x, weight: tried.append((x.shape, x.unique().numel() > 1000, weight))
+    )
     x, weight = torch.zeros(1024, 64), torch.ones(8, 64)
-    with ways.noting() as noted:
-        ways.multiply(x, weight)
-        ways.choose_ways(noted)
-        ways.multiply(x, weight)
-        ways.choose_ways(noted)
+    with cublaslt_tuned.recording_gemms() as noted:
+        cublaslt_tuned.multiply(x, weight)
+        cublaslt_tuned.autotune_recorded(noted)
+        cublaslt_tuned.multiply(x, weight)
+        cublaslt_tuned.autotune_recorded(noted)
     assert len(tried) == 1 and tried[0][:2] == (x.shape, True) and tried[0][2] is weight
     assert not x.any(), "overwritten"
 
 
 def a_library_of(product, monkeypatch):
     """On a device like the one that ways of few rows are for."""
-    monkeypatch.setattr(ways, "_is_plain", lambda x, weight: True)
-    monkeypatch.setattr(ways, "_is_hopper", lambda device: True)
-    monkeypatch.setattr(ways, "_unsplit", {})
-    monkeypatch.setattr(ways, "_ALIGNMENT", 4)
-    monkeypatch.setattr(ways, "loaded", lambda: "library")
-    monkeypatch.setattr(ways, "Product", product)
+    monkeypatch.setattr(cublaslt_tuned, "_is_plain", lambda x, weight: True)
+    monkeypatch.setattr(cublaslt_tuned, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(cublaslt_tuned, "_unsplit", {})
+    monkeypatch.setattr(cublaslt_tuned, "_ALIGNMENT", 4)
+    monkeypatch.setattr(cublaslt_tuned, "loaded", lambda: "library")
+    monkeypatch.setattr(cublaslt_tuned, "Product", product)
 
 
 def test_few_rows_are_added_by_the_first_way_that_splits_no_sum(monkeypatch):
     made, added = [], []
 
     class Listed:
-        best, num_ways = 0, 8
+        best, num_algorithms = 0, 8
 
         def __init__(self, library, x, weight):
             made.append((*x.shape, len(weight)))
@@ -109,7 +111,9 @@ def test_few_rows_are_added_by_the_first_way_that_splits_no_sum(monkeypatch):
     a_library_of(Listed, monkeypatch)
 
     def add(rows: int, num_out: int, num_in: int = 64) -> bool:
-        return ways.add_to(torch.empty(rows, num_out), torch.empty(rows, num_in), torch.empty(num_out, num_in))
+        return cublaslt_tuned.add_to(
+            torch.empty(rows, num_out), torch.empty(rows, num_in), torch.empty(num_out, num_in)
+        )
 
     assert add(65, 4096) and add(65, 4096) and add(256, 4096)
     assert made == [(65, 64, 4096), (256, 64, 4096)]
@@ -118,7 +122,7 @@ def test_few_rows_are_added_by_the_first_way_that_splits_no_sum(monkeypatch):
     assert not add(65, 4088), "sums are few"
     assert add(112, 4096, 4104) and add(128, 4096, 4096) and add(192, 4096, 4104)
     assert not add(128, 4096, 4104), "sums are long"
-    monkeypatch.setattr(ways, "loaded", lambda: None)
+    monkeypatch.setattr(cublaslt_tuned, "loaded", lambda: None)
     assert not add(66, 4096)
 
 
@@ -126,17 +130,17 @@ def test_a_way_of_few_rows_that_cannot_be_had_is_not_asked_for_again(monkeypatch
     asked = []
 
     class Refused:
-        best, num_ways = 0, 1
+        best, num_algorithms = 0, 1
 
         def __init__(self, library, x, weight): ...
 
         def run(self, way, x, weight, out, *, add):
             asked.append(len(x))
-            raise ways.LibraryError("no")
+            raise cublaslt_tuned.LibraryError("no")
 
     a_library_of(Refused, monkeypatch)
     for _ in range(2):
-        assert not ways.add_to(torch.empty(80, 4096), torch.empty(80, 64), torch.empty(4096, 64))
+        assert not cublaslt_tuned.add_to(torch.empty(80, 4096), torch.empty(80, 64), torch.empty(4096, 64))
     assert asked == [80]
 
 
@@ -153,9 +157,9 @@ def test_ways_that_split_a_sum_are_not_asked_for():
             given[attribute] = (value._obj.value, size.value)
             return 0
 
-    product = object.__new__(ways.Product)
+    product = object.__new__(cublaslt_tuned.Product)
     product._library, product._handle, product._operation, product._layouts = Library, None, None, [None] * 3
-    assert product._list_ways() == []
+    assert product._list_algorithms() == []
     assert given == {1: (256, 8), 3: (0, 4)}, "most bytes of memory, and no kind of split"
 
 
@@ -171,9 +175,9 @@ def test_a_matrix_that_begins_at_an_odd_place_is_torchs():
     def at(place: int) -> torch.Tensor:
         return numbers[first + place :][: 64 * 64].view(64, 64).as_subclass(OnDevice)
 
-    assert ways._is_plain(at(0), at(128))
-    assert not ways._is_plain(at(8), at(0))
-    assert not ways._is_plain(at(0), at(8))
+    assert cublaslt_tuned._is_plain(at(0), at(128))
+    assert not cublaslt_tuned._is_plain(at(8), at(0))
+    assert not cublaslt_tuned._is_plain(at(0), at(8))
 
 
 def make(rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,9 +193,9 @@ def make(rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> tuple[torc
 def test_every_way_gives_torchs_product(sizes, dtype):
     x, weight = make(*sizes, dtype)
     expected = F.linear(x, weight)
-    product = ways.Product(ways.loaded(), x, weight)
-    assert product.num_ways > 1
-    for way in range(product.num_ways):
+    product = cublaslt_tuned.Product(cublaslt_tuned.loaded(), x, weight)
+    assert product.num_algorithms > 1
+    for way in range(product.num_algorithms):
         out = torch.full_like(expected, torch.nan)
         product.run(way, x, weight, out)
         torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-1)
@@ -206,12 +210,12 @@ def test_few_rows_are_added_as_torch_adds_them(rows):
     residual = torch.randn(rows, 4096, device="cuda").bfloat16()
     expected = torch.addmm(residual.double(), x.double(), weight.t().double())
     theirs = residual.clone().addmm_(x, weight.t())
-    if not ways.add_to(residual, x, weight):
+    if not cublaslt_tuned.add_to(residual, x, weight):
         pytest.skip("made for Hopper")
     assert (residual.double() - expected).abs().mean() <= 1.02 * (theirs.double() - expected).abs().mean()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        ways.add_to(residual, x, weight)
+        cublaslt_tuned.add_to(residual, x, weight)
     residual.zero_()
     graph.replay()
     torch.testing.assert_close(residual, F.linear(x, weight), rtol=1e-2, atol=1e-1)
@@ -220,19 +224,19 @@ def test_few_rows_are_added_as_torch_adds_them(rows):
 @pytest.mark.cuda
 def test_a_chosen_way_can_be_captured_and_serves_no_other_shape():
     x, weight = make(2048, 768, 512, torch.bfloat16)
-    with ways.noting() as noted:
-        ways.multiply(x, weight)
-    ways.choose_ways(noted)
+    with cublaslt_tuned.recording_gemms() as noted:
+        cublaslt_tuned.multiply(x, weight)
+    cublaslt_tuned.autotune_recorded(noted)
     key = (x.device, x.dtype, 2048, 768, 512)
-    assert key in ways._chosen, "tried, whatever came of it"
-    product = ways._chosen[key] = ways.Product(ways.loaded(), x, weight)
-    product.best = product.num_ways - 1
+    assert key in cublaslt_tuned._chosen, "tried, whatever came of it"
+    product = cublaslt_tuned._chosen[key] = cublaslt_tuned.Product(cublaslt_tuned.loaded(), x, weight)
+    product.best = product.num_algorithms - 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = ways.multiply(x, weight)
+        out = cublaslt_tuned.multiply(x, weight)
     assert out is not None
     x.copy_(make(2049, 768, 512, torch.bfloat16)[0][:2048])
     graph.replay()
     torch.testing.assert_close(out, F.linear(x, weight), rtol=1e-2, atol=1e-1)
-    assert ways.multiply(x[:1500], weight) is None
-    del ways._chosen[key]
+    assert cublaslt_tuned.multiply(x[:1500], weight) is None
+    del cublaslt_tuned._chosen[key]

@@ -23,16 +23,16 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16] if CUDA else [torch.float32])
 @pytest.mark.parametrize("shape", [(5, 3), (64, 96), (100, 577)])
 def test_a_product_of_a_row_is_the_same_among_any_others(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    from slipstream.ops.linear.triton.steady import steady_linear
+    from slipstream.ops.linear.triton.batch_invariant import batch_invariant_linear
 
     random = torch.Generator().manual_seed(0)
     weight, bias = (torch.randn(s, generator=random).to(DEVICE, dtype) for s in (shape, shape[:1]))
     x = torch.randn(513, shape[1], generator=random).to(DEVICE, dtype)
-    whole = steady_linear(x, weight, bias)
+    whole = batch_invariant_linear(x, weight, bias)
     assert whole.shape == (513, shape[0])
     torch.testing.assert_close(whole.double(), linear(x.double(), weight.double(), bias.double()), rtol=1e-2, atol=2e-1)
     for first, last in ((0, 1), (0, 63), (100, 400), (256, 512), (512, 513)):
-        assert steady_linear(x[first:last], weight, bias).equal(whole[first:last]), f"{first} to {last}"
+        assert batch_invariant_linear(x[first:last], weight, bias).equal(whole[first:last]), f"{first} to {last}"
 
 
 @pytest.mark.parametrize(("window", "soft_cap"), [(0, 0.0), (40, 0.0), (0, 3.0)])

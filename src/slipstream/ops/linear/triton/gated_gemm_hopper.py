@@ -4,7 +4,7 @@ The library would write them for another kernel to read: of gates and ups twice 
 with, at the limit of the device's power. Each program takes tiles of 128 rows and twice 128 outputs in turn, gates and
 ups or columns of either half: one warp fetches, and two groups of four compute 64 rows each. The second group keeps
 some steps behind the first where sums are long, so that one ends its tile while the other has the matrix units. Written
-in Gluon, as `hopper.py`.
+in Gluon, as `streaming_hopper.py`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from slipstream.ops.linear.triton.around import GATES
+from slipstream.ops.linear.triton.epilogue import GATES
 
 ROWS = gl.constexpr(64)  # of a group
 SIZE = gl.constexpr(128)  # gates of a tile, and ups; or columns of each half
@@ -41,21 +41,21 @@ FETCH_REGISTERS = gl.constexpr(24)
 GELU = gl.constexpr(3)  # beside those of GATES
 
 
-def gate_many(x: torch.Tensor, weight: torch.Tensor, gate: str) -> torch.Tensor:
+def gated_gemm(x: torch.Tensor, weight: torch.Tensor, gate: str) -> torch.Tensor:
     """x [rows, in] times gates and then ups [2 * out, in], through the activation."""
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, out, None, GATES[gate], 2 if x.shape[1] >= LONG else 0)
     return out
 
 
-def can_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> bool:
+def can_fuse_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> bool:
     """Either half of the columns is a number of whole tiles."""
     return len(weight) % (2 * SIZE.value) == 0 and x.dtype == weight.dtype == bias.dtype and x.element_size() == 2
 
 
-def gelu_many(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def gelu_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Gelu of x [rows, in] times weight [out, in] plus bias [out]."""
-    assert can_gelu(x, weight, bias), f"{weight.shape} in {x.dtype}"
+    assert can_fuse_gelu(x, weight, bias), f"{weight.shape} in {x.dtype}"
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     _launch(x, weight, out, bias, GELU.value, 0)
     return out

@@ -23,9 +23,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from slipstream.ops.dependent import dependent, release_next, wait_for_previous
-from slipstream.ops.linear.triton.around import GATES, SMALL, counters
-from slipstream.ops.linear.unnormed import Unnormed
+from slipstream.ops.linear.triton.epilogue import GATES, SMALL, counters
+from slipstream.ops.linear.unnormalized import Unnormalized
+from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 WIDTH = gl.constexpr(64)  # inputs that one tensor copy brings: 128 bytes
 FETCH_REGISTERS = gl.constexpr(24)
@@ -40,8 +40,8 @@ class StreamTile(NamedTuple):
     copies: int = 2  # of the weight, in one stage
 
 
-def stream_rows(
-    x: torch.Tensor | Unnormed,  # [rows, in]
+def streaming_gemm(
+    x: torch.Tensor | Unnormalized,  # [rows, in]
     weight: torch.Tensor,  # [out, in], or gates and then ups: [2 * out, in]
     bias: torch.Tensor | None,
     gate: str,
@@ -55,36 +55,36 @@ def stream_rows(
     return out
 
 
-def add_streamed(
+def streaming_gemm_add(
     x: torch.Tensor,  # [rows, in]
     weight: torch.Tensor,  # [out, in]
     residual: torch.Tensor,  # [rows, out]
     norm: torch.Tensor,  # [out]
     eps: float,
     tile: StreamTile | None = None,
-) -> Unnormed:
+) -> Unnormalized:
     """The product plus the residual, on its way through a norm."""
     tile = tile or stream_tile(len(x), len(weight), weight.shape[1], "")
     assert residual.is_contiguous() and residual.shape == (len(x), len(weight)), f"{residual.shape}"
     total, weighted = (torch.empty(residual.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     squares = torch.empty(len(x), triton.cdiv(len(weight), tile.outputs), dtype=torch.float32, device=x.device)
-    made = Unnormed(total, norm, eps, weighted, squares)
+    made = Unnormalized(total, norm, eps, weighted, squares)
     _launch(x, weight, None, "", total, tile, residual, made)
     return made
 
 
 def _launch(
-    x: torch.Tensor | Unnormed,
+    x: torch.Tensor | Unnormalized,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     gate: str,
     out: torch.Tensor,
     tile: StreamTile,
     residual: torch.Tensor | None = None,
-    made: Unnormed | None = None,
+    made: Unnormalized | None = None,
 ) -> None:
     squares, eps = None, 0.0
-    if isinstance(x, Unnormed):
+    if isinstance(x, Unnormalized):
         assert x.weighted is not None and x.squares is not None
         x, squares, eps = x.weighted, x.squares, x.eps
     rows, num_in = x.shape
@@ -99,7 +99,7 @@ def _launch(
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrived = counters(weight)
         assert blocks * row_blocks <= len(arrived), f"{blocks} x {row_blocks} blocks, and counters for {len(arrived)}"
-    _stream_kernel[(row_blocks, blocks, tile.splits)](
+    _streaming_kernel[(row_blocks, blocks, tile.splits)](
         _describe(x, padded),
         _describe(weight, outputs // 2 if gate else outputs),
         squares,
@@ -163,7 +163,7 @@ def _describe(matrix: torch.Tensor, num_rows: int) -> Any:
 
 # grid: (blocks of rows, blocks of outputs, splits)
 @gluon.jit(do_not_specialize=["num_rows"])
-def _stream_kernel(
+def _streaming_kernel(
     x,
     weight,
     squares,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 
-def steady_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in] times weight [out, in], transposed. bfloat16, float16 or float32."""
     x = x.contiguous()
     num_rows, size = x.shape
@@ -21,7 +21,7 @@ def steady_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
     if num_rows:
         tiles = triton.cdiv(num_rows, 64) * triton.cdiv(num_out, 64)
         block_in = 64 if x.element_size() == 2 else 32
-        _steady_kernel[(tiles,)](
+        _batch_invariant_kernel[(tiles,)](
             x, weight, bias, out, num_rows, num_out, SIZE=size, BLOCK_IN=block_in, num_warps=4, num_stages=4
         )
     return out
@@ -29,7 +29,7 @@ def steady_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 # grid: (tiles of 64 rows x tiles of 64 outputs,), the rows of one stretch of weights one after another
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["x", "out"])
-def _steady_kernel(x, weight, bias, out, num_rows, num_out, SIZE: tl.constexpr, BLOCK_IN: tl.constexpr):
+def _batch_invariant_kernel(x, weight, bias, out, num_rows, num_out, SIZE: tl.constexpr, BLOCK_IN: tl.constexpr):
     ROWS: tl.constexpr = 64
     OUTS: tl.constexpr = 64
     PRECISION: tl.constexpr = "ieee" if x.dtype.element_ty == tl.float32 else "tf32"

@@ -12,32 +12,32 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.dependent import dependent, release_next, wait_for_previous
-from slipstream.ops.linear.triton.around import GATES, Norm, finish, weight_rows
+from slipstream.ops.linear.triton.epilogue import GATES, Norm, finish, weight_rows
+from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 
-class FewTile(NamedTuple):
+class GemvTile(NamedTuple):
     outputs: int  # rows of the weight that a program reads
     inputs: int  # at once
     warps: int
 
 
-def few_rows(
+def gemv(
     x: torch.Tensor,  # [rows, in]
     weight: torch.Tensor,  # [out, in], or gates and then ups: [2 * out, in]
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
     gate: str = "",
-    tile: FewTile | None = None,
+    tile: GemvTile | None = None,
 ) -> torch.Tensor:
     """Each program reads some weight rows whole; plain arithmetic, so for a row or two."""
     rows, num_in = x.shape
     num_out = len(weight) // 2 if gate else len(weight)
     assert weight.stride(1) == 1 and x.stride(1) == 1, "inputs must be contiguous"
     out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device)
-    tile = tile or few_tile(num_in, gate)
+    tile = tile or gemv_tile(num_in, gate)
     residual = None if norm is None else norm.residual
-    _few_rows_kernel[(triton.cdiv(len(weight), tile.outputs),)](
+    _gemv_kernel[(triton.cdiv(len(weight), tile.outputs),)](
         x,
         residual,
         None if norm is None else norm.weight,
@@ -62,16 +62,16 @@ def few_rows(
     return out
 
 
-def few_tile(num_in: int, gate: str) -> FewTile:
+def gemv_tile(num_in: int, gate: str) -> GemvTile:
     """Enough programs to fill the chip, each with enough bytes on the way; settled by benchmarks/ops/linear.py."""
     if num_in <= 1024:
-        return FewTile(4, 1024, 4)
-    return FewTile(2, 2048, 8) if num_in <= 8192 or gate else FewTile(1, 1024, 4)
+        return GemvTile(4, 1024, 4)
+    return GemvTile(2, 2048, 8) if num_in <= 8192 or gate else GemvTile(1, 1024, 4)
 
 
 # grid: (blocks of outputs,)
 @triton.jit
-def _few_rows_kernel(
+def _gemv_kernel(
     x,
     residual,
     norm,

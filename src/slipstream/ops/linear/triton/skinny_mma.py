@@ -1,4 +1,4 @@
-"""Products of 3 to 32 rows on the matrix units, on GPUs for which `hopper.py` was not made.
+"""Products of 3 to 32 rows on the matrix units, on GPUs for which `streaming_hopper.py` was not made.
 
 Rows are padded to 16 or 32, which costs nothing while the weight is read. The order of every sum is fixed by the shape.
 """
@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.dependent import dependent, release_next, wait_for_previous
-from slipstream.ops.linear.triton.around import GATES, counters, finish, weight_rows
+from slipstream.ops.linear.triton.epilogue import GATES, counters, finish, weight_rows
+from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 
-class SomeTile(NamedTuple):
+class SkinnyTile(NamedTuple):
     outputs: int
     inputs: int
     splits: int  # programs that share an output, each with some of the inputs
@@ -23,19 +23,19 @@ class SomeTile(NamedTuple):
     stages: int
 
 
-def some_rows(
+def skinny_mma(
     x: torch.Tensor,  # [rows, in], up to 32 rows
     weight: torch.Tensor,  # [out, in], or gates and then ups: [2 * out, in]
     bias: torch.Tensor | None = None,
     gate: str = "",
-    tile: SomeTile | None = None,
+    tile: SkinnyTile | None = None,
 ) -> torch.Tensor:
     """On the matrix units: rows are padded to 16 or 32, which costs nothing while the weight is read."""
     rows, num_in = x.shape
     num_out = len(weight) // 2 if gate else len(weight)
     assert weight.stride(1) == 1 and x.stride(1) == 1, "inputs must be contiguous"
     out = torch.empty((rows, num_out), dtype=x.dtype, device=x.device)
-    tile = tile or some_tile(num_in)
+    tile = tile or skinny_tile(num_in)
     blocks = triton.cdiv(len(weight), tile.outputs)
     split = triton.cdiv(triton.cdiv(num_in, tile.splits), tile.inputs) * tile.inputs
     padded = 16 if rows <= 16 else 32
@@ -44,7 +44,7 @@ def some_rows(
         partials = torch.empty((tile.splits, blocks, padded, tile.outputs), dtype=torch.float32, device=x.device)
         arrived = counters(weight)
         assert blocks <= len(arrived), f"{blocks} blocks of outputs, and counters for {len(arrived)}"
-    _some_rows_kernel[(blocks, tile.splits)](
+    _skinny_mma_kernel[(blocks, tile.splits)](
         x,
         weight,
         bias,
@@ -72,23 +72,23 @@ def some_rows(
     return out
 
 
-def some_rows_win(rows: int, num_out: int, num_in: int) -> bool:
+def skinny_mma_wins(rows: int, num_out: int, num_in: int) -> bool:
     """Against the library, by benchmarks/ops/linear.py."""
     return rows <= 16 and num_out * num_in <= 8 << 20
 
 
-def some_tile(num_in: int) -> SomeTile:
+def skinny_tile(num_in: int) -> SkinnyTile:
     """All of a program's weight at once, in registers."""
     if num_in <= 1024:
-        return SomeTile(16, 1024, 1, 4, 1)
+        return SkinnyTile(16, 1024, 1, 4, 1)
     if num_in <= 2048:
-        return SomeTile(16, 2048, 1, 8, 1)
-    return SomeTile(16, 1024, triton.cdiv(num_in, 1024), 4, 1)
+        return SkinnyTile(16, 2048, 1, 8, 1)
+    return SkinnyTile(16, 1024, triton.cdiv(num_in, 1024), 4, 1)
 
 
 # grid: (blocks of outputs, splits)
 @triton.jit
-def _some_rows_kernel(
+def _skinny_mma_kernel(
     x,
     weight,
     bias,

@@ -28,11 +28,11 @@ from slipstream.ops.paged_attention.triton import (
     attend_splits,
     attend_tiles,
     make_partials,
-    num_shares,
+    num_split_programs,
     query_tile,
 )
-from slipstream.ops.paged_attention.work import MAX_SPLITS, Work, list_work
-from slipstream.ops.rope.triton import turn_and_write
+from slipstream.ops.paged_attention.work_list import MAX_SPLITS, WorkList, build_work_list
+from slipstream.ops.rope.triton import rope_and_write_cache
 
 COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device copy on an H200
 COLD_BYTES = 1 << 30  # of keys and values read in one turn over all copies
@@ -124,17 +124,17 @@ def make_inputs(heads: int, kv_heads: int, dim: int, page_size: int, rows: list[
 
 def list_inputs(
     inputs: Inputs, tile: int, splits: tuple[int | None, int] = SPLITS[0], shape: KernelShape | None = None
-) -> Work:
+) -> WorkList:
     heads = inputs.query.shape[1]
     _, page_size, kv_heads, dim = inputs.caches[0][0].shape
     device = inputs.query.device
     if shape is None:
-        shares = num_shares(device, inputs.query.dtype, heads, kv_heads, dim, page_size, len(inputs.rows))
+        shares = num_split_programs(device, inputs.query.dtype, heads, kv_heads, dim, page_size, len(inputs.rows))
     else:
         shares = shape.programs_per_sm * torch.cuda.get_device_properties(device).multi_processor_count // kv_heads
     longest = max(length for length, _ in inputs.rows)
     starts = None if len(inputs.query) == len(inputs.rows) else inputs.starts
-    return list_work(
+    return build_work_list(
         inputs.lengths,
         starts,
         inputs.table,
@@ -144,7 +144,7 @@ def list_inputs(
         kv_heads,
         page_size,
         tile,
-        num_shares=shares,
+        num_split_programs=shares,
         min_split=splits[0],
         max_splits=splits[1],
     )
@@ -276,7 +276,7 @@ def bench_rest(page_size: int, replays: int) -> list[dict[str, Any]]:
 
         def call(given: tuple[Any, ...] = given) -> None:
             for _ in range(8):
-                turn_and_write(*given)
+                rope_and_write_cache(*given)
 
         time = seconds(call, 8, replays)
         # all heads are read; queries and keys are written, keys and values also into their pages

@@ -22,8 +22,8 @@ from timing import replay_seconds
 
 from slipstream.ops.activation import reference as activation
 from slipstream.ops.norm import reference as norm
-from slipstream.ops.rows import reference as rows_reference
 from slipstream.ops.sample import reference
+from slipstream.ops.step_inputs import reference as rows_reference
 
 COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device copy on an H200
 COLD_BYTES = 256 << 20  # of inputs in one turn over all copies, several times the L2
@@ -102,13 +102,17 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
 
     cases = [
         case(
-            "likeliest", 1, lambda i: kernels.likeliest(logits[i]), lambda i: reference.likeliest(logits[i]), differing
+            "argmax_rows",
+            1,
+            lambda i: kernels.argmax_rows(logits[i]),
+            lambda i: reference.argmax_rows(logits[i]),
+            differing,
         ),
         case(
             "likeliest bf16",
             0.5,
-            lambda i: kernels.likeliest(narrow[i]),
-            lambda i: reference.likeliest(narrow[i].float()),
+            lambda i: kernels.argmax_rows(narrow[i]),
+            lambda i: reference.argmax_rows(narrow[i].float()),
             differing,
         ),
         case("draw", 1, lambda i: kernels.draw(logits[i], keys), lambda i: reference.draw(logits[i], keys), differing),
@@ -198,7 +202,7 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
 def elementwise_cases(num_rows: int) -> list[Case]:
     from slipstream.ops.activation import triton as activation_kernels
     from slipstream.ops.norm import triton as norm_kernels
-    from slipstream.ops.rows import triton as rows_kernels
+    from slipstream.ops.step_inputs import triton as rows_kernels
 
     cases = []
     for hidden, middle in ((1024, 3072), (4096, 12_288)):
@@ -238,12 +242,12 @@ def elementwise_cases(num_rows: int) -> list[Case]:
     args = (computed, computed, tables, 16, width, rows)
     cases.append(
         Case(
-            f"gather_rows, {width} pages",
+            f"gather_inputs, {width} pages",
             num_rows,
             num_rows * width * 16,
             4,
-            lambda i: rows_kernels.gather_rows(*args),
-            lambda i: rows_reference.gather_rows(*args),
+            lambda i: rows_kernels.gather_inputs(*args),
+            lambda i: rows_reference.gather_inputs(*args),
             distance,
         )
     )

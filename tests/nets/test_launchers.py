@@ -18,7 +18,7 @@ from nets.host_reads import HostRead, no_host_reads, replace_kernels  # noqa: E4
 from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
 from slipstream.ops.linear.triton import Norm  # noqa: E402
-from slipstream.ops.paged_attention import work as work_module  # noqa: E402
+from slipstream.ops.paged_attention import work_list as work_module  # noqa: E402
 from slipstream.ops.sample.reference import Penalty  # noqa: E402
 
 
@@ -51,7 +51,7 @@ def sampling() -> dict[str, Callable[[], Any]]:
     counts, seen, _, values = penalty()
     at = "sample.triton."
     return {
-        "likeliest": lambda: get(at + "choose.likeliest")(logits, penalty()),
+        "argmax_rows": lambda: get(at + "choose.argmax_rows")(logits, penalty()),
         "draw": lambda: get(at + "choose.draw")(logits, keys, random, warm, limits, penalty()),
         "draw plain": lambda: get(at + "choose.draw")(logits, keys),
         "find_floor": lambda: get(at + "floor.find_floor")(logits, limits, (), warm, penalty()),
@@ -87,15 +87,19 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
         "silu_and_mul": lambda: get("activation.triton.silu_and_mul")(wide),
         "gelu_tanh_and_mul": lambda: get("activation.triton.gelu_tanh_and_mul")(wide),
         "gelu_and_mul": lambda: get("activation.triton.gelu_and_mul")(wide),
-        "look_up": lambda: get("lookup.triton.look_up")(half(9, 64), rows, 2.0, torch.rand(9, 2, 8), rows),
+        "lookup_embedding_and_rope": lambda: get("embedding_lookup.triton.lookup_embedding_and_rope")(
+            half(9, 64), rows, 2.0, torch.rand(9, 2, 8), rows
+        ),
         "norm_rope": lambda: get("rope.triton.norm_rope")(heads[:, :4], head_weight, 1e-6, rotary),
-        "turn_and_write": lambda: get("rope.triton.turn_and_write")(
+        "rope_and_write_cache": lambda: get("rope.triton.rope_and_write_cache")(
             heads[:, :4], heads[:, 4:], head_weight, 1e-6, rotary, cache, cache, slots
         ),
-        "gather_rows": lambda: get("rows.triton.gather_rows")(ints(5), ints(5), tables, 4, 4, rows),
-        "gather_rows of chunks": lambda: get("rows.triton.gather_rows")(ints(5), ints(5), tables, 4, 4, rows, *chunks),
-        "segment_sum": lambda: get("pool.triton.segment_sum")(x, starts),
-        "row_max_into": lambda: get("row_max.triton.row_max_into")(torch.rand(2, 64), x, starts, 0),
+        "gather_inputs": lambda: get("step_inputs.triton.gather_inputs")(ints(5), ints(5), tables, 4, 4, rows),
+        "gather_inputs of chunks": lambda: get("step_inputs.triton.gather_inputs")(
+            ints(5), ints(5), tables, 4, 4, rows, *chunks
+        ),
+        "segment_sum": lambda: get("segment_sum.triton.segment_sum")(x, starts),
+        "segment_max_into": lambda: get("segment_max.triton.segment_max_into")(torch.rand(2, 64), x, starts, 0),
     }
 
 
@@ -169,7 +173,7 @@ def attend_on_hopper(patch: pytest.MonkeyPatch, chunked: bool) -> None:
     attend(chunked)
 
 
-def attend_whole(**how: Any) -> None:
+def attend_bidirectional(**how: Any) -> None:
     backend = TritonAttention(16, 4, 4, 64, torch.bfloat16, ())
     view = batch(True, pages=False)
     context = ForwardContext(view, backend, backend.plan(view), [], ())
@@ -185,9 +189,9 @@ def attention(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
         "one kernel": lambda: attend(False, one_kernel=True),
         "decode on Hopper": lambda: attend_on_hopper(patch, False),
         "chunks on Hopper": lambda: attend_on_hopper(patch, True),
-        "whole rows": attend_whole,
-        "whole rows with a bias": lambda: attend_whole(reach=8, bias=torch.rand(4, 63)),
-        "work": lambda: work_module.list_work(torch.tensor([3, 4]), None, ints(2, 4), 2, 9, 8, 2, 16, 128),
+        "whole rows": attend_bidirectional,
+        "whole rows with a bias": lambda: attend_bidirectional(reach=8, bias=torch.rand(4, 63)),
+        "work": lambda: work_module.build_work_list(torch.tensor([3, 4]), None, ints(2, 4), 2, 9, 8, 2, 16, 128),
     }
 
 
@@ -254,7 +258,7 @@ def test_a_read_planted_into_a_launcher_is_caught(bug, kernels, monkeypatch):
 
 
 def test_a_launch_with_other_arguments_than_the_kernels_is_caught(kernels):
-    kernel = importlib.import_module("slipstream.ops.pool.triton")._sum_kernel
+    kernel = importlib.import_module("slipstream.ops.segment_sum.triton")._sum_kernel
     full = (1, 2, 3, 4, 5, 6, 7)
     kernel[(1,)](*full, TOKENS=1, COLUMNS=1, num_warps=4)
     for args, words in ((full[:-1], {}), (full, {"more": 1}), (full, {"stride": 5})):

@@ -92,7 +92,7 @@ def test_attention_of_a_token_is_the_same_alone_and_in_a_chunk(window: int, soft
 @pytest.mark.parametrize("sizes", [(64, 4, 2), (128, 16, 8), (128, 32, 8), (80, 2, 1)])
 def test_heads_are_normed_and_turned_the_same_among_any_others(sizes: tuple[int, int, int]) -> None:
     """Of many tokens: a sum in another order, or another product rounded first, shows in one number of 10,000."""
-    from slipstream.ops.rope import turn_and_write
+    from slipstream.ops.rope import rope_and_write_cache
 
     dim, heads, kv_heads = sizes
     num, random = 4096, torch.Generator("cuda").manual_seed(2)
@@ -106,7 +106,7 @@ def test_heads_are_normed_and_turned_the_same_among_any_others(sizes: tuple[int,
     def turn(which: slice) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = (torch.zeros(num // 16, 16, kv_heads, dim, device="cuda", dtype=torch.bfloat16) for _ in "kv")
         query_key, value = qkv[which].split([heads + kv_heads, kv_heads], 1)
-        out, _ = turn_and_write(query_key, value, weight, 1e-6, rotary[which], keys, values, slots[which])
+        out, _ = rope_and_write_cache(query_key, value, weight, 1e-6, rotary[which], keys, values, slots[which])
         return out, keys.view(num, kv_heads, dim)[which]
 
     whole = turn(slice(0, num))

@@ -74,33 +74,34 @@ def rest():
     build("slipstream.ops.activation.triton", "_gate_kernel", x, KIND=2, BLOCK=256, DEPENDENT=True)
     x = of(LONG, "computed last_token tables rows counts token_rows offsets given ids positions lengths slots pages")
     blocks = dict(PAGE=16, TOKENS=128, PAGES=256)
-    build("slipstream.ops.rows.triton", "_gather_kernel", x, GROUPS=2, **blocks)
-    build("slipstream.ops.rows.triton", "_gather_kernel", x, GROUPS=1, counts=None, offsets=None, given=None, **blocks)
+    build("slipstream.ops.step_inputs.triton", "_gather_kernel", x, GROUPS=2, **blocks)
+    chunks = dict(counts=None, offsets=None, given=None)
+    build("slipstream.ops.step_inputs.triton", "_gather_kernel", x, GROUPS=1, **chunks, **blocks)
     x = of(HALF, "embedding angles x rotary") | of(LONG, "ids positions") | {"scale": "fp32"}
     shape = dict(SIZE=1000, TURNS=256, BLOCK=256, DEPENDENT=True)
-    build("slipstream.ops.lookup.triton", "_look_up_kernel", x, SCALED=True, **shape)
+    build("slipstream.ops.embedding_lookup.triton", "_look_up_kernel", x, SCALED=True, **shape)
 
 
 def pool():
     x = of(HALF, "x") | of(INT, "starts begins") | of(FLOAT, "out") | of(LONG, "origins")
-    build("slipstream.ops.pool.triton", "_sum_kernel", x, TOKENS=32, COLUMNS=128)
-    build("slipstream.ops.pool.triton", "_sum_kernel", x, TOKENS=32, COLUMNS=128, begins=None, origins=None)
+    build("slipstream.ops.segment_sum.triton", "_sum_kernel", x, TOKENS=32, COLUMNS=128)
+    build("slipstream.ops.segment_sum.triton", "_sum_kernel", x, TOKENS=32, COLUMNS=128, begins=None, origins=None)
 
 
 def products():
     x = of(HALF, "x weight bias out")
     linear = "slipstream.ops.linear.triton."
-    build(linear + "steady", "_batch_invariant_kernel", x, SIZE=1000, BLOCK_IN=64)
+    build(linear + "batch_invariant", "_batch_invariant_kernel", x, SIZE=1000, BLOCK_IN=64)
     x = of(FLOAT, "x weight out")
-    build(linear + "steady", "_batch_invariant_kernel", x, SIZE=1000, BLOCK_IN=32, bias=None)
+    build(linear + "batch_invariant", "_batch_invariant_kernel", x, SIZE=1000, BLOCK_IN=32, bias=None)
     x = of(HALF, "x residual norm weight bias out total") | {"partials": FLOAT, "arrived": INT}
     few = dict(IN=3000, BLOCK_OUT=4, BLOCK_IN=1024, DEPENDENT=True)
-    build(linear + "few", "_gemv_kernel", x, ROWS=1, PADDED=1, GATE=1, bias=None, **few)
-    build(linear + "few", "_gemv_kernel", x, ROWS=2, PADDED=2, GATE=0, norm=None, residual=None, total=None, **few)
+    build(linear + "gemv", "_gemv_kernel", x, ROWS=1, PADDED=1, GATE=1, bias=None, **few)
+    build(linear + "gemv", "_gemv_kernel", x, ROWS=2, PADDED=2, GATE=0, norm=None, residual=None, total=None, **few)
     some = dict(BLOCK_ROWS=16, PARTS=4, EVEN=True, DEPENDENT=True)
     whole = dict(GATE=1, SPLITS=1, WHOLE=True, BLOCK_OUT=16, BLOCK_IN=1024, partials=None, arrived=None)
-    build(linear + "some", "_skinny_mma_kernel", x, **some, **whole)
-    build(linear + "some", "_skinny_mma_kernel", x, GATE=0, SPLITS=3, WHOLE=False, BLOCK_OUT=32, BLOCK_IN=256, **some)
+    build(linear + "skinny_mma", "_skinny_mma_kernel", x, **some, **whole)
+    build(linear + "skinny_mma", "_skinny_mma_kernel", x, GATE=0, SPLITS=3, WHOLE=False, BLOCK_OUT=32, BLOCK_IN=256, **some)
     heads = of(HALF, "x value weight rotary out keys values") | {"slots": LONG}
     shape = dict(TURNED=24, KV_HEADS=8, PAGE=16, DIM=80, ROTARY=64, BLOCK_T=2, BLOCK_HALF=32, BLOCK_REST=16)
     build("slipstream.ops.rope.triton", "_turn_kernel", heads, BLOCK_H=4, DEPENDENT=True, **shape)
@@ -115,20 +116,20 @@ def attention():
     build(ATTENTION + "triton.varlen", "_tile_kernel", x, TILE=128, **shape | dict(WINDOW=100, SOFT_CAP=True))
     shape = dict(KV_HEADS=8, GROUP=4, PAGE=16, WINDOW=0)
     cuts = dict(TILE=128, MIN_SPLIT=256, MAX_SPLITS=32, TOGETHER=8192, CUT_SINGLES=True, BLOCK=256)
-    build(ATTENTION + "work", "_list_work_kernel", x, HAS_STARTS=True, given=None, **shape, **cuts)
-    build(ATTENTION + "work", "_list_work_kernel", x, HAS_STARTS=False, starts=None, **shape, **cuts)
+    build(ATTENTION + "work_list", "_list_work_kernel", x, HAS_STARTS=True, given=None, **shape, **cuts)
+    build(ATTENTION + "work_list", "_list_work_kernel", x, HAS_STARTS=False, starts=None, **shape, **cuts)
 
 
 def encoders():
     x = of(HALF, "x residual weight bias out total query key value of_queries of_keys") | {"scale": "fp32"}
     x |= of(INT, "records starts begins num_seen")
     build("slipstream.ops.layer_norm.triton", "_layer_norm_kernel", x, SIZE=1000, ROWS=1, BLOCK=1024)
-    build("slipstream.ops.row_max.triton", "_row_max_kernel", x | {"out": FLOAT}, BLOCK=512)
-    build("slipstream.ops.row_max.triton", "_row_max_kernel", x | {"out": FLOAT}, BLOCK=512, begins=None)
-    build("slipstream.ops.whole_attention.triton", "_list_tiles_kernel", x, SIZE=128, BLOCK=256)
-    build("slipstream.ops.whole_attention.triton", "_list_tiles_kernel", x, num_seen=None, SIZE=128, BLOCK=256)
+    build("slipstream.ops.segment_max.triton", "_row_max_kernel", x | {"out": FLOAT}, BLOCK=512)
+    build("slipstream.ops.segment_max.triton", "_row_max_kernel", x | {"out": FLOAT}, BLOCK=512, begins=None)
+    build("slipstream.ops.bidirectional_attention.triton", "_list_tiles_kernel", x, SIZE=128, BLOCK=256)
+    build("slipstream.ops.bidirectional_attention.triton", "_list_tiles_kernel", x, num_seen=None, SIZE=128, BLOCK=256)
     shape = dict(HEADS=12, GROUP=1, BLOCK_M=128, BLOCK_N=64)
-    whole = "slipstream.ops.whole_attention.triton"
+    whole = "slipstream.ops.bidirectional_attention.triton"
     plain = dict.fromkeys(("of_queries", "of_keys"))
     build(whole, "_attend_kernel", x, bias=None, REACH=0, DIM=64, BLOCK_D=64, **shape, **plain)
     build(whole, "_attend_kernel", x, REACH=64, DIM=96, BLOCK_D=128, **shape, **plain)

@@ -20,8 +20,8 @@ from slipstream.ops.layer_norm import reference as layer_norm  # noqa: E402
 from slipstream.ops.layer_norm import triton as layer_norm_kernels  # noqa: E402
 from slipstream.ops.norm import reference as norm  # noqa: E402
 from slipstream.ops.norm import triton as norm_kernels  # noqa: E402
-from slipstream.ops.row_max import reference as row_max  # noqa: E402
-from slipstream.ops.row_max import triton as row_max_kernels  # noqa: E402
+from slipstream.ops.segment_max import reference as segment_max  # noqa: E402
+from slipstream.ops.segment_max import triton as segment_max_kernels  # noqa: E402
 
 # the interpreter's own use of numpy
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]
@@ -159,14 +159,14 @@ def test_the_largest_of_each_column_over_rows_that_lie_in_several_parts(dtype: t
     starts = torch.tensor([0, 3, 4, 4, 24, 31], dtype=torch.int32, device=DEVICE)
     mine, expected = (torch.full((6, 1000), -torch.inf, device=DEVICE) for _ in range(2))
     for first in range(0, len(x), 9):
-        row_max_kernels.row_max_into(mine, x[first : first + 9], starts, first)
-        row_max.row_max_into(expected, x[first : first + 9], starts, first)
+        segment_max_kernels.segment_max_into(mine, x[first : first + 9], starts, first)
+        segment_max.segment_max_into(expected, x[first : first + 9], starts, first)
     assert mine[:5].equal(expected[:5])
     by_hand = [part.float().amax(0) for part in x[: sum(counts)].split(counts) if len(part)]
     assert expected[[0, 1, 3, 4]].equal(torch.stack(by_hand)) and (expected[2] == -torch.inf).all()
     # some tokens at the beginning of rows do not count, all of the second's
     begins = torch.tensor([1, 4, 4, 15, 24], dtype=torch.int32, device=DEVICE)
-    for out, into in ((mine, row_max_kernels.row_max_into), (expected, row_max.row_max_into)):
+    for out, into in ((mine, segment_max_kernels.segment_max_into), (expected, segment_max.segment_max_into)):
         out.fill_(-torch.inf)
         for first in range(0, len(x), 9):
             into(out, x[first : first + 9], starts, first, begins)

@@ -20,16 +20,16 @@ if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
 from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
 from slipstream.ops.linear import linear  # noqa: E402
-from slipstream.ops.paged_attention.work import (  # noqa: E402
+from slipstream.ops.paged_attention.work_list import (  # noqa: E402
     FEW_ROWS,
     SOME_ROWS,
     SPLIT_COST,
-    Work,
-    list_work,
-    most_splits,
+    WorkList,
+    build_work_list,
+    max_splits_of_row,
     split_keys,
 )
-from slipstream.ops.rope.triton import turn_and_write  # noqa: E402
+from slipstream.ops.rope.triton import rope_and_write_cache  # noqa: E402
 
 # the interpreter's own use of numpy
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]
@@ -220,7 +220,7 @@ def test_large_pages_and_half_precision():
 
 def test_long_rows_are_cut_into_few_splits():
     singles([9000, 256, 513], heads=1, kv_heads=1).check()
-    assert most_splits(1_000_000) == 32
+    assert max_splits_of_row(1_000_000) == 32
 
 
 def row_alone(case: Case, row: int) -> torch.Tensor:
@@ -297,20 +297,20 @@ def test_last_tokens_look_alone_and_in_the_memory_of_the_others(window, one_kern
         assert torch.equal(alone[:4], together[last.places[:4].long()])
 
 
-@pytest.mark.parametrize("num_shares", [1, 7, 500])
-def test_work_covers_every_key_and_query_once(num_shares):
+@pytest.mark.parametrize("num_split_programs", [1, 7, 500])
+def test_work_covers_every_key_and_query_once(num_split_programs):
     lengths, counts = [1, 256, 257, 20_000, 700], [1, 1, 1, 1, 300]
     starts = torch.tensor([0, 1, 2, 3, 4, 304], dtype=torch.int32, device=DEVICE)
     table = torch.ones(5, 1250, dtype=torch.int64, device=DEVICE)
     given = torch.tensor(lengths, device=DEVICE)
-    work = list_work(given, starts, table, 310, 20_000, 6, 2, 16, tile=64, num_shares=num_shares)
+    work = build_work_list(given, starts, table, 310, 20_000, 6, 2, 16, tile=64, num_split_programs=num_split_programs)
     num_singles, num_tiles = work.totals.tolist()
     sizes, num_splits, before = [256, 256, 256, 1024], [1, 1, 2, 20], [0, 1, 2, 4]
     assert [record[:7] for record in work.singles[:num_singles].tolist()] == [
         [row, row, 0, sizes[row], num_splits[row], before[row], lengths[row]] for row in range(4)
     ]
     splits = [(row, split) for row in range(4) for split in range(num_splits[row])]
-    assert len(splits) <= work.most_splits
+    assert len(splits) <= work.num_splits
     assert [split for share in shares_of(work) for split in share] == splits
     assert num_tiles <= len(work.tiles)
     tiles = [record[:5] for record in work.tiles[:num_tiles].tolist()]
@@ -320,7 +320,7 @@ def test_work_covers_every_key_and_query_once(num_shares):
     assert (work.arrived == 0).all()
 
 
-def shares_of(work: Work) -> list[list[tuple[int, int]]]:
+def shares_of(work: WorkList) -> list[list[tuple[int, int]]]:
     """Single and split of each piece, share by share."""
     num_splits = work.singles[:, 4].tolist()
     shares = []
@@ -338,7 +338,7 @@ def shares_of(work: Work) -> list[list[tuple[int, int]]]:
 def test_shares_are_about_equal(lengths):
     table = torch.ones(len(lengths), 400, dtype=torch.int64, device=DEVICE)
     given = torch.tensor(lengths, device=DEVICE)
-    work = list_work(given, None, table, len(lengths), 6000, 2, 2, 16, tile=64, num_shares=6)
+    work = build_work_list(given, None, table, len(lengths), 6000, 2, 2, 16, tile=64, num_split_programs=6)
     sizes, num_splits = work.singles[: len(lengths), 3:5].T.tolist()
     costs = {
         (row, split): min(length - split * sizes[row], sizes[row]) + SPLIT_COST.value
@@ -365,14 +365,16 @@ def test_only_a_step_without_given_tokens_has_keys_that_are_there_already(given,
     table[3] = 0
     given = None if given is None else torch.tensor(given, device=DEVICE)
     for starts in (None, torch.arange(6, dtype=torch.int32, device=DEVICE)):
-        work = list_work(lengths.to(DEVICE), starts, table.to(DEVICE), 5, 800, 4, 2, 16, 16, given=given)
+        work = build_work_list(lengths.to(DEVICE), starts, table.to(DEVICE), 5, 800, 4, 2, 16, 16, given=given)
         assert work.singles[:5, 7].tolist() == (expected if starts is None else [0] * 5)
 
 
 def test_step_without_rows_of_one_token_has_empty_shares():
     starts = torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
     table = torch.ones(1, 1, dtype=torch.int64, device=DEVICE)
-    work = list_work(torch.tensor([3], device=DEVICE), starts, table, 3, 2000, 2, 2, 16, tile=64, num_shares=5)
+    work = build_work_list(
+        torch.tensor([3], device=DEVICE), starts, table, 3, 2000, 2, 2, 16, tile=64, num_split_programs=5
+    )
     assert work.totals[0] == 0 and not any(shares_of(work))
 
 
@@ -389,7 +391,7 @@ def test_tiles_with_most_keys_come_first_among_neighbours(together, group):
     starts = np.concatenate([[0], np.cumsum(counts)])
     total = int(starts[-1])
     table = torch.ones(len(lengths), 60, dtype=torch.int64, device=DEVICE)
-    work = list_work(
+    work = build_work_list(
         torch.tensor(lengths, device=DEVICE),
         torch.from_numpy(starts.astype(np.int32)).to(DEVICE),
         table,
@@ -485,7 +487,7 @@ def test_kernels_that_start_early_read_no_key_too_early(rows, shared):
         for cache in (keys, values):
             cache.view(-1, 8, 128).index_fill_(0, batch.slots[0], float("nan"))
         qkv = linear(linear(x, weights[0]), weights[1]).view(rows, 32, 128)
-        query, _ = turn_and_write(qkv[:, :24], qkv[:, 24:], None, 1e-6, rotary, keys, values, batch.slots[0])
+        query, _ = rope_and_write_cache(qkv[:, :24], qkv[:, 24:], None, 1e-6, rotary, keys, values, batch.slots[0])
         return backend.forward(query, None, qkv[:, 24:], 0, case.scale, context)
 
     expected = step()

@@ -49,7 +49,7 @@ def test_keys_and_values_come_to_their_slots_and_no_others(tokens, kv_heads, dim
         pages.clone().flatten(0, 1).index_copy_(0, slots, new).view(pages.shape)
         for pages, new in ((keys, turned[:, heads:]), (values, value))
     ]
-    found, kept = triton_rope.turn_and_write(query_key, value, weight, 1e-6, rotary, keys, values, slots)
+    found, kept = triton_rope.rope_and_write_cache(query_key, value, weight, 1e-6, rotary, keys, values, slots)
     assert kept is None
     torch.testing.assert_close(found, turned[:, :heads], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(keys, expected[0], rtol=1e-5, atol=1e-5)
@@ -67,6 +67,6 @@ def test_eps_of_a_heads_norm_is_under_the_root(factor, eps, kernel_device):
     torch.testing.assert_close(triton_rope.norm_rope(query_key, weight, eps, rotary), expected, rtol=1e-5, atol=1e-5)
     keys, values = (torch.zeros(1, 16, 2, 16, device=kernel_device) for _ in range(2))
     slots = torch.arange(5, device=kernel_device)
-    found, _ = triton_rope.turn_and_write(query_key, value, weight, eps, rotary, keys, values, slots)
+    found, _ = triton_rope.rope_and_write_cache(query_key, value, weight, eps, rotary, keys, values, slots)
     torch.testing.assert_close(found, expected[:, :4], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(keys[0, :5], expected[:, 4:], rtol=1e-5, atol=1e-5)

@@ -113,7 +113,7 @@ def test_draw_scales_and_cuts_as_it_goes(size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_likeliest_is_the_first_of_equals(rows: int, size: int, dtype: torch.dtype) -> None:
     logits = randn(rows, size).round().to(dtype)  # many equals
-    mine = kernels.likeliest(logits)
+    mine = kernels.argmax_rows(logits)
     assert mine.tokens.tolist() == [row.index(max(row)) for row in logits.tolist()]
     assert not mine.failed.any()
 
@@ -125,7 +125,7 @@ def test_rows_without_a_token_fail_alone(size: int) -> None:
     logits[2, size - 1] = math.nan
     logits[3, :] = math.nan
     logits[4, 5] = math.inf
-    for choice in (kernels.likeliest(logits), kernels.draw(logits, keys_of(5))):
+    for choice in (kernels.argmax_rows(logits), kernels.draw(logits, keys_of(5))):
         assert choice.failed.tolist() == [False, True, True, True, False]
         assert choice.tokens[1:].tolist() == [0, 0, 0, 5]
 
@@ -377,15 +377,15 @@ def test_penalties_as_logits_are_read_are_those_of_an_edit(size: int, dtype: tor
     before = logits.clone()
     edited = logits.to(torch.float32, copy=True)
     kernels.penalize_(edited, None, *penalty)
-    assert kernels.likeliest(logits, penalty).tokens.equal(kernels.likeliest(edited).tokens)
-    assert not kernels.likeliest(edited).tokens.equal(kernels.likeliest(logits).tokens)
+    assert kernels.argmax_rows(logits, penalty).tokens.equal(kernels.argmax_rows(edited).tokens)
+    assert not kernels.argmax_rows(edited).tokens.equal(kernels.argmax_rows(logits).tokens)
     floor = kernels.find_floor(logits, limits, None, temperature, penalty)
     torch.testing.assert_close(floor, kernels.find_floor(edited, limits, None, temperature))
     drawn = kernels.draw(logits, keys, None, temperature, limits, penalty)
     assert drawn.tokens.equal(kernels.draw(edited, keys, None, temperature, limits).tokens)
     assert logits.equal(before)
     for mine, expected in (
-        (kernels.likeliest(logits, penalty), reference.likeliest(logits, penalty)),
+        (kernels.argmax_rows(logits, penalty), reference.argmax_rows(logits, penalty)),
         (drawn, reference.draw(logits, keys, None, temperature, limits, penalty)),
     ):
         assert mine.tokens.equal(expected.tokens) and mine.failed.equal(expected.failed)
@@ -473,7 +473,7 @@ def test_large_draws_are_nearly_all_the_references(large: torch.Tensor) -> None:
     assert kernels.noise_bits(keys[:4], VOCABULARY).equal(reference.noise_bits(keys[:4], VOCABULARY))
     # the last bits of a logarithm may decide between two of a hundred thousand
     assert (kernels.draw(large, keys).tokens != reference.draw(large, keys).tokens).sum() <= 1
-    assert kernels.likeliest(large).tokens.equal(large.argmax(-1))
+    assert kernels.argmax_rows(large).tokens.equal(large.argmax(-1))
 
 
 @pytest.mark.cuda

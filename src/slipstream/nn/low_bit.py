@@ -18,7 +18,7 @@ from slipstream.ops.dequant import KINDS, dequantize
 from slipstream.ops.linear import linear
 from slipstream.ops.linear.native import few_tokens
 from slipstream.ops.low_bit import Kernel, Packed
-from slipstream.ops.weight_run import WeightRun, plain_run
+from slipstream.ops.weight_rows import WeightRows, dense_rows
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class LowBitWeight(Weight):
         kind = _packed_kind(piece)
         return num_rows * num_columns * 4 if kind is None else self.format.kernel.num_bytes(kind, num_rows, num_columns)
 
-    def runs_for_kernels(self) -> list[WeightRun] | None:
+    def runs_for_kernels(self) -> list[WeightRows] | None:
         found = [run.for_kernels() for run in self.runs]
         return None if None in found else found  # type: ignore[return-value]
 
@@ -84,7 +84,7 @@ class _Run(Protocol):
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor: ...
     def lookup(self, ids: torch.Tensor) -> torch.Tensor: ...
-    def for_kernels(self) -> WeightRun | None: ...
+    def for_kernels(self) -> WeightRows | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class _PackedRows:
         assert self.raw is not None, "rows are looked up in one tensor, not in merged ones"
         return dequantize(self.raw.index_select(0, ids), self.kind)
 
-    def for_kernels(self) -> WeightRun | None:
+    def for_kernels(self) -> WeightRows | None:
         return self.packed.run()
 
 
@@ -119,8 +119,8 @@ class _PlainRows:
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return self.rows.index_select(0, ids)
 
-    def for_kernels(self) -> WeightRun | None:
-        return plain_run(self.rows)
+    def for_kernels(self) -> WeightRows | None:
+        return dense_rows(self.rows)
 
 
 def _packed_kind(piece: Piece) -> str | None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from slipstream.ops.linear import Activation, activated_linear, linear, norm_linear
 from slipstream.ops.norm import add_rms_norm, rms_norm
-from slipstream.ops.weight_run import WeightRun, plain_run
+from slipstream.ops.weight_rows import WeightRows, dense_rows
 
 
 class Piece(Protocol):
@@ -81,7 +81,7 @@ class Weight(nn.Module, ABC):
         """Memory that filling takes for this piece, beyond the parameters that are laid out already."""
         return 0
 
-    def runs_for_kernels(self) -> list[WeightRun] | None:
+    def runs_for_kernels(self) -> list[WeightRows] | None:
         """Its rows as our C kernels read them; None if they do not take it."""
         return None
 
@@ -142,8 +142,8 @@ class PlainWeight(Weight):
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return self.data.index_select(0, ids)
 
-    def runs_for_kernels(self) -> list[WeightRun] | None:
-        run = plain_run(self.data)
+    def runs_for_kernels(self) -> list[WeightRows] | None:
+        run = dense_rows(self.data)
         return None if run is None else [run]
 
 

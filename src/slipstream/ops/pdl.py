@@ -5,7 +5,7 @@ all before it. So the rule: a kernel launched this way waits before it touches a
 
 The first one of a step waits before it lets the next one start. So what was made before it may be read early as well:
 the lists of pages and of work, and keys of earlier steps. The list of work for last tokens alone is made in mid-step:
-it is safe because a plain index_select of torch's, not launched this way, lies between `list_work` and attention.
+it is safe because a plain index_select of torch's, not launched this way, lies between `build_work_list` and attention.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class AttentionBackend(Protocol):
         context: ForwardContext,
     ) -> torch.Tensor:
         """Attend. Keys and values of this step are in the layer's pages already; keys are given once more where the
-        device's `turn_and_write` leaves them beside. Returns [T, heads, head dim]."""
+        device's `rope_and_write_cache` leaves them beside. Returns [T, heads, head dim]."""
 
     def whole(
         self,

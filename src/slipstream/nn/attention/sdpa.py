@@ -24,7 +24,7 @@ from slipstream.ops.paged_attention import (
     cut_tiles,
     serves_pages,
 )
-from slipstream.ops.whole_attention.reference import WholePlan, attend_whole, plan_whole
+from slipstream.ops.bidirectional_attention.reference import BidirectionalPlan, attend_bidirectional, plan_bidirectional
 
 # One more call costs about as much as this many masked key positions.
 CALL_COST = 256
@@ -71,7 +71,7 @@ Parts = tuple[Part, ...]
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
     groups: tuple[Parts, ...]  # per cache group
-    whole: WholePlan | None  # of a model without any
+    whole: BidirectionalPlan | None  # of a model without any
 
     @property
     def is_decode(self) -> bool:
@@ -93,7 +93,7 @@ class SdpaAttention:
 
     def plan(self, batch: BatchView, after: SdpaPlan | None = None) -> SdpaPlan:
         if not batch.page_tables:
-            return SdpaPlan((), plan_whole(batch.num_tokens, batch.host_seen))
+            return SdpaPlan((), plan_bidirectional(batch.num_tokens, batch.host_seen))
         if serves_pages(batch.lengths, self.dtype, build=batch.num_single > 0):
             return SdpaPlan(self._plan_in_place(batch), None)
         if after is not None:
@@ -219,7 +219,7 @@ class SdpaAttention:
         plan: SdpaPlan = context.plan
         assert plan.whole is not None, "whole rows are for models that keep nothing in a cache"
         of_queries, of_keys = (None, None) if relative is None else (relative.of_queries, relative.of_keys)
-        return attend_whole(query, key, value, scale, plan.whole, reach, bias, of_queries, of_keys)
+        return attend_bidirectional(query, key, value, scale, plan.whole, reach, bias, of_queries, of_keys)
 
 
 def _last_of(parts: Parts) -> Parts:

@@ -12,24 +12,24 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
+from slipstream.ops.bidirectional_attention.triton import Tiles, attend_bidirectional, choose_cut, list_tiles
 from slipstream.ops.paged_attention.triton import (
     Partials,
     attend_splits,
     attend_tiles,
     batch_invariant_shape,
     make_partials,
-    num_shares,
+    num_split_programs,
     query_tile,
 )
-from slipstream.ops.paged_attention.work import Work, list_work
-from slipstream.ops.whole_attention.triton import Tiles, attend_whole, choose_cut, list_tiles
+from slipstream.ops.paged_attention.work_list import WorkList, build_work_list
 
 _ENDLESS = 2**30  # a window over everything
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupPlan:
-    work: Work
+    work: WorkList
     partials: Partials
     window: int  # 0: all keys are seen
 
@@ -83,7 +83,7 @@ class TritonAttention:
         made: dict[int, _GroupPlan] = {}
         for group, window in enumerate(self.windows):
             if window not in made:
-                work = list_work(
+                work = build_work_list(
                     batch.lengths,
                     batch.query_starts if has_chunks else None,
                     batch.page_tables[group],
@@ -94,7 +94,7 @@ class TritonAttention:
                     self.page_size,
                     self.tile,
                     window,
-                    num_shares(
+                    num_split_programs(
                         batch.lengths.device,
                         self.dtype,
                         self.num_heads,
@@ -112,7 +112,7 @@ class TritonAttention:
                     partials = make_partials(work, self.num_heads, self.head_dim)
                 else:
                     partials = after.groups[group].partials
-                    assert len(partials.sums) == work.most_splits, "a plan after one of other rows"
+                    assert len(partials.sums) == work.num_splits, "a plan after one of other rows"
                 made[window] = _GroupPlan(work, partials, window)
         groups = tuple(made[window] for window in self.windows)
         return TritonPlan(groups, has_chunks or self.one_kernel, not batch.all_long and not self.one_kernel)
@@ -156,4 +156,4 @@ class TritonAttention:
         plan: TritonPlan = context.plan
         assert plan.whole is not None, "whole rows are for models that keep nothing in a cache"
         of_queries, of_keys = (None, None) if relative is None else (relative.of_queries, relative.of_keys)
-        return attend_whole(query, key, value, scale, plan.whole, self.cut, reach, bias, of_queries, of_keys)
+        return attend_bidirectional(query, key, value, scale, plan.whole, self.cut, reach, bias, of_queries, of_keys)

@@ -10,7 +10,7 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import HeadNorm, RMSNorm, Sum, WholeNorm
 from slipstream.nn.layers.positions import RelativeKeys
 from slipstream.nn.quant import FormatOf
-from slipstream.ops.rope import norm_rope, turn_and_write
+from slipstream.ops.rope import norm_rope, rope_and_write_cache
 
 
 class Attention(Layer):
@@ -103,7 +103,7 @@ class Attention(Layer):
             assert rotary is not None, "what is kept in pages knows its position"
             keys, values = context.caches[self.layer]
             slots = context.batch.slots[context.group_of_layer[self.layer]]
-            query, kept = turn_and_write(query_key, value, weight, eps, rotary, keys, values, slots)
+            query, kept = rope_and_write_cache(query_key, value, weight, eps, rotary, keys, values, slots)
             if last is not None:
                 query, context = last.of(query), last.context
             out = context.attention.forward(query, kept, value, self.layer, self.scale, context)

@@ -22,7 +22,7 @@ from slipstream.nn.models.chained import ChainedLayers
 from slipstream.nn.models.fused import FusedLayers
 from slipstream.nn.models.heads import Heads
 from slipstream.nn.quant import FormatOf, PlainWeight, take_memory
-from slipstream.ops.lookup import look_up
+from slipstream.ops.embedding_lookup import lookup_embedding_and_rope
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class Decoder(nn.Module):
         weight, scale = self.embedding.weight, self.embedding_scale
         rope_rows = batch.positions if batch.rope_rows is None else batch.rope_rows
         if type(weight) is PlainWeight:
-            x, rotary = look_up(weight.data, batch.ids, scale, self.rope.table, rope_rows)
+            x, rotary = lookup_embedding_and_rope(weight.data, batch.ids, scale, self.rope.table, rope_rows)
         else:
             x, rotary = self.embedding(batch.ids), self.rope(rope_rows)
             x = x if scale == 1.0 else x * scale

@@ -22,7 +22,7 @@ from slipstream.nn.layers.layer_norm import LayerNorm
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.vector_modules import vector_module
 from slipstream.nn.quant import Piece, Place, Plain, new_parameter
-from slipstream.ops.row_max import row_max_into
+from slipstream.ops.segment_max import segment_max_into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +143,7 @@ class Heads(nn.Module):
         # a row more than there are, for tokens of nobody
         most = torch.full((len(starts), self.vocab_size), -torch.inf, dtype=self.dtype, device=hidden.device)
         for first in range(0, len(hidden), VOCABULARY_CHUNK):
-            row_max_into(most, self._lm_logits(hidden[first : first + VOCABULARY_CHUNK]), starts, first)
+            segment_max_into(most, self._lm_logits(hidden[first : first + VOCABULARY_CHUNK]), starts, first)
         # neither the bias nor what follows changes which token has the largest
         return torch.log1p((most[:-1] + self.vocabulary_bias.data).relu_())
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from slipstream.ops import native
-from slipstream.ops.weight_run import WeightRun
+from slipstream.ops.weight_rows import WeightRows
 
 _ON_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
@@ -28,7 +28,7 @@ def most_rows(products: Sequence[ProductWeights]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ProductWeights:
-    runs: list[WeightRun]
+    runs: list[WeightRows]
     num_rows: int
     num_columns: int
     bias: torch.Tensor | None

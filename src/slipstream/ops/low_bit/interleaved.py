@@ -11,7 +11,7 @@ import torch
 
 from slipstream.ops import native
 from slipstream.ops.dequant import BLOCK, split
-from slipstream.ops.weight_run import WeightRun
+from slipstream.ops.weight_rows import WeightRows
 
 
 class Interleaved:
@@ -75,9 +75,9 @@ class _InterleavedWeight:
             raise MemoryError("no memory for the activations of a low-bit product")
         return out
 
-    def run(self) -> WeightRun:
+    def run(self) -> WeightRows:
         bits = 8 if self.offset is None else 4
-        return WeightRun(self.numbers, self.num_rows, bits, self.scale, self.offset)
+        return WeightRows(self.numbers, self.num_rows, bits, self.scale, self.offset)
 
 
 def _interleave(rows: torch.Tensor) -> torch.Tensor:

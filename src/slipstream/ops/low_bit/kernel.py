@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from slipstream.ops.weight_run import WeightRun
+from slipstream.ops.weight_rows import WeightRows
 
 
 class Packed(Protocol):
@@ -15,7 +15,7 @@ class Packed(Protocol):
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, columns] float32 to [T, rows]."""
 
-    def run(self) -> WeightRun | None:
+    def run(self) -> WeightRows | None:
         """As our C kernels read them, or None if they do not."""
 
 

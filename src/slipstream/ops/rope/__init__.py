@@ -6,6 +6,6 @@ from slipstream.ops.rope.native import apply_rope
 from slipstream.ops.rope.reference import rope_table
 
 norm_rope = by_device(native.norm_rope, "slipstream.ops.rope.triton")
-turn_and_write = by_device(native.turn_and_write, "slipstream.ops.rope.triton")
+rope_and_write_cache = by_device(native.rope_and_write_cache, "slipstream.ops.rope.triton")
 
-__all__ = ["apply_rope", "norm_rope", "rope_table", "turn_and_write"]
+__all__ = ["apply_rope", "norm_rope", "rope_table", "rope_and_write_cache"]

@@ -29,7 +29,7 @@ def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rows: to
     return apply_rope(x if weight is None else rms_norm(x, weight, eps), rows)
 
 
-def turn_and_write(
+def rope_and_write_cache(
     query_key: torch.Tensor,  # [T, heads + kv heads, dim]
     value: torch.Tensor,  # [T, kv heads, dim]
     weight: torch.Tensor | None,  # [heads + kv heads, dim]

@@ -16,7 +16,7 @@ def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rows: to
     return _launch(x, None, weight, eps, rows, None, None, None)
 
 
-def turn_and_write(
+def rope_and_write_cache(
     query_key: torch.Tensor,  # [T, heads + kv heads, dim]
     value: torch.Tensor,  # [T, kv heads, dim]
     weight: torch.Tensor | None,  # [heads + kv heads, dim]

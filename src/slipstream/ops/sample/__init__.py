@@ -26,7 +26,7 @@ drop_below_ = by_device(reference.drop_below_, _KERNELS)
 find_floor = by_device(reference.find_floor, _KERNELS)
 forbid_ = by_device(reference.forbid_, _KERNELS)
 forbid_matched_ = by_device(reference.forbid_matched_, _KERNELS)
-likeliest = by_device(reference.likeliest, _KERNELS)
+argmax_rows = by_device(reference.argmax_rows, _KERNELS)
 logprobs_of = by_device(reference.logprobs_of, _KERNELS)
 noise_bits = by_device(reference.noise_bits, _KERNELS)
 penalize_ = by_device(reference.penalize_, _KERNELS)
@@ -50,7 +50,7 @@ __all__ = [
     "find_floor",
     "forbid_",
     "forbid_matched_",
-    "likeliest",
+    "argmax_rows",
     "logprobs_of",
     "match_words",
     "noise_bits",

@@ -142,10 +142,10 @@ def draw(
     gumbel = noise.neg_().log1p_().neg_().log_().neg_()
     if random is not None:
         gumbel.masked_fill_(~random[:, None], 0)
-    return likeliest(gumbel.add_(logits))
+    return argmax_rows(gumbel.add_(logits))
 
 
-def likeliest(logits: torch.Tensor, penalty: Penalty | None = None) -> Choice:
+def argmax_rows(logits: torch.Tensor, penalty: Penalty | None = None) -> Choice:
     """[R, V] to [R] tokens: the first of the largest. `max` says the same as `argmax` and is faster on the CPU."""
     if penalty is not None:
         logits = _penalized(logits, penalty)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from slipstream.nn.context import BatchView
-from slipstream.ops.rows import gather_rows
+from slipstream.ops.step_inputs import gather_inputs
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.rope_rows import RopeRows
 from slipstream.runner.batch.rows import RowTable
@@ -80,7 +80,7 @@ class InputBatch:
         def gather() -> Gathered:
             rows, *others, starts = [None if span is None else upload.tensor(span) for span in spans]
             assert rows is not None
-            inputs = gather_rows(
+            inputs = gather_inputs(
                 table.computed, table.last_token, pages.tables, pages.page_size, counts.width, rows, *others
             )
             token_rows = rows if others[1] is None else others[1]
@@ -156,7 +156,7 @@ class InputBatch:
 
 
 class _Counts:
-    """What the host counts of a step. All but the last four go to the device; None as `gather_rows` understands it."""
+    """Host counts of a step. All but the last four go to the device; None as `gather_inputs` understands it."""
 
     def __init__(self, rows: Longs, num_tokens: Ints, max_lengths: Ints, num_single: int) -> None:
         self.rows = rows

@@ -16,8 +16,8 @@ import torch
 
 from slipstream.config.pooling_info import KeptLine, Method, kept_lines
 from slipstream.nn.context import BatchView
-from slipstream.ops.pool import segment_sum
-from slipstream.ops.row_max import row_max_into
+from slipstream.ops.segment_max import segment_max_into
+from slipstream.ops.segment_sum import segment_sum
 from slipstream.runner.batch.staging import Upload
 
 Longs = np.ndarray[Any, np.dtype[np.int64]]
@@ -60,7 +60,7 @@ def line_of_rows(
     if kind == "max":
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         most = torch.full((len(starts), hidden.shape[1]), -torch.inf, dtype=dtype, device=hidden.device)
-        row_max_into(most, hidden, starts, 0, begins)
+        segment_max_into(most, hidden, starts, 0, begins)
         return most[:-1]
     origins = None
     if kind == "weighted":

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.ops.sample import DRAW, Choice, Penalty, draw, likeliest, row_key, step_keys
+from slipstream.ops.sample import DRAW, Choice, Penalty, argmax_rows, draw, row_key, step_keys
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.scale import Scale
 from slipstream.runner.sampling.stage import SampleBatch
@@ -66,7 +66,7 @@ class Draw:
         def mixed(logits: torch.Tensor, batch: SampleBatch) -> Choice:
             index = upload.tensor(span)
             own = _keys(keys, batch.rows.index_select(0, index), batch.positions.index_select(0, index))
-            choice = likeliest(logits)
+            choice = argmax_rows(logits)
             choice.tokens.index_copy_(0, index, draw(logits.index_select(0, index), own).tokens)
             return choice
 
@@ -89,11 +89,11 @@ class Draw:
 
 
 def greedy(logits: torch.Tensor, batch: SampleBatch) -> Choice:
-    return likeliest(logits)
+    return argmax_rows(logits)
 
 
 def greedy_by_row(penalty_of: PenaltyOf) -> DrawWork:
-    return lambda logits, batch: likeliest(logits, penalty_of(batch))
+    return lambda logits, batch: argmax_rows(logits, penalty_of(batch))
 
 
 def no_penalty(batch: SampleBatch) -> None:

@@ -1,11 +1,11 @@
-"""Attention over pages on CUDA. All kernels run a fixed grid over work that `work.py` listed on the device."""
+"""Attention over pages on CUDA. All kernels run a fixed grid over work that `work_list.py` listed on the device."""
 
 from slipstream.ops.paged_attention.triton.decode import (
     Partials,
     attend_splits,
     decode_shape,
     make_partials,
-    num_shares,
+    num_split_programs,
 )
 from slipstream.ops.paged_attention.triton.launch import KernelShape
 from slipstream.ops.paged_attention.triton.varlen import attend_tiles, batch_invariant_shape, query_tile, varlen_shape
@@ -17,7 +17,7 @@ __all__ = [
     "attend_tiles",
     "decode_shape",
     "make_partials",
-    "num_shares",
+    "num_split_programs",
     "query_tile",
     "batch_invariant_shape",
     "varlen_shape",

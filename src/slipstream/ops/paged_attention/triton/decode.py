@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.paged_attention.triton.keys import attend_keys
 from slipstream.ops.paged_attention.triton.launch import (
     KernelShape,
     check_layout,
@@ -22,8 +21,9 @@ from slipstream.ops.paged_attention.triton.launch import (
     launch_strides,
     pad_dim,
 )
-from slipstream.ops.paged_attention.triton.shares import my_share, read_single
-from slipstream.ops.paged_attention.work import FEW_ROWS, Work
+from slipstream.ops.paged_attention.triton.online_softmax import attend_keys
+from slipstream.ops.paged_attention.triton.split_schedule import read_single, splits_of_program
+from slipstream.ops.paged_attention.work_list import FEW_ROWS, WorkList
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 HOPPER_HEADS = 32  # that share keys; the sums of more find no registers
@@ -37,8 +37,8 @@ class Partials:
     stats: torch.Tensor  # [splits, heads, 2] float32: top score, sum of weights
 
 
-def make_partials(work: Work, num_heads: int, head_dim: int) -> Partials:
-    splits, device = work.most_splits, work.singles.device
+def make_partials(work: WorkList, num_heads: int, head_dim: int) -> Partials:
+    splits, device = work.num_splits, work.singles.device
     return Partials(
         torch.empty(splits, num_heads, head_dim, dtype=torch.float32, device=device),
         torch.empty(splits, num_heads, 2, dtype=torch.float32, device=device),
@@ -51,7 +51,7 @@ def attend_splits(
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
     page_table: torch.Tensor,  # [B, width] int64
-    work: Work,
+    work: WorkList,
     partials: Partials,
     scale: float,
     window: int = 0,
@@ -96,7 +96,7 @@ def attend_splits(
     )
 
 
-def num_shares(
+def num_split_programs(
     device: torch.device,
     dtype: torch.dtype,
     num_heads: int,
@@ -168,7 +168,7 @@ def _split_kernel(
     lane = tl.arange(0, TILE)
     dim = tl.arange(0, BLOCK_D)
     mask = (lane < GROUP)[:, None] & (dim < DIM)[None, :]
-    kv_head, first, first_split, last, last_split, end = my_share(shares, KV_HEADS)
+    kv_head, first, first_split, last, last_split, end = splits_of_program(shares, KV_HEADS)
     head = kv_head * GROUP + lane
     k_base = keys + kv_head * head_stride
     v_base = values + kv_head * head_stride

@@ -26,10 +26,10 @@ from slipstream.ops.paged_attention.triton.hopper import (
     find_places,
     make_barriers,
 )
-from slipstream.ops.paged_attention.triton.keys import LOG2E
 from slipstream.ops.paged_attention.triton.launch import head_shape, launch_strides
-from slipstream.ops.paged_attention.triton.shares import my_share, read_single
-from slipstream.ops.paged_attention.work import FEW_ROWS, RECORD, Work
+from slipstream.ops.paged_attention.triton.online_softmax import LOG2E
+from slipstream.ops.paged_attention.triton.split_schedule import read_single, splits_of_program
+from slipstream.ops.paged_attention.work_list import FEW_ROWS, RECORD, WorkList
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 # A block takes its time, large or small, and with few rows that counts most: then a program has a multiprocessor for
@@ -45,7 +45,7 @@ def attend_splits(
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
     page_table: torch.Tensor,  # [B, width] int64
-    work: Work,
+    work: WorkList,
     sums: torch.Tensor,  # [splits, heads, dim] float32
     stats: torch.Tensor,  # [splits, heads, 2] float32
     scale: float,
@@ -138,7 +138,7 @@ def _fetch(
     """One warp: keys and values of this program's share, in their order."""
     keys, values, table, table_stride, singles, shares = sources
     k, v, there, used = blocks
-    kv_head, first, first_split, last, last_split, end = my_share(shares, KV_HEADS)
+    kv_head, first, first_split, last, last_split, end = splits_of_program(shares, KV_HEADS)
     done = 0
     for single in range(first, end):
         row, token, begin, size, num_splits, place, length, split, stop = read_single(
@@ -188,7 +188,7 @@ def _compute(
     dim = gl.expand_dims(gl.arange(0, DIM, gl.SliceLayout(1, SUMS)), 1)
     key = gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
     mask = gl.expand_dims(lane < GROUP, 0)
-    kv_head, first, first_split, last, last_split, end = my_share(shares, KV_HEADS)
+    kv_head, first, first_split, last, last_split, end = splits_of_program(shares, KV_HEADS)
     head = kv_head * GROUP + lane
     done = 0
     wait_for_previous(DEPENDENT)

@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.paged_attention.triton.hopper import clear_past_end, copy_block, describe, make_barriers
-from slipstream.ops.paged_attention.triton.keys import LOG2E
 from slipstream.ops.paged_attention.triton.launch import head_shape, launch_strides
-from slipstream.ops.paged_attention.work import RECORD, Work
+from slipstream.ops.paged_attention.triton.online_softmax import LOG2E
+from slipstream.ops.paged_attention.work_list import RECORD, WorkList
 
 TILE = 128
 BLOCK_KEYS = 128
@@ -42,7 +42,7 @@ def attend_tiles(
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
     page_table: torch.Tensor,  # [B, width] int64
-    work: Work,  # listed with tiles of TILE
+    work: WorkList,  # listed with tiles of TILE
     scale: float,
     num_programs: int,
 ) -> None:

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.paged_attention.triton.keys import attend_keys
 from slipstream.ops.paged_attention.triton.launch import (
     KernelShape,
     check_layout,
@@ -20,7 +19,8 @@ from slipstream.ops.paged_attention.triton.launch import (
     num_programs,
     pad_dim,
 )
-from slipstream.ops.paged_attention.work import RECORD, Work
+from slipstream.ops.paged_attention.triton.online_softmax import attend_keys
+from slipstream.ops.paged_attention.work_list import RECORD, WorkList
 
 
 def attend_tiles(
@@ -29,7 +29,7 @@ def attend_tiles(
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
     page_table: torch.Tensor,  # [B, width] int64
-    work: Work,
+    work: WorkList,
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,

@@ -3,7 +3,7 @@
 Logits may also be bfloat16 or float16: they are widened where they are read.
 """
 
-from slipstream.ops.sample.triton.choose import draw, likeliest
+from slipstream.ops.sample.triton.choose import argmax_rows, draw
 from slipstream.ops.sample.triton.edit import add_lines_, count_, drop_below_, forbid_, forbid_matched_, penalize_
 from slipstream.ops.sample.triton.floor import find_floor
 from slipstream.ops.sample.triton.logprobs import logprobs_of, top_logprobs
@@ -17,7 +17,7 @@ __all__ = [
     "find_floor",
     "forbid_",
     "forbid_matched_",
-    "likeliest",
+    "argmax_rows",
     "logprobs_of",
     "noise_bits",
     "penalize_",

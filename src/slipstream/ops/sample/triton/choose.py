@@ -17,7 +17,7 @@ _CUT_CHUNK = 1024
 _PART = 256
 
 
-def likeliest(logits: torch.Tensor, penalty: Penalty | None = None) -> Choice:
+def argmax_rows(logits: torch.Tensor, penalty: Penalty | None = None) -> Choice:
     return _choose(logits, None, None, None, None, penalty)
 
 

@@ -17,13 +17,13 @@ WINDOW_TOKENS = 256  # queries of a row that go together where each sees another
 
 
 @dataclass(frozen=True, slots=True)
-class WholePlan:
+class BidirectionalPlan:
     # first token, rows, tokens of each, and how many of those are seen: in the order of the tokens
     runs: tuple[tuple[int, int, int, int], ...]
     masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # made by the first layer that needs one
 
 
-def plan_whole(counts: NDArray[np.int32], num_seen: NDArray[np.int32] | None = None) -> WholePlan:
+def plan_bidirectional(counts: NDArray[np.int32], num_seen: NDArray[np.int32] | None = None) -> BidirectionalPlan:
     """From the tokens of each row, and how many of them are seen, from the first on."""
     runs: list[tuple[int, int, int, int]] = []
     start = 0
@@ -36,15 +36,15 @@ def plan_whole(counts: NDArray[np.int32], num_seen: NDArray[np.int32] | None = N
         elif length:
             runs.append((start, 1, length, seen))
         start += length
-    return WholePlan(tuple(runs))
+    return BidirectionalPlan(tuple(runs))
 
 
-def attend_whole(
+def attend_bidirectional(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     scale: float,
-    plan: WholePlan,
+    plan: BidirectionalPlan,
     reach: int,
     bias: torch.Tensor | None,
     of_queries: torch.Tensor | None = None,
@@ -85,7 +85,9 @@ def _attend(
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
-def _window_mask(plan: WholePlan, before: int, queries: int, keys: int, reach: int, like: torch.Tensor) -> torch.Tensor:
+def _window_mask(
+    plan: BidirectionalPlan, before: int, queries: int, keys: int, reach: int, like: torch.Tensor
+) -> torch.Tensor:
     """[queries, keys]: 0 within reach, minus infinity beyond. The first query stands `before` keys from the first."""
     name = (before, queries, keys, reach)
     if name not in plan.masks:
@@ -96,7 +98,7 @@ def _window_mask(plan: WholePlan, before: int, queries: int, keys: int, reach: i
     return plan.masks[name]
 
 
-def _bias_mask(plan: WholePlan, bias: torch.Tensor, length: int) -> torch.Tensor:
+def _bias_mask(plan: BidirectionalPlan, bias: torch.Tensor, length: int) -> torch.Tensor:
     """[heads, length, length] from the numbers by distance; all layers share them."""
     name = (length,)
     if name not in plan.masks:
@@ -107,7 +109,7 @@ def _bias_mask(plan: WholePlan, bias: torch.Tensor, length: int) -> torch.Tensor
 
 
 def _relative_mask(
-    plan: WholePlan, of_queries: torch.Tensor, of_keys: torch.Tensor | None, rows: int, length: int, seen: int
+    plan: BidirectionalPlan, of_queries: torch.Tensor, of_keys: torch.Tensor | None, rows: int, length: int, seen: int
 ) -> torch.Tensor:
     """[rows, heads, length, seen] what positions add to the scores of rows of one length."""
     name = (length, seen)

@@ -9,7 +9,7 @@ import triton.language as tl
 _BLOCK = 512
 
 
-def row_max_into(
+def segment_max_into(
     out: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, first: int, begins: torch.Tensor | None = None
 ) -> None:
     num_tokens, num_columns = x.shape

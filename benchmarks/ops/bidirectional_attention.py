@@ -1,6 +1,6 @@
 """Attention of whole rows on the GPU: ours against torch's, at the head sizes of encoders, and with other cuts.
 
-    python benchmarks/ops/whole_attention.py [--tokens 16384]
+    python benchmarks/ops/bidirectional_attention.py [--tokens 16384]
 
 Queries, keys and values lie side by side as one product leaves them; times are of replayed graphs. torch's gets rows
 of one length, which it needs, and no padding.
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.whole_attention.triton import Cut, attend_whole, choose_cut, list_tiles
+from slipstream.ops.bidirectional_attention.triton import Cut, attend_bidirectional, choose_cut, list_tiles
 
 HEADS = {32: 12, 64: 16, 128: 16}
 LENGTHS = (32, 128, 512, 2048)
@@ -61,7 +61,7 @@ def main() -> None:
                 tiles = list_tiles(starts, len(query), cut)
 
                 def ours(cut: Cut = cut, tiles=tiles, inputs=(query, key, value), scale: float = dim**-0.5):  # type: ignore[no-untyped-def]
-                    return attend_whole(*inputs, scale, tiles, cut)
+                    return attend_bidirectional(*inputs, scale, tiles, cut)
 
                 error = (ours().float() - expected).norm() / expected.norm()
                 assert error < 5e-3, f"{cut} is off by {error}"

@@ -24,7 +24,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the kernel goes about a shape; settled by benchmarks/ops/whole_attention.py."""
+    """How the kernel goes about a shape; settled by benchmarks/ops/bidirectional_attention.py."""
 
     queries: int
     keys: int
@@ -83,7 +83,7 @@ def _list_tiles_kernel(
         tl.store(target + 3, tl.where(is_row, last_key, 0), mask=there)
 
 
-def attend_whole(
+def attend_bidirectional(
     query: torch.Tensor,  # [T, heads, head dim]
     key: torch.Tensor,  # [T, kv heads, head dim]
     value: torch.Tensor,

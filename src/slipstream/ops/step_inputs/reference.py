@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 
-class StepRows(NamedTuple):
+class StepInputs(NamedTuple):
     ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     lengths: torch.Tensor  # [B] int64, positions each row has after the step
@@ -15,7 +15,7 @@ class StepRows(NamedTuple):
     pages: torch.Tensor  # [G, B, width] int64
 
 
-def gather_rows(
+def gather_inputs(
     computed: torch.Tensor,  # [rows] int64, positions that are in the cache
     last_token: torch.Tensor,  # [rows] int64
     tables: torch.Tensor,  # [G, rows, pages of a row] int64
@@ -26,8 +26,8 @@ def gather_rows(
     token_rows: torch.Tensor | None = None,  # [T] int64; None: one token each
     offsets: torch.Tensor | None = None,  # [T] int64, place among the row's tokens; None: all are first
     given: torch.Tensor | None = None,  # [T] int64 tokens, negative for one that only the device knows; None: all are
-    out: StepRows | None = None,  # where to write; its pages may be wider than `width`, the rest is left
-) -> StepRows:
+    out: StepInputs | None = None,  # where to write; its pages may be wider than `width`, the rest is left
+) -> StepInputs:
     if token_rows is None:
         token_rows = rows
     positions = computed.index_select(0, token_rows)
@@ -45,7 +45,7 @@ def gather_rows(
     page_index = positions // page_size
     places = positions - page_index * page_size
     held = tables.flatten(1).index_select(1, token_rows * tables.shape[2] + page_index)
-    result = StepRows(
+    result = StepInputs(
         ids, positions, lengths, held.mul_(page_size).add_(places), tables[:, :, :width].index_select(1, rows)
     )
     if out is None:

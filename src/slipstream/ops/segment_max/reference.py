@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from slipstream.ops.pool.reference import rows_of_tokens
+from slipstream.ops.segment_sum.reference import rows_of_tokens
 
 
-def row_max_into(
+def segment_max_into(
     out: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, first: int, begins: torch.Tensor | None = None
 ) -> None:
     """Raise out [N + 1, C] to the largest of x [T, C] over the tokens of each row.

@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.rows.reference import StepRows
+from slipstream.ops.step_inputs.reference import StepInputs
 
 _TOKENS = 128  # of one program
 _PAGES = 2048  # of one turn
 
 
-def gather_rows(
+def gather_inputs(
     computed: torch.Tensor,
     last_token: torch.Tensor,
     tables: torch.Tensor,
@@ -23,8 +23,8 @@ def gather_rows(
     token_rows: torch.Tensor | None = None,
     offsets: torch.Tensor | None = None,
     given: torch.Tensor | None = None,
-    out: StepRows | None = None,
-) -> StepRows:
+    out: StepInputs | None = None,
+) -> StepInputs:
     """As the reference, which says what the arguments are."""
     if token_rows is None:
         token_rows = rows
@@ -32,7 +32,7 @@ def gather_rows(
     assert tables.is_contiguous() and width <= tables.shape[2], f"{width} pages of {tuple(tables.shape)}"
     if out is None:
         sizes = ((num_tokens,), (num_tokens,), (num_rows,), (num_groups, num_tokens), (num_groups, num_rows, width))
-        out = StepRows(*(torch.empty(size, dtype=torch.int64, device=rows.device) for size in sizes))
+        out = StepInputs(*(torch.empty(size, dtype=torch.int64, device=rows.device) for size in sizes))
     assert out.slots.is_contiguous() and out.pages.is_contiguous() and out.slots.shape == (num_groups, num_tokens)
     assert len(out.ids) == num_tokens and out.pages.shape[1] == len(out.lengths) == num_rows
     num_blocks = triton.cdiv(num_tokens, _TOKENS)

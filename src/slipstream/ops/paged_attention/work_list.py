@@ -37,7 +37,7 @@ RECORD = tl.constexpr(8)  # int32s of one piece of work
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class WorkList:
     """`singles`, rows of one token: row, token, first key, keys of one split, number of splits, number of splits of
     all singles before, length, keys that were there before the step. `tiles`: row, first token, number of tokens, first
     query of the tile, length. A length of 0 marks padding, whose output is zero."""
@@ -47,10 +47,10 @@ class Work:
     tiles: torch.Tensor  # [capacity, RECORD] int32, those with the most keys first among neighbouring rows
     totals: torch.Tensor  # [2] int32, how many of each there are
     arrived: torch.Tensor  # [B, kv heads] int32, splits done; 0 between kernels
-    most_splits: int  # of all rows together
+    num_splits: int  # of all rows together
 
 
-def list_work(
+def build_work_list(
     lengths: torch.Tensor,  # [B] int64
     query_starts: torch.Tensor | None,  # [B + 1] int32; None: one token a row
     page_table: torch.Tensor,  # [B, width] int64
@@ -61,14 +61,14 @@ def list_work(
     page_size: int,
     tile: int,
     window: int = 0,
-    num_shares: int = 1,
+    num_split_programs: int = 1,
     min_split: int | None = None,
     max_splits: int = MAX_SPLITS,
     keys_together: int = KEYS_TOGETHER,
     cut_singles: bool = True,
     given: torch.Tensor | None = None,  # [T] int64
-) -> Work:
-    """Lists the work of B rows, splits in no more than `num_shares` shares. Capacities follow from shapes and
+) -> WorkList:
+    """Lists the work of B rows, splits in no more than `num_split_programs` shares. Capacities follow from shapes and
     `max_length`, never from what the device holds.
 
     `given` says which tokens the host gave, -1 being none. In a step of one token a row that has none, all keys but
@@ -83,11 +83,11 @@ def list_work(
     device = lengths.device
     if min_split is None:
         min_split = split_keys(num_rows)
-    num_splits = num_rows * most_splits(max_length, window, min_split, max_splits)
+    num_splits = num_rows * max_splits_of_row(max_length, window, min_split, max_splits)
     num_tiles = 0 if query_starts is None and cut_singles else num_tokens * group // tile + num_rows + 1
-    work = Work(
+    work = WorkList(
         torch.empty(num_rows + 1, RECORD.value, dtype=torch.int32, device=device),
-        torch.empty(min(num_shares, num_splits) + 1, 2, dtype=torch.int32, device=device),
+        torch.empty(min(num_split_programs, num_splits) + 1, 2, dtype=torch.int32, device=device),
         torch.empty(num_tiles, RECORD.value, dtype=torch.int32, device=device),
         torch.empty(2, dtype=torch.int32, device=device),
         torch.empty(num_rows, num_kv_heads, dtype=torch.int32, device=device),
@@ -130,7 +130,9 @@ def split_keys(num_rows: int) -> int:
     return SPLIT_OF_SOME if num_rows <= SOME_ROWS else SPLIT_OF_MANY
 
 
-def most_splits(max_length: int, window: int = 0, min_split: int = SPLIT_OF_FEW, max_splits: int = MAX_SPLITS) -> int:
+def max_splits_of_row(
+    max_length: int, window: int = 0, min_split: int = SPLIT_OF_FEW, max_splits: int = MAX_SPLITS
+) -> int:
     """Of any row of up to `max_length` positions."""
     if window:
         max_length = min(max_length, window + ALIGN.value)
@@ -144,7 +146,7 @@ ALIGN = tl.constexpr(128)  # a window's first split begins at a multiple of it; 
 # grid: (rows + 1,); program b counts the work of the rows before row b and lists row b's. The last one takes tokens
 # that belong to no row.
 @triton.jit(
-    do_not_specialize=["table_stride", "num_rows", "num_tokens", "num_shares"],
+    do_not_specialize=["table_stride", "num_rows", "num_tokens", "num_split_programs"],
     do_not_specialize_on_alignment=["lengths", "starts", "given", "table"],
 )
 def _list_work_kernel(
@@ -160,7 +162,7 @@ def _list_work_kernel(
     table_stride,
     num_rows,
     num_tokens,
-    num_shares,
+    num_split_programs,
     HAS_STARTS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -216,11 +218,11 @@ def _list_work_kernel(
         cost_after = cost_before + length - begin + splits * SPLIT_COST
         # never 0; but the compiler, before it has looked into the loop, divides by the 0 that it begins with
         divisor = tl.maximum(cost_of_all, 1)
-        share_end = tl.cdiv(cost_after * num_shares, divisor).to(tl.int32)
-        for first in range(tl.cdiv(cost_before * num_shares, divisor).to(tl.int32), share_end, BLOCK):
+        share_end = tl.cdiv(cost_after * num_split_programs, divisor).to(tl.int32)
+        for first in range(tl.cdiv(cost_before * num_split_programs, divisor).to(tl.int32), share_end, BLOCK):
             share = first + lanes
             mask = share < share_end
-            offset = share * cost_of_all // num_shares - cost_before
+            offset = share * cost_of_all // num_split_programs - cost_before
             nearest = (2 * offset + size + SPLIT_COST) // (2 * (size + SPLIT_COST))
             tl.store(shares_out + share * 2, singles_before, mask=mask)
             tl.store(shares_out + share * 2 + 1, tl.minimum(nearest, splits).to(tl.int32), mask=mask)
@@ -261,10 +263,10 @@ def _list_work_kernel(
         tl.store(totals, singles_before)
         tl.store(totals + 1, tiles_before)
         # the end of the last share; and of all, where there is nothing to share
-        for first in range(tl.where(cost_of_all > 0, num_shares, 0), num_shares + 1, BLOCK):
+        for first in range(tl.where(cost_of_all > 0, num_split_programs, 0), num_split_programs + 1, BLOCK):
             share = first + lanes
-            tl.store(shares_out + share * 2, singles_before, mask=share <= num_shares)
-            tl.store(shares_out + share * 2 + 1, 0, mask=share <= num_shares)
+            tl.store(shares_out + share * 2, singles_before, mask=share <= num_split_programs)
+            tl.store(shares_out + share * 2 + 1, 0, mask=share <= num_split_programs)
     else:
         for head in tl.static_range(KV_HEADS):
             tl.store(arrived + row * KV_HEADS + head, 0)

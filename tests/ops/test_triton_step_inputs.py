@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.ops.rows import StepRows, reference
+from slipstream.ops.step_inputs import StepInputs, reference
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -19,16 +19,16 @@ WIDTH = 300
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-def kernel_gather(*args: Any, **kwargs: Any) -> StepRows:
+def kernel_gather(*args: Any, **kwargs: Any) -> StepInputs:
     pytest.importorskip("triton", reason="triton is not installed")
     if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
-    from slipstream.ops.rows.triton import gather_rows
+    from slipstream.ops.step_inputs.triton import gather_inputs
 
-    return gather_rows(*args, **kwargs)
+    return gather_inputs(*args, **kwargs)
 
 
-GATHERS = pytest.mark.parametrize("gather", [reference.gather_rows, kernel_gather], ids=["reference", "kernel"])
+GATHERS = pytest.mark.parametrize("gather", [reference.gather_inputs, kernel_gather], ids=["reference", "kernel"])
 
 
 def tables(groups: int = 2, num_rows: int = 9) -> tuple[torch.Tensor, ...]:
@@ -51,7 +51,7 @@ def staged(rows: list[int], counts: list[int]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(array, dtype=torch.int64, device=DEVICE) for name, array in arrays.items()}
 
 
-def check(out: StepRows, state: tuple[torch.Tensor, ...], rows: list[int], counts: list[int], given: Any) -> None:
+def check(out: StepInputs, state: tuple[torch.Tensor, ...], rows: list[int], counts: list[int], given: Any) -> None:
     computed, last_token, pages = (x.cpu() for x in state)
     token = 0
     for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
@@ -105,8 +105,8 @@ def test_padding_rows_have_no_length_and_lie_in_page_zero(gather: Any) -> None:
 def test_results_go_where_they_are_asked_to(gather: Any) -> None:
     state, rows = tables(), torch.tensor([1, 6], device=DEVICE)
     sizes = ((2,), (2,), (2,), (2, 2), (2, 2, 40))
-    out = StepRows(*(torch.full(size, -7, device=DEVICE) for size in sizes))
-    expected = reference.gather_rows(*state, PAGE, 11, rows)
+    out = StepInputs(*(torch.full(size, -7, device=DEVICE) for size in sizes))
+    expected = reference.gather_inputs(*state, PAGE, 11, rows)
     assert gather(*state, PAGE, 11, rows, out=out) is out
     for mine, other in zip(out[:4], expected[:4], strict=True):
         assert mine.equal(other)
@@ -127,5 +127,5 @@ def test_a_step_of_many_rows_without_a_wait() -> None:
         out = kernel_gather(*args)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for mine, other in zip(out, reference.gather_rows(*args), strict=True):
+    for mine, other in zip(out, reference.gather_inputs(*args), strict=True):
         assert mine.equal(other)

@@ -14,8 +14,8 @@ CUDA = torch.cuda.is_available()
 if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and triton was imported before its interpreter could be chosen", allow_module_level=True)
 
-from slipstream.ops.whole_attention import reference  # noqa: E402
-from slipstream.ops.whole_attention.triton import Cut, attend_whole, choose_cut, list_tiles  # noqa: E402
+from slipstream.ops.bidirectional_attention import reference  # noqa: E402
+from slipstream.ops.bidirectional_attention.triton import Cut, attend_bidirectional, choose_cut, list_tiles  # noqa: E402
 
 # the interpreter's own use of numpy
 pytestmark = [pytest.mark.filterwarnings("ignore::DeprecationWarning"), pytest.mark.filterwarnings("ignore:overflow")]
@@ -56,13 +56,13 @@ def run(
     starts = torch.from_numpy(np.concatenate([ends, [total] * padding[0]]).astype(np.int32)).to(DEVICE)
     of_rows = None if seen is None else torch.tensor([*seen, *[0] * padding[0]], dtype=torch.int32, device=DEVICE)
     tiles = list_tiles(starts, total + padding[1], cut, of_rows)
-    out = attend_whole(query, key, value, dim**-0.5, tiles, cut, reach, bias, *lines)
+    out = attend_bidirectional(query, key, value, dim**-0.5, tiles, cut, reach, bias, *lines)
     assert not out[total:].count_nonzero()
-    plan = reference.plan_whole(np.array(counts, np.int32), None if seen is None else np.array(seen, np.int32))
+    plan = reference.plan_bidirectional(np.array(counts, np.int32), None if seen is None else np.array(seen, np.int32))
     wide = None if bias is None else bias.double()
     inputs = (x[:total].double() for x in (query, key, value))
     by_distance = [None if x is None else x[:total].double() for x in lines]
-    return out[:total].double(), reference.attend_whole(*inputs, dim**-0.5, plan, reach, wide, *by_distance)
+    return out[:total].double(), reference.attend_bidirectional(*inputs, dim**-0.5, plan, reach, wide, *by_distance)
 
 
 def check(counts: list[int], dtype: torch.dtype = torch.float32, **facts: object) -> None:
@@ -133,7 +133,9 @@ def test_a_row_is_the_same_to_the_last_bit_alone_and_among_others() -> None:
         others[first : first + 40] = merged
         starts = torch.tensor(np.cumsum([0, *counts]).astype(np.int32))
         query, key, value = others.to(DEVICE).split([2, 2, 2], 1)
-        together = attend_whole(query, key, value, 0.25, list_tiles(starts.to(DEVICE), len(others), SMALL), SMALL)
+        together = attend_bidirectional(
+            query, key, value, 0.25, list_tiles(starts.to(DEVICE), len(others), SMALL), SMALL
+        )
         assert together[first : first + 40].double().equal(alone)
 
 

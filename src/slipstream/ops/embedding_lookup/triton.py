@@ -11,7 +11,7 @@ from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 _BLOCK = 2048  # numbers of one program
 
 
-def look_up(
+def lookup_embedding_and_rope(
     embedding: torch.Tensor, ids: torch.Tensor, scale: float, angles: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference, which says what the arguments are."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def look_up(
+def lookup_embedding_and_rope(
     embedding: torch.Tensor,  # [tokens of the vocabulary, size]
     ids: torch.Tensor,  # [T] int64
     scale: float,

@@ -9,11 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from slipstream.ops.paged_attention.work import RECORD
+from slipstream.ops.paged_attention.work_list import RECORD
 
 
 @triton.jit
-def my_share(shares, KV_HEADS: tl.constexpr):
+def splits_of_program(shares, KV_HEADS: tl.constexpr):
     """This program's kv head; its first single and split; the single and split that the next share begins with; and
     where its own singles end."""
     share = shares + tl.program_id(0) // KV_HEADS * 2

@@ -1,0 +1,9 @@
+"""From row tables to a step's inputs: tokens, positions, lengths, slots and pages of the rows it runs."""
+
+from slipstream.ops.dispatch import by_device
+from slipstream.ops.step_inputs import reference
+from slipstream.ops.step_inputs.reference import StepInputs
+
+gather_inputs = by_device(reference.gather_inputs, "slipstream.ops.step_inputs.triton")
+
+__all__ = ["StepInputs", "gather_inputs"]

@@ -18,7 +18,7 @@ from slipstream.config.model_info import RopeInfo
 from slipstream.nn.attention.triton import TritonAttention
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.models.decoder import Decoder, DecoderShape
-from slipstream.nn.quant import Plain
+from slipstream.nn.weight_format import Unquantized
 
 PAGE = 16
 MODELS = {  # hidden, heads, kv heads, feed-forward, layers
@@ -44,7 +44,7 @@ def make_decoder(name: str) -> Decoder:
         tied=True,
         qk_norm="heads",
     )
-    decoder = Decoder(shape, 8192, torch.bfloat16, lambda name: Plain(torch.bfloat16))
+    decoder = Decoder(shape, 8192, torch.bfloat16, lambda name: Unquantized(torch.bfloat16))
     decoder.materialize(torch.device("cuda"))
     for parameter in decoder.parameters():
         parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)

@@ -160,7 +160,7 @@ def bits(results):
     ]
 
 
-class Steady:
+class BatchInvariant:
     """A deterministic engine's settings, and what requests get of it when each is alone in a step."""
 
     def __init__(self, folder, dtype):
@@ -187,7 +187,7 @@ class Steady:
 @pytest.fixture(scope="module", params=["qwen3-bfloat16", "gemma2-float32"])
 def steady(request, tmp_path_factory):
     family, dtype = request.param.split("-")
-    return Steady(write_tiny(tmp_path_factory.mktemp("steady"), family, head_dim=64), dtype)
+    return BatchInvariant(write_tiny(tmp_path_factory.mktemp("steady"), family, head_dim=64), dtype)
 
 
 @pytest.mark.parametrize(

@@ -101,7 +101,8 @@ def products():
     some = dict(BLOCK_ROWS=16, PARTS=4, EVEN=True, DEPENDENT=True)
     whole = dict(GATE=1, SPLITS=1, WHOLE=True, BLOCK_OUT=16, BLOCK_IN=1024, partials=None, arrived=None)
     build(linear + "skinny_mma", "_skinny_mma_kernel", x, **some, **whole)
-    build(linear + "skinny_mma", "_skinny_mma_kernel", x, GATE=0, SPLITS=3, WHOLE=False, BLOCK_OUT=32, BLOCK_IN=256, **some)
+    split = dict(GATE=0, SPLITS=3, WHOLE=False, BLOCK_OUT=32, BLOCK_IN=256)
+    build(linear + "skinny_mma", "_skinny_mma_kernel", x, **split, **some)
     heads = of(HALF, "x value weight rotary out keys values") | {"slots": LONG}
     shape = dict(TURNED=24, KV_HEADS=8, PAGE=16, DIM=80, ROTARY=64, BLOCK_T=2, BLOCK_HALF=32, BLOCK_REST=16)
     build("slipstream.ops.rope.triton", "_turn_kernel", heads, BLOCK_H=4, DEPENDENT=True, **shape)

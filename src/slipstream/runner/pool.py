@@ -12,7 +12,7 @@ import torch
 from slipstream.config.memory import TOKENS_AT_ONCE
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.nn.context import BatchView
-from slipstream.nn.models.heads import Heads
+from slipstream.nn.models.pooling_heads import Heads
 from slipstream.pooling_params import PoolingParams
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.staging import Upload

@@ -12,13 +12,13 @@ import torch
 from hand_batch import HandRunner
 from hand_load import load
 from slipstream.config.rope_info import RopeInfo
+from slipstream.nn.batch_invariant import BatchInvariant
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.models import chained
 from slipstream.nn.models.chained import ChainedLayers
 from slipstream.nn.models.decoder import Decoder, DecoderShape
 from slipstream.nn.models.fused import FusedLayers
-from slipstream.nn.quant import Plain
-from slipstream.nn.steady import Steady
+from slipstream.nn.weight_format import Unquantized
 from slipstream.ops.linear import choose_chain
 from tiny import write_tiny
 
@@ -95,7 +95,7 @@ def test_norms_after_run_one_by_one(family: str, calls: list[bool], tmp_path: Pa
 def test_biases_and_other_weights_run_one_by_one(calls: list[bool], tmp_path: Path) -> None:
     steps(load(write_tiny(tmp_path / "biased", "llama", attention_bias=True, mlp_bias=True), torch.float64))
     model = load(write_tiny(tmp_path / "plain", "llama"), torch.float64)
-    model.layers[1].mlp.down.weight.__class__ = type(Steady(torch.float64).new_weight(1, 1))
+    model.layers[1].mlp.down.weight.__class__ = type(BatchInvariant(torch.float64).new_weight(1, 1))
     assert not any(calls) and not chained._is_plain(model.layers[1]) and chained._is_plain(model.layers[0])
 
 
@@ -196,7 +196,7 @@ def make_decoder(dtype: torch.dtype) -> Decoder:
         qk_norm="heads",
         qkv_bias=True,
     )
-    decoder = Decoder(shape, 512, dtype, lambda name: Plain(dtype))
+    decoder = Decoder(shape, 512, dtype, lambda name: Unquantized(dtype))
     decoder.materialize(torch.device("cuda"))
     return decoder
 

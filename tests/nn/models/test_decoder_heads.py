@@ -17,9 +17,9 @@ from hand_encoder import load_pooling, run_texts
 from slipstream.config.model_info import read_model_info
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.heads import Heads, HeadShape
+from slipstream.nn.models.pooling_heads import Heads, HeadShape
 from slipstream.nn.models.registry import cache_specs
-from slipstream.nn.quant import take_memory
+from slipstream.nn.weight_format import take_memory
 from tiny import write_tiny
 
 PROMPTS = [list(range(5, 5 + n)) for n in (9, 1, 40, 40, 17)]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from hand_encoder import load_pooling, pack, run_texts
 from slipstream.errors import BadCheckpoint
-from slipstream.nn.models.heads import Heads
+from slipstream.nn.models.pooling_heads import Heads
 from tiny_encoder import write_modules, write_tiny_encoder
 
 FAMILIES = ["bert", "roberta", "xlm-roberta", "distilbert", "mpnet", "modernbert", "nomic"]
@@ -69,7 +69,7 @@ def test_classes_of_tokens(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_words_of_a_masked_language_model(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SPLADE: the largest of each word over the tokens."""
-    monkeypatch.setattr("slipstream.nn.models.heads.VOCABULARY_CHUNK", 7)  # rows lie in several chunks
+    monkeypatch.setattr("slipstream.nn.models.pooling_heads.VOCABULARY_CHUNK", 7)  # rows lie in several chunks
     folder = write_tiny_encoder(tmp_path, family, "ForMaskedLM")
     expected = [torch.log1p(x.relu()).amax(0) for x in logits(folder, "ForMaskedLM", torch.float32)]
     model = load_pooling(folder)

@@ -14,8 +14,8 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.config.gguf_file import GgufFile, GgufTensor
 from slipstream.errors import UnsupportedModel
-from slipstream.nn.low_bit import LowBit, LowBitWeight
-from slipstream.nn.quant import PlainWeight
+from slipstream.nn.low_bit_weight import LowBit, LowBitWeight
+from slipstream.nn.weight_format import UnquantizedWeight
 from slipstream.nn.weights.gguf import read_numbers
 from slipstream.nn.weights.source import SourceTensor
 from slipstream.ops.dequant import dequantize
@@ -73,7 +73,7 @@ def test_low_bit_model_is_near_the_dequantised_one(kind: str, tied: bool, tmp_pa
 def test_float64_and_dequantize_give_plain_weights(tmp_path: Path) -> None:
     path = write_gguf(write_tiny(tmp_path), gguf.GGMLQuantizationType.Q4_1)
     for model in (load(path, torch.float64, dequantize=False), load(path), load(path, torch.bfloat16)):
-        assert not low_bit_weights(model) and any(isinstance(m, PlainWeight) for m in model.modules())
+        assert not low_bit_weights(model) and any(isinstance(m, UnquantizedWeight) for m in model.modules())
     assert load(path, torch.float64, dequantize=False).embedding.weight.data.dtype is torch.float64
 
 

@@ -7,9 +7,9 @@ import torch
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import HeadNorm, RMSNorm, Sum, WholeNorm
-from slipstream.nn.layers.positions import RelativeKeys
-from slipstream.nn.quant import FormatOf
+from slipstream.nn.layers.norm import AllHeadsNorm, NoNorm, PerHeadNorm, RMSNorm
+from slipstream.nn.layers.position_embedding import RelativeKeys
+from slipstream.nn.weight_format import FormatOf
 from slipstream.ops.rope import norm_rope, rope_and_write_cache
 
 
@@ -33,7 +33,7 @@ class Attention(Layer):
         output_bias: bool,
         fused: bool,  # the checkpoint has q, k and v as one tensor
         scale: float,
-        qk_norm: HeadNorm | WholeNorm | None,
+        qk_norm: PerHeadNorm | AllHeadsNorm | None,
         format_of: FormatOf,
         dtype: torch.dtype,
         reach: int | None = None,  # None: causal; 0: all of the row
@@ -67,7 +67,7 @@ class Attention(Layer):
 
     def after_norm(
         self,
-        norm: RMSNorm | Sum,
+        norm: RMSNorm | NoNorm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         rotary: torch.Tensor,
@@ -95,7 +95,7 @@ class Attention(Layer):
         query_key = heads.narrow(1, 0, num_heads + num_kv_heads)
         value = heads.narrow(1, num_heads + num_kv_heads, num_kv_heads)
         weight, eps = None, 0.0
-        if isinstance(self.norm, HeadNorm):
+        if isinstance(self.norm, PerHeadNorm):
             weight, eps = self.norm.weight, self.norm.eps
         elif self.norm is not None:
             query_key = self.norm(query_key)

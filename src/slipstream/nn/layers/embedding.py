@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from slipstream.nn.layers.layer import Layer
-from slipstream.nn.quant import Place, WeightFormat
+from slipstream.nn.weight_format import WeightFormat, WeightSlot
 
 
 class Embedding(Layer):
@@ -25,5 +25,5 @@ class Embedding(Layer):
         """As a tied head: the product with the same tensor."""
         return self.weight.multiply(hidden, None)
 
-    def places(self) -> Iterator[tuple[str, Place]]:
-        yield "weight", Place((self.num_tokens, self.size), partial(self.weight.fill, 0), self.weight.num_bytes)
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+        yield "weight", WeightSlot((self.num_tokens, self.size), partial(self.weight.fill, 0), self.weight.num_bytes)

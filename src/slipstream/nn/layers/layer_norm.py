@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from slipstream.nn.layers.layer import Layer
-from slipstream.nn.quant import Piece, Place, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
 from slipstream.ops.layer_norm import add_layer_norm, layer_norm, layer_norm_of_sum
 
 
@@ -28,14 +28,14 @@ class LayerNorm(Layer):
         """The norm of x + residual, and that sum."""
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
-    def places(self) -> Iterator[tuple[str, Place]]:
-        yield "weight", Place(tuple(self.weight.shape), self._fill_weight)
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+        yield "weight", WeightSlot(tuple(self.weight.shape), self._fill_weight)
         if self.bias is not None:
-            yield "bias", Place(tuple(self.bias.shape), self._fill_bias)
+            yield "bias", WeightSlot(tuple(self.bias.shape), self._fill_bias)
 
-    def _fill_weight(self, piece: Piece) -> None:
+    def _fill_weight(self, piece: CheckpointTensor) -> None:
         self.weight.copy_(piece.read())
 
-    def _fill_bias(self, piece: Piece) -> None:
+    def _fill_bias(self, piece: CheckpointTensor) -> None:
         assert self.bias is not None
         self.bias.copy_(piece.read())

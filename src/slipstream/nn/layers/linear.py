@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from slipstream.nn.layers.layer import Layer
-from slipstream.nn.quant import Piece, Place, WeightFormat, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightSlot, new_parameter
 
 
 class Linear(Layer):
@@ -30,17 +30,17 @@ class Linear(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.weight.multiply(x, self.bias)
 
-    def places(self) -> Iterator[tuple[str, Place]]:
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
         """Where the checkpoint's parts go, as "part.weight" and "part.bias"."""
         first = 0
         for part, size in self.outputs.items():
             prefix = f"{part}." if part else ""
             fill = partial(self.weight.fill, first)
-            yield f"{prefix}weight", Place((size, self.num_inputs), fill, self.weight.num_bytes)
+            yield f"{prefix}weight", WeightSlot((size, self.num_inputs), fill, self.weight.num_bytes)
             if self.bias is not None:
-                yield f"{prefix}bias", Place((size,), partial(self._fill_bias, first))
+                yield f"{prefix}bias", WeightSlot((size,), partial(self._fill_bias, first))
             first += size
 
-    def _fill_bias(self, first: int, piece: Piece) -> None:
+    def _fill_bias(self, first: int, piece: CheckpointTensor) -> None:
         assert self.bias is not None
         self.bias[first : first + piece.shape[0]].copy_(piece.read())

@@ -10,8 +10,8 @@ import torch
 from slipstream.nn.layers.activations import find_activation, find_gated
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import RMSNorm, Sum
-from slipstream.nn.quant import FormatOf, Piece, Place
+from slipstream.nn.layers.norm import NoNorm, RMSNorm
+from slipstream.nn.weight_format import CheckpointTensor, FormatOf, WeightSlot
 
 
 class Mlp(Layer):
@@ -43,7 +43,7 @@ class Mlp(Layer):
         return hidden
 
     def after_norm(
-        self, norm: RMSNorm | Sum, x: torch.Tensor, residual: torch.Tensor | None
+        self, norm: RMSNorm | NoNorm, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the norm of x + residual; and that sum."""
         hidden, total = norm.then(self.gate_up, x, residual, self.activation)
@@ -69,11 +69,11 @@ class PlainMlp(Layer):
 class _UpGate(Linear):
     """Gate and up of a checkpoint that has them as one tensor in the other order."""
 
-    def places(self) -> Iterator[tuple[str, Place]]:
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
         for name, place in super().places():
-            yield name, Place(place.shape, partial(self._fill_swapped, place), place.num_bytes)
+            yield name, WeightSlot(place.shape, partial(self._fill_swapped, place), place.num_bytes)
 
-    def _fill_swapped(self, place: Place, piece: Piece) -> None:
+    def _fill_swapped(self, place: WeightSlot, piece: CheckpointTensor) -> None:
         place.fill(_Swapped(piece))
 
 
@@ -82,7 +82,7 @@ class _Swapped:
 
     blocks = None
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: CheckpointTensor) -> None:
         self.shape, self.kind, self._whole = piece.shape, piece.kind, piece
 
     def read(self) -> torch.Tensor:

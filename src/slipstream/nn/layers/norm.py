@@ -9,7 +9,7 @@ import torch
 
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.quant import Piece, Place, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
 from slipstream.ops.linear import Activation
 from slipstream.ops.norm import add_rms_norm, rms_norm
 
@@ -39,14 +39,14 @@ class RMSNorm(Layer):
         """What is made of the norm of x + residual, where it can be in one pass; and that sum."""
         return product.weight.multiply_normed(x, residual, self.weight, self.eps, product.bias, activation)
 
-    def places(self) -> Iterator[tuple[str, Place]]:
-        yield "weight", Place(tuple(self.weight.shape), self._fill)
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+        yield "weight", WeightSlot(tuple(self.weight.shape), self._fill)
 
-    def _fill(self, piece: Piece) -> None:
+    def _fill(self, piece: CheckpointTensor) -> None:
         self.weight.copy_(_shifted(piece, self.offset))
 
 
-class Sum(Layer):
+class NoNorm(Layer):
     """Where a family has no norm: the sum alone."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +65,7 @@ class Sum(Layer):
         return out if activation is None else activation(out), total
 
 
-class HeadNorm(Layer):
+class PerHeadNorm(Layer):
     """Norms of queries and keys, which lie side by side, in one go: the weights are kept once per head."""
 
     def __init__(
@@ -81,17 +81,17 @@ class HeadNorm(Layer):
         """x is [T, heads of all kinds, head dim]."""
         return rms_norm(x, self.weight, self.eps)
 
-    def places(self) -> Iterator[tuple[str, Place]]:
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
         first = 0
         for kind, count in self.num_heads.items():
-            yield f"{kind}.weight", Place((self.weight.shape[1],), partial(self._fill, first, count))
+            yield f"{kind}.weight", WeightSlot((self.weight.shape[1],), partial(self._fill, first, count))
             first += count
 
-    def _fill(self, first: int, count: int, piece: Piece) -> None:
+    def _fill(self, first: int, count: int, piece: CheckpointTensor) -> None:
         self.weight[first : first + count].copy_(_shifted(piece, self.offset))
 
 
-class WholeNorm(Layer):
+class AllHeadsNorm(Layer):
     """Norms of queries and of keys, each over all its heads together."""
 
     def __init__(
@@ -109,7 +109,7 @@ class WholeNorm(Layer):
         return torch.cat(normed, 1).view(x.shape)
 
 
-def _shifted(piece: Piece, offset: float) -> torch.Tensor:
+def _shifted(piece: CheckpointTensor, offset: float) -> torch.Tensor:
     """In float32 at least: 1 + w in bfloat16 would be rounded twice."""
     weight = piece.read()
     return weight if offset == 0.0 else weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset

@@ -13,7 +13,7 @@ from slipstream.nn.layers.activations import torch_activation
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.layer_norm import LayerNorm
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.quant import Piece, Place, Plain, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightSlot, new_parameter
 
 LAYER_NORM_EPS = 1e-5  # torch's default, which the module's config does not say
 
@@ -37,13 +37,13 @@ class Dense(Layer):
 
     def __init__(self, info: DenseInfo, dtype: torch.dtype) -> None:
         super().__init__()
-        self.linear = Linear(info.in_features, {"": info.out_features}, info.bias, Plain(dtype), dtype)
+        self.linear = Linear(info.in_features, {"": info.out_features}, info.bias, Unquantized(dtype), dtype)
         self.slope: Slope | None = Slope(dtype) if info.activation == "PReLU" else None
         self.activation = torch_activation(info.activation)
         self.residual: Linear | None = None
         self.adds_input = info.residual
         if info.residual and info.in_features != info.out_features:
-            self.residual = Linear(info.in_features, {"": info.out_features}, False, Plain(dtype), dtype)
+            self.residual = Linear(info.in_features, {"": info.out_features}, False, Unquantized(dtype), dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         made = self.linear(x)
@@ -64,10 +64,10 @@ class Slope(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.prelu(x, self.weight)
 
-    def places(self) -> Iterator[tuple[str, Place]]:
-        yield "weight", Place((1,), self._fill)
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+        yield "weight", WeightSlot((1,), self._fill)
 
-    def _fill(self, piece: Piece) -> None:
+    def _fill(self, piece: CheckpointTensor) -> None:
         self.weight.copy_(piece.read())
 
 

@@ -11,7 +11,7 @@ from typing import Literal
 from slipstream.config.model_info import ModelInfo, family_name
 from slipstream.errors import UnsupportedModel
 from slipstream.nn.models.encoder import EncoderShape
-from slipstream.nn.models.heads import HeadShape
+from slipstream.nn.models.pooling_heads import HeadShape
 from slipstream.nn.weights.rules import Rules
 
 RELATIVE: dict[str, Literal["", "queries", "queries and keys"]] = {

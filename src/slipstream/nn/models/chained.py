@@ -13,7 +13,7 @@ import torch
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import RMSNorm
-from slipstream.nn.quant import PlainWeight
+from slipstream.nn.weight_format import UnquantizedWeight
 from slipstream.ops.linear import Activation, add_product, choose_chain, normed_product
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
 
@@ -72,7 +72,7 @@ def _is_plain(block: Any) -> bool:
         return False
     if block.attention.output.bias is not None or block.mlp.down.bias is not None:
         return False
-    return all(type(product.weight) is PlainWeight for product in _products(block))
+    return all(type(product.weight) is UnquantizedWeight for product in _products(block))
 
 
 def _products(block: Any) -> tuple[Linear, ...]:

@@ -16,12 +16,12 @@ from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp
-from slipstream.nn.layers.norm import HeadNorm, RMSNorm, Sum, WholeNorm
+from slipstream.nn.layers.norm import AllHeadsNorm, NoNorm, PerHeadNorm, RMSNorm
 from slipstream.nn.layers.rope import Rope
 from slipstream.nn.models.chained import ChainedLayers
 from slipstream.nn.models.fused import FusedLayers
-from slipstream.nn.models.heads import Heads
-from slipstream.nn.quant import FormatOf, PlainWeight, take_memory
+from slipstream.nn.models.pooling_heads import Heads
+from slipstream.nn.weight_format import FormatOf, UnquantizedWeight, take_memory
 from slipstream.ops.embedding_lookup import lookup_embedding_and_rope
 
 
@@ -105,7 +105,7 @@ class Decoder(nn.Module):
         batch = context.batch
         weight, scale = self.embedding.weight, self.embedding_scale
         rope_rows = batch.positions if batch.rope_rows is None else batch.rope_rows
-        if type(weight) is PlainWeight:
+        if type(weight) is UnquantizedWeight:
             x, rotary = lookup_embedding_and_rope(weight.data, batch.ids, scale, self.rope.table, rope_rows)
         else:
             x, rotary = self.embedding(batch.ids), self.rope(rope_rows)
@@ -150,7 +150,7 @@ class Block(Layer):
         def norm(wanted: bool) -> nn.Module | None:
             return RMSNorm(shape.hidden_size, shape.norm_eps, dtype, shape.norm_offset) if wanted else None
 
-        self.attention_norm = norm(shape.norm_before) or Sum()
+        self.attention_norm = norm(shape.norm_before) or NoNorm()
         self.attention = Attention(
             f"{name}.attention",
             layer,
@@ -168,7 +168,7 @@ class Block(Layer):
             reach=None if shape.causal else self.window,
         )
         self.attention_out_norm = norm(shape.norm_after)
-        self.mlp_norm = norm(shape.norm_before) or Sum()
+        self.mlp_norm = norm(shape.norm_before) or NoNorm()
         self.mlp = Mlp(
             f"{name}.mlp",
             shape.hidden_size,
@@ -199,9 +199,9 @@ class Block(Layer):
         return x, residual
 
 
-def _qk_norm(shape: DecoderShape, dtype: torch.dtype) -> HeadNorm | WholeNorm | None:
+def _qk_norm(shape: DecoderShape, dtype: torch.dtype) -> PerHeadNorm | AllHeadsNorm | None:
     if shape.qk_norm == "none":
         return None
-    kind = HeadNorm if shape.qk_norm == "heads" else WholeNorm
+    kind = PerHeadNorm if shape.qk_norm == "heads" else AllHeadsNorm
     num_heads = {"q": shape.num_heads, "k": shape.num_kv_heads}
     return kind(num_heads, shape.head_dim, shape.norm_eps, dtype, shape.norm_offset)

@@ -19,10 +19,10 @@ from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.layer_norm import LayerNorm
 from slipstream.nn.layers.mlp import Mlp, PlainMlp
-from slipstream.nn.layers.positions import DistanceBias, RelativeKeys, Table
+from slipstream.nn.layers.position_embedding import DistanceBias, RelativeKeys, Table
 from slipstream.nn.layers.rope import Rope
-from slipstream.nn.models.heads import Heads
-from slipstream.nn.quant import FormatOf, take_memory
+from slipstream.nn.models.pooling_heads import Heads
+from slipstream.nn.weight_format import FormatOf, take_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ import torch
 from slipstream.nn.attention.sdpa import SdpaPlan
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import HeadNorm, RMSNorm
+from slipstream.nn.layers.norm import PerHeadNorm, RMSNorm
 from slipstream.ops import native
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.decode_layers import (
@@ -89,7 +89,7 @@ def _layer(block: Block, group: int) -> LayerWeights | None:
     products = [_product(linear) for linear in (attention.qkv, attention.output, mlp.gate_up, mlp.down)]
     if not all(isinstance(norm, RMSNorm) for norm in norms) or None in products:
         return None
-    if not isinstance(attention.norm, HeadNorm | None) or mlp.activation not in (silu_and_mul, gelu_tanh_and_mul):
+    if not isinstance(attention.norm, PerHeadNorm | None) or mlp.activation not in (silu_and_mul, gelu_tanh_and_mul):
         return None
     return LayerWeights(
         attention_norm=block.attention_norm.weight,

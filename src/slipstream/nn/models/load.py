@@ -16,16 +16,16 @@ from slipstream.config.config import ModelConfig
 from slipstream.config.gguf_file import GgufFile
 from slipstream.config.pooling_info import UnitNormInfo
 from slipstream.errors import NotEnoughMemory, UnsupportedModel
-from slipstream.nn.columns import Columns, serves_columns
+from slipstream.nn.batch_invariant import BatchInvariant
 from slipstream.nn.layers.vector_modules import module_names
-from slipstream.nn.low_bit import LowBit
+from slipstream.nn.low_bit_weight import LowBit
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.encoder import Encoder, EncoderShape
-from slipstream.nn.models.heads import Heads, HeadShape
+from slipstream.nn.models.pooling_heads import Heads, HeadShape
 from slipstream.nn.models.registry import find_heads, find_rules, find_shape
 from slipstream.nn.models.stored_head import EMBEDDING, find_named
-from slipstream.nn.quant import Place, Plain, WeightFormat
-from slipstream.nn.steady import Steady
+from slipstream.nn.transposed_weight import Transposed, transposed_is_faster
+from slipstream.nn.weight_format import Unquantized, WeightFormat, WeightSlot
 from slipstream.nn.weights.dummy import DummySource
 from slipstream.nn.weights.gguf import GgufSource
 from slipstream.nn.weights.load import few, fill_places, find_places, match_places
@@ -71,8 +71,8 @@ def lay_out(config: ModelConfig, device: torch.device) -> Decoder | Encoder:
     shape = find_shape(config.info)
     if isinstance(shape, EncoderShape):
         # an encoder never multiplies with a few tokens only
-        columns = serves_columns(device, dtype) and not config.deterministic
-        products = Columns(dtype) if columns else format
+        columns = transposed_is_faster(device, dtype) and not config.deterministic
+        products = Transposed(dtype) if columns else format
         model: Decoder | Encoder = Encoder(
             shape, config.max_model_len, dtype, lambda name: format if name == "embedding" else products
         )
@@ -112,7 +112,7 @@ def _heads(config: ModelConfig, model: Decoder | Encoder, dtype: torch.dtype) ->
 
 
 def find_tensors(
-    config: ModelConfig, model: Decoder | Encoder, places: Mapping[str, Place], device: torch.device
+    config: ModelConfig, model: Decoder | Encoder, places: Mapping[str, WeightSlot], device: torch.device
 ) -> tuple[dict[str, SourceTensor], list[str]]:
     """The checkpoint's tensor for each place, and the names of those that are left out; nothing is read."""
     if config.load_format == "dummy":
@@ -152,9 +152,9 @@ def stays_low_bit(config: ModelConfig, device: str) -> bool:
 
 def _format(config: ModelConfig, device: torch.device) -> WeightFormat:
     if config.deterministic:
-        return Steady(getattr(torch, config.dtype))
+        return BatchInvariant(getattr(torch, config.dtype))
     kernel = find_kernel() if stays_low_bit(config, device.type) else None
-    return Plain(getattr(torch, config.dtype)) if kernel is None else LowBit(kernel)
+    return Unquantized(getattr(torch, config.dtype)) if kernel is None else LowBit(kernel)
 
 
 def _open(config: ModelConfig) -> WeightSource:

@@ -9,7 +9,7 @@ import msgspec
 from slipstream.config.model_info import ModelInfo
 from slipstream.nn.models.bert import bert_shape, encoder_rules
 from slipstream.nn.models.encoder import EncoderShape
-from slipstream.nn.models.heads import HeadShape
+from slipstream.nn.models.pooling_heads import HeadShape
 from slipstream.nn.models.windows import layer_windows
 from slipstream.nn.weights.rules import Rules
 

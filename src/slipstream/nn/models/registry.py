@@ -19,12 +19,12 @@ from slipstream.nn.models.bert import (
 from slipstream.nn.models.decoder import DecoderShape
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.gemma import gemma2_shape, gemma3_shape, gemma_rules, gemma_text_rules
-from slipstream.nn.models.heads import HeadShape
 from slipstream.nn.models.llama import llama_rules, llama_shape, mistral_shape
 from slipstream.nn.models.modernbert import modernbert_heads, modernbert_rules, modernbert_shape
 from slipstream.nn.models.mpnet import mpnet_rules, mpnet_shape
 from slipstream.nn.models.olmo import olmo2_rules, olmo2_shape
 from slipstream.nn.models.phi import phi3_rules, phi3_shape
+from slipstream.nn.models.pooling_heads import HeadShape
 from slipstream.nn.models.qwen import qwen2_shape, qwen3_shape
 from slipstream.nn.models.rotary_bert import gte_rules, gte_shape, nomic_rules, nomic_shape
 from slipstream.nn.weights.rules import Rules

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from slipstream.nn.quant import Place
+from slipstream.nn.weight_format import WeightSlot
 from slipstream.nn.weights.source import SourceTensor, in_parts
 
 SPREAD = 0.02  # standard deviation, as models are initialised
@@ -18,7 +18,7 @@ SPREAD = 0.02  # standard deviation, as models are initialised
 class DummySource:
     """A tensor for each place of a model. Its numbers depend on seed, name and shape, and on the kind of device."""
 
-    def __init__(self, places: Mapping[str, Place], seed: int, device: torch.device) -> None:
+    def __init__(self, places: Mapping[str, WeightSlot], seed: int, device: torch.device) -> None:
         self.places = places
         self.seed = seed
         self.device = device

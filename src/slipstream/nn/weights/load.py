@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from slipstream.errors import BadCheckpoint
-from slipstream.nn.quant import Place
+from slipstream.nn.weight_format import WeightSlot
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 from slipstream.nn.weights.unused import count_layers, is_buffer, is_past_layers, is_unused
@@ -23,9 +23,9 @@ HEADS = "heads."  # how the places of what stands behind the hidden states begin
 SHOWN = 4  # names of each mistake that a message lists
 
 
-def find_places(model: nn.Module) -> dict[str, Place]:
+def find_places(model: nn.Module) -> dict[str, WeightSlot]:
     """Every place of a model by its name."""
-    places: dict[str, Place] = {}
+    places: dict[str, WeightSlot] = {}
     for prefix, module in model.named_modules():
         if hasattr(module, "places"):
             places |= {f"{prefix}.{name}": place for name, place in module.places()}
@@ -35,7 +35,7 @@ def find_places(model: nn.Module) -> dict[str, Place]:
 def match_places(
     source: WeightSource,
     rules: Rules | None,
-    places: Mapping[str, Place],
+    places: Mapping[str, WeightSlot],
     others: Sequence[tuple[WeightSource, Rules]] = (),
 ) -> tuple[dict[str, SourceTensor], list[str]]:
     """Which tensor of the source goes to which place, and the names of tensors that are left out because nothing that
@@ -85,7 +85,7 @@ def _all_of(parts: Sequence[tuple[WeightSource, Rules | None]]) -> Iterator[tupl
             yield tensor, rules
 
 
-def fill_places(tensors: Mapping[str, SourceTensor], places: Mapping[str, Place], progress: bool = False) -> None:
+def fill_places(tensors: Mapping[str, SourceTensor], places: Mapping[str, WeightSlot], progress: bool = False) -> None:
     """Read each tensor into its place. `tensors` are as `match_places` found them."""
     total = sum(tensor.num_elements for tensor in tensors.values())
     with torch.no_grad(), _progress_bar(total, progress) as bar:

@@ -13,7 +13,7 @@ PART = 2**24  # numbers
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of a checkpoint, not read yet. `nn/quant.py` knows it as a `Piece`."""
+    """A tensor of a checkpoint, not read yet. `nn/weight_format.py` knows it as a `CheckpointTensor`."""
 
     name: str
     shape: tuple[int, ...]

@@ -11,32 +11,32 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.nn.quant import Piece, Weight, new_parameter
-from slipstream.ops.linear.reference import linear_by_columns
+from slipstream.nn.weight_format import CheckpointTensor, Weight, new_parameter
+from slipstream.ops.linear.reference import linear_transposed
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class Transposed:
     dtype: torch.dtype
 
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
-        return ColumnsWeight(num_rows, num_columns, self.dtype)
+        return TransposedWeight(num_rows, num_columns, self.dtype)
 
 
-class ColumnsWeight(Weight):
+class TransposedWeight(Weight):
     def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.data = new_parameter(num_columns, num_rows, dtype=dtype)
 
-    def fill(self, first_row: int, piece: Piece) -> None:
+    def fill(self, first_row: int, piece: CheckpointTensor) -> None:
         self.data[:, first_row : first_row + piece.shape[0]].copy_(piece.read().t())
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        return linear_by_columns(x, self.data, bias)
+        return linear_transposed(x, self.data, bias)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return self.data.index_select(1, ids).t()
 
 
-def serves_columns(device: torch.device, dtype: torch.dtype) -> bool:
+def transposed_is_faster(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cpu" and dtype is torch.float32 and platform.machine().lower() in ("aarch64", "arm64")

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.nn.context import RelativeScores
 from slipstream.nn.layers.layer import Layer
-from slipstream.nn.quant import Piece, Place, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
 
 
 class Table(Layer):
@@ -23,11 +23,11 @@ class Table(Layer):
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
         return self.weight.index_select(0, numbers)
 
-    def places(self) -> Iterator[tuple[str, Place]]:
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
         num_rows, size = self.weight.shape
-        yield "weight", Place((num_rows + self.offset, size), self._fill)
+        yield "weight", WeightSlot((num_rows + self.offset, size), self._fill)
 
-    def _fill(self, piece: Piece) -> None:
+    def _fill(self, piece: CheckpointTensor) -> None:
         self.weight.copy_(piece.read()[self.offset :])
 
 
@@ -54,10 +54,10 @@ class DistanceBias(Layer):
         """[heads, 2 n - 1] as `AttentionBackend.whole` takes it."""
         return self.weight.index_select(0, self.buckets).t().contiguous()
 
-    def places(self) -> Iterator[tuple[str, Place]]:
-        yield "weight", Place(tuple(self.weight.shape), self._fill)
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+        yield "weight", WeightSlot(tuple(self.weight.shape), self._fill)
 
-    def _fill(self, piece: Piece) -> None:
+    def _fill(self, piece: CheckpointTensor) -> None:
         self.weight.copy_(piece.read())
 
 
@@ -83,10 +83,10 @@ class RelativeKeys(Layer):
         distances = self.weight.t()
         return RelativeScores(query @ distances, key @ distances if self.with_keys else None)
 
-    def places(self) -> Iterator[tuple[str, Place]]:
-        yield "weight", Place((2 * self.max_positions - 1, self.weight.shape[1]), self._fill)
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+        yield "weight", WeightSlot((2 * self.max_positions - 1, self.weight.shape[1]), self._fill)
 
-    def _fill(self, piece: Piece) -> None:
+    def _fill(self, piece: CheckpointTensor) -> None:
         unused = self.max_positions - (len(self.weight) + 1) // 2  # distances at each end that are too far
         self.weight.copy_(piece.read().flip(0)[unused : unused + len(self.weight)])
 

@@ -1,8 +1,8 @@
 """WeightFormat: how a weight is stored and multiplied.
 
 `Linear` and `Embedding` hold a `Weight` and know nothing of its format. The format is chosen per weight when the
-checkpoint is opened, since a file may mix several. A format joins as one more `WeightFormat`: `Plain` is here, and
-`nn/low_bit.py` has one whose `Weight.fill` keeps the checkpoint's blocks instead of reading them as numbers.
+checkpoint is opened, since a file may mix several. A format joins as one more `WeightFormat`: `Unquantized` is here,
+and `nn/low_bit_weight.py` has one whose `Weight.fill` keeps the checkpoint's blocks instead of reading them as numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slipstream.ops.norm import add_rms_norm, rms_norm
 from slipstream.ops.weight_rows import WeightRows, dense_rows
 
 
-class Piece(Protocol):
+class CheckpointTensor(Protocol):
     """A tensor of a checkpoint that was not read yet."""
 
     @property
@@ -45,7 +45,7 @@ class Weight(nn.Module, ABC):
     """A matrix [rows, columns] in some format, filled piece by piece."""
 
     @abstractmethod
-    def fill(self, first_row: int, piece: Piece) -> None:
+    def fill(self, first_row: int, piece: CheckpointTensor) -> None:
         """Put a piece of the checkpoint at these rows."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Weight(nn.Module, ABC):
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows by their numbers: [T] to [T, columns]."""
 
-    def num_bytes(self, piece: Piece) -> int:
+    def num_bytes(self, piece: CheckpointTensor) -> int:
         """Memory that filling takes for this piece, beyond the parameters that are laid out already."""
         return 0
 
@@ -96,30 +96,30 @@ FormatOf = Callable[[str], WeightFormat]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightSlot:
     """Where one tensor of a checkpoint goes: a whole parameter, or some rows of a merged one."""
 
     shape: tuple[int, ...]
-    fill: Callable[[Piece], None]
-    num_bytes: Callable[[Piece], int] = lambda piece: 0  # as `Weight.num_bytes`
+    fill: Callable[[CheckpointTensor], None]
+    num_bytes: Callable[[CheckpointTensor], int] = lambda piece: 0  # as `Weight.num_bytes`
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class Unquantized:
     """Numbers of one dtype, multiplied as they are."""
 
     dtype: torch.dtype
 
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
-        return PlainWeight(num_rows, num_columns, self.dtype)
+        return UnquantizedWeight(num_rows, num_columns, self.dtype)
 
 
-class PlainWeight(Weight):
+class UnquantizedWeight(Weight):
     def __init__(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> None:
         super().__init__()
         self.data = new_parameter(num_rows, num_columns, dtype=dtype)
 
-    def fill(self, first_row: int, piece: Piece) -> None:
+    def fill(self, first_row: int, piece: CheckpointTensor) -> None:
         piece.write_to(self.data[first_row : first_row + piece.shape[0]])
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

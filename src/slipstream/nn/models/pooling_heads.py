@@ -21,7 +21,7 @@ from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.layer_norm import LayerNorm
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.vector_modules import vector_module
-from slipstream.nn.quant import Piece, Place, Plain, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightSlot, new_parameter
 from slipstream.ops.segment_max import segment_max_into
 
 
@@ -82,7 +82,7 @@ class Heads(nn.Module):
     yes_no: torch.Tensor
 
     def _linear(self, num_inputs: int, num_outputs: int, bias: bool) -> Linear:
-        return Linear(num_inputs, {"": num_outputs}, bias, Plain(self.dtype), self.dtype)
+        return Linear(num_inputs, {"": num_outputs}, bias, Unquantized(self.dtype), self.dtype)
 
     def fill_buffers(self) -> None:
         """Once there is memory: what comes from no checkpoint."""
@@ -154,7 +154,7 @@ class Transform(Layer):
     def __init__(self, size: int, shape: HeadShape, dtype: torch.dtype) -> None:
         super().__init__()
         self.activation = find_activation(shape.transform)
-        self.dense = Linear(size, {"": size}, shape.transform_bias, Plain(dtype), dtype)
+        self.dense = Linear(size, {"": size}, shape.transform_bias, Unquantized(dtype), dtype)
         self.norm: LayerNorm | None = None
         if shape.norm_eps is not None:
             self.norm = LayerNorm(size, shape.norm_eps, dtype, shape.norm_bias)
@@ -171,8 +171,8 @@ class Bias(Layer):
         super().__init__()
         self.data = new_parameter(size, dtype=dtype)
 
-    def places(self) -> Iterator[tuple[str, Place]]:
-        yield "bias", Place(tuple(self.data.shape), self._fill)
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+        yield "bias", WeightSlot(tuple(self.data.shape), self._fill)
 
-    def _fill(self, piece: Piece) -> None:
+    def _fill(self, piece: CheckpointTensor) -> None:
         self.data.copy_(piece.read())

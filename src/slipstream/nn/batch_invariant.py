@@ -6,19 +6,19 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.nn.quant import PlainWeight, Weight
+from slipstream.nn.weight_format import UnquantizedWeight, Weight
 from slipstream.ops.linear import Activation
 
 
 @dataclass(frozen=True, slots=True)
-class Steady:
+class BatchInvariant:
     dtype: torch.dtype
 
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
-        return SteadyWeight(num_rows, num_columns, self.dtype)
+        return BatchInvariantWeight(num_rows, num_columns, self.dtype)
 
 
-class SteadyWeight(PlainWeight):
+class BatchInvariantWeight(UnquantizedWeight):
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from slipstream.ops.linear.triton.batch_invariant import (
             batch_invariant_linear,  # needs triton, and whoever asks for this has it

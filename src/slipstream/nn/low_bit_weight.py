@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from slipstream.nn.quant import Piece, Weight
+from slipstream.nn.weight_format import CheckpointTensor, Weight
 from slipstream.ops import native
 from slipstream.ops.dequant import KINDS, dequantize
 from slipstream.ops.linear import linear
@@ -39,10 +39,10 @@ class LowBitWeight(Weight):
         super().__init__()
         self.format = format
         self.runs: list[_Run] = []
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, CheckpointTensor] = {}
         self._missing = num_rows
 
-    def fill(self, first_row: int, piece: Piece) -> None:
+    def fill(self, first_row: int, piece: CheckpointTensor) -> None:
         self._pieces[first_row] = piece
         self._missing -= piece.shape[0]
         if self._missing == 0:
@@ -61,7 +61,7 @@ class LowBitWeight(Weight):
         assert len(self.runs) == 1, f"rows are looked up in one tensor, not in {len(self.runs)} of different kinds"
         return self.runs[0].lookup(ids)
 
-    def num_bytes(self, piece: Piece) -> int:
+    def num_bytes(self, piece: CheckpointTensor) -> int:
         num_rows, num_columns = piece.shape
         kind = _packed_kind(piece)
         return num_rows * num_columns * 4 if kind is None else self.format.kernel.num_bytes(kind, num_rows, num_columns)
@@ -70,7 +70,7 @@ class LowBitWeight(Weight):
         found = [run.for_kernels() for run in self.runs]
         return None if None in found else found  # type: ignore[return-value]
 
-    def _pack(self, kind: str | None, pieces: list[Piece]) -> _Run:
+    def _pack(self, kind: str | None, pieces: list[CheckpointTensor]) -> _Run:
         if kind is None:
             return _PlainRows(_joined([piece.read().float() for piece in pieces]), self.format)
         self.format.is_used = True
@@ -123,12 +123,12 @@ class _PlainRows:
         return dense_rows(self.rows)
 
 
-def _packed_kind(piece: Piece) -> str | None:
+def _packed_kind(piece: CheckpointTensor) -> str | None:
     """The kind under which a piece stays low-bit, or None."""
     return piece.kind if piece.kind in KINDS and piece.blocks is not None else None
 
 
-def _blocks(piece: Piece) -> torch.Tensor:
+def _blocks(piece: CheckpointTensor) -> torch.Tensor:
     assert piece.blocks is not None
     return piece.blocks()
 

@@ -21,7 +21,7 @@ import numpy as np
 from slipstream.cache_spec import CacheGroup, PagedSpec, WindowSpec
 from slipstream.config.config import CacheConfig, SchedulerConfig
 from slipstream.messages import Output
-from slipstream.params import LONG_REPORT, SamplingParams
+from slipstream.params import MAX_PACKED_LOGPROBS, SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import NEVER, FinishReason, Request
 from slipstream.scheduler.cache.manager import CacheManager
@@ -243,7 +243,7 @@ class ScriptedExecutor:
                 asking = [token for token, num in zip(tokens, given, strict=True) if num]
                 logprobs = replace(logprobs, given=-np.array([asking] * max(given), np.float64).T)
             wanted = [self.rows[row].admission.params.num_logprobs or 0 for row in owners]
-            if long := [place for place, num in enumerate(wanted) if num > LONG_REPORT]:
+            if long := [place for place, num in enumerate(wanted) if num > MAX_PACKED_LOGPROBS]:
                 own = _report([tokens[place] for place in long], [place + 1 for place in long], max(wanted))
                 logprobs = replace(logprobs, long=own)
         return StepResult(
@@ -338,7 +338,7 @@ class Bench:
         max_waiting: int = 1000,
         chunked_prefill: bool = True,
         staged_ints: int = 4096,
-        most_reported: int = 2**20,
+        max_reported: int = 2**20,
         short_rope: int | None = None,
         num_drafts: int = 0,
         draft_seed: int = 0,
@@ -360,7 +360,7 @@ class Bench:
                 depth=depth,
                 seed=0,
                 staged_ints=staged_ints,
-                most_reported=most_reported,
+                max_reported=max_reported,
                 cached_tasks=("embed",),
                 short_rope=short_rope,
             ),

@@ -20,7 +20,7 @@ class PagedSpec(msgspec.Struct, frozen=True, tag="paged"):
     def bytes_per_page(self) -> int:
         return 2 * self.num_kv_heads * self.head_dim * self.itemsize * self.page_size
 
-    def most_pages(self, length: int, step_tokens: int) -> int:
+    def max_pages(self, length: int, step_tokens: int) -> int:
         """Pages that a request of this length holds at once, at most. A step adds up to `step_tokens` positions."""
         return -(-length // self.page_size)
 
@@ -34,7 +34,7 @@ class WindowSpec(PagedSpec, frozen=True, tag="window"):
 
     window: int
 
-    def most_pages(self, length: int, step_tokens: int) -> int:
+    def max_pages(self, length: int, step_tokens: int) -> int:
         """Before a step, what its first token sees; after it, all the step's own positions on top."""
         seen = self.window - 1 + step_tokens
         return min(-(-length // self.page_size), -(-seen // self.page_size) + 1)

@@ -23,7 +23,7 @@ MAX_FACTOR = 1e6  # beyond it logits would leave the range of float32
 MAX_BIAS = 100.0
 MAX_BAD_WORD = 32  # tokens of one bad word
 MAX_BAD_WORDS = 2**15  # tokens of all bad words of a request
-LONG_REPORT = 32  # likeliest tokens with each token; whoever wants more is reported on apart from the others
+MAX_PACKED_LOGPROBS = 32  # likeliest tokens with each token; whoever wants more is reported on apart from the others
 
 
 class CheckedNames(msgspec.StructMeta):
@@ -186,7 +186,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
     def report_width(self) -> int:
         """Numbers in a line of its own in which each token is reported; 0: what all rows get is enough for it."""
         num = self.num_logprobs or 0
-        return max(1 + num if num > LONG_REPORT else 0, len(self.given_ids))
+        return max(1 + num if num > MAX_PACKED_LOGPROBS else 0, len(self.given_ids))
 
     @property
     def num_logprobs(self) -> int | None:

@@ -96,8 +96,8 @@ class StepPlan:
 
     new_pages: tuple[PageUpdates, ...]  # one a cache group
     copies: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int32))  # (group, from page, to page)
-    # likeliest tokens to report for each sampling row but those that want more than LONG_REPORT, which get their own;
-    # None: no logprobs at all
+    # likeliest tokens to report for each sampling row but those that want more than MAX_PACKED_LOGPROBS, which get
+    # their own; None: no logprobs at all
     num_logprobs: int | None = None
     scores: PromptScores | None = None
 
@@ -125,7 +125,9 @@ class StepLogprobs:
     top: Floats  # [entries, k]
     # [asking, most ids] for drawn tokens of rows with logprob_token_ids, those alone, in order
     given: Floats | None = None
-    long: StepLogprobs | None = None  # drawn tokens of rows that want more than LONG_REPORT, those alone, in order
+    long: StepLogprobs | None = (
+        None  # drawn tokens of rows that want more than MAX_PACKED_LOGPROBS, those alone, in order
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
 from slipstream.cache_spec import PagedSpec, WindowSpec
-from slipstream.config.cache_size import LEAST_PREFIXES, CacheSize
+from slipstream.config.cache_size import MIN_PREFIXES, CacheSize
 from slipstream.scheduler.cache.layout import group_layers
 
 FULL = PagedSpec(num_kv_heads=2, head_dim=8, itemsize=4, page_size=16)
@@ -32,7 +32,7 @@ def test_a_window_takes_what_it_can_hold_and_leaves_the_rest_to_full_layers():
 
 def test_prefix_caching_keeps_windows_of_requests_that_are_gone():
     few, many = size([FULL, NARROW], seqs=1, caching=False), size([FULL, NARROW], seqs=1, caching=True)
-    assert many.group_pages(2000)[1] - few.group_pages(2000)[1] == LEAST_PREFIXES * 6
+    assert many.group_pages(2000)[1] - few.group_pages(2000)[1] == MIN_PREFIXES * 6
 
 
 def test_windows_alone_need_no_more_for_a_longer_context():

@@ -105,7 +105,7 @@ def test_of_many_pairs_some_are_sent_and_then_others(folder):
     """Whoever sends them: no more queries are kept at once than there is room for."""
 
     async def scenario():
-        engine, core = await ScriptedCore.open(facts(folder, pooling=LATE, most_kept=100), answers=False)
+        engine, core = await ScriptedCore.open(facts(folder, pooling=LATE, max_kept=100), answers=False)
         try:
             call = asyncio.create_task(engine.score(["a b"] * 5, ["c"] * 5))
             num_sent, scores = 0, iter(range(5))

@@ -11,14 +11,14 @@ from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineDead, ModelNotFound, UserError
 from slipstream.messages import Abort, Submit
 from slipstream.params import SamplingParams
-from slipstream.scheduler.whole import WholeScheduler
+from slipstream.scheduler.encoder_scheduler import EncoderScheduler
 
 
 class FakeCore:
     """A core whose every step takes the device a given time."""
 
     def __init__(self, seconds: float, work: int = 0, *, whole: bool = False) -> None:
-        self.config = SimpleNamespace(scheduler=SimpleNamespace(whole=whole))
+        self.config = SimpleNamespace(scheduler=SimpleNamespace(is_encoder=whole))
         self.account = SimpleNamespace(total=SimpleNamespace(busy=0.0), timeline=None)
         self.scheduler = SimpleNamespace(serves=lambda name: name in self.taken, check=lambda: None)
         self.seconds = seconds
@@ -98,11 +98,11 @@ def test_a_long_step_of_one_is_paid_back():
 def test_a_step_of_prompts_is_short_while_others_read_along():
     """`max_itl` bounds it, by what its lane has seen; and not any more once nobody reads."""
     chat, embed = FakeCore(0.001, 3), FakeCore(0.001, 8, whole=True)
-    embed.pace = SimpleNamespace(most_tokens=lambda: 77)
-    embed.scheduler = WholeScheduler(
+    embed.pace = SimpleNamespace(max_num_tokens=lambda: 77)
+    embed.scheduler = EncoderScheduler(
         SchedulerConfig(
             max_num_seqs=4, max_num_batched_tokens=512, max_model_len=512, max_waiting=9, chunked_prefill=False,
-            depth=1, seed=0, staged_ints=0, whole=True,
+            depth=1, seed=0, staged_ints=0, is_encoder=True,
         )
     )  # fmt: skip
     lanes, seen = Lanes({"chat": chat, "embed": embed}), []
@@ -110,7 +110,7 @@ def test_a_step_of_prompts_is_short_while_others_read_along():
         before, readers_wait = embed.num_steps, chat.has_work()
         lanes.step()
         if embed.num_steps > before:
-            seen.append((readers_wait, embed.scheduler.most_tokens))
+            seen.append((readers_wait, embed.scheduler.max_num_tokens))
     assert (True, 77) in seen and seen[-1] == (False, None)
     assert set(seen) == {(True, 77), (False, None)}
 

@@ -148,7 +148,7 @@ WHOLE = [
 )
 @pytest.mark.parametrize("options", [dict(depth=0), dict(depth=1, dtype="float64")], ids=["float32", "float64"])
 def test_whole_vocabularies_stay_within_what_was_foretold(tmp_path, wanted, options, monkeypatch):
-    monkeypatch.setattr(slipstream.config.memory, "MOST_REPORTED", 4 * 2001)
+    monkeypatch.setattr(slipstream.config.memory, "MAX_REPORTED_LOGPROBS", 4 * 2001)
     folder = write_small(tmp_path, vocab_size=2000)
     options |= dict(model=folder, load_format="dummy", skip_tokenizer_init=True, num_threads=1)
     llm, memory = open_model(options | dict(max_model_len=32, max_num_seqs=16, max_num_batched_tokens=64, num_pages=64))

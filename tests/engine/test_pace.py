@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from slipstream.engine.pace import LEAST_AHEAD, LEAST_CHUNK, LONGEST_NAP, SHORTEST_NAP, Pace
+from slipstream.engine.pace import MAX_NAP, MIN_AHEAD, MIN_CHUNK, MIN_NAP, Pace
 from slipstream.step import NO_INTS, StepPlan
 
 
@@ -55,12 +55,12 @@ def test_nothing_is_held_back_before_anything_is_known():
     world = World()
     assert not world.pace.is_early()
     world.pace.launched(plan(8, 4000), 0.001)
-    assert not world.pace.is_early() and world.pace.most_tokens() is None
+    assert not world.pace.is_early() and world.pace.max_num_tokens() is None
 
 
 def test_short_steps_are_launched_as_far_ahead_as_depth_allows():
     world = World()
-    world.run(plan(8), busy=LEAST_AHEAD / 2)
+    world.run(plan(8), busy=MIN_AHEAD / 2)
     world.pace.launched(plan(8), 0.001)
     assert not world.pace.is_early()
 
@@ -72,15 +72,15 @@ def test_a_long_step_is_followed_only_shortly_before_its_end():
     start = world.now
     while world.pace.is_early():
         world.pace.nap()
-    assert world.now - start == pytest.approx(0.35 - LEAST_AHEAD, abs=SHORTEST_NAP)
-    assert max(world.naps) <= LONGEST_NAP  # somebody may come meanwhile
+    assert world.now - start == pytest.approx(0.35 - MIN_AHEAD, abs=MIN_NAP)
+    assert max(world.naps) <= MAX_NAP  # somebody may come meanwhile
 
 
 def test_a_smaller_step_is_expected_to_take_less():
     world = World()
     world.run(plan(1, 7999), busy=0.4)
     world.pace.launched(plan(1, 4999), 0.001)  # of the same kind
-    assert world.pace.too_early() == pytest.approx(0.25 - LEAST_AHEAD)
+    assert world.pace.too_early() == pytest.approx(0.25 - MIN_AHEAD)
 
 
 def test_a_step_that_took_less_is_believed_at_once_and_one_that_took_more_is_not():
@@ -88,11 +88,11 @@ def test_a_step_that_took_less_is_believed_at_once_and_one_that_took_more_is_not
     world.run(plan(8, 4000), busy=0.4)
     world.run(plan(8, 4000), busy=0.3, times=1)
     world.pace.launched(plan(8, 4000), 0.001)
-    assert world.pace.too_early() == pytest.approx(0.3 - LEAST_AHEAD)
+    assert world.pace.too_early() == pytest.approx(0.3 - MIN_AHEAD)
     world.now += 0.4
     world.pace.committed(0.4)
     world.pace.launched(plan(8, 4000), 0.001)
-    assert 0.3 < world.pace.too_early() + LEAST_AHEAD < 0.35
+    assert 0.3 < world.pace.too_early() + MIN_AHEAD < 0.35
 
 
 def test_the_first_step_after_a_rest_is_expected_to_take_what_such_steps_took():
@@ -103,9 +103,9 @@ def test_the_first_step_after_a_rest_is_expected_to_take_what_such_steps_took():
         world.run_on(plan(8, 4000), first, *warm)
     world.now += 60
     world.pace.launched(plan(8, 4000), 0.001)
-    assert world.pace.too_early() == pytest.approx(0.193 - LEAST_AHEAD)
+    assert world.pace.too_early() == pytest.approx(0.193 - MIN_AHEAD)
     world.pace.launched(plan(8, 4000), 0.001)  # this one is on its heels
-    assert world.pace.too_early() == pytest.approx(0.193 + 0.24 - LEAST_AHEAD, rel=0.01)
+    assert world.pace.too_early() == pytest.approx(0.193 + 0.24 - MIN_AHEAD, rel=0.01)
 
 
 def test_a_step_of_a_kind_that_never_came_after_a_rest_holds_nothing_back():
@@ -136,16 +136,16 @@ def test_a_step_that_waited_for_the_host_shows_how_little_the_next_may_take():
     world.pace.launched(plan(8, 4000), 0.002)
     assert not world.pace.is_early()
     world.run(plan(8, 4000), busy=0.003, host=0.002)
-    assert world.pace.most_tokens() > 40_000
+    assert world.pace.max_num_tokens() > 40_000
 
 
 def test_a_step_that_was_captured_cuts_no_prompts():
     world = World(max_itl=0.05)
     world.run(plan(8, 4000), busy=1.0, times=1, host=0.9)
-    assert world.pace.most_tokens() is None
+    assert world.pace.max_num_tokens() is None
     world.run(plan(8, 4000), busy=0.05)
     world.run(plan(8, 4000), busy=1.0, times=1, host=0.9)
-    assert world.pace.most_tokens() == 4008
+    assert world.pace.max_num_tokens() == 4008
 
 
 def test_a_slow_host_starts_earlier():
@@ -160,16 +160,16 @@ def test_time_counts_from_when_the_device_got_to_the_step():
     world.run(plan(8, 4000), busy=0.3)
     world.pace.launched(plan(8, 4000), 0.001)
     world.pace.launched(plan(8, 4000), 0.001)
-    assert world.pace.too_early() == pytest.approx(0.6 - LEAST_AHEAD)
+    assert world.pace.too_early() == pytest.approx(0.6 - MIN_AHEAD)
     world.now += 0.3
     world.pace.committed(0.3)
-    assert world.pace.too_early() == pytest.approx(0.3 - LEAST_AHEAD)
+    assert world.pace.too_early() == pytest.approx(0.3 - MIN_AHEAD)
 
 
 def test_prompts_are_cut_to_what_the_readers_bear():
     world = World(max_itl=0.05)
     world.run(plan(8, 8000), busy=0.2 * 8008 / 8000)
-    assert world.pace.most_tokens() == pytest.approx(2000, abs=2)
+    assert world.pace.max_num_tokens() == pytest.approx(2000, abs=2)
 
 
 def test_a_steps_fixed_cost_is_learnt():
@@ -178,17 +178,17 @@ def test_a_steps_fixed_cost_is_learnt():
     tokens = 8000
     for _ in range(60):
         world.run(plan(1, tokens - 1), busy=0.01 + 25e-6 * tokens, times=1)
-        tokens = min(8000, world.pace.most_tokens())
+        tokens = min(8000, world.pace.max_num_tokens())
     assert tokens == pytest.approx(1600, rel=0.01)
 
 
 def test_some_prompt_moves_in_any_case():
     world = World(max_itl=0.001)
     world.run(plan(8, 8000), busy=5.0)
-    assert world.pace.most_tokens() == LEAST_CHUNK
+    assert world.pace.max_num_tokens() == MIN_CHUNK
 
 
 def test_decodes_say_nothing_of_prompts():
     world = World(max_itl=0.05)
     world.run(plan(256), busy=0.01)
-    assert world.pace.most_tokens() is None
+    assert world.pace.max_num_tokens() is None

@@ -247,7 +247,7 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
         assert each[0] == pytest.approx(expected[1], rel=1e-5)
         # of many pairs no more queries are kept at once than there is room for
         most = llm.core.scheduler._queries._most_tokens = 8 * max(map(len, matrices))
-        served.pool_inputs.facts = msgspec.structs.replace(facts, most_kept=most)
+        served.pool_inputs.facts = msgspec.structs.replace(facts, max_kept=most)
         firsts, seconds = (TEXTS * 20)[:70], (TEXTS[1:] * 20)[:70]
         made = dict(zip(TEXTS, matrices, strict=True))
         bars = []

@@ -178,7 +178,7 @@ def attend_bidirectional(**how: Any) -> None:
     view = batch(True, pages=False)
     context = ForwardContext(view, backend, backend.plan(view), [], ())
     query = half(len(view.ids), 4, 64)
-    backend.whole(query, query, query, 0.125, context, **how)
+    backend.bidirectional(query, query, query, 0.125, context, **how)
 
 
 def attention(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:

@@ -48,10 +48,10 @@ def test_a_device_that_slows_down_on_the_way_favours_nobody(monkeypatch):
 
 
 def test_nothing_is_noted_without_cuda():
-    x, weight = torch.ones(cublaslt_tuned.LEAST_ROWS, 64), torch.ones(8, 64)
+    x, weight = torch.ones(cublaslt_tuned.MIN_ROWS, 64), torch.ones(8, 64)
     with cublaslt_tuned.recording_gemms() as noted:
         assert cublaslt_tuned.multiply(x, weight) is None
-        assert not cublaslt_tuned.add_to(torch.ones(cublaslt_tuned.LEAST_ROWS, 8), x, weight)
+        assert not cublaslt_tuned.add_to(torch.ones(cublaslt_tuned.MIN_ROWS, 8), x, weight)
     assert not noted
 
 

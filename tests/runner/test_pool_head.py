@@ -64,7 +64,7 @@ def test_a_copy_is_the_readers_own(num_bytes, num_cores, monkeypatch):
 @pytest.mark.parametrize("at_once", [1, 4, 2**26])
 def test_a_kept_query_outlives_the_memory_of_its_step(at_once, monkeypatch):
     """Its vectors may be a view of hidden states that the next replay writes again."""
-    monkeypatch.setattr(late, "MOST_SCORES", at_once)
+    monkeypatch.setattr(late, "MAX_SCORES", at_once)
     device, store, hidden = Device(0, 1), QueryStore(), torch.eye(3)
     store.keep(hidden, [2, 1], [7, 8])
     hidden.zero_()
@@ -96,7 +96,7 @@ def test_what_late_interaction_makes_together_is_bounded(at_once, monkeypatch):
                 largest[0] = max(largest[0], out.numel())
             return out
 
-    monkeypatch.setattr(late, "MOST_SCORES", at_once)
+    monkeypatch.setattr(late, "MAX_SCORES", at_once)
     device, store = Device(0, 1), QueryStore()
     store.keep(torch.tensor(np.concatenate(queries)), sizes, range(8))
     upload = HostRing(2, 4096, device).open()

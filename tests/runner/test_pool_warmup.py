@@ -90,11 +90,11 @@ def test_the_largest_steps_fill_budget_and_rows(model):
         seen = seen_by(bench)
         warm_up_of(bench).run_largest()
         many, long = seen[:2]
-        is_whole = bench.core.config.scheduler.whole
+        is_encoder = bench.core.config.scheduler.is_encoder
         assert many.num_tokens.tolist() == [16] * 4
-        assert long.num_tokens.tolist() == ([32, 32] if is_whole else [31, 31, 2])
+        assert long.num_tokens.tolist() == ([32, 32] if is_encoder else [31, 31, 2])
         assert many.pools.all() and many.pool_params == (EMBED,) * 4
-        if is_whole:
+        if is_encoder:
             assert len(seen) == 2 and not many.pool_admitted
         else:
             assert seen[2].released.tolist() == [0, 1, 2] and not bench.core.executor.heads[-1].carry.admissions

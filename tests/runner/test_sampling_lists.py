@@ -211,7 +211,7 @@ class Guests:
 def test_given_ids_stay_within_their_bound():
     """However many there were once, and however long a list was."""
     most, vocab = 200, 97
-    harness, guests = Harness(16, vocab, most_ids=most), Guests(16, most, 5)
+    harness, guests = Harness(16, vocab, max_ids=most), Guests(16, most, 5)
     logits = random_logits(16, vocab)
     exact = logits - np.log(np.exp(logits).sum(1, keepdims=True))
     sizes = set()
@@ -235,7 +235,7 @@ def test_given_ids_stay_within_their_bound():
 
 def test_stop_ids_stay_within_their_bound():
     most, vocab = 150, 60
-    harness, guests = Harness(16, vocab, most_ids=most), Guests(16, most, 6)
+    harness, guests = Harness(16, vocab, max_ids=most), Guests(16, most, 6)
     sizes = set()
     for _ in range(120):
         released, came = guests.move(
@@ -257,7 +257,7 @@ def test_stop_ids_stay_within_their_bound():
 
 def test_bad_words_stay_within_their_bound():
     most, vocab = 240, 5
-    harness, guests = Harness(16, vocab, most_ids=most), Guests(16, most, 7)
+    harness, guests = Harness(16, vocab, max_ids=most), Guests(16, most, 7)
     texts, sizes, hits = {}, set(), 0
 
     def some_words(rng, many):
@@ -321,7 +321,7 @@ def test_lists_that_are_long_and_many_in_turns_make_few_tables():
 def test_lists_that_come_to_the_bound_are_not_captured():
     """Each of their tables is made for those who are here, and there is no end of them."""
     most, vocab = 600, 200
-    harness, guests, keys, eager = Harness(16, vocab, most_ids=most), Guests(16, most, 8), set(), 0
+    harness, guests, keys, eager = Harness(16, vocab, max_ids=most), Guests(16, most, 8), set(), 0
     for _ in range(200):
         released, came = guests.move(
             lambda rng, many: rng.permutation(vocab)[: rng.integers(20, 90) if many else rng.integers(1, vocab)],
@@ -343,7 +343,7 @@ def test_lists_that_come_to_the_bound_are_not_captured():
 
 def test_captured_work_takes_no_longer_lines_than_there_may_be():
     """One row's long list is gathered for every row of a captured head."""
-    harness = Harness(12, 300, most_ids=2000)
+    harness = Harness(12, 300, max_ids=2000)
     come = [
         admission(row, GREEDY.with_changes(min_tokens=5 if row == 0 else 0), stop_ids=range(250)) for row in range(9)
     ]

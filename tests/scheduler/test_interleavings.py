@@ -92,7 +92,7 @@ class Story:
             self.bench.commit()
 
     def pace(self, most: int | None) -> None:
-        self.bench.scheduler.most_tokens = most
+        self.bench.scheduler.max_num_tokens = most
 
     def drafts(self, num: int) -> None:
         """How many the core wants may change with every step."""

@@ -352,13 +352,13 @@ def test_refused_at_the_door_with_the_numbers():
 
 def test_prompts_are_cut_shorter_while_others_decode():
     bench = Bench(max_num_batched_tokens=64)
-    bench.scheduler.most_tokens = 10
+    bench.scheduler.max_num_tokens = 10
     first = bench.submit(range(1, 30), max_tokens=20)[0]
     assert bench.plan().total_tokens == 29  # nobody reads yet
     bench.commit()
     bench.submit(range(40, 75), max_tokens=2)
     assert [bench.plan().num_tokens.tolist() for _ in range(3)] == [[1, 9], [1, 9], [1, 9]]
-    bench.scheduler.most_tokens = None
+    bench.scheduler.max_num_tokens = None
     assert bench.plan().num_tokens.tolist() == [1, 8]
     bench.run()
     bench.check_tokens(first)
@@ -370,7 +370,7 @@ def test_every_row_decodes_however_little_prompt_is_wanted():
         bench.submit([1 + i, 2], max_tokens=12)
     bench.step()
     bench.submit(range(20, 60), max_tokens=2)
-    bench.scheduler.most_tokens = 1
+    bench.scheduler.max_num_tokens = 1
     assert bench.plan().num_tokens.tolist() == [1, 1, 1, 1, 1, 1]  # five decodes, and the prompt moves too
     bench.run()
 

@@ -34,7 +34,7 @@ STATUS = {  # as OpenAI's, and as TEI's
 
 def at_door(folder, scenario, pooling=EVERY_TASK, **settings):
     async def main():
-        engine, core = await ScriptedCore.open(facts(folder, pooling=pooling, most_kept=100), answers=False)
+        engine, core = await ScriptedCore.open(facts(folder, pooling=pooling, max_kept=100), answers=False)
         door = Door(App(State(Settings(**settings), engine), all_routes()), core)
         await asyncio.wait_for(scenario(door), 30)
         assert (engine.load.num_open, engine.load.num_queued, engine.load.queued_tokens) == (0, 0, 0)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from slipstream.cache_spec import CacheGroup, WindowSpec
 
-LEAST_PREFIXES = 16
+MIN_PREFIXES = 16
 
 
 class CacheSize:
@@ -29,7 +29,7 @@ class CacheSize:
         self.length = length
         self.step_tokens = step_tokens
         # per group, what it needs when all requests run at their full length
-        num_prefixes = max(max_num_seqs, LEAST_PREFIXES) if prefix_caching else 0
+        num_prefixes = max(max_num_seqs, MIN_PREFIXES) if prefix_caching else 0
         self._enough = [self._enough_for(group, max_num_seqs, num_prefixes) for group in groups]
         self._keeps = [not isinstance(group.spec, WindowSpec) for group in groups]
 
@@ -49,7 +49,7 @@ class CacheSize:
     @property
     def least(self) -> int:
         """Pages with which one request of the full length fits."""
-        return 1 + max((g.spec.most_pages(self.length, self.step_tokens) for g in self.groups), default=1)
+        return 1 + max((g.spec.max_pages(self.length, self.step_tokens) for g in self.groups), default=1)
 
     def group_pages(self, num_pages: int) -> tuple[int, ...]:
         """For each group, if one that keeps everything has `num_pages`."""
@@ -81,6 +81,6 @@ class CacheSize:
         """Positions of the longest request that fits alone, at most `length`."""
         longest = self.length
         for group, num in zip(self.groups, self.group_pages(num_pages), strict=True):
-            if group.spec.most_pages(self.length, self.step_tokens) > num - 1:
+            if group.spec.max_pages(self.length, self.step_tokens) > num - 1:
                 longest = min(longest, (num - 1) * group.spec.page_size)
         return longest

@@ -8,7 +8,7 @@ from slipstream.cache_spec import CacheGroup
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.pooling_info import PoolingInfo
 
-MOST_REPORTED = 2**20  # numbers in one step's long reports, or in what it tells of prompts
+MAX_REPORTED_LOGPROBS = 2**20  # numbers in one step's long reports, or in what it tells of prompts
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
@@ -50,10 +50,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     depth: int
     seed: int
     staged_ints: int  # what one step's admissions may stage: page places and histories, in 4-byte numbers
-    most_reported: int = MOST_REPORTED  # logprobs of one kind that one step may report, where some row wants very many
-    whole: bool = False  # prompts are computed whole, and nothing is kept of them between steps
+    max_reported: int = (
+        MAX_REPORTED_LOGPROBS  # logprobs of one kind that one step may report, where some row wants very many
+    )
+    is_encoder: bool = False  # prompts are computed whole, and nothing is kept of them between steps
     max_itl: float | None = None  # seconds between tokens that prompts may cost those who read theirs; None: no bound
-    most_kept: int = 2**20  # tokens of queries that the device keeps for documents to come
+    max_kept: int = 2**20  # tokens of queries that the device keeps for documents to come
     cached_tasks: tuple[str, ...] = ()  # pooling whose result needs no position but the last
     short_rope: int | None = None  # longest request with LongRoPE's short factors; None: one set of factors for all
 

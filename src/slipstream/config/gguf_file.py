@@ -118,8 +118,8 @@ _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
 _MAX_NESTING = 4  # arrays within arrays
 _MAX_NAME = 65_535  # bytes; the format's own limit for keys
-_LEAST_FIELD = 13  # bytes of the smallest field: an empty key, a type, one byte
-_LEAST_TENSOR = 24  # bytes of the smallest tensor entry: an empty name, no dims, a type, an offset
+_MIN_FIELD = 13  # bytes of the smallest field: an empty key, a type, one byte
+_MIN_TENSOR = 24  # bytes of the smallest tensor entry: an empty name, no dims, a type, an offset
 
 
 class _Reader:
@@ -233,7 +233,7 @@ def _read_header(reader: _Reader) -> tuple[int, int, int]:
     num_tensors = reader.u64("the header")
     num_fields = reader.u64("the header")
     left = reader.size - reader.place
-    if num_fields * _LEAST_FIELD + num_tensors * _LEAST_TENSOR > left:
+    if num_fields * _MIN_FIELD + num_tensors * _MIN_TENSOR > left:
         raise reader.broken(f"it claims {num_fields:,} fields and {num_tensors:,} tensors in {left:,} bytes")
     return version, num_tensors, num_fields
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import msgspec
 
-from slipstream.config.config import MOST_REPORTED, EngineConfig
+from slipstream.config.config import MAX_REPORTED_LOGPROBS, EngineConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.pooling_info import PoolingInfo, kept_lines
-from slipstream.params import LONG_REPORT
+from slipstream.params import MAX_PACKED_LOGPROBS
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -34,7 +34,7 @@ VOCABULARY_CHUNK = 2048
 TOKENS_AT_ONCE = 2048
 """Tokens of a result for each token that are made together."""
 
-MOST_SCORES = 2**24
+MAX_SCORES = 2**24
 """Products of token vectors, and numbers of either side's vectors, that late interaction makes together."""
 KEPT, KEPT_OF_LATE = 2**24, 2**26
 """Numbers in the queries that the device keeps for documents to come; of a model that is made for it."""
@@ -93,7 +93,7 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     generates = config.model.generates
     # of prompts that take several steps a line is kept for each kind of sum that the model pools by
     pooling = config.model.pooling
-    keeps = 0 if pooling is None or scheduler.whole else len(kept_lines(pooling.methods))
+    keeps = 0 if pooling is None or scheduler.is_encoder else len(kept_lines(pooling.methods))
     kept = keeps * info.hidden_size * max(ITEMSIZE[config.model.dtype], 4)
     on_cpu = config.device.kind == "cpu"
     hidden, attention, logits = activation_bytes(
@@ -135,7 +135,7 @@ def feature_bytes(info: ModelInfo, dtype: str, rows: int) -> int:
     return 3 * (rows + 1) * info.vocab_size * (PENALTY_BYTES + max(ITEMSIZE[dtype], 4)) // 2
 
 
-def most_kept(pooling: PoolingInfo | None) -> int:
+def max_kept(pooling: PoolingInfo | None) -> int:
     """Tokens of queries that the device keeps for documents to come."""
     if pooling is None or "token_embed" not in pooling.tasks:
         return 0
@@ -146,7 +146,7 @@ def query_bytes(config: EngineConfig) -> int:
     """Of kept queries."""
     pooling = config.model.pooling
     size = 0 if pooling is None else pooling.token_size
-    return config.scheduler.most_kept * size * max(ITEMSIZE[config.model.dtype], 4)
+    return config.scheduler.max_kept * size * max(ITEMSIZE[config.model.dtype], 4)
 
 
 def graph_bytes(config: EngineConfig, body: int) -> int:
@@ -225,15 +225,15 @@ def unread_bytes(config: EngineConfig) -> int:
     pooling = config.model.pooling
     assert pooling is not None
     # a prompt that takes several steps keeps its hidden states until it ends, and in that step another may begin
-    kept = 0 if scheduler.whole else 2 * scheduler.max_model_len * info.hidden_size * size
+    kept = 0 if scheduler.is_encoder else 2 * scheduler.max_model_len * info.hidden_size * size
     # lines in float32, before and after a product and a norm
     widest = max(info.hidden_size, width, *pooling.module_sizes)
     made = min(lines, TOKENS_AT_ONCE) * (info.hidden_size + 3 * widest) * real
     compared = 0
-    if scheduler.most_kept:
+    if scheduler.max_kept:
         # documents are there as they were made and whole, and some beside their queries, twice, and what comes of both
-        queries = max(MOST_SCORES, min(scheduler.most_kept, scheduler.max_model_len) * pooling.token_size)
-        compared = (2 * lines * width + 2 * queries + 2 * max(MOST_SCORES, scheduler.max_model_len)) * real
+        queries = max(MAX_SCORES, min(scheduler.max_kept, scheduler.max_model_len) * pooling.token_size)
+        compared = (2 * lines * width + 2 * queries + 2 * max(MAX_SCORES, scheduler.max_model_len)) * real
     return all_hidden + kept + made + compared
 
 
@@ -255,12 +255,12 @@ def result_bytes(config: EngineConfig) -> int:
     """Of one slot: token, flag, logprob, rank and as many alternatives for each row as no long report has."""
     if not config.model.generates:
         return 0
-    return (config.scheduler.max_num_seqs + 1) * 24 * (LONG_REPORT + 2)
+    return (config.scheduler.max_num_seqs + 1) * 24 * (MAX_PACKED_LOGPROBS + 2)
 
 
-def most_reported(info: ModelInfo) -> int:
+def max_reported(info: ModelInfo) -> int:
     """Numbers of one kind in one step's reports: a few whole vocabularies, or one that is larger than usual."""
-    return max(MOST_REPORTED, 1 + info.vocab_size)
+    return max(MAX_REPORTED_LOGPROBS, 1 + info.vocab_size)
 
 
 def report_bytes(config: EngineConfig) -> int:
@@ -278,14 +278,14 @@ def list_bytes(config: EngineConfig) -> int:
     one is made anew, and what a step makes of one of them."""
     if not config.model.generates:
         return 0
-    tables = _reported(config) * 2 * (4 + 8) + config.scheduler.most_reported * 2 * 4
-    return tables + config.scheduler.most_reported * 40
+    tables = _reported(config) * 2 * (4 + 8) + config.scheduler.max_reported * 2 * 4
+    return tables + config.scheduler.max_reported * 40
 
 
 def _reported(config: EngineConfig) -> int:
     """Numbers of one kind that a step's rows report at most."""
     scheduler = config.scheduler
-    return min(scheduler.most_reported, scheduler.max_num_seqs * (1 + config.model.info.vocab_size))
+    return min(scheduler.max_reported, scheduler.max_num_seqs * (1 + config.model.info.vocab_size))
 
 
 def score_bytes(config: EngineConfig) -> int:
@@ -293,7 +293,7 @@ def score_bytes(config: EngineConfig) -> int:
     if not config.model.generates:
         return 0
     scheduler, real = config.scheduler, max(ITEMSIZE[config.model.dtype], 4)
-    num = min(scheduler.most_reported, scheduler.max_num_batched_tokens * (1 + config.model.info.vocab_size))
+    num = min(scheduler.max_reported, scheduler.max_num_batched_tokens * (1 + config.model.info.vocab_size))
     return 2 * num * (8 + real)
 
 
@@ -337,5 +337,5 @@ def _token_lines(config: EngineConfig) -> tuple[int, int]:
     widths = {"token_embed": pooling.token_size, "token_classify": pooling.num_labels, "sparse": 1}
     width = max((widths.get(task, 0) for task in pooling.tasks), default=0)
     # what earlier steps have computed of a prompt comes with its end
-    before = 0 if scheduler.whole else scheduler.max_model_len
+    before = 0 if scheduler.is_encoder else scheduler.max_model_len
     return (scheduler.max_num_batched_tokens + before, width) if width else (0, 0)

@@ -12,7 +12,7 @@ import msgspec
 from slipstream.cache_spec import CacheGroup
 from slipstream.config.cache_size import CacheSize
 from slipstream.config.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
-from slipstream.config.memory import most_kept, most_reported, plan_memory
+from slipstream.config.memory import max_kept, max_reported, plan_memory
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
@@ -68,8 +68,8 @@ def resolve(
 ) -> EngineConfig:
     on_cpu = machine.kind == "cpu"
     page_size = _positive("page_size", options.page_size)
-    whole = not groups  # nothing is kept between steps, so a prompt is computed in one
-    larger = 2 if whole and not on_cpu and info.hidden_size <= SMALL else 1
+    is_encoder = not groups  # nothing is kept between steps, so a prompt is computed in one
+    larger = 2 if is_encoder and not on_cpu and info.hidden_size <= SMALL else 1
     max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, larger * DEFAULT_ROWS[machine.kind])
     depth = options.depth if options.depth is not None else (0 if on_cpu else 1)
     if not 0 <= depth <= 8:
@@ -92,11 +92,11 @@ def resolve(
                 f"max_model_len is {wanted}, {source.name} was made for {info.max_positions}; give at most that"
             )
 
-    chunked = options.enable_chunked_prefill and not whole
+    chunked = options.enable_chunked_prefill and not is_encoder
     given = options.max_num_batched_tokens
     if given is not None:
         _positive("max_num_batched_tokens", given)
-        if max(given, wanted if whole else 0) < max_num_seqs:  # every running row wants a token a step
+        if max(given, wanted if is_encoder else 0) < max_num_seqs:  # every running row wants a token a step
             if options.max_num_seqs is not None:
                 raise InvalidOption(
                     f"max_num_batched_tokens is {given}, fewer than the {max_num_seqs} requests of max_num_seqs; "
@@ -106,7 +106,7 @@ def resolve(
 
     def step_tokens(length: int) -> int:
         batched = max(larger * DEFAULT_TOKENS[machine.kind], max_num_seqs) if given is None else given
-        return max(batched, length) if whole or (given is None and not chunked) else batched
+        return max(batched, length) if is_encoder or (given is None and not chunked) else batched
 
     def settled(length: int, size: CacheSize, num_pages: int) -> EngineConfig:
         return EngineConfig(
@@ -128,9 +128,9 @@ def resolve(
                 depth=depth,
                 seed=options.seed,
                 staged_ints=staged_ints(length, page_size, max_num_seqs, len(groups), info.vocab_size),
-                most_reported=most_reported(info),
-                most_kept=most_kept(pooling),
-                whole=whole,
+                max_reported=max_reported(info),
+                max_kept=max_kept(pooling),
+                is_encoder=is_encoder,
                 max_itl=_max_itl(options, machine),
                 cached_tasks=("embed", "classify") if pooling is not None and pooling.methods == ("last",) else (),
                 short_rope=info.rope.short_length(length),

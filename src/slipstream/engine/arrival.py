@@ -7,14 +7,14 @@ from slipstream.messages import Submit
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import Request
-from slipstream.scheduler.whole import WholeRequest
+from slipstream.scheduler.encoder_scheduler import EncoderRequest
 
 
-def whole_request(message: Submit) -> WholeRequest:
+def encoder_request(message: Submit) -> EncoderRequest:
     """For a model that computes whole prompts."""
     params = message.params
     assert isinstance(params, PoolingParams) and params.task is not None, "inputs refuse what this model cannot do"
-    return WholeRequest(
+    return EncoderRequest(
         message.request_id, message.prompt_token_ids, params, message.type_start, message.num_seen, message.caller
     )
 

@@ -90,8 +90,8 @@ def build_lanes(
     if device is None:
         depth = max(each.config.scheduler.depth for each in opened)
         device = open_device(first.device.kind, depth, first.device.num_threads)
-    order = sorted(range(len(opened)), key=lambda place: not opened[place].config.scheduler.whole)
-    with_cache = [place for place in order if not opened[place].config.scheduler.whole]
+    order = sorted(range(len(opened)), key=lambda place: not opened[place].config.scheduler.is_encoder)
+    with_cache = [place for place in order if not opened[place].config.scheduler.is_encoder]
     built: dict[str, tuple[Opened, EngineCore]] = {}
     try:
         for place in order:

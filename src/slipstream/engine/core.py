@@ -6,15 +6,15 @@ from collections import deque
 from typing import Protocol
 
 from slipstream.config.config import EngineConfig
-from slipstream.engine.arrival import requests_of, whole_request
+from slipstream.engine.arrival import encoder_request, requests_of
 from slipstream.engine.device_time import Account, Span
 from slipstream.engine.pace import Pace
 from slipstream.errors import EngineDead, SlipstreamError
 from slipstream.messages import Abort, Output, Submit
 from slipstream.params import SamplingParams
 from slipstream.scheduler.cache.manager import CacheManager
+from slipstream.scheduler.encoder_scheduler import EncoderScheduler
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.scheduler.whole import WholeScheduler
 from slipstream.step import StepPlan, StepResult
 
 
@@ -43,9 +43,9 @@ class EngineCore:
     def __init__(self, config: EngineConfig, executor: Executor) -> None:
         self.config = config
         self.depth = config.scheduler.depth
-        self.scheduler: Scheduler | WholeScheduler
-        if config.scheduler.whole:
-            self.scheduler = WholeScheduler(config.scheduler)
+        self.scheduler: Scheduler | EncoderScheduler
+        if config.scheduler.is_encoder:
+            self.scheduler = EncoderScheduler(config.scheduler)
         else:
             self.scheduler = Scheduler(config.scheduler, CacheManager(config.cache))
         self.executor = executor
@@ -84,8 +84,8 @@ class EngineCore:
 
     def _submit(self, message: Submit) -> None:
         scheduler = self.scheduler
-        if isinstance(scheduler, WholeScheduler):
-            scheduler.submit(whole_request(message))
+        if isinstance(scheduler, EncoderScheduler):
+            scheduler.submit(encoder_request(message))
             return
         scheduler.submit(requests_of(message, self.config, self._num_submitted))
         self._num_submitted += 1
@@ -137,7 +137,7 @@ class EngineCore:
             self._nap()
             return self.scheduler.take_failures()
         if isinstance(self.scheduler, Scheduler):
-            self.scheduler.most_tokens = self.pace.most_tokens()
+            self.scheduler.max_num_tokens = self.pace.max_num_tokens()
         plan = self.scheduler.plan()
         if plan is not None:
             self._launch(plan)

@@ -17,7 +17,7 @@ from slipstream.engine.interrupts import held_back, watched
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineClosed, QueueFull
 from slipstream.messages import Abort
-from slipstream.scheduler.fits import fits_any
+from slipstream.scheduler.admission_checks import admits_any_request
 from slipstream.scheduler.scheduler import Scheduler
 
 
@@ -114,7 +114,7 @@ class Drive:
         scheduler = self.lanes.cores[served.facts.name].scheduler
         return (
             isinstance(scheduler, Scheduler)
-            and fits_any(scheduler.config, scheduler.cache)
+            and admits_any_request(scheduler.config, scheduler.cache)
             and not self.outputs.tracks  # somebody else's
             and len({message.priority for message, _ in submits}) == 1
         )

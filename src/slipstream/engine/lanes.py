@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from slipstream.engine.core import EngineCore
 from slipstream.errors import EngineDead, ModelNotFound, UserError
 from slipstream.messages import Abort, Output, Submit
+from slipstream.scheduler.encoder_scheduler import EncoderScheduler
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.scheduler.whole import WholeScheduler
 
 GENERATING, POOLING = 2.0, 1.0
 """What a lane's wishes count for."""
@@ -63,9 +63,9 @@ class Lanes:
         if lane is None:
             return []
         scheduler = lane.core.scheduler
-        if isinstance(scheduler, WholeScheduler):
-            readers_wait = any(other.worked and not other.is_whole for other in self._lanes.values())
-            scheduler.most_tokens = lane.core.pace.most_tokens() if readers_wait else None
+        if isinstance(scheduler, EncoderScheduler):
+            readers_wait = any(other.worked and not other.is_encoder for other in self._lanes.values())
+            scheduler.max_num_tokens = lane.core.pace.max_num_tokens() if readers_wait else None
         try:
             return lane.step()
         except BaseException as error:
@@ -118,8 +118,8 @@ class _Lane:
     def __init__(self, name: str, core: EngineCore) -> None:
         self.name = name
         self.core = core
-        self.is_whole = core.config.scheduler.whole
-        self.weight = POOLING if self.is_whole else GENERATING
+        self.is_encoder = core.config.scheduler.is_encoder
+        self.weight = POOLING if self.is_encoder else GENERATING
         self.used = 0.0  # seconds of the device, over the weight
         self.worked = False  # when the last step was given out
 

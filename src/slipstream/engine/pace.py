@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 from slipstream.step import StepPlan
 
-LEAST_AHEAD = 0.005  # seconds: sleeping is no more exact than this
-LONGEST_NAP = 0.001  # then the caller gets a turn: somebody may have come, or the device is done before its time
-SHORTEST_NAP = 0.0001
-LEAST_CHUNK = 64  # tokens of prompt that a step may have in any case
+MIN_AHEAD = 0.005  # seconds: sleeping is no more exact than this
+MAX_NAP = 0.001  # then the caller gets a turn: somebody may have come, or the device is done before its time
+MIN_NAP = 0.0001
+MIN_CHUNK = 64  # tokens of prompt that a step may have in any case
 _NEWEST = 0.3  # what the newest measurement counts for
 
 
@@ -51,11 +51,11 @@ class Pace:
 
     def is_early(self) -> bool:
         """Whether launching another step now would only lengthen the queue."""
-        return self.too_early() >= SHORTEST_NAP
+        return self.too_early() >= MIN_NAP
 
     def nap(self) -> None:
         """Sleeps a little, and not past the time when the next step is due."""
-        self._sleep(max(0.0, min(self.too_early(), LONGEST_NAP)))
+        self._sleep(max(0.0, min(self.too_early(), MAX_NAP)))
 
     def too_early(self) -> float:
         """Seconds until another step is due; 0 or less: now."""
@@ -64,13 +64,13 @@ class Pace:
             return 0.0
         ahead = sum(self._known(step).get(step.kind, 0.0) * step.num_tokens for step in steps)
         ahead -= self._clock() - max(steps[0].launched, self._freed)
-        return ahead - max(2 * self._host, LEAST_AHEAD)
+        return ahead - max(2 * self._host, MIN_AHEAD)
 
-    def most_tokens(self) -> int | None:
+    def max_num_tokens(self) -> int | None:
         """That a step may have while rows decode; None: as many as fit."""
         if self.max_itl is None or self._per_token is None:
             return None
-        return max(LEAST_CHUNK, int(self.max_itl / self._per_token))
+        return max(MIN_CHUNK, int(self.max_itl / self._per_token))
 
     def launched(self, plan: StepPlan, host: float) -> None:
         """A plan is on its way; `host` is what the host took for planning and launching it."""
@@ -94,7 +94,7 @@ class Pace:
             if is_exact or each < before:
                 # believed at once where it took less: to be early costs newcomers a little, to be late idles the device
                 known[step.kind] = min(each, before + _NEWEST * (each - before))
-        if step.has_chunks and step.num_tokens >= LEAST_CHUNK:
+        if step.has_chunks and step.num_tokens >= MIN_CHUNK:
             before = each if self._per_token is None else self._per_token
             if is_exact or each < before:
                 self._per_token = before + _NEWEST * (each - before)

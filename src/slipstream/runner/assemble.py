@@ -63,7 +63,7 @@ def build_runner(
         device = open_device(config.device.kind, config.scheduler.depth, config.device.num_threads)
     model, fill = open_model(config.model, device.torch_device)
     warms_up = device.warms_up
-    measured = warms_up and config.device.keep_free is not None and not config.scheduler.whole
+    measured = warms_up and config.device.keep_free is not None and not config.scheduler.is_encoder
     runner = _assemble(config, device, model, (1,) * len(config.cache.groups) if measured else config.cache.group_pages)
     if not warms_up:
         fill(progress)
@@ -146,7 +146,7 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
     heads: list[HeadMaker] = []
     row_states: list[RowState] = [store]
     input_batch: Inputs
-    if scheduler.whole:
+    if scheduler.is_encoder:
         assert pooling is not None, "a model without a cache is for pooling"
         short_rope = None if scheduler.short_rope is None else (scheduler.short_rope, scheduler.max_model_len)
         input_batch = WholeBatch(
@@ -162,12 +162,12 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
         input_batch = InputBatch(rows, tables, rope_rows)
         row_states += [rows, tables] if rope_rows is None else [rows, tables, rope_rows]
         if config.model.generates:
-            sampler = Sampler(num_rows, info.vocab_size, device, logit_dtype, scheduler.most_reported)
+            sampler = Sampler(num_rows, info.vocab_size, device, logit_dtype, scheduler.max_reported)
             steady = config.model.deterministic
             heads.append(GenerateHead(model, rows, sampler, results, logit_dtype, graphs, steady=steady))
             row_states.append(sampler)
     if pooling is not None:
-        carry = Carry(pooling.methods, 0 if scheduler.whole else num_rows, info.hidden_size, dtype, device)
+        carry = Carry(pooling.methods, 0 if scheduler.is_encoder else num_rows, info.hidden_size, dtype, device)
         pool = PoolHead(model.heads, pooling, info.vocab_size, carry, results, graphs, logit_dtype)
         heads.append(pool)
         row_states.append(pool)

@@ -23,7 +23,7 @@ from slipstream.step import StepPlan
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-MOST_GRAPHS = 1024
+MAX_GRAPHS = 1024
 """Work beyond them runs eagerly. None is given up: one graph reads what another has written where it lay then."""
 
 
@@ -86,7 +86,7 @@ class GraphPool:
             if key not in self._captured and self._runs_first:
                 self._captured[key] = None
                 return work()
-            if self.gave_up or (len(self._captured) > MOST_GRAPHS and self.num_captured >= MOST_GRAPHS):
+            if self.gave_up or (len(self._captured) > MAX_GRAPHS and self.num_captured >= MAX_GRAPHS):
                 return work()
             entry = self._captured[key] = self._capture(work)
             if entry is None:

@@ -14,11 +14,11 @@ import numpy as np
 from slipstream.device.device import Bytes, default_threads
 
 LARGE = 4 * 2**20  # bytes from which threads pay
-MOST_THREADS = 8
+MAX_THREADS = 8
 
 
 def own_copy(buffer: Bytes) -> Bytes:
-    num_threads = min(MOST_THREADS, default_threads() // 2) if buffer.nbytes >= LARGE else 1
+    num_threads = min(MAX_THREADS, default_threads() // 2) if buffer.nbytes >= LARGE else 1
     if num_threads < 2:
         return buffer.copy()
     own = np.empty_like(buffer)
@@ -33,4 +33,4 @@ def own_copy(buffer: Bytes) -> Bytes:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(MOST_THREADS - 1, "slipstream-results")
+    return ThreadPoolExecutor(MAX_THREADS - 1, "slipstream-results")

@@ -19,7 +19,7 @@ class PoolWarmUp:
         self.scheduler = scheduler
         self.params = params
         # a row in the cache is left one position further on
-        self._longest = scheduler.max_model_len if scheduler.whole else max(1, scheduler.max_model_len - 1)
+        self._longest = scheduler.max_model_len if scheduler.is_encoder else max(1, scheduler.max_model_len - 1)
         self._no_pages = (NO_PAGES,) * num_groups
         self._seated: Ints = NO_INTS
         self._left_at = 0  # positions that the first row has
@@ -31,7 +31,7 @@ class PoolWarmUp:
         with graphs.starting(capture=False), enough_memory(), shortened(self.runner.model):
             for size in chunk_sizes(graphs, max_tokens):
                 self.prompts(self._filling(size))
-            if not self.scheduler.whole:
+            if not self.scheduler.is_encoder:
                 for num_rows, num_tokens in chunk_rows(graphs, max_rows, max_tokens, self._longest):
                     self.prompts(np.full(num_rows, num_tokens, np.int32))
             self._run_largest()
@@ -56,12 +56,12 @@ class PoolWarmUp:
         all that the host knows."""
         rows = np.arange(len(counts), dtype=np.int32)
         admitted: tuple[PoolAdmission, ...] = ()
-        if not self.scheduler.whole:
+        if not self.scheduler.is_encoder:
             seats = enumerate(counts.tolist())
             # the long rope factors, whose part of the table has all positions
             admitted = tuple(PoolAdmission(row, row, count, 0, self.params, long_rope=True) for row, count in seats)
         self._left_at = int(counts[0])
-        lengths = counts if self.scheduler.whole else np.maximum(counts, max_length, dtype=np.int32)
+        lengths = counts if self.scheduler.is_encoder else np.maximum(counts, max_length, dtype=np.int32)
         self._step(rows, counts, lengths, admitted, (self.params,) * len(counts))
 
     def leave(self) -> None:

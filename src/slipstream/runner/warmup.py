@@ -14,7 +14,7 @@ import numpy as np
 
 from slipstream.errors import NotEnoughMemory
 from slipstream.nn.models.shortened import shortened
-from slipstream.ops.linear.cublaslt_tuned import LEAST_ROWS
+from slipstream.ops.linear.cublaslt_tuned import MIN_ROWS
 from slipstream.params import SamplingParams
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.runner import ModelRunner
@@ -175,9 +175,9 @@ def chunk_sizes(graphs: GraphPool, max_tokens: int) -> list[int]:
     most with which gates and ups are made before their product, for which a larger step may take less memory."""
     padded = graphs.token_sizes
     if not padded:
-        return [] if graphs.enabled else sorted({min(size, max_tokens) for size in (*KERNEL_SIZES, LEAST_ROWS - 1)})
+        return [] if graphs.enabled else sorted({min(size, max_tokens) for size in (*KERNEL_SIZES, MIN_ROWS - 1)})
     sizes = {padded[bisect.bisect_left(padded, min(size, padded[-1]))] for size in KERNEL_SIZES}
-    return sorted(sizes.union(padded[: bisect.bisect_left(padded, LEAST_ROWS)][-1:]))
+    return sorted(sizes.union(padded[: bisect.bisect_left(padded, MIN_ROWS)][-1:]))
 
 
 def chunk_rows(graphs: GraphPool, max_rows: int, max_tokens: int, max_length: int) -> list[tuple[int, int]]:

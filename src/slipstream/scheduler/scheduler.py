@@ -22,16 +22,18 @@ import numpy as np
 from slipstream.config.config import SchedulerConfig
 from slipstream.errors import UserError
 from slipstream.messages import Output
-from slipstream.params import LONG_REPORT
+from slipstream.params import MAX_PACKED_LOGPROBS
 from slipstream.request import NEVER, Request, Status, WaitFor
+from slipstream.scheduler.admission_checks import check_admissible
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager, Hit
-from slipstream.scheduler.chunks import add_chunk, add_drafted, num_wanted
-from slipstream.scheduler.fits import check_fits
 from slipstream.scheduler.in_flight import InFlight
 from slipstream.scheduler.plan_builder import DecodeArrays, PlanBuilder, Pooling
-from slipstream.scheduler.queries import Queries
-from slipstream.scheduler.reports import (
+from slipstream.scheduler.prefill_chunks import add_chunk, add_drafted, num_chunk_tokens
+from slipstream.scheduler.query_registry import QueryRegistry
+from slipstream.scheduler.row_allocator import RowAllocator
+from slipstream.scheduler.sibling_samples import join_samples, leader_to_fork, leave_leader, take_siblings
+from slipstream.scheduler.step_outputs import (
     accepted_tokens,
     draw_failure,
     logprob_bytes,
@@ -41,8 +43,6 @@ from slipstream.scheduler.reports import (
     pooled_report,
     prompt_reports,
 )
-from slipstream.scheduler.samples import join_samples, leader_to_fork, leave_leader, take_siblings
-from slipstream.scheduler.seats import Seats
 from slipstream.scheduler.stopping import check_stop
 from slipstream.scheduler.waiting import WaitingQueue
 from slipstream.step import StepPlan, StepResult
@@ -56,17 +56,17 @@ class Scheduler:
         self.config = config
         self.cache = cache
         self.num_preemptions = 0
-        self.most_tokens: int | None = None  # of a step in which some row decodes; None: as many as the budget has
+        self.max_num_tokens: int | None = None  # of a step in which some row decodes; None: as many as the budget has
         self.num_drafts = 0  # tokens that the device may guess behind each row's last one; the core chooses
         # submits up to so many requests of somebody who has more of them, and says how many
         self.refill: Callable[[int], int] | None = None
         self._waiting = WaitingQueue(config.max_waiting)
-        self._seats = Seats(config.max_num_seqs)
+        self._row_allocator = RowAllocator(config.max_num_seqs)
         self._in_flight = InFlight()
         self._arrays = DecodeArrays()
         self._live: dict[str, list[Request]] = {}  # by id: samples that have not finished
         self._num_leaving = 0
-        self._queries: Queries[Request] = Queries(config.most_kept)
+        self._queries: QueryRegistry[Request] = QueryRegistry(config.max_kept)
         self._failures: list[Output] = []
         self._begun: list[str] = []  # texts to continue that the last plan admitted for the first time
         self._next_number = 0
@@ -74,7 +74,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._seats.running)
+        return len(self._row_allocator.running)
 
     @property
     def num_waiting(self) -> int:
@@ -91,7 +91,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether there is anything to plan, to commit or to tell."""
-        return bool(self._seats.running or self._waiting or self._in_flight or self._failures)
+        return bool(self._row_allocator.running or self._waiting or self._in_flight or self._failures)
 
     def serves(self, request_id: str) -> bool:
         """Whether any sample of it has not ended."""
@@ -111,7 +111,7 @@ class Scheduler:
         leader = requests[0]
         if leader.id in self._live:
             raise UserError(f"a request {leader.id!r} is being served already; give each its own id")
-        check_fits(leader, self.config, self.cache)
+        check_admissible(leader, self.config, self.cache)
         self._waiting.check_room(len(requests))
         pooling = leader.pooling
         is_ready = pooling is None or self._queries.enter(leader.id, leader, pooling, leader.num_prompt)
@@ -141,19 +141,21 @@ class Scheduler:
         """The next step; None if there is nothing to compute before another result is seen."""
         self._begun.clear()
         builder = PlanBuilder(self._next_step, len(self.cache.groups))
-        budget = Budget(self.config, self._seats.num_free)
-        self._spare_readers(budget)
+        budget = Budget(self.config, self._row_allocator.num_free)
+        self._limit_prefill(budget)
         if self._plan_running(builder, budget):
             self._plan_waiting(builder, budget)
         if not builder:
             return None  # rows released meanwhile are told to the device with the next plan
         sampling = builder.sort()
         num_logprobs = None
-        if self._seats.num_asking:
-            asked = [0 if k > LONG_REPORT else k for request in sampling if (k := request.num_logprobs) is not None]
+        if self._row_allocator.num_asking:
+            asked = [
+                0 if k > MAX_PACKED_LOGPROBS else k for request in sampling if (k := request.num_logprobs) is not None
+            ]
             num_logprobs = max(asked, default=None)
         pooled = builder.pooled()
-        plan = builder.build(self._seats.take_released(), num_logprobs, self._arrays, self._pooling(pooled))
+        plan = builder.build(self._row_allocator.take_released(), num_logprobs, self._arrays, self._pooling(pooled))
         self._in_flight.launch(
             self._next_step,
             sampling,
@@ -171,12 +173,12 @@ class Scheduler:
             self._leave_early(request)
         return plan
 
-    def _spare_readers(self, budget: Budget) -> None:
-        """While rows decode, a step takes no more prompt than `most_tokens` allows; but some, and all that decode."""
-        if self.most_tokens is None or self.most_tokens >= budget.tokens or not self.config.chunked_prefill:
+    def _limit_prefill(self, budget: Budget) -> None:
+        """Limits prompt tokens to `max_num_tokens` while rows decode. At least one token of a prompt is allowed."""
+        if self.max_num_tokens is None or self.max_num_tokens >= budget.tokens or not self.config.chunked_prefill:
             return
         if num_decodes := self._count_decodes():
-            budget.tokens = min(budget.tokens, max(self.most_tokens, num_decodes + 1))
+            budget.tokens = min(budget.tokens, max(self.max_num_tokens, num_decodes + 1))
 
     def _pooling(self, pooled: list[Request]) -> Pooling | None:
         forgotten = self.take_forgotten()
@@ -188,7 +190,7 @@ class Scheduler:
 
     def _plan_running(self, builder: PlanBuilder, budget: Budget) -> bool:
         """Give running requests their tokens. False if one had to make room: then nobody should be let in."""
-        running, decodes = self._seats.running, builder.decodes
+        running, decodes = self._row_allocator.running, builder.decodes
         num_preemptions = self.num_preemptions
         left, num_drafts = budget.tokens, self.num_drafts
         num_waiting = -1  # decodes that are not planned yet; chunks and drafts leave them their tokens
@@ -201,7 +203,7 @@ class Scheduler:
                 if start < request.num_known:
                     if num_waiting < 0:
                         num_waiting = self._count_decodes() - len(decodes)
-                    wanted = num_wanted(request, start, request.num_known, builder, self.config)
+                    wanted = num_chunk_tokens(request, start, request.num_known, builder, self.config)
                     num = min(wanted, left - num_waiting)
                     if num <= 0:
                         if builder:
@@ -240,7 +242,7 @@ class Scheduler:
 
     def _count_decodes(self) -> int:
         """Running requests whose known tokens are all launched."""
-        return sum(1 for request in self._seats.running if request.computed >= request.num_known)
+        return sum(1 for request in self._row_allocator.running if request.computed >= request.num_known)
 
     def _with_drafts(self, request: Request, num_drafts: int, builder: PlanBuilder) -> int:
         """How many positions a decode gets: one, and up to so many drafts. No other request makes room for drafts."""
@@ -261,7 +263,7 @@ class Scheduler:
             request = self._waiting.head()
             if request is None and self.refill is not None and self.refill(1):
                 request = self._waiting.head()  # none if it waits for something else
-            if request is None or not self._seats.can_list(request, self.config.most_reported):
+            if request is None or not self._row_allocator.can_list(request, self.config.max_reported):
                 return
             if not self._admit(request, watermark, builder, budget):
                 cache.keep_match(request)
@@ -273,7 +275,7 @@ class Scheduler:
         if self.config.short_rope is not None:
             self._choose_rope(request, self.config.short_rope)
         hit = self._hit(request)
-        num = num_wanted(request, hit.length, known, builder, self.config)
+        num = num_chunk_tokens(request, hit.length, known, builder, self.config)
         if not num or (num > budget.tokens and not self.config.chunked_prefill):
             return False
         num = min(num, budget.tokens)
@@ -319,7 +321,7 @@ class Scheduler:
                 self._begun.append(request.id)
         if request.leader is not None:
             leave_leader(request)
-        self._seats.take(request, hit.length)
+        self._row_allocator.take(request, hit.length)
         builder.admit(request)
 
     def _plan_chunk(self, request: Request, num: int, builder: PlanBuilder) -> None:
@@ -332,7 +334,7 @@ class Scheduler:
         If it did, and steps in flight hold pages that it will give back, it keeps its row and waits for them.
         """
         while (changed := self.cache.reserve(request, length)) is None:
-            victim = self._seats.running[-1]
+            victim = self._row_allocator.running[-1]
             if victim is request and self.cache.will_give_back(request):
                 return False
             self._preempt(victim)
@@ -461,7 +463,7 @@ class Scheduler:
         if (num_decoded := request.computed - request.num_known) > 0:
             self._waiting.charge(request, num_decoded)
         self.cache.release(request)
-        self._seats.leave(request)
+        self._row_allocator.leave(request)
 
     def _leave_early(self, request: Request) -> None:
         """All of a pooling request is launched: it needs its row and its pages no more."""
@@ -484,7 +486,7 @@ class Scheduler:
         running = [request for request in live if request.status is Status.RUNNING]
         waiting = [request for request in live if request.status is Status.WAITING]
         assert len(running) + len(waiting) + self._num_leaving == len(live), "a finished request is still listed"
-        self._seats.check(running)
+        self._row_allocator.check(running)
         self._waiting.check()
         assert len(self._waiting) == len(waiting), f"{len(self._waiting)} in the queue, {len(waiting)} waiting"
         for request in waiting:

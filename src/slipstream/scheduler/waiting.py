@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from slipstream.errors import QueueFull
 from slipstream.request import Request, WaitFor
+from slipstream.scheduler.fair_queueing import FairQueue
 from slipstream.scheduler.lazy_heap import LazyHeap
-from slipstream.scheduler.turns import Turns
 
 
 class WaitingQueue:
@@ -98,7 +98,7 @@ class _Level:
 
     def __init__(self) -> None:
         self.num_ready = 0
-        self.turns = Turns()
+        self.turns = FairQueue()
         self._returning = _Lane()  # preempted requests
         self._lanes: dict[str, _Lane] = {}  # the others, by caller
 

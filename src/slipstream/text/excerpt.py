@@ -18,7 +18,7 @@ from slipstream.text.tokenizer import Tokenizer
 _CHARACTERS = 6  # of a text that will be cut: read so many for each token to begin with
 MARGIN = 16  # and be sure of the tokens that so many others follow
 _TAIL = 256  # tokens at the end of a part whose last word goes on: those before them do not depend on the rest
-_LEAST_CHARS, _CHARS_EACH = (
+_MIN_CHARS, _CHARS_EACH = (
     2**20,
     64,
 )  # characters read of a text at most: the larger of both, the second for each token
@@ -109,7 +109,7 @@ def first_size(limit: int) -> int:
 
 def max_chars(limit: int) -> int:
     """Characters that are read of a text at most."""
-    return max(_LEAST_CHARS, _CHARS_EACH * limit)
+    return max(_MIN_CHARS, _CHARS_EACH * limit)
 
 
 def before_space(text: str, size: int) -> str | None:

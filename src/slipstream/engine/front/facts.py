@@ -27,7 +27,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     max_batch_tokens: int = 0  # of a step
     max_waiting: int | None = None  # prompts that the core lets wait; None: nobody said
-    most_kept: int | None = None  # tokens of queries that the core keeps for documents; None: nobody said
+    max_kept: int | None = None  # tokens of queries that the core keeps for documents; None: nobody said
 
     @property
     def generates(self) -> bool:
@@ -60,7 +60,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
             dtype=config.model.dtype,
             max_batch_tokens=config.scheduler.max_num_batched_tokens,
             max_waiting=config.scheduler.max_waiting,
-            most_kept=config.scheduler.most_kept,
+            max_kept=config.scheduler.max_kept,
         )
 
     def load_tokenizer(self) -> Tokenizer | None:

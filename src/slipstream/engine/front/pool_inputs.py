@@ -13,7 +13,7 @@ from slipstream.pooling_params import PoolingParams, Task
 from slipstream.text.control_tokens import ControlTokens
 
 _FIRST, _MOST = 64, 1024  # prompts encoded at a time: few at first, so that the device has work at once
-_MOST_IDS = 256  # where they are token ids already: no thread reads those ahead, so a step may wait for a part
+_MAX_IDS = 256  # where they are token ids already: no thread reads those ahead, so a step may wait for a part
 
 
 class PoolInputs(PromptReader):
@@ -66,7 +66,7 @@ class PoolInputs(PromptReader):
             start, size = 0, _FIRST
             while start < len(batch.prompts):
                 parts.append((batch, slice(start, start + size)))
-                start, size = start + size, min(2 * size, _MOST if encodes else _MOST_IDS)
+                start, size = start + size, min(2 * size, _MOST if encodes else _MAX_IDS)
         return Ahead(self._make, parts, beside=encodes)
 
     def _make(self, part: tuple[Batch, slice]) -> list[Prepared]:

@@ -161,7 +161,7 @@ class PromptReader:
         assert self.tokenizer is not None
         return len(ids) - (bool(ids) and self.tokenizer.is_special(ids[-1]))
 
-    def most_tokens(self, text: str, params: PoolingParams, role: Role) -> int:
+    def max_num_tokens(self, text: str, params: PoolingParams, role: Role) -> int:
         """That a text may have, without reading it: hardly any has more tokens than bytes."""
         limit = self._limit(params, role)[0]
         length = min(len(text.encode(errors="replace")) + _MARKS, self.facts.max_model_len)

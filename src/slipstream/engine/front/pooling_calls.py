@@ -218,10 +218,10 @@ def _by_tokens(
 
 def _together(inputs: PoolInputs, queries: Sequence[str], params: PoolingParams, before: str) -> Iterator[slice]:
     """Places of queries that the device may keep at once, and of their documents. Other calls find room too."""
-    most = None if inputs.facts.most_kept is None else inputs.facts.most_kept // 4
+    most = None if inputs.facts.max_kept is None else inputs.facts.max_kept // 4
     start = size = 0
     for place, text in enumerate(queries):
-        own = inputs.most_tokens(before + text, params, inputs.pooling.query)
+        own = inputs.max_num_tokens(before + text, params, inputs.pooling.query)
         if place > start and (place - start == PAIRS_TOGETHER or (most is not None and size + own > most)):
             yield slice(start, place)
             start, size = place, 0

@@ -40,7 +40,7 @@ class ServedModel(msgspec.Struct, frozen=True):
         return task in pooling.tasks
 
     @property
-    def most_tokens(self) -> int:
+    def max_num_tokens(self) -> int:
         """Of a text: what the model was made to read, where it only pools and its files say so; else its length."""
         pooling, most = self.facts.pooling, self.facts.max_model_len
         if pooling is None or pooling.generates or pooling.max_seq_length is None:

@@ -29,7 +29,7 @@ class AttentionBackend(Protocol):
         """Attend. Keys and values of this step are in the layer's pages already; keys are given once more where the
         device's `rope_and_write_cache` leaves them beside. Returns [T, heads, head dim]."""
 
-    def whole(
+    def bidirectional(
         self,
         query: torch.Tensor,  # [T, heads, head dim]
         key: torch.Tensor,  # [T, kv heads, head dim]

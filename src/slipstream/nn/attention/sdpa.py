@@ -71,13 +71,13 @@ Parts = tuple[Part, ...]
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
     groups: tuple[Parts, ...]  # per cache group
-    whole: BidirectionalPlan | None  # of a model without any
+    bidirectional: BidirectionalPlan | None  # of a model without any
 
     @property
     def is_decode(self) -> bool:
         """Whether a kernel reads the pages of all rows in place: each has one token."""
         parts = [part for parts in self.groups for part in parts]
-        return self.whole is None and all(isinstance(part, _InPlace) and part.tiles is None for part in parts)
+        return self.bidirectional is None and all(isinstance(part, _InPlace) and part.tiles is None for part in parts)
 
 
 class SdpaAttention:
@@ -205,7 +205,7 @@ class SdpaAttention:
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def whole(
+    def bidirectional(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -217,9 +217,9 @@ class SdpaAttention:
         relative: RelativeScores | None = None,
     ) -> torch.Tensor:
         plan: SdpaPlan = context.plan
-        assert plan.whole is not None, "whole rows are for models that keep nothing in a cache"
+        assert plan.bidirectional is not None, "whole rows are for models that keep nothing in a cache"
         of_queries, of_keys = (None, None) if relative is None else (relative.of_queries, relative.of_keys)
-        return attend_bidirectional(query, key, value, scale, plan.whole, reach, bias, of_queries, of_keys)
+        return attend_bidirectional(query, key, value, scale, plan.bidirectional, reach, bias, of_queries, of_keys)
 
 
 def _last_of(parts: Parts) -> Parts:

@@ -39,7 +39,7 @@ class TritonPlan:
     groups: tuple[_GroupPlan, ...]  # per cache group
     has_chunks: bool  # some rows have more than one token
     has_single: bool = True  # some may have one
-    whole: Tiles | None = None  # of a model that keeps nothing in a cache
+    bidirectional: Tiles | None = None  # of a model that keeps nothing in a cache
 
 
 class TritonAttention:
@@ -73,7 +73,7 @@ class TritonAttention:
             starts = batch.query_starts
             if starts is None:
                 starts = torch.arange(len(batch.ids) + 1, dtype=torch.int32, device=batch.ids.device)
-            return TritonPlan((), True, whole=list_tiles(starts, len(batch.ids), self.cut, batch.num_seen))
+            return TritonPlan((), True, bidirectional=list_tiles(starts, len(batch.ids), self.cut, batch.num_seen))
         num_rows = len(batch.lengths)
         has_chunks = batch.num_single < num_rows
         num_tokens = len(batch.ids) if has_chunks else num_rows
@@ -142,7 +142,7 @@ class TritonAttention:
             attend_tiles(out, query, keys, values, pages, mine.work, scale, window, self.soft_cap, shape)
         return out
 
-    def whole(
+    def bidirectional(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -154,6 +154,8 @@ class TritonAttention:
         relative: RelativeScores | None = None,
     ) -> torch.Tensor:
         plan: TritonPlan = context.plan
-        assert plan.whole is not None, "whole rows are for models that keep nothing in a cache"
+        assert plan.bidirectional is not None, "whole rows are for models that keep nothing in a cache"
         of_queries, of_keys = (None, None) if relative is None else (relative.of_queries, relative.of_keys)
-        return attend_bidirectional(query, key, value, scale, plan.whole, self.cut, reach, bias, of_queries, of_keys)
+        return attend_bidirectional(
+            query, key, value, scale, plan.bidirectional, self.cut, reach, bias, of_queries, of_keys
+        )

@@ -61,7 +61,7 @@ class Attention(Layer):
         bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """x [T, hidden]; rotary is the rope table's rows for the step's positions, if any; bias as in
-        `AttentionBackend.whole`."""
+        `AttentionBackend.bidirectional`."""
         projected: torch.Tensor = self.output(self.mix(self.qkv(x), rotary, context, bias))
         return projected
 
@@ -112,5 +112,5 @@ class Attention(Layer):
                 query_key = norm_rope(query_key, weight, eps, rotary)
             query, key = query_key.split([num_heads, num_kv_heads], 1)
             scores = None if self.relative is None else self.relative(query, key)
-            out = context.attention.whole(query, key, value, self.scale, context, self.reach, bias, scores)
+            out = context.attention.bidirectional(query, key, value, self.scale, context, self.reach, bias, scores)
         return out.flatten(1)

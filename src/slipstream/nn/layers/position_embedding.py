@@ -51,7 +51,7 @@ class DistanceBias(Layer):
         self.buckets = buckets.to(self.buckets.device)
 
     def forward(self) -> torch.Tensor:
-        """[heads, 2 n - 1] as `AttentionBackend.whole` takes it."""
+        """[heads, 2 n - 1] as `AttentionBackend.bidirectional` takes it."""
         return self.weight.index_select(0, self.buckets).t().contiguous()
 
     def places(self) -> Iterator[tuple[str, WeightSlot]]:

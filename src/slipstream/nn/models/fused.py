@@ -22,7 +22,7 @@ from slipstream.ops.decode_layers import (
     ProductWeights,
     build_layers,
     decode_layers,
-    most_rows,
+    max_rows,
 )
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class FusedLayers:
             return None
         if self._weights is None:
             self._weights = _collect(decoder, context.group_of_layer)
-            self._most = most_rows([p for layer in self._weights for p in (layer.qkv, layer.down)])
+            self._most = max_rows([p for layer in self._weights for p in (layer.qkv, layer.down)])
         if not self._weights or len(x) > self._most:
             return None
         if self._caches is not context.caches:

@@ -50,7 +50,7 @@ def attend_bidirectional(
     of_queries: torch.Tensor | None = None,
     of_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `AttentionBackend.whole`; the last two are `RelativeScores`."""
+    """As `AttentionBackend.bidirectional`; the last two are `RelativeScores`."""
     assert of_queries is None or not reach, "positions by distance are for layers that see everything"
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for first, rows, length, seen in plan.runs:

@@ -95,7 +95,7 @@ def attend_bidirectional(
     of_queries: torch.Tensor | None = None,  # [T, heads, 2 n - 1]
     of_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `AttentionBackend.whole`; the last two are `RelativeScores`."""
+    """As `AttentionBackend.bidirectional`; the last two are `RelativeScores`."""
     num_tokens, num_heads, head_dim = query.shape
     assert tiles.size == cut.queries
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "head dims must be contiguous"

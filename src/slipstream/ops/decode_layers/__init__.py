@@ -7,7 +7,7 @@ from slipstream.ops.decode_layers.native import (
     ProductWeights,
     build_layers,
     decode_layers,
-    most_rows,
+    max_rows,
 )
 
-__all__ = ["LayerWeights", "ModelFacts", "ProductWeights", "build_layers", "decode_layers", "most_rows"]
+__all__ = ["LayerWeights", "ModelFacts", "ProductWeights", "build_layers", "decode_layers", "max_rows"]

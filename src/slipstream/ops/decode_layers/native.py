@@ -20,7 +20,7 @@ from slipstream.ops.weight_rows import WeightRows
 _ON_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 
-def most_rows(products: Sequence[ProductWeights]) -> int:
+def max_rows(products: Sequence[ProductWeights]) -> int:
     """Up to how many rows this beats a call for each part: beyond, the library's plain products do better."""
     is_low_bit = all(run.bits != 32 for product in products for run in product.runs)
     return 64 if is_low_bit else 32 if _ON_ARM else 4

@@ -24,7 +24,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _MOST = 64  # rows that a kernel of ours takes
-_MOST_CHAINED = 256  # of a chain, which saves what lies between products
+_MAX_CHAINED = 256  # of a chain, which saves what lies between products
 _FEW = 2  # rows without the matrix units
 _GATES: dict[Activation | None, str] = {None: "", silu_and_mul: "silu", gelu_tanh_and_mul: "gelu_tanh"}
 
@@ -49,7 +49,7 @@ def gated_linear(
             return streaming_gemm(x, weight, bias, gate)
         if skinny_mma_wins(len(x), len(weight), weight.shape[1]):
             return skinny_mma(x, weight, bias, gate)
-    if bias is None and len(x) >= cublaslt_tuned.LEAST_ROWS:
+    if bias is None and len(x) >= cublaslt_tuned.MIN_ROWS:
         if _GATES.get(activation) and _can_gate(x, weight):
             from slipstream.ops.linear.triton.gated_gemm_hopper import gated_gemm
 
@@ -66,7 +66,7 @@ def activated_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
 ) -> torch.Tensor:
     """The product, and after it an activation of each of its numbers."""
-    if activation is F.gelu and bias is not None and len(x) >= cublaslt_tuned.LEAST_ROWS and _can_gelu(x, weight, bias):
+    if activation is F.gelu and bias is not None and len(x) >= cublaslt_tuned.MIN_ROWS and _can_gelu(x, weight, bias):
         from slipstream.ops.linear.triton.gated_gemm_hopper import gelu_gemm
 
         return gelu_gemm(x, weight, bias)
@@ -101,7 +101,7 @@ def choose_chain(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Chain:
     """How the products of a decoder's layer are best made, x being its input."""
     if not x.is_cuda or x.element_size() != 2:
         return ""
-    if _HAS_TRITON and x.dtype is torch.bfloat16 and _FEW < len(x) <= _MOST_CHAINED:
+    if _HAS_TRITON and x.dtype is torch.bfloat16 and _FEW < len(x) <= _MAX_CHAINED:
         from slipstream.ops.linear.triton import streams_well
 
         if all(streams_well(x, weight, chained=True) for weight in weights):

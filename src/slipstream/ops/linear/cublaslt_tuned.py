@@ -24,13 +24,13 @@ import torch
 
 from slipstream.device.sync_check import sync_allowed
 
-LEAST_ROWS = 1024
+MIN_ROWS = 1024
 """With fewer a product is over before the clock follows it."""
 FEW_ROWS = range(65, 257)
 """Of steps in which rows decode. Where torch adds their product to something, the first way that splits no sum takes up
 to a quarter less than the one that torch takes (H200, docs/log.md)."""
 
-_MOST_WAYS = 16
+_MAX_WAYS = 16
 _WORKSPACE = 256  # bytes
 _ALIGNMENT = 256  # bytes; what the library takes for granted of a matrix when it lists ways
 _ROUNDS = 3
@@ -41,7 +41,7 @@ _FINALISTS = 3
 _LOAD = 400  # products that a finalist makes, half of them on the way back,
 _LOAD_TIME = 40.0  # in no more than so many milliseconds: the clock follows after twenty
 _HEATING = 2  # such turns get the device going before the first are compared
-_LEAST_OUTPUTS = 4096  # of few rows: with less there are too few sums for all multiprocessors, unless they are split
+_MIN_OUTPUTS = 4096  # of few rows: with less there are too few sums for all multiprocessors, unless they are split
 _BETTER_SPLIT = range(113, 161)  # rows, where inputs are more than outputs
 
 _Shape = tuple[torch.device, torch.dtype, int, int, int]  # rows, outputs, inputs
@@ -88,7 +88,7 @@ def _shape(x: torch.Tensor, weight: torch.Tensor) -> _Shape:
 
 def _find_unsplit(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
     num_out, num_in = weight.shape
-    if num_out < _LEAST_OUTPUTS or (num_in > num_out and len(x) in _BETTER_SPLIT):
+    if num_out < _MIN_OUTPUTS or (num_in > num_out and len(x) in _BETTER_SPLIT):
         return None
     if not _is_plain(x, weight) or not _is_hopper(x.device):
         return None
@@ -100,7 +100,7 @@ def _find_unsplit(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
 
 def _find(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
     noted: Noted | None = getattr(_here, "noted", None)
-    if len(x) < LEAST_ROWS or not (_chosen or noted is not None) or not _is_plain(x, weight):
+    if len(x) < MIN_ROWS or not (_chosen or noted is not None) or not _is_plain(x, weight):
         return None
     shape = _shape(x, weight)
     if noted is not None and shape not in _chosen:
@@ -236,14 +236,14 @@ class Product:
         preference = ctypes.c_void_p()
         _check(self._library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
         most = ctypes.c_uint64(_WORKSPACE)
-        _set(self._library.cublasLtMatmulPreferenceSetAttribute, preference, _MOST_WORKSPACE, most)
+        _set(self._library.cublasLtMatmulPreferenceSetAttribute, preference, _MAX_WORKSPACE, most)
         # else it lists some that add up parts of a sum in the output itself, which is of 16 bits
         _set(self._library.cublasLtMatmulPreferenceSetAttribute, preference, _SPLITS, ctypes.c_uint32(0))
         first, second, third = self._layouts
-        ways, found = (_Algorithm * _MOST_WAYS)(), ctypes.c_int()
+        ways, found = (_Algorithm * _MAX_WAYS)(), ctypes.c_int()
         shape = self._operation, first, second, third, third
         status = self._library.cublasLtMatmulAlgoGetHeuristic(
-            self._handle, *shape, preference, _MOST_WAYS, ways, ctypes.byref(found)
+            self._handle, *shape, preference, _MAX_WAYS, ways, ctypes.byref(found)
         )
         self._library.cublasLtMatmulPreferenceDestroy(preference)
         return [] if status else list(ways[: found.value])
@@ -265,7 +265,7 @@ class _Algorithm(ctypes.Structure):
 _BFLOAT16, _FLOAT16, _FLOAT32 = 14, 2, 0
 _SUM_IN_FLOAT32 = 68
 _TRANSPOSE_FIRST = 3
-_MOST_WORKSPACE, _SPLITS = 1, 3
+_MAX_WORKSPACE, _SPLITS = 1, 3
 _ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
 

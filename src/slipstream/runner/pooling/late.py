@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from slipstream.config.memory import MOST_SCORES
+from slipstream.config.memory import MAX_SCORES
 from slipstream.runner.batch.staging import Upload
 
 
@@ -41,7 +41,7 @@ class QueryStore:
         token vectors [T, width] into scores [documents, 1]."""
         starts = np.cumsum([0, *counts])
         longest, of_query = max(counts), max(query_sizes)
-        most = max(1, MOST_SCORES // max(1, longest * of_query, max(longest, of_query) * width))
+        most = max(1, MAX_SCORES // max(1, longest * of_query, max(longest, of_query) * width))
         parts, places = [], []
         for first in range(0, len(counts), most):
             place_of = {number: place for place, number in enumerate(dict.fromkeys(numbers[first : first + most]))}
@@ -55,11 +55,11 @@ class QueryStore:
             if not len(lines):
                 return lines.new_zeros(len(counts), 1)
             scores = []
-            for first, own, most_tokens in parts:
+            for first, own, max_num_tokens in parts:
                 which, begins, num_tokens, num_query = upload.tensor(span)[:, first : first + most].unsqueeze(2)
-                place = torch.arange(most_tokens, device=lines.device)
+                place = torch.arange(max_num_tokens, device=lines.device)
                 if most == 1:  # it may be larger than what is made together
-                    documents = lines[min(starts[first], len(lines) - 1) :][:most_tokens].unsqueeze(0)
+                    documents = lines[min(starts[first], len(lines) - 1) :][:max_num_tokens].unsqueeze(0)
                 else:
                     index = (begins + place).clamp_(max=len(lines) - 1)  # past a document's end any line will do
                     documents = lines.index_select(0, index.flatten()).unflatten(0, index.shape)
@@ -68,7 +68,7 @@ class QueryStore:
                 # [documents, query tokens, document tokens], of all query tokens unless a pair alone is too large
                 products = (
                     (some @ documents.transpose(1, 2)).masked_fill_(none, -torch.inf).amax(2)
-                    for some in queries.split(max(1, MOST_SCORES // (len(which) * most_tokens)), dim=1)
+                    for some in queries.split(max(1, MAX_SCORES // (len(which) * max_num_tokens)), dim=1)
                 )
                 best = torch.cat(list(products), 1)
                 unused = torch.arange(best.shape[1], device=lines.device) >= num_query

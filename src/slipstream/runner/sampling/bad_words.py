@@ -22,10 +22,10 @@ _NO_TOKEN = -1  # of a word: meets every tail; of a tail: meets no token
 class BadWords:
     """Words and tails are written backwards, so that a longer word of a later row only adds columns."""
 
-    def __init__(self, num_rows: int, device: Device, most_ids: int) -> None:
+    def __init__(self, num_rows: int, device: Device, max_ids: int) -> None:
         self.slots = Slots(num_rows)
         # [slots, 1 + words, length]: a row's tail, and its words
-        self.words = Lists(self.slots, 2, torch.int32, device, most_ids, fill=_NO_TOKEN)
+        self.words = Lists(self.slots, 2, torch.int32, device, max_ids, fill=_NO_TOKEN)
         self._new: list[Admission] = []
 
     def apply(self, plan: StepPlan) -> None:

@@ -11,7 +11,7 @@ import torch
 from slipstream.config.memory import SCORED_AT_ONCE
 from slipstream.device.device import Device
 from slipstream.ops.sample import TopLogprobs, logprobs_of, top_logprobs
-from slipstream.params import LONG_REPORT
+from slipstream.params import MAX_PACKED_LOGPROBS
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.slots import Lists, Slots
 from slipstream.step import Ints, PromptScores, StepPlan
@@ -44,9 +44,9 @@ class GivenWork:
 class GivenLogprobs:
     """logprob_token_ids: the ids of the rows that ask are kept on the device. A RowState, but it edits nothing."""
 
-    def __init__(self, num_rows: int, device: Device, most_ids: int) -> None:
+    def __init__(self, num_rows: int, device: Device, max_ids: int) -> None:
         self.slots = Slots(num_rows)
-        self.ids = Lists(self.slots, 1, torch.int32, device, most_ids, fill=0)
+        self.ids = Lists(self.slots, 1, torch.int32, device, max_ids, fill=0)
         self._new: list[tuple[int, tuple[int, ...]]] = []
 
     def apply(self, plan: StepPlan) -> None:
@@ -94,7 +94,7 @@ class LongWork:
 
 
 class LongLogprobs:
-    """Rows that want more than LONG_REPORT of the likeliest. A RowState, with nothing on the device."""
+    """Rows that want more than MAX_PACKED_LOGPROBS of the likeliest. A RowState, with nothing on the device."""
 
     def __init__(self, num_rows: int) -> None:
         self._wanted = np.zeros(num_rows, np.int64)
@@ -104,7 +104,7 @@ class LongLogprobs:
         self._wanted[plan.released] = 0
         for admission in plan.admitted:
             num = admission.params.num_logprobs or 0
-            self._wanted[admission.row] = num if num > LONG_REPORT else 0
+            self._wanted[admission.row] = num if num > MAX_PACKED_LOGPROBS else 0
         self._num = int(np.count_nonzero(self._wanted))
 
     def flush(self, upload: Upload) -> None:

@@ -20,14 +20,14 @@ class MinTokens:
     the stage after as many draws as were missing: each gives at least one token.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, device: Device, most_ids: int) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, device: Device, max_ids: int) -> None:
         self.vocab_size = vocab_size
-        self.most_ids = most_ids
+        self.max_ids = max_ids
         self.slots = StagedSlots(num_rows, device)
         self.missing = np.zeros(num_rows, np.int64)  # draws for which the row still needs the stage
         self.limit = np.zeros(num_rows, np.int64)  # first position at which the text may end
         self.staged_limit = StagedTensor((num_rows,), np.int64, device)  # 0 for rows that nobody asked this of
-        self.ids = Lists(self.slots, 1, torch.int64, device, most_ids, fill=None)  # stop ids
+        self.ids = Lists(self.slots, 1, torch.int64, device, max_ids, fill=None)  # stop ids
         self._new: list[tuple[int, list[int]]] = []
 
     def apply(self, plan: StepPlan) -> None:
@@ -92,7 +92,7 @@ class MinTokens:
 
     def can_capture(self, rows: Ints) -> bool:
         """Whether `by_row` may be asked for, where every row has a line, as long as the longest."""
-        return self.ids.is_roomy and len(rows) * self.ids.shape[1] <= self.most_ids
+        return self.ids.is_roomy and len(rows) * self.ids.shape[1] <= self.max_ids
 
     def by_row(self, rows: Ints) -> ByRow:
         self.missing[rows] -= self.missing[rows] > 0

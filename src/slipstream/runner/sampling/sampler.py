@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.config.config import MOST_REPORTED
+from slipstream.config.config import MAX_REPORTED_LOGPROBS
 from slipstream.device.device import Device
 from slipstream.ops.sample import TopLogprobs
-from slipstream.params import LONG_REPORT
+from slipstream.params import MAX_PACKED_LOGPROBS
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.bad_words import BadWords
@@ -28,7 +28,7 @@ from slipstream.step import Ints, StepPlan
 
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
-_WIDTHS = (0, 1, 5, 10, 20, LONG_REPORT)
+_WIDTHS = (0, 1, 5, 10, 20, MAX_PACKED_LOGPROBS)
 """Likeliest tokens that replayed work may tell: so many as are wanted, or a few more, so that few graphs serve all."""
 
 
@@ -80,23 +80,23 @@ class Sampler:
         vocab_size: int,
         device: Device,
         logits_dtype: torch.dtype,
-        most_ids: int = MOST_REPORTED,
+        max_ids: int = MAX_REPORTED_LOGPROBS,
     ) -> None:
-        """`num_rows` counts the null row at the end, which pads and is never admitted. `most_ids`: in lists of one
+        """`num_rows` counts the null row at the end, which pads and is never admitted. `max_ids`: in lists of one
         kind, of all rows together."""
         assert logits_dtype in _NUMPY, f"logits are sampled in float32 or float64, not {logits_dtype}"
         dtype = _NUMPY[logits_dtype]
         bias = Bias(num_rows, vocab_size, device, dtype, logits_dtype)
-        min_tokens = MinTokens(num_rows, vocab_size, device, most_ids)
+        min_tokens = MinTokens(num_rows, vocab_size, device, max_ids)
         penalties = Penalties(num_rows, vocab_size, device, dtype)
-        bad_words = BadWords(num_rows, device, most_ids)
+        bad_words = BadWords(num_rows, device, max_ids)
         scale = Scale(num_rows, device, dtype)
         truncate = Truncate(num_rows, vocab_size, device, dtype)
         self.stages: list[Stage] = [bias, min_tokens, penalties, bad_words, scale, truncate]
         self._bias, self._min_tokens, self._penalties = bias, min_tokens, penalties
         self._bad_words, self._scale, self._truncate = bad_words, scale, truncate
         self.draw = Draw(num_rows, device)
-        self.given = GivenLogprobs(num_rows, device, most_ids)
+        self.given = GivenLogprobs(num_rows, device, max_ids)
         self.long = LongLogprobs(num_rows)
         self._states: list[RowState] = [*self.stages, self.draw, self.given, self.long]
         self._changed = False  # whether anyone came or went in this step

@@ -15,7 +15,7 @@ from slipstream.runner.batch.staging import Span, StagedTensor, Upload
 from slipstream.step import Ints
 
 _FIRST = 4  # slots and columns that a table has at least, unless it comes to its bound
-_MOST_TABLES = 32  # of one kind of list with which work is captured; doubling, one comes to its bound before that
+_MAX_TABLES = 32  # of one kind of list with which work is captured; doubling, one comes to its bound before that
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,8 @@ class Lists:
     """Lists of ids of the few rows that have one: a device tensor [slots, ids] or [slots, lists, ids].
 
     All places are as large as the largest. Whoever sits down knows that this comes to no more than `most` numbers in
-    all (`Seats.can_list`). So the tensor is made anew when it is too small, for those who are here, and stays within
-    that. `tensor` belongs to the stream: only closures read or replace it.
+    all (`RowAllocator.can_list`). So the tensor is made anew when it is too small, for those who are here, and stays
+    within that. `tensor` belongs to the stream: only closures read or replace it.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Lists:
         exact = (len(kept), *largest[1:])
         # as large as it was besides: a size that comes and goes would be captured anew each time
         roomy = tuple(max(_FIRST, _power(size), there) for size, there in zip(exact, self.shape, strict=True))
-        self.is_roomy = math.prod(roomy) <= self._most and self.number < _MOST_TABLES
+        self.is_roomy = math.prod(roomy) <= self._most and self.number < _MAX_TABLES
         self.number += self.is_roomy
         shape = self.shape = roomy if self.is_roomy else exact
         span, fill = upload.put(known), self._fill

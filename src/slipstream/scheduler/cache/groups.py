@@ -69,7 +69,7 @@ class WindowGroup:
         self.pool = PagePool(num_pages)
 
     def pages_for(self, length: int) -> int:
-        return self.spec.most_pages(length, self.step_tokens)
+        return self.spec.max_pages(length, self.step_tokens)
 
     def first_needed(self, length: int) -> int:
         return max(0, length - self.spec.window + 1) // self.spec.page_size

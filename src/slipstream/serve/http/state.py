@@ -77,9 +77,9 @@ class State:
         One caller may fill the queue. A caller of whom nothing waits then finds room beyond it.
         """
         load = self.engine.load
-        limit, most_tokens = self._max_requests, self._max_tokens
+        limit, max_num_tokens = self._max_requests, self._max_tokens
         if not load.queued_by[caller]:
-            limit, most_tokens = _with_reserve(limit), _with_reserve(most_tokens)
+            limit, max_num_tokens = _with_reserve(limit), _with_reserve(max_num_tokens)
         if num_requests > self._max_requests:
             return bad_request(
                 f"there are {num_requests} prompts, and no more than {self._max_requests} may wait here; send fewer at "
@@ -89,8 +89,8 @@ class State:
         if load.num_waiting + num_requests > limit:
             fact = f"{load.num_waiting} requests are waiting, {limit} may"
         # a prompt longer than the bound is served when nobody else waits
-        elif load.queued_tokens and load.queued_tokens + num_tokens > most_tokens:
-            fact = f"{load.queued_tokens} prompt tokens are waiting, {most_tokens} may"
+        elif load.queued_tokens and load.queued_tokens + num_tokens > max_num_tokens:
+            fact = f"{load.queued_tokens} prompt tokens are waiting, {max_num_tokens} may"
         else:
             return None
         self.counters.refused["queue_full"] += 1

@@ -33,7 +33,7 @@ async def show_model(call: Call, body: None) -> Reply:
 
 def _card(call: Call, name: str) -> ModelCard:
     served = call.state.engine.model(name)
-    return ModelCard(name, "model", call.state.started, "slipstream", served.most_tokens)
+    return ModelCard(name, "model", call.state.started, "slipstream", served.max_num_tokens)
 
 
 ROUTES = [

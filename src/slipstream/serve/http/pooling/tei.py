@@ -195,7 +195,7 @@ async def info(call: Call, body: None) -> Reply:
             model_dtype=facts.dtype,
             model_type=_model_type(chosen),
             max_concurrent_requests=settings.max_queued_requests,
-            max_input_length=chosen.served.most_tokens,
+            max_input_length=chosen.served.max_num_tokens,
             max_batch_tokens=facts.max_batch_tokens,
             max_batch_requests=None,
             max_client_batch_size=settings.max_inputs,

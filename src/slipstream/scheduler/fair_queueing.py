@@ -21,7 +21,7 @@ class _Account:
         self.waits = False
 
 
-class Turns:
+class FairQueue:
     """Nothing is remembered once no caller waits."""
 
     __slots__ = ("num_waiting", "_accounts", "_order", "_clock", "_next_place", "_limit")

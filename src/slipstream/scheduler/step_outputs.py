@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from slipstream.messages import LOGPROB, Output, Pooled
-from slipstream.params import LONG_REPORT
+from slipstream.params import MAX_PACKED_LOGPROBS
 from slipstream.request import FinishReason, Request, Status
 from slipstream.step import Floats, Ints, StepLogprobs, StepResult
 
@@ -64,20 +64,20 @@ def logprob_bytes(request: Request) -> int:
 
 def _reports(wanted: list[int | None], tokens: Ints, logprobs: StepLogprobs) -> list[bytes | None]:
     """`wanted`: likeliest tokens for each row; None: it wants nothing."""
-    if len(set(wanted)) == 1 and wanted[0] is not None and wanted[0] <= LONG_REPORT:  # mostly
+    if len(set(wanted)) == 1 and wanted[0] is not None and wanted[0] <= MAX_PACKED_LOGPROBS:  # mostly
         packed, size = _pack(tokens, logprobs, slice(None), wanted[0]), _size(wanted[0])
         return [packed[start : start + size] for start in range(0, len(packed), size)]
     reports: list[bytes | None] = [None] * len(wanted)
     kinds: dict[int, list[int]] = {}  # places of those who want few, and of those who want just so many
     for place, k in enumerate(wanted):
         if k is not None:
-            kinds.setdefault(max(k, LONG_REPORT), []).append(place)
-    of_long = (place for place, k in enumerate(wanted) if k is not None and k > LONG_REPORT)
+            kinds.setdefault(max(k, MAX_PACKED_LOGPROBS), []).append(place)
+    of_long = (place for place, k in enumerate(wanted) if k is not None and k > MAX_PACKED_LOGPROBS)
     entry_of = {place: entry for entry, place in enumerate(of_long)}  # among the long reports, which lie apart
     for kind, places in kinds.items():
         most = max(wanted[place] or 0 for place in places)
         source, entries = logprobs, places
-        if kind > LONG_REPORT:
+        if kind > MAX_PACKED_LOGPROBS:
             assert logprobs.long is not None
             source, entries = logprobs.long, [entry_of[place] for place in places]
         packed = _pack(tokens[places], source, entries, most)

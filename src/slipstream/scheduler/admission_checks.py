@@ -22,7 +22,7 @@ def check_length(num_tokens: int, limit: int, *, wants_output: bool) -> None:
         )
 
 
-def check_fits(request: Request, config: SchedulerConfig, cache: CacheManager) -> None:
+def check_admissible(request: Request, config: SchedulerConfig, cache: CacheManager) -> None:
     limit, wants_output = config.max_model_len, request.pooling is None
     check_length(request.num_prompt, limit, wants_output=wants_output)
     most = limit if wants_output else request.num_prompt + 1
@@ -36,10 +36,10 @@ def check_fits(request: Request, config: SchedulerConfig, cache: CacheManager) -
             f"{cache.num_usable} in all; {way_out} or give the cache more memory"
         )
     if request.unscored != NEVER and not config.chunked_prefill:
-        _check_scores(request.num_prompt - 1, request.params.prompt_logprobs or 0, config.most_reported)
+        _check_scores(request.num_prompt - 1, request.params.prompt_logprobs or 0, config.max_reported)
 
 
-def fits_any(config: SchedulerConfig, cache: CacheManager) -> bool:
+def admits_any_request(config: SchedulerConfig, cache: CacheManager) -> bool:
     """Whether there is nothing to refuse: every prompt within the model length can run."""
     return config.chunked_prefill and cache.can_ever_fit(config.max_model_len - 1)
 

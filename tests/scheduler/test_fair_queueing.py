@@ -6,15 +6,15 @@ import random
 
 import pytest
 
+from slipstream.scheduler.fair_queueing import FairQueue
 from slipstream.scheduler.lazy_heap import LazyHeap
-from slipstream.scheduler.turns import Turns
 
 
 class Queue:
     """Requests of callers, by their sizes in tokens."""
 
     def __init__(self) -> None:
-        self.turns = Turns()
+        self.turns = FairQueue()
         self.sizes: dict[str, list[int]] = {}
         self.served: dict[str, int] = {}
 

@@ -1,4 +1,4 @@
-"""WholeScheduler: steps of whole prompts, for models whose every token sees the whole prompt.
+"""EncoderScheduler: steps of whole prompts, for models whose every token sees the whole prompt.
 
 Such a model keeps nothing between steps: no pages, no rows that outlive a step, nothing to preempt. What is left is a
 queue and a list of what is in flight. Small models spend most of their time on the host, so this is written for it:
@@ -18,19 +18,19 @@ from slipstream.config.config import SchedulerConfig
 from slipstream.errors import QueueFull, UserError
 from slipstream.messages import Output
 from slipstream.pooling_params import PoolingParams
-from slipstream.scheduler.fits import check_length
-from slipstream.scheduler.queries import Queries
-from slipstream.scheduler.reports import lost_query, pool_failure, pooled_report
-from slipstream.scheduler.turns import Turns
+from slipstream.scheduler.admission_checks import check_length
+from slipstream.scheduler.fair_queueing import FairQueue
+from slipstream.scheduler.query_registry import QueryRegistry
+from slipstream.scheduler.step_outputs import lost_query, pool_failure, pooled_report
 from slipstream.step import NO_INTS, Bools, Ints, StepPlan, StepResult
 
-LEAST_HALF = 512
+MIN_HALF_TOKENS = 512
 """Tokens of a step that a device computes hardly slower by the token than a larger one."""
 
 ASKED_AT_ONCE = 16  # those a step has no room for wait for the next
 
 
-class WholeRequest:
+class EncoderRequest:
     """A prompt to be pooled."""
 
     __slots__ = ("id", "tokens", "num_tokens", "params", "type_start", "num_seen", "caller", "is_launched", "is_done")
@@ -55,22 +55,22 @@ class WholeRequest:
         self.is_done = False  # also when aborted: then it is skipped wherever it turns up
 
     def __repr__(self) -> str:
-        return f"WholeRequest({self.id} of {self.num_tokens} tokens{', done' if self.is_done else ''})"
+        return f"EncoderRequest({self.id} of {self.num_tokens} tokens{', done' if self.is_done else ''})"
 
 
-class WholeScheduler:
+class EncoderScheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         assert config.max_num_batched_tokens >= config.max_model_len, "the longest prompt must fit one step"
         self.config = config
-        self.most_tokens: int | None = None  # of a step while others wait for the device; None: as many as fit
+        self.max_num_tokens: int | None = None  # of a step while others wait for the device; None: as many as fit
         # submits up to so many requests of somebody who has more of them, and says how many
         self.refill: Callable[[int], int] | None = None
-        self._live: dict[str, WholeRequest] = {}  # by id: not finished
+        self._live: dict[str, EncoderRequest] = {}  # by id: not finished
         self._levels: dict[int, _Level] = {}  # by priority; aborted requests stay until they come up
         self._num_waiting = 0  # those that are not done
         self._tokens_waiting = 0  # of theirs
-        self._in_flight: deque[list[WholeRequest]] = deque()
-        self._queries: Queries[WholeRequest] = Queries(config.most_kept)
+        self._in_flight: deque[list[EncoderRequest]] = deque()
+        self._queries: QueryRegistry[EncoderRequest] = QueryRegistry(config.max_kept)
         self._failures: list[Output] = []
         self._next_step = 0
 
@@ -103,7 +103,7 @@ class WholeScheduler:
         """Whether the device still keeps what this request, ended or not, left for documents."""
         return self._queries.is_kept(request_id)
 
-    def submit(self, request: WholeRequest) -> None:
+    def submit(self, request: EncoderRequest) -> None:
         """Refuses here and now what could not run however long it waited."""
         if not 0 < request.num_tokens <= self.config.max_model_len:
             check_length(request.num_tokens, self.config.max_model_len, wants_output=False)
@@ -121,14 +121,14 @@ class WholeScheduler:
         self._num_waiting += 1
         self._tokens_waiting += request.num_tokens
 
-    def _push(self, request: WholeRequest) -> None:
+    def _push(self, request: EncoderRequest) -> None:
         level = self._levels.get(request.params.priority)
         if level is None:
             level = self._levels[request.params.priority] = _Level()
             self._levels = dict(sorted(self._levels.items()))
         level.push(request)
 
-    def abort(self, request_id: str, sample: int | None = None) -> list[WholeRequest]:
+    def abort(self, request_id: str, sample: int | None = None) -> list[EncoderRequest]:
         """Forget a request, whatever it is doing. Returns those that were still alive."""
         request = self._live.get(request_id) if sample in (None, 0) else None
         if request is not None:
@@ -142,7 +142,7 @@ class WholeScheduler:
                 self._failures.append(lost_query(document.id))
         return [] if request is None else [request]
 
-    def _leave_queue(self, request: WholeRequest) -> None:
+    def _leave_queue(self, request: EncoderRequest) -> None:
         self._num_waiting -= 1
         self._tokens_waiting -= request.num_tokens
         if not self._num_waiting:
@@ -156,7 +156,7 @@ class WholeScheduler:
         count = len(taken)
         lengths = np.fromiter([request.num_tokens for request in taken], np.int32, count)
         tokens = b"".join([request.tokens for request in taken])
-        rows, none, every = _seats(count)
+        rows, none, every = _row_allocator(count)
         params = tuple([request.params for request in taken])
         type_starts = _or_length([request.type_start for request in taken], lengths)
         num_seen = _or_length([request.num_seen for request in taken], lengths)
@@ -190,16 +190,16 @@ class WholeScheduler:
         self._in_flight.append(taken)
         return plan
 
-    def _take(self) -> list[WholeRequest]:
+    def _take(self) -> list[EncoderRequest]:
         left, rows = self.config.max_num_batched_tokens, self.config.max_num_seqs
-        if self.most_tokens is not None:
-            left = min(left, self.most_tokens)
+        if self.max_num_tokens is not None:
+            left = min(left, self.max_num_tokens)
         parts = self.config.depth and not self._in_flight and self.refill is None
-        if parts and self._tokens_waiting >= 2 * LEAST_HALF:
+        if parts and self._tokens_waiting >= 2 * MIN_HALF_TOKENS:
             # While the device computes one half the host makes ready the other. Taken at once, those who ask again
             # when they are answered would come in one flock for ever, and device and host take turns.
             left = min(left, -(-self._tokens_waiting // 2))
-        taken: list[WholeRequest] = []
+        taken: list[EncoderRequest] = []
         while True:
             for priority, level in list(self._levels.items()):
                 while (caller := level.turns.next()) is not None:
@@ -256,7 +256,7 @@ class WholeScheduler:
         failures, self._failures = self._failures, []
         return failures
 
-    def _end(self, request: WholeRequest) -> None:
+    def _end(self, request: EncoderRequest) -> None:
         request.is_done = True
         del self._live[request.id]
         if request.params.query_key:
@@ -283,10 +283,10 @@ class _Level:
     __slots__ = ("turns", "queues")
 
     def __init__(self) -> None:
-        self.turns = Turns()
-        self.queues: dict[str, deque[WholeRequest]] = {}  # none is empty
+        self.turns = FairQueue()
+        self.queues: dict[str, deque[EncoderRequest]] = {}  # none is empty
 
-    def push(self, request: WholeRequest) -> None:
+    def push(self, request: EncoderRequest) -> None:
         queue = self.queues.get(request.caller)
         if queue is None:
             queue = self.queues[request.caller] = deque()
@@ -307,6 +307,6 @@ def _or_length(numbers: list[int | None], lengths: Ints) -> Ints | None:
 
 
 @functools.lru_cache(4096)
-def _seats(count: int) -> tuple[Ints, Ints, Bools]:
+def _row_allocator(count: int) -> tuple[Ints, Ints, Bools]:
     """Rows of a step, none of which samples and all of which pool. Nobody changes them."""
     return np.arange(count, dtype=np.int32), np.zeros(count, np.int32), np.ones(count, np.bool_)

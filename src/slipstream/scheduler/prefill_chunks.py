@@ -7,13 +7,13 @@ from slipstream.request import NEVER, Request
 from slipstream.scheduler.plan_builder import Chunk, PlanBuilder
 
 
-def num_wanted(request: Request, start: int, known: int, builder: PlanBuilder, config: SchedulerConfig) -> int:
+def num_chunk_tokens(request: Request, start: int, known: int, builder: PlanBuilder, config: SchedulerConfig) -> int:
     """The known tokens it has not computed; of a prompt to be scored as many as the step has room to report on, which
     may be none if others are scored in it."""
     first = request.unscored
     if first == NEVER:
         return known - start
-    room = builder.score_room(request, config.most_reported)
+    room = builder.score_room(request, config.max_reported)
     if min(known, request.num_prompt - 1) + 1 - first <= room:
         return known - start
     return max(0, room + first - 1 - start) if config.chunked_prefill else 0

@@ -1,4 +1,4 @@
-"""WholeScheduler: whole prompts, in order, as many as fit, none lost."""
+"""EncoderScheduler: whole prompts, in order, as many as fit, none lost."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from slipstream.config.config import SchedulerConfig
 from slipstream.errors import InvalidPrompt, PromptTooLong, QueueFull, UserError
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
-from slipstream.scheduler.whole import ASKED_AT_ONCE, LEAST_HALF, WholeRequest, WholeScheduler
+from slipstream.scheduler.encoder_scheduler import ASKED_AT_ONCE, MIN_HALF_TOKENS, EncoderRequest, EncoderScheduler
 from slipstream.step import NO_INTS, StepResult
 
 EMBED = PoolingParams(task="embed")
 
 
 def make(tokens=32, rows=4, length=16, waiting=100, depth=2):
-    return WholeScheduler(
+    return EncoderScheduler(
         SchedulerConfig(
             max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=length, max_waiting=waiting,
-            chunked_prefill=False, depth=depth, seed=0, staged_ints=0, whole=True,
+            chunked_prefill=False, depth=depth, seed=0, staged_ints=0, is_encoder=True,
         )
     )  # fmt: skip
 
 
 def submit(scheduler, id, length=4, params=EMBED, type_start=None, caller=""):
-    scheduler.submit(WholeRequest(id, list(range(length)), params, type_start, caller=caller))
+    scheduler.submit(EncoderRequest(id, list(range(length)), params, type_start, caller=caller))
 
 
 def result(plan, failed=()):
@@ -62,14 +62,14 @@ def test_a_flock_is_parted_where_steps_are_launched_ahead(depth, sizes):
     """So that there is always one half on the device while the other comes and goes."""
     scheduler = make(tokens=4096, rows=64, length=4096, depth=depth)
     for i in range(8):
-        submit(scheduler, f"r{i}", LEAST_HALF // 4)
+        submit(scheduler, f"r{i}", MIN_HALF_TOKENS // 4)
     plans = [scheduler.plan() for _ in sizes]
     assert [len(plan.rows) for plan in plans] == sizes and scheduler.plan() is None
     for turn in range(3):  # whoever is answered asks again
         for place, size in enumerate(sizes):
             outputs = scheduler.commit(result(plans[place]))
             for output in outputs:
-                submit(scheduler, f"{output.request_id}-{turn}", LEAST_HALF // 4)
+                submit(scheduler, f"{output.request_id}-{turn}", MIN_HALF_TOKENS // 4)
             plans[place] = scheduler.plan()
             assert len(plans[place].rows) == size
             scheduler.check()
@@ -78,18 +78,18 @@ def test_a_flock_is_parted_where_steps_are_launched_ahead(depth, sizes):
 def test_what_is_small_or_follows_another_step_is_not_parted():
     scheduler = make(tokens=4096, rows=64, length=4096, depth=1)
     for i in range(7):
-        submit(scheduler, f"r{i}", LEAST_HALF // 4)
+        submit(scheduler, f"r{i}", MIN_HALF_TOKENS // 4)
     first = scheduler.plan()
     assert len(first.rows) == 7
     for i in range(20):
-        submit(scheduler, f"s{i}", LEAST_HALF // 4)
+        submit(scheduler, f"s{i}", MIN_HALF_TOKENS // 4)
     assert len(scheduler.plan().rows) == 20
 
 
 def test_one_long_prompt_goes_whole():
     scheduler = make(tokens=4096, rows=64, length=4096, depth=1)
-    submit(scheduler, "a", 4 * LEAST_HALF)
-    assert scheduler.plan().num_tokens.tolist() == [4 * LEAST_HALF]
+    submit(scheduler, "a", 4 * MIN_HALF_TOKENS)
+    assert scheduler.plan().num_tokens.tolist() == [4 * MIN_HALF_TOKENS]
 
 
 def test_rows_bound_a_step_too():
@@ -117,9 +117,9 @@ def refilled(scheduler, lengths, params=EMBED):
 def test_a_step_asks_for_those_it_has_room_for(depth):
     scheduler = make(tokens=4096, rows=64, length=4096, depth=depth)
     submit(scheduler, "first", 8)
-    waiting = refilled(scheduler, [LEAST_HALF // 4] * 99)
+    waiting = refilled(scheduler, [MIN_HALF_TOKENS // 4] * 99)
     first = scheduler.plan()
-    assert first.num_tokens.tolist() == [8] + [LEAST_HALF // 4] * 31  # full, and not parted: there are more
+    assert first.num_tokens.tolist() == [8] + [MIN_HALF_TOKENS // 4] * 31  # full, and not parted: there are more
     assert len(waiting) == 99 - 2 * ASKED_AT_ONCE
     scheduler.check()
     sizes = [len(first.rows)]

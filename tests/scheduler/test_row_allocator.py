@@ -6,10 +6,10 @@ import pytest
 
 from slipstream.params import SamplingParams
 from slipstream.request import Request, Status
-from slipstream.scheduler.seats import Seats
+from slipstream.scheduler.row_allocator import RowAllocator
 
 
-def seated(seats: Seats, number: int, priority: int = 0, **params: object) -> Request:
+def seated(seats: RowAllocator, number: int, priority: int = 0, **params: object) -> Request:
     request = Request(f"r{number}", [1, 2, 3], SamplingParams(**params), priority=priority, max_length=9)
     request.number = number
     seats.take(request, num_cached=2)
@@ -17,7 +17,7 @@ def seated(seats: Seats, number: int, priority: int = 0, **params: object) -> Re
 
 
 def test_whoever_is_preempted_first_comes_last():
-    seats = Seats(4)
+    seats = RowAllocator(4)
     old, low, young, high = (seated(seats, n, p) for n, p in ((0, 0), (1, 5), (2, 0), (3, -1)))
     assert seats.running == [high, old, young, low]
     seats.check([old, low, young, high])
@@ -25,12 +25,12 @@ def test_whoever_is_preempted_first_comes_last():
 
 
 def test_a_newcomer_begins_where_its_cached_positions_end():
-    request = seated(Seats(1), 0)
+    request = seated(RowAllocator(1), 0)
     assert (request.status, request.computed, request.committed, request.num_known) == (Status.RUNNING, 2, 2, 3)
 
 
 def test_a_row_that_was_left_is_free_at_once_and_told_once():
-    seats = Seats(1)
+    seats = RowAllocator(1)
     first = seated(seats, 0)
     seats.leave(first)
     assert first.row == first.admission == -1 and first.computed == 0
@@ -40,7 +40,7 @@ def test_a_row_that_was_left_is_free_at_once_and_told_once():
 
 
 def test_those_who_want_logprobs_are_counted_while_they_sit():
-    seats = Seats(3)
+    seats = RowAllocator(3)
     curious, _ = seated(seats, 0, logprobs=2), seated(seats, 1)
     assert seats.num_asking == 1
     seats.leave(curious)
@@ -48,7 +48,7 @@ def test_those_who_want_logprobs_are_counted_while_they_sit():
 
 
 def test_a_row_that_is_lost_is_noticed():
-    seats = Seats(2)
+    seats = RowAllocator(2)
     request = seated(seats, 0)
     seats.check([request])
     request.row = 1

@@ -10,11 +10,11 @@ import pytest
 from scripted import Bench
 from slipstream.errors import RequestTooLarge
 from slipstream.messages import LOGPROB
-from slipstream.params import LONG_REPORT, SamplingParams
+from slipstream.params import MAX_PACKED_LOGPROBS, SamplingParams
 from slipstream.step import StepPlan
 
 MOST = 400
-SAMPLED = [None, 0, 3, LONG_REPORT, LONG_REPORT + 1, 90, 399]
+SAMPLED = [None, 0, 3, MAX_PACKED_LOGPROBS, MAX_PACKED_LOGPROBS + 1, 90, 399]
 OF_PROMPT = [None, None, 0, 7, 60, 399]
 GIVEN = [(), (), (5,), tuple(range(90))]
 STOPS = [(), (200,), tuple(range(200, 270))]
@@ -28,7 +28,7 @@ class Counted(Bench):
         super().__init__(**options)
         self.seated: dict[int, SamplingParams] = {}
         self.words: dict[int, tuple[tuple[int, ...], ...]] = {}  # of those seated who have some
-        self.most_lines = self.most_words = 0
+        self.max_lines = self.max_words = 0
 
     def plan(self) -> StepPlan | None:
         plan = super().plan()
@@ -40,13 +40,13 @@ class Counted(Bench):
             self.words |= {admission.row: admission.bad_words for admission in plan.admitted if admission.bad_words}
             self.check_words()
             params = [self.seated[row] for row in plan.rows[plan.num_drawn > 0].tolist()]
-            self.check_lines([1 + k for own in params if (k := own.num_logprobs or 0) > LONG_REPORT])
+            self.check_lines([1 + k for own in params if (k := own.num_logprobs or 0) > MAX_PACKED_LOGPROBS])
             self.check_lines([len(own.given_ids) for own in params if own.given_ids])
             seated = self.seated.values()
             self.check_lines([len(own.stop_token_ids) for own in seated if own.min_tokens and own.stop_token_ids])
             if plan.scores is not None:
                 self.check_lines([1 + plan.scores.num_logprobs] * len(plan.scores.places))
-            wanted = [k if k <= LONG_REPORT else 0 for own in params if (k := own.num_logprobs) is not None]
+            wanted = [k if k <= MAX_PACKED_LOGPROBS else 0 for own in params if (k := own.num_logprobs) is not None]
             assert plan.num_logprobs == max(wanted, default=None)
         return plan
 
@@ -54,19 +54,19 @@ class Counted(Bench):
         """Each has a line for every word, and for its last tokens, as long as anybody's longest."""
         words = self.words.values()
         most, longest = max(map(len, words), default=0), max((len(one) for own in words for one in own), default=0)
-        self.most_words = max(self.most_words, len(words))
+        self.max_words = max(self.max_words, len(words))
         assert len(words) < 2 or len(words) * (1 + most) * longest <= MOST, f"{len(words)} x {most} words of {longest}"
 
     def check_lines(self, lengths: list[int]) -> None:
         assert len(lengths) * max(lengths, default=0) <= MOST, f"{lengths}"
-        self.most_lines = max(self.most_lines, len(lengths))
+        self.max_lines = max(self.max_lines, len(lengths))
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_step_reports_more_than_it_may(seed):
     rng = random.Random(seed)
     bench = Counted(
-        depth=seed % 3, num_pages=20, max_num_batched_tokens=rng.choice([5, 16, 64]), max_num_seqs=6, most_reported=MOST
+        depth=seed % 3, num_pages=20, max_num_batched_tokens=rng.choice([5, 16, 64]), max_num_seqs=6, max_reported=MOST
     )
     for _ in range(25):
         bench.submit(
@@ -85,7 +85,7 @@ def test_no_step_reports_more_than_it_may(seed):
             if bench.scheduler.has_work():
                 bench.step()
     bench.run()
-    assert bench.most_lines > 1 and bench.most_words > 1
+    assert bench.max_lines > 1 and bench.max_words > 1
     for request in bench.requests:
         bench.check_tokens(request)
         mine = [o for o in bench.outputs if (o.request_id, o.sample) == (request.id, request.sample)]
@@ -99,15 +99,15 @@ def test_no_step_reports_more_than_it_may(seed):
 
 
 def test_short_reports_wait_for_nobody():
-    bench = Counted(most_reported=MOST, max_num_seqs=4)
+    bench = Counted(max_reported=MOST, max_num_seqs=4)
     bench.submit([1], logprobs=399)
     for _ in range(3):
-        bench.submit([2], logprobs=LONG_REPORT)
+        bench.submit([2], logprobs=MAX_PACKED_LOGPROBS)
     assert len(bench.plan().rows) == 4
 
 
 def test_a_prompt_in_one_step_that_could_never_be_told_is_refused():
-    bench = Bench(chunked_prefill=False, most_reported=MOST)
+    bench = Bench(chunked_prefill=False, max_reported=MOST)
     bench.submit([1] * 5, prompt_logprobs=99)
     with pytest.raises(RequestTooLarge, match="500 numbers for 5 tokens.*enable_chunked_prefill"):
         bench.submit([1] * 6, prompt_logprobs=99)

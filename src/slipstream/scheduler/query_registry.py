@@ -15,12 +15,12 @@ from slipstream.pooling_params import PoolingParams
 R = TypeVar("R")  # the scheduler's own kind of request
 
 
-class Queries(Generic[R]):
+class QueryRegistry(Generic[R]):
     """By the key that a query and its documents name; those without one are nobody's here."""
 
-    def __init__(self, most_tokens: int) -> None:
-        """`most_tokens`: of all queries that are kept at once."""
-        self._most_tokens = most_tokens
+    def __init__(self, max_num_tokens: int) -> None:
+        """`max_num_tokens`: of all queries that are kept at once."""
+        self._most_tokens = max_num_tokens
         self._num_tokens = 0
         self._kept: dict[str, _Query[R]] = {}
         self._key_of: dict[str, str] = {}  # by the query's request id

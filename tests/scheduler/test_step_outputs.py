@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from slipstream.messages import LOGPROB
-from slipstream.params import LONG_REPORT, SamplingParams
+from slipstream.params import MAX_PACKED_LOGPROBS, SamplingParams
 from slipstream.request import Request
-from slipstream.scheduler.reports import accepted_tokens, logprob_bytes, logprob_reports
+from slipstream.scheduler.step_outputs import accepted_tokens, logprob_bytes, logprob_reports
 from slipstream.step import StepLogprobs, StepResult
 
 
@@ -43,7 +43,7 @@ def request(**params: object) -> Request:
     "wanted", [[5] * 7, [0], [None, 0, 2, 40, None, 33, 5, 40, 100], [None, 3], [1, 2, 3], [100] * 2 + [0], [40] * 3]
 )
 def test_each_row_gets_as_many_as_it_wants(wanted, dtype):
-    long = [i for i, k in enumerate(wanted) if k is not None and k > LONG_REPORT]
+    long = [i for i, k in enumerate(wanted) if k is not None and k > MAX_PACKED_LOGPROBS]
     short = max(k or 0 for i, k in enumerate(wanted) if i not in long) if len(long) < len(wanted) else 0
     apart = told_of(len(long), max(wanted[i] for i in long), dtype) if long else None
     result = of(replace(told_of(len(wanted), short, dtype), long=apart))

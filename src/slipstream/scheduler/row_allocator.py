@@ -15,7 +15,7 @@ from slipstream.request import Request, Status
 _KINDS = (slice(0, 1), slice(1, 2), slice(2, 4))  # of lists, in Request.list_sizes
 
 
-class Seats:
+class RowAllocator:
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.running: list[Request] = []  # by priority, then number: whoever is preempted comes last

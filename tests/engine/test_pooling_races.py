@@ -17,7 +17,7 @@ from pool_bench import PoolBench, assert_same
 from slipstream.device.streams import PASSED, ThreadedStream
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
-from slipstream.runner.output import ResultRing, StepHandle
+from slipstream.runner.results import ResultRing, StepHandle
 from tiny import write_tiny
 from tiny_encoder import write_tiny_encoder
 

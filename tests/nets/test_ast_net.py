@@ -194,7 +194,7 @@ def test_the_call_that_opens_another_block_is_looked_at():
 def test_folders_are_searched_and_allowed_files_are_not(tmp_path):
     for name in (
         "runner/batch/rows.py",
-        "runner/output.py",
+        "runner/results.py",
         "nn/weights/load.py",
         "nn/weight_format.py",
         "engine/core.py",

@@ -42,8 +42,8 @@ def test_the_contracts_hold(copy: Path) -> None:
 
 
 PLANTED = {
-    "Imports point down": ("scheduler/stopping.py", "from slipstream.runner import output"),
-    "Inside the runner": ("runner/batch/rows.py", "from slipstream.runner import generate"),
+    "Imports point down": ("scheduler/stopping.py", "from slipstream.runner import results"),
+    "Inside the runner": ("runner/batch/rows.py", "from slipstream.runner import generate_head"),
     "Inside nn": ("nn/layers/norm.py", "from slipstream.nn.models import decoder"),
     "The host half never imports torch": ("scheduler/budget.py", "import torch"),
 }

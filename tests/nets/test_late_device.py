@@ -11,7 +11,7 @@ from delayed_device import POISON, DelayedDevice
 from slipstream import LLM, SamplingParams
 from slipstream.device.streams import PASSED
 from slipstream.errors import EngineDead
-from slipstream.runner import output
+from slipstream.runner import results
 from slipstream.runner.batch import staging
 from tiny import write_tiny
 
@@ -66,12 +66,12 @@ def test_an_upload_slot_rewritten_too_early_is_caught(folder, wanted, monkeypatc
 
 
 def test_a_result_read_before_its_event_is_caught(folder, wanted, monkeypatch):
-    real = output.StepHandle.__init__
+    real = results.StepHandle.__init__
 
     def hasty(self, ready, *rest):
         real(self, PASSED, *rest)
 
-    monkeypatch.setattr(output.StepHandle, "__init__", hasty)
+    monkeypatch.setattr(results.StepHandle, "__init__", hasty)
     assert failure(folder, wanted) == "wrong tokens"
 
 
@@ -109,7 +109,7 @@ def test_copies_that_come_late_are_each_steps_own(folder, wanted):
 
 
 def test_a_result_slot_rewritten_before_its_copy_is_caught(folder, wanted, monkeypatch):
-    class Hasty(output.ResultRing):
+    class Hasty(results.ResultRing):
         """Steps write to one place on the device, and none waits for the copy of the one before it."""
 
         def __init__(self, *args, **kwargs):

@@ -8,13 +8,13 @@ from pool_bench import PoolBench
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.device.device import Device
 from slipstream.pooling_params import PoolingParams
-from slipstream.runner import own_copy as home
+from slipstream.runner import host_copy as home
 from slipstream.runner.batch.input_batch import Size
 from slipstream.runner.batch.staging import HostRing
-from slipstream.runner.graphs import Left
-from slipstream.runner.pooling import late
-from slipstream.runner.pooling.late import QueryStore
-from slipstream.runner.pooling.setting import Settings
+from slipstream.runner.graphs import GraphOutputs
+from slipstream.runner.pooling import late_interaction
+from slipstream.runner.pooling.late_interaction import QueryStore
+from slipstream.runner.pooling.pool_mode import Settings
 from tiny_encoder import write_tiny_encoder
 
 
@@ -23,7 +23,7 @@ class Recorder:
 
     def __init__(self):
         self.keys = set()
-        self.results = Left(2**16, Device(0, 1))
+        self.results = GraphOutputs(2**16, Device(0, 1))
 
     def run(self, key, work):
         self.keys.add(key)
@@ -56,7 +56,7 @@ def test_a_copy_is_the_readers_own(num_bytes, num_cores, monkeypatch):
     monkeypatch.setattr(home, "default_threads", lambda: num_cores)
     buffer = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8)
     wanted = buffer.tobytes()
-    own = home.own_copy(buffer)
+    own = home.host_copy(buffer)
     buffer[:] = 0
     assert own.tobytes() == wanted
 
@@ -64,7 +64,7 @@ def test_a_copy_is_the_readers_own(num_bytes, num_cores, monkeypatch):
 @pytest.mark.parametrize("at_once", [1, 4, 2**26])
 def test_a_kept_query_outlives_the_memory_of_its_step(at_once, monkeypatch):
     """Its vectors may be a view of hidden states that the next replay writes again."""
-    monkeypatch.setattr(late, "MAX_SCORES", at_once)
+    monkeypatch.setattr(late_interaction, "MAX_SCORES", at_once)
     device, store, hidden = Device(0, 1), QueryStore(), torch.eye(3)
     store.keep(hidden, [2, 1], [7, 8])
     hidden.zero_()
@@ -96,7 +96,7 @@ def test_what_late_interaction_makes_together_is_bounded(at_once, monkeypatch):
                 largest[0] = max(largest[0], out.numel())
             return out
 
-    monkeypatch.setattr(late, "MAX_SCORES", at_once)
+    monkeypatch.setattr(late_interaction, "MAX_SCORES", at_once)
     device, store = Device(0, 1), QueryStore()
     store.keep(torch.tensor(np.concatenate(queries)), sizes, range(8))
     upload = HostRing(2, 4096, device).open()

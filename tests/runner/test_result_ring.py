@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.device.device import Device
 from slipstream.device.streams import ThreadedStream
-from slipstream.runner.output import ResultRing, lay_out, result_shape
+from slipstream.runner.results import ResultRing, lay_out, result_shape
 
 
 class Ops(TorchDispatchMode):

@@ -9,19 +9,19 @@ from slipstream.request import Request, Status
 from slipstream.scheduler.row_allocator import RowAllocator
 
 
-def seated(seats: RowAllocator, number: int, priority: int = 0, **params: object) -> Request:
+def seated(rows: RowAllocator, number: int, priority: int = 0, **params: object) -> Request:
     request = Request(f"r{number}", [1, 2, 3], SamplingParams(**params), priority=priority, max_length=9)
     request.number = number
-    seats.take(request, num_cached=2)
+    rows.assign(request, num_cached=2)
     return request
 
 
 def test_whoever_is_preempted_first_comes_last():
-    seats = RowAllocator(4)
-    old, low, young, high = (seated(seats, n, p) for n, p in ((0, 0), (1, 5), (2, 0), (3, -1)))
-    assert seats.running == [high, old, young, low]
-    seats.check([old, low, young, high])
-    assert seats.num_free == 0 and sorted(request.row for request in seats.running) == [0, 1, 2, 3]
+    rows = RowAllocator(4)
+    old, low, young, high = (seated(rows, n, p) for n, p in ((0, 0), (1, 5), (2, 0), (3, -1)))
+    assert rows.running == [high, old, young, low]
+    rows.check([old, low, young, high])
+    assert rows.num_free == 0 and sorted(request.row for request in rows.running) == [0, 1, 2, 3]
 
 
 def test_a_newcomer_begins_where_its_cached_positions_end():
@@ -30,27 +30,27 @@ def test_a_newcomer_begins_where_its_cached_positions_end():
 
 
 def test_a_row_that_was_left_is_free_at_once_and_told_once():
-    seats = RowAllocator(1)
-    first = seated(seats, 0)
-    seats.leave(first)
+    rows = RowAllocator(1)
+    first = seated(rows, 0)
+    rows.free(first)
     assert first.row == first.admission == -1 and first.computed == 0
-    second = seated(seats, 1)
+    second = seated(rows, 1)
     assert (second.row, second.admission) == (0, 1)
-    assert seats.take_released() == [0] and seats.take_released() == []
+    assert rows.take_released() == [0] and rows.take_released() == []
 
 
 def test_those_who_want_logprobs_are_counted_while_they_sit():
-    seats = RowAllocator(3)
-    curious, _ = seated(seats, 0, logprobs=2), seated(seats, 1)
-    assert seats.num_asking == 1
-    seats.leave(curious)
-    assert seats.num_asking == 0
+    rows = RowAllocator(3)
+    curious, _ = seated(rows, 0, logprobs=2), seated(rows, 1)
+    assert rows.num_asking == 1
+    rows.free(curious)
+    assert rows.num_asking == 0
 
 
 def test_a_row_that_is_lost_is_noticed():
-    seats = RowAllocator(2)
-    request = seated(seats, 0)
-    seats.check([request])
+    rows = RowAllocator(2)
+    request = seated(rows, 0)
+    rows.check([request])
     request.row = 1
     with pytest.raises(AssertionError, match="rows are lost"):
-        seats.check([request])
+        rows.check([request])

@@ -30,21 +30,21 @@ from slipstream.nn.models.registry import cache_specs
 from slipstream.ops.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
 from slipstream.ops.linear.cublaslt_tuned import autotune_recorded, recording_gemms
 from slipstream.pooling_params import PoolingParams
+from slipstream.runner.batch.encoder_batch import EncoderBatch
 from slipstream.runner.batch.input_batch import InputBatch, Inputs
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.rope_rows import RopeRows
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import HostRing
-from slipstream.runner.batch.whole_batch import WholeBatch
-from slipstream.runner.generate import GenerateHead
+from slipstream.runner.generate_head import GenerateHead
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import HeadMaker
 from slipstream.runner.kv_store import KVStore
-from slipstream.runner.output import ResultRing
-from slipstream.runner.pool import PoolHead
+from slipstream.runner.pool_head import PoolHead
 from slipstream.runner.pool_warmup import PoolWarmUp
-from slipstream.runner.pooling.carry import Carry
+from slipstream.runner.pooling.chunk_state import ChunkState
+from slipstream.runner.results import ResultRing
 from slipstream.runner.runner import ModelRunner
 from slipstream.runner.sampling.sampler import Sampler
 from slipstream.runner.warmup import Start, WarmUp, enough_memory
@@ -149,7 +149,7 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
     if scheduler.is_encoder:
         assert pooling is not None, "a model without a cache is for pooling"
         short_rope = None if scheduler.short_rope is None else (scheduler.short_rope, scheduler.max_model_len)
-        input_batch = WholeBatch(
+        input_batch = EncoderBatch(
             device,
             with_types=pooling.has_types,
             with_unseen=not pooling.query.filler_is_seen,
@@ -167,7 +167,7 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
             heads.append(GenerateHead(model, rows, sampler, results, logit_dtype, graphs, steady=steady))
             row_states.append(sampler)
     if pooling is not None:
-        carry = Carry(pooling.methods, 0 if scheduler.is_encoder else num_rows, info.hidden_size, dtype, device)
+        carry = ChunkState(pooling.methods, 0 if scheduler.is_encoder else num_rows, info.hidden_size, dtype, device)
         pool = PoolHead(model.heads, pooling, info.vocab_size, carry, results, graphs, logit_dtype)
         heads.append(pool)
         row_states.append(pool)

@@ -45,7 +45,7 @@ class GraphPool:
         self._is_starting = False
         self.gave_up = False  # a capture has failed
         self._taken: tuple[Callable[[], None], None] | None = None
-        self.hidden, self.results = (Left(size if self.enabled else 0, device) for size in left)
+        self.hidden, self.results = (GraphOutputs(size if self.enabled else 0, device) for size in left)
 
     @property
     def num_captured(self) -> int:
@@ -137,7 +137,7 @@ class GraphPool:
             self._runs_first = 0 if capture else before
 
 
-class Left:
+class GraphOutputs:
     """Where captured work leaves something for what comes right behind it: one place for all, so that a graph keeps no
     memory of its own. The next to run writes over it."""
 

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.output import Sent, StepHandle
+from slipstream.runner.results import Sent, StepHandle
 from slipstream.step import StepPlan
 
 Finish = Callable[[Gathered, torch.Tensor], None]

@@ -19,9 +19,9 @@ from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head, HeadMaker
 from slipstream.runner.kv_store import KVStore
-from slipstream.runner.output import NO_RESULTS, ResultRing, StepHandle
-from slipstream.runner.pool import PoolHead
+from slipstream.runner.pool_head import PoolHead
 from slipstream.runner.pooling.results import MixedHandle
+from slipstream.runner.results import NO_RESULTS, ResultRing, StepHandle
 from slipstream.step import StepPlan
 
 

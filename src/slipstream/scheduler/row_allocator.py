@@ -30,7 +30,7 @@ class RowAllocator:
     def num_free(self) -> int:
         return len(self._free)
 
-    def take(self, request: Request, num_cached: int) -> None:
+    def assign(self, request: Request, num_cached: int) -> None:
         """A newcomer sits down, with so many of its positions computed by others."""
         request.status = Status.RUNNING
         request.row = self._free.pop()
@@ -49,7 +49,7 @@ class RowAllocator:
         else:
             insort(running, request, key=_rank)
 
-    def leave(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         running = self.running
         # of those that are pooled the first leaves first
         del running[0 if running[0] is request else bisect_left(running, _rank(request), key=_rank)]

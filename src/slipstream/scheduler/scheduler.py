@@ -321,7 +321,7 @@ class Scheduler:
                 self._begun.append(request.id)
         if request.leader is not None:
             leave_leader(request)
-        self._row_allocator.take(request, hit.length)
+        self._row_allocator.assign(request, hit.length)
         builder.admit(request)
 
     def _plan_chunk(self, request: Request, num: int, builder: PlanBuilder) -> None:
@@ -463,7 +463,7 @@ class Scheduler:
         if (num_decoded := request.computed - request.num_known) > 0:
             self._waiting.charge(request, num_decoded)
         self.cache.release(request)
-        self._row_allocator.leave(request)
+        self._row_allocator.free(request)
 
     def _leave_early(self, request: Request) -> None:
         """All of a pooling request is launched: it needs its row and its pages no more."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from slipstream.config.memory import GATHERED_KEYS
 from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
+from slipstream.ops.bidirectional_attention.reference import BidirectionalPlan, attend_bidirectional, plan_bidirectional
 from slipstream.ops.paged_attention import (
     attend_chunk,
     attend_in_place,
@@ -24,7 +25,6 @@ from slipstream.ops.paged_attention import (
     cut_tiles,
     serves_pages,
 )
-from slipstream.ops.bidirectional_attention.reference import BidirectionalPlan, attend_bidirectional, plan_bidirectional
 
 # One more call costs about as much as this many masked key positions.
 CALL_COST = 256

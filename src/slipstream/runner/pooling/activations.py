@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.nn.layers.activations import torch_activation
-from slipstream.runner.pooling.setting import Setting
+from slipstream.runner.pooling.pool_mode import PoolMode
 
 
-def finish(x: torch.Tensor, setting: Setting) -> torch.Tensor:
+def finish(x: torch.Tensor, setting: PoolMode) -> torch.Tensor:
     """Device: lines [N, size] to lines [N, width]. Cutting and picking come first: what is left has length or sum 1.
     Where the model's folder says to which size vectors are cut, it comes last."""
     if setting.cut_last:

@@ -11,8 +11,8 @@ import torch
 
 from slipstream.device.device import Bytes
 from slipstream.device.streams import Event
-from slipstream.runner.output import NO_RESULTS, ResultShape, StepHandle, lay_out
-from slipstream.runner.own_copy import own_copy
+from slipstream.runner.host_copy import host_copy
+from slipstream.runner.results import NO_RESULTS, ResultShape, StepHandle, lay_out
 from slipstream.step import NO_INTS, Floats, StepResult
 
 SUM = "sum of "
@@ -64,7 +64,7 @@ class PoolHandle(StepHandle):
         if self.ready is not None:
             self._wait_until_copied()
         assert self._host is not None
-        own = own_copy(self._host)
+        own = host_copy(self._host)
         arrays = [np.ndarray(field.shape, field.dtype, own, field.start) for field in self._shape.fields]
         lines, sums = arrays[: len(self._blocks)], arrays[len(self._blocks) :]
         if len(lines) == 1 and self._blocks[0].places is None:  # mostly

@@ -12,7 +12,7 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import forbid_matched_, match_words
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.slots import Lists, Slots
+from slipstream.runner.sampling.feature_rows import Lists, Slots
 from slipstream.runner.sampling.stage import SampleBatch, StageWork
 from slipstream.step import Admission, Ints, StepPlan
 

@@ -11,7 +11,7 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import add_lines_
 from slipstream.params import SamplingParams
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.slots import SlotTable, StagedSlots
+from slipstream.runner.sampling.feature_rows import SlotTable, StagedSlots
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
 from slipstream.step import Ints, StepPlan
 

@@ -13,7 +13,7 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import TopLogprobs, logprobs_of, top_logprobs
 from slipstream.params import MAX_PACKED_LOGPROBS
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.slots import Lists, Slots
+from slipstream.runner.sampling.feature_rows import Lists, Slots
 from slipstream.step import Ints, PromptScores, StepPlan
 
 
@@ -34,14 +34,14 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class GivenWork:
+class RequestedWork:
     """What one step reports of given ids."""
 
     shape: tuple[int, int]  # rows that ask, and the most ids that one of them asks for
     report: Callable[[torch.Tensor], torch.Tensor]  # device: raw logits [S, V] to logprobs of that shape
 
 
-class GivenLogprobs:
+class RequestedLogprobs:
     """logprob_token_ids: the ids of the rows that ask are kept on the device. A RowState, but it edits nothing."""
 
     def __init__(self, num_rows: int, device: Device, max_ids: int) -> None:
@@ -72,7 +72,7 @@ class GivenLogprobs:
 
         upload.then(write)
 
-    def prepare(self, rows: Ints, upload: Upload) -> GivenWork | None:
+    def prepare(self, rows: Ints, upload: Upload) -> RequestedWork | None:
         users = self.slots.users(rows, upload)
         if users is None:
             return None
@@ -82,18 +82,18 @@ class GivenLogprobs:
             ids = table.tensor[:, :most].index_select(0, upload.tensor(users.slots))
             return logprobs_of(raw.index_select(0, upload.tensor(users.index)), ids.long())
 
-        return GivenWork((len(users.rows), most), report)
+        return RequestedWork((len(users.rows), most), report)
 
 
 @dataclass(frozen=True, slots=True)
-class LongWork:
+class WideWork:
     """What one step reports of rows that want very many."""
 
     shape: tuple[int, int]  # those rows, and the most that one of them wants
     report: Callable[[torch.Tensor, torch.Tensor], TopLogprobs]  # device: raw logits and tokens of all rows
 
 
-class LongLogprobs:
+class WideLogprobs:
     """Rows that want more than MAX_PACKED_LOGPROBS of the likeliest. A RowState, with nothing on the device."""
 
     def __init__(self, num_rows: int) -> None:
@@ -114,7 +114,7 @@ class LongLogprobs:
         """Host: whether any of these rows wants them."""
         return self._num > 0 and bool(self._wanted[rows].any())
 
-    def prepare(self, rows: Ints, upload: Upload) -> LongWork | None:
+    def prepare(self, rows: Ints, upload: Upload) -> WideWork | None:
         if not self.asks(rows):
             return None
         wanted = self._wanted[rows]
@@ -125,7 +125,7 @@ class LongLogprobs:
             index = upload.tensor(span)
             return top_logprobs(raw.index_select(0, index), tokens.index_select(0, index), most)
 
-        return LongWork((len(which), most), report)
+        return WideWork((len(which), most), report)
 
 
 def prepare_scores(

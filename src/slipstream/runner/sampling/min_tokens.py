@@ -8,7 +8,7 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import forbid_
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.slots import Lists, StagedSlots
+from slipstream.runner.sampling.feature_rows import Lists, StagedSlots
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
 from slipstream.step import Ints, StepPlan
 

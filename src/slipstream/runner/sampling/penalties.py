@@ -10,7 +10,7 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import IN_OUTPUT, IN_PROMPT, Penalty, count_, penalize_
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.slots import SlotTable, StagedSlots
+from slipstream.runner.sampling.feature_rows import SlotTable, StagedSlots
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
 from slipstream.step import Admission, Ints, StepPlan
 

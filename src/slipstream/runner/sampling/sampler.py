@@ -18,7 +18,7 @@ from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.bad_words import BadWords
 from slipstream.runner.sampling.bias import Bias
 from slipstream.runner.sampling.draw import Draw, DrawWork, greedy_by_row, no_penalty
-from slipstream.runner.sampling.logprobs import GivenLogprobs, GivenWork, Logprobs, LongLogprobs, LongWork
+from slipstream.runner.sampling.logprobs import Logprobs, RequestedLogprobs, RequestedWork, WideLogprobs, WideWork
 from slipstream.runner.sampling.min_tokens import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
 from slipstream.runner.sampling.scale import Scale
@@ -50,8 +50,8 @@ class Sample:
     works: list[StageWork]
     draw: DrawWork
     logprobs: Logprobs | None
-    given: GivenWork | None = None
-    long: LongWork | None = None
+    given: RequestedWork | None = None
+    long: WideWork | None = None
 
     def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> SampleOutput:
         """Device: logits [S, vocabulary] to tokens. The logits may be changed."""
@@ -96,8 +96,8 @@ class Sampler:
         self._bias, self._min_tokens, self._penalties = bias, min_tokens, penalties
         self._bad_words, self._scale, self._truncate = bad_words, scale, truncate
         self.draw = Draw(num_rows, device)
-        self.given = GivenLogprobs(num_rows, device, max_ids)
-        self.long = LongLogprobs(num_rows)
+        self.given = RequestedLogprobs(num_rows, device, max_ids)
+        self.long = WideLogprobs(num_rows)
         self._states: list[RowState] = [*self.stages, self.draw, self.given, self.long]
         self._changed = False  # whether anyone came or went in this step
         self._seated: set[int] = set()  # rows of texts; others pool

@@ -17,7 +17,7 @@ LARGE = 4 * 2**20  # bytes from which threads pay
 MAX_THREADS = 8
 
 
-def own_copy(buffer: Bytes) -> Bytes:
+def host_copy(buffer: Bytes) -> Bytes:
     num_threads = min(MAX_THREADS, default_threads() // 2) if buffer.nbytes >= LARGE else 1
     if num_threads < 2:
         return buffer.copy()

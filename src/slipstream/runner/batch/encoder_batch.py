@@ -1,4 +1,4 @@
-"""WholeBatch: the inputs of a step of whole prompts. The host knows them all, so there is nothing to gather."""
+"""EncoderBatch: the inputs of a step of whole prompts. The host knows them all, so there is nothing to gather."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.runner.batch.staging import Upload
 from slipstream.step import StepPlan
 
 
-class WholeBatch:
+class EncoderBatch:
     def __init__(
         self,
         device: Device,

@@ -10,12 +10,12 @@ import numpy as np
 
 from slipstream.runner.batch.staging import Span, Upload
 from slipstream.runner.pooling.methods import Lines, take_lines, take_ranges
-from slipstream.runner.pooling.setting import Setting
+from slipstream.runner.pooling.pool_mode import PoolMode
 from slipstream.step import Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class PooledRow:
     """A row of the step that pools, now or later."""
 
     place: int  # in the plan
@@ -23,7 +23,7 @@ class Member:
     start: int  # of its tokens in the step
     tokens: Ints
     length: int  # after the step
-    setting: Setting
+    setting: PoolMode
     query: int  # number of the kept query, or -1
     result: int  # its place among the results, or -1 if it goes on
 
@@ -49,7 +49,7 @@ class Member:
         return len(self.picked) if self.setting.picks else len(self.tokens)
 
 
-def skipped_in_step(members: Sequence[Member], upload: Upload) -> Span | None:
+def skipped_in_step(members: Sequence[PooledRow], upload: Upload) -> Span | None:
     """Host: of each row up to the last member's, how many of its first tokens in the step do not count; None where
     all do."""
     skips = {m.place: min(max(m.setting.skip - (m.length - len(m.tokens)), 0), len(m.tokens)) for m in members}
@@ -60,15 +60,15 @@ def skipped_in_step(members: Sequence[Member], upload: Upload) -> Span | None:
     return upload.put(counts)
 
 
-def take_tokens(members: Sequence[Member], upload: Upload) -> Lines:
+def take_tokens(members: Sequence[PooledRow], upload: Upload) -> Lines:
     """Host: the lines that count of members of one setting."""
     if members[0].setting.picks:
         return take_lines(np.concatenate([member.picked for member in members]), upload)
     return take_ranges([member.start for member in members], [len(member.tokens) for member in members], upload)
 
 
-def by_setting(members: Sequence[Member]) -> dict[Setting, list[Member]]:
-    groups: dict[Setting, list[Member]] = {}
+def by_mode(members: Sequence[PooledRow]) -> dict[PoolMode, list[PooledRow]]:
+    groups: dict[PoolMode, list[PooledRow]] = {}
     for member in members:
         groups.setdefault(member.setting, []).append(member)
     return groups

@@ -14,7 +14,7 @@ from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head
-from slipstream.runner.output import LONG, PROMPT, ResultRing, ResultShape, pack, result_shape
+from slipstream.runner.results import LONG, PROMPT, ResultRing, ResultShape, pack, result_shape
 from slipstream.runner.sampling.logprobs import prepare_scores
 from slipstream.runner.sampling.sampler import Replayed, Sampler
 from slipstream.runner.sampling.stage import SampleBatch

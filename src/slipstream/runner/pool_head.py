@@ -18,14 +18,14 @@ from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head
-from slipstream.runner.output import ResultRing
 from slipstream.runner.pooling.activations import finish
-from slipstream.runner.pooling.carry import Carry, Pooled
-from slipstream.runner.pooling.late import QueryStore
-from slipstream.runner.pooling.members import Member, by_setting, skipped_in_step, take_tokens
+from slipstream.runner.pooling.chunk_state import ChunkState, Pooled
+from slipstream.runner.pooling.late_interaction import QueryStore
 from slipstream.runner.pooling.methods import Lines, pool_all, take_lines
+from slipstream.runner.pooling.pool_mode import PoolMode, Settings
+from slipstream.runner.pooling.pooled_rows import PooledRow, by_mode, skipped_in_step, take_tokens
 from slipstream.runner.pooling.results import Block, PoolHandle
-from slipstream.runner.pooling.setting import Setting, Settings
+from slipstream.runner.results import ResultRing
 from slipstream.step import StepPlan
 
 Job = Callable[[torch.Tensor], Iterable[torch.Tensor]]
@@ -43,7 +43,7 @@ class PoolHead:
         heads: Heads | None,
         info: PoolingInfo,
         vocab_size: int,
-        carry: Carry,
+        carry: ChunkState,
         results: ResultRing,
         graphs: GraphPool,
         dtype: torch.dtype,
@@ -114,7 +114,7 @@ class PoolHead:
 
         return self._head(blocks, run)
 
-    def _prepare_alike(self, count: int, setting: Setting, size: Size | None, only_last: bool) -> Head:
+    def _prepare_alike(self, count: int, setting: PoolMode, size: Size | None, only_last: bool) -> Head:
         """Host: every row of the step ends with it, and all want the same. Nothing need be staged."""
         # lines may be cut to as many widths as they have numbers: a graph for each would leave no room for others
         common = setting if setting.cut is None else setting._replace(width=0, cut=None, finish="identity")
@@ -152,19 +152,19 @@ class PoolHead:
 
         return Head(write, lambda sent: PoolHandle(sent.copied, shape, slot.find(sent), blocks))
 
-    def _settings(self, plan: StepPlan) -> list[Setting]:
+    def _settings(self, plan: StepPlan) -> list[PoolMode]:
         """Of the rows that end."""
         known = {id(params): self.settings.of(params) for params in _distinct(plan.pool_params)}
         return [known[id(params)] for params in plan.pool_params]
 
-    def _members(self, plan: StepPlan) -> list[Member]:
+    def _members(self, plan: StepPlan) -> list[PooledRow]:
         ending = np.zeros(len(plan.rows), np.bool_) if plan.pools is None else plan.pools
         ends = np.cumsum(plan.num_tokens)
         given = np.cumsum(plan.num_given) - plan.num_given
         settings = iter(self._settings(plan))
         queries = iter([-1] * len(plan.pool_params) if plan.queries is None else plan.queries.tolist())
         admissions = self.carry.admissions
-        members: list[Member] = []
+        members: list[PooledRow] = []
         num_ending = 0
         for place, (row, count, length) in enumerate(
             zip(plan.rows.tolist(), plan.num_tokens.tolist(), plan.lengths.tolist(), strict=True)
@@ -174,18 +174,18 @@ class PoolHead:
             start = int(ends[place]) - count
             tokens = plan.tokens[given[place] : given[place] + count]
             if ending[place]:
-                member = Member(place, row, start, tokens, length, next(settings), next(queries), num_ending)
+                member = PooledRow(place, row, start, tokens, length, next(settings), next(queries), num_ending)
                 num_ending += 1
             else:
                 setting = self.settings.of(admissions[row].params)
-                member = Member(place, row, start, tokens, length, setting, -1, -1)
+                member = PooledRow(place, row, start, tokens, length, setting, -1, -1)
             members.append(member)
         return members
 
     # Results with a line for each prompt
 
     def _prepare_vectors(
-        self, members: list[Member], upload: Upload, only_last: bool
+        self, members: list[PooledRow], upload: Upload, only_last: bool
     ) -> tuple[list[Block], Vectors | None]:
         """One line for each prompt that ends, by the model's method; then what each setting makes of its lines."""
         mine = [member for member in members if member.setting.task in ("embed", "classify")]
@@ -198,7 +198,7 @@ class PoolHead:
         else:
             lines = self._whole_lines(ending, upload, only_last)
 
-        groups = by_setting(ending)
+        groups = by_mode(ending)
         blocks = [Block(own.width, [m.result for m in group], None, len(group)) for own, group in groups.items()]
         where = {member.place: i for i, member in enumerate(ending)}
         picks = {
@@ -213,7 +213,7 @@ class PoolHead:
 
         return blocks, vectors
 
-    def _whole_lines(self, ending: list[Member], upload: Upload, only_last: bool) -> Pooled:
+    def _whole_lines(self, ending: list[PooledRow], upload: Upload, only_last: bool) -> Pooled:
         """Host: a line for each of these, whose prompts are in the step whole or need their last token alone."""
         take = take_lines(np.array([m.place for m in ending], np.int64), upload)
         counts_none = [member.setting.skip >= member.length for member in ending]
@@ -232,7 +232,7 @@ class PoolHead:
 
         return lines
 
-    def _finish(self, pooled: torch.Tensor, setting: Setting) -> torch.Tensor:
+    def _finish(self, pooled: torch.Tensor, setting: PoolMode) -> torch.Tensor:
         """Device: pooled hidden states to results."""
         if setting.task == "classify":
             assert self.heads is not None, "a model without heads has no classes"
@@ -241,9 +241,9 @@ class PoolHead:
 
     # Results made of tokens
 
-    def _prepare_tokens(self, members: list[Member], upload: Upload) -> tuple[list[Lines], list[Block], list[Job]]:
+    def _prepare_tokens(self, members: list[PooledRow], upload: Upload) -> tuple[list[Lines], list[Block], list[Job]]:
         """What must be done for prompts that go on, and the blocks of those that end."""
-        groups = by_setting([m for m in members if m.setting.task not in ("embed", "classify")])
+        groups = by_mode([m for m in members if m.setting.task not in ("embed", "classify")])
         before: list[Lines] = []
         blocks: list[Block] = []
         jobs: list[Job] = []
@@ -270,7 +270,7 @@ class PoolHead:
                 jobs.append(self._token_job(setting, ending, counts, pieces, upload))
         return before, blocks, jobs
 
-    def _token_block(self, setting: Setting, ending: list[Member], counts: list[int]) -> Block:
+    def _token_block(self, setting: PoolMode, ending: list[PooledRow], counts: list[int]) -> Block:
         places = [member.result for member in ending]
         if setting.late == "query":
             return Block(0, places, None, len(ending))
@@ -281,7 +281,7 @@ class PoolHead:
         return Block(setting.width, places, counts, sum(counts))
 
     def _token_job(
-        self, setting: Setting, ending: list[Member], counts: list[int], pieces: list[Lines], upload: Upload
+        self, setting: PoolMode, ending: list[PooledRow], counts: list[int], pieces: list[Lines], upload: Upload
     ) -> Job:
         starts = None
         if setting.task == "sparse":
@@ -313,7 +313,7 @@ class PoolHead:
 
         return job
 
-    def _token_lines(self, tokens: torch.Tensor, setting: Setting) -> torch.Tensor:
+    def _token_lines(self, tokens: torch.Tensor, setting: PoolMode) -> torch.Tensor:
         """Device: hidden states to what the model makes of each."""
         if self.heads is None:
             return tokens.to(self.dtype)

@@ -16,8 +16,8 @@ from slipstream.config.pooling_info import KeptLine, Method, kept_lines
 from slipstream.device.device import Device
 from slipstream.nn.context import BatchView
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.pooling.members import Member, skipped_in_step
 from slipstream.runner.pooling.methods import Lines, begins_of, finish_lines, line_of_rows, starts_of
+from slipstream.runner.pooling.pooled_rows import PooledRow, skipped_in_step
 from slipstream.step import PoolAdmission, StepPlan
 
 Pooled = Callable[[BatchView, torch.Tensor], torch.Tensor]
@@ -46,7 +46,7 @@ class Part:
         return add
 
 
-class Carry:
+class ChunkState:
     """A `RowState`: rows come with admissions and go with releases."""
 
     def __init__(
@@ -79,7 +79,7 @@ class Carry:
     def flush(self, upload: Upload) -> None:
         """Nothing is sent: each step says what it needs when it is prepared."""
 
-    def pool_lines(self, members: Sequence[Member], upload: Upload) -> Pooled:
+    def pool_lines(self, members: Sequence[PooledRow], upload: Upload) -> Pooled:
         """Host: of rows of which some began before this step or go on after it. Gives a line for each that ends."""
         ending = [member for member in members if member.ends]
         first = [self._first_of(member) for member in members]
@@ -115,7 +115,7 @@ class Carry:
 
         return pool
 
-    def _first_of(self, member: Member) -> int:
+    def _first_of(self, member: PooledRow) -> int:
         """Where in the step the prompt's first token is that counts; -1: in another step. Of a prompt that has only
         tokens that do not, it is the first of all."""
         skip, begin = member.setting.skip, member.length - len(member.tokens)

@@ -11,7 +11,7 @@ Kind = Literal["vectors", "tokens"]  # one line of numbers for each prompt, or f
 Late = Literal["", "query", "document"]
 
 
-class Setting(NamedTuple):
+class PoolMode(NamedTuple):
     task: Task
     kind: Kind
     width: int  # numbers in a line
@@ -37,9 +37,9 @@ class Settings:
         self.info = info
         self._sparse_by = sparse_by
         self._vocab_size = vocab_size
-        self._known: dict[PoolingParams, Setting] = {}
+        self._known: dict[PoolingParams, PoolMode] = {}
 
-    def of(self, params: PoolingParams) -> Setting:
+    def of(self, params: PoolingParams) -> PoolMode:
         setting = self._known.get(params)
         if setting is None:
             if len(self._known) > 4096:  # keys of queries are all different
@@ -47,12 +47,12 @@ class Settings:
             setting = self._known[params] = self._make(params)
         return setting
 
-    def _make(self, params: PoolingParams) -> Setting:
+    def _make(self, params: PoolingParams) -> PoolMode:
         info, task = self.info, params.task
         assert task in info.tasks, f"task {task} of {info.tasks}: inputs refuse what the model cannot do"
         if task == "sparse":
             by_token = self._sparse_by == "token"
-            return Setting(task, "tokens" if by_token else "vectors", 1 if by_token else self._vocab_size, "identity")
+            return PoolMode(task, "tokens" if by_token else "vectors", 1 if by_token else self._vocab_size, "identity")
         kind: Kind = "tokens" if task in TOKEN_TASKS else "vectors"
         if task in ("embed", "token_embed"):
             normalize = params.activation if params.normalize is None else params.normalize
@@ -61,12 +61,12 @@ class Settings:
             if task == "embed" and params.dimensions is None and info.truncate_dim is not None:
                 cut = min(info.truncate_dim, info.embed_size)
                 cut_last = normalize is None and info.cuts_normalized
-                return Setting(task, kind, cut, finish, cut, cut_last=cut_last, skip=skip)
+                return PoolMode(task, kind, cut, finish, cut, cut_last=cut_last, skip=skip)
             width = params.dimensions or (info.embed_size if task == "embed" else info.token_size)
             if params.query_key:
                 late: Late = "query" if params.is_query else "document"
-                return Setting(task, kind, width, finish, params.dimensions, (), None, _skips(info, late), late)
-            return Setting(task, kind, width, finish, params.dimensions, skip=skip)
+                return PoolMode(task, kind, width, finish, params.dimensions, (), None, _skips(info, late), late)
+            return PoolMode(task, kind, width, finish, params.dimensions, skip=skip)
         finish = info.classify_activation if params.activation in (None, True) else "identity"
         step_tag = params.step_tag_id
         by_step = info.methods == ("step",)
@@ -76,7 +76,7 @@ class Settings:
         if kind == "vectors":
             step_tag, columns = None, ()
         width = len(columns) or info.num_labels
-        return Setting(task, kind, width, finish, None, columns, step_tag, skip=params.skip_tokens)
+        return PoolMode(task, kind, width, finish, None, columns, step_tag, skip=params.skip_tokens)
 
 
 def _skips(info: PoolingInfo, late: Late) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ def test_validating_compares_results_and_arguments(wrong: bool) -> None:
 def test_ops_on_the_cpu_leave_triton_alone() -> None:
     program = """
 import sys, torch
-from slipstream.ops import activation, norm, rows, sample
+from slipstream.ops import activation, norm, sample, step_inputs
 x = torch.randn(2, 8)
 sample.draw(x, sample.step_keys(torch.tensor([1, 2]), torch.tensor([3, 4]), 0))
 norm.rms_norm(x, torch.ones(8), 1e-6), activation.silu_and_mul(x)

@@ -42,7 +42,7 @@ class Dense(Layer):
         self.activation = torch_activation(info.activation)
         self.residual: Linear | None = None
         self.adds_input = info.residual
-        if info.residual and info.in_features != info.out_features:
+        if self.adds_input and info.in_features != info.out_features:
             self.residual = Linear(info.in_features, {"": info.out_features}, False, Unquantized(dtype), dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

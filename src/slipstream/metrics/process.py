@@ -22,9 +22,9 @@ def read_process(pid: int) -> ProcessStats | None:
     folder = Path("/proc") / str(pid)
     try:
         fields = (
-            (folder / "stat").read_text().rpartition(") ")[2].split()
+            (folder / "stat").read_text(encoding="ascii").rpartition(") ")[2].split()
         )  # from the third on: a name may hold anything
-        limits = (folder / "limits").read_text().splitlines()
+        limits = (folder / "limits").read_text(encoding="ascii").splitlines()
         open_files = len(os.listdir(folder / "fd"))
     except OSError:
         return None
@@ -42,7 +42,7 @@ def read_process(pid: int) -> ProcessStats | None:
 
 
 def _boot_time() -> float:
-    for line in Path("/proc/stat").read_text().splitlines():
+    for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():
         if line.startswith("btime "):
             return float(line.split()[1])
     return 0.0

@@ -11,11 +11,11 @@ from slipstream.config.options import Options
 from slipstream.serve.http.settings import Settings
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 PLACES = [ROOT, ROOT / "src/slipstream", ROOT / "tests"]
 NOT_OURS = {"2_Dense/", "2_LayerNorm/", "2_MultiVectorMask/"}  # folders of checkpoints
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
 def missing_files(text: str) -> list[str]:
@@ -87,6 +87,6 @@ def test_every_item_of_the_hostile_trial_names_the_tests_that_widen_a_net() -> N
 
 
 def test_every_item_of_the_hostile_trial_has_an_entry_in_the_log() -> None:
-    log = (ROOT / "docs/log.md").read_text(encoding="utf-8")
+    log = (ROOT / "docs/log/hostile-trial.md").read_text(encoding="utf-8")
     missing = [number for number in range(1, 31) if not re.search(rf"^## Hostile trial, item {number}\b", log, re.M)]
     assert not missing

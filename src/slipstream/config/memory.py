@@ -169,7 +169,7 @@ def left_bytes(config: EngineConfig) -> tuple[int, int]:
 def sizes_up_to(most: int, first_steps: int) -> list[int]:
     """1, 2, 4 and so on, then in steps that waste at most a fifth and are no smaller than `first_steps`.
 
-    But 208 in place of 224, whose products take the library as long as those of 256 (H200, docs/log.md).
+    But 208 in place of 224, whose products take the library as long as those of 256 (H200, docs/log/).
     """
     sizes, size = [], 1
     while size < most:

@@ -1,7 +1,7 @@
 """The library's products of many rows on CUDA, each by the quickest of the ways the library offers.
 
 cuBLAS lists some eight algorithms for a product, and torch takes the first. On a chip that large products drive to the
-limit of its power another is quicker by up to a seventh (H200, docs/log.md). So an engine that starts notes which
+limit of its power another is quicker by up to a seventh (H200, docs/log/). So an engine that starts notes which
 products its largest step makes (`recording_gemms`) and tries all ways for each (`autotune_recorded`); products of that
 shape go the quickest way from then on. What is quickest alone may be so by taking more power, for which all pay with a
 slower clock; so the best few are tried again under load, each for long enough that the clock follows. Every way sums in
@@ -28,7 +28,7 @@ MIN_ROWS = 1024
 """With fewer a product is over before the clock follows it."""
 FEW_ROWS = range(65, 257)
 """Of steps in which rows decode. Where torch adds their product to something, the first way that splits no sum takes up
-to a quarter less than the one that torch takes (H200, docs/log.md)."""
+to a quarter less than the one that torch takes (H200, docs/log/)."""
 
 _MAX_WAYS = 16
 _WORKSPACE = 256  # bytes

@@ -129,8 +129,8 @@ def _logprobs(params: SamplingParams, token: int) -> bytes | None:
     """A token drawn: itself the likeliest, then others by id, then the given ones, whose rank is not counted."""
     if params.num_logprobs is None:
         return None
-    argmax_rows = (token, *range(params.num_logprobs + 1))[: params.num_logprobs]
-    told = [(-0.5, token, 1), *((-0.5 - rank, other, rank + 1) for rank, other in enumerate(argmax_rows))]
+    likeliest = (token, *range(params.num_logprobs + 1))[: params.num_logprobs]
+    told = [(-0.5, token, 1), *((-0.5 - rank, other, rank + 1) for rank, other in enumerate(likeliest))]
     return np.array([*told, *((-9.0, given, 0) for given in params.given_ids)], LOGPROB).tobytes()
 
 

@@ -187,7 +187,7 @@ def test_what_goes_with_texts_is_refused_beside_documents(ask, name, value):
 def test_tei_embed(ask, llms):
     near(ask("/embed", inputs=TEXTS), vectors(llms, TEXTS, normalize=True))
     near(ask("/embed", inputs=TEXTS[0], normalize=False), vectors(llms, TEXTS[:1], normalize=False))
-    for side, direction in (("left", "GraphOutputs"), ("right", "right")):
+    for side, direction in (("left", "Left"), ("right", "right")):
         found = ask("/embed", inputs=LONG, truncate=True, truncation_direction=direction)
         near(found, vectors(llms, [LONG], truncate_prompt_tokens=-1, truncation_side=side))
     assert "tokens" in ask("/embed", 413, inputs=LONG)["error"]

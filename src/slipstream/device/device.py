@@ -15,7 +15,7 @@ import torch
 
 from slipstream.config.options import DEVICES, unknown_device
 from slipstream.config.resolve import Machine
-from slipstream.device.streams import CudaStream, InlineStream, Stream, ThreadedStream, WorkList
+from slipstream.device.streams import CudaStream, InlineStream, Stream, ThreadedStream, Work
 from slipstream.errors import InvalidOption
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -67,7 +67,7 @@ class Device:
         """Bytes of the device that nobody holds, once all that was queued has run; None: it is the host's memory."""
         return None
 
-    def capture(self, work: Callable[[], T]) -> tuple[WorkList, T]:
+    def capture(self, work: Callable[[], T]) -> tuple[Work, T]:
         """Record what `work` launches, without running it: how to replay it, and the result it then writes.
 
         A RuntimeError if it cannot be recorded; the work may be run then.
@@ -113,7 +113,7 @@ class CudaDevice(Device):
         self.settle()
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
-    def capture(self, work: Callable[[], T]) -> tuple[WorkList, T]:
+    def capture(self, work: Callable[[], T]) -> tuple[Work, T]:
         graph = torch.cuda.CUDAGraph()
         # a collector that frees some other graph in the middle would spoil this one
         collects = gc.isenabled()

@@ -19,7 +19,7 @@ import torch
 
 from slipstream.device.sync_check.watch import host_waits
 
-WorkList = Callable[[], None]
+Work = Callable[[], None]
 
 
 class Event(Protocol):
@@ -37,7 +37,7 @@ class Event(Protocol):
 class Stream(Protocol):
     """Used by one thread. What is queued may be held back until `flush`, or until that thread waits for an event."""
 
-    def run(self, work: WorkList) -> None:
+    def run(self, work: Work) -> None:
         """Queue `work` after all that was queued before."""
 
     def record(self, *, timed: bool = False) -> Event:
@@ -76,7 +76,7 @@ PASSED: Event = _Passed()
 class InlineStream:
     """Runs at once, in the caller's thread."""
 
-    def run(self, work: WorkList) -> None:
+    def run(self, work: Work) -> None:
         work()
 
     def record(self, *, timed: bool = False) -> Event:
@@ -136,18 +136,18 @@ class ThreadedStream:
     are counts, and only whoever sleeps on one needs a lock.
     """
 
-    def __init__(self, name: str, prepare: WorkList | None = None) -> None:
-        self.queue: queue.SimpleQueue[list[WorkList] | None] = queue.SimpleQueue()
+    def __init__(self, name: str, prepare: Work | None = None) -> None:
+        self.queue: queue.SimpleQueue[list[Work] | None] = queue.SimpleQueue()
         self.failure: BaseException | None = None
         self.passed = 0  # pieces of work that are behind us, whether they ran or were skipped
-        self._held: list[WorkList] = []
+        self._held: list[Work] = []
         self._num_queued = 0
         self._lock = threading.Lock()
         self._sleepers: list[tuple[int, threading.Lock]] = []  # whoever waits until this many are behind us
         self.thread = threading.Thread(target=self._serve, args=(prepare,), name=name, daemon=True)
         self.thread.start()
 
-    def run(self, work: WorkList) -> None:
+    def run(self, work: Work) -> None:
         self._held.append(work)
         self._num_queued += 1
 
@@ -189,7 +189,7 @@ class ThreadedStream:
     def before(self) -> None:
         """Comes before each piece of work; a test stream sleeps here."""
 
-    def _serve(self, prepare: WorkList | None) -> None:
+    def _serve(self, prepare: Work | None) -> None:
         if prepare is not None:
             prepare()
         while (works := self.queue.get()) is not None:
@@ -234,7 +234,7 @@ class CudaStream:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
 
-    def run(self, work: WorkList) -> None:
+    def run(self, work: Work) -> None:
         with torch.cuda.stream(self.stream):
             work()
 

@@ -18,8 +18,8 @@ LOAD = 1.0
 TIMED = 0.2
 """Seconds, of either."""
 
-WorkList = Callable[[], object]
-Clock = Callable[[WorkList, int], float]
+Work = Callable[[], object]
+Clock = Callable[[Work, int], float]
 """Seconds that so many in a row take the device."""
 
 
@@ -43,7 +43,7 @@ def measure_gpu() -> GpuRates:
     """The host waits for it, about 1.5 s."""
     import torch  # not needed for help
 
-    def clock(work: WorkList, count: int) -> float:
+    def clock(work: Work, count: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(count):
@@ -64,7 +64,7 @@ def rates(product: float, copy: float) -> GpuRates:
     return GpuRates(2 * SIZE**3 / product / 1e12, 2 * COPIED / copy / 1e12)
 
 
-def sustained(work: WorkList, load: float, clock: Clock) -> float:
+def sustained(work: Work, load: float, clock: Clock) -> float:
     """Seconds of one, over `TIMED` seconds of them after `load` seconds of them."""
     clock(work, 1)  # what comes once: libraries are loaded
     once = clock(work, 4) / 4

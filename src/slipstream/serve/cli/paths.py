@@ -9,12 +9,12 @@ from slipstream.config.options import Options
 from slipstream.errors import BadTokenizer
 
 
-def check_paths(options: Options, *, lookup_embedding_and_rope: bool = False) -> None:
+def check_paths(options: Options, *, look_up: bool = False) -> None:
     """Raises for a model, a tokenizer or a chat template that is not there.
 
     A name of the hub is believed to be one, unless it is to be looked up, which may take as long as a download.
     """
-    if lookup_embedding_and_rope:
+    if look_up:
         locate(options.model, options.revision, options.task)
     else:
         check_model(options.model, options.task)

@@ -36,7 +36,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     options = make_options(**engine_options(args))
-    check_paths(options, lookup_embedding_and_rope=True)
+    check_paths(options, look_up=True)
     from slipstream.engine.build import foresee  # brings torch, which help and a mistaken flag need not wait for
 
     config, memory = foresee(options)

@@ -21,7 +21,7 @@ class OpenLLM(Protocol):
 
 
 def open_llm(**options: Any) -> LLM:
-    check_paths(make_options(**options), lookup_embedding_and_rope=True)
+    check_paths(make_options(**options), look_up=True)
     from slipstream.llm import LLM  # brings torch, which help and a mistaken flag need not wait for
 
     return LLM(**options)

@@ -92,11 +92,11 @@ def chat_logprobs(
     """`given`: tokens whose logprobs were asked for by id; they follow the likeliest."""
     content = []
     for token, entry in zip(ids, entries, strict=True):
-        argmax_rows = sorted(
+        likeliest = sorted(
             (item for item in entry.items() if item[1].rank is not None and item[1].rank <= num_top),
             key=lambda item: item[1].rank or 0,
         )
-        shown = dict(argmax_rows) | {other: entry[other] for other in given if other in entry}
+        shown = dict(likeliest) | {other: entry[other] for other in given if other in entry}
         top = [TopLogprob(*_named(other, logprob, names)) for other, logprob in shown.items()]
         content.append(ChatLogprob(*_named(token, entry[token], names), top))
     return ChatLogprobs(content)

@@ -47,9 +47,7 @@ class RerankRequest(PoolFields, kw_only=True, forbid_unknown_fields=True):
     raw_scores: Annotated[bool | None, _doc("TEI: scores as the model makes them")] = None
     return_text: Annotated[bool | None, _doc("TEI: with their texts; default no")] = None
     truncate: Annotated[bool | None, _doc("TEI: cut what is too long, or refuse it; default as the model says")] = None
-    truncation_direction: Annotated[
-        Literal["left", "right", "GraphOutputs", "Right"] | None, _doc("TEI: which end")
-    ] = None
+    truncation_direction: Annotated[Literal["left", "right", "Left", "Right"] | None, _doc("TEI: which end")] = None
 
 
 class RerankUsage(msgspec.Struct):

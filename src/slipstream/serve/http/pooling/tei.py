@@ -20,7 +20,7 @@ from slipstream.serve.http.pooling.tei_errors import TeiErrorBody, in_tei_words
 from slipstream.serve.http.reply import Reply, json_reply
 from slipstream.serve.http.routes import Handler, Route, get, post
 
-Direction = Literal["left", "right", "GraphOutputs", "Right"]
+Direction = Literal["left", "right", "Left", "Right"]
 
 
 def _doc(text: str) -> msgspec.Meta:

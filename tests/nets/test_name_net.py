@@ -1,0 +1,45 @@
+from pathlib import Path
+
+import pytest
+
+from nets.name_net import find_unknown, find_unknown_in
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from slipstream.config import no_such_module",
+        "from slipstream.params import NoSuchParams",
+        "import slipstream.no_such_module",
+        "def test():\n    from slipstream.engine import build\n    build.no_such_function()",
+        "from slipstream.ops import linear as ops\nops.reference.no_such_function(x)",
+        "kernels = pytest.importorskip('slipstream.ops.linear.triton', reason='')\nkernels.no_such_kernel(x)",
+        "module = importlib.import_module('slipstream.ops.linear.triton.no_such_module')",
+        "monkeypatch.setattr('slipstream.ops.linear.triton.no_such_module.multiply', None)",
+        "from slipstream.ops import linear\nmonkeypatch.setattr(linear, 'no_such_function', None)",
+    ],
+)
+def test_names_that_do_not_exist_are_found(code):
+    assert len(find_unknown(code)) == 1
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import slipstream\nfrom slipstream import LLM, SamplingParams\nslipstream.LLM",
+        "from slipstream.ops import linear as ops\nops.linear.__doc__\nops.reference.linear",
+        "from slipstream.ops.linear import triton\ntriton.gemv.__name__",  # the function, which hides its module
+        "module = importlib.import_module('slipstream.ops.linear.triton.gemv')\nmodule.dependent",
+        "monkeypatch.setattr('slipstream.ops.linear.cublaslt_tuned.multiply', None)",
+        "from slipstream.ops import linear\ndef test(linear):\n    linear.anything",
+    ],
+)
+def test_names_that_exist_pass(code):
+    assert not find_unknown(code)
+
+
+def test_tests_and_benchmarks_use_names_that_exist():
+    folders = [ROOT / name for name in ("tests", "benchmarks", "examples", "scripts")]
+    assert not find_unknown_in(*folders)

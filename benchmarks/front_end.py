@@ -159,7 +159,7 @@ def say_hello(hub: Hub) -> None:
         name="scripted", tokenizer=path, chat_template=None, defaults=GenerationDefaults(), max_model_len=8192,
         max_positions=8192, vocab_size=49152,
     )  # fmt: skip
-    pooling = PoolingInfo(method="mean", is_causal=False, embed_size=384, token_size=384, max_seq_length=256)
+    pooling = PoolingInfo(methods=("mean",), is_causal=False, embed_size=384, token_size=384, max_seq_length=256)
     embedder = msgspec.structs.replace(
         facts, name="embedder", tokenizer=str(default_embedder().path), vocab_size=30522, max_model_len=256,
         pooling=pooling,

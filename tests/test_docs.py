@@ -32,9 +32,24 @@ def missing_files(text: str) -> list[str]:
     return missing
 
 
+def headings(text: str) -> set[str]:
+    """The anchors that GitHub and mkdocs make of a page's headings."""
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.M)}
+
+
 def broken_links(text: str, folder: Path) -> list[str]:
-    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text)
-    return [link for link in links if "://" not in link and not (folder / link).exists()]
+    """Links to files that do not exist, and to headings that their page does not have."""
+    broken = []
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        path, _, anchor = link.partition("#")
+        page = folder / path
+        if "://" in link:
+            continue
+        if not page.exists():
+            broken.append(path)
+        elif anchor and anchor not in headings(page.read_text(encoding="utf-8") if path else text):
+            broken.append(link)
+    return broken
 
 
 def unknown_flags(text: str, known: str) -> list[str]:
@@ -67,10 +82,11 @@ def test_the_flags_it_names_exist(page: Path, sources: str) -> None:
 
 def test_what_is_not_there_is_noticed(sources: str) -> None:
     text = (
-        "See `engine/nowhere.py`, `step.py` and `runner/`, [this](docs/nothing.md), with `--no-such-flag` or `--depth`."
+        "See `engine/nowhere.py`, `step.py` and `runner/`, [this](docs/nothing.md), [that](README.md#nothing), "
+        "with `--no-such-flag` or `--depth`."
     )
     assert missing_files(text) == ["engine/nowhere.py"]
-    assert broken_links(text, ROOT) == ["docs/nothing.md"]
+    assert broken_links(text, ROOT) == ["docs/nothing.md", "README.md#nothing"]
     assert unknown_flags(text, sources) == ["no-such-flag"]
 
 

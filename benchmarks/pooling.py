@@ -77,7 +77,7 @@ def report(llm: LLM, shape: str, args: argparse.Namespace) -> None:
 def closed_loop(llm: LLM, prompts: list[list[int]], params: PoolingParams, concurrency: int) -> None:
     """A request comes as soon as another has ended, as from so many clients."""
     (served,) = llm.models.values()
-    inputs, drive = served.require_pooling(), llm._drive
+    inputs, drive = served.require_pooling(), llm._sync_loop
     feed: Iterator[Any] = iter(Feed(inputs, [Batch(prompts, inputs.settle(params))], llm._new_id))
     under_way, held = 0, next(feed, None)
     while held is not None or under_way:

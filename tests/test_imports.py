@@ -71,7 +71,7 @@ def test_sampling_params_come_without_torch():
         ("text",),
         ("metrics",),
         ("scheduler",),
-        ("engine/arrival", "engine/core", "engine/device_time", "engine/lanes", "engine/pace"),
+        ("engine/make_requests", "engine/core", "engine/device_timing", "engine/lanes", "engine/pacing"),
         ("engine/front", "engine/link"),
         ("serve",),
     ],

@@ -13,7 +13,6 @@ from slipstream.config.options import options_of
 from slipstream.device.device import Device
 from slipstream.engine.build import build_served
 from slipstream.engine.core import EngineCore
-from slipstream.engine.drive import Drive
 from slipstream.engine.front import pooling_calls
 from slipstream.engine.front.inputs import InputProcessor, Message, Prompt
 from slipstream.engine.front.pool_results import (
@@ -27,8 +26,9 @@ from slipstream.engine.front.pooling_calls import PoolParams, PoolPrompts, Texts
 from slipstream.engine.front.prompts import Prompts
 from slipstream.engine.front.results import RequestOutput
 from slipstream.engine.front.served import POOLING_TASKS, SCORING, ServedModel, choose
-from slipstream.engine.garbage import nothing_old
+from slipstream.engine.gc_freeze import frozen_gc
 from slipstream.engine.progress import progress
+from slipstream.engine.sync_loop import SyncLoop
 from slipstream.errors import InvalidParams, InvalidPrompt
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams, Task
@@ -67,14 +67,14 @@ class LLM:
         lanes, self.models = build_served(given, progress=use_tqdm_on_load, device=_device)
         self.cores = lanes.cores
         self._configs = {name: core.config for name, core in self.cores.items()}
-        self._drive = Drive(lanes)
+        self._sync_loop = SyncLoop(lanes)
         self._numbers = itertools.count()
         self._free = weakref.finalize(self, lanes.close)  # also when nobody closes it
 
     @property
     def core(self) -> EngineCore:
         """Of the first model."""
-        self._drive.check_open()
+        self._sync_loop.check_open()
         return next(iter(self.cores.values()))
 
     @property
@@ -252,9 +252,9 @@ class LLM:
 
     def close(self) -> None:
         """Free the model, the cache and the device's thread, once the call of another thread has ended."""
-        with self._drive.lock:
-            if not self._drive.closed:
-                self._drive.close()
+        with self._sync_loop.lock:
+            if not self._sync_loop.closed:
+                self._sync_loop.close()
                 self._free()
                 self.cores.clear()
 
@@ -277,7 +277,7 @@ class LLM:
         *,
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
-        self._drive.check_open()
+        self._sync_loop.check_open()
         params = _spread("sampling_params", sampling_params, len(prompts))
         priorities = _spread("priority", priority, len(prompts))
         salts = _spread("cache_salt", cache_salt, len(prompts))
@@ -292,21 +292,21 @@ class LLM:
             add_special_tokens=add_special_tokens,
         )
         submits = asked if asked.is_sure else list(asked)
-        with self._drive.turn(), progress(len(prompts), "prompts", use_tqdm) as advance:
-            late = self._drive.may_be_late(served, asked.asked)
-            tracks = self._drive.run(served, submits, advance, late=late)
+        with self._sync_loop.turn(), progress(len(prompts), "prompts", use_tqdm) as advance:
+            late = self._sync_loop.may_be_late(served, asked.asked)
+            tracks = self._sync_loop.run(served, submits, advance, late=late)
         return [track.result() for track in tracks]
 
     def _call(self, served: ServedModel, call: pooling_calls.Call[T], use_tqdm: bool) -> T:
         """Run a verb of pooling: what it asks for, until it has what it wants."""
-        self._drive.check_open()
+        self._sync_loop.check_open()
         try:
             batches = next(call)
             with progress(sum(batch.num_of_call for batch in batches), "prompts", use_tqdm) as advance:
                 while True:
                     feed = pooling_calls.Feed(served.require_pooling(), batches, self._new_id)
-                    with self._drive.turn(), nothing_old():
-                        tracks = self._drive.run(served, feed, advance, late=feed.is_level)
+                    with self._sync_loop.turn(), frozen_gc():
+                        tracks = self._sync_loop.run(served, feed, advance, late=feed.is_level)
                         found = feed.results(tracks)  # type: ignore[arg-type]
                     batches = call.send(found)
         except StopIteration as end:
@@ -316,9 +316,9 @@ class LLM:
     def _stream(
         self, served: ServedModel, prompt: Prompt, params: SamplingParams | None, *, add_special_tokens: bool
     ) -> Iterator[RequestOutput]:
-        self._drive.check_open()
+        self._sync_loop.check_open()
         prepared = served.inputs.submit(self._new_id(), prompt, params, add_special_tokens=add_special_tokens)
-        yield from self._drive.stream(served, prepared)
+        yield from self._sync_loop.stream(served, prepared)
 
     def _new_id(self) -> str:
         return f"request-{next(self._numbers)}"

@@ -140,7 +140,7 @@ def test_an_interrupt_while_texts_are_encoded(llm, encoded, monkeypatch, at):
         patch.setattr(type(llm.tokenizer), "encode_batch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(TEXTS, FOUR)
-    assert not llm.core.scheduler.num_running and not llm._drive.outputs.tracks
+    assert not llm.core.scheduler.num_running and not llm._sync_loop.outputs.tracks
     llm.core.scheduler.check()
     assert texts_of(llm.generate(TEXTS, FOUR)) == wanted
 
@@ -311,7 +311,7 @@ def test_whoever_drops_a_stream_waits_for_no_step(folder, depth, by_reader):
             threading.Thread(target=drop).start()
         running.join(60)
         assert left_in_time == [True]
-        assert not llm._drive.outputs.tracks and not llm.core.scheduler.num_live
+        assert not llm._sync_loop.outputs.tracks and not llm.core.scheduler.num_live
         llm.core.scheduler.check()
 
 
@@ -333,7 +333,7 @@ def test_a_stream_that_is_dropped_inside_a_step_ends_after_it(folder, depth, mon
         monkeypatch.setattr(Scheduler, "_plan_waiting", dropping)
         found = llm.generate([[1, 2, 3], [4, 5]], params)
         assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in wanted]
-        assert not llm._drive.outputs.tracks and not llm.core.scheduler.num_live
+        assert not llm._sync_loop.outputs.tracks and not llm.core.scheduler.num_live
         llm.core.scheduler.check()
 
 
@@ -342,18 +342,18 @@ def test_a_call_that_waits_while_another_thread_closes_says_so(folder, call):
     llm = LLM(folder, **SMALL)
     begun = llm.stream([1, 2], FOUR)
     next(begun)
-    lock = llm._drive.lock
+    lock = llm._sync_loop.lock
 
     class ClosedMeanwhile:
         def __enter__(self):
-            llm._drive.lock = lock
+            llm._sync_loop.lock = lock
             llm.close()
             lock.acquire()
 
         def __exit__(self, *error):
             lock.release()
 
-    llm._drive.lock = ClosedMeanwhile()
+    llm._sync_loop.lock = ClosedMeanwhile()
     with pytest.raises(EngineClosed):
         if call == "generate":
             llm.generate([1, 2], FOUR)

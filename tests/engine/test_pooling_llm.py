@@ -378,7 +378,7 @@ def test_the_first_step_waits_only_for_those_it_has_room_for(folders, kind, monk
         launch = llm.core.executor.launch
 
         def launched(plan):
-            taken.append(len(llm._drive.outputs.tracks))
+            taken.append(len(llm._sync_loop.outputs.tracks))
             launch(plan)
 
         monkeypatch.setattr(llm.core.executor, "launch", launched)

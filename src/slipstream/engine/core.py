@@ -6,9 +6,9 @@ from collections import deque
 from typing import Protocol
 
 from slipstream.config.config import EngineConfig
-from slipstream.engine.arrival import encoder_request, requests_of
-from slipstream.engine.device_time import Account, Span
-from slipstream.engine.pace import Pace
+from slipstream.engine.device_timing import DeviceTimer, Span
+from slipstream.engine.make_requests import encoder_request, requests_of
+from slipstream.engine.pacing import Pacer
 from slipstream.errors import EngineDead, SlipstreamError
 from slipstream.messages import Abort, Output, Submit
 from slipstream.params import SamplingParams
@@ -50,8 +50,8 @@ class EngineCore:
             self.scheduler = Scheduler(config.scheduler, CacheManager(config.cache))
         self.executor = executor
         self.in_flight: deque[Handle] = deque()
-        self.account = Account()
-        self.pace = Pace(config.scheduler.max_itl)
+        self.account = DeviceTimer()
+        self.pace = Pacer(config.scheduler.max_itl)
         self._causes: deque[str] = deque()  # of the gaps before the steps in flight
         self._unbooked: deque[tuple[Handle, str]] = deque()  # committed without waiting, so maybe still on the device
         self.num_steps = 0

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from slipstream.engine.device_time import DeviceTime
+from slipstream.engine.device_timing import DeviceTime
 from slipstream.errors import InvalidOption
 from slipstream.params import SamplingParams
 from slipstream.serve.bench.workload import Item, Workload

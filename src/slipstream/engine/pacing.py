@@ -31,7 +31,7 @@ class _Step:
     host: float
 
 
-class Pace:
+class Pacer:
     def __init__(
         self,
         max_itl: float | None,

@@ -12,16 +12,16 @@ from slipstream.engine.front.inputs import Prepared
 from slipstream.engine.front.outputs import OutputProcessor, Track
 from slipstream.engine.front.results import RequestOutput
 from slipstream.engine.front.served import ServedModel
-from slipstream.engine.intake import Intake
 from slipstream.engine.interrupts import held_back, watched
 from slipstream.engine.lanes import Lanes
+from slipstream.engine.prompt_feeder import PromptFeeder
 from slipstream.errors import EngineClosed, QueueFull
 from slipstream.messages import Abort
 from slipstream.scheduler.admission_checks import admits_any_request
 from slipstream.scheduler.scheduler import Scheduler
 
 
-class Drive:
+class SyncLoop:
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
         self.outputs = OutputProcessor(None)
@@ -83,7 +83,7 @@ class Drive:
                     num += 1
             return num
 
-        intake = Intake(core, submits, submit, late=late)
+        intake = PromptFeeder(core, submits, submit, late=late)
         try:
             if late:
                 core.scheduler.refill = intake.refill

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def nothing_old() -> Iterator[None]:
+def frozen_gc() -> Iterator[None]:
     """What is there now is taken for needed until the block ends. Both ends cost next to nothing."""
     gc.freeze()
     try:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from slipstream.engine.pace import MAX_NAP, MIN_AHEAD, MIN_CHUNK, MIN_NAP, Pace
+from slipstream.engine.pacing import MAX_NAP, MIN_AHEAD, MIN_CHUNK, MIN_NAP, Pacer
 from slipstream.step import NO_INTS, StepPlan
 
 
@@ -28,7 +28,7 @@ class World:
     def __init__(self, max_itl=None):
         self.now = 100.0
         self.naps = []
-        self.pace = Pace(max_itl, lambda: self.now, self.sleep)
+        self.pace = Pacer(max_itl, lambda: self.now, self.sleep)
 
     def sleep(self, seconds):
         self.naps.append(seconds)

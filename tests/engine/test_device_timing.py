@@ -4,7 +4,7 @@ import pytest
 
 from scripted_engine import scripted_core, submit
 from slipstream import LLM
-from slipstream.engine.device_time import Account, DeviceTime
+from slipstream.engine.device_timing import DeviceTime, DeviceTimer
 from slipstream.messages import Abort
 from tiny_encoder import write_tiny_encoder
 
@@ -42,7 +42,7 @@ class Engine:
 
     def __init__(self):
         self.clock = Clock()
-        self.account = Account(self.clock)
+        self.account = DeviceTimer(self.clock)
 
     def step(self, span, inside=0.001, outside=0.0, has_work=True):
         self.clock.advance(outside)

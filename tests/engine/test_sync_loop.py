@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from scripted_engine import scripted_core, submit, tokens_alone
-from slipstream.engine.device_time import Account
-from slipstream.engine.drive import Drive
-from slipstream.engine.intake import A_FEW
+from slipstream.engine.device_timing import DeviceTimer
 from slipstream.engine.lanes import Lanes
+from slipstream.engine.prompt_feeder import A_FEW
+from slipstream.engine.sync_loop import SyncLoop
 from slipstream.errors import EngineDead, InvalidPrompt, QueueFull, RequestTooLarge
 
 SERVED = SimpleNamespace(facts=SimpleNamespace(name="m"), tokenizer=None)
@@ -28,7 +28,7 @@ class World:
 
     def __init__(self, depth=1, **limits):
         self.core = scripted_core(depth, **limits)
-        self.drive = Drive(Lanes({"m": self.core}))
+        self.drive = SyncLoop(Lanes({"m": self.core}))
         self.plans, self.num_taken = [], []
         launch = self.core.executor.launch
 
@@ -269,7 +269,7 @@ def test_no_more_are_taken_in_than_the_next_steps_can_use(is_early, monkeypatch)
 def test_the_wait_for_prompts_is_not_the_cores_time(depth):
     world = World(depth, max_num_batched_tokens=16, max_num_seqs=4)
     now, ended = 0.0, -1.0  # seconds; and when the device was done last
-    world.core.account = account = Account(lambda: now)
+    world.core.account = account = DeviceTimer(lambda: now)
     launch, finish = world.core.executor.launch, world.core.executor.finish
 
     def point(time):

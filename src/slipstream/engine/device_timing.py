@@ -57,7 +57,7 @@ class Span(Protocol):
     def ended(self) -> Point: ...
 
 
-class Account:
+class DeviceTimer:
     """Books every step of a core. Asks the device nothing it has not answered already, and never waits.
 
     Why a gap came about is settled when the step after it is launched. If the step before is still on the device then,
@@ -140,7 +140,7 @@ class Timeline:
         self.last: Span | None = None  # launched
         self.inside = self.outside = 0.0  # of the cores, since the last launch
         self.ran_dry = True  # since the last launch there was a time with nothing to do
-        self.working: set[Account] = set()  # those that have something to do
+        self.working: set[DeviceTimer] = set()  # those that have something to do
         self._clock = clock
         self._mark = clock()
 
@@ -149,7 +149,7 @@ class Timeline:
         before, self._mark = self._mark, self._clock()
         return self._mark - before
 
-    def rest(self, account: Account) -> None:
+    def rest(self, account: DeviceTimer) -> None:
         """It has nothing to do."""
         self.working.discard(account)
         self.ran_dry |= not self.working

@@ -11,7 +11,7 @@ from slipstream.errors import UserError
 A_FEW = 8  # prompts taken in with each step, so that many rows that end together find others ready
 
 
-class Intake:
+class PromptFeeder:
     """Between steps the call takes prompts in by `take_some`. With `late` a step may ask for more by `refill`."""
 
     def __init__(

@@ -31,13 +31,13 @@ import numpy as np
 from slipstream.config.generation import GenerationDefaults
 from slipstream.config.locate import default_embedder, locate
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.engine.front.facts import ModelFacts
-from slipstream.engine.link.hub import Connection, Hub
-from slipstream.engine.link.wire import Opening, Ready
+from slipstream.engine.model_description import ModelFacts
 from slipstream.messages import Abort, Output, Pooled, Submit
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
 from slipstream.serve.http.settings import Settings
+from slipstream.transport.hub import Connection, Hub
+from slipstream.transport.wire import Opening, Ready
 
 PROMPT = "Wind moves the tall grass of the valley while a slow river carries leaves past the old mill."
 QUEUE = 1024  # prompts that may wait

@@ -33,10 +33,10 @@ from typing import Any
 
 from front_end import PROMPT, TEXT_IDS, cpu_seconds, request, say_hello, start_front, wait_ready
 
-from slipstream.engine.link.hub import Hub
 from slipstream.messages import Abort, Output, Submit
 from slipstream.request import FinishReason
 from slipstream.serve.http.settings import Settings
+from slipstream.transport.hub import Hub
 
 
 def main() -> None:

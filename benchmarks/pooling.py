@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.engine.front.pooling_calls import Batch, Feed
+from slipstream.frontend.pooling_calls import Batch, Feed
 from slipstream.llm import LLM
 from slipstream.pooling_params import PoolingParams
 from slipstream.serve.cli.flags import add_engine_flags, engine_options

@@ -12,14 +12,14 @@ import numpy as np
 
 from slipstream.config.generation import GenerationDefaults
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.engine.front.facts import ModelFacts
-from slipstream.engine.front.frontend import AsyncEngine
-from slipstream.engine.link.remote import SocketClient
-from slipstream.engine.link.wire import AbortAll, AbortedAll, FromCore, Opening, Ready, ToCore, frame, to_core_frames
+from slipstream.engine.model_description import ModelFacts
+from slipstream.frontend.frontend import AsyncEngine
 from slipstream.messages import LOGPROB, Abort, Output, Pooled, Submit, SubmitAll
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
+from slipstream.transport.remote import SocketClient
+from slipstream.transport.wire import AbortAll, AbortedAll, FromCore, Opening, Ready, ToCore, frame, to_core_frames
 
 TEXT = b"All is well. "
 

@@ -9,9 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.engine.front.frontend import AsyncEngine as AsyncEngine
-    from slipstream.engine.front.results import CompletionOutput as CompletionOutput
-    from slipstream.engine.front.results import RequestOutput as RequestOutput
+    from slipstream.frontend.frontend import AsyncEngine as AsyncEngine
+    from slipstream.frontend.results import CompletionOutput as CompletionOutput
+    from slipstream.frontend.results import RequestOutput as RequestOutput
     from slipstream.llm import LLM as LLM
     from slipstream.params import SamplingParams as SamplingParams
     from slipstream.pooling_params import PoolingParams as PoolingParams
@@ -20,11 +20,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "slipstream.llm",
-    "AsyncEngine": "slipstream.engine.front.frontend",
+    "AsyncEngine": "slipstream.frontend.frontend",
     "SamplingParams": "slipstream.params",
     "PoolingParams": "slipstream.pooling_params",
-    "RequestOutput": "slipstream.engine.front.results",
-    "CompletionOutput": "slipstream.engine.front.results",
+    "RequestOutput": "slipstream.frontend.results",
+    "CompletionOutput": "slipstream.frontend.results",
 }
 
 __all__ = ["LLM", "AsyncEngine", "CompletionOutput", "PoolingParams", "RequestOutput", "SamplingParams", "__version__"]

@@ -11,25 +11,25 @@ from typing import Any, TypeVar
 from slipstream.config.config import EngineConfig
 from slipstream.config.options import options_of
 from slipstream.device.device import Device
-from slipstream.engine.build import build_served
 from slipstream.engine.core import EngineCore
-from slipstream.engine.front import pooling_calls
-from slipstream.engine.front.inputs import InputProcessor, Message, Prompt
-from slipstream.engine.front.pool_results import (
+from slipstream.engine.gc_freeze import frozen_gc
+from slipstream.engine.progress import progress
+from slipstream.errors import InvalidParams, InvalidPrompt
+from slipstream.frontend import pooling_calls
+from slipstream.frontend.in_process import build_served
+from slipstream.frontend.inputs import InputProcessor, Message, Prompt
+from slipstream.frontend.pool_results import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,
     RerankResult,
     ScoringRequestOutput,
 )
-from slipstream.engine.front.pooling_calls import PoolParams, PoolPrompts, Texts
-from slipstream.engine.front.prompts import Prompts
-from slipstream.engine.front.results import RequestOutput
-from slipstream.engine.front.served import POOLING_TASKS, SCORING, ServedModel, choose
-from slipstream.engine.gc_freeze import frozen_gc
-from slipstream.engine.progress import progress
-from slipstream.engine.sync_loop import SyncLoop
-from slipstream.errors import InvalidParams, InvalidPrompt
+from slipstream.frontend.pooling_calls import PoolParams, PoolPrompts, Texts
+from slipstream.frontend.prompts import Prompts
+from slipstream.frontend.results import RequestOutput
+from slipstream.frontend.served import POOLING_TASKS, SCORING, ServedModel, choose
+from slipstream.frontend.sync_loop import SyncLoop
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams, Task
 from slipstream.text.tokenizer import Tokenizer

@@ -1,7 +1,7 @@
 """SamplingParams: what one request may ask of the sampler.
 
 Frozen, and checked where it is built: a bad value fails in the caller's hands, never inside a step.
-What needs the model to be checked (ids against the vocabulary) is checked by `engine/front/inputs.py`, which also
+What needs the model to be checked (ids against the vocabulary) is checked by `frontend/inputs.py`, which also
 settles what only the model can say: -1 for the whole vocabulary, and bad words as token ids.
 """
 

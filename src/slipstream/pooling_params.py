@@ -1,7 +1,7 @@
 """PoolingParams: what one request may ask of a model's hidden states instead of tokens.
 
 Frozen, and checked where it is built, as `SamplingParams` is. What needs the model to be checked (its tasks, the sizes
-a vector may be cut to) is checked by `engine/front/inputs.py`, which also names the task: past it none is None.
+a vector may be cut to) is checked by `frontend/inputs.py`, which also names the task: past it none is None.
 """
 
 from __future__ import annotations

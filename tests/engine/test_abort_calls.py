@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.engine.link.abort_calls import AbortCalls
-from slipstream.engine.link.wire import AbortAll, AbortedAll
+from slipstream.transport.abort_calls import AbortCalls
+from slipstream.transport.wire import AbortAll, AbortedAll
 
 
 class Hub:

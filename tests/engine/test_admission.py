@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.engine.link.admission import submit
-from slipstream.engine.link.wire import Refused
 from slipstream.errors import EngineDead, PromptTooLong
 from slipstream.messages import Submit, SubmitAll
 from slipstream.params import SamplingParams
+from slipstream.transport.admission import submit
+from slipstream.transport.wire import Refused
 
 ONE = Submit("a", [1], SamplingParams(), 0.0)
 TWO = SubmitAll([ONE, Submit("b", [1], SamplingParams(), 0.0)])

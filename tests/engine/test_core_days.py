@@ -15,11 +15,11 @@ from msgspec.structs import replace
 
 from scripted_engine import scripted_core, submit, tokens_alone
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.link.process import CoreProcess
-from slipstream.engine.link.wire import Refused
 from slipstream.errors import EngineDead
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.request import FinishReason
+from slipstream.transport.process import CoreProcess
+from slipstream.transport.wire import Refused
 
 PROMPTS = [[1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [7], [1, 2, 3, 4, 5, 11]]
 FRONT_ENDS = 2

@@ -14,12 +14,12 @@ import pytest
 from child import child_env
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import Options, make_options
-from slipstream.engine.front.frontend import AsyncEngine
-from slipstream.engine.link import process
-from slipstream.engine.link.remote import SocketClient
-from slipstream.engine.link.spawn import spawn_core
 from slipstream.errors import EngineDead, ModelNotFound, QueueFull
+from slipstream.frontend.frontend import AsyncEngine
 from slipstream.messages import Submit
+from slipstream.transport import process
+from slipstream.transport.remote import SocketClient
+from slipstream.transport.spawn import spawn_core
 from tiny import write_tiny
 
 SMALL = dict(max_model_len=64, num_pages=64, page_size=4, max_num_seqs=4, num_threads=1)
@@ -200,7 +200,7 @@ def test_a_core_killed_in_the_middle_ends_every_stream(folder):
 PARENT = """
 import sys, time
 from slipstream.config.options import Options, make_options
-from slipstream.engine.link.spawn import spawn_core
+from slipstream.transport.spawn import spawn_core
 core, socks = spawn_core([make_options(model=sys.argv[1], num_threads=1)])
 print(core.process.pid, flush=True)
 time.sleep(600)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from scripted_core import EVERY_TASK, ScriptedCore, facts
-from slipstream.engine.front.answer_size import num_numbers
-from slipstream.engine.front.outputs import Track
-from slipstream.engine.link.wire import AbortAll, AbortedAll, Begun
 from slipstream.errors import EngineDead, InvalidParams, RequestTooLarge
+from slipstream.frontend.answer_size import num_numbers
+from slipstream.frontend.outputs import Track
 from slipstream.messages import Output, Pooled
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
+from slipstream.transport.wire import AbortAll, AbortedAll, Begun
 from tiny_tokenizer import write_byte_tokenizer
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -88,7 +88,7 @@ def test_one_of_several_prompts_that_cannot_be_encoded_leaves_nothing_behind(fol
 
 
 def test_a_request_larger_than_a_frame_is_refused(folder, monkeypatch):
-    monkeypatch.setattr("slipstream.engine.link.wire.MAX_FRAME", 1000)
+    monkeypatch.setattr("slipstream.transport.wire.MAX_FRAME", 1000)
 
     async def scenario(engine, core):
         with pytest.raises(RequestTooLarge, match="bytes"):

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from slipstream.engine.link.hub import Hub
-from slipstream.engine.link.spawn import join_core
-from slipstream.engine.link.wire import Failed, Join, frame, from_core_frames
 from slipstream.messages import Abort, Output
 from slipstream.request import FinishReason
+from slipstream.transport.hub import Hub
+from slipstream.transport.spawn import join_core
+from slipstream.transport.wire import Failed, Join, frame, from_core_frames
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_socket_that_came_and_did_not_join_is_closed_with_its_supervisor():
 
 
 def test_a_step_with_an_output_that_no_frame_holds_reaches_the_front_end(line, monkeypatch):
-    monkeypatch.setattr("slipstream.engine.link.wire.MAX_FRAME", 1000)
+    monkeypatch.setattr("slipstream.transport.wire.MAX_FRAME", 1000)
     hub, front = line
     hub.send(hub.connections[0], [Output("a", 0, [1]), Output("b", 0, [2] * 2000), Output("c", 0, [3])])
     got = from_core_frames().push(front.recv(10_000))

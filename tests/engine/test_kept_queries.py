@@ -10,14 +10,14 @@ import pytest
 from pool_bench import PoolBench
 from scripted_core import ScriptedCore, facts
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.engine.front import pooling_calls
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.link.process import CoreProcess
-from slipstream.engine.link.wire import Refused
 from slipstream.errors import EngineClosed, InvalidPrompt, QueueFull, UserError
+from slipstream.frontend import pooling_calls
 from slipstream.messages import Abort, Output, Pooled, Submit
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
+from slipstream.transport.process import CoreProcess
+from slipstream.transport.wire import Refused
 from tiny_encoder import write_tiny_encoder
 
 LATE = PoolingInfo(tasks=("token_embed",), methods=("all",), late=True, embed_size=4, token_size=4, is_causal=False)

@@ -12,8 +12,8 @@ import weakref
 import pytest
 
 from slipstream import LLM, SamplingParams
-from slipstream.engine.front import prompts as prompts_module
 from slipstream.errors import EngineClosed, EngineDead, InvalidParams, InvalidPrompt, PromptTooLong
+from slipstream.frontend import prompts as prompts_module
 from slipstream.scheduler.scheduler import Scheduler
 from tiny import write_tiny
 from tiny_tokenizer import IM_END, IM_START

@@ -11,10 +11,10 @@ import msgspec
 import numpy as np
 import pytest
 
-import slipstream.engine.front.logprobs as module
+import slipstream.frontend.logprobs as module
 from slipstream import LLM, SamplingParams
-from slipstream.engine.front.logprobs import Logprobs, LogprobStore
-from slipstream.engine.front.results import Logprob
+from slipstream.frontend.logprobs import Logprobs, LogprobStore
+from slipstream.frontend.results import Logprob
 from slipstream.messages import LOGPROB
 from tiny import write_tiny
 

@@ -10,14 +10,14 @@ import pytest
 
 from scripted_core import EVERY_TASK, facts
 from slipstream import SamplingParams
-from slipstream.engine.front import offload
-from slipstream.engine.front.inputs import InputProcessor
-from slipstream.engine.front.offload import LONG, Offload
-from slipstream.engine.front.pool_inputs import PoolInputs
-from slipstream.engine.front.pool_prompts import Batch
-from slipstream.engine.front.prompts import Prompts
-from slipstream.engine.front.queue_load import QueueLoad
 from slipstream.errors import InvalidPrompt, PromptTooLong
+from slipstream.frontend import offload
+from slipstream.frontend.inputs import InputProcessor
+from slipstream.frontend.offload import LONG, Offload
+from slipstream.frontend.pool_inputs import PoolInputs
+from slipstream.frontend.pool_prompts import Batch
+from slipstream.frontend.prompts import Prompts
+from slipstream.frontend.queue_load import QueueLoad
 from slipstream.pooling_params import PoolingParams
 from text.test_pieces import Counting, bytewise, wordpiece
 

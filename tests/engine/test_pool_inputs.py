@@ -11,11 +11,11 @@ import torch
 
 from scripted_core import facts
 from slipstream.config.pooling_info import PoolingInfo, Role
-from slipstream.engine.front.outputs import PoolTrack
-from slipstream.engine.front.pool_inputs import PoolInputs
-from slipstream.engine.front.pool_results import EmbeddingOutput, PoolingRequestOutput
-from slipstream.engine.front.pooling_calls import Batch, Feed, as_batch, encode, rerank, score
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong, SlipstreamError
+from slipstream.frontend.outputs import PoolTrack
+from slipstream.frontend.pool_inputs import PoolInputs
+from slipstream.frontend.pool_results import EmbeddingOutput, PoolingRequestOutput
+from slipstream.frontend.pooling_calls import Batch, Feed, as_batch, encode, rerank, score
 from slipstream.messages import Output, Pooled
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason

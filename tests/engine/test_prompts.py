@@ -12,12 +12,12 @@ import pytest
 
 from scripted_core import facts
 from slipstream import SamplingParams
-from slipstream.engine.front import prompts as module
-from slipstream.engine.front.ahead import Ahead
-from slipstream.engine.front.inputs import InputProcessor
-from slipstream.engine.front.offload import size_of
-from slipstream.engine.front.prompts import Prompts
 from slipstream.errors import BadTokenizer, InvalidPrompt, PromptTooLong
+from slipstream.frontend import prompts as module
+from slipstream.frontend.ahead import Ahead
+from slipstream.frontend.inputs import InputProcessor
+from slipstream.frontend.offload import size_of
+from slipstream.frontend.prompts import Prompts
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import byte_tokenizer
 

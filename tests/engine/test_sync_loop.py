@@ -15,9 +15,9 @@ import pytest
 from scripted_engine import scripted_core, submit, tokens_alone
 from slipstream.engine.device_timing import DeviceTimer
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.prompt_feeder import A_FEW
-from slipstream.engine.sync_loop import SyncLoop
 from slipstream.errors import EngineDead, InvalidPrompt, QueueFull, RequestTooLarge
+from slipstream.frontend.prompt_feeder import A_FEW
+from slipstream.frontend.sync_loop import SyncLoop
 
 SERVED = SimpleNamespace(facts=SimpleNamespace(name="m"), tokenizer=None)
 DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])

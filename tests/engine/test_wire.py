@@ -8,8 +8,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.config.generation import GenerationDefaults
-from slipstream.engine.front.facts import ModelFacts
-from slipstream.engine.link.wire import (
+from slipstream.engine.model_description import ModelFacts
+from slipstream.errors import PromptTooLong, QueueFull
+from slipstream.messages import Abort, Output, Pooled, Submit, SubmitAll
+from slipstream.metrics.lane import LaneStats
+from slipstream.params import SamplingParams
+from slipstream.pooling_params import PoolingParams
+from slipstream.request import FinishReason
+from slipstream.transport.wire import (
     MAX_FRAME,
     AbortAll,
     AbortedAll,
@@ -29,12 +35,6 @@ from slipstream.engine.link.wire import (
     to_core_frames,
     without_numbers,
 )
-from slipstream.errors import PromptTooLong, QueueFull
-from slipstream.messages import Abort, Output, Pooled, Submit, SubmitAll
-from slipstream.metrics.lane import LaneStats
-from slipstream.params import SamplingParams
-from slipstream.pooling_params import PoolingParams
-from slipstream.request import FinishReason
 
 FACTS = ModelFacts(
     name="m", tokenizer=None, chat_template=None, defaults=GenerationDefaults({"top_p": 0.5}, (3,)), max_model_len=8,
@@ -86,7 +86,7 @@ def test_vectors_cross_as_bytes():
 
 @pytest.fixture
 def small_frames(monkeypatch):
-    monkeypatch.setattr("slipstream.engine.link.wire.MAX_FRAME", 1000)
+    monkeypatch.setattr("slipstream.transport.wire.MAX_FRAME", 1000)
 
 
 def pooled(name: str, count: int) -> Output:

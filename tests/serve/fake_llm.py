@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from slipstream.config.options import make_options
-from slipstream.engine.front.results import CompletionOutput, RequestOutput
+from slipstream.frontend.results import CompletionOutput, RequestOutput
 from slipstream.params import SamplingParams
 
 

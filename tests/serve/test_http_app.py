@@ -9,10 +9,10 @@ import time
 import pytest
 
 from serve.asgi import at_door
-from slipstream.engine.link.wire import Failed, Pulse, Ready, Refused
 from slipstream.metrics.lane import LaneStats
 from slipstream.request import FinishReason
 from slipstream.serve.http.watchdog import Watchdog
+from slipstream.transport.wire import Failed, Pulse, Ready, Refused
 
 ASK = {"prompt": "hello", "max_tokens": 4}
 

@@ -18,7 +18,7 @@ from tokenizers import AddedToken
 from scripted_core import EVERY_TASK
 from serve.asgi import at_door
 from serve.server_process import ServerProcess
-from slipstream.engine.front import offload
+from slipstream.frontend import offload
 from slipstream.text.excerpt import max_chars
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import byte_tokenizer

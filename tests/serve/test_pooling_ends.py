@@ -10,7 +10,6 @@ import pytest
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.engine.link.wire import Refused
 from slipstream.errors import QueueFull
 from slipstream.messages import Output, Pooled
 from slipstream.request import FinishReason
@@ -18,6 +17,7 @@ from slipstream.serve.http.app import App
 from slipstream.serve.http.settings import Settings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
+from slipstream.transport.wire import Refused
 
 ASKED = {
     "/v1/embeddings": {"input": "ab"},

@@ -20,9 +20,8 @@ from slipstream.config.resolve import DEFAULT_SHARE, Source, model_config, resol
 from slipstream.config.weight_files import require_weights
 from slipstream.device.device import Device, device_facts, open_device, seems_cuda
 from slipstream.engine.core import EngineCore
-from slipstream.engine.front.facts import ModelFacts
-from slipstream.engine.front.served import ServedModel
 from slipstream.engine.lanes import Lanes
+from slipstream.engine.model_description import ModelFacts
 from slipstream.errors import InvalidOption
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.nn.models.stored_head import as_stored
@@ -55,16 +54,6 @@ def build_core(opened: Opened, *, progress: bool = False, device: Device | None 
     """Loads the weights."""
     runner, config = build_runner(opened.config, progress=progress, device=device)
     return EngineCore(config, runner)
-
-
-def build_served(
-    options: Sequence[Options], *, progress: bool = False, device: Device | None = None
-) -> tuple[Lanes, dict[str, ServedModel]]:
-    """Models on one device, and as a front end beside them sees them. Tokenizers come first: weights take longer."""
-    opened = open_models(options)
-    tokenizers = {each.facts.name: each.facts.load_tokenizer() for each in opened}
-    lanes, settled = build_lanes(options, opened, progress=progress, device=device)
-    return lanes, {name: ServedModel.of(each.facts, tokenizers[name]) for name, each in settled.items()}
 
 
 def build_lanes(

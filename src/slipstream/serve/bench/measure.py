@@ -19,7 +19,7 @@ from slipstream.params import SamplingParams
 from slipstream.serve.bench.workload import Item, Workload
 
 if TYPE_CHECKING:
-    from slipstream.engine.front.outputs import Track
+    from slipstream.frontend.outputs import Track
     from slipstream.llm import LLM
 
 Advance = Callable[[int], None]
@@ -125,7 +125,7 @@ def _run(
     detokenize: bool,
     advance: Advance,
 ) -> Trial:
-    from slipstream.engine.front.outputs import OutputProcessor  # not needed for help, and not light
+    from slipstream.frontend.outputs import OutputProcessor  # not needed for help, and not light
 
     core, clock = llm.core, time.perf_counter
     outputs = OutputProcessor(llm.tokenizer if detokenize else None)

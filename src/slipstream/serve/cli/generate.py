@@ -15,7 +15,7 @@ from slipstream.serve.cli.run import OpenLLM, open_with
 from slipstream.serve.cli.standard import read_stdin
 
 if TYPE_CHECKING:
-    from slipstream.engine.front.results import RequestOutput
+    from slipstream.frontend.results import RequestOutput
 
 Prompt = str | list[int]
 

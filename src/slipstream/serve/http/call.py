@@ -9,7 +9,7 @@ from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.errors import bad_request
 
 if TYPE_CHECKING:
-    from slipstream.engine.front.outputs import Track
+    from slipstream.frontend.outputs import Track
     from slipstream.serve.http.state import State
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slipstream.engine.front.served import ServedModel
+from slipstream.frontend.served import ServedModel
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
 

@@ -7,12 +7,12 @@ import signal
 import socket
 
 from slipstream.config.options import Options
-from slipstream.engine.link.spawn import spawn_core
 from slipstream.errors import EngineDead
 from slipstream.log import pass_on_log
 from slipstream.serve.http.listen import PortClaim, claim, raise_file_limit
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import Settings
+from slipstream.transport.spawn import spawn_core
 
 status = logging.getLogger("slipstream.status")
 

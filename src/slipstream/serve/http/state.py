@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from slipstream.engine.front.frontend import AsyncEngine
-from slipstream.engine.front.offload import LONG, OFFLOAD
+from slipstream.frontend.frontend import AsyncEngine
+from slipstream.frontend.offload import LONG, OFFLOAD
 from slipstream.metrics.board import Board
 from slipstream.metrics.traces import Traces
 from slipstream.serve.http.auth import Keys

@@ -13,15 +13,15 @@ from collections import deque
 
 import msgspec
 
-from slipstream.engine.link.parent import child_environment
-from slipstream.engine.link.spawn import join_core
-from slipstream.engine.link.wire import Failed, WireError, from_core_frames
 from slipstream.errors import InvalidOption
 from slipstream.metrics.board import Board
 from slipstream.metrics.stats import FrontEnds
 from slipstream.serve.http.listen import PortClaim
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import Settings
+from slipstream.transport.parent import child_environment
+from slipstream.transport.spawn import join_core
+from slipstream.transport.wire import Failed, WireError, from_core_frames
 
 status = logging.getLogger("slipstream.status")
 

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.engine.front.served import ServedModel
 from slipstream.errors import InvalidPrompt
+from slipstream.frontend.served import ServedModel
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import as_http_error, bad_request
 from slipstream.serve.http.openai.messages import AllowControlTokens, message_chars, text_messages

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 import uvicorn
 
-from slipstream.engine.front.frontend import AsyncEngine
-from slipstream.engine.front.heap import bound_heap
-from slipstream.engine.link.remote import SocketClient
+from slipstream.frontend.frontend import AsyncEngine
+from slipstream.frontend.heap import bound_heap
 from slipstream.metrics.board import Board
 from slipstream.serve.http.app import App
 from slipstream.serve.http.cors import Cors
@@ -27,6 +26,7 @@ from slipstream.serve.http.supervisor import AT_ONCE
 from slipstream.serve.http.table import all_routes
 from slipstream.serve.http.tls import server_context
 from slipstream.serve.http.watchdog import Watchdog
+from slipstream.transport.remote import SocketClient
 
 status = logging.getLogger("slipstream.status")
 

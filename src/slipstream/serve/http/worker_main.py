@@ -11,12 +11,12 @@ import sys
 
 import msgspec
 
-from slipstream.engine.link.parent import die_with_parent
 from slipstream.log import set_up_log
 from slipstream.metrics.board import Board
 from slipstream.serve.http.settings import Settings
 from slipstream.serve.http.supervisor import CANNOT_START
 from slipstream.serve.http.worker import run_worker
+from slipstream.transport.parent import die_with_parent
 
 status = logging.getLogger("slipstream.status")
 

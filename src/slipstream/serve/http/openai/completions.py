@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.engine.front.inputs import Prepared
-from slipstream.engine.front.outputs import Track
-from slipstream.engine.front.reading import Reading
-from slipstream.engine.front.results import Increment, Logprob
+from slipstream.frontend.inputs import Prepared
+from slipstream.frontend.outputs import Track
+from slipstream.frontend.reading import Reading
+from slipstream.frontend.results import Increment, Logprob
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.choose import served_for
 from slipstream.serve.http.errors import bad_request

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.engine.front.inputs import InputProcessor
+from slipstream.frontend.inputs import InputProcessor
 from slipstream.params import SamplingParams
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.settings import Settings

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.engine.front.inputs import Prepared
-from slipstream.engine.front.outputs import Track
-from slipstream.engine.front.prompts import Prompts
-from slipstream.engine.front.reading import Reading
+from slipstream.frontend.inputs import Prepared
+from slipstream.frontend.outputs import Track
+from slipstream.frontend.prompts import Prompts
+from slipstream.frontend.reading import Reading
 from slipstream.messages import Submit
 from slipstream.params import SamplingParams
 from slipstream.serve.http.call import Call

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from slipstream.engine.front.results import Logprob
+from slipstream.frontend.results import Logprob
 from slipstream.text.tokenizer import Tokenizer
 
 LOWEST = -9999.0  # JSON has no infinity

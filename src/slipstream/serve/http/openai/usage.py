@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from slipstream.engine.front.outputs import Track
+from slipstream.frontend.outputs import Track
 
 
 class PromptTokensDetails(msgspec.Struct):

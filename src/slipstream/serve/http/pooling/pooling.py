@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.engine.front.pool_results import SparseOutput
-from slipstream.engine.front.pooling_calls import encode
-from slipstream.engine.front.served import POOLING_TASKS
+from slipstream.frontend.pool_results import SparseOutput
+from slipstream.frontend.pooling_calls import encode
+from slipstream.frontend.served import POOLING_TASKS
 from slipstream.pooling_params import Task
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request

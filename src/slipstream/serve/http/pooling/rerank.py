@@ -11,10 +11,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from slipstream.engine.front.pool_inputs import PoolInputs
-from slipstream.engine.front.pool_results import RerankResult
-from slipstream.engine.front.pooling_calls import rerank
-from slipstream.engine.front.served import SCORING
+from slipstream.frontend.pool_inputs import PoolInputs
+from slipstream.frontend.pool_results import RerankResult
+from slipstream.frontend.pooling_calls import rerank
+from slipstream.frontend.served import SCORING
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import as_http_error, bad_request
 from slipstream.serve.http.openai.fields import Refused, refuse

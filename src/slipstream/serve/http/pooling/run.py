@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from slipstream.engine.front.inputs import Prepared
-from slipstream.engine.front.offload import EACH, LONG
-from slipstream.engine.front.outputs import PoolTrack
-from slipstream.engine.front.pool_inputs import PoolInputs
-from slipstream.engine.front.pool_results import PoolingRequestOutput
-from slipstream.engine.front.pooling_calls import Call as Verb
-from slipstream.engine.front.pooling_calls import Feed, Results
-from slipstream.engine.front.served import ServedModel
 from slipstream.errors import SlipstreamError
+from slipstream.frontend.inputs import Prepared
+from slipstream.frontend.offload import EACH, LONG
+from slipstream.frontend.outputs import PoolTrack
+from slipstream.frontend.pool_inputs import PoolInputs
+from slipstream.frontend.pool_results import PoolingRequestOutput
+from slipstream.frontend.pooling_calls import Call as Verb
+from slipstream.frontend.pooling_calls import Feed, Results
+from slipstream.frontend.served import ServedModel
 from slipstream.messages import Pooled, Submit
 from slipstream.pooling_params import PoolingParams
 from slipstream.serve.http.call import Call

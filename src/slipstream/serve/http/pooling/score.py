@@ -7,8 +7,8 @@ from typing import Annotated
 
 import msgspec
 
-from slipstream.engine.front.pooling_calls import score
-from slipstream.engine.front.served import SCORING
+from slipstream.frontend.pooling_calls import score
+from slipstream.frontend.served import SCORING
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.pooling.fields import PoolFields, PoolUsage, pooling_params, size_of

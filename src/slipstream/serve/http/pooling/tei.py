@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 import slipstream
-from slipstream.engine.front.pooling_calls import encode, score
-from slipstream.engine.front.served import POOLING_TASKS
+from slipstream.frontend.pooling_calls import encode, score
+from slipstream.frontend.served import POOLING_TASKS
 from slipstream.pooling_params import Task
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request, misfit

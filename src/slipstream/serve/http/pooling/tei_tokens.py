@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.engine.front.served import POOLING_TASKS, ServedModel
 from slipstream.errors import InvalidPrompt
+from slipstream.frontend.served import POOLING_TASKS, ServedModel
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.pooling.fields import size_of

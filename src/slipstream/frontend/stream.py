@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from slipstream.engine.front.outputs import Track
+from slipstream.frontend.outputs import Track
 
 
 class Mailbox:

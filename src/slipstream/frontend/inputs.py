@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.engine.front.facts import ModelFacts
+from slipstream.engine.model_description import ModelFacts
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong
 from slipstream.messages import Submit
 from slipstream.params import MAX_BAD_WORD, MAX_BAD_WORDS, SamplingParams

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast, overload
 
-from slipstream.engine.front.results import Logprob
+from slipstream.frontend.results import Logprob
 from slipstream.messages import LOGPROB
 from slipstream.text.tokenizer import Tokenizer
 

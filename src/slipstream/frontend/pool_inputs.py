@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from slipstream.config.pooling_info import Role
-from slipstream.engine.front.ahead import Ahead
-from slipstream.engine.front.pool_params import settle_params
-from slipstream.engine.front.pool_prompts import Batch, PoolPrompt, Prepared, PromptReader, skipping
-from slipstream.engine.front.pool_words import join_pair, pair_words, prefix_of, role_of
+from slipstream.frontend.ahead import Ahead
+from slipstream.frontend.pool_params import settle_params
+from slipstream.frontend.pool_prompts import Batch, PoolPrompt, Prepared, PromptReader, skipping
+from slipstream.frontend.pool_words import join_pair, pair_words, prefix_of, role_of
 from slipstream.pooling_params import PoolingParams, Task
 from slipstream.text.control_tokens import ControlTokens
 

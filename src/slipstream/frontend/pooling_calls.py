@@ -16,18 +16,18 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from slipstream.engine.front.answer_size import num_bytes
-from slipstream.engine.front.outputs import PoolTrack
-from slipstream.engine.front.pool_inputs import PoolInputs
-from slipstream.engine.front.pool_prompts import Batch, PoolPrompt
-from slipstream.engine.front.pool_results import (
+from slipstream.errors import InvalidParams, InvalidPrompt, SlipstreamError, UserError
+from slipstream.frontend.answer_size import num_bytes
+from slipstream.frontend.outputs import PoolTrack
+from slipstream.frontend.pool_inputs import PoolInputs
+from slipstream.frontend.pool_prompts import Batch, PoolPrompt
+from slipstream.frontend.pool_results import (
     PoolingRequestOutput,
     RerankResult,
     ScoringOutput,
     ScoringRequestOutput,
     similarities,
 )
-from slipstream.errors import InvalidParams, InvalidPrompt, SlipstreamError, UserError
 from slipstream.messages import Submit
 from slipstream.pooling_params import PoolingParams, Task
 

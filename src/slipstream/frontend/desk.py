@@ -14,18 +14,18 @@ from collections.abc import Sequence
 
 import msgspec
 
-from slipstream.engine.front.answer_size import check_result
-from slipstream.engine.front.outputs import OutputProcessor, Track
-from slipstream.engine.front.queue_load import QueueLoad
-from slipstream.engine.front.reading import Reading
-from slipstream.engine.front.served import ServedModel, choose
-from slipstream.engine.front.stream import Mailbox
-from slipstream.engine.link.client import CoreClient
-from slipstream.engine.link.wire import AbortAll, AbortedAll, Begun, FromCore, Loading, Opening, Pulse, Ready, Refused
 from slipstream.errors import EngineClosed, RequestTooLarge, UserError
+from slipstream.frontend.answer_size import check_result
+from slipstream.frontend.outputs import OutputProcessor, Track
+from slipstream.frontend.queue_load import QueueLoad
+from slipstream.frontend.reading import Reading
+from slipstream.frontend.served import ServedModel, choose
+from slipstream.frontend.stream import Mailbox
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.stats import ModelStats
 from slipstream.params import check_text
+from slipstream.transport.client import CoreClient
+from slipstream.transport.wire import AbortAll, AbortedAll, Begun, FromCore, Loading, Opening, Pulse, Ready, Refused
 
 log = logging.getLogger("slipstream.front")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.engine.front.facts import ModelFacts
+from slipstream.engine.model_description import ModelFacts
 from slipstream.errors import InvalidParams
 from slipstream.pooling_params import PoolingParams, Task
 

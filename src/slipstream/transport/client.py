@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from slipstream.engine.link.wire import FromCore, ToCore
+from slipstream.transport.wire import FromCore, ToCore
 
 
 class Listener(Protocol):

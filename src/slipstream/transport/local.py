@@ -7,10 +7,10 @@ import queue
 import threading
 
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.link.admission import submit
-from slipstream.engine.link.client import Listener
-from slipstream.engine.link.wire import AbortAll, AbortedAll, Begun, FromCore, ToCore
 from slipstream.messages import Abort, Submit, SubmitAll
+from slipstream.transport.admission import submit
+from slipstream.transport.client import Listener
+from slipstream.transport.wire import AbortAll, AbortedAll, Begun, FromCore, ToCore
 
 
 class ThreadClient:

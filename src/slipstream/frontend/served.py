@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from slipstream.engine.front.facts import ModelFacts
-from slipstream.engine.front.inputs import InputProcessor
-from slipstream.engine.front.pool_inputs import PoolInputs
+from slipstream.engine.model_description import ModelFacts
 from slipstream.errors import InvalidParams, ModelNotFound
+from slipstream.frontend.inputs import InputProcessor
+from slipstream.frontend.pool_inputs import PoolInputs
 from slipstream.params import check_text
 from slipstream.text.tokenizer import Tokenizer
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slipstream.engine.link.hub import Connection, Hub
-from slipstream.engine.link.wire import AbortAll, AbortedAll
+from slipstream.transport.hub import Connection, Hub
+from slipstream.transport.wire import AbortAll, AbortedAll
 
 
 class AbortCalls:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from slipstream.engine.front.heap import give_back
+from slipstream.frontend.heap import give_back
 
 T = TypeVar("T")
 

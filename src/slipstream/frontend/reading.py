@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from slipstream.engine.front.outputs import Track
-from slipstream.engine.front.served import ServedModel
-from slipstream.engine.front.stream import Mailbox
+from slipstream.frontend.outputs import Track
+from slipstream.frontend.served import ServedModel
+from slipstream.frontend.stream import Mailbox
 from slipstream.messages import Submit
 
 if TYPE_CHECKING:
-    from slipstream.engine.front.desk import Desk
+    from slipstream.frontend.desk import Desk
 
 
 class Reading:

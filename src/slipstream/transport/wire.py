@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from slipstream import errors
-from slipstream.engine.front.facts import ModelFacts
+from slipstream.engine.model_description import ModelFacts
 from slipstream.errors import SlipstreamError
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.lane import LaneStats

@@ -10,7 +10,7 @@ import selectors
 import socket
 from collections.abc import Iterable, Sequence
 
-from slipstream.engine.link.wire import FromCore, Join, ToCore, WireError, frames, to_core_frames, without_numbers
+from slipstream.transport.wire import FromCore, Join, ToCore, WireError, frames, to_core_frames, without_numbers
 
 _READ = 2**18  # bytes at once
 _MAX_SOCKETS = 16  # that come with one read

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from slipstream.engine.front.logprobs import Logprobs, LogprobStore, texts_of
-from slipstream.engine.front.results import CompletionOutput, Increment, Logprob
+from slipstream.frontend.logprobs import Logprobs, LogprobStore, texts_of
+from slipstream.frontend.results import CompletionOutput, Increment, Logprob
 from slipstream.messages import Output
 from slipstream.params import SamplingParams
 from slipstream.request import FinishReason

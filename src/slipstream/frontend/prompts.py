@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import repeat
 
-from slipstream.engine.front.ahead import Ahead
-from slipstream.engine.front.inputs import InputProcessor, Prepared, Prompt
 from slipstream.errors import InvalidPrompt, UserError
+from slipstream.frontend.ahead import Ahead
+from slipstream.frontend.inputs import InputProcessor, Prepared, Prompt
 from slipstream.params import SamplingParams
 from slipstream.text.guarded import plain
 

@@ -11,26 +11,26 @@ from functools import partial
 from typing import Any, TypeVar
 
 from slipstream.config.options import options_of
-from slipstream.engine.front import pooling_calls
-from slipstream.engine.front.desk import Desk, in_use
-from slipstream.engine.front.inputs import InputProcessor, Message, Prepared, Prompt
-from slipstream.engine.front.offload import EACH, off_loop, size_of
-from slipstream.engine.front.pool_inputs import PoolInputs
-from slipstream.engine.front.pool_results import (
+from slipstream.frontend import pooling_calls
+from slipstream.frontend.desk import Desk, in_use
+from slipstream.frontend.inputs import InputProcessor, Message, Prepared, Prompt
+from slipstream.frontend.offload import EACH, off_loop, size_of
+from slipstream.frontend.pool_inputs import PoolInputs
+from slipstream.frontend.pool_results import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,
     RerankResult,
     ScoringRequestOutput,
 )
-from slipstream.engine.front.pooling_calls import PoolParams, PoolPrompts, Texts
-from slipstream.engine.front.reading import Reading
-from slipstream.engine.front.results import Increment, RequestOutput
-from slipstream.engine.front.served import POOLING_TASKS, SCORING
-from slipstream.engine.link.client import CoreClient
+from slipstream.frontend.pooling_calls import PoolParams, PoolPrompts, Texts
+from slipstream.frontend.reading import Reading
+from slipstream.frontend.results import Increment, RequestOutput
+from slipstream.frontend.served import POOLING_TASKS, SCORING
 from slipstream.params import SamplingParams, check_text
 from slipstream.pooling_params import PoolingParams, Task
 from slipstream.text.tokenizer import Tokenizer
+from slipstream.transport.client import CoreClient
 
 T = TypeVar("T")
 
@@ -62,8 +62,10 @@ class AsyncEngine(Desk):
             self.client = client
             client.listen(self)
             return
-        from slipstream.engine.build import build_served  # loads torch, which a front end without a core need not have
-        from slipstream.engine.link.local import ThreadClient
+        from slipstream.frontend.in_process import (
+            build_served,  # loads torch, which a front end without a core need not have
+        )
+        from slipstream.transport.local import ThreadClient
 
         lanes, self.models = build_served(options_of(model, models, options))
         self.config = next(iter(lanes.cores.values())).config

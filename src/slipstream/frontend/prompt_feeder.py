@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from slipstream.engine.core import EngineCore
-from slipstream.engine.front.inputs import Prepared
 from slipstream.errors import UserError
+from slipstream.frontend.inputs import Prepared
 
 A_FEW = 8  # prompts taken in with each step, so that many rows that end together find others ready
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.engine.front.logprobs import Logprobs, LogprobStore, texts_of
-from slipstream.engine.front.pool_results import PoolingRequestOutput, wrap
-from slipstream.engine.front.results import Increment, Logprob, RequestMetrics, RequestOutput
-from slipstream.engine.front.sample import Sample
+from slipstream.frontend.logprobs import Logprobs, LogprobStore, texts_of
+from slipstream.frontend.pool_results import PoolingRequestOutput, wrap
+from slipstream.frontend.results import Increment, Logprob, RequestMetrics, RequestOutput
+from slipstream.frontend.sample import Sample
 from slipstream.messages import Abort, Output, Submit
 from slipstream.metrics.stats import ModelStats
 from slipstream.params import SamplingParams

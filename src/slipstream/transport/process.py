@@ -1,4 +1,4 @@
-"""The core process: `python -m slipstream.engine.link.process SUPERVISOR FD…`, one inherited socket for each front end.
+"""The core process: `python -m slipstream.transport.process SUPERVISOR FD…`, one inherited socket for each front end.
 
 SUPERVISOR is the socket of the process that starts front ends again where they die, or -1 where there is none.
 The options of each model come as JSON on standard input. It ends when its last front end has gone, or with the root
@@ -22,11 +22,15 @@ import msgspec
 from slipstream.config.locate import locate
 from slipstream.config.options import Options
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.link.abort_calls import AbortCalls
-from slipstream.engine.link.admission import submit
-from slipstream.engine.link.hub import Connection, Hub
-from slipstream.engine.link.parent import die_with_parent
-from slipstream.engine.link.wire import (
+from slipstream.errors import EngineDead, SlipstreamError
+from slipstream.log import set_up_child_log
+from slipstream.messages import Abort, Output, Submit, SubmitAll
+from slipstream.metrics.lane import LaneStats
+from slipstream.transport.abort_calls import AbortCalls
+from slipstream.transport.admission import submit
+from slipstream.transport.hub import Connection, Hub
+from slipstream.transport.parent import die_with_parent
+from slipstream.transport.wire import (
     AbortAll,
     AbortedAll,
     Begun,
@@ -39,10 +43,6 @@ from slipstream.engine.link.wire import (
     Ready,
     ToCore,
 )
-from slipstream.errors import EngineDead, SlipstreamError
-from slipstream.log import set_up_child_log
-from slipstream.messages import Abort, Output, Submit, SubmitAll
-from slipstream.metrics.lane import LaneStats
 
 if TYPE_CHECKING:
     from slipstream.engine.core import EngineCore

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.link.wire import Refused
 from slipstream.errors import EngineDead, SlipstreamError
 from slipstream.messages import Submit, SubmitAll
+from slipstream.transport.wire import Refused
 
 log = logging.getLogger("slipstream.core")
 

@@ -8,8 +8,9 @@ from typing import cast
 
 import msgspec
 
-from slipstream.engine.link.client import Listener
-from slipstream.engine.link.wire import (
+from slipstream.errors import EngineClosed, EngineDead, InvalidParams, RequestTooLarge
+from slipstream.transport.client import Listener
+from slipstream.transport.wire import (
     MAX_FRAME,
     MAX_RESULT,
     Failed,
@@ -21,7 +22,6 @@ from slipstream.engine.link.wire import (
     frames,
     from_core_frames,
 )
-from slipstream.errors import EngineClosed, EngineDead, InvalidParams, RequestTooLarge
 
 
 class SocketClient(asyncio.Protocol):

@@ -8,14 +8,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from slipstream.engine.front.inputs import Prepared
-from slipstream.engine.front.outputs import OutputProcessor, Track
-from slipstream.engine.front.results import RequestOutput
-from slipstream.engine.front.served import ServedModel
 from slipstream.engine.interrupts import held_back, watched
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.prompt_feeder import PromptFeeder
 from slipstream.errors import EngineClosed, QueueFull
+from slipstream.frontend.inputs import Prepared
+from slipstream.frontend.outputs import OutputProcessor, Track
+from slipstream.frontend.prompt_feeder import PromptFeeder
+from slipstream.frontend.results import RequestOutput
+from slipstream.frontend.served import ServedModel
 from slipstream.messages import Abort
 from slipstream.scheduler.admission_checks import admits_any_request
 from slipstream.scheduler.scheduler import Scheduler

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.config.pooling_info import Role
-from slipstream.engine.front.facts import ModelFacts
-from slipstream.engine.front.pool_words import PLAIN
+from slipstream.engine.model_description import ModelFacts
 from slipstream.errors import BadTokenizer, InvalidPrompt, PromptTooLong, UserError
+from slipstream.frontend.pool_words import PLAIN
 from slipstream.pooling_params import PoolingParams
 from slipstream.text.guarded import Guarded, plain
 from slipstream.text.pieces import Pieces

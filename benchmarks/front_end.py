@@ -31,13 +31,13 @@ import numpy as np
 from slipstream.config.generation import GenerationDefaults
 from slipstream.config.locate import default_embedder, locate
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.engine.model_description import ModelFacts
+from slipstream.engine.model_description import ModelDescription
 from slipstream.messages import Abort, Output, Pooled, Submit
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
 from slipstream.serve.http.settings import Settings
-from slipstream.transport.hub import Connection, Hub
-from slipstream.transport.wire import Opening, Ready
+from slipstream.transport.frames import Opening, Ready
+from slipstream.transport.socket_server import Connection, SocketServer
 
 PROMPT = "Wind moves the tall grass of the valley while a slow river carries leaves past the old mill."
 QUEUE = 1024  # prompts that may wait
@@ -119,7 +119,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def play_core(fd: int) -> None:
-    hub = Hub([socket.socket(fileno=fd)])
+    hub = SocketServer([socket.socket(fileno=fd)])
     vector = np.linspace(-1, 1, 384, dtype=np.float32)
     say_hello(hub)
     running: dict[str, tuple[Connection, int]] = {}
@@ -152,10 +152,10 @@ def play_core(fd: int) -> None:
         outputs.clear()
 
 
-def say_hello(hub: Hub) -> None:
+def say_hello(hub: SocketServer) -> None:
     """As a core does that has the default models."""
     path = str(locate(None).path)
-    facts = ModelFacts(
+    facts = ModelDescription(
         name="scripted", tokenizer=path, chat_template=None, defaults=GenerationDefaults(), max_model_len=8192,
         max_positions=8192, vocab_size=49152,
     )  # fmt: skip

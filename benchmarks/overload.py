@@ -36,7 +36,7 @@ from front_end import PROMPT, TEXT_IDS, cpu_seconds, request, say_hello, start_f
 from slipstream.messages import Abort, Output, Submit
 from slipstream.request import FinishReason
 from slipstream.serve.http.settings import Settings
-from slipstream.transport.hub import Hub
+from slipstream.transport.socket_server import SocketServer
 
 
 def main() -> None:
@@ -304,7 +304,7 @@ def children(pid: int) -> list[int]:
 
 
 def play_paced_core(fd: int, num_rows: int, step_seconds: float) -> None:
-    hub = Hub([socket.socket(fileno=fd)])
+    hub = SocketServer([socket.socket(fileno=fd)])
     say_hello(hub)
     waiting: deque[Submit] = deque()
     running: dict[str, int] = {}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from slipstream import LLM, SamplingParams
-from slipstream.frontend.outputs import OutputProcessor
+from slipstream.frontend.request_state import OutputProcessor
 from slipstream.messages import Submit
 
 CONFIG = {

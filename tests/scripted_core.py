@@ -12,19 +12,19 @@ import numpy as np
 
 from slipstream.config.generation import GenerationDefaults
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.engine.model_description import ModelFacts
-from slipstream.frontend.frontend import AsyncEngine
+from slipstream.engine.model_description import ModelDescription
+from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.messages import LOGPROB, Abort, Output, Pooled, Submit, SubmitAll
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
-from slipstream.transport.remote import SocketClient
-from slipstream.transport.wire import AbortAll, AbortedAll, FromCore, Opening, Ready, ToCore, frame, to_core_frames
+from slipstream.transport.frames import AbortAll, AbortedAll, FromCore, Opening, Ready, ToCore, frame, to_core_frames
+from slipstream.transport.socket_client import SocketClient
 
 TEXT = b"All is well. "
 
 
-def facts(folder: Path, name: str = "tiny", **more: Any) -> ModelFacts:
+def facts(folder: Path, name: str = "tiny", **more: Any) -> ModelDescription:
     known = dict(
         name=name,
         tokenizer=str(folder),
@@ -34,7 +34,7 @@ def facts(folder: Path, name: str = "tiny", **more: Any) -> ModelFacts:
         max_positions=1024,
         vocab_size=304,
     )
-    return ModelFacts(**(known | more))
+    return ModelDescription(**(known | more))
 
 
 EVERY_TASK = PoolingInfo(
@@ -62,7 +62,9 @@ class ScriptedCore(asyncio.Protocol):
         self.changed = asyncio.Event()
 
     @classmethod
-    async def open(cls, *models: ModelFacts, ready: bool = True, **script: Any) -> tuple[AsyncEngine, ScriptedCore]:
+    async def open(
+        cls, *models: ModelDescription, ready: bool = True, **script: Any
+    ) -> tuple[AsyncEngine, ScriptedCore]:
         ours, theirs = socket.socketpair()
         _, core = await asyncio.get_running_loop().create_unix_connection(lambda: cls(**script), sock=theirs)
         engine = AsyncEngine(client=await SocketClient.connect(ours))

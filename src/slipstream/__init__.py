@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slipstream.frontend.frontend import AsyncEngine as AsyncEngine
+    from slipstream.frontend.async_engine import AsyncEngine as AsyncEngine
     from slipstream.frontend.results import CompletionOutput as CompletionOutput
     from slipstream.frontend.results import RequestOutput as RequestOutput
     from slipstream.llm import LLM as LLM
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "slipstream.llm",
-    "AsyncEngine": "slipstream.frontend.frontend",
+    "AsyncEngine": "slipstream.frontend.async_engine",
     "SamplingParams": "slipstream.params",
     "PoolingParams": "slipstream.pooling_params",
     "RequestOutput": "slipstream.frontend.results",

@@ -18,8 +18,8 @@ from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineDead
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.request import FinishReason
-from slipstream.transport.process import CoreProcess
-from slipstream.transport.wire import Refused
+from slipstream.transport.core_process import CoreProcess
+from slipstream.transport.frames import Refused
 
 PROMPTS = [[1, 2, 3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [7], [1, 2, 3, 4, 5, 11]]
 FRONT_ENDS = 2
@@ -40,7 +40,7 @@ goings = st.tuples(st.just("go"), st.integers(0, FRONT_ENDS - 1))
 days = st.lists(st.one_of(submits, submits, aborts, late_aborts, steps, steps, steps, goings), max_size=40)
 
 
-class Hub:
+class SocketServer:
     """Keeps what each front end is sent."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Day:
     def __init__(self, depth: int) -> None:
         # few pages and rows: samples are preempted and wait for each other
         cores = {name: scripted_core(depth, num_pages=12, max_num_seqs=3, max_model_len=40) for name in ("one", "two")}
-        self.hub: Any = Hub()
+        self.hub: Any = SocketServer()
         self.process = CoreProcess(Lanes(cores), self.hub)
         self.submitted: dict[str, tuple[int, Submit]] = {}
         self.aborted: set[tuple[str, int]] = set()

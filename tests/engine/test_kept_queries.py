@@ -16,8 +16,8 @@ from slipstream.frontend import pooling_calls
 from slipstream.messages import Abort, Output, Pooled, Submit
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
-from slipstream.transport.process import CoreProcess
-from slipstream.transport.wire import Refused
+from slipstream.transport.core_process import CoreProcess
+from slipstream.transport.frames import Refused
 from tiny_encoder import write_tiny_encoder
 
 LATE = PoolingInfo(tasks=("token_embed",), methods=("all",), late=True, embed_size=4, token_size=4, is_causal=False)

@@ -12,7 +12,7 @@ from serve.asgi import at_door
 from slipstream.metrics.lane import LaneStats
 from slipstream.request import FinishReason
 from slipstream.serve.http.watchdog import Watchdog
-from slipstream.transport.wire import Failed, Pulse, Ready, Refused
+from slipstream.transport.frames import Failed, Pulse, Ready, Refused
 
 ASK = {"prompt": "hello", "max_tokens": 4}
 

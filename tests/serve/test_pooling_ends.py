@@ -17,7 +17,7 @@ from slipstream.serve.http.app import App
 from slipstream.serve.http.settings import Settings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
-from slipstream.transport.wire import Refused
+from slipstream.transport.frames import Refused
 
 ASKED = {
     "/v1/embeddings": {"input": "ab"},

@@ -60,7 +60,10 @@ def core_pid(server: ServerProcess) -> int:
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == server.process.pid and b"slipstream.transport.process" in (folder / "cmdline").read_bytes():
+            if (
+                parent == server.process.pid
+                and b"slipstream.transport.core_process" in (folder / "cmdline").read_bytes()
+            ):
                 return int(folder.name)
         except (FileNotFoundError, ProcessLookupError):
             continue

@@ -21,7 +21,7 @@ from slipstream.config.weight_files import require_weights
 from slipstream.device.device import Device, device_facts, open_device, seems_cuda
 from slipstream.engine.core import EngineCore
 from slipstream.engine.lanes import Lanes
-from slipstream.engine.model_description import ModelFacts
+from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidOption
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.nn.models.stored_head import as_stored
@@ -34,7 +34,7 @@ class Opened(msgspec.Struct, frozen=True):
     """A model that was found and settled; nothing is loaded yet."""
 
     config: EngineConfig
-    facts: ModelFacts
+    facts: ModelDescription
     file: GgufFile | None  # as long as it is open here, all that ask for it get this one, and its header is read once
 
 
@@ -47,7 +47,7 @@ def open_model(options: Options) -> Opened:
         require_weights(located.path)  # before anything is settled: nothing else can be said of such a folder
     info, defaults = _read(options, located)
     config = settle(options, located, info)
-    return Opened(config, ModelFacts.of(options, config, defaults), file)
+    return Opened(config, ModelDescription.of(options, config, defaults), file)
 
 
 def build_core(opened: Opened, *, progress: bool = False, device: Device | None = None) -> EngineCore:

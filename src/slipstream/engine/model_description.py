@@ -1,4 +1,4 @@
-"""ModelFacts: all that a front end must know of a model, as plain data: it may live in a process without torch."""
+"""ModelDescription: what a front end must know about a model, as plain data that needs no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.text.chat import load_chat_template
 from slipstream.text.tokenizer import Tokenizer
 
 
-class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
+class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """Made where the model is opened; sent before its weights are loaded."""
 
     name: str
@@ -45,7 +45,7 @@ class ModelFacts(msgspec.Struct, frozen=True, kw_only=True):
         return f"shorten it or set truncate_prompt_tokens{raise_it}"
 
     @classmethod
-    def of(cls, options: Options, config: EngineConfig, defaults: GenerationDefaults) -> ModelFacts:
+    def of(cls, options: Options, config: EngineConfig, defaults: GenerationDefaults) -> ModelDescription:
         info = config.model.info
         return cls(
             name=config.model.name,

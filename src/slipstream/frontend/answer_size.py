@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.engine.model_description import ModelFacts
+from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import RequestTooLarge
 from slipstream.messages import Submit
 from slipstream.pooling_params import TOKEN_TASKS, PoolingParams
@@ -23,14 +23,14 @@ def num_numbers(pooling: PoolingInfo, vocab_size: int, params: PoolingParams, nu
     return size * num_tokens if params.task in TOKEN_TASKS else size
 
 
-def num_bytes(facts: ModelFacts, message: Submit) -> int:
+def num_bytes(facts: ModelDescription, message: Submit) -> int:
     """Of one result as it leaves the core. A request that generates has none: its tokens leave one by one."""
     assert facts.pooling is not None and isinstance(message.params, PoolingParams), f"{message.request_id} generates"
     each = 8 if facts.dtype == "float64" else 4
     return each * num_numbers(facts.pooling, facts.vocab_size, message.params, len(message.prompt_token_ids))
 
 
-def check_result(facts: ModelFacts, message: Submit, limit: int) -> None:
+def check_result(facts: ModelDescription, message: Submit, limit: int) -> None:
     """Raises where the result of one prompt would have more bytes than `limit`. Only a line for each token can."""
     if not isinstance(message.params, PoolingParams) or message.params.task not in TOKEN_TASKS:
         return

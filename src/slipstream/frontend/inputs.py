@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.engine.model_description import ModelFacts
+from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong
 from slipstream.messages import Submit
 from slipstream.params import MAX_BAD_WORD, MAX_BAD_WORDS, SamplingParams
@@ -34,7 +34,7 @@ _ADDED = 16  # tokens that a tokenizer puts around a text, at most
 
 
 class InputProcessor:
-    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, facts: ModelDescription, tokenizer: Tokenizer | None) -> None:
         self.facts = facts
         self.tokenizer = tokenizer
         self._excerpts = None if tokenizer is None else Excerpts(tokenizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from slipstream.config.pooling_info import Role
-from slipstream.frontend.ahead import Ahead
+from slipstream.frontend.lookahead import Lookahead
 from slipstream.frontend.pool_params import settle_params
 from slipstream.frontend.pool_prompts import Batch, PoolPrompt, Prepared, PromptReader, skipping
 from slipstream.frontend.pool_words import join_pair, pair_words, prefix_of, role_of
@@ -56,7 +56,7 @@ class PoolInputs(PromptReader):
             self._pair_controls = ControlTokens(self.tokenizer, template)
         return self._pair_controls
 
-    def prepare(self, batches: Sequence[Batch]) -> Ahead[tuple[Batch, slice], Prepared]:
+    def prepare(self, batches: Sequence[Batch]) -> Lookahead[tuple[Batch, slice], Prepared]:
         """The prompts of one batch after another, some at a time, the shorter of them first."""
         encodes = sum(len(batch.prompts) for batch in batches) > _FIRST and any(
             isinstance(batch.prompts[0], str | tuple | Mapping) for batch in batches
@@ -67,7 +67,7 @@ class PoolInputs(PromptReader):
             while start < len(batch.prompts):
                 parts.append((batch, slice(start, start + size)))
                 start, size = start + size, min(2 * size, _MOST if encodes else _MAX_IDS)
-        return Ahead(self._make, parts, beside=encodes)
+        return Lookahead(self._make, parts, beside=encodes)
 
     def _make(self, part: tuple[Batch, slice]) -> list[Prepared]:
         # equal lengths side by side are computed together where the device likes that

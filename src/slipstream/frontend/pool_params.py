@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.engine.model_description import ModelFacts
+from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidParams
 from slipstream.pooling_params import PoolingParams, Task
 
@@ -11,7 +11,7 @@ VECTOR_TASKS = ("embed", "token_embed")
 
 
 def settle_params(
-    params: PoolingParams | None, task: Task | None, pooling: PoolingInfo, facts: ModelFacts
+    params: PoolingParams | None, task: Task | None, pooling: PoolingInfo, facts: ModelDescription
 ) -> PoolingParams:
     """Parameters whose task is named and which this model can honour."""
     model_name = facts.name

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slipstream.config.pooling_info import Role
-from slipstream.engine.model_description import ModelFacts
+from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import BadTokenizer, InvalidPrompt, PromptTooLong, UserError
 from slipstream.frontend.pool_words import PLAIN
 from slipstream.pooling_params import PoolingParams
@@ -61,7 +61,7 @@ class Prepared(msgspec.Struct, frozen=True, gc=False):
 
 
 class PromptReader:
-    def __init__(self, facts: ModelFacts, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, facts: ModelDescription, tokenizer: Tokenizer | None) -> None:
         assert facts.pooling is not None, f"{facts.name} only generates"
         self.facts = facts
         self.pooling = facts.pooling

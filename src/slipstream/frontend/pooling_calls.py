@@ -18,7 +18,6 @@ import numpy as np
 
 from slipstream.errors import InvalidParams, InvalidPrompt, SlipstreamError, UserError
 from slipstream.frontend.answer_size import num_bytes
-from slipstream.frontend.outputs import PoolTrack
 from slipstream.frontend.pool_inputs import PoolInputs
 from slipstream.frontend.pool_prompts import Batch, PoolPrompt
 from slipstream.frontend.pool_results import (
@@ -28,6 +27,7 @@ from slipstream.frontend.pool_results import (
     ScoringRequestOutput,
     similarities,
 )
+from slipstream.frontend.request_state import PoolingRequestState
 from slipstream.messages import Submit
 from slipstream.pooling_params import PoolingParams, Task
 
@@ -301,7 +301,7 @@ class Feed:
         each = [num_bytes(self.inputs.facts, message) for message, _ in submits]
         return sum(each[sent] for sent in self._sent)
 
-    def results(self, tracks: Sequence[PoolTrack]) -> Results:
+    def results(self, tracks: Sequence[PoolingRequestState]) -> Results:
         """`tracks`: of what was sent, in that order."""
         made = [track.pooled(self.inputs.pooling) for track in tracks]
         results = [made[sent] for sent in self._sent]

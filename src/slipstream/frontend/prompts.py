@@ -7,8 +7,8 @@ from functools import partial
 from itertools import repeat
 
 from slipstream.errors import InvalidPrompt, UserError
-from slipstream.frontend.ahead import Ahead
 from slipstream.frontend.inputs import InputProcessor, Prepared, Prompt
+from slipstream.frontend.lookahead import Lookahead
 from slipstream.params import SamplingParams
 from slipstream.text.guarded import plain
 
@@ -45,7 +45,7 @@ class Prompts:
             message.prompt_token_ids or inputs.surely_fits(message, text or "") for message, text in self.asked
         )
         make = partial(_make, inputs, self.asked, add_special_tokens)  # not ours, or we would keep each other
-        self._made = Ahead(make, _parts(self.asked, _PER_TOKEN * inputs.facts.max_batch_tokens))
+        self._made = Lookahead(make, _parts(self.asked, _PER_TOKEN * inputs.facts.max_batch_tokens))
 
     def __iter__(self) -> Iterator[Prepared]:
         return self._made

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from slipstream.engine.model_description import ModelFacts
+from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidParams, ModelNotFound
 from slipstream.frontend.inputs import InputProcessor
 from slipstream.frontend.pool_inputs import PoolInputs
@@ -15,18 +15,18 @@ from slipstream.text.tokenizer import Tokenizer
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    facts: ModelFacts
+    facts: ModelDescription
     tokenizer: Tokenizer | None
     inputs: InputProcessor
     pool_inputs: PoolInputs | None = None  # None: it only generates
 
     @classmethod
-    def load(cls, facts: ModelFacts) -> ServedModel:
+    def load(cls, facts: ModelDescription) -> ServedModel:
         """Reads the tokenizer, which may take a second."""
         return cls.of(facts, facts.load_tokenizer())
 
     @classmethod
-    def of(cls, facts: ModelFacts, tokenizer: Tokenizer | None) -> ServedModel:
+    def of(cls, facts: ModelDescription, tokenizer: Tokenizer | None) -> ServedModel:
         pool_inputs = None if facts.pooling is None else PoolInputs(facts, tokenizer)
         return cls(facts, tokenizer, InputProcessor(facts, tokenizer), pool_inputs)
 

@@ -12,8 +12,8 @@ from slipstream.engine.interrupts import held_back, watched
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineClosed, QueueFull
 from slipstream.frontend.inputs import Prepared
-from slipstream.frontend.outputs import OutputProcessor, Track
 from slipstream.frontend.prompt_feeder import PromptFeeder
+from slipstream.frontend.request_state import OutputProcessor, RequestState
 from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import ServedModel
 from slipstream.messages import Abort
@@ -28,7 +28,7 @@ class SyncLoop:
         self.closed = False
         self.lock = threading.RLock()
         self._depth = 0  # of turns within turns, of the thread that has the lock
-        self._left: deque[Track] = deque()  # whose readers are gone; their requests end between steps
+        self._left: deque[RequestState] = deque()  # whose readers are gone; their requests end between steps
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -50,14 +50,14 @@ class SyncLoop:
         advance: Callable[[int], None] = lambda num_tokens: None,
         *,
         late: bool = False,
-    ) -> list[Track]:
+    ) -> list[RequestState]:
         """In a turn, step until all have ended. `advance` is told of each, with its number of tokens.
 
         With `late` the first step need not wait until all are taken in: a step asks for whom it has room for, and the
         others come while the device works. The steps are the same, if nobody has a claim to go before the others.
         """
         self.check_open()
-        tracks: list[Track] = []
+        tracks: list[RequestState] = []
         left: set[str] = set()  # of those, by id
         start = time.monotonic()
 
@@ -121,7 +121,7 @@ class SyncLoop:
 
     def stream(self, served: ServedModel, prepared: Prepared) -> Iterator[RequestOutput]:
         """One request's results as they grow. Whoever leaves early aborts it."""
-        tracks: list[Track] = []
+        tracks: list[RequestState] = []
         reader = threading.get_ident()
         try:
             with self.turn(), held_back():
@@ -140,7 +140,7 @@ class SyncLoop:
             if reader == threading.get_ident() and not self._depth:
                 self._see_off_if_free()
 
-    def step(self) -> list[Track]:
+    def step(self) -> list[RequestState]:
         """In a turn, one step of the engine. Returns the requests that moved."""
         self.check_open()
         self._see_off()
@@ -160,7 +160,7 @@ class SyncLoop:
         if self.closed:
             raise EngineClosed("this LLM was closed; make a new one")
 
-    def _submit(self, served: ServedModel, prepared: Prepared, *, stream: bool) -> Track:
+    def _submit(self, served: ServedModel, prepared: Prepared, *, stream: bool) -> RequestState:
         message, text = prepared
         self.lanes.cores[served.facts.name].submit_one(message)
         return self.outputs.open(message, text, stream=stream, tokenizer=served.tokenizer)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from slipstream.transport.hub import Connection, Hub
-from slipstream.transport.wire import AbortAll, AbortedAll
+from slipstream.transport.frames import AbortAll, AbortedAll
+from slipstream.transport.socket_server import Connection, SocketServer
 
 
 class AbortCalls:
     """In the core, which alone has a line to every front end. The asking one ends its own requests itself."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: SocketServer) -> None:
         self._hub = hub
         self._calls: dict[str, _Call] = {}
 

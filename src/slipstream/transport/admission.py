@@ -7,7 +7,7 @@ import logging
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineDead, SlipstreamError
 from slipstream.messages import Submit, SubmitAll
-from slipstream.transport.wire import Refused
+from slipstream.transport.frames import Refused
 
 log = logging.getLogger("slipstream.core")
 

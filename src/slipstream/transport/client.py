@@ -1,14 +1,14 @@
 """CoreClient: a front end's way to a core, wherever that runs.
 
 A front end sends `Submit` and `Abort` and hears what happens as messages. It does not know whether the core is a thread
-beside it (`local.py`) or a process at the other end of a socket (`remote.py`).
+beside it (`thread_client.py`) or a process at the other end of a socket (`socket_client.py`).
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from slipstream.transport.wire import FromCore, ToCore
+from slipstream.transport.frames import FromCore, ToCore
 
 
 class Listener(Protocol):

@@ -10,8 +10,8 @@ import sys
 import msgspec
 
 from slipstream.config.options import Options
-from slipstream.transport.parent import child_environment
-from slipstream.transport.wire import Join, frame
+from slipstream.transport.child_process import child_environment
+from slipstream.transport.frames import Join, frame
 
 
 class CoreHandle:
@@ -53,7 +53,7 @@ def spawn_core(
     theirs = [pair[1] for pair in pairs]
     fds = [-1 if supervisor is None else supervisor.fileno(), *(sock.fileno() for sock in theirs)]
     process = subprocess.Popen(
-        [sys.executable, "-m", "slipstream.transport.process", *map(str, fds)],
+        [sys.executable, "-m", "slipstream.transport.core_process", *map(str, fds)],
         stdin=subprocess.PIPE,
         stdout=sys.stderr.fileno(),  # standard output belongs to whoever started us
         pass_fds=[fd for fd in fds if fd >= 0],

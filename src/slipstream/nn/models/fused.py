@@ -17,8 +17,8 @@ from slipstream.nn.layers.norm import PerHeadNorm, RMSNorm
 from slipstream.ops import native
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.decode_layers import (
+    DecoderFacts,
     LayerWeights,
-    ModelFacts,
     ProductWeights,
     build_layers,
     decode_layers,
@@ -59,9 +59,9 @@ class FusedLayers:
         return decode_layers(self._native, x, (rotary, local), batch.slots, batch.page_tables, batch.lengths)
 
 
-def _facts(decoder: Decoder) -> ModelFacts:
+def _facts(decoder: Decoder) -> DecoderFacts:
     shape = decoder.shape
-    return ModelFacts(
+    return DecoderFacts(
         hidden_size=shape.hidden_size,
         ffn_size=shape.ffn_size,
         num_heads=shape.num_heads,

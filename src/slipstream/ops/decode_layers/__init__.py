@@ -2,12 +2,12 @@
 themselves."""
 
 from slipstream.ops.decode_layers.native import (
+    DecoderFacts,
     LayerWeights,
-    ModelFacts,
     ProductWeights,
     build_layers,
     decode_layers,
     max_rows,
 )
 
-__all__ = ["LayerWeights", "ModelFacts", "ProductWeights", "build_layers", "decode_layers", "max_rows"]
+__all__ = ["LayerWeights", "DecoderFacts", "ProductWeights", "build_layers", "decode_layers", "max_rows"]

@@ -51,7 +51,7 @@ class LayerWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class DecoderFacts:
     hidden_size: int
     ffn_size: int
     num_heads: int
@@ -122,7 +122,7 @@ class NativeLayers:
 
 
 def build_layers(
-    facts: ModelFacts,
+    facts: DecoderFacts,
     layers: Sequence[LayerWeights],
     norm: torch.Tensor,
     caches: Sequence[tuple[torch.Tensor, torch.Tensor]],

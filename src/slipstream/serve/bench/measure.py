@@ -19,7 +19,7 @@ from slipstream.params import SamplingParams
 from slipstream.serve.bench.workload import Item, Workload
 
 if TYPE_CHECKING:
-    from slipstream.frontend.outputs import Track
+    from slipstream.frontend.request_state import RequestState
     from slipstream.llm import LLM
 
 Advance = Callable[[int], None]
@@ -125,14 +125,14 @@ def _run(
     detokenize: bool,
     advance: Advance,
 ) -> Trial:
-    from slipstream.frontend.outputs import OutputProcessor  # not needed for help, and not light
+    from slipstream.frontend.request_state import OutputProcessor  # not needed for help, and not light
 
     core, clock = llm.core, time.perf_counter
     outputs = OutputProcessor(llm.tokenizer if detokenize else None)
     limit = len(items) if concurrency is None else concurrency
     submitted: dict[str, float] = {}
     token_times: dict[str, list[float]] = {}
-    tracks: list[Track] = []
+    tracks: list[RequestState] = []
     first_step, device = core.num_steps, core.account.total.copy()
     waiting = iter(enumerate(items))
     active = 0

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from slipstream.errors import SlipstreamError
-from slipstream.transport.parent import child_environment
+from slipstream.transport.child_process import child_environment
 
 _PROGRAM = """
 import json, sys, time

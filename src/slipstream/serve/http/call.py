@@ -9,7 +9,7 @@ from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.errors import bad_request
 
 if TYPE_CHECKING:
-    from slipstream.frontend.outputs import Track
+    from slipstream.frontend.request_state import RequestState
     from slipstream.serve.http.state import State
 
 
@@ -29,7 +29,7 @@ class Call:
         self.path_params = path_params
         self.query = query
         self.caller = caller  # whose requests take turns with those of others: a key or a connection
-        self.tracks: Sequence[Track] = ()  # what it asked of the engine
+        self.tracks: Sequence[RequestState] = ()  # what it asked of the engine
         self.input: str | None = None  # the field that holds what is to be read: errors about it name it
         self.names: dict[str, str] = {}  # parameters of the engine that this request calls otherwise
 

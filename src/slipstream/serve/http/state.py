@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from slipstream.frontend.frontend import AsyncEngine
+from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.offload import LONG, OFFLOAD
 from slipstream.metrics.board import Board
 from slipstream.metrics.traces import Traces

@@ -19,9 +19,9 @@ from slipstream.metrics.stats import FrontEnds
 from slipstream.serve.http.listen import PortClaim
 from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import Settings
-from slipstream.transport.parent import child_environment
+from slipstream.transport.child_process import child_environment
+from slipstream.transport.frames import Failed, FrameError, from_core_frames
 from slipstream.transport.spawn import join_core
-from slipstream.transport.wire import Failed, WireError, from_core_frames
 
 status = logging.getLogger("slipstream.status")
 
@@ -170,7 +170,7 @@ class Supervisor:
             for message in self._frames.push(data):
                 if isinstance(message, Failed):
                     self.cause = message.cause
-        except WireError:
+        except FrameError:
             data = b""
         self._core_is_lost = not data
 

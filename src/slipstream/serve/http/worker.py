@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import uvicorn
 
-from slipstream.frontend.frontend import AsyncEngine
+from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.heap import bound_heap
 from slipstream.metrics.board import Board
 from slipstream.serve.http.app import App
@@ -26,7 +26,7 @@ from slipstream.serve.http.supervisor import AT_ONCE
 from slipstream.serve.http.table import all_routes
 from slipstream.serve.http.tls import server_context
 from slipstream.serve.http.watchdog import Watchdog
-from slipstream.transport.remote import SocketClient
+from slipstream.transport.socket_client import SocketClient
 
 status = logging.getLogger("slipstream.status")
 

@@ -16,7 +16,7 @@ from slipstream.metrics.board import Board
 from slipstream.serve.http.settings import Settings
 from slipstream.serve.http.supervisor import CANNOT_START
 from slipstream.serve.http.worker import run_worker
-from slipstream.transport.parent import die_with_parent
+from slipstream.transport.child_process import die_with_parent
 
 status = logging.getLogger("slipstream.status")
 

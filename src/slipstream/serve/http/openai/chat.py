@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import msgspec
 
 from slipstream.frontend.inputs import Prepared
-from slipstream.frontend.outputs import Track
-from slipstream.frontend.reading import Reading
+from slipstream.frontend.request_state import RequestState
+from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import Increment, Logprob
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.choose import served_for
@@ -196,7 +196,7 @@ class _Job:
         special = body.add_special_tokens is True  # the template has put them where it wants them
         return submits_for(self.call, self.model, [text], self.params, add_special_tokens=special)
 
-    def answer(self, track: Track) -> ChatResponse:
+    def answer(self, track: RequestState) -> ChatResponse:
         check_end(track)
         choices = []
         for sample in track.samples:
@@ -212,14 +212,14 @@ class _Job:
         self.tell_prompt(response, track)
         return response
 
-    def tell_prompt(self, answer: ChatResponse | ChatChunk, track: Track) -> None:
+    def tell_prompt(self, answer: ChatResponse | ChatChunk, track: RequestState) -> None:
         """What was asked of the prompt itself."""
         if self.body.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(track.prompt_logprobs or [])
         if self.body.return_token_ids:
             answer.prompt_token_ids = track.message.prompt_token_ids
 
-    async def events(self, reading: Reading) -> AsyncIterator[bytes]:
+    async def events(self, reading: RequestStream) -> AsyncIterator[bytes]:
         options = self.body.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         each = wants_usage and options is not None and bool(options.continuous_usage_stats)

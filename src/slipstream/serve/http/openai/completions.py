@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import msgspec
 
 from slipstream.frontend.inputs import Prepared
-from slipstream.frontend.outputs import Track
-from slipstream.frontend.reading import Reading
+from slipstream.frontend.request_state import RequestState
+from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import Increment, Logprob
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.choose import served_for
@@ -116,7 +116,7 @@ class _Job:
         special = self.body.add_special_tokens is not False
         return submits_for(self.call, self.model, self.prompts, self.params, add_special_tokens=special)
 
-    def answer(self, tracks: list[Track]) -> CompletionResponse:
+    def answer(self, tracks: list[RequestState]) -> CompletionResponse:
         choices = []
         for place, track in enumerate(tracks):
             check_end(track)
@@ -145,7 +145,7 @@ class _Job:
                 choices.append(choice)
         return CompletionResponse(*self.head, choices, usage_of(tracks))
 
-    async def events(self, reading: Reading) -> AsyncIterator[bytes]:
+    async def events(self, reading: RequestStream) -> AsyncIterator[bytes]:
         options = self.body.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         each = wants_usage and options is not None and bool(options.continuous_usage_stats)
@@ -166,7 +166,9 @@ class _Job:
                 yield event(CompletionResponse(*self.head, [], usage_of(reading.tracks)))
             yield DONE
 
-    def chunk(self, track: Track, place: int, new: Increment, begun: dict[tuple[int, int], Starts]) -> CompletionChoice:
+    def chunk(
+        self, track: RequestState, place: int, new: Increment, begun: dict[tuple[int, int], Starts]
+    ) -> CompletionChoice:
         text, ids = new.text, new.token_ids
         entries: list[dict[int, Logprob] | None] = list(new.logprobs or [])
         if self.scores_only:
@@ -206,13 +208,13 @@ class _Job:
             spaces_between_special_tokens=self.params.spaces_between_special_tokens,
         )
 
-    def prompt_starts(self, track: Track, text: str) -> list[int]:
+    def prompt_starts(self, track: RequestState, text: str) -> list[int]:
         ids, special = track.message.prompt_token_ids, self.body.add_special_tokens is not False
         if self.tokenizer is None:
             return [0] * len(ids)
         return prompt_starts(self.tokenizer, ids, text, add_special_tokens=special)
 
-    def prompt_text(self, track: Track) -> str:
+    def prompt_text(self, track: RequestState) -> str:
         if track.prompt is not None and self.body.truncate_prompt_tokens is None:
             return track.prompt
         return "" if self.tokenizer is None else self.tokenizer.decode(track.message.prompt_token_ids)

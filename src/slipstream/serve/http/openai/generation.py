@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from slipstream.frontend.inputs import Prepared
-from slipstream.frontend.outputs import Track
 from slipstream.frontend.prompts import Prompts
-from slipstream.frontend.reading import Reading
+from slipstream.frontend.request_state import RequestState
+from slipstream.frontend.request_stream import RequestStream
 from slipstream.messages import Submit
 from slipstream.params import SamplingParams
 from slipstream.serve.http.call import Call
@@ -24,7 +24,7 @@ async def start(
     *,
     stream: bool,
     limit: int | None,
-) -> Reading:
+) -> RequestStream:
     """Checks that there is room, tokenises, and sends.
 
     `size`: characters of all prompts. `limit`: tokens that the request itself asked for.
@@ -64,7 +64,7 @@ def submits_for(
     return list(Prompts(inputs, prompts, each, engine.new_id, add_special_tokens=add_special_tokens))
 
 
-def check_end(track: Track) -> None:
+def check_end(track: RequestState) -> None:
     """A sample that could not be drawn ends its request: as the caller's fault where parameters narrow the choice."""
     for sample in track.samples:
         if sample.finish_reason == "error":

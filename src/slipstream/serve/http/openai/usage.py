@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from slipstream.frontend.outputs import Track
+from slipstream.frontend.request_state import RequestState
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -20,7 +20,7 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
-def usage_of(tracks: Sequence[Track]) -> Usage:
+def usage_of(tracks: Sequence[RequestState]) -> Usage:
     prompt = sum(len(track.message.prompt_token_ids) for track in tracks)
     completion = sum(track.num_tokens for track in tracks)
     cached = sum(track.num_cached for track in tracks)

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 from slipstream.errors import SlipstreamError
 from slipstream.frontend.inputs import Prepared
 from slipstream.frontend.offload import EACH, LONG
-from slipstream.frontend.outputs import PoolTrack
 from slipstream.frontend.pool_inputs import PoolInputs
 from slipstream.frontend.pool_results import PoolingRequestOutput
 from slipstream.frontend.pooling_calls import Call as Verb
 from slipstream.frontend.pooling_calls import Feed, Results
+from slipstream.frontend.request_state import PoolingRequestState
 from slipstream.frontend.served import ServedModel
 from slipstream.messages import Pooled, Submit
 from slipstream.pooling_params import PoolingParams
@@ -115,7 +115,7 @@ async def run_text(
     return tracks[0].output.pooled, len(ids)
 
 
-def check_ends(tracks: Sequence[PoolTrack]) -> None:
+def check_ends(tracks: Sequence[PoolingRequestState]) -> None:
     """Nobody gets a part of what was asked for: one prompt without a result ends the request."""
     for track in tracks:
         output = track.output

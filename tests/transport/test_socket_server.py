@@ -9,15 +9,15 @@ import pytest
 
 from slipstream.messages import Abort, Output
 from slipstream.request import FinishReason
-from slipstream.transport.hub import Hub
+from slipstream.transport.frames import Failed, Join, frame, from_core_frames
+from slipstream.transport.socket_server import SocketServer
 from slipstream.transport.spawn import join_core
-from slipstream.transport.wire import Failed, Join, frame, from_core_frames
 
 
 @pytest.fixture
 def line():
     ours, theirs = socket.socketpair()
-    hub = Hub([theirs])
+    hub = SocketServer([theirs])
     yield hub, ours
     hub.close()
     ours.close()
@@ -71,7 +71,7 @@ def test_the_last_words_are_sent_before_the_end(line):
 def test_the_supervisor_brings_a_front_end_and_another_connection_cannot():
     ours, theirs = socket.socketpair()
     front, other = socket.socketpair()
-    hub = Hub([other], supervisor=theirs)
+    hub = SocketServer([other], supervisor=theirs)
     assert [each.is_supervisor for each in hub.connections] == [False, True] and len(hub.front_ends) == 1
     joined = join_core(ours)
     ((connection, message),), _ = hub.receive(wait=True)
@@ -91,7 +91,7 @@ def test_the_supervisor_brings_a_front_end_and_another_connection_cannot():
 
 def test_a_socket_that_came_and_did_not_join_is_closed_with_its_supervisor():
     ours, theirs = socket.socketpair()
-    hub = Hub([], supervisor=theirs)
+    hub = SocketServer([], supervisor=theirs)
     joined = join_core(ours)
     hub.receive(wait=True)
     ours.close()
@@ -102,7 +102,7 @@ def test_a_socket_that_came_and_did_not_join_is_closed_with_its_supervisor():
 
 
 def test_a_step_with_an_output_that_no_frame_holds_reaches_the_front_end(line, monkeypatch):
-    monkeypatch.setattr("slipstream.transport.wire.MAX_FRAME", 1000)
+    monkeypatch.setattr("slipstream.transport.frames.MAX_FRAME", 1000)
     hub, front = line
     hub.send(hub.connections[0], [Output("a", 0, [1]), Output("b", 0, [2] * 2000), Output("c", 0, [3])])
     got = from_core_frames().push(front.recv(10_000))
@@ -138,7 +138,7 @@ def test_what_a_full_socket_did_not_take_is_sent_before_the_end(line, how):
 
 def test_a_front_end_that_reads_nothing_does_not_hold_up_the_end_of_others():
     pairs = [socket.socketpair() for _ in range(2)]
-    hub = Hub([theirs for _, theirs in pairs])
+    hub = SocketServer([theirs for _, theirs in pairs])
     stuck, reading = hub.connections
     while not stuck.unsent:
         hub.send(stuck, [Output("a", 0, [1] * 1000)])

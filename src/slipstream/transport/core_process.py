@@ -1,4 +1,5 @@
-"""The core process: `python -m slipstream.transport.process SUPERVISOR FD…`, one inherited socket for each front end.
+"""The core process: `python -m slipstream.transport.core_process SUPERVISOR FD…`, one inherited socket for each front
+end.
 
 SUPERVISOR is the socket of the process that starts front ends again where they die, or -1 where there is none.
 The options of each model come as JSON on standard input. It ends when its last front end has gone, or with the root
@@ -28,9 +29,8 @@ from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.lane import LaneStats
 from slipstream.transport.abort_calls import AbortCalls
 from slipstream.transport.admission import submit
-from slipstream.transport.hub import Connection, Hub
-from slipstream.transport.parent import die_with_parent
-from slipstream.transport.wire import (
+from slipstream.transport.child_process import die_with_parent
+from slipstream.transport.frames import (
     AbortAll,
     AbortedAll,
     Begun,
@@ -43,6 +43,7 @@ from slipstream.transport.wire import (
     Ready,
     ToCore,
 )
+from slipstream.transport.socket_server import Connection, SocketServer
 
 if TYPE_CHECKING:
     from slipstream.engine.core import EngineCore
@@ -55,7 +56,7 @@ PULSE_SECONDS = 0.25
 class CoreProcess:
     """Models by name, and the requests of each front end."""
 
-    def __init__(self, lanes: Lanes, hub: Hub, opening: Opening | None = None) -> None:
+    def __init__(self, lanes: Lanes, hub: SocketServer, opening: Opening | None = None) -> None:
         """`opening`: what front ends that join later are told of the models."""
         self.lanes = lanes
         self.hub = hub
@@ -197,7 +198,7 @@ def main(argv: list[str]) -> int:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the watchdog asks where we are
     supervisor, *front_ends = (socket.socket(fileno=int(fd)) if int(fd) >= 0 else None for fd in argv)
-    hub = Hub(filter(None, front_ends), supervisor)
+    hub = SocketServer(filter(None, front_ends), supervisor)
     try:
         options = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Options])
         process = _load(options, hub)
@@ -215,7 +216,7 @@ def main(argv: list[str]) -> int:
         hub.close()
 
 
-def _load(options: list[Options], hub: Hub) -> CoreProcess:
+def _load(options: list[Options], hub: SocketServer) -> CoreProcess:
     hub.broadcast(Loading("finding the model"))
     for each in options:  # a name that leads nowhere need not wait for torch
         locate(each.model, each.revision, each.task)

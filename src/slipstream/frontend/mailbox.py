@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from slipstream.frontend.outputs import Track
+from slipstream.frontend.request_state import RequestState
 
 
 class Mailbox:
@@ -14,11 +14,11 @@ class Mailbox:
     __slots__ = ("_moved", "_error", "_waiter")
 
     def __init__(self) -> None:
-        self._moved: dict[str, Track] = {}
+        self._moved: dict[str, RequestState] = {}
         self._error: BaseException | None = None
         self._waiter: asyncio.Future[None] | None = None
 
-    def put(self, track: Track) -> None:
+    def put(self, track: RequestState) -> None:
         self._moved[track.id] = track
         self._wake()
 
@@ -26,7 +26,7 @@ class Mailbox:
         self._error = self._error or error  # the first is the cause
         self._wake()
 
-    async def get(self) -> list[Track]:
+    async def get(self) -> list[RequestState]:
         """Those that moved since the last call; at least one."""
         while not self._moved and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()

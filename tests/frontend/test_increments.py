@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from scripted_core import ScriptedCore, facts
-from slipstream.frontend.outputs import OutputProcessor
+from slipstream.frontend.request_state import OutputProcessor
 from slipstream.messages import LOGPROB, Output, Submit
 from slipstream.params import SamplingParams
 from slipstream.request import FinishReason

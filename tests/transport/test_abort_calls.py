@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from slipstream.transport.abort_calls import AbortCalls
-from slipstream.transport.wire import AbortAll, AbortedAll
+from slipstream.transport.frames import AbortAll, AbortedAll
 
 
-class Hub:
+class SocketServer:
     def __init__(self, *names: str) -> None:
         self.front_ends = list(names)
         self.sent: list[tuple[str, object]] = []
@@ -19,7 +19,7 @@ class Hub:
 
 @pytest.fixture
 def hub():
-    return Hub("a", "b", "c")
+    return SocketServer("a", "b", "c")
 
 
 def test_all_others_are_told_and_their_counts_are_summed(hub):
@@ -36,7 +36,7 @@ def test_all_others_are_told_and_their_counts_are_summed(hub):
 
 
 def test_a_front_end_alone_is_answered_at_once():
-    hub = Hub("a")
+    hub = SocketServer("a")
     AbortCalls(hub).ask("a", AbortAll("x"))
     assert hub.sent == [("a", AbortedAll("x", 0))]
 

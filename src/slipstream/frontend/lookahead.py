@@ -11,7 +11,7 @@ Part = TypeVar("Part")
 T = TypeVar("T")
 
 
-class Ahead(Generic[Part, T]):
+class Lookahead(Generic[Part, T]):
     """For work that lets others run meanwhile, as encoding texts does. With one part there is no thread.
 
     Other work is not done `beside`, but when it is asked for.

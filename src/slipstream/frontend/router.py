@@ -16,21 +16,21 @@ import msgspec
 
 from slipstream.errors import EngineClosed, RequestTooLarge, UserError
 from slipstream.frontend.answer_size import check_result
-from slipstream.frontend.outputs import OutputProcessor, Track
+from slipstream.frontend.mailbox import Mailbox
 from slipstream.frontend.queue_load import QueueLoad
-from slipstream.frontend.reading import Reading
+from slipstream.frontend.request_state import OutputProcessor, RequestState
+from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.served import ServedModel, choose
-from slipstream.frontend.stream import Mailbox
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.stats import ModelStats
 from slipstream.params import check_text
 from slipstream.transport.client import CoreClient
-from slipstream.transport.wire import AbortAll, AbortedAll, Begun, FromCore, Loading, Opening, Pulse, Ready, Refused
+from slipstream.transport.frames import AbortAll, AbortedAll, Begun, FromCore, Loading, Opening, Pulse, Ready, Refused
 
 log = logging.getLogger("slipstream.front")
 
 
-class Desk:
+class RequestRouter:
     """Listens to the core at the other end of its client, once it has one."""
 
     client: CoreClient
@@ -66,7 +66,7 @@ class Desk:
         stream: bool = True,
         aborted: bool = False,
         caller: str = "",
-    ) -> Reading:
+    ) -> RequestStream:
         """Send prompts that `inputs` has made, for one reader: all begin, or none does. Without `stream` it hears only
         of their ends. Those that are `aborted` already are not sent. `caller`: requests are seated by fair turns of
         their callers."""
@@ -80,7 +80,7 @@ class Desk:
                 f"of {len(submits)} prompts {count} would wait, and no more than {most} may; send fewer at once, "
                 "lower n, or raise max_waiting"
             )
-        reading = Reading(self, served, Mailbox(), stream=stream, caller=caller)
+        reading = RequestStream(self, served, Mailbox(), stream=stream, caller=caller)
         messages = [self._enter(reading, message, text) for message, text in submits]
         if aborted:
             for track in reading.tracks:
@@ -89,11 +89,11 @@ class Desk:
             self._send(reading, len(messages), messages[0] if len(messages) == 1 else SubmitAll(messages))
         return reading
 
-    def send(self, reading: Reading, message: Submit, text: str | None) -> None:
+    def send(self, reading: RequestStream, message: Submit, text: str | None) -> None:
         """One more prompt for a reader; if it cannot be, the reader has nothing under way afterwards."""
         self._send(reading, 1, self._enter(reading, message, text))
 
-    def _send(self, reading: Reading, count: int, message: Submit | SubmitAll) -> None:
+    def _send(self, reading: RequestStream, count: int, message: Submit | SubmitAll) -> None:
         """Send the reader's last `count` prompts, or forget them where they cannot be sent."""
         try:
             self.client.send(message)
@@ -104,7 +104,7 @@ class Desk:
             del reading.tracks[-count:]
             raise
 
-    def _enter(self, reading: Reading, message: Submit, text: str | None) -> Submit:
+    def _enter(self, reading: RequestStream, message: Submit, text: str | None) -> Submit:
         """Who waits for it is known before it is sent: the answer may be there before we look."""
         name, served = message.request_id, reading.served
         if name in self._mailboxes:
@@ -131,7 +131,7 @@ class Desk:
         self.load.enter(message.model, num_tokens, message.caller)
         return message
 
-    def leave(self, reading: Reading, *, failed: bool) -> None:
+    def leave(self, reading: RequestStream, *, failed: bool) -> None:
         """The reader has gone; what has not ended is aborted. If it `failed`, its queries are not kept for others."""
         for track in reading.tracks:
             if not track.finished or (failed and track.is_query):
@@ -165,7 +165,7 @@ class Desk:
         if track is not None:
             self._abort(track)
 
-    def _abort(self, track: Track) -> None:
+    def _abort(self, track: RequestState) -> None:
         self._outputs.drop(track.id)
         track.abort()
         mailbox = self._mailboxes[track.id]
@@ -252,7 +252,7 @@ class Desk:
         _wake(self._for_room)
 
     def _take(self, outputs: list[Output]) -> None:
-        failed: list[tuple[Track, Exception]] = []
+        failed: list[tuple[RequestState, Exception]] = []
         moved, aborts = self._outputs.process(outputs, failed)
         for abort in aborts:
             self.client.send(abort)
@@ -266,7 +266,7 @@ class Desk:
         for track, cause in failed:
             self._fail_one(track, self._mailboxes.get(track.id), cause)
 
-    def _fail_one(self, track: Track, mailbox: Mailbox | None, error: Exception) -> None:
+    def _fail_one(self, track: RequestState, mailbox: Mailbox | None, error: Exception) -> None:
         """Its answer cannot be made; the core need not go on with it, and the reader hears why."""
         log.error("the answer to request %s cannot be made", track.id, exc_info=error)
         self._outputs.drop(track.id)
@@ -274,7 +274,7 @@ class Desk:
         if mailbox is not None:
             mailbox.fail(error)
 
-    def _move(self, track: Track, mailbox: Mailbox) -> None:
+    def _move(self, track: RequestState, mailbox: Mailbox) -> None:
         """Tell the reader, if there is something for it."""
         if track.queued:
             self._start(track)
@@ -332,14 +332,14 @@ class Desk:
         """An id that no other request has, of this front end or of another on this machine."""
         return f"{self._prefix}-{next(self._numbers)}"
 
-    def _start(self, track: Track) -> None:
+    def _start(self, track: RequestState) -> None:
         track.queued = False
         message = track.message
         self.load.start(message.model, len(message.prompt_token_ids), message.caller)
         if self._for_room:
             _wake(self._for_room)
 
-    def _close(self, track: Track) -> None:
+    def _close(self, track: RequestState) -> None:
         if self._mailboxes.pop(track.id, None) is not None:
             if track.queued:
                 self._start(track)

@@ -10,14 +10,14 @@ import msgspec
 
 from slipstream.errors import EngineClosed, EngineDead, InvalidParams, RequestTooLarge
 from slipstream.transport.client import Listener
-from slipstream.transport.wire import (
+from slipstream.transport.frames import (
     MAX_FRAME,
     MAX_RESULT,
     Failed,
+    FrameError,
     FromCore,
     ToCore,
     TooLarge,
-    WireError,
     encoded,
     frames,
     from_core_frames,
@@ -98,7 +98,7 @@ class SocketClient(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         try:
             self._hear(self._frames.push(data))
-        except WireError as error:
+        except FrameError as error:
             self._fail(EngineDead(f"what the engine core sent cannot be read: {error}"))
 
     def connection_lost(self, error: Exception | None) -> None:

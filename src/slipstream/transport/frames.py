@@ -1,8 +1,8 @@
 """The line between a front end and a core in another process: which messages pass, and how they are framed.
 
 A frame is a length and a msgpack list of messages. Nothing that is decoded can run code, and whatever the bytes are,
-decoding gives messages of these types or raises `WireError`. Messages that are too large for one frame go in several; a
-single message that is too large for a frame is not sent, and its sender gets `TooLarge`.
+decoding gives messages of these types or raises `FrameError`. Messages that are too large for one frame go in several;
+a single message that is too large for a frame is not sent, and its sender gets `TooLarge`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from slipstream import errors
-from slipstream.engine.model_description import ModelFacts
+from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import SlipstreamError
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.lane import LaneStats
@@ -76,7 +76,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Opening(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The models are found; tokenizers may be loaded while weights are."""
 
-    models: list[ModelFacts]
+    models: list[ModelDescription]
     pid: int  # of the core
 
 
@@ -102,7 +102,7 @@ FromCore = Output | Begun | Refused | AbortAll | AbortedAll | Loading | Opening 
 Message = TypeVar("Message")
 
 
-class WireError(Exception):
+class FrameError(Exception):
     """Bytes that are no messages. Between our own processes this is a bug, or the end of one of them."""
 
 
@@ -128,14 +128,14 @@ class Frames(Generic[Message]):
         while end - start >= _HEAD:
             length = int.from_bytes(data[start : start + _HEAD], "little")
             if length > MAX_FRAME:
-                raise WireError(f"a frame of {length} bytes was announced; {MAX_FRAME} are the most")
+                raise FrameError(f"a frame of {length} bytes was announced; {MAX_FRAME} are the most")
             stop = start + _HEAD + length
             if stop > end:
                 break
             try:
                 messages += self._decode(data[start + _HEAD : stop])
             except (msgspec.MsgspecError, SlipstreamError, RecursionError, UnicodeDecodeError) as error:
-                raise WireError(f"a frame of {length} bytes holds no messages: {error}") from None
+                raise FrameError(f"a frame of {length} bytes holds no messages: {error}") from None
             start = stop
         if start < end:
             self._parts.append(data[start:] if start else data)

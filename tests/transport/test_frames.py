@@ -1,4 +1,4 @@
-"""The wire: whatever the bytes are, and however they are cut, messages come out whole or a WireError does."""
+"""The wire: whatever the bytes are, and however they are cut, messages come out whole or a FrameError does."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slipstream.config.generation import GenerationDefaults
-from slipstream.engine.model_description import ModelFacts
+from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import PromptTooLong, QueueFull
 from slipstream.messages import Abort, Output, Pooled, Submit, SubmitAll
 from slipstream.metrics.lane import LaneStats
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
-from slipstream.transport.wire import (
+from slipstream.transport.frames import (
     MAX_FRAME,
     AbortAll,
     AbortedAll,
     Failed,
+    FrameError,
     Join,
     Loading,
     Opening,
@@ -27,7 +28,6 @@ from slipstream.transport.wire import (
     Ready,
     Refused,
     TooLarge,
-    WireError,
     encoded,
     frame,
     frames,
@@ -36,7 +36,7 @@ from slipstream.transport.wire import (
     without_numbers,
 )
 
-FACTS = ModelFacts(
+FACTS = ModelDescription(
     name="m", tokenizer=None, chat_template=None, defaults=GenerationDefaults({"top_p": 0.5}, (3,)), max_model_len=8,
     max_positions=9, vocab_size=10,
 )  # fmt: skip
@@ -86,7 +86,7 @@ def test_vectors_cross_as_bytes():
 
 @pytest.fixture
 def small_frames(monkeypatch):
-    monkeypatch.setattr("slipstream.transport.wire.MAX_FRAME", 1000)
+    monkeypatch.setattr("slipstream.transport.frames.MAX_FRAME", 1000)
 
 
 def pooled(name: str, count: int) -> Output:
@@ -137,7 +137,7 @@ def test_any_bytes_give_messages_or_a_wire_error(data):
         try:
             reader.push(len(data).to_bytes(4, "little") + data)
             reader.push(data)
-        except WireError:
+        except FrameError:
             pass
 
 
@@ -148,26 +148,26 @@ def test_a_changed_byte_never_gives_anything_but_messages(place, byte):
     good[place % (len(good) - 4) + 4] = byte
     try:
         assert all(isinstance(message, KINDS) for message in to_core_frames().push(bytes(good)))
-    except WireError:
+    except FrameError:
         pass
 
 
 def test_a_frame_that_claims_too_much_is_no_frame():
-    with pytest.raises(WireError, match="announced"):
+    with pytest.raises(FrameError, match="announced"):
         to_core_frames().push((MAX_FRAME + 1).to_bytes(4, "little"))
 
 
 def test_messages_of_the_other_direction_and_of_nothing_are_refused():
     for bad in (Ready(), SubmitAll([])):
-        with pytest.raises(WireError):
+        with pytest.raises(FrameError):
             to_core_frames().push(frame([bad]))
-    with pytest.raises(WireError):
+    with pytest.raises(FrameError):
         from_core_frames().push(frame([Abort("a")]))
 
 
 def test_parameters_are_checked_again_on_arrival():
     bad = frame([Submit("a", [1], SamplingParams(top_k=77), 0.0)]).replace(b"top_k\x4d", b"top_k\xf7")
-    with pytest.raises(WireError, match="top_k"):
+    with pytest.raises(FrameError, match="top_k"):
         to_core_frames().push(bad)
 
 

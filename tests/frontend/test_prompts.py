@@ -14,8 +14,8 @@ from scripted_core import facts
 from slipstream import SamplingParams
 from slipstream.errors import BadTokenizer, InvalidPrompt, PromptTooLong
 from slipstream.frontend import prompts as module
-from slipstream.frontend.ahead import Ahead
 from slipstream.frontend.inputs import InputProcessor
+from slipstream.frontend.lookahead import Lookahead
 from slipstream.frontend.offload import size_of
 from slipstream.frontend.prompts import Prompts
 from slipstream.text.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ def test_parts_come_in_their_order_one_ahead_and_no_further():
             assert go_on.wait(30)
         return list(range(part.start, part.stop))
 
-    numbers = Ahead(make, SIXTEEN)
+    numbers = Lookahead(make, SIXTEEN)
     assert not numbers.is_ready() and not begun
     assert [next(numbers) for _ in range(3)] == [0, 1, 2] and numbers.is_ready()
     assert next(numbers) == 3 and not numbers.is_ready() and set(begun) <= {0, 4}
@@ -58,7 +58,7 @@ def test_what_goes_wrong_in_a_part_is_told_in_its_turn():
             raise InvalidPrompt("no")
         return list(range(part.start, part.stop))
 
-    numbers = Ahead(make, SIXTEEN)
+    numbers = Lookahead(make, SIXTEEN)
     assert [next(numbers) for _ in range(8)] == list(range(8))
     with pytest.raises(InvalidPrompt):
         next(numbers)
@@ -91,7 +91,7 @@ def test_texts_and_threads_are_gone_with_their_call(bad):
 
 def test_one_part_needs_no_thread():
     threads = threading.active_count()
-    numbers = Ahead(lambda part: [threading.current_thread()], [slice(0, 1)])
+    numbers = Lookahead(lambda part: [threading.current_thread()], [slice(0, 1)])
     assert list(numbers) == [threading.current_thread()] and threading.active_count() == threads
 
 

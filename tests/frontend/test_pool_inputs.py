@@ -12,10 +12,10 @@ import torch
 from scripted_core import facts
 from slipstream.config.pooling_info import PoolingInfo, Role
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong, SlipstreamError
-from slipstream.frontend.outputs import PoolTrack
 from slipstream.frontend.pool_inputs import PoolInputs
 from slipstream.frontend.pool_results import EmbeddingOutput, PoolingRequestOutput
 from slipstream.frontend.pooling_calls import Batch, Feed, as_batch, encode, rerank, score
+from slipstream.frontend.request_state import PoolingRequestState
 from slipstream.messages import Output, Pooled
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
@@ -273,7 +273,7 @@ def test_equal_tokens_are_not_equal_prompts_when_anything_else_differs():
 
 def test_texts_of_equal_tokens_keep_their_own_words():
     feed = Feed(inputs(lower_case=True), [Batch(["Ab", "aB", "c"], EMBED)], iter(map(str, range(99))).__next__)
-    tracks = [PoolTrack(message, text) for message, text in feed]
+    tracks = [PoolingRequestState(message, text) for message, text in feed]
     for track in tracks:
         pooled = Pooled.of(np.ones(4, np.float32))
         track.take(Output(track.id, 0, [], finish_reason=FinishReason.STOP, pooled=pooled), 0.0)

@@ -14,7 +14,7 @@ from slipstream.config.pooling_info import PoolingInfo
 from slipstream.frontend.logprobs import Logprobs, LogprobStore, texts_of
 from slipstream.frontend.pool_results import PoolingRequestOutput, wrap
 from slipstream.frontend.results import Increment, Logprob, RequestMetrics, RequestOutput
-from slipstream.frontend.sample import Sample
+from slipstream.frontend.sample_state import Sample
 from slipstream.messages import Abort, Output, Submit
 from slipstream.metrics.stats import ModelStats
 from slipstream.params import SamplingParams
@@ -29,15 +29,17 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
-        self.tracks: dict[str, Track] = {}
+        self.tracks: dict[str, RequestState] = {}
 
-    def open(self, message: Submit, prompt: str | None, *, stream: bool, tokenizer: Tokenizer | None = None) -> Track:
+    def open(
+        self, message: Submit, prompt: str | None, *, stream: bool, tokenizer: Tokenizer | None = None
+    ) -> RequestState:
         """`stream`: its text is wanted as it grows. `tokenizer`: where it is not the processor's own."""
-        track: Track
+        track: RequestState
         if isinstance(message.params, PoolingParams):
-            track = PoolTrack(message, prompt)
+            track = PoolingRequestState(message, prompt)
         else:
-            track = Track(message, prompt, tokenizer or self.tokenizer, stream=stream)
+            track = RequestState(message, prompt, tokenizer or self.tokenizer, stream=stream)
         assert message.request_id not in self.tracks, f"request id {message.request_id} is taken"
         self.tracks[message.request_id] = track
         return track
@@ -53,13 +55,13 @@ class OutputProcessor:
                 track.begun = now
 
     def process(
-        self, outputs: list[Output], failed: list[tuple[Track, Exception]] | None = None
-    ) -> tuple[list[Track], list[Abort]]:
+        self, outputs: list[Output], failed: list[tuple[RequestState, Exception]] | None = None
+    ) -> tuple[list[RequestState], list[Abort]]:
         """Take in a step's outputs. Returns the requests that moved, and what the core need not go on with.
 
         With `failed`, a request whose output raises an exception is dropped and noted there, and the others go on.
         """
-        moved: dict[str, Track] = {}
+        moved: dict[str, RequestState] = {}
         aborts: list[Abort] = []
         now = time.monotonic()
         for output in outputs:
@@ -84,7 +86,7 @@ class OutputProcessor:
         return list(moved.values()), aborts
 
 
-class Track:
+class RequestState:
     """One request under way: its samples and its times."""
 
     stats: ModelStats | None = None  # where its tokens and times are counted
@@ -191,7 +193,7 @@ class Track:
         )
 
 
-class PoolTrack(Track):
+class PoolingRequestState(RequestState):
     """A pooling request under way. It waits for one output, which is its last."""
 
     samples: list[Sample] = []

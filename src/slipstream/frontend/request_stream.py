@@ -6,45 +6,47 @@ from collections.abc import AsyncIterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from slipstream.frontend.outputs import Track
+from slipstream.frontend.mailbox import Mailbox
+from slipstream.frontend.request_state import RequestState
 from slipstream.frontend.served import ServedModel
-from slipstream.frontend.stream import Mailbox
 from slipstream.messages import Submit
 
 if TYPE_CHECKING:
-    from slipstream.frontend.desk import Desk
+    from slipstream.frontend.router import RequestRouter
 
 
-class Reading:
+class RequestStream:
     """Iterating gives, each time, the requests that moved since the last time, until all have ended.
 
     To be used in a `with` block: what has not ended when the block is left is aborted.
     """
 
-    def __init__(self, desk: Desk, served: ServedModel, mailbox: Mailbox, *, stream: bool, caller: str = "") -> None:
+    def __init__(
+        self, desk: RequestRouter, served: ServedModel, mailbox: Mailbox, *, stream: bool, caller: str = ""
+    ) -> None:
         """Without `stream` it hears only of ends. `caller`: see `Submit`."""
         self._desk = desk
         self.served = served
         self.mailbox = mailbox
         self.stream = stream
         self.caller = caller
-        self.tracks: list[Track] = []
+        self.tracks: list[RequestState] = []
 
-    async def __aiter__(self) -> AsyncIterator[list[Track]]:
+    async def __aiter__(self) -> AsyncIterator[list[RequestState]]:
         num_open = len(self.tracks)
         while num_open:
             moved = await self.mailbox.get()
             num_open -= sum(track.finished for track in moved)
             yield moved
 
-    async def wait(self) -> list[Track]:
+    async def wait(self) -> list[RequestState]:
         """All of them, once they have ended."""
         num_open = len(self.tracks)
         while num_open:
             num_open -= sum(track.finished for track in await self.mailbox.get())
         return self.tracks
 
-    async def feed(self, submits: Sequence[tuple[Submit, str | None]]) -> list[Track]:
+    async def feed(self, submits: Sequence[tuple[Submit, str | None]]) -> list[RequestState]:
         """Send prompts, and return them all once they have ended.
 
         However many they are: no more are sent than the core lets wait, and the others as room appears, also where
@@ -64,7 +66,7 @@ class Reading:
             else:
                 return self.tracks
 
-    def __enter__(self) -> Reading:
+    def __enter__(self) -> RequestStream:
         return self
 
     def __exit__(

@@ -11,12 +11,12 @@ import pytest
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from slipstream.errors import EngineDead, InvalidParams, RequestTooLarge
 from slipstream.frontend.answer_size import num_numbers
-from slipstream.frontend.outputs import Track
+from slipstream.frontend.request_state import RequestState
 from slipstream.messages import Output, Pooled
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
-from slipstream.transport.wire import AbortAll, AbortedAll, Begun
+from slipstream.transport.frames import AbortAll, AbortedAll, Begun
 from tiny_tokenizer import write_byte_tokenizer
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -88,7 +88,7 @@ def test_one_of_several_prompts_that_cannot_be_encoded_leaves_nothing_behind(fol
 
 
 def test_a_request_larger_than_a_frame_is_refused(folder, monkeypatch):
-    monkeypatch.setattr("slipstream.transport.wire.MAX_FRAME", 1000)
+    monkeypatch.setattr("slipstream.transport.frames.MAX_FRAME", 1000)
 
     async def scenario(engine, core):
         with pytest.raises(RequestTooLarge, match="bytes"):
@@ -102,14 +102,14 @@ def test_an_exception_in_one_answer_fails_that_request_and_no_other_of_the_step(
         tasks = [asyncio.create_task(last(engine.generate(text, PARAMS))) for text in "abc"]
         await core.until(lambda: len(core.submits) == 3)
         broken = core.submits[1].request_id
-        take = Track.take
+        take = RequestState.take
 
         def taken(self, output, now):
             if self.id == broken:
                 raise IndexError("a token that has no text")
             return take(self, output, now)
 
-        monkeypatch.setattr(Track, "take", taken)
+        monkeypatch.setattr(RequestState, "take", taken)
         core.say(*(Output(each.request_id, 0, [65], finish_reason=FinishReason.STOP) for each in core.submits))
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(end).__name__ for end in ends] == ["RequestOutput", "IndexError", "RequestOutput"]
@@ -124,7 +124,7 @@ def test_an_exception_as_a_request_is_closed_reaches_its_reader(folder, monkeypa
         tasks = [asyncio.create_task(last(engine.generate(text, PARAMS))) for text in "ab"]
         await core.until(lambda: len(core.submits) == 2)
         first = core.submits[0].request_id
-        monkeypatch.setattr(Track, "count_end", lambda self: 1 // 0 if self.id == first else None)
+        monkeypatch.setattr(RequestState, "count_end", lambda self: 1 // 0 if self.id == first else None)
         core.say(*(Output(each.request_id, 0, [65], finish_reason=FinishReason.STOP) for each in core.submits))
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(end).__name__ for end in ends] == ["ZeroDivisionError", "RequestOutput"]

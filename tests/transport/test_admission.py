@@ -8,7 +8,7 @@ from slipstream.errors import EngineDead, PromptTooLong
 from slipstream.messages import Submit, SubmitAll
 from slipstream.params import SamplingParams
 from slipstream.transport.admission import submit
-from slipstream.transport.wire import Refused
+from slipstream.transport.frames import Refused
 
 ONE = Submit("a", [1], SamplingParams(), 0.0)
 TWO = SubmitAll([ONE, Submit("b", [1], SamplingParams(), 0.0)])

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from slipstream.config.options import options_of
 from slipstream.frontend import pooling_calls
-from slipstream.frontend.desk import Desk, in_use
 from slipstream.frontend.inputs import InputProcessor, Message, Prepared, Prompt
 from slipstream.frontend.offload import EACH, off_loop, size_of
 from slipstream.frontend.pool_inputs import PoolInputs
@@ -24,8 +23,9 @@ from slipstream.frontend.pool_results import (
     ScoringRequestOutput,
 )
 from slipstream.frontend.pooling_calls import PoolParams, PoolPrompts, Texts
-from slipstream.frontend.reading import Reading
+from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import Increment, RequestOutput
+from slipstream.frontend.router import RequestRouter, in_use
 from slipstream.frontend.served import POOLING_TASKS, SCORING
 from slipstream.params import SamplingParams, check_text
 from slipstream.pooling_params import PoolingParams, Task
@@ -35,7 +35,7 @@ from slipstream.transport.client import CoreClient
 T = TypeVar("T")
 
 
-class AsyncEngine(Desk):
+class AsyncEngine(RequestRouter):
     """Many requests at once, each a stream of results.
 
         engine = AsyncEngine()
@@ -65,7 +65,7 @@ class AsyncEngine(Desk):
         from slipstream.frontend.in_process import (
             build_served,  # loads torch, which a front end without a core need not have
         )
-        from slipstream.transport.local import ThreadClient
+        from slipstream.transport.thread_client import ThreadClient
 
         lanes, self.models = build_served(options_of(model, models, options))
         self.config = next(iter(lanes.cores.values())).config
@@ -135,7 +135,7 @@ class AsyncEngine(Desk):
     @asynccontextmanager
     async def _begin(
         self, name: str, model: str, size: int, make: Callable[[], Prepared], caller: str
-    ) -> AsyncIterator[Reading]:
+    ) -> AsyncIterator[RequestStream]:
         """A request, once its prompt is encoded. An abort that comes before that waits for it."""
         if name in self._preparing or name in self._mailboxes:
             raise in_use(name)

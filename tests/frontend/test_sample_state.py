@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.frontend.sample import Sample
+from slipstream.frontend.sample_state import Sample
 from slipstream.messages import Output
 from slipstream.params import SamplingParams
 from slipstream.request import FinishReason

@@ -10,7 +10,7 @@ import selectors
 import socket
 from collections.abc import Iterable, Sequence
 
-from slipstream.transport.wire import FromCore, Join, ToCore, WireError, frames, to_core_frames, without_numbers
+from slipstream.transport.frames import FrameError, FromCore, Join, ToCore, frames, to_core_frames, without_numbers
 
 _READ = 2**18  # bytes at once
 _MAX_SOCKETS = 16  # that come with one read
@@ -28,7 +28,7 @@ class Connection:
         self.joining: list[socket.socket] = []  # sockets of new front ends that the supervisor has sent
 
     def read(self) -> list[ToCore | Join]:
-        """The messages that have come. Raises OSError or WireError where there will be no more."""
+        """The messages that have come. Raises OSError or FrameError where there will be no more."""
         if self.is_supervisor:
             data, fds, _, _ = socket.recv_fds(self.sock, _READ, _MAX_SOCKETS)
             self.joining += [socket.socket(fileno=fd) for fd in fds]
@@ -43,7 +43,7 @@ class Connection:
             sock.close()
 
 
-class Hub:
+class SocketServer:
     def __init__(self, socks: Iterable[socket.socket], supervisor: socket.socket | None = None) -> None:
         self._selector = selectors.DefaultSelector()
         self.connections: list[Connection] = []
@@ -78,7 +78,7 @@ class Hub:
                         messages += [(connection, message) for message in connection.read()]
                 except BlockingIOError:
                     pass
-                except (OSError, WireError):
+                except (OSError, FrameError):
                     self._drop(connection)
                     gone.append(connection)
             if messages or gone or not wait:

@@ -15,10 +15,10 @@ from child import child_env
 from slipstream import LLM, SamplingParams
 from slipstream.config.options import Options, make_options
 from slipstream.errors import EngineDead, ModelNotFound, QueueFull
-from slipstream.frontend.frontend import AsyncEngine
+from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.messages import Submit
-from slipstream.transport import process
-from slipstream.transport.remote import SocketClient
+from slipstream.transport import core_process
+from slipstream.transport.socket_client import SocketClient
 from slipstream.transport.spawn import spawn_core
 from tiny import write_tiny
 
@@ -173,7 +173,7 @@ def test_a_model_that_is_not_there_is_told_before_torch_is_loaded(tmp_path):
             self.stages.append(message.stage)
 
     with pytest.raises(ModelNotFound):
-        process._load([Options(model=str(tmp_path / "none"))], Told())
+        core_process._load([Options(model=str(tmp_path / "none"))], Told())
     assert Told.stages == ["finding the model"]
 
 

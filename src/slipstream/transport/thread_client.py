@@ -10,7 +10,7 @@ from slipstream.engine.lanes import Lanes
 from slipstream.messages import Abort, Submit, SubmitAll
 from slipstream.transport.admission import submit
 from slipstream.transport.client import Listener
-from slipstream.transport.wire import AbortAll, AbortedAll, Begun, FromCore, ToCore
+from slipstream.transport.frames import AbortAll, AbortedAll, Begun, FromCore, ToCore
 
 
 class ThreadClient:

@@ -29,7 +29,7 @@ class Offload:
 
     def __init__(self, threads: int | None = None) -> None:
         count = min(os.cpu_count() or 1, 8) if threads is None else threads
-        self._pool = ThreadPoolExecutor(count, "slipstream-texts")
+        self._pool = ThreadPoolExecutor(count, "slipstream-long-texts")
         self._lock = threading.Lock()
         self.size = 0  # characters that wait for a thread or are read by one
 

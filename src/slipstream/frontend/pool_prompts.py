@@ -28,6 +28,7 @@ from slipstream.text.tokenizer import Tokenizer
 PoolPrompt = str | Sequence[int] | Mapping[str, Any] | tuple[str, str] | NDArray[Any]
 
 _MARKS = 4  # tokens that are set around a text
+_TRUNCATE = "shorten it or set truncate_prompt_tokens"
 _Cut = tuple[int | None, str]  # the length a text is cut to, and from which end
 
 
@@ -255,17 +256,18 @@ class PromptReader:
             for ids in found:
                 if len(ids) > most:
                     raise PromptTooLong(
-                        f"the prompt has {len(ids)} tokens, {self.facts.name} reads {most} of a text; shorten it or "
-                        "have it cut by truncate_prompt_tokens"
+                        f"the prompt has {len(ids)} tokens, {self.facts.name} reads {most} of a text; {_TRUNCATE}"
                     )
         return found
 
     def _check_size(self, cut: _Cut, *texts: str) -> None:
-        """Refuses texts that are not cut and far too long, before all of them is read."""
-        most = self.facts.max_model_len
+        """Refuses texts that are far too long and not truncated, without tokenising all of them."""
+        most, reads = self.facts.max_model_len, self.pooling.max_seq_length
         for text in texts if cut[0] is None else ():
             if self._encoder().excerpts.exceeds(text, most):
                 fact = f"the prompt has {len(text)} characters and more than {most} tokens"
+                if cut[1] == "never" and reads is not None:
+                    raise PromptTooLong(f"{fact}, {self.facts.name} reads {reads} of a text; {_TRUNCATE}")
                 raise PromptTooLong(f"{fact}, {self.facts.name} takes {most}; {self.facts.way_out}")
 
     def _encoder(self) -> Pieces:

@@ -26,7 +26,7 @@ from slipstream.pooling_params import PoolingParams
 from slipstream.request import NEVER, FinishReason, Request
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.step import NULL_PAGE, Admission, PoolAdmission, StepLogprobs, StepPlan, StepResult
+from slipstream.step import NO_POOLING, NULL_PAGE, Admission, PoolAdmission, StepLogprobs, StepPlan, StepResult
 
 VOCAB = 97
 
@@ -104,8 +104,9 @@ class ScriptedExecutor:
     def _release_and_admit(self, plan: StepPlan) -> None:
         for row in plan.released.tolist():
             del self.rows[row]
-        self.queries -= set(plan.forgotten)  # some were given up before they were computed
-        for admission in sorted((*plan.admitted, *plan.pool_admitted), key=lambda admission: admission.number):
+        if plan.pooling is not None:
+            self.queries -= set(plan.pooling.freed_queries)  # some were given up before they were computed
+        for admission in sorted(plan.all_admitted, key=lambda admission: admission.number):
             assert admission.row not in self.rows, f"row {admission.row} has an owner"
             assert 0 <= admission.row < self.max_num_seqs
             assert admission.number == self.num_admissions
@@ -118,8 +119,9 @@ class ScriptedExecutor:
 
     def _keep_queries(self, plan: StepPlan) -> None:
         """Documents find theirs computed by a step before; a query that ends with this one is kept from here on."""
-        if plan.queries is not None:
-            pairs = list(zip(plan.queries.tolist(), plan.pool_params, strict=True))
+        pooling = plan.pooling or NO_POOLING
+        if pooling.queries is not None:
+            pairs = list(zip(pooling.queries.tolist(), pooling.params, strict=True))
             assert all((number >= 0) == bool(params.query_key) for number, params in pairs)
             wanted = {number for number, params in pairs if params.is_document}
             assert wanted <= self.queries, f"queries {wanted} are asked for, {self.queries} are kept"
@@ -213,7 +215,8 @@ class ScriptedExecutor:
 
     def _sample(self, plan: StepPlan) -> StepResult:
         tokens, counts, failed, results, bad = [], [], [], [], []
-        pools = [False] * len(plan.rows) if plan.pools is None else plan.pools.tolist()
+        pooling = plan.pooling or NO_POOLING
+        pools = [False] * len(plan.rows) if pooling.ends is None else pooling.ends.tolist()
         owners = []  # rows of the drawn tokens
         for row, num_drawn, ends in zip(plan.rows.tolist(), plan.num_drawn.tolist(), pools, strict=True):
             state = self.rows[row]
@@ -221,7 +224,7 @@ class ScriptedExecutor:
             assert (ends if state.pools else bool(num_drawn)) == (state.length >= state.num_known)
             assert not (num_drawn if state.pools else ends)
             if ends:
-                assert plan.pool_params[len(results)] is state.admission.params
+                assert pooling.params[len(results)] is state.admission.params
                 if self.fail(state.admission, state.length):
                     bad.append(len(results))
                 results.append(np.array([pooled(seen)]))

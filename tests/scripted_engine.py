@@ -23,7 +23,7 @@ class ScriptedDevice:
         self.handles: deque[_Handle] = deque()  # launched and not played
         self.breaks_at: str | None = None  # launch, finish or wait
         self.num_waits = 0
-        self.forgotten: list[int] = []  # queries, with no step to come
+        self.freed: list[int] = []  # queries, freed without a step
         self.closed = False
 
     def launch(self, plan: StepPlan) -> None:
@@ -35,9 +35,9 @@ class ScriptedDevice:
         self.handles.append(_Handle(self))
         return self.handles[-1]
 
-    def forget(self, queries: tuple[int, ...]) -> None:
+    def free_queries(self, queries: tuple[int, ...]) -> None:
         assert self.breaks_at is None, "nothing is asked of a device that is broken"
-        self.forgotten += queries
+        self.freed += queries
 
     def run(self) -> None:
         """The oldest step is done."""

@@ -74,6 +74,23 @@ class PromptScores:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolPlan:
+    """The pooling part of a step. A prompt *ends* in the step that computes its last position: its result follows."""
+
+    admitted: tuple[PoolAdmission, ...] = ()  # empty for encoders, whose rows last for one step
+    ends: Bools | None = None  # [planned] rows whose prompt ends with this step; None: no row
+    params: tuple[PoolingParams, ...] = ()  # [ending] of the rows whose prompt ends, in the plan's order
+    # [ending] number of the stored query that the prompt is, or is scored against, else -1; None: no row has one
+    queries: Ints | None = None
+    freed_queries: tuple[int, ...] = ()  # stored queries that no request needs any more; freed with the releases
+    type_starts: Ints | None = None  # [planned] first position of token type 1, or the length; None: all types are 0
+    num_seen: Ints | None = None  # [planned] leading tokens that the row's tokens attend to; None: all of them
+
+
+NO_POOLING = PoolPlan()
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one trip of the device shall do. Releases come first, then admissions, page updates, copies, the forward."""
 
@@ -100,15 +117,12 @@ class StepPlan:
     # their own; None: no logprobs at all
     num_logprobs: int | None = None
     scores: PromptScores | None = None
+    pooling: PoolPlan | None = None  # None: no pooling request is admitted, no prompt ends, no stored query is freed
 
-    # Pooling. A plan of whole prompts has no admissions: its rows are seats of this step alone.
-    pool_admitted: tuple[PoolAdmission, ...] = ()
-    pools: Bools | None = None  # [planned] whose prompt is computed with this step, so its result leaves; None: nobody
-    pool_params: tuple[PoolingParams, ...] = ()  # [pools] of those
-    queries: Ints | None = None  # [pools] the kept query that it is or is scored against, else -1; None: nobody has one
-    forgotten: tuple[int, ...] = ()  # kept queries that no one needs any more, with the releases
-    type_starts: Ints | None = None  # [planned] first position of token type 1, or its length; None: all types are 0
-    num_seen: Ints | None = None  # [planned] leading tokens that the row's tokens see, all or less; None: all
+    @property
+    def all_admitted(self) -> tuple[Admission | PoolAdmission, ...]:
+        """Admissions of generation requests, then of pooling requests."""
+        return self.admitted if self.pooling is None else (*self.admitted, *self.pooling.admitted)
 
     @property
     def total_tokens(self) -> int:
@@ -139,6 +153,6 @@ class StepResult:
     failed: Bools
     logprobs: StepLogprobs | None = None
     prompt_logprobs: StepLogprobs | None = None  # one entry for each of the plan's scored prompt tokens
-    pooled: tuple[Floats, ...] = ()  # [pools] in the plan's order
+    pooled: tuple[Floats, ...] = ()  # [ending] one result for each prompt that ends, in the plan's order
     pool_failed: frozenset[int] = frozenset()  # places in `pooled` of those whose numbers are not numbers
     counts: Ints | None = None  # [sampling] how many of a row's drawn tokens are accepted; None: all

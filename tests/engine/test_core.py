@@ -118,7 +118,7 @@ def test_a_device_that_breaks_ends_the_engine_with_its_reason(depth, where):
 
 
 @pytest.mark.parametrize("breaks", [False, True])
-def test_a_query_given_up_is_forgotten_at_once_unless_the_device_is_broken(breaks):
+def test_an_abandoned_query_is_freed_at_once_unless_the_device_is_broken(breaks):
     core = scripted_core()
     core.submit(Submit("q", [1, 2], PoolingParams(task="token_embed", query_key="q", query_uses=2), 0.0))
     run(core)
@@ -129,7 +129,7 @@ def test_a_query_given_up_is_forgotten_at_once_unless_the_device_is_broken(break
             core.step()
         core.abort(Abort("a"))
     core.abort(Abort("q"))
-    assert core.executor.forgotten == ([] if breaks else [0])
+    assert core.executor.freed == ([] if breaks else [0])
 
 
 @DEPTHS

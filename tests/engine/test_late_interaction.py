@@ -42,7 +42,7 @@ def store(bench):
     return bench.core.executor.heads[-1].queries
 
 
-def check_forgotten(bench):
+def check_freed(bench):
     """What is no longer needed is gone, and no further step has to come for that."""
     bench.core.executor.device.compute.record().wait()
     assert len(store(bench)) == 0 == len(bench.core.scheduler._queries)
@@ -66,7 +66,7 @@ def test_scores_are_those_of_the_token_vectors(model, vectors, depth):
         wanted = [max_sim(own, other) for own in (first, second) for other in documents]
         assert [one.shape for one in got[2:]] == [(1,)] * 12
         assert np.allclose([one[0] for one in got[2:]], wanted, atol=1e-9)
-        check_forgotten(bench)
+        check_freed(bench)
 
 
 def test_no_more_queries_are_kept_than_there_is_room_for(model, monkeypatch):
@@ -81,7 +81,7 @@ def test_no_more_queries_are_kept_than_there_is_room_for(model, monkeypatch):
             bench.submit([1] * 6, query(1, "p"))
         bench.pool(DOCUMENTS[:2], [document()] * 2)
         bench.pool([QUERY, *DOCUMENTS[:2]], [query(1, "p"), document("p"), document("r")])
-        check_forgotten(bench)
+        check_freed(bench)
 
 
 def test_a_document_that_goes_first_waits_for_its_query(model):
@@ -91,7 +91,7 @@ def test_a_document_that_goes_first_waits_for_its_query(model):
         bench.submit(DOCUMENTS[0], TOKENS)
         bench.run()
         assert len(bench.results) == 3 and late in bench.results
-        check_forgotten(bench)
+        check_freed(bench)
 
 
 def test_documents_without_their_query_are_refused(model):
@@ -105,7 +105,7 @@ def test_documents_without_their_query_are_refused(model):
         with pytest.raises(UserError, match="used up"):
             bench.submit([2], document())
         bench.run()
-        check_forgotten(bench)
+        check_freed(bench)
 
 
 @pytest.mark.parametrize("steps", range(4))
@@ -119,7 +119,7 @@ def test_nothing_leaks_when_documents_are_aborted(model, steps):
             bench.abort(id)
         bench.run()
         assert ids[0] in bench.results
-        check_forgotten(bench)
+        check_freed(bench)
 
 
 @pytest.mark.parametrize("steps", range(4))
@@ -138,7 +138,7 @@ def test_nothing_leaks_when_the_query_is_aborted(model, steps):
             assert (id in bench.results) != (id in bench.errors)
         if not steps:
             assert all("its query was given up" in bench.errors[id] for id in ids)
-        check_forgotten(bench)
+        check_freed(bench)
 
 
 def test_a_query_that_nobody_used_goes_when_its_owner_says_so(model):
@@ -147,4 +147,4 @@ def test_a_query_that_nobody_used_goes_when_its_owner_says_so(model):
         bench.run()
         assert len(store(bench)) == 1
         bench.abort(owner)
-        check_forgotten(bench)
+        check_freed(bench)

@@ -17,7 +17,7 @@ from slipstream.config.resolve import Machine, Source, resolve
 from slipstream.device.device import Device
 from slipstream.runner.batch.input_batch import Size
 from slipstream.runner.graphs import GraphPool
-from slipstream.step import NO_INTS, NO_PAGES, StepPlan
+from slipstream.step import NO_INTS, NO_PAGES, PoolPlan, StepPlan
 from small_model import CONFIG
 
 
@@ -195,9 +195,9 @@ def test_only_steps_that_pool_say_that_all_their_rows_are_long():
     pool = pool_on(Recorder())
     plan = replace(plan_of(1, chunk=300), new_pages=(NO_PAGES,))
     assert pool.size_for(plan) == Size(320, 256)
-    pooling = replace(plan, pools=np.ones(1, np.bool_), num_drawn=np.zeros(1, np.int32))
+    pooling = replace(plan, pooling=PoolPlan(ends=np.ones(1, np.bool_)), num_drawn=np.zeros(1, np.int32))
     assert pool.size_for(pooling) == Size(320, 256, all_long=True)
-    beside = replace(plan_of(2, chunk=300), new_pages=(NO_PAGES,), pools=np.array([False, True]))
+    beside = replace(plan_of(2, chunk=300), new_pages=(NO_PAGES,), pooling=PoolPlan(ends=np.array([False, True])))
     assert pool.size_for(beside) == Size(320, 256)
     whole = replace(pooling, new_pages=())
     assert pool.size_for(whole) == Size(320, 256)

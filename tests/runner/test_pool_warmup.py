@@ -93,9 +93,9 @@ def test_the_largest_steps_fill_budget_and_rows(model):
         is_encoder = bench.core.config.scheduler.is_encoder
         assert many.num_tokens.tolist() == [16] * 4
         assert long.num_tokens.tolist() == ([32, 32] if is_encoder else [31, 31, 2])
-        assert many.pools.all() and many.pool_params == (EMBED,) * 4
+        assert many.pooling.ends.all() and many.pooling.params == (EMBED,) * 4
         if is_encoder:
-            assert len(seen) == 2 and not many.pool_admitted
+            assert len(seen) == 2 and not many.pooling.admitted
         else:
             assert seen[2].released.tolist() == [0, 1, 2] and not bench.core.executor.heads[-1].carry.admissions
 
@@ -108,9 +108,9 @@ def test_every_size_that_steps_are_padded_to_is_run_twice(model, monkeypatch):
         monkeypatch.setattr(graphs, "size_for", lambda plan: None)  # the CPU's attention goes row by row
         seen = seen_by(bench)
         warm_up_of(bench).capture()
-        sizes = [plan.total_tokens for plan in seen if plan.pools is not None]
+        sizes = [plan.total_tokens for plan in seen if plan.pooling is not None]
         assert sizes == [64, 64, 33, 33, 8, 8, 5, 5]
-        pooling = [plan for plan in seen if plan.pools is not None]
+        pooling = [plan for plan in seen if plan.pooling is not None]
         assert all(plan.num_tokens.max() <= 32 and np.array_equal(plan.lengths, plan.num_tokens) for plan in pooling)
 
 

@@ -45,8 +45,8 @@ def test_a_step_takes_as_many_as_fit_and_nobody_overtakes():
         submit(scheduler, f"r{i}", length)
     plan = scheduler.plan()
     assert plan.num_tokens.tolist() == plan.lengths.tolist() == plan.num_given.tolist() == [16, 10]
-    assert plan.rows.tolist() == [0, 1] and plan.pools.all() and not plan.num_drawn.any() and plan.admitted == ()
-    assert plan.tokens.tolist() == [*range(16), *range(10)] and plan.type_starts is None
+    assert plan.rows.tolist() == [0, 1] and plan.pooling.ends.all() and not plan.num_drawn.any() and plan.admitted == ()
+    assert plan.tokens.tolist() == [*range(16), *range(10)] and plan.pooling.type_starts is None
     second = scheduler.plan()
     assert second.num_tokens.tolist() == [16, 1, 5] and scheduler.plan() is None
     assert (scheduler.num_waiting, scheduler.num_running, scheduler.num_in_flight) == (0, 5, 2)
@@ -189,7 +189,7 @@ def test_types_travel_as_one_number_each():
     scheduler = make()
     submit(scheduler, "a", 4, type_start=2)
     submit(scheduler, "b", 6)
-    assert scheduler.plan().type_starts.tolist() == [2, 6]
+    assert scheduler.plan().pooling.type_starts.tolist() == [2, 6]
 
 
 def test_what_cannot_run_is_refused():

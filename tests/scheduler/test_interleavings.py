@@ -117,7 +117,7 @@ class Story:
             scheduler.abort(request.id)
         bench.outputs += scheduler.take_failures()
         bench.check_empty()
-        bench.executor.queries -= set(scheduler.take_forgotten())
+        bench.executor.queries -= set(scheduler.take_freed_queries())
         assert not bench.executor.queries and not scheduler._live
 
     def check(self) -> None:

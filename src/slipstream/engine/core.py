@@ -35,7 +35,7 @@ class Executor(Protocol):
 
     def launch(self, plan: StepPlan) -> None: ...
     def finish(self) -> Handle: ...
-    def forget(self, queries: tuple[int, ...]) -> None: ...
+    def free_queries(self, queries: tuple[int, ...]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -188,9 +188,9 @@ class EngineCore:
         self.pace.committed(self.account.book(_span(handle), cause))
 
     def _forget_if_idle(self) -> None:
-        """Queries that nobody needs are forgotten with the next step. If none may come, it is done now."""
-        if not self.has_work() and (forgotten := self.scheduler.take_forgotten()):
-            self.executor.forget(forgotten)
+        """The next plan frees queries that no request needs any more. Without work there is no next plan: free now."""
+        if not self.has_work() and (freed := self.scheduler.take_freed_queries()):
+            self.executor.free_queries(freed)
 
     def close(self) -> None:
         self.in_flight.clear()

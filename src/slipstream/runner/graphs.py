@@ -65,7 +65,8 @@ class GraphPool:
             return None
         # only of steps that pool, which have cache pages: each size may be captured twice. Texts that are continued
         # soon decode beside others
-        all_long = plan.pools is not None and bool(plan.new_pages) and int(plan.num_tokens[0]) > 1
+        ends = None if plan.pooling is None else plan.pooling.ends
+        all_long = ends is not None and bool(plan.new_pages) and int(plan.num_tokens[0]) > 1
         return Size(self.token_sizes[at], self.max_rows, all_long)
 
     def rows_for(self, num_rows: int) -> int | None:

@@ -26,7 +26,7 @@ from slipstream.runner.pooling.pool_mode import PoolMode, Settings
 from slipstream.runner.pooling.pooled_rows import PooledRow, by_mode, skipped_in_step, take_tokens
 from slipstream.runner.pooling.results import Block, PoolHandle
 from slipstream.runner.results import ResultRing
-from slipstream.step import StepPlan
+from slipstream.step import NO_POOLING, PoolPlan, StepPlan
 
 Job = Callable[[torch.Tensor], Iterable[torch.Tensor]]
 """Device: a step's hidden states to the lines of one block of results, some after others, so that few are made at
@@ -59,28 +59,29 @@ class PoolHead:
         self.dtype = dtype
         self._numpy_dtype = np.dtype(np.float64 if dtype is torch.float64 else np.float32)
         self._query_sizes: dict[int, int] = {}  # of kept queries
-        self._forgotten: tuple[int, ...] = ()
+        self._freed: tuple[int, ...] = ()
 
     def apply(self, plan: StepPlan) -> None:
         self.carry.apply(plan)
-        self._forgotten = plan.forgotten
+        self._freed = () if plan.pooling is None else plan.pooling.freed_queries
 
     def flush(self, upload: Upload) -> None:
-        if self._forgotten:
-            upload.then(self.forget(self._forgotten))
+        if self._freed:
+            upload.then(self.free_queries(self._freed))
 
-    def forget(self, numbers: tuple[int, ...]) -> Callable[[], None]:
-        """Host: nobody needs these queries any more; the closure is for the stream."""
+    def free_queries(self, numbers: tuple[int, ...]) -> Callable[[], None]:
+        """Host: no request needs these stored queries any more. Returns the device work that frees them."""
         for number in numbers:
             self._query_sizes.pop(number, None)
-        return functools.partial(self.queries.forget, numbers)
+        return functools.partial(self.queries.free, numbers)
 
     def wants_all(self, plan: StepPlan) -> bool:
-        if plan.pools is None and not self.carry.admissions:
+        pooling = plan.pooling or NO_POOLING
+        if pooling.ends is None and not self.carry.admissions:
             return False
         if self.methods != ("last",):
             return True
-        params = plan.pool_params
+        params = pooling.params
         if len(params) < len(plan.rows):  # others may go on
             params += tuple(admission.params for admission in self.carry.admissions.values())
         return any(self.settings.of(own).task not in ("embed", "classify") for own in _distinct(params))
@@ -89,15 +90,16 @@ class PoolHead:
         self, plan: StepPlan, upload: Upload, size: Size | None = None, *, only_last: bool = False
     ) -> Head | None:
         """Host: stage what the step's rows need; None when it has no row that pools, now or later."""
-        if plan.pools is None and not self.carry.admissions:
+        pooling = plan.pooling or NO_POOLING
+        if pooling.ends is None and not self.carry.admissions:
             return None
-        if len(plan.pool_params) == len(plan.rows):  # all end
-            setting, *others = {self.settings.of(params) for params in _distinct(plan.pool_params)}
+        if len(pooling.params) == len(plan.rows):  # every prompt ends
+            setting, *others = {self.settings.of(params) for params in _distinct(pooling.params)}
             in_one_step = self.methods == ("last",) or np.array_equal(plan.lengths, plan.num_tokens)
             # how many tokens do not count is staged
             if not others and setting.task in ("embed", "classify") and in_one_step and not setting.skip:
                 return self._prepare_alike(len(plan.rows), setting, size, only_last)
-        members = self._members(plan)
+        members = self._members(plan, pooling)
         if not members:
             return None
         before, blocks, jobs = self._prepare_tokens(members, upload)
@@ -152,17 +154,17 @@ class PoolHead:
 
         return Head(write, lambda sent: PoolHandle(sent.copied, shape, slot.find(sent), blocks))
 
-    def _settings(self, plan: StepPlan) -> list[PoolMode]:
-        """Of the rows that end."""
-        known = {id(params): self.settings.of(params) for params in _distinct(plan.pool_params)}
-        return [known[id(params)] for params in plan.pool_params]
+    def _settings(self, pooling: PoolPlan) -> list[PoolMode]:
+        """One for each prompt that ends."""
+        known = {id(params): self.settings.of(params) for params in _distinct(pooling.params)}
+        return [known[id(params)] for params in pooling.params]
 
-    def _members(self, plan: StepPlan) -> list[PooledRow]:
-        ending = np.zeros(len(plan.rows), np.bool_) if plan.pools is None else plan.pools
+    def _members(self, plan: StepPlan, pooling: PoolPlan) -> list[PooledRow]:
+        ending = np.zeros(len(plan.rows), np.bool_) if pooling.ends is None else pooling.ends
         ends = np.cumsum(plan.num_tokens)
         given = np.cumsum(plan.num_given) - plan.num_given
-        settings = iter(self._settings(plan))
-        queries = iter([-1] * len(plan.pool_params) if plan.queries is None else plan.queries.tolist())
+        settings = iter(self._settings(pooling))
+        queries = iter([-1] * len(pooling.params) if pooling.queries is None else pooling.queries.tolist())
         admissions = self.carry.admissions
         members: list[PooledRow] = []
         num_ending = 0

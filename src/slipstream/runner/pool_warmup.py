@@ -9,7 +9,7 @@ from slipstream.nn.models.shortened import shortened
 from slipstream.pooling_params import PoolingParams
 from slipstream.runner.runner import ModelRunner
 from slipstream.runner.warmup import chunk_rows, chunk_sizes, enough_memory, run_plan
-from slipstream.step import NO_INTS, NO_PAGES, Ints, PoolAdmission, StepPlan
+from slipstream.step import NO_INTS, NO_PAGES, Ints, PoolAdmission, PoolPlan, StepPlan
 
 
 class PoolWarmUp:
@@ -103,9 +103,7 @@ class PoolWarmUp:
             num_given=counts,
             tokens=np.zeros(int(counts.sum()), np.int32),
             new_pages=self._no_pages,
-            pool_admitted=admitted,
-            pools=np.ones(len(rows), np.bool_) if params else None,
-            pool_params=params,
+            pooling=PoolPlan(admitted, np.ones(len(rows), np.bool_), params) if params else None,
         )
         self._seated = np.array([admission.row for admission in admitted], np.int32)
         self._num_steps += 1

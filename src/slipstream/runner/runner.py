@@ -62,11 +62,11 @@ class ModelRunner:
         with self.hot_path():
             return self._finish()
 
-    def forget(self, queries: tuple[int, ...]) -> None:
-        """Free kept queries without a step, after all that was launched."""
+    def free_queries(self, queries: tuple[int, ...]) -> None:
+        """Free stored queries without a step, after all launched steps."""
         for head in self.heads:
             if isinstance(head, PoolHead):
-                self.device.compute.run(head.forget(queries))
+                self.device.compute.run(head.free_queries(queries))
         self.device.compute.flush()
 
     def _launch(self, plan: StepPlan) -> None:

@@ -22,7 +22,7 @@ from slipstream.scheduler.admission_checks import check_length
 from slipstream.scheduler.fair_queueing import FairQueue
 from slipstream.scheduler.query_registry import QueryRegistry
 from slipstream.scheduler.step_outputs import lost_query, pool_failure, pooled_report
-from slipstream.step import NO_INTS, Bools, Ints, StepPlan, StepResult
+from slipstream.step import NO_INTS, Bools, Ints, PoolPlan, StepPlan, StepResult
 
 MIN_HALF_TOKENS = 512
 """Tokens of a step that a device computes hardly slower by the token than a larger one."""
@@ -177,12 +177,7 @@ class EncoderScheduler:
             num_given=lengths,
             tokens=np.frombuffer(tokens, np.int32),
             new_pages=(),
-            pools=every,
-            pool_params=params,
-            queries=queries,
-            forgotten=self.take_forgotten(),
-            type_starts=type_starts,
-            num_seen=num_seen,
+            pooling=PoolPlan((), every, params, queries, self.take_freed_queries(), type_starts, num_seen),
         )
         self._next_step += 1
         self._num_waiting -= count
@@ -247,9 +242,9 @@ class EncoderScheduler:
             )
         return outputs
 
-    def take_forgotten(self) -> tuple[int, ...]:
-        """Kept queries that no one needs any more and no plan has told of."""
-        return self._queries.take_forgotten()
+    def take_freed_queries(self) -> tuple[int, ...]:
+        """Stored queries that no request needs any more and that no plan has freed yet."""
+        return self._queries.take_freed()
 
     def take_failures(self) -> list[Output]:
         """Requests that ended without a step of their own."""

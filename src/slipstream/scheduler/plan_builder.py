@@ -17,6 +17,7 @@ from slipstream.step import (
     Ints,
     PageUpdates,
     PoolAdmission,
+    PoolPlan,
     PromptScores,
     StepPlan,
 )
@@ -39,14 +40,6 @@ class Chunk(NamedTuple):
     @property
     def num_given(self) -> int:
         return 0 if self.is_drafted else self.num_tokens
-
-
-class Pooling(NamedTuple):
-    """What a plan says of pooling beside its rows."""
-
-    params: tuple[PoolingParams, ...]  # of those that end with it
-    queries: Ints | None
-    forgotten: tuple[int, ...]
 
 
 class PlanBuilder:
@@ -145,9 +138,9 @@ class PlanBuilder:
         released: list[int],
         num_logprobs: int | None,
         arrays: DecodeArrays,
-        pooling: Pooling | None = None,
+        pooling: PoolPlan | None = None,
     ) -> StepPlan:
-        """Hand the plan over; rows must be in order, and `arrays` those of the plan before."""
+        """The plan. Rows must be in order, `arrays` those of the previous plan, `pooling` what `pool_plan` returned."""
         chunks, num_decodes = self.chunks, len(self.decodes)
         total = num_decodes + len(chunks)
         arrays.advance(self.decodes)
@@ -168,10 +161,6 @@ class PlanBuilder:
                 if not chunk.is_drafted:
                     given += chunk.request.tokens[chunk.start : chunk.start + chunk.num_tokens]
             tokens = np.array(given, np.int32)
-        pools = None
-        if pooling is not None and pooling.params:
-            pools = np.zeros(total, np.bool_)
-            pools[num_decodes:] = [chunk.pools for chunk in chunks]
         return StepPlan(
             step=self.step,
             released=_ints(released),
@@ -189,12 +178,21 @@ class PlanBuilder:
             copies=np.array(self.copies, np.int32) if self.copies else _NO_COPIES,
             num_logprobs=num_logprobs,
             scores=self._scores() if chunks else None,
-            pool_admitted=tuple(self.pool_admitted),
-            pools=pools,
-            pool_params=() if pooling is None else pooling.params,
-            queries=None if pooling is None else pooling.queries,
-            forgotten=() if pooling is None else pooling.forgotten,
+            pooling=pooling,
         )
+
+    def pool_plan(
+        self, params: list[PoolingParams], queries: Ints | None, freed_queries: tuple[int, ...]
+    ) -> PoolPlan | None:
+        """The pooling part of the plan; rows must be in order. `params` and `queries` of the prompts that end."""
+        if not (params or freed_queries or self.pool_admitted):
+            return None
+        ends = None
+        if params:
+            num_decodes = len(self.decodes)
+            ends = np.zeros(num_decodes + len(self.chunks), np.bool_)
+            ends[num_decodes:] = [chunk.pools for chunk in self.chunks]
+        return PoolPlan(tuple(self.pool_admitted), ends, tuple(params), queries, freed_queries)
 
     def unsampled(self) -> list[tuple[Request, int, int]]:
         """Those that compute and do not sample: nobody would tell when their positions are done."""

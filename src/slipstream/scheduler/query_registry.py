@@ -20,11 +20,11 @@ class QueryRegistry(Generic[R]):
 
     def __init__(self, max_num_tokens: int) -> None:
         """`max_num_tokens`: of all queries that are kept at once."""
-        self._most_tokens = max_num_tokens
+        self._max_num_tokens = max_num_tokens
         self._num_tokens = 0
         self._kept: dict[str, _Query[R]] = {}
         self._key_of: dict[str, str] = {}  # by the query's request id
-        self._forgotten: list[int] = []
+        self._freed: list[int] = []
         self._next = 0
 
     def __len__(self) -> int:
@@ -59,14 +59,14 @@ class QueryRegistry(Generic[R]):
         return query.is_launched
 
     def _check_room(self, num_tokens: int) -> None:
-        if num_tokens > self._most_tokens:
+        if num_tokens > self._max_num_tokens:
             raise RequestTooLarge(
-                f"the query has {num_tokens} tokens, and {self._most_tokens} can be kept for documents; shorten it"
+                f"the query has {num_tokens} tokens, and {self._max_num_tokens} can be kept for documents; shorten it"
             )
-        if self._num_tokens + num_tokens > self._most_tokens:
+        if self._num_tokens + num_tokens > self._max_num_tokens:
             raise QueueFull(
                 f"queries of {self._num_tokens} tokens are kept for documents, and one of {num_tokens} does not fit "
-                f"under the limit of {self._most_tokens}; send their documents, or give them up, first"
+                f"under the limit of {self._max_num_tokens}; send their documents, or give them up, first"
             )
 
     def number_of(self, params: PoolingParams) -> int:
@@ -108,12 +108,12 @@ class QueryRegistry(Generic[R]):
         """Documents whose query is not launched."""
         return [document for query in self._kept.values() for document in query.waiting]
 
-    def take_forgotten(self) -> tuple[int, ...]:
+    def take_freed(self) -> tuple[int, ...]:
         """Those dropped since the last plan."""
-        if not self._forgotten:
+        if not self._freed:
             return ()
-        forgotten, self._forgotten = tuple(self._forgotten), []
-        return forgotten
+        freed, self._freed = tuple(self._freed), []
+        return freed
 
     def _drop_if_unused(self, key: str) -> None:
         query = self._kept[key]
@@ -121,7 +121,7 @@ class QueryRegistry(Generic[R]):
             del self._kept[key]
             del self._key_of[query.request_id]
             self._num_tokens -= query.num_tokens
-            self._forgotten.append(query.number)
+            self._freed.append(query.number)
 
 
 @dataclass(slots=True)

@@ -28,7 +28,7 @@ from slipstream.scheduler.admission_checks import check_admissible
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager, Hit
 from slipstream.scheduler.in_flight import InFlight
-from slipstream.scheduler.plan_builder import DecodeArrays, PlanBuilder, Pooling
+from slipstream.scheduler.plan_builder import DecodeArrays, PlanBuilder
 from slipstream.scheduler.prefill_chunks import add_chunk, add_drafted, num_chunk_tokens
 from slipstream.scheduler.query_registry import QueryRegistry
 from slipstream.scheduler.row_allocator import RowAllocator
@@ -45,7 +45,7 @@ from slipstream.scheduler.step_outputs import (
 )
 from slipstream.scheduler.stopping import check_stop
 from slipstream.scheduler.waiting import WaitingQueue
-from slipstream.step import StepPlan, StepResult
+from slipstream.step import PoolPlan, StepPlan, StepResult
 
 
 class Scheduler:
@@ -155,7 +155,8 @@ class Scheduler:
             ]
             num_logprobs = max(asked, default=None)
         pooled = builder.pooled()
-        plan = builder.build(self._row_allocator.take_released(), num_logprobs, self._arrays, self._pooling(pooled))
+        pooling = self._pool_plan(builder, pooled)
+        plan = builder.build(self._row_allocator.take_released(), num_logprobs, self._arrays, pooling)
         self._in_flight.launch(
             self._next_step,
             sampling,
@@ -180,13 +181,11 @@ class Scheduler:
         if num_decodes := self._count_decodes():
             budget.tokens = min(budget.tokens, max(self.max_num_tokens, num_decodes + 1))
 
-    def _pooling(self, pooled: list[Request]) -> Pooling | None:
-        forgotten = self.take_forgotten()
-        if not pooled and not forgotten:
-            return None
-        params = tuple([request.pooling for request in pooled if request.pooling is not None])
+    def _pool_plan(self, builder: PlanBuilder, pooled: list[Request]) -> PoolPlan | None:
+        """The pooling part of the plan. `pooled`: requests whose prompt ends with it."""
+        params = [request.pooling for request in pooled if request.pooling is not None]
         queries = np.array([self._queries.number_of(own) for own in params], np.int32) if self._queries else None
-        return Pooling(params, queries, forgotten)
+        return builder.pool_plan(params, queries, self.take_freed_queries())
 
     def _plan_running(self, builder: PlanBuilder, budget: Budget) -> bool:
         """Give running requests their tokens. False if one had to make room: then nobody should be let in."""
@@ -423,9 +422,9 @@ class Scheduler:
             else:
                 yield pooled_report(request.id, pooled, request.num_cached)
 
-    def take_forgotten(self) -> tuple[int, ...]:
-        """Kept queries that no one needs any more and no plan has told of."""
-        return self._queries.take_forgotten()
+    def take_freed_queries(self) -> tuple[int, ...]:
+        """Stored queries that no request needs any more and that no plan has freed yet."""
+        return self._queries.take_freed()
 
     def take_begun(self) -> list[str]:
         """Texts to continue whose waiting has ended with the last plan; each is named once, to whoever asks first."""

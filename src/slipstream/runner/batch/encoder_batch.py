@@ -11,7 +11,7 @@ from slipstream.device.device import Device
 from slipstream.nn.context import BatchView
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.staging import Upload
-from slipstream.step import StepPlan
+from slipstream.step import NO_POOLING, StepPlan
 
 
 class EncoderBatch:
@@ -32,7 +32,7 @@ class EncoderBatch:
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device.torch_device)
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Callable[[], Gathered]:
-        counts = plan.num_tokens
+        counts, pooling = plan.num_tokens, plan.pooling or NO_POOLING
         num_rows, total = len(counts), len(plan.tokens)
         tokens, rows = (total, num_rows) if size is None else (size.tokens, size.rows)
         # tokens that pad have id 0 at position 0, and rows that pad have none
@@ -47,22 +47,22 @@ class EncoderBatch:
         positions = by_token[1, :total]
         np.subtract(np.arange(total), np.repeat(ends - counts - begins, counts), out=positions)
         by_token[0, :total] = plan.tokens
-        if self.with_types and plan.type_starts is None:
+        if self.with_types and pooling.type_starts is None:
             by_token[2, :total] = 0
-        elif plan.type_starts is not None:
-            assert self.with_types, "a pair came to a model without token types"
-            np.greater_equal(positions, np.repeat(plan.type_starts, counts), out=by_token[2, :total])
+        elif pooling.type_starts is not None:
+            assert self.with_types, "the plan has token types, the model has none"
+            np.greater_equal(positions, np.repeat(pooling.type_starts, counts), out=by_token[2, :total])
         if self.short_rope is not None:
             longest, first_row = self.short_rope
             by_token[-1, :total] = positions + np.repeat(np.where(plan.lengths > longest, 0, first_row), counts)
         lengths = np.zeros(rows, np.int64)
         lengths[:num_rows] = plan.lengths
         spans = token_span, upload.put(lengths), upload.put(starts)
-        assert plan.num_seen is None or self.with_unseen, "tokens that none sees came to a model without them"
+        assert pooling.num_seen is None or self.with_unseen, "the plan hides tokens, the model attends to all"
         seen_span = None
         if self.with_unseen:
             seen = np.zeros(rows, np.int32)
-            seen[:num_rows] = plan.lengths if plan.num_seen is None else plan.num_seen
+            seen[:num_rows] = plan.lengths if pooling.num_seen is None else pooling.num_seen
             seen_span = upload.put(seen)
         assert size is None or spans[0].start == 0, "a padded batch comes first"
 
@@ -82,7 +82,7 @@ class EncoderBatch:
                     token_types=tokens[2] if self.with_types else None,
                     rope_rows=None if self.short_rope is None else tokens[-1],
                     num_seen=None if seen_span is None else upload.tensor(seen_span),
-                    host_seen=plan.num_seen,
+                    host_seen=pooling.num_seen,
                 ),
                 self._no_rows,
             )

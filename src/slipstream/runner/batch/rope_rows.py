@@ -11,7 +11,7 @@ import torch
 
 from slipstream.device.device import Device
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.step import Admission, PoolAdmission, StepPlan
+from slipstream.step import StepPlan
 
 
 class RopeRows:
@@ -21,8 +21,7 @@ class RopeRows:
         self._offsets = StagedTensor((num_rows,), np.int64, device)
 
     def apply(self, plan: StepPlan) -> None:
-        admitted: tuple[Admission | PoolAdmission, ...] = (*plan.admitted, *plan.pool_admitted)
-        for admission in admitted:
+        for admission in plan.all_admitted:
             self._offsets.write(admission.row, 0 if admission.long_rope else self._first_short)
 
     def flush(self, upload: Upload) -> None:

@@ -22,10 +22,8 @@ class RowTable:
         self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)
 
     def apply(self, plan: StepPlan) -> None:
-        for admission in plan.admitted:
+        for admission in plan.all_admitted:
             self._computed.write(admission.row, admission.num_cached)
-        for pooling in plan.pool_admitted:
-            self._computed.write(pooling.row, pooling.num_cached)
 
     def flush(self, upload: Upload) -> None:
         self._computed.flush(upload)

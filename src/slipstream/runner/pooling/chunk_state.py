@@ -67,8 +67,8 @@ class ChunkState:
             for row in plan.released.tolist():
                 self.admissions.pop(row, None)
                 self.parts.pop(row, None)
-        for admission in plan.pool_admitted:
-            self.admissions[admission.row] = admission
+        if plan.pooling is not None:
+            self.admissions.update({admission.row: admission for admission in plan.pooling.admitted})
 
     def part_of(self, row: int) -> Part:
         """Host: of a prompt that does not end with this step, or began before it."""

@@ -24,7 +24,7 @@ class QueryStore:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def forget(self, numbers: tuple[int, ...]) -> None:
+    def free(self, numbers: tuple[int, ...]) -> None:
         """Device. A number that never came is fine: its query may have been given up before it ran."""
         for number in numbers:
             self._kept.pop(number, None)

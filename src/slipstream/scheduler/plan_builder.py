@@ -9,7 +9,7 @@ import numpy as np
 
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import Request
-from slipstream.scheduler.cache.manager import Run
+from slipstream.scheduler.cache.kind import Run
 from slipstream.step import (
     NO_INTS,
     NO_PAGES,

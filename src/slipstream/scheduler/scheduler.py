@@ -162,7 +162,7 @@ class Scheduler:
             sampling,
             builder.drawn(),
             None if plan.scores is None else builder.scored(),
-            builder.unsampled() if self.cache.forgets else None,
+            None if self.cache.keeps_all else builder.unsampled(),
             pooled,
         )
         self._next_step += 1
@@ -279,14 +279,14 @@ class Scheduler:
             return False
         num = min(num, budget.tokens)
         length = hit.length + num
-        places = cache.places_for(length)
+        entries = cache.num_table_entries(length)
         numbers = request.num_staged_ids + (known if request.params.needs_history else 0)
-        if not budget.can_stage(places, numbers):
+        if not budget.can_stage(entries, numbers):
             return False
-        changed = cache.reserve(request, length, hit, keep=watermark, known=known)
+        changed = cache.admit(request, length, hit, keep_free=watermark, known=known)
         if changed is None:
             return False
-        budget.admit(num, places, numbers)
+        budget.admit(num, entries, numbers)
         if not request.num_preemptions:  # what a preempted request computes again is not its caller's doing
             self._waiting.charge(request, known - hit.length)
         self._waiting.remove(request)
@@ -305,7 +305,7 @@ class Scheduler:
     def _hit(self, request: Request) -> Hit:
         """What a newcomer need not compute."""
         if request.unscored != NEVER or (request.pooling and request.pooling.task not in self.config.cached_tasks):
-            return self.cache.nothing  # its results come from hidden states, which nobody keeps
+            return self.cache.no_hit  # its results come from hidden states, which nobody keeps
         leader = leader_to_fork(request, self._next_step)
         fork = None if leader is None else self.cache.fork(request, leader)
         return self.cache.match(request) if fork is None else fork
@@ -334,7 +334,7 @@ class Scheduler:
         """
         while (changed := self.cache.reserve(request, length)) is None:
             victim = self._row_allocator.running[-1]
-            if victim is request and self.cache.will_give_back(request):
+            if victim is request and self.cache.will_free_pages(request):
                 return False
             self._preempt(victim)
             if victim is request:
@@ -400,7 +400,7 @@ class Scheduler:
             if bad:
                 outputs.append(draw_failure(request))
                 self._finish(request)
-                self.cache.forget(request)
+                self.cache.unpublish(request)
                 continue
             if len(tokens) > request.publish_after:
                 self.cache.publish(request)
@@ -417,7 +417,7 @@ class Scheduler:
                 continue  # aborted
             self._finish(request)
             if place in result.pool_failed:
-                self.cache.forget(request)
+                self.cache.unpublish(request)
                 yield pool_failure(request.id)
             else:
                 yield pooled_report(request.id, pooled, request.num_cached)

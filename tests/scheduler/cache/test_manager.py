@@ -19,7 +19,7 @@ def request(tokens: list[int], id: str = "a", salt: str = "") -> Request:
 def admit(cache: CacheManager, req: Request) -> int:
     """All its known tokens at once; returns how many were found."""
     hit = cache.match(req)
-    assert cache.reserve(req, len(req.tokens), hit) is not None
+    assert cache.admit(req, len(req.tokens), hit) is not None
     req.computed = len(req.tokens)
     cache.publish(req)
     return hit.length
@@ -58,7 +58,7 @@ def test_groups_agree_on_the_shortest_of_their_matches():
     cache = make(num_groups=2)
     first = request(list(range(20)), "a")
     admit(cache, first)
-    cache.groups[1].pool.forget(first.pages[1][3])
+    cache.groups[1].pool.unpublish(first.pages[1][3])
     hit = cache.match(request(list(range(20)), "b"))
     assert hit.length == 12
     assert [len(pages) for pages in hit.pages] == [3, 3]
@@ -67,7 +67,7 @@ def test_groups_agree_on_the_shortest_of_their_matches():
 def test_reserve_gives_what_is_missing_or_changes_nothing():
     cache = make(num_pages=5)
     req = request(list(range(6)))
-    assert cache.reserve(req, 6, cache.match(req)) == [(0, 0, req.pages[0])]
+    assert cache.admit(req, 6, cache.match(req)) == [(0, 0, req.pages[0])]
     assert req.capacity == 8
     assert cache.reserve(req, 9) == [(0, 2, req.pages[0][2:])]
     before = list(req.pages[0])
@@ -79,9 +79,9 @@ def test_reserve_gives_what_is_missing_or_changes_nothing():
 def test_reserve_keeps_pages_free_when_told_to():
     cache = make(num_pages=5)
     req = request(list(range(8)))
-    assert cache.reserve(req, 8, cache.match(req), keep=3) is None
+    assert cache.admit(req, 8, cache.match(req), keep_free=3) is None
     assert not req.pages
-    assert cache.reserve(req, 8, cache.match(req), keep=2) is not None
+    assert cache.admit(req, 8, cache.match(req), keep_free=2) is not None
 
 
 def test_found_pages_that_are_free_are_not_counted_twice():
@@ -93,9 +93,9 @@ def test_found_pages_that_are_free_are_not_counted_twice():
     second = request(list(range(12)) + [50] * 12, "b")
     hit = cache.match(second)
     assert hit.length == 12 and cache.num_free == 5
-    assert cache.reserve(second, 24, hit) is None
+    assert cache.admit(second, 24, hit) is None
     cache.check()
-    assert cache.reserve(second, 20, hit) is not None
+    assert cache.admit(second, 20, hit) is not None
     assert second.pages[0][:3] == hit.pages[0]
     cache.check()
 
@@ -103,7 +103,7 @@ def test_found_pages_that_are_free_are_not_counted_twice():
 def test_only_launched_and_known_pages_are_published():
     cache = make()
     req = request(list(range(12)))
-    cache.reserve(req, 12, cache.match(req))
+    cache.admit(req, 12, cache.match(req))
     req.computed = 7
     cache.publish(req)
     assert req.num_published == 1
@@ -124,7 +124,7 @@ def test_pages_are_published_under_the_hashes_of_their_own_tokens(num_groups: in
     """In several goes, as a chunked prompt and then its output publish them."""
     cache = make(num_groups=num_groups)
     req = request(list(range(100, 110)), salt="s")
-    cache.reserve(req, 24, cache.match(req))
+    cache.admit(req, 24, cache.match(req))
     hashes = hashes_of([*range(100, 110), *range(200, 214)], "s")
     for computed, tokens, full in ((3, 10, 0), (7, 10, 1), (10, 10, 2), (17, 18, 4), (24, 24, 6)):
         req.tokens += range(200 + len(req.tokens) - 10, 200 + tokens - 10)
@@ -139,7 +139,7 @@ def test_a_page_with_pending_tokens_is_published_once_they_are_known_and_under_t
     """Six tokens are known, six more are launched; the second page gets its last two, then the third its four."""
     cache = make()
     req = request([1, 2, 3, 4, 5, 6])
-    cache.reserve(req, 12, cache.match(req))
+    cache.admit(req, 12, cache.match(req))
     req.computed = 12
     cache.publish(req)
     first, second, third = req.pages[0]
@@ -156,19 +156,19 @@ def test_a_page_with_pending_tokens_is_published_once_they_are_known_and_under_t
     assert cache.match(request([*range(1, 13), 0], "d")).pages == [[first, second, third]]
 
 
-def test_check_sees_a_page_under_a_wrong_hash():
+def test_check_finds_a_page_under_a_wrong_hash():
     cache = make()
     req = request(list(range(12)))
     admit(cache, req)
     pool, page = cache.groups[0].pool, req.pages[0][2]
     cache.check()
-    pool.forget(page)
+    pool.unpublish(page)
     pool.publish([page], hashes_of(list(range(50, 62)))[-1:])
-    with pytest.raises(AssertionError, match="published under the hash of other tokens"):
+    with pytest.raises(AssertionError, match="published under other tokens. hash"):
         cache.check()
     pending = request(list(range(70, 76)), "b")
     other = make()
-    other.reserve(pending, 8, other.match(pending))
+    other.admit(pending, 8, other.match(pending))
     pending.computed = 8
     other.groups[0].pool.publish(pending.pages[0][1:], hashes_of(list(range(70, 78)))[1:])
     with pytest.raises(AssertionError, match="not all its tokens are known"):
@@ -178,7 +178,7 @@ def test_check_sees_a_page_under_a_wrong_hash():
 def test_generated_pages_can_be_found_after_release():
     cache = make()
     req = request([1, 2, 3])
-    cache.reserve(req, 9, cache.match(req))
+    cache.admit(req, 9, cache.match(req))
     req.tokens += [4, 5, 6, 7, 8, 9]
     req.computed = 9
     cache.release(req)
@@ -189,7 +189,7 @@ def test_a_first_page_that_output_fills_keeps_its_salt():
     """The prompt has no whole page, so nothing was hashed when it was matched."""
     cache = make()
     req = request([1, 2, 3], salt="x")
-    cache.reserve(req, 9, cache.match(req))
+    cache.admit(req, 9, cache.match(req))
     req.tokens += [4, 5, 6, 7, 8, 9]
     req.computed = 9
     cache.publish(req)
@@ -206,7 +206,7 @@ def test_forgotten_pages_are_not_found_again(held: bool):
     if not held:
         cache.release(req)
     assert cache.match(request(list(range(10)), "b")).length == 8
-    cache.forget(req)
+    cache.unpublish(req)
     assert cache.match(request(list(range(10)), "b")).length == 0
     cache.check()
 
@@ -221,7 +221,7 @@ def test_a_fork_shares_whole_pages_and_copies_the_last(num_prompt: int, shared: 
     assert hit.length == num_prompt - 1
     assert hit.pages == [leader.pages[0][:shared]]
     assert list(hit.partial) == leader.pages[0][shared : shared + copied]
-    cache.reserve(sibling, num_prompt, hit)
+    cache.admit(sibling, num_prompt, hit)
     assert len(sibling.pages[0]) == len(leader.pages[0])
     assert sibling.pages[0][-1] != leader.pages[0][-1]
     cache.check()
@@ -276,14 +276,14 @@ def test_a_model_without_cache_groups_needs_no_pages():
     cache.check()
 
 
-def test_check_sees_a_page_held_by_strangers():
+def test_check_finds_an_unpublished_page_held_by_two_requests():
     cache = make(prefix_caching=False)
     one, two = request([1] * 4, "a"), request([2] * 4, "b")
     admit(cache, one)
     admit(cache, two)
     cache.groups[0].pool.share(one.pages[0])
     two.pages[0] += one.pages[0]
-    with pytest.raises(AssertionError, match="shared by strangers"):
+    with pytest.raises(AssertionError, match="unpublished and shared by"):
         cache.check()
 
 
@@ -329,21 +329,21 @@ def test_a_request_that_waits_for_its_steps_in_flight_knows():
     admit(cache, req)
     req.num_known = 10
     run_to(cache, req, committed=11, launched=14)
-    assert not cache.will_give_back(req)
+    assert not cache.will_free_pages(req)
     req.computed = 15
-    assert cache.will_give_back(req)
+    assert cache.will_free_pages(req)
 
 
 def test_all_groups_agree_where_a_window_has_what_it_needs():
     cache = make(windows=(8, 0))
     first = request(list(range(24)))
     admit(cache, first)
-    cache.groups[0].pool.forget(first.pages[0][4])
+    cache.groups[0].pool.unpublish(first.pages[0][4])
     hit = cache.match(request(list(range(25)), "b"))
     assert hit.length == 16  # 20 and 24 need the page that is gone
     assert hit.pages[0] == [NULL_PAGE] * 2 + first.pages[0][2:4]
     assert hit.pages[1] == first.pages[1][:4]
-    cache.groups[1].pool.forget(first.pages[1][1])
+    cache.groups[1].pool.unpublish(first.pages[1][1])
     assert cache.match(request(list(range(25)), "b")).length == 4
 
 

@@ -86,8 +86,8 @@ def compute(cache: CacheManager, tokens: list[int], id: str = "r", *, shares: bo
     """A request that holds the pages of these tokens, all published; None if they do not fit. Without `shares` it
     computes all of them."""
     made = request(tokens, id)
-    pages = fresh(cache, made) if shares else cache.nothing.pages
-    if cache.reserve(made, len(tokens), Hit(len(pages[0]) * cache.page_size, pages)) is None:
+    pages = fresh(cache, made) if shares else cache.no_hit.pages
+    if cache.admit(made, len(tokens), Hit(len(pages[0]) * cache.page_size, pages)) is None:
         return None
     made.num_known = made.computed = made.committed = len(tokens)
     cache.publish(made)
@@ -103,7 +103,7 @@ def keep(cache: CacheManager, tokens: list[int]) -> Request:
 
 def fresh(cache: CacheManager, made: Request) -> list[list[int]]:
     """What matching from the beginning finds."""
-    found = Matching(request(list(made.tokens)), cache.groups, cache._by_need, cache.page_size).pages
+    found = Matching(request(list(made.tokens)), cache.groups, cache._match_order, cache.page_size).pages
     return found if found[0] else [[] for _ in cache.groups]
 
 
@@ -141,7 +141,7 @@ def test_a_page_that_is_gone_and_published_again_elsewhere_is_seen():
     assert first is not None
     kept = keep(cache, list(range(9)))
     old = cache.match(kept).pages[0]
-    cache.forget(first)
+    cache.unpublish(first)
     second = compute(cache, list(range(8)), "again", shares=False)
     assert second is not None
     new = cache.match(kept).pages[0]
@@ -174,7 +174,7 @@ def random_day(seed: int) -> int:
         elif kind < 0.9 and held:
             cache.release(held.pop(rng.randrange(len(held))))
         elif held:
-            cache.forget(rng.choice(held))
+            cache.unpublish(rng.choice(held))
         for group in cache.groups:
             if rng.random() < 0.3 and group.pool.num_free:
                 taken = group.pool.take(rng.randint(1, group.pool.num_free))
@@ -212,7 +212,7 @@ def test_a_change_that_is_not_noted_is_caught(lost: str, monkeypatch: pytest.Mon
 
     if lost == "freed":
         monkeypatch.setattr(PagePool, "release", uncounted)
-        with pytest.raises(AssertionError, match="pages are free beside the match"):
+        with pytest.raises(AssertionError, match="pages are free outside the match"):
             bench, _ = blocked()
             for _ in range(200):
                 bench.step()

@@ -83,7 +83,7 @@ def test_a_forgotten_page_is_not_found_but_still_held():
     pool = PagePool(4)
     (page,) = pool.take(1)
     pool.publish([page], [b"a"])
-    pool.forget(page)
+    pool.unpublish(page)
     assert pool.find(b"a") is None and pool.refs[page] == 1
     (other,) = pool.take(1)
     pool.publish([other], [b"a"])

@@ -1,8 +1,8 @@
-"""Chained page hashes: a page's name is made of its tokens and of the name of the page before it.
+"""Chained page hashes: the hash of a page covers its tokens and the hash of the page before it.
 
-Equal hashes mean equal tokens from the first position on, hence equal cache content. The chain begins with the salt,
-so requests of different salts share nothing. Keys rotated by LongRoPE's long factors differ from those of the short
-ones, so the two have different hashes too.
+Equal hashes mean equal tokens from the first position on, hence equal cache content. The chain begins with the cache
+salt, so requests with different salts share nothing. Keys rotated by LongRoPE's long factors differ from keys rotated
+by the short factors, so the two have different hashes too.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ DIGEST_BYTES = 16
 def extend_hashes(
     hashes: list[bytes], tokens: list[int], num_pages: int, page_size: int, salt: str, long_rope: bool = False
 ) -> None:
-    """Append hashes until there are `num_pages`. Only the new pages' tokens are looked at."""
-    made = len(hashes)
-    if made >= num_pages:
+    """Append hashes until there are `num_pages`. Reads the tokens of the new pages only."""
+    first = len(hashes)
+    if first >= num_pages:
         return
-    assert num_pages * page_size <= len(tokens), f"{num_pages} full pages of {page_size} asked of {len(tokens)} tokens"
-    parent = hashes[-1] if made else _root(salt, long_rope)
-    content = array("i", tokens[made * page_size : num_pages * page_size]).tobytes()
-    width = len(content) // (num_pages - made)
+    assert num_pages * page_size <= len(tokens), f"{len(tokens)} tokens do not fill {num_pages} pages of {page_size}"
+    parent = hashes[-1] if first else _root(salt, long_rope)
+    content = array("i", tokens[first * page_size : num_pages * page_size]).tobytes()
+    width = len(content) // (num_pages - first)
     for start in range(0, len(content), width):
         parent = blake2b(parent + content[start : start + width], digest_size=DIGEST_BYTES).digest()
         hashes.append(parent)

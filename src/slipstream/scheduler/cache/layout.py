@@ -1,4 +1,4 @@
-"""How the cache is laid out: layers into groups. Each group has its own pages; `config/cache_size.py` says how many."""
+"""Groups layers by cache spec. Each group has pages of its own; `config/cache_size.py` computes how many."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slipstream.cache_spec import CacheGroup, CacheSpec
 
 
 def group_layers(specs: Sequence[CacheSpec]) -> tuple[CacheGroup, ...]:
-    """Layers of one spec form a group; groups come in the order of their first layers. `specs` is in layer order."""
+    """Layers with equal specs form a group. `specs` is in layer order; groups are ordered by their first layers."""
     layers_of: dict[CacheSpec, list[int]] = {}
     for layer, spec in enumerate(specs):
         layers_of.setdefault(spec, []).append(layer)

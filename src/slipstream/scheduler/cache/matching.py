@@ -1,10 +1,10 @@
-"""Matching: the longest cached prefix of one request, found once and corrected while the request waits.
+"""Matching: the longest cached prefix of one request, found once and updated while the request waits.
 
-The request at the head of the queue is looked at in every plan, and to match a long cached prompt takes milliseconds.
-So a head that is blocked keeps its match. A match is a function of the answers that the page pools gave for the
-request's page hashes. The pools watch these hashes and note the first one whose answer has changed: its page was taken
-or forgotten, or a page was published under it. Without a change the match stands. With one, a group looks again from
-the changed page on.
+Every plan looks at the first request of the queue, and matching a long cached prompt takes milliseconds. So a request
+that is blocked there keeps its match. A match is a function of the answers of the page pools for the request's page
+hashes. The pools watch these hashes and record the first one whose answer has changed: its page was taken or
+unpublished, or a page was published under it. Without a change the match is still valid. With one, a group matches
+again from the changed page on.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slipstream.request import NEVER, Request
-from slipstream.scheduler.cache.groups import FullGroup, Group
 from slipstream.scheduler.cache.hashing import extend_hashes
-from slipstream.step import NULL_PAGE
+from slipstream.scheduler.cache.kind import CacheKind
+from slipstream.scheduler.cache.paged import held_pages
 
-_HASHED_AHEAD = 16  # pages: a long prompt that misses early is not hashed whole
+_HASH_AHEAD = 16  # pages: a long prompt that misses early is not hashed as a whole
 
 
 class Matching:
     __slots__ = ("request", "is_kept", "pages", "_groups", "_order", "_page_size", "_num_tokens", "_found", "_spare")
 
-    def __init__(self, request: Request, groups: Sequence[Group], order: Sequence[int], page_size: int) -> None:
-        """`order`: the groups that need the most pages first."""
+    def __init__(self, request: Request, groups: Sequence[CacheKind], order: Sequence[int], page_size: int) -> None:
+        """`order`: the indices of the groups, those that need the most pages first."""
         self.request = request
         self.is_kept = False
         self._groups = groups
         self._order = order
         self._page_size = page_size
         self._num_tokens = len(request.tokens)
-        # per group: the number of pages it was first asked for, and what it found
+        # per group: the limit of its first match, and what it found
         self._found: list[tuple[int, list[int]] | None] = [None] * len(groups)
-        # per group, at most so many pages are free beside the match, less those that its pool had seen freed by then
+        # per group: an upper bound of the free pages outside the match, less the pool's `num_freed` at that time
         self._spare = [NEVER] * len(groups)
         self.pages = self._match([0] * len(groups))
 
     def is_of(self, request: Request) -> bool:
-        """Whether it was kept for this request, with the tokens it has now."""
+        """Whether the match was kept for this request, with the tokens that the request has now."""
         return self.is_kept and self.request is request and self._num_tokens == len(request.tokens)
 
     def keep(self) -> None:
-        """Watch for changes from here on. Must follow the match before anything has changed."""
+        """Watch for changes from now on. Nothing may have changed since the match."""
         self.is_kept = True
         for group in self._groups:
             group.pool.watch(self.request.hashes)
@@ -52,12 +52,12 @@ class Matching:
             group.pool.watch(())
 
     def refresh(self) -> Sequence[list[int]]:
-        """Per group, the pages of the match as it is now."""
+        """Per group, the pages of the current match."""
         changed = [group.pool.take_changed() for group in self._groups]
         if min(changed) == NEVER:
             return self.pages
-        if len(self._groups) == 1 and isinstance(self._groups[0], FullGroup):
-            # pages that have left the match may be free now
+        if len(self._groups) == 1 and self._groups[0].keeps_all:
+            # pages that are no longer part of the match may be free now
             self._spare[0] = min(NEVER, self._spare[0] + max(0, len(self.pages[0]) - changed[0]))
         else:
             self._spare = [NEVER] * len(self._groups)
@@ -68,16 +68,16 @@ class Matching:
         return self.pages
 
     def lacks(self, index: int, num_pages: int) -> bool:
-        """Whether surely fewer pages than this are free in a group beside those of the match."""
+        """Whether a group certainly has fewer free pages than this outside the match."""
         pool = self._groups[index].pool
         return num_pages > self._spare[index] + pool.num_freed
 
     def set_spare(self, index: int, num_pages: int) -> None:
-        """So many pages are free in a group beside those of the match."""
+        """Record how many pages of a group are free outside the match."""
         self._spare[index] = num_pages - self._groups[index].pool.num_freed
 
     def check(self) -> None:
-        """Assert that what is kept is what matching from the beginning finds; for tests."""
+        """Assert that the kept match is what a match from the beginning finds. For tests."""
         request = self.request
         if len(request.tokens) != self._num_tokens:
             return
@@ -85,12 +85,12 @@ class Matching:
         fresh = Matching(request, self._groups, self._order, self._page_size).pages
         assert list(kept) == list(fresh), f"{request} keeps the match {kept}, and {fresh} is in the cache"
         for group, pages, spare in zip(self._groups, kept, self._spare, strict=True):
-            beside = group.pool.num_free - group.pool.num_idle([page for page in pages if page != NULL_PAGE])
-            assert beside <= spare + group.pool.num_freed, f"{beside} pages are free beside the match of {request}"
+            outside = group.pool.num_free - group.pool.num_idle(held_pages(pages))
+            assert outside <= spare + group.pool.num_freed, f"{outside} pages are free outside the match of {request}"
 
     def _match(self, changed: Sequence[int]) -> list[list[int]]:
-        """`changed`: per group, the first page whose answer may not be what it was."""
-        limit = (self._num_tokens - 1) // self._page_size  # one token at least is left to compute
+        """`changed`: per group, the first page whose answer may have changed."""
+        limit = (self._num_tokens - 1) // self._page_size  # at least one token is left to compute
         found: list[list[int]] = [[] for _ in self._groups]
         is_first = True
         while True:
@@ -116,10 +116,10 @@ class Matching:
         self._found[index] = limit, pages
         return pages
 
-    def _hash_at(self, place: int) -> bytes:
+    def _hash_at(self, entry: int) -> bytes:
         request = self.request
-        if place >= len(request.hashes):
+        if entry >= len(request.hashes):
             full = len(request.tokens) // self._page_size
-            num = min(full, place + _HASHED_AHEAD)
+            num = min(full, entry + _HASH_AHEAD)
             extend_hashes(request.hashes, request.tokens, num, self._page_size, request.cache_salt, request.long_rope)
-        return request.hashes[place]
+        return request.hashes[entry]

@@ -1,17 +1,21 @@
+import typing
+
 import pytest
 
-from slipstream.cache_spec import WindowSpec
-from slipstream.scheduler.cache.groups import FullGroup, WindowGroup
+from slipstream.cache_spec import CacheSpec, PagedSpec, WindowSpec
+from slipstream.scheduler.cache.manager import KINDS
+from slipstream.scheduler.cache.paged import PagedCache
+from slipstream.scheduler.cache.window import WindowCache
 from slipstream.step import NULL_PAGE
 
 
 @pytest.mark.parametrize(("length", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_pages_for_a_length(length: int, pages: int):
-    assert FullGroup(4, 8).pages_for(length) == pages
+    assert PagedCache(0, PagedSpec(1, 8, 4, 4), 8, step_tokens=8).pages_for(length) == pages
 
 
 def test_match_stops_at_the_first_page_that_is_missing_and_asks_no_further():
-    group = FullGroup(4, 8)
+    group = PagedCache(0, PagedSpec(1, 8, 4, 4), 8, step_tokens=8)
     pages = group.pool.take(4)
     for index in (0, 1, 3):
         group.pool.publish([pages[index]], [bytes([index])])
@@ -26,8 +30,8 @@ def test_match_stops_at_the_first_page_that_is_missing_and_asks_no_further():
     assert group.match(hash_at, 1) == pages[:1]
 
 
-def window_group(window: int, num_pages: int = 16) -> WindowGroup:
-    return WindowGroup(WindowSpec(1, 8, 4, 4, window), num_pages, step_tokens=8)
+def window_group(window: int, num_pages: int = 16) -> WindowCache:
+    return WindowCache(0, WindowSpec(1, 8, 4, 4, window), num_pages, step_tokens=8)
 
 
 @pytest.mark.parametrize(
@@ -66,3 +70,7 @@ def test_a_window_matches_the_longest_prefix_whose_last_window_is_there(there: s
             group.pool.publish([pages[place]], [bytes([place])])
     found = group.match(lambda place: bytes([place]), limit)
     assert found == [page if kept == "1" else NULL_PAGE for page, kept in zip(pages, expected, strict=False)]
+
+
+def test_every_cache_spec_has_a_kind():
+    assert set(KINDS) == set(typing.get_args(CacheSpec))

@@ -145,7 +145,9 @@ def test_decode_attention(native_kernels, heads: int, kv_heads: int, dim: int, w
 
 
 @pytest.mark.parametrize(("window", "cap"), [(0, 0.0), (5, 0.0), (70, 2.0)])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 24), (40, 1, 6)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 24), (40, 1, 6), (4, 4, 6), (2, 1, 15), (3, 3, 23), (4, 2, 37)]
+)
 def test_a_token_of_a_chunk_gets_the_bits_that_it_gets_alone(
     native_kernels, heads: int, kv_heads: int, dim: int, window: int, cap: float
 ) -> None:

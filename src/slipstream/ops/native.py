@@ -30,9 +30,10 @@ log = logging.getLogger(__name__)
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-# No -ffast-math: linking it in would turn off small numbers for the whole process.
+# No -ffast-math: linking it in would turn off small numbers for the whole process. No contraction of products and sums:
+# the bits of a result follow from the source (native_math.h), so they are the same in every copy of a loop.
 _FLAGS = (
-    "-O3", "-march=native", "-fPIC", "-std=gnu11",
+    "-O3", "-march=native", "-fPIC", "-std=gnu11", "-ffp-contract=off",
     "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd",
 )  # fmt: skip
 _COMPILE_LIMIT = 120.0  # seconds

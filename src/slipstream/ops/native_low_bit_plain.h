@@ -1,6 +1,8 @@
 // Low-bit products in plain C, for processors without the instructions of the other headers.
 #include <math.h>
 
+#include "native_math.h"
+
 static inline float from_half(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = half >> 10 & 31, mantissa = half & 0x3ff;
     uint32_t bits = sign | (exponent + 112) << 23 | mantissa << 13;
@@ -47,8 +49,9 @@ static SLIP_PART void multiply_one(int bits, const uint8_t *weights, const uint1
                     low[r] += weight * x->low[c * 4 + i];
                 }
         for (int r = 0; r < 4; r++) {
-            total[r] += (float)(high[r] * 256 + low[r]) * (from_half(scales[g * 4 + r]) * x->scale);
-            if (bits == 4) total[r] += from_half(offsets[g * 4 + r]) * x->sum;
+            float scale = from_half(scales[g * 4 + r]) * x->scale;
+            total[r] = slip_fma((float)(high[r] * 256 + low[r]), scale, total[r]);
+            if (bits == 4) total[r] = slip_fma(from_half(offsets[g * 4 + r]), x->sum, total[r]);
         }
     }
 }

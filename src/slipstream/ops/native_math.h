@@ -1,4 +1,8 @@
-// exp as plain arithmetic, which compilers turn into vectors; within 2 units of the last place of float32.
+// Multiply-adds, and exp as plain arithmetic, which compilers turn into vectors; within 2 units of the last place of
+// float32.
+//
+// Products and sums are never contracted by the compiler (-ffp-contract=off): it decides for each copy of a loop, so a
+// number could depend on which copy computed it. Where a fused multiply-add is wanted, slip_fma says so.
 #ifndef SLIP_NATIVE_MATH_H
 #define SLIP_NATIVE_MATH_H
 
@@ -6,19 +10,28 @@
 #include <stdint.h>
 #include <string.h>
 
+// a * b + c, rounded once on processors that have such an instruction, else twice
+static inline float slip_fma(float a, float b, float c) {
+#ifdef __FP_FAST_FMAF
+    return __builtin_fmaf(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
 static inline float slip_exp(float x) {
     x = x < -87.0f ? -87.0f : x;  // a NaN stays one
     x = x > 88.0f ? 88.0f : x;
     // x = n * ln 2 + r, with ln 2 in two parts
     float n = rintf(x * 1.44269504f);
-    float r = x - n * 0.693359375f;
-    r += n * 2.12194440e-4f;
+    float r = slip_fma(n, -0.693359375f, x);
+    r = slip_fma(n, 2.12194440e-4f, r);
     float p = 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = slip_fma(p, r, 8.3334519073e-3f);
+    p = slip_fma(p, r, 4.1665795894e-2f);
+    p = slip_fma(p, r, 1.6666665459e-1f);
+    p = slip_fma(p, r, 5.0000001201e-1f);
+    p = slip_fma(p * r, r, r) + 1.0f;
     int32_t power = ((int32_t)n + 127) << 23;
     float scale;
     memcpy(&scale, &power, 4);

@@ -1,6 +1,6 @@
-// What one thread does of each op, for those that put several together. The work of one row, head or stretch of
-// weight rows; nobody else's result depends on who does it. They are called and never inlined, so that all callers get
-// the same machine code and with it the same bits.
+// The work of one thread in each op, for callers that combine several ops: one row, one head, or a range of weight rows.
+// A result does not depend on which thread computes it. These functions are called and never inlined, so that all callers
+// run the same machine code.
 #ifndef SLIP_NATIVE_PARTS_H
 #define SLIP_NATIVE_PARTS_H
 

@@ -13,7 +13,7 @@ void slip_gelu_tanh_row(const float *gate, const float *up, float *out, int64_t 
 #pragma omp simd
     for (int64_t i = 0; i < size; i++) {
         float g = gate[i];
-        float bent = slip_tanh(0.7978845608f * (g + 0.044715f * g * g * g));
+        float bent = slip_tanh(0.7978845608f * slip_fma(0.044715f * g * g, g, g));
         out[i] = 0.5f * g * (1.0f + bent) * up[i];
     }
 }

@@ -3,6 +3,7 @@
 // meet four tokens, and all sums stay in registers. Each sum is made in the same order whatever the number of tokens.
 #include <stdint.h>
 
+#include "../native_math.h"
 #include "../native_parts.h"
 #include "../native_vector.h"
 
@@ -24,16 +25,18 @@ static inline __attribute__((always_inline)) void meet(int rows, int tokens, con
             for (int r = 0; r < rows; r++) w[r] = slip_load(weight + r * size + i + l * WIDTH);
             for (int t = 0; t < tokens; t++) {
                 Vector a = slip_load(x + t * size + i + l * WIDTH);
-                for (int r = 0; r < rows; r++) total[r][t][l] += w[r] * a;
+                for (int r = 0; r < rows; r++) total[r][t][l] = slip_fma_vector(w[r], a, total[r][t][l]);
             }
         }
+    float sums[3][4];
+#pragma GCC unroll 3
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+        for (int t = 0; t < tokens; t++) sums[r][t] = slip_sum_lanes(total[r][t][0] + total[r][t][1]);
     for (int r = 0; r < rows; r++)
         for (int t = 0; t < tokens; t++) {
-            Vector v = total[r][t][0] + total[r][t][1];
-            float sum = 0;
-            for (int n = 0; n < WIDTH; n++) sum += v[n];
-            for (int64_t j = i; j < size; j++) sum += weight[r * size + j] * x[t * size + j];
-            out[t * out_stride + r] = sum;
+            for (int64_t j = i; j < size; j++) sums[r][t] = slip_fma(weight[r * size + j], x[t * size + j], sums[r][t]);
+            out[t * out_stride + r] = sums[r][t];
         }
 }
 

@@ -2,19 +2,38 @@
 #include <math.h>
 #include <stdint.h>
 
+#include "../native_math.h"
 #include "../native_parts.h"
+#include "../native_vector.h"
+
+#define WIDTH SLIP_WIDTH
+#define LANES 4  // vectors of a sum, so that none waits for the one before
+
+static float sum_squares(const float *x, int64_t size) {
+    SlipVector total[LANES] = {0};
+    int64_t i = 0;
+    for (; i + WIDTH * LANES <= size; i += WIDTH * LANES)
+        for (int l = 0; l < LANES; l++) {
+            SlipVector v = slip_load(x + i + l * WIDTH);
+            total[l] = slip_fma_vector(v, v, total[l]);
+        }
+    for (; i + WIDTH <= size; i += WIDTH) {
+        SlipVector v = slip_load(x + i);
+        total[0] = slip_fma_vector(v, v, total[0]);
+    }
+    float sum = slip_sum_lanes((total[0] + total[1]) + (total[2] + total[3]));
+    for (; i < size; i++) sum = slip_fma(x[i], x[i], sum);
+    return sum;
+}
 
 void slip_norm_row(const float *x, const float *residual, const float *weight, float *sum, float *out, float eps,
                    int64_t size) {
-    float squares = 0;
     if (residual) {
 #pragma omp simd
         for (int64_t i = 0; i < size; i++) sum[i] = x[i] + residual[i];
         x = sum;
     }
-#pragma omp simd reduction(+ : squares)
-    for (int64_t i = 0; i < size; i++) squares += x[i] * x[i];
-    float factor = 1.0f / sqrtf(squares / (float)size + eps);
+    float factor = 1.0f / sqrtf(sum_squares(x, size) / (float)size + eps);
 #pragma omp simd
     for (int64_t i = 0; i < size; i++) out[i] = x[i] * factor * weight[i];
 }

@@ -5,9 +5,6 @@
 // that depends on positions alone, so a token gets the same bits alone, in a chunk of any size, and in any batch.
 #include <math.h>
 #include <stdint.h>
-#ifdef __aarch64__
-#include <arm_neon.h>
-#endif
 
 #include "../native_math.h"
 #include "../native_parts.h"
@@ -57,15 +54,17 @@ INLINE void score(int rows, const Query *queries, const float *const *keys, int6
         for (int j = 0; j < BLOCK; j++) k[j] = slip_load(keys[j] + d);
         for (int r = 0; r < rows; r++) {
             Vector q = slip_load(queries[r].query + d);
-            for (int j = 0; j < BLOCK; j++) total[r][j] += q * k[j];
+            for (int j = 0; j < BLOCK; j++) total[r][j] = slip_fma_vector(q, k[j], total[r][j]);
         }
     }
+    Four sums[ROWS];
+#pragma GCC unroll 4
+    for (int r = 0; r < rows; r++) sums[r] = sum_lanes(total[r]);
     for (int r = 0; r < rows; r++) {
-        Four sums = sum_lanes(total[r]);
         for (int64_t i = d; i < dim; i++)
-            for (int j = 0; j < BLOCK; j++) sums[j] += queries[r].query[i] * keys[j][i];
-        sums *= scale;
-        memcpy(scores[r], &sums, sizeof sums);
+            for (int j = 0; j < BLOCK; j++) sums[r][j] = slip_fma(queries[r].query[i], keys[j][i], sums[r][j]);
+        sums[r] *= scale;
+        memcpy(scores[r], &sums[r], sizeof sums[r]);
     }
 }
 
@@ -73,7 +72,7 @@ INLINE void score(int rows, const Query *queries, const float *const *keys, int6
 // the one before. Numbers above `highest` give anything.
 INLINE void exponentiate(float *x, float highest) {
     typedef int32_t Bits __attribute__((vector_size(sizeof(Vector))));
-    const Vector least = (Vector){0} - 87.0f;
+    const Vector least = slip_fill(-87.0f);
     const float shift = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to an integer, in its lowest bits
     Vector v[4], n[4], p[4];
     for (int k = 0; k < 4; k++) v[k] = slip_load(x + k * WIDTH) - highest;
@@ -81,15 +80,18 @@ INLINE void exponentiate(float *x, float highest) {
         Bits low = v[k] < least;  // a NaN stays one
         v[k] = (Vector)((low & (Bits)least) | (~low & (Bits)v[k]));
     }
-    for (int k = 0; k < 4; k++) n[k] = v[k] * 1.44269504f + shift;
-    for (int k = 0; k < 4; k++) v[k] -= (n[k] - shift) * 0.693359375f;
-    for (int k = 0; k < 4; k++) v[k] += (n[k] - shift) * 2.12194440e-4f;
-    for (int k = 0; k < 4; k++) p[k] = v[k] * 1.3981999507e-3f + 8.3334519073e-3f;
-    for (int k = 0; k < 4; k++) p[k] = p[k] * v[k] + 4.1665795894e-2f;
-    for (int k = 0; k < 4; k++) p[k] = p[k] * v[k] + 1.6666665459e-1f;
-    for (int k = 0; k < 4; k++) p[k] = p[k] * v[k] + 5.0000001201e-1f;
-    for (int k = 0; k < 4; k++) p[k] = p[k] * v[k] * v[k] + v[k] + 1.0f;
-    for (int k = 0; k < 4; k++) slip_store(x + k * WIDTH, p[k] * (Vector)(((Bits)n[k] << 23) + 0x3f800000));
+#define EACH(result, a, b, c) \
+    for (int k = 0; k < 4; k++) result[k] = slip_fma_vector(a, b, c)
+    EACH(n, v[k], slip_fill(1.44269504f), slip_fill(shift));
+    EACH(v, n[k] - shift, slip_fill(-0.693359375f), v[k]);
+    EACH(v, n[k] - shift, slip_fill(2.12194440e-4f), v[k]);
+    EACH(p, v[k], slip_fill(1.3981999507e-3f), slip_fill(8.3334519073e-3f));
+    EACH(p, p[k], v[k], slip_fill(4.1665795894e-2f));
+    EACH(p, p[k], v[k], slip_fill(1.6666665459e-1f));
+    EACH(p, p[k], v[k], slip_fill(5.0000001201e-1f));
+    EACH(p, p[k] * v[k], v[k], v[k]);
+    for (int k = 0; k < 4; k++)
+        slip_store(x + k * WIDTH, (p[k] + 1.0f) * (Vector)(((Bits)n[k] << 23) + 0x3f800000));
 }
 
 // Scores to weights, in place, over [begin, end) of the stretch at `start`. Keys that the query does not see weigh 0. The
@@ -112,7 +114,7 @@ static void weigh(const Query *query, float *scores, int64_t start, int64_t begi
         for (int n = 0; n < 4; n++) sums[n] += scores[i + n];
     float shrink = *best == -INFINITY ? 0 : slip_exp(*best - highest);
     *best = highest;
-    *total = *total * shrink + ((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    *total = slip_fma(*total, shrink, (sums[0] + sums[1]) + (sums[2] + sums[3]));
     if (shrink != 1)
         for (int64_t d = 0; d < dim; d++) query->out[d] *= shrink;
 }
@@ -129,7 +131,7 @@ INLINE void add_values(int rows, int columns, const Query *queries, const float 
         for (int r = 0; r < rows; r++) w[r] = vld1q_f32(weights[r] + i);
 #define ADD(c, j) total[r][c] = vfmaq_laneq_f32(total[r][c], v[c], w[r], j)
 #else
-#define ADD(c, j) total[r][c] += v[c] * weights[r][i + j]
+#define ADD(c, j) total[r][c] = slip_fma_vector(v[c], slip_fill(weights[r][i + j]), total[r][c])
 #endif
 #define ADD_KEY(j)                                                                                       \
     {                                                                                                    \
@@ -158,7 +160,7 @@ INLINE void add_all(int rows, const Query *queries, const float *const *values, 
     for (; d + WIDTH <= dim; d += WIDTH) add_values(rows, 1, queries, values, begin, end, d, weights);
     for (; d < dim; d++)
         for (int r = 0; r < rows; r++)
-            for (int64_t i = begin; i < end; i++) queries[r].out[d] += values[i][d] * weights[r][i];
+            for (int64_t i = begin; i < end; i++) queries[r].out[d] = slip_fma(values[i][d], weights[r][i], queries[r].out[d]);
 }
 
 #if ROWS == 4

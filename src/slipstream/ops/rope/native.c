@@ -2,6 +2,7 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "../native_math.h"
 #include "../native_parts.h"
 
 void slip_rope_head(const float *x, const float *cosines, float *out, int64_t dim, int64_t rotary) {
@@ -10,8 +11,8 @@ void slip_rope_head(const float *x, const float *cosines, float *out, int64_t di
 #pragma omp simd
     for (int64_t i = 0; i < half; i++) {
         float low = x[i], high = x[i + half];
-        out[i] = low * cosines[i] + high * sines[i];
-        out[i + half] = high * cosines[i + half] + low * sines[i + half];
+        out[i] = slip_fma(low, cosines[i], high * sines[i]);
+        out[i + half] = slip_fma(high, cosines[i + half], low * sines[i + half]);
     }
     if (rotary < dim && out != x) memcpy(out + rotary, x + rotary, (dim - rotary) * sizeof(float));
 }

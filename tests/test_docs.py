@@ -58,6 +58,18 @@ def unknown_flags(text: str, known: str) -> list[str]:
     return [flag for flag in flags if flag.removeprefix("no-") not in options and f"--{flag}" not in known]
 
 
+def unknown_classes(text: str, known: set[str]) -> list[str]:
+    """Names in CamelCase, in backticks, that no Python file of ours has."""
+    spans = re.findall(r"`([^`\n]+)`", text)
+    return [name for span in spans for name in re.findall(r"\b[A-Z][a-z]+[A-Z]\w*", span) if name not in known]
+
+
+@pytest.fixture(scope="module")
+def our_words() -> set[str]:
+    files = [file for folder in ("src", "tests", "benchmarks") for file in ROOT.glob(f"{folder}/**/*.py")]
+    return {word for file in files for word in re.findall(r"\w+", file.read_text(encoding="utf-8"))}
+
+
 @pytest.fixture(scope="module")
 def sources() -> str:
     """All that may say which flags there are: the command line, scripts and benchmarks."""
@@ -80,14 +92,22 @@ def test_the_flags_it_names_exist(page: Path, sources: str) -> None:
     assert not unknown_flags(page.read_text(encoding="utf-8"), sources)
 
 
-def test_what_is_not_there_is_noticed(sources: str) -> None:
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "log"], ids=lambda page: page.name)
+def test_the_classes_it_names_exist(page: Path, our_words: set[str]) -> None:
+    """Pages of the log may name what is gone."""
+    if page.name != "CHANGELOG.md":
+        assert not unknown_classes(page.read_text(encoding="utf-8"), our_words)
+
+
+def test_what_is_not_there_is_noticed(sources: str, our_words: set[str]) -> None:
     text = (
         "See `engine/nowhere.py`, `step.py` and `runner/`, [this](docs/nothing.md), [that](README.md#nothing), "
-        "with `--no-such-flag` or `--depth`."
+        f"with `--no-such-flag` or `--depth`; `StepPlan.rows` and `{'Step'}Plank`."
     )
     assert missing_files(text) == ["engine/nowhere.py"]
     assert broken_links(text, ROOT) == ["docs/nothing.md", "README.md#nothing"]
     assert unknown_flags(text, sources) == ["no-such-flag"]
+    assert unknown_classes(text, our_words) == [f"{'Step'}Plank"]  # in two parts, as this file is one of ours
 
 
 def trial_rows(text: str) -> dict[int, str]:

@@ -1,38 +1,38 @@
 """Every exception a user can meet.
 
     SlipstreamError
-    ├── UserError                 a request or an option is wrong; nobody else is harmed
+    ├── UserError                 a request or an option is wrong; other requests are not affected
     │   ├── InvalidParams         a sampling parameter out of its range
     │   ├── InvalidPrompt         empty, or a token the model does not have
     │   ├── PromptTooLong         more tokens than the model length
-    │   ├── RequestTooLarge       could never fit the cache or the queue, however long it waited
-    │   └── InvalidOption         an engine option that does not exist or cannot be honoured
+    │   ├── RequestTooLarge       would never fit the KV cache or the queue
+    │   └── InvalidOption         an engine option that does not exist or has an unsupported value
     ├── ModelError                a model that cannot be loaded
     │   ├── ModelNotFound         no such folder, file or name
-    │   ├── UnsupportedModel      an architecture or a feature of it that we do not run
-    │   ├── BadCheckpoint         a file that is broken, or tensors missing, unknown or misshapen
+    │   ├── UnsupportedModel      an architecture, or a feature of one, that is not supported
+    │   ├── BadCheckpoint         a broken file; tensors missing, unknown or of the wrong shape
     │   └── BadTokenizer          tokenizer or chat template missing or broken
-    ├── NotEnoughMemory           the machine cannot hold what was asked for
-    ├── QueueFull                 too many requests are waiting; try again later
+    ├── NotEnoughMemory           the machine has less memory than the configuration needs
+    ├── QueueFull                 too many requests are waiting; retry later
     ├── EngineClosed              the engine was shut down
-    └── EngineDead                the device half failed; the cause is chained
+    └── EngineDead                the engine failed; the cause is chained
 
-A message says the fact, the limit and the way out. Our own mistakes are asserts, not these.
+A message has the fact, the limit and the alternative. Bugs of the engine are asserts, not these exceptions.
 """
 
 from __future__ import annotations
 
 
 class SlipstreamError(Exception):
-    """The root: catching it catches all that Slipstream raises on purpose."""
+    """Base class of all exceptions that Slipstream raises on purpose."""
 
     def of_prompt(self, place: int, total: int) -> SlipstreamError:
-        """The same, named by the place of the prompt that it is about."""
+        """The same error, with the number of the prompt it is about in its message."""
         return self if total == 1 else type(self)(f"prompt {place + 1} of {total}: {self}")
 
 
 class UserError(SlipstreamError, ValueError):
-    """The caller asked for something that cannot be. `param`: the parameter it is about, where it is about one."""
+    """A request or an option is wrong. `param` names the parameter, if the error is about one."""
 
     def __init__(self, message: str = "", *, param: str | None = None) -> None:
         super().__init__(message)
@@ -43,58 +43,60 @@ class UserError(SlipstreamError, ValueError):
 
 
 class InvalidParams(UserError):
-    pass
+    """A sampling or pooling parameter is unknown or out of its range."""
 
 
 class InvalidPrompt(UserError):
-    pass
+    """The prompt is empty, of a wrong type, or has a token that the model does not have."""
 
 
 class PromptTooLong(UserError):
-    pass
+    """The prompt has more tokens than the model length."""
 
 
 class RequestTooLarge(UserError):
-    pass
+    """The request would never fit the KV cache or the queue."""
 
 
 class InvalidOption(UserError):
-    pass
+    """An engine option does not exist or has an unsupported value."""
 
 
 class ModelError(SlipstreamError):
-    """The model cannot be loaded as it stands."""
+    """The model cannot be loaded."""
 
 
 class ModelNotFound(ModelError):
-    pass
+    """There is no such folder, file or name."""
 
 
 class UnsupportedModel(ModelError):
-    pass
+    """The architecture, or a feature of it, is not supported."""
 
 
 class BadCheckpoint(ModelError):
-    pass
+    """A file is broken, or tensors are missing, unknown or of the wrong shape."""
 
 
 class BadTokenizer(ModelError):
-    pass
+    """The tokenizer or chat template is missing or broken."""
 
 
 class NotEnoughMemory(SlipstreamError):
-    pass
+    """The machine has less memory than the configuration needs."""
 
 
 class QueueFull(SlipstreamError):
+    """Too many requests are waiting; retry later."""
+
     def of_prompt(self, place: int, total: int) -> SlipstreamError:
-        """It is about all of them."""
+        """Unchanged: the error is about all prompts."""
         return self
 
 
 class EngineClosed(SlipstreamError):
-    pass
+    """The engine was closed."""
 
 
 class EngineDead(SlipstreamError):
-    pass
+    """The engine failed; the cause is chained."""

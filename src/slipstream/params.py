@@ -27,7 +27,7 @@ MAX_PACKED_LOGPROBS = 32  # likeliest tokens with each token; whoever wants more
 
 
 class CheckedNames(msgspec.StructMeta):
-    """Names a parameter that does not exist, where Python would say that a keyword is unexpected."""
+    """Metaclass that reports an unknown parameter by name, with the nearest known one."""
 
     def __call__(cls, *values: Any, **given: Any) -> Any:
         check_names(cls, given)
@@ -44,62 +44,62 @@ def check_names(params: Any, given: Iterable[str]) -> None:
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, metaclass=CheckedNames):
-    """How the tokens of one request are chosen, and when they end."""
+    """How the tokens of one request are sampled, and when generation stops."""
 
     n: int = 1
-    """Samples drawn from one prompt; they share the prompt's pages."""
+    """Number of samples per prompt. They share the prompt's KV cache pages."""
     temperature: float = 1.0
-    """Divides the logits; 0 takes the most likely token."""
+    """Divides the logits; 0 is greedy."""
     top_p: float = 1.0
-    """Keep the fewest tokens whose probabilities sum to this; 1 keeps all."""
+    """Keep the smallest set of tokens whose probabilities sum to this; 1 keeps all."""
     top_k: int = 0
-    """Keep this many most likely tokens; 0 or -1 keeps all."""
+    """Keep this many of the most likely tokens; 0 or -1 keeps all."""
     min_p: float = 0.0
-    """Keep tokens at least this fraction as likely as the likeliest."""
+    """Keep tokens whose probability is at least this fraction of the largest one."""
     seed: int | None = None
-    """Makes the draws repeatable, whatever else runs beside them."""
+    """Seed of the samples. Samples depend on the seed only, not on other requests of the batch."""
     repetition_penalty: float = 1.0
-    """Over 1 discourages tokens seen in prompt or output; multiplies or divides the logit."""
+    """Over 1 discourages tokens of prompt and output: positive logits are divided by it, negative ones multiplied."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of any token in the output."""
+    """Subtracted once from the logit of every token in the output."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit as many times as it is in the output."""
+    """Subtracted from a token's logit once per occurrence in the output."""
     max_tokens: int | None = 16
-    """Tokens to generate at most; None means up to the model length."""
+    """Maximum number of generated tokens; None is up to the model length."""
     min_tokens: int = 0
-    """Tokens before which neither the end token nor a stop token may come."""
+    """Minimum number of tokens before the end token or a stop token is allowed."""
     stop: str | Sequence[str] | None = None
-    """Strings that end the text."""
+    """Strings that stop generation."""
     stop_token_ids: Sequence[int] | None = None
-    """Tokens that end the output."""
+    """Token ids that stop generation."""
     ignore_eos: bool = False
-    """Go on past the model's end token."""
+    """Continue past the model's end token."""
     include_stop_str_in_output: bool = False
-    """Leave the stop string in the text."""
+    """Keep the stop string in the text."""
     logprobs: int | None = None
-    """Return the chosen token's logprob and this many of the likeliest; -1 means the whole vocabulary."""
+    """Return the logprob of each sampled token and of this many most likely tokens; -1 is the whole vocabulary."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt but the first. Such a prompt is computed whole, cached or not."""
+    """The same for each prompt token except the first. Such a prompt does not use the prefix cache."""
     logprob_token_ids: Sequence[int] | None = None
-    """Return the logprobs of these tokens at every step, beside the chosen one's."""
+    """Return the logprobs of these tokens at every step, besides the sampled token's."""
     logit_bias: Mapping[int, float] | None = None
     """Added to the logits of these tokens."""
     allowed_token_ids: Sequence[int] | None = None
-    """Draw nothing but these tokens."""
+    """Sample only these tokens."""
     bad_words: Sequence[str] | None = None
-    """Texts that may not come, with or without a space before; one that the prompt has begun may not be completed."""
+    """Texts that may not be generated, with or without a leading space; also not as the end of one in the prompt."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Omit special tokens from the text."""
     spaces_between_special_tokens: bool = True
-    """Where special tokens are shown and the tokenizer puts spaces between tokens, put them between those too."""
+    """If special tokens are shown and the tokenizer puts spaces between tokens, put them between special tokens too."""
     detokenize: bool = True
-    """Make text at all; False leaves it empty."""
+    """Produce text; False leaves it empty."""
     truncate_prompt_tokens: int | None = None
-    """Keep only this many tokens of the prompt, the last ones; -1 keeps as many as fit the model length."""
+    """Keep only the last tokens of the prompt, this many; -1 keeps as many as fit the model length."""
     priority: int = 0
-    """Requests with a lower number go first."""
+    """Requests with a lower number run first."""
     cache_salt: str = ""
-    """Prompts share cached pages only within one salt."""
+    """Prompts share cached pages only if they have the same salt."""
 
     def __post_init__(self) -> None:
         check_whole("n", self.n, 1, 1024)

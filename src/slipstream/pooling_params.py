@@ -18,44 +18,44 @@ Task = Literal["embed", "classify", "token_embed", "token_classify", "sparse"]
 
 TASKS: tuple[Task, ...] = get_args(Task)
 TOKEN_TASKS: frozenset[str] = frozenset(("token_embed", "token_classify"))
-"""Their results are matrices, a line for each token."""
+"""Tasks whose results are matrices, one line per token."""
 
 MAX_QUERY_USES = 2**20
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True, metaclass=CheckedNames):
-    """How the hidden states of one prompt become a result."""
+    """How the hidden states of one prompt are pooled to a result."""
 
     task: Task | None = None
-    """What is wanted: embed, classify, token_embed, token_classify or sparse; None is the model's first."""
+    """embed, classify, token_embed, token_classify or sparse; None is the model's first task."""
     dimensions: int | None = None
-    """Cut vectors to this many numbers, before they are normalised; the model must be made for it."""
+    """Cut vectors to this size before they are normalised; the model must be trained for it."""
     normalize: bool | None = None
-    """Scale vectors to length 1; None is what the model says."""
+    """Scale vectors to length 1; None is the model's default."""
     activation: bool | None = None
-    """Turn scores of classes into probabilities; None is yes. Of vectors it means `normalize` where that is None."""
+    """Turn class scores into probabilities; None is yes. For vectors it sets `normalize` if that is None."""
     use_activation: bool | None = None
     """Another name for `activation`."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many tokens of the prompt; -1 keeps as many as fit the model length."""
     truncation_side: Literal["right", "left", "never"] = "right"
-    """Which end of a prompt that is too long is cut; never refuses it instead, whatever the model says."""
+    """Which end of a prompt that is too long is cut; `never` refuses such a prompt, whatever the model's default."""
     step_tag_id: int | None = None
-    """Of token scores return only the lines of this token: one for each step of a reasoning."""
+    """Of token scores return only the lines of this token: one per reasoning step."""
     returned_token_ids: Sequence[int] | None = None
     """Of token scores return only these columns."""
     skip_tokens: int = 0
-    """Of a vector or of classes: the first so many tokens of the prompt are read and not pooled. Texts get it from a
-    model whose folder leaves its prompts out (include_prompt)."""
+    """For vectors and classes: compute the first tokens of the prompt, this many, but do not pool them. Set for texts
+    of a folder with `include_prompt: false`."""
     query_key: str = ""
-    """Late interaction: the name under which a query's token vectors stay on the device. A document that names it
-    gets its score against that query as its result."""
+    """Late interaction: the name under which a query's token vectors are stored on the device. The result of a document
+    with this name is its score against that query."""
     query_uses: int = 0
-    """Late interaction: this request is the query, and so many documents will be scored against it."""
+    """Late interaction: this request is the query, and this many documents will be scored against it."""
     priority: int = 0
-    """Requests with a lower number go first."""
+    """Requests with a lower number run first."""
     cache_salt: str = ""
-    """Prompts share cached pages only within one salt."""
+    """Prompts share cached pages only if they have the same salt."""
 
     def __post_init__(self) -> None:
         if self.task is not None and not (isinstance(self.task, str) and self.task in TASKS):

@@ -1,0 +1,65 @@
+"""Hooks of mkdocs.yml: pages of the repository's root join the site, and links between them and docs/ keep working.
+
+README, ARCHITECTURE, CONTRIBUTING and CHANGELOG stay in the root. In the site they are pages beside those of docs/.
+Links to files that are not pages (source, examples, deploy) become plain text there.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import msgspec
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOT_PAGES = ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    for name in ROOT_PAGES:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    path = page.file.src_uri  # in the site; pages of docs/ lie one folder deeper in the repository
+    place = path if path in ROOT_PAGES else f"docs/{path}"
+
+    def replace(match: re.Match[str]) -> str:
+        picture, words, link = match.groups()
+        target, mark, anchor = link.partition("#")
+        if "://" in link or not target:
+            return match.group(0)
+        found = posixpath.normpath(posixpath.join(posixpath.dirname(place), target))
+        if found.startswith("docs/"):
+            found = found.removeprefix("docs/")
+        elif found not in ROOT_PAGES:
+            return words
+        if files.get_file_from_path(found) is None and not (ROOT / "docs" / found).exists():
+            return match.group(0)  # mkdocs reports it
+        return f"{picture}[{words}]({posixpath.relpath(found, posixpath.dirname(path) or '.')}{mark}{anchor})"
+
+    markdown = LINK.sub(replace, markdown)
+    if path == "api.md":
+        from slipstream.config.options import Options
+        from slipstream.serve.http.settings import Settings
+
+        markdown = markdown.replace("<!-- Options -->", option_table(Options))
+        markdown = markdown.replace("<!-- Settings -->", option_table(Settings))
+    return markdown
+
+
+def option_table(kind: type[msgspec.Struct]) -> str:
+    """A row for each field: name, default, and the description from which the command line makes its help."""
+    hints = get_type_hints(kind, include_extras=True)
+    lines = ["| name | default | |", "|---|---|---|"]
+    for field in msgspec.structs.fields(kind):
+        value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()  # type: ignore
+        text = next(meta.description for meta in hints[field.name].__metadata__ if isinstance(meta, msgspec.Meta))
+        lines.append(f"| `{field.name}` | `{value!r}` | {text.replace('|', chr(92) + '|').replace('<', '&lt;')} |")
+    return "\n".join(lines)

@@ -26,8 +26,8 @@ def test_every_option_has_a_flag_with_its_description(parser):
     text = " ".join(parser.format_help().split())
     for name in Options.__struct_fields__:
         assert f"--{name.replace('_', '-')}" in text
-    assert "positions in one page of the cache (default: 16)" in text
-    assert "share them by content (default: yes)" in text
+    assert "positions per page of the KV cache (default: 16)" in text
+    assert "pages of equal prompt prefixes (default: yes)" in text
     assert "--dtype {auto,float32,float64,bfloat16,float16}" in text
     assert "--max-model-len N|auto" in text
 

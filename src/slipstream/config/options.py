@@ -1,6 +1,6 @@
-"""Options: every knob a user may turn, once, with its explanation.
+"""Options: every option of an engine, with its description.
 
-The command line, `LLM(...)` and the docs are made from this list. `None` means "decide for me": `resolve.py` does.
+The command line, `LLM(...)` and the API reference are made from this list. None means automatic: see `resolve.py`.
 """
 
 from __future__ import annotations
@@ -25,75 +25,76 @@ DEVICES = ("auto", "cpu", "cuda")
 class Options(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         str | None,
-        _doc("a folder in Hugging Face layout, a .gguf file or a hub name; an embedded one for the task if not given"),
+        _doc("a folder in Hugging Face layout, a .gguf file or a hub name; default: the embedded model for the task"),
     ] = None
     task: Annotated[
         Literal["auto", "generate", "embed", "classify", "score", "rerank", "token_embed", "token_classify", "sparse"],
-        _doc(
-            "what the model is for; auto is what it was made for. Without a model, embed, score and rerank run MiniLM"
-        ),
+        _doc("the model's task; auto: what it was trained for. Without a model, embed, score and rerank run MiniLM"),
     ] = "auto"
     pooling_type: Annotated[
         str | None,
         _doc(
-            "how token vectors become one: first (or cls), last, mean, max, mean_sqrt_len, weightedmean, or several "
-            "side by side, as mean+max; all or step for results of tokens; default the model's"
+            "pooling method: first (or cls), last, mean, max, mean_sqrt_len, weightedmean, or several concatenated, "
+            "as mean+max; all or step for token results; default: the model's"
         ),
     ] = None
-    normalize: Annotated[bool | None, _doc("scale vectors to length 1; default what the model says")] = None
+    normalize: Annotated[bool | None, _doc("scale vectors to length 1; default: the model's setting")] = None
     classify_activation: Annotated[
-        Literal["softmax", "sigmoid", "identity"] | None, _doc("of a classifier's scores; default what the model says")
+        Literal["softmax", "sigmoid", "identity"] | None,
+        _doc("activation of a classifier's scores; default: the model's setting"),
     ] = None
-    tokenizer: Annotated[str | None, _doc("a folder or tokenizer.json to use instead of the model's own")] = None
-    skip_tokenizer_init: Annotated[bool, _doc("work on token ids alone; prompts must be lists of ids")] = False
-    chat_template: Annotated[str | None, _doc("a Jinja chat template, or the path of one, instead of the model's")] = (
-        None
-    )
+    tokenizer: Annotated[str | None, _doc("a folder or tokenizer.json, instead of the model's tokenizer")] = None
+    skip_tokenizer_init: Annotated[bool, _doc("load no tokenizer; prompts must be lists of token ids")] = False
+    chat_template: Annotated[str | None, _doc("a Jinja chat template or its path, instead of the model's")] = None
     allow_control_tokens: Annotated[
         bool,
-        _doc("let the text of chat messages spell control tokens, <|im_end|> for example; else only the template may"),
+        _doc("encode control tokens in chat messages, <|im_end|> for example, as tokens instead of text"),
     ] = False
     load_format: Annotated[
-        Literal["auto", "safetensors", "gguf", "dummy"], _doc("where weights come from; dummy makes seeded random ones")
+        Literal["auto", "safetensors", "gguf", "dummy"], _doc("format of the weights; dummy: seeded random weights")
     ] = "auto"
-    dequantize: Annotated[bool, _doc("turn a low-bit file into plain weights of dtype")] = False
+    dequantize: Annotated[bool, _doc("dequantise a low-bit file to dtype at load")] = False
     revision: Annotated[str | None, _doc("branch, tag or commit of a hub name")] = None
     dtype: Annotated[
         Literal["auto", "float32", "float64", "bfloat16", "float16"],
-        _doc("of weights and activations; auto takes what this machine is good at"),
+        _doc("dtype of weights and activations; auto: the checkpoint's, or one that this machine computes fast"),
     ] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], _doc("where the model runs")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], _doc("device that runs the model")] = "auto"
     max_model_len: Annotated[
         int | Literal["auto"] | None,
-        _doc("tokens of prompt and output together; default the model's own limit, auto or -1 what fits the memory"),
+        _doc(
+            "maximum tokens of prompt and output together; default: the model's limit; auto or -1: what fits the memory"
+        ),
     ] = None
-    max_num_seqs: Annotated[int | None, _doc("requests that run at once")] = None
-    max_num_batched_tokens: Annotated[int | None, _doc("tokens computed in one step")] = None
-    max_waiting: Annotated[int, _doc("requests that may wait; more are refused")] = 100_000
-    kv_cache_memory: Annotated[int | str | None, _doc("bytes for the cache, as a number or like 2GiB")] = None
+    max_num_seqs: Annotated[int | None, _doc("maximum requests running at the same time")] = None
+    max_num_batched_tokens: Annotated[int | None, _doc("maximum tokens per step")] = None
+    max_waiting: Annotated[int, _doc("maximum waiting requests; more are refused")] = 100_000
+    kv_cache_memory: Annotated[int | str | None, _doc("size of the KV cache in bytes, as a number or like 2GiB")] = None
     gpu_memory_utilization: Annotated[
-        float | None, _doc("share of the device's memory the engine may take, when kv_cache_memory is not given")
+        float | None, _doc("fraction of the device's memory for the engine, if kv_cache_memory is not given")
     ] = None
-    num_pages: Annotated[int | None, _doc("pages of the cache, when counted rather than sized")] = None
-    page_size: Annotated[int, _doc("positions in one page of the cache")] = 16
-    enable_prefix_caching: Annotated[bool, _doc("keep pages of finished prompts and share them by content")] = True
-    enable_chunked_prefill: Annotated[bool, _doc("let a long prompt take several steps")] = True
-    depth: Annotated[int | None, _doc("steps launched ahead of the oldest unseen one; 0 is synchronous")] = None
+    num_pages: Annotated[int | None, _doc("size of the KV cache in pages")] = None
+    page_size: Annotated[int, _doc("positions per page of the KV cache")] = 16
+    enable_prefix_caching: Annotated[bool, _doc("reuse KV cache pages of equal prompt prefixes")] = True
+    enable_chunked_prefill: Annotated[bool, _doc("split long prompts over several steps")] = True
+    depth: Annotated[
+        int | None, _doc("steps launched ahead of the oldest one whose result was not read; 0: synchronous")
+    ] = None
     max_itl: Annotated[
         float | None,
         _doc(
-            "milliseconds between two tokens of a text: a step takes no more prompt than that while others read; 0 is "
-            "no bound. Default 50 on a GPU, and none for LLM, where nobody reads along"
+            "target inter-token latency in milliseconds: limits the prefill tokens of steps in which others decode; "
+            "0: no limit. Default: 50 on a GPU, no limit for LLM"
         ),
     ] = None
-    enforce_eager: Annotated[bool, _doc("launch kernels one by one instead of replaying captured graphs")] = False
+    enforce_eager: Annotated[bool, _doc("launch kernels eagerly instead of replaying CUDA graphs")] = False
     deterministic: Annotated[
         bool,
-        _doc("on a GPU: the same tokens to the bit, alone or batched, whole or in chunks; slower, see docs/async.md"),
+        _doc("batch-invariant results on a GPU: the same bits alone or batched; slower, see docs/async.md"),
     ] = False
-    seed: Annotated[int, _doc("of draws by requests that bring no seed, and of dummy weights")] = 0
-    num_threads: Annotated[int | None, _doc("threads of the CPU device")] = None
-    served_model_name: Annotated[str | None, _doc("what to call the model in messages")] = None
+    seed: Annotated[int, _doc("seed of requests without their own, and of dummy weights")] = 0
+    num_threads: Annotated[int | None, _doc("CPU threads of the model")] = None
+    served_model_name: Annotated[str | None, _doc("name of the model in requests and responses")] = None
 
 
 # What people bring from other engines and we do not have. Values that change nothing are let through.

@@ -17,17 +17,17 @@ from slipstream.params import SamplingParams
 
 # SamplingParams fields that have a flag. `seed` is the engine's flag: it makes a whole run repeatable.
 SAMPLING_HELP = {
-    "temperature": "divides the logits; 0 takes the most likely token",
-    "top_p": "keep the fewest tokens whose probabilities sum to this",
-    "top_k": "keep this many most likely tokens; 0 keeps all",
-    "min_p": "keep tokens at least this fraction as likely as the likeliest",
-    "repetition_penalty": "over 1 discourages tokens seen in prompt or output",
-    "presence_penalty": "subtracted once from the logit of any token in the output",
-    "frequency_penalty": "subtracted from a token's logit each time it is in the output",
-    "max_tokens": "tokens to generate at most",
-    "min_tokens": "tokens before which the text may not end",
-    "stop": "a string that ends the text; may be given several times",
-    "ignore_eos": "go on past the model's end token",
+    "temperature": "divides the logits; 0: greedy",
+    "top_p": "keep the smallest set of tokens whose probabilities sum to this",
+    "top_k": "keep this many most likely tokens; 0: all",
+    "min_p": "keep tokens with at least this fraction of the largest probability",
+    "repetition_penalty": "over 1 discourages tokens of prompt and output",
+    "presence_penalty": "subtracted once from the logit of every token in the output",
+    "frequency_penalty": "subtracted from a token's logit once per occurrence in the output",
+    "max_tokens": "maximum generated tokens",
+    "min_tokens": "minimum generated tokens",
+    "stop": "a string that stops generation; repeatable",
+    "ignore_eos": "continue past the model's end token",
 }
 
 

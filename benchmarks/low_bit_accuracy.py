@@ -63,17 +63,22 @@ class Engine:
 
         def record(hidden: torch.Tensor) -> torch.Tensor:
             logits: torch.Tensor = compute(hidden)
-            self.seen.append(logits.detach().float().cpu())
+            if not (logits.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self.seen.append(logits.detach().float().cpu())
             return logits
 
         model.logits = record
 
     def logprobs(self, ids: list[int]) -> torch.Tensor:
-        """[len(ids), vocabulary] float64: of the token after each."""
+        """[len(ids), vocabulary] float64: of the token after each.
+
+        The prompt gets one token more, so that these are the logits of its scored tokens, which come in order. Those of
+        the last token may come from a captured graph, which runs no Python code, so they cannot be recorded.
+        """
         self.seen.clear()
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
-        self.llm.generate([ids], params, use_tqdm=False)
-        logits = torch.cat(self.seen)
+        self.llm.generate([[*ids, ids[-1]]], params, use_tqdm=False)
+        logits = torch.cat(self.seen)[: len(ids)]
         assert len(logits) == len(ids), f"{len(logits)} positions were computed, the prompt has {len(ids)}"
         return logits.double().log_softmax(-1)
 
@@ -121,8 +126,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     common = {"model": args.model, "device": args.device, "max_model_len": 1024}
     low_bit = {"dtype": args.dtype, "dequantize": False} | common
     engines = {
-        "reference": Engine(args.window, dtype="float32", dequantize=True, **common),
-        "whole prompt": Engine(args.window, **low_bit),
+        "reference": Engine(args.window + 1, dtype="float32", dequantize=True, **common),
+        "whole prompt": Engine(args.window + 1, **low_bit),
         "token by token": Engine(1, **low_bit),
     }
     parts: dict[str, list[dict[str, torch.Tensor]]] = {"whole prompt": [], "token by token": [], "one from other": []}

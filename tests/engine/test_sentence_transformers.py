@@ -157,7 +157,8 @@ def test_of_the_weights_of_words_the_largest_are_kept(tmp_path):
     (tmp_path / "config_sentence_transformers.json").write_text(
         json.dumps({"model_type": "SparseEncoder", "max_active_dims": 5})
     )
-    theirs = sentence_transformers.SparseEncoder(str(tmp_path), device="cpu")
+    # as an argument too, because older versions do not read it from the file
+    theirs = sentence_transformers.SparseEncoder(str(tmp_path), device="cpu", max_active_dims=5)
     expected = theirs.encode(TEXTS[:2], convert_to_sparse_tensor=False).numpy()
     found = ours(tmp_path, lambda llm: llm.encode(TEXTS[:2]))
     for one, row in zip(found, expected, strict=True):

@@ -7,14 +7,27 @@ import os
 
 import pytest
 
+from slipstream.config import locate
 from slipstream.config.options import Options
-from slipstream.errors import ModelNotFound
 from slipstream.serve.cli import serve
 from slipstream.serve.http.settings import Settings
 
 
 @pytest.fixture
-def told(terminal, monkeypatch):
+def default_models(tmp_path, monkeypatch):
+    """Packages of a chat model and of an embedder, so that it does not matter which ones are installed here."""
+    packages = tmp_path / "packages"
+    (packages / "some_chat_model").mkdir(parents=True)
+    (packages / "some_chat_model" / "chat.gguf").touch()
+    (packages / "some_embedder" / "model").mkdir(parents=True)
+    (packages / "some_embedder" / "model" / "config.json").write_text("{}")
+    monkeypatch.syspath_prepend(packages)
+    monkeypatch.setattr(locate, "DEFAULT_PACKAGE", "some_chat_model")
+    monkeypatch.setattr(locate, "EMBEDDER_PACKAGE", "some_embedder")
+
+
+@pytest.fixture
+def told(terminal, default_models, monkeypatch):
     """Runs `serve` and returns what the launcher is told, or the last line of the mistake."""
     for name in [name for name in os.environ if name.startswith("SLIPSTREAM_")]:
         monkeypatch.delenv(name)
@@ -32,25 +45,20 @@ def told(terminal, monkeypatch):
     return run
 
 
-def test_nothing_said_is_the_default_models_on_loopback(told, monkeypatch):
-    monkeypatch.setattr(serve, "default_embedder", lambda: None)
+def test_nothing_said_is_the_default_models_on_loopback(told):
     settings, options = told()
     assert settings == Settings() and settings.host == "127.0.0.1"
     assert options == [Options(), Options(task="embed")]
 
 
 def test_flags_without_a_model_are_the_chat_models_but_for_those_about_the_machine(told, monkeypatch):
-    monkeypatch.setattr(serve, "default_embedder", lambda: None)
     flags = ("--max-model-len", "512", "--served-model-name", "mine", "--dtype", "float32", "--num-threads", "1")
     _, (chat, embedder) = told(*flags)
     assert (chat.max_model_len, chat.served_model_name, chat.dtype, chat.num_threads) == (512, "mine", "float32", 1)
     assert embedder == Options(task="embed", dtype="float32", num_threads=1)
     assert told("--task", "embed")[1] == [Options(task="embed")]
 
-    def absent():
-        raise ModelNotFound("not installed")
-
-    monkeypatch.setattr(serve, "default_embedder", absent)
+    monkeypatch.setattr(locate, "EMBEDDER_PACKAGE", "no_such_package")
     assert told()[1] == [Options()]
 
 

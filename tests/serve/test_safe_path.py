@@ -50,10 +50,11 @@ def script(tmp_path):
 
 
 def test_planted_code_is_run_where_the_current_directory_is_searched(planted):
-    """The net itself: what `python -m` does with such a folder."""
+    """The net itself: what `python -m` does with such a folder. Without site (-S), because a .pth file of an installed
+    package may import `inspect` at start-up, and a module that is loaded is not searched for."""
     folder, marks = planted
     done = subprocess.run(
-        [sys.executable, "-m", "inspect"], cwd=folder, env=child_env(), capture_output=True, text=True
+        [sys.executable, "-S", "-m", "inspect"], cwd=folder, env=child_env(), capture_output=True, text=True
     )
     assert "inspect of the current directory was run" in done.stderr
     assert marks.read_text().startswith("inspect")

@@ -17,7 +17,8 @@ from slipstream.params import MAX_PACKED_LOGPROBS
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 GATHERED_KEYS = 65_536
-"""Key positions of several rows that one attention call on the CPU gathers at most; a longer row goes alone."""
+"""Key positions of several rows that one attention call on the CPU gathers at most; a longer row goes alone. The C
+kernels of float32 gather nothing, but they do not serve before they are compiled, nor without a compiler."""
 
 SCORED_AT_ONCE = 64
 """Prompt tokens whose logits are made together."""

@@ -53,7 +53,9 @@ class HandRunner:
             for layer in range(len(specs))
         )
         windows = tuple(group.window for group in self.groups)
-        self.attention = SdpaAttention(self.page_size, self.dtype, windows, self.model.shape.score_cap)
+        self.attention = SdpaAttention(
+            self.page_size, self.dtype, windows, max((mixer.soft_cap for mixer in self.model.shape.mixers), default=0.0)
+        )
         # page 0 is nobody's; the others are handed out in no order
         self.free = (np.random.default_rng(0).permutation(self.num_pages - 1) + 1).tolist()
 

@@ -17,7 +17,9 @@ from timing import replay_seconds
 from slipstream.config.model_info import RopeInfo
 from slipstream.nn.attention.triton import TritonAttention
 from slipstream.nn.context import BatchView, ForwardContext
-from slipstream.nn.models.decoder import Decoder, DecoderShape
+from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
+from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
 from slipstream.nn.weight_format import Unquantized
 
 PAGE = 16
@@ -29,20 +31,17 @@ MODELS = {  # hidden, heads, kv heads, feed-forward, layers
 
 def make_decoder(name: str) -> Decoder:
     hidden, heads, kv_heads, ffn, layers = MODELS[name]
+    norm = NormShape(eps=1e-6)
+    attention = AttentionShape(num_heads=heads, num_kv_heads=kv_heads, head_dim=128, scale=128**-0.5, qk_norm="heads")
+    layer = LayerShape(mixers=(attention,), feed=MlpShape(size=ffn, activation="silu"), norm=norm)
     shape = DecoderShape(
         vocab_size=256,
         hidden_size=hidden,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=128,
-        ffn_size=ffn,
-        activation="silu",
-        norm_eps=1e-6,
-        rope=RopeInfo(theta=1e6),
+        layers=(layer,) * layers,
+        ropes=(RopeShape(RopeInfo(theta=1e6), 128),),
+        norm=norm,
         max_positions=40960,
         tied=True,
-        qk_norm="heads",
     )
     decoder = Decoder(shape, 8192, torch.bfloat16, lambda name: Unquantized(torch.bfloat16))
     decoder.materialize(torch.device("cuda"))
@@ -53,9 +52,9 @@ def make_decoder(name: str) -> Decoder:
 
 def make_context(decoder: Decoder, rows: int, keys: int) -> ForwardContext:
     """Rows of so many keys, their pages in no order."""
-    shape, each = decoder.shape, -(-keys // PAGE)
+    mixer, each = decoder.shape.mixers[0], -(-keys // PAGE)
     pages = (torch.randperm(rows * each, device="cuda") + 1).view(rows, each)
-    cache = (rows * each + 1, PAGE, shape.num_kv_heads, 128)
+    cache = (rows * each + 1, PAGE, mixer.num_kv_heads, 128)
     half = {"device": "cuda", "dtype": torch.bfloat16}
     caches = [(torch.randn(cache, **half), torch.randn(cache, **half)) for _ in decoder.layers]
     lengths = torch.full((rows,), keys, device="cuda")
@@ -69,8 +68,8 @@ def make_context(decoder: Decoder, rows: int, keys: int) -> ForwardContext:
         max_lengths=np.full(rows, keys, np.int32),
         num_single=rows,
     )
-    attention = TritonAttention(PAGE, shape.num_heads, shape.num_kv_heads, 128, torch.bfloat16)
-    return ForwardContext(batch, attention, attention.plan(batch), caches, (0,) * shape.num_layers)
+    attention = TritonAttention(PAGE, mixer.num_heads, mixer.num_kv_heads, 128, torch.bfloat16)
+    return ForwardContext(batch, attention, attention.plan(batch), caches, (0,) * len(decoder.layers))
 
 
 def time_us(decoder: Decoder, context: ForwardContext) -> float:
@@ -84,7 +83,7 @@ def time_us(decoder: Decoder, context: ForwardContext) -> float:
         with torch.cuda.graph(graph, stream=stream):
             decoder(context)
         seconds = replay_seconds(graph)
-    return seconds * 1e6 / decoder.shape.num_layers
+    return seconds * 1e6 / len(decoder.layers)
 
 
 def main() -> None:
@@ -95,13 +94,13 @@ def main() -> None:
     args = parser.parse_args()
     for name in args.model:
         decoder = make_decoder(name)
-        chains = decoder._chains
+        implementations = decoder.implementations
         for rows in args.rows:
             context = make_context(decoder, rows, args.keys)
             together = time_us(decoder, context)
-            decoder._chains = ()
+            decoder.implementations = ()
             apart = time_us(decoder, context)
-            decoder._chains = chains
+            decoder.implementations = implementations
             print(f"{name} {rows:>3} rows x {args.keys} keys: {together:.2f} us, one by one {apart:.2f}", flush=True)
             del context
 

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from law7 import PAIRED, PROMPTS, options_of
 from slipstream import LLM, SamplingParams
-from slipstream.nn.models.fused import FusedLayers
+from slipstream.nn.blocks.fused_cpu import FusedCpu
 from slipstream.ops import native
 from slipstream.scheduler.plan_builder import PlanBuilder
 from tiny import write_tiny
@@ -56,15 +56,15 @@ def num_fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     taken with several rows on every machine."""
     monkeypatch.setattr("slipstream.nn.models.fused.max_rows", lambda products: 64)
     counts: list[int] = []
-    run = FusedLayers.run
+    run = FusedCpu.run
 
-    def counted(self, decoder, x, *args):
-        out = run(self, decoder, x, *args)
+    def counted(self, x, *args):
+        out = run(self, x, *args)
         if out is not None:
             counts.append(len(x))
         return out
 
-    monkeypatch.setattr(FusedLayers, "run", counted)
+    monkeypatch.setattr(FusedCpu, "run", counted)
     return counts
 
 

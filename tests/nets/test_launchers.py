@@ -142,7 +142,7 @@ def products() -> dict[str, Callable[[], Any]]:
         ),
         "norm_linear": lambda: get("linear.norm_linear")(half(2, 128), residual, norm, 1e-6, weight, bias),
         "norm_linear of more": lambda: get("linear.norm_linear")(half(9, 128), None, norm, 1e-6, weight, bias),
-        "choose_chain": lambda: get("linear.choose_chain")(half(9, 128), [weight, gated]),
+        "chain_for": lambda: get("linear.chain_for")(half(9, 128), weight),
     }
 
 
@@ -214,7 +214,7 @@ def test_a_launcher_reads_no_value(name, kernels, monkeypatch):
     _, launched = kernels
     with no_host_reads():
         launches(monkeypatch)[name]()
-    assert launched or name == "choose_chain"
+    assert launched or name == "chain_for"
 
 
 def test_every_kernel_is_launched_by_some_test_here(kernels, monkeypatch):

@@ -227,7 +227,7 @@ def test_kernels_that_start_early_read_nothing_too_early(rows, monkeypatch):
         out, total = x, x
         for weight in weights:
             out, total = ops.norm_linear(out, total, factor, 1e-6, weight)
-        if ops.choose_chain(x, weights) == "streamed":
+        if all(ops.chain_for(x, weight) == "streamed" for weight in weights):
             for weight in weights:
                 sums = ops.add_product("streamed", out, weight, total, factor, 1e-6)
                 out, total = ops.normed_product(sums, weight, None), sums.total

@@ -19,6 +19,8 @@ class BatchInvariant:
 
 
 class BatchInvariantWeight(UnquantizedWeight):
+    can_chain = False  # which kernels a chain uses depends on the number of rows
+
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from slipstream.ops.linear.triton.batch_invariant import (
             batch_invariant_linear,  # needs triton, and whoever asks for this has it

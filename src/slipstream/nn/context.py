@@ -57,6 +57,12 @@ class ForwardContext:
     caches: list[Any]  # per layer: (keys, values), each [pages, page_size, kv heads, head dim]
     group_of_layer: tuple[int, ...]
     only_last: bool = False  # the model gives a hidden state for each row, its last token's, not for each token
+    rotary: tuple[torch.Tensor, ...] = ()  # per rope of the model: table rows of the step's tokens; set by the model
+
+    def with_rotary(self, rotary: tuple[torch.Tensor, ...]) -> ForwardContext:
+        return ForwardContext(
+            self.batch, self.attention, self.plan, self.caches, self.group_of_layer, self.only_last, rotary
+        )
 
     def last_places(self) -> torch.Tensor:
         """[B] int32: where each row's last token is. Rows that pad begin where the tokens end: they get the last."""

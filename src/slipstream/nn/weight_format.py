@@ -15,7 +15,16 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from slipstream.ops.linear import Activation, activated_linear, linear, norm_linear
+from slipstream.ops.linear import (
+    Activation,
+    activated_linear,
+    add_product,
+    chain_for,
+    linear,
+    norm_linear,
+    normed_product,
+)
+from slipstream.ops.linear.unnormalized import Chain, Unnormalized
 from slipstream.ops.norm import add_rms_norm, rms_norm
 from slipstream.ops.weight_rows import WeightRows, dense_rows
 
@@ -72,6 +81,28 @@ class Weight(nn.Module, ABC):
     def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         """The product, through an activation of each of its numbers."""
         return activation(self.multiply(x, bias))
+
+    can_chain = False
+    """Whether chains may use the three methods below. The defaults are right and not fast."""
+
+    def chain_for(self, x: torch.Tensor) -> Chain:
+        """The fastest kind of chain for inputs of as many rows as x has; "": products one by one are faster."""
+        return ""
+
+    def add_to(
+        self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float, chain: Chain
+    ) -> Unnormalized:
+        """residual + product, in the residual's memory, on its way through an RMS norm."""
+        return Unnormalized(residual.add_(self.multiply(x, None)), norm, eps)
+
+    def multiply_unnormalized(
+        self, x: Unnormalized, bias: torch.Tensor | None, activation: Activation | None
+    ) -> torch.Tensor:
+        """The product with the norm of x, through the activation if there is one. x must have no `squares`: they come
+        from the `add_to` of a "streamed" chain, which this weight did not offer."""
+        assert x.squares is None, "a streamed chain holds a weight that does not stream"
+        out = self.multiply(rms_norm(x.total, x.norm, x.eps), bias)
+        return out if activation is None else activation(out)
 
     @abstractmethod
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
@@ -138,6 +169,21 @@ class UnquantizedWeight(Weight):
 
     def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
         return activated_linear(x, self.data, bias, activation)
+
+    can_chain = True
+
+    def chain_for(self, x: torch.Tensor) -> Chain:
+        return chain_for(x, self.data)
+
+    def add_to(
+        self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float, chain: Chain
+    ) -> Unnormalized:
+        return add_product(chain, x, self.data, residual, norm, eps)
+
+    def multiply_unnormalized(
+        self, x: Unnormalized, bias: torch.Tensor | None, activation: Activation | None
+    ) -> torch.Tensor:
+        return normed_product(x, self.data, bias, activation)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return self.data.index_select(0, ids)

@@ -180,7 +180,7 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
             cache.page_size,
             dtype,
             windows=tuple(group.window for group in cache.groups),
-            score_cap=model.shape.score_cap,
+            score_cap=max((mixer.soft_cap for layer in model.shape.layers for mixer in layer.mixers), default=0.0),
             deterministic=config.model.deterministic,
         ),
         store=store,

@@ -124,7 +124,7 @@ def test_the_rope_table_has_a_row_for_each_position_of_long_and_of_short_request
     texts = prompts(long=61, short=31)
     expected = oracle(folder, torch.float64, texts)
     runner = HandRunner(load(folder, torch.float64, num_positions=100), torch.float64)
-    assert len(runner.model.rope.table) == 100 + 32
+    assert len(runner.model.ropes[0].table) == 100 + 32
     batch = runner.batch(texts)
     shift = torch.tensor([0] * 61 + [100] * 31)
     context = runner.context(replace(batch, rope_rows=batch.positions + shift))

@@ -14,7 +14,7 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.config.model_info import ModelInfo, model_info_from_config
 from slipstream.errors import BadCheckpoint, UnsupportedModel
-from slipstream.nn.models.decoder import DecoderShape
+from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.registry import find_family, find_shape
 from tiny import write_tiny, write_weights
@@ -36,42 +36,53 @@ def shape(architecture: str, **facts: Any) -> DecoderShape:
     return made
 
 
+def windows(found: DecoderShape) -> tuple[int, ...]:
+    return tuple(mixer.window for mixer in found.mixers)
+
+
 def test_a_gemma_3_config_of_the_first_releases() -> None:
     found = shape(
         "Gemma3ForCausalLM", sliding_window=16, rope_theta=1e6, rope_local_base_freq=5e3,
         rope_scaling={"factor": 8.0, "rope_type": "linear"}, query_pre_attn_scalar=64,
     )  # fmt: skip
-    assert found.windows == (16, 16, 16, 16, 16, 0)
-    assert (found.rope.theta, found.rope.kind, found.rope.factors) == (1e6, "linear", {"factor": 8.0})
-    assert found.local_rope is not None and (found.local_rope.theta, found.local_rope.kind) == (5e3, "default")
-    assert (found.scale, found.tied, found.head_dim) == (0.125, True, 256)
-    assert shape("Gemma3ForCausalLM", sliding_window=16, sliding_window_pattern=2).windows == (16, 0) * 3
+    assert windows(found) == (16, 16, 16, 16, 16, 0)
+    rope, local_rope = (each.info for each in found.ropes)
+    assert (rope.theta, rope.kind, rope.factors) == (1e6, "linear", {"factor": 8.0})
+    assert (local_rope.theta, local_rope.kind) == (5e3, "default")
+    assert [mixer.rope for mixer in found.mixers] == [1, 1, 1, 1, 1, 0]
+    assert found.tied and {(mixer.scale, mixer.head_dim) for mixer in found.mixers} == {(0.125, 256)}
+    assert windows(shape("Gemma3ForCausalLM", sliding_window=16, sliding_window_pattern=2)) == (16, 0) * 3
 
 
 def test_a_gemma_2_config_that_leaves_out_what_is_usual() -> None:
     found = shape("Gemma2ForCausalLM")
-    assert (found.windows, found.score_cap, found.logit_cap) == ((4096, 0) * 3, 50.0, 30.0)
-    assert (found.activation, found.tied, found.norm_offset) == ("gelu_pytorch_tanh", True, 1.0)
+    assert windows(found) == (4096, 0) * 3 and {mixer.soft_cap for mixer in found.mixers} == {50.0}
+    assert (found.logit_cap, found.tied, found.norm.offset) == (30.0, True, 1.0)
+    for layer in found.layers:
+        assert layer.feed is not None and layer.feed.activation == "gelu_pytorch_tanh"
+        assert layer.norm.offset == 1.0 and layer.norm_before and layer.norm_after
 
 
 def test_windows_of_qwen_are_on_when_switched_on_and_in_the_upper_layers() -> None:
-    assert shape("Qwen2ForCausalLM", sliding_window=8, use_sliding_window=False).windows == (0,) * 6
+    assert windows(shape("Qwen2ForCausalLM", sliding_window=8, use_sliding_window=False)) == (0,) * 6
     found = shape("Qwen2ForCausalLM", sliding_window=8, use_sliding_window=True, max_window_layers=4)
-    assert found.windows == (0, 0, 0, 0, 8, 8)
-    assert found.qkv_bias and not found.output_bias
+    assert windows(found) == (0, 0, 0, 0, 8, 8)
+    assert all(mixer.qkv_bias and not mixer.output_bias for mixer in found.mixers)
 
 
 def test_mistral_has_the_window_of_its_first_release_unless_it_says_null() -> None:
-    assert shape("MistralForCausalLM").windows == (4096,) * 6
-    assert shape("MistralForCausalLM", sliding_window=None).windows == (0,) * 6
+    assert windows(shape("MistralForCausalLM")) == (4096,) * 6
+    assert windows(shape("MistralForCausalLM", sliding_window=None)) == (0,) * 6
 
 
 def test_a_phi_3_config_of_the_first_releases() -> None:
     factors = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
     found = shape("Phi3ForCausalLM", rope_scaling=factors, original_max_position_embeddings=64)
-    assert found.rope.kind == "longrope"
-    assert found.rope.factors["original_max_position_embeddings"] == 64
-    assert shape("Phi3ForCausalLM", partial_rotary_factor=0.75).rope.factors["partial_rotary_factor"] == 0.75
+    (rope,) = (each.info for each in found.ropes)
+    assert rope.kind == "longrope"
+    assert rope.factors["original_max_position_embeddings"] == 64
+    (rope,) = (each.info for each in shape("Phi3ForCausalLM", partial_rotary_factor=0.75).ropes)
+    assert rope.factors["partial_rotary_factor"] == 0.75
 
 
 @pytest.mark.parametrize(
@@ -90,7 +101,7 @@ def test_windows_that_cannot_be_are_named(facts: dict[str, Any], words: str) -> 
 def test_a_gemma_that_sees_both_ways_has_half_its_window_to_each_side() -> None:
     found = find_shape(info("Gemma3TextModel", sliding_window=16, use_bidirectional_attention=True))
     assert isinstance(found, DecoderShape) and not found.causal and found.headless
-    assert found.windows == (8, 8, 8, 8, 8, 0) and found.cache_specs(16, 2) == []
+    assert windows(found) == (8, 8, 8, 8, 8, 0) and found.cache_specs(16, 2) == []
 
 
 def test_facts_of_encoders_that_configs_leave_out() -> None:

@@ -1,4 +1,8 @@
-"""Linear: one product, of which the checkpoint may have stored the parts apart."""
+"""Linear: one product, whose parts the checkpoint may store as separate tensors.
+
+Every form of the product takes the step's context. Whatever changes a product per token or per device (adapters,
+shards) belongs into these methods and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,18 @@ from functools import partial
 
 import torch
 
+from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.layer import Layer
+from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightSlot, new_parameter
+from slipstream.ops.linear import Activation
+from slipstream.ops.linear.unnormalized import Chain, Unnormalized
 
 
 class Linear(Layer):
-    """Several projections of the same input, named, made by one product; their outputs lie side by side.
+    """Several named projections of the same input in one product; their outputs lie side by side.
 
-    A single unnamed one is `{"": size}`.
+    A single unnamed projection is `{"": size}`.
     """
 
     def __init__(
@@ -23,15 +31,56 @@ class Linear(Layer):
         super().__init__()
         self.num_inputs = num_inputs
         self.outputs = dict(outputs)
-        num_outputs = sum(self.outputs.values())
-        self.weight = format.new_weight(num_outputs, num_inputs)
-        self.bias = new_parameter(num_outputs, dtype=dtype) if bias else None
+        self.num_outputs = sum(self.outputs.values())
+        self.weight = format.new_weight(self.num_outputs, num_inputs)
+        self.bias = new_parameter(self.num_outputs, dtype=dtype) if bias else None
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, context: ForwardContext | None = None) -> torch.Tensor:
+        """x [T, inputs] to [T, outputs]. `context` is None for heads, which run outside the network."""
         return self.weight.multiply(x, self.bias)
 
+    def activated(self, x: torch.Tensor, activation: Activation, context: ForwardContext | None = None) -> torch.Tensor:
+        """activation(product), elementwise."""
+        return self.weight.multiply_activated(x, self.bias, activation)
+
+    def after_norm(
+        self,
+        norm: RMSNorm | NoNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        context: ForwardContext,
+        activation: Activation | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The product with norm(x + residual), in one pass where the weight has one; and x + residual."""
+        if isinstance(norm, RMSNorm):
+            return self.weight.multiply_normed(x, residual, norm.weight, norm.eps, self.bias, activation)
+        total, _ = norm(x, residual)
+        out = self.forward(total, context)
+        return out if activation is None else activation(out), total
+
+    @property
+    def can_chain(self) -> bool:
+        """Whether chains may use `add_to` and `after_unnormalized`."""
+        return self.weight.can_chain
+
+    def chain_for(self, x: torch.Tensor) -> Chain:
+        """The fastest kind of chain for inputs of as many rows as x has; "": none."""
+        return self.weight.chain_for(x)
+
+    def add_to(
+        self, residual: torch.Tensor, x: torch.Tensor, norm: RMSNorm, chain: Chain, context: ForwardContext
+    ) -> Unnormalized:
+        """residual + product, in the residual's memory, on its way through the norm. Not for a product with a bias."""
+        return self.weight.add_to(residual, x, norm.weight, norm.eps, chain)
+
+    def after_unnormalized(
+        self, x: Unnormalized, context: ForwardContext, activation: Activation | None = None
+    ) -> torch.Tensor:
+        """The product with the norm that x waits for."""
+        return self.weight.multiply_unnormalized(x, self.bias, activation)
+
     def places(self) -> Iterator[tuple[str, WeightSlot]]:
-        """Where the checkpoint's parts go, as "part.weight" and "part.bias"."""
+        """Where the checkpoint's tensors go, by part and kind: "q.weight", "q.bias"."""
         first = 0
         for part, size in self.outputs.items():
             prefix = f"{part}." if part else ""

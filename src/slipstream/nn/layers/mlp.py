@@ -1,4 +1,4 @@
-"""Mlp: the feed-forward, gated or plain."""
+"""Mlp and PlainMlp: the feed-forward with and without a gate."""
 
 from __future__ import annotations
 
@@ -7,67 +7,93 @@ from functools import partial
 
 import torch
 
+from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.activations import find_activation, find_gated
-from slipstream.nn.layers.layer import Layer
+from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
-from slipstream.nn.weight_format import CheckpointTensor, FormatOf, WeightSlot
+from slipstream.nn.layers.products import Products
+from slipstream.nn.shapes import MlpShape
+from slipstream.nn.weight_format import CheckpointTensor, WeightSlot
 
 
 class Mlp(Layer):
     """down(activation(gate(x)) * up(x)), gate and up in one product."""
 
-    def __init__(
-        self,
-        name: str,
-        hidden_size: int,
-        ffn_size: int,
-        activation: str,
-        bias: bool,
-        fused: bool,  # the checkpoint has gate and up as one tensor
-        format_of: FormatOf,
-        dtype: torch.dtype,
-        up_first: bool = False,  # in that tensor
-        down_bias: bool | None = None,  # where it is not `bias`
-    ) -> None:
+    def __init__(self, name: str, shape: MlpShape, layout: Layout) -> None:
         super().__init__()
-        self.activation = find_gated(activation)
-        gate_up = {"": 2 * ffn_size} if fused else {"gate": ffn_size, "up": ffn_size}
-        kind = _UpGate if up_first else Linear
-        self.gate_up = kind(hidden_size, gate_up, bias, format_of(f"{name}.gate_up"), dtype)
-        down_bias = bias if down_bias is None else down_bias
-        self.down = Linear(ffn_size, {"": hidden_size}, down_bias, format_of(f"{name}.down"), dtype)
+        self.shape = shape
+        self.activation = find_gated(shape.activation)
+        hidden_size, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
+        gate_up = {"": 2 * shape.size} if shape.fused else {"gate": shape.size, "up": shape.size}
+        kind = _UpGate if shape.up_first else Linear
+        self.gate_up = kind(hidden_size, gate_up, shape.bias, format_of(f"{name}.gate_up"), dtype)
+        self.down = Linear(shape.size, {"": hidden_size}, shape.down_bias, format_of(f"{name}.down"), dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.down(self.activation(self.gate_up(x)))
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        hidden: torch.Tensor = self.down(self.activation(self.gate_up(x, context)), context)
         return hidden
 
     def after_norm(
-        self, norm: RMSNorm | NoNorm, x: torch.Tensor, residual: torch.Tensor | None
+        self,
+        norm: RMSNorm | NoNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        context: ForwardContext,
+        last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the norm of x + residual; and that sum."""
-        hidden, total = norm.then(self.gate_up, x, residual, self.activation)
-        return self.down(hidden), total
+        """As `Body.after_norm`."""
+        x, residual = of_last(x, residual, last)
+        hidden, total = self.gate_up.after_norm(norm, x, residual, context, self.activation)
+        return self.down(hidden, context), total
+
+    def products(self) -> Products:
+        return Products(self.shape, self.gate_up, self.down, self.activation)
 
 
 class PlainMlp(Layer):
     """down(activation(up(x)))."""
 
-    def __init__(
-        self, name: str, hidden_size: int, ffn_size: int, activation: str, format_of: FormatOf, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, name: str, shape: MlpShape, layout: Layout) -> None:
         super().__init__()
-        self.activation = find_activation(activation)
-        self.up = Linear(hidden_size, {"": ffn_size}, True, format_of(f"{name}.up"), dtype)
-        self.down = Linear(ffn_size, {"": hidden_size}, True, format_of(f"{name}.down"), dtype)
+        self.shape = shape
+        self.activation = find_activation(shape.activation)
+        hidden_size, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
+        self.up = Linear(hidden_size, {"": shape.size}, shape.bias, format_of(f"{name}.up"), dtype)
+        self.down = Linear(shape.size, {"": hidden_size}, shape.down_bias, format_of(f"{name}.down"), dtype)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.down(self.up.weight.multiply_activated(x, self.up.bias, self.activation))
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        hidden: torch.Tensor = self.down(self.up.activated(x, self.activation, context), context)
         return hidden
+
+    def after_norm(
+        self,
+        norm: RMSNorm | NoNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        context: ForwardContext,
+        last: LastTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Body.after_norm`."""
+        x, residual = of_last(x, residual, last)
+        hidden, total = self.up.after_norm(norm, x, residual, context, self.activation)
+        return self.down(hidden, context), total
+
+    def products(self) -> Products:
+        return Products(self.shape, self.up, self.down, self.activation)
+
+
+def of_last(
+    x: torch.Tensor, residual: torch.Tensor | None, last: LastTokens | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x and residual of the `last` tokens only, if given: a feed that is the first sublayer of the last layer."""
+    if last is None:
+        return x, residual
+    return last.of(x), None if residual is None else last.of(residual)
 
 
 class _UpGate(Linear):
-    """Gate and up of a checkpoint that has them as one tensor in the other order."""
+    """Gate and up of a checkpoint that stores them as one tensor with up first."""
 
     def places(self) -> Iterator[tuple[str, WeightSlot]]:
         for name, place in super().places():
@@ -78,7 +104,7 @@ class _UpGate(Linear):
 
 
 class _Swapped:
-    """A piece whose halves have changed places."""
+    """A checkpoint tensor with its two halves exchanged."""
 
     blocks = None
 

@@ -1,4 +1,4 @@
-"""RMSNorm, over a hidden state, over each head of queries and keys, or over all their heads together."""
+"""RMS norms: of a hidden state, of each head of queries and keys, or of all their heads together."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from functools import partial
 import torch
 
 from slipstream.nn.layers.layer import Layer
-from slipstream.nn.layers.linear import Linear
 from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
-from slipstream.ops.linear import Activation
 from slipstream.ops.norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(Layer):
-    """`offset` is added to the checkpoint's weights: some families store how far they are from 1."""
+    """`offset` is added to the checkpoint's weights: some families store weight - 1."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, offset: float = 0.0) -> None:
         super().__init__()
@@ -24,20 +22,10 @@ class RMSNorm(Layer):
         self.weight = new_parameter(size, dtype=dtype)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """The norm of x + residual, and that sum. Without a residual x itself is the sum."""
+        """norm(x + residual), and x + residual. Without a residual the sum is x itself."""
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)
-
-    def then(
-        self,
-        product: Linear,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        activation: Activation | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is made of the norm of x + residual, where it can be in one pass; and that sum."""
-        return product.weight.multiply_normed(x, residual, self.weight, self.eps, product.bias, activation)
 
     def places(self) -> Iterator[tuple[str, WeightSlot]]:
         yield "weight", WeightSlot(tuple(self.weight.shape), self._fill)
@@ -47,26 +35,15 @@ class RMSNorm(Layer):
 
 
 class NoNorm(Layer):
-    """Where a family has no norm: the sum alone."""
+    """In place of a norm in families without one: returns the sum twice."""
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         total = x if residual is None else x + residual
         return total, total
 
-    def then(
-        self,
-        product: Linear,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        activation: Activation | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        total, _ = self.forward(x, residual)
-        out: torch.Tensor = product(total)
-        return out if activation is None else activation(out), total
-
 
 class PerHeadNorm(Layer):
-    """Norms of queries and keys, which lie side by side, in one go: the weights are kept once per head."""
+    """Norms of queries and keys side by side in one call: the weights are repeated for each head."""
 
     def __init__(
         self, num_heads: Mapping[str, int], head_dim: int, eps: float, dtype: torch.dtype, offset: float = 0.0
@@ -92,7 +69,7 @@ class PerHeadNorm(Layer):
 
 
 class AllHeadsNorm(Layer):
-    """Norms of queries and of keys, each over all its heads together."""
+    """One norm over all heads of the queries, one over all heads of the keys."""
 
     def __init__(
         self, num_heads: Mapping[str, int], head_dim: int, eps: float, dtype: torch.dtype, offset: float = 0.0
@@ -110,6 +87,6 @@ class AllHeadsNorm(Layer):
 
 
 def _shifted(piece: CheckpointTensor, offset: float) -> torch.Tensor:
-    """In float32 at least: 1 + w in bfloat16 would be rounded twice."""
+    """Added in float32 at least: 1 + weight in bfloat16 would be rounded twice."""
     weight = piece.read()
     return weight if offset == 0.0 else weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset

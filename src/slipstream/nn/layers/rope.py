@@ -36,6 +36,7 @@ class Rope(Layer):
         """`max_positions` is what the model was made for, `num_positions` how many an engine runs; `switches`: the
         batch says which of two sets of frequencies a token has."""
         super().__init__()
+        self.switches = switches
         lengths = [num_positions]
         if (short := info.short_length(num_positions)) is not None:
             if not switches:

@@ -1,41 +1,41 @@
-"""The Gemma family: Gemma 2 and the text of Gemma 3.
+"""The Gemma family: Gemma 2 and the text part of Gemma 3.
 
-Norms before and after, stored as their distance from 1; scaled embeddings; layers with a window between full ones.
-Gemma 2 bounds scores and logits; Gemma 3 norms queries and keys and turns the positions of window layers by a base of
-their own.
+Norms before and after, stored as weight - 1; scaled embeddings; layers with and without a window. Gemma 2 caps scores
+and logits; Gemma 3 norms queries and keys, and its window layers have another rope base.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Literal
 
 from slipstream.config.model_info import ModelInfo
 from slipstream.errors import BadCheckpoint
-from slipstream.nn.models.decoder import DecoderShape
-from slipstream.nn.models.llama import llama_rules, llama_shape
+from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
+from slipstream.nn.models.llama import llama_attention, llama_rules, llama_shape
 from slipstream.nn.models.windows import layer_windows
+from slipstream.nn.shapes import NormShape
 from slipstream.nn.weights.rules import Rules
 
 
 def gemma2_shape(info: ModelInfo) -> DecoderShape:
-    """Every second layer is full, beginning with the second."""
-    return replace(
-        _gemma_shape(info, pattern=2),
-        score_cap=float(info.extra.get("attn_logit_softcapping") or 0.0),
-    )
+    """Every second layer sees all positions, starting with the second."""
+    return _gemma_shape(info, pattern=2, soft_cap=float(info.extra.get("attn_logit_softcapping") or 0.0))
 
 
 def gemma3_shape(info: ModelInfo) -> DecoderShape:
-    """Mostly every sixth layer is full."""
-    return replace(
-        _gemma_shape(info, pattern=info.extra.get("sliding_window_pattern") or 6),
-        qk_norm="heads",
-        local_rope=info.local_rope,
-    )
+    """Usually every sixth layer sees all positions; the layers with a window may have a rope of their own."""
+    shape = _gemma_shape(info, pattern=info.extra.get("sliding_window_pattern") or 6, qk_norm="heads")
+    if info.local_rope is None:
+        return shape
+    ropes = (*shape.ropes, RopeShape(info.local_rope, info.head_dim, switches=False))
+    return replace(shape.map_mixers(lambda mixer: replace(mixer, rope=1 if mixer.window else 0)), ropes=ropes)
 
 
-def _gemma_shape(info: ModelInfo, pattern: int) -> DecoderShape:
+def _gemma_shape(
+    info: ModelInfo, pattern: int, *, soft_cap: float = 0.0, qk_norm: Literal["none", "heads"] = "none"
+) -> DecoderShape:
     extra = info.extra
     scalar = float(extra.get("query_pre_attn_scalar") or 256)
     if not 0 < scalar < math.inf:
@@ -43,14 +43,12 @@ def _gemma_shape(info: ModelInfo, pattern: int) -> DecoderShape:
     windows = layer_windows(info, lambda layer: (layer + 1) % pattern != 0)
     if not info.is_causal:
         windows = tuple(window // 2 for window in windows)  # to each side
+    attention = replace(llama_attention(info), scale=scalar**-0.5, soft_cap=soft_cap, qk_norm=qk_norm)
+    norm = NormShape(eps=info.norm_eps, offset=1.0)
     return replace(
-        llama_shape(info),
-        norm_after=True,
-        norm_offset=1.0,
-        scale=scalar**-0.5,
+        llama_shape(info, attention, windows=windows, norm=norm, norm_after=True),
         logit_cap=float(extra.get("final_logit_softcapping") or 0.0),
         embedding_scale=math.sqrt(info.hidden_size),
-        windows=windows,
     )
 
 
@@ -66,7 +64,7 @@ def gemma_rules(shape: DecoderShape) -> Rules:
 
 
 def gemma_text_rules(shape: DecoderShape) -> Rules:
-    """Of a checkpoint that also sees pictures: its text part, as older and newer releases name it."""
+    """For a checkpoint with an image encoder: the text part, as older and newer releases name it."""
     parts = ("vision_tower", "multi_modal_projector")
     pictures = {f"{root}{part}.*": None for root in ("", "model.") for part in parts}
     text = llama_rules(shape, _NORMS, roots=("language_model.model", "model.language_model"))

@@ -1,4 +1,4 @@
-"""The Llama family: Llama 2 and 3, SmolLM2, Mistral and all that share their architecture."""
+"""The Llama family: Llama 2 and 3, SmolLM2, Mistral and others with the same architecture."""
 
 from __future__ import annotations
 
@@ -6,49 +6,84 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from slipstream.config.model_info import ModelInfo
-from slipstream.nn.models.decoder import DecoderShape
+from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
+from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
 from slipstream.nn.weights.rules import Rules
 
 
-def llama_shape(info: ModelInfo) -> DecoderShape:
-    """Also what every other family begins with."""
-    return DecoderShape(
-        vocab_size=info.vocab_size,
-        hidden_size=info.hidden_size,
-        num_layers=info.num_layers,
+def llama_attention(info: ModelInfo) -> AttentionShape:
+    return AttentionShape(
         num_heads=info.num_heads,
         num_kv_heads=info.num_kv_heads,
         head_dim=info.head_dim,
-        ffn_size=info.ffn_size,
-        activation=info.activation,
-        norm_eps=info.norm_eps,
-        rope=info.rope,
-        max_positions=info.max_positions,
-        tied=info.tied_embeddings,
+        scale=info.head_dim**-0.5,
         qkv_bias=info.attention_bias,
         output_bias=info.attention_bias,
-        mlp_bias=info.mlp_bias,
     )
 
 
+def llama_mlp(info: ModelInfo) -> MlpShape:
+    return MlpShape(size=info.ffn_size, activation=info.activation, bias=info.mlp_bias, down_bias=info.mlp_bias)
+
+
+def llama_shape(
+    info: ModelInfo,
+    attention: AttentionShape | None = None,
+    mlp: MlpShape | None = None,
+    windows: Sequence[int] = (),
+    norm: NormShape | None = None,
+    *,
+    norm_before: bool = True,
+    norm_after: bool = False,
+) -> DecoderShape:
+    """A decoder whose layers are alike but for their windows. Other families begin with it and pass what differs.
+
+    `windows`: per layer, the positions that a token sees, itself included; 0 for all.
+    """
+    attention = attention or llama_attention(info)
+    mlp = mlp or llama_mlp(info)
+    norm = norm or NormShape(eps=info.norm_eps)
+    return DecoderShape(
+        vocab_size=info.vocab_size,
+        hidden_size=info.hidden_size,
+        layers=tuple(
+            LayerShape(
+                mixers=(replace(attention, window=window),),
+                feed=mlp,
+                norm=norm,
+                norm_before=norm_before,
+                norm_after=norm_after,
+            )
+            for window in windows or (0,) * info.num_layers
+        ),
+        ropes=(RopeShape(info.rope, info.head_dim),),
+        norm=norm,
+        max_positions=info.max_positions,
+        tied=info.tied_embeddings,
+    )
+
+
+def mistral_windows(info: ModelInfo) -> tuple[int, ...]:
+    """Early releases have a window in every layer, later ones say null."""
+    return (int(info.extra.get("sliding_window") or 0),) * info.num_layers
+
+
 def mistral_shape(info: ModelInfo) -> DecoderShape:
-    """Llama's; early releases attend within a window in every layer, later ones say null."""
-    window = info.extra.get("sliding_window") or 0
-    return replace(llama_shape(info), windows=(int(window),) * info.num_layers)
+    return llama_shape(info, windows=mistral_windows(info))
 
 
 def llama_rules(
     shape: DecoderShape, others: Mapping[str, str | None] | None = None, roots: Sequence[str] = ("model", "")
 ) -> Rules:
-    """Of every family that names its tensors the same way; `others` are a family's own, and count first.
+    """Rules for the tensor names that most families share; `others` are a family's own and take precedence.
 
-    `roots` are what its checkpoints may write in place of the leading "model"; embedders are often without.
+    `roots` are what checkpoints may write in place of the leading "model"; embedders often leave it out.
     """
     names: dict[str, str | None] = {
         **(others or {}),
         "model.embed_tokens.weight": "embedding.weight",
         "model.norm.weight": "norm.weight",
-        # some tied checkpoints carry it all the same
+        # some tied checkpoints store it as well
         "lm_head.weight": None if shape.tied or shape.headless else "head.weight",
         "score.0.{kind}": "heads.transform.dense.{kind}",
         "score.2.{kind}": "heads.classifier.{kind}",
@@ -60,7 +95,7 @@ def llama_rules(
         "model.layers.{n}.self_attn.{part}_norm.weight": "layers.{n}.attention.norm.{part}.weight",
         "model.layers.{n}.mlp.down_proj.{kind}": "layers.{n}.mlp.down.{kind}",
         "model.layers.{n}.mlp.{part}_proj.{kind}": "layers.{n}.mlp.gate_up.{part}.{kind}",
-        "model.layers.{n}.self_attn.rotary_emb.inv_freq": None,  # old checkpoints; we compute it
+        "model.layers.{n}.self_attn.rotary_emb.inv_freq": None,  # of old checkpoints; computed here
     }
     names |= others or {}
     rooted: dict[str, str | None] = {}

@@ -1,17 +1,18 @@
-"""OLMo-2: norms after attention and feed-forward and none before; queries and keys normed over all heads together."""
+"""OLMo-2: norms after attention and feed-forward, none before; queries and keys normed over all heads together."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from slipstream.config.model_info import ModelInfo
-from slipstream.nn.models.decoder import DecoderShape
-from slipstream.nn.models.llama import llama_rules, llama_shape
+from slipstream.nn.models.decoder_shape import DecoderShape
+from slipstream.nn.models.llama import llama_attention, llama_rules, llama_shape
 from slipstream.nn.weights.rules import Rules
 
 
 def olmo2_shape(info: ModelInfo) -> DecoderShape:
-    return replace(llama_shape(info), qk_norm="whole", norm_before=False, norm_after=True)
+    attention = replace(llama_attention(info), qk_norm="whole")
+    return llama_shape(info, attention, norm_before=False, norm_after=True)
 
 
 def olmo2_rules(shape: DecoderShape) -> Rules:

@@ -16,7 +16,7 @@ from slipstream.nn.models.bert import (
     distilbert_rules,
     roberta_rules,
 )
-from slipstream.nn.models.decoder import DecoderShape
+from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.gemma import gemma2_shape, gemma3_shape, gemma_rules, gemma_text_rules
 from slipstream.nn.models.llama import llama_rules, llama_shape, mistral_shape
@@ -107,10 +107,13 @@ def find_shape(info: ModelInfo) -> DecoderShape | EncoderShape:
     if isinstance(shape, EncoderShape):
         return shape
     continues = info.architecture.endswith(("ForCausalLM", "ForConditionalGeneration"))
-    if not info.is_causal and not family_name(info.architecture).startswith("Gemma"):
+    if not info.is_causal:
+        is_gemma = family_name(info.architecture).startswith("Gemma")  # whose windows are those of one side already
         # a window that ends at a token becomes one to each side of it
-        shape = replace(shape, windows=tuple(max(window - 1, 0) for window in shape.windows))
-    return replace(shape, causal=info.is_causal, headless=not continues or not info.has_lm_head)
+        shape = shape.map_mixers(
+            lambda mixer: replace(mixer, causal=False, window=mixer.window if is_gemma else max(mixer.window - 1, 0))
+        )
+    return replace(shape, headless=not continues or not info.has_lm_head)
 
 
 def find_heads(info: ModelInfo) -> HeadShape:

@@ -8,7 +8,7 @@ its ways; but gates and ups of these are ours again, so that they need not be wr
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -97,14 +97,14 @@ def norm_linear(
     return gated_linear(normed, weight, bias, activation), total
 
 
-def choose_chain(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Chain:
-    """How the products of a decoder's layer are best made, x being its input."""
+def chain_for(x: torch.Tensor, weight: torch.Tensor) -> Chain:
+    """The fastest chain that this weight can be part of, for inputs of as many rows as x has."""
     if not x.is_cuda or x.element_size() != 2:
         return ""
     if _HAS_TRITON and x.dtype is torch.bfloat16 and _FEW < len(x) <= _MAX_CHAINED:
         from slipstream.ops.linear.triton import streams_well
 
-        if all(streams_well(x, weight, chained=True) for weight in weights):
+        if streams_well(x, weight, chained=True):
             return "streamed"
     return "library" if len(x) > _MOST else ""
 

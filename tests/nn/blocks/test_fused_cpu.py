@@ -8,10 +8,10 @@ import gguf
 import pytest
 import torch
 
-from hand_batch import HandRow, HandRunner
+from hand_batch import HandRunner
 from hand_load import load
+from slipstream.nn.blocks.fused_cpu import FusedCpu
 from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.fused import FusedLayers
 from slipstream.ops import native
 from tiny import write_tiny
 from tiny_gguf import write_gguf
@@ -30,14 +30,14 @@ def compiled() -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each step ran as one call."""
     made: list[bool] = []
-    run = FusedLayers.run
+    run = FusedCpu.run
 
     def counted(self, *args):
         out = run(self, *args)
         made.append(out is not None)
         return out
 
-    monkeypatch.setattr(FusedLayers, "run", counted)
+    monkeypatch.setattr(FusedCpu, "run", counted)
     return made
 
 
@@ -50,7 +50,7 @@ def steps(model: Decoder, dtype: torch.dtype = torch.float32) -> tuple[HandRunne
 
 def one_by_one(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> tuple[HandRunner, list[dict[str, torch.Tensor]]]:
     with monkeypatch.context() as patch:
-        patch.setattr(FusedLayers, "run", lambda *args: None)
+        patch.setattr(FusedCpu, "run", lambda *args: None)
         return steps(model)
 
 
@@ -97,32 +97,6 @@ def test_a_rows_result_is_its_own(compiled: None, calls: list[bool], tmp_path: P
                 assert calls[-1]
                 # the prompt's keys may differ in the last bit: its products are the library's
                 torch.testing.assert_close(mine, expected[name], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("order", [["writer", "reader"], ["reader", "writer"]], ids="-".join)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_row_reads_a_page_that_another_row_completes_in_the_same_step(
-    family: str, order: list[str], threads: int, compiled: None, calls: list[bool], tmp_path: Path
-) -> None:
-    """A page is published in the plan that computes its last position, so another row of that plan may read it."""
-    prompt = [5, 9, 33, 2, 71, 8, 14, 60]
-    model = load(write_tiny(tmp_path, family))
-    alone = HandRunner(model)
-    alone.run({"reader": prompt})
-    expected = alone.run({"reader": [42]})["reader"]
-    runner = HandRunner(model)
-    runner.run({"writer": prompt[:-1]})
-    runner.rows["reader"] = HandRow(list(runner.rows["writer"].pages), len(prompt))
-    tokens = {"writer": [prompt[-1]], "reader": [42]}
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        found = runner.run({name: tokens[name] for name in order})["reader"]
-    finally:
-        torch.set_num_threads(before)
-    assert calls[-1]
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)  # unwritten positions hold NaN
 
 
 def test_what_it_does_not_know_runs_one_by_one(compiled: None, calls: list[bool], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,13 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.config.rope_info import RopeInfo
 from slipstream.nn.batch_invariant import BatchInvariant
+from slipstream.nn.blocks.cuda_chain import CudaChain
 from slipstream.nn.context import BatchView, ForwardContext
-from slipstream.nn.models import chained
-from slipstream.nn.models.chained import ChainedLayers
-from slipstream.nn.models.decoder import Decoder, DecoderShape
-from slipstream.nn.models.fused import FusedLayers
+from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
+from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
 from slipstream.nn.weight_format import Unquantized
-from slipstream.ops.linear import choose_chain
+from slipstream.ops.linear import chain_for
 from tiny import write_tiny
 
 PROMPTS = {"a": [5, 9, 33, 2, 71], "b": list(range(3, 40)), "c": [8]}
@@ -28,19 +29,29 @@ NEXT = [{"a": [7], "b": [11], "c": [13]}, {"b": [40]}, {"a": [4], "b": [5], "c":
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each step ran as a chain. Here it may run anywhere."""
+    """Whether each step ran as a chain. Here it may run on any device and in any dtype."""
     made: list[bool] = []
-    run = ChainedLayers.run
+    run = CudaChain.run
 
     def counted(self, *args):
         out = run(self, *args)
         made.append(out is not None)
         return out
 
-    monkeypatch.setattr(FusedLayers, "run", lambda *args: None)
-    monkeypatch.setattr(ChainedLayers, "run", counted)
-    monkeypatch.setattr(chained, "choose_chain", lambda x, weights: "library" if len(weights) == 4 else "")
+    monkeypatch.setattr(CudaChain, "run", counted)
+    monkeypatch.setattr(CudaChain, "choose", lambda self, x: "library")
     return made
+
+
+def chained(model: Decoder) -> Decoder:
+    found = CudaChain.of(list(model.layers), model.norm)
+    model.implementations = () if found is None else (found,)
+    return model
+
+
+def one_by_one(model: Decoder) -> Decoder:
+    model.implementations = ()
+    return model
 
 
 def steps(model: Decoder) -> tuple[HandRunner, list[dict[str, torch.Tensor]]]:
@@ -51,15 +62,12 @@ def steps(model: Decoder) -> tuple[HandRunner, list[dict[str, torch.Tensor]]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
-def test_a_chain_equals_the_layers_one_by_one(
-    family: str, calls: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chain_equals_the_layers_one_by_one(family: str, calls: list[bool], tmp_path: Path) -> None:
     model = load(write_tiny(tmp_path, family), torch.float64)
-    runner, found = steps(model)
+    runner, found = steps(chained(model))
     assert calls == [True] * (len(PROMPTS) + len(NEXT))
-    monkeypatch.setattr(chained, "choose_chain", lambda x, weights: "")
-    reference, expected = steps(model)
-    assert not any(calls[len(calls) // 2 :])
+    reference, expected = steps(one_by_one(model))
+    assert len(calls) == len(PROMPTS) + len(NEXT)
     for mine, theirs in zip(found, expected, strict=True):
         for name in mine:
             torch.testing.assert_close(mine[name], theirs[name], rtol=1e-9, atol=1e-9)
@@ -67,10 +75,8 @@ def test_a_chain_equals_the_layers_one_by_one(
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9, equal_nan=True)
 
 
-def test_a_chain_ends_with_last_tokens_alone(
-    calls: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = load(write_tiny(tmp_path, "qwen3"), torch.float64)
+def test_a_chain_ends_with_last_tokens_alone(calls: list[bool], tmp_path: Path) -> None:
+    model = chained(load(write_tiny(tmp_path, "qwen3"), torch.float64))
     steps = [{"a": [5, 9, 33], "b": list(range(3, 40))}, {"c": [8], "b": [11], "a": [7, 8]}]
     rows: list[int] = []
     down: Any = model.layers[-1].mlp.down
@@ -79,8 +85,7 @@ def test_a_chain_ends_with_last_tokens_alone(
     runner = HandRunner(model, torch.float64)
     found = [runner.run_last(chunks) for chunks in steps]
     assert calls == [True, True] and rows == [2, 3]
-    monkeypatch.setattr(chained, "choose_chain", lambda x, weights: "")
-    reference = HandRunner(model, torch.float64)
+    reference = HandRunner(one_by_one(model), torch.float64)
     for mine, theirs in zip(found, [reference.run(chunks) for chunks in steps], strict=True):
         for name in mine:
             torch.testing.assert_close(mine[name], theirs[name][-1], rtol=1e-9, atol=1e-9)
@@ -88,19 +93,34 @@ def test_a_chain_ends_with_last_tokens_alone(
 
 @pytest.mark.parametrize("family", ["gemma2", "olmo2"])
 def test_norms_after_run_one_by_one(family: str, calls: list[bool], tmp_path: Path) -> None:
-    steps(load(write_tiny(tmp_path, family), torch.float64))
+    model = chained(load(write_tiny(tmp_path, family), torch.float64))
+    assert not model.implementations
+    steps(model)
     assert not any(calls)
 
 
 def test_biases_and_other_weights_run_one_by_one(calls: list[bool], tmp_path: Path) -> None:
-    steps(load(write_tiny(tmp_path / "biased", "llama", attention_bias=True, mlp_bias=True), torch.float64))
+    biased = load(write_tiny(tmp_path / "biased", "llama", attention_bias=True, mlp_bias=True), torch.float64)
+    steps(chained(biased))
+    assert not any(calls) and not biased.implementations
     model = load(write_tiny(tmp_path / "plain", "llama"), torch.float64)
+    assert chained(model).implementations
     model.layers[1].mlp.down.weight.__class__ = type(BatchInvariant(torch.float64).new_weight(1, 1))
-    assert not any(calls) and not chained._is_plain(model.layers[1]) and chained._is_plain(model.layers[0])
+    assert not chained(model).implementations
 
 
-def test_nothing_is_chained_on_a_cpu() -> None:
-    assert choose_chain(torch.ones(100, 64, dtype=torch.bfloat16), [torch.ones(64, 64, dtype=torch.bfloat16)]) == ""
+def test_a_chain_is_as_fast_as_its_slowest_weight() -> None:
+    offered = {"streamed": "streamed", "library": "library", "none": ""}
+    for kinds, expected in (("streamed", "streamed"), ("streamed library", "library"), ("streamed library none", "")):
+        chain: Any = SimpleNamespace(
+            linears=[SimpleNamespace(chain_for=lambda x, kind=kind: offered[kind]) for kind in kinds.split()]
+        )
+        assert CudaChain.choose(chain, torch.ones(1)) == expected
+
+
+def test_nothing_is_chained_on_a_cpu(tmp_path: Path) -> None:
+    assert chain_for(torch.ones(100, 64, dtype=torch.bfloat16), torch.ones(64, 64, dtype=torch.bfloat16)) == ""
+    assert not load(write_tiny(tmp_path), torch.bfloat16).implementations
 
 
 @pytest.mark.cuda
@@ -111,17 +131,17 @@ def test_a_chain_on_the_gpu_is_as_close_as_the_layers_one_by_one(rows: int) -> N
     for mine, theirs in zip(exact.parameters(), decoder.parameters(), strict=True):
         theirs.copy_(mine.normal_(1.0 if mine.dim() == 1 else 0.0, 0.05).copy_(mine.bfloat16()))
     results = {}
-    for name, model, chains in (
+    for name, model, implementations in (
         ("exact", exact, ()),
-        ("chain", decoder, (ChainedLayers(),)),
+        ("chain", decoder, decoder.implementations),
         ("one by one", decoder, ()),
     ):
-        model._chains = chains
+        model.implementations = implementations
         with torch.no_grad():
             results[name] = model(make_context(model, rows)).double()
     off = {name: (out - results["exact"]).norm() / results["exact"].norm() for name, out in results.items()}
     x = torch.ones(rows, 512, device="cuda", dtype=torch.bfloat16)
-    chain = choose_chain(x, [decoder.layers[0].mlp.down.weight.data])
+    chain = chain_for(x, decoder.layers[0].mlp.down.weight.data)
     assert chain or rows <= 64  # on Hopper all are
     assert off["chain"] < 1.3 * off["one by one"] < 0.05
     assert chain != "streamed" or not results["chain"].equal(results["one by one"])
@@ -180,21 +200,19 @@ def make_chunks(decoder: Decoder, counts: list[int], *, only_last: bool) -> Forw
 
 
 def make_decoder(dtype: torch.dtype) -> Decoder:
+    norm = NormShape(eps=1e-6)
+    attention = AttentionShape(
+        num_heads=6, num_kv_heads=2, head_dim=128, scale=128**-0.5, qk_norm="heads", qkv_bias=True
+    )
+    layer = LayerShape(mixers=(attention,), feed=MlpShape(size=1032, activation="silu"), norm=norm)
     shape = DecoderShape(
         vocab_size=64,
         hidden_size=512,
-        num_layers=4,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=128,
-        ffn_size=1032,
-        activation="silu",
-        norm_eps=1e-6,
-        rope=RopeInfo(),
+        layers=(layer,) * 4,
+        ropes=(RopeShape(RopeInfo(), 128),),
+        norm=norm,
         max_positions=512,
         tied=True,
-        qk_norm="heads",
-        qkv_bias=True,
     )
     decoder = Decoder(shape, 512, dtype, lambda name: Unquantized(dtype))
     decoder.materialize(torch.device("cuda"))

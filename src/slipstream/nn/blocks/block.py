@@ -1,0 +1,163 @@
+"""DecoderBlock: one layer of a decoder as a list of sublayers, run one after another.
+
+This is the reference that the other implementations in this package are compared with. The residual is passed beside x
+and added inside the norm of the next sublayer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.layers.attention import Attention
+from slipstream.nn.layers.layer import Layer, Layout
+from slipstream.nn.layers.mlp import Mlp, PlainMlp
+from slipstream.nn.layers.norm import NoNorm, RMSNorm
+from slipstream.nn.layers.products import Products
+from slipstream.nn.shapes import FeedShape, LayerShape, MixerShape
+
+
+class Body(Protocol):
+    """What a sublayer computes between its norms."""
+
+    def after_norm(
+        self,
+        norm: RMSNorm | NoNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        context: ForwardContext,
+        last: LastTokens | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The body's output for norm(x + residual), and x + residual; for all tokens, or for the `last` only."""
+
+    def products(self) -> Products | None:
+        """The body as two products, if that is all it is."""
+
+
+class Mixer(Body, Protocol):
+    def __call__(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None) -> torch.Tensor:
+        """The output for a normed input x, for all tokens or for the `last` only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sublayer:
+    norm: RMSNorm | NoNorm
+    body: Body
+    norm_after: RMSNorm | None
+
+    def run(
+        self, x: torch.Tensor, residual: torch.Tensor | None, context: ForwardContext, last: LastTokens | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.body.after_norm(self.norm, x, residual, context, last)
+        if self.norm_after is not None:
+            x, _ = self.norm_after(x)
+        return x, residual
+
+    def parts(self) -> SublayerParts | None:
+        """None: only the reference can run this sublayer."""
+        products = self.body.products()
+        if products is None or not isinstance(self.norm, RMSNorm):
+            return None
+        return SublayerParts(self.norm, products, self.norm_after)
+
+
+@dataclass(frozen=True, slots=True)
+class SublayerParts:
+    """A sublayer as the chains run it: a norm, two products with a mix or an activation between, and maybe a norm."""
+
+    norm: RMSNorm
+    products: Products
+    norm_after: RMSNorm | None
+
+
+class DecoderBlock(Layer):
+    """Modules are registered under the names of their shapes: `attention`, `attention_norm`, `mlp`, `mlp_out_norm`."""
+
+    def __init__(self, name: str, shape: LayerShape, sites: Sequence[int | None], layout: Layout) -> None:
+        """`sites`: the cache site of each mixer; None: it has no cache."""
+        super().__init__()
+        self.shape = shape
+        sublayers = []
+        if shape.mixers:
+            mixers = [
+                new_mixer(name, mixer, shape, site, layout) for mixer, site in zip(shape.mixers, sites, strict=True)
+            ]
+            for mixer, module in zip(shape.mixers, mixers, strict=True):
+                self.add_module(mixer.name, module)
+            sublayers.append(
+                self._sublayer(shape.mixers[0].name, mixers[0] if len(mixers) == 1 else Parallel(mixers), layout)
+            )
+        if shape.feed is not None:
+            feed = new_feed(name, shape.feed, layout)
+            self.add_module(shape.feed.name, feed)
+            sublayers.append(self._sublayer(shape.feed.name, feed, layout))
+        self.sublayers = tuple(sublayers)
+
+    def _sublayer(self, name: str, body: Body, layout: Layout) -> Sublayer:
+        shape = self.shape
+
+        def new_norm() -> RMSNorm:
+            return RMSNorm(layout.hidden_size, shape.norm.eps, layout.dtype, shape.norm.offset)
+
+        before = new_norm() if shape.norm_before else NoNorm()
+        after = new_norm() if shape.norm_after else None
+        self.add_module(f"{name}_norm", before)
+        if after is not None:
+            self.add_module(f"{name}_out_norm", after)
+        return Sublayer(before, body, after)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        context: ForwardContext,
+        last: LastTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x and residual [T, hidden]; with `last` the results are those of the last tokens, [B, hidden]."""
+        for sublayer in self.sublayers:
+            x, residual = sublayer.run(x, residual, context, last)
+            last = None  # the first sublayer has selected them
+        return x, residual
+
+    def chain_parts(self) -> tuple[SublayerParts, ...] | None:
+        """The parts of all sublayers, for implementations other than this reference; None: there is no other."""
+        parts = [sublayer.parts() for sublayer in self.sublayers]
+        found = tuple(part for part in parts if part is not None)
+        return found if len(found) == len(parts) else None
+
+
+class Parallel:
+    """Several mixers on the same normed input; their outputs are summed."""
+
+    def __init__(self, mixers: list[Attention]) -> None:
+        self.mixers = mixers
+
+    def after_norm(
+        self,
+        norm: RMSNorm | NoNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        context: ForwardContext,
+        last: LastTokens | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, total = norm(x, residual)
+        out: torch.Tensor = self.mixers[0](normed, context, last)
+        for mixer in self.mixers[1:]:
+            out = out + mixer(normed, context, last)
+        return out, total if last is None else last.of(total)
+
+    def products(self) -> None:
+        return None
+
+
+def new_mixer(name: str, mixer: MixerShape, layer: LayerShape, site: int | None, layout: Layout) -> Attention:
+    return Attention(f"{name}.{mixer.name}", mixer, layer.norm, site, layout)
+
+
+def new_feed(name: str, feed: FeedShape, layout: Layout) -> Mlp | PlainMlp:
+    kind = Mlp if feed.gated else PlainMlp
+    return kind(f"{name}.{feed.name}", feed, layout)

@@ -1,0 +1,71 @@
+"""CudaChain: the layers of a decoder as a chain of products that add the residual themselves, on CUDA.
+
+In small steps on Hopper the norms have no kernel of their own either: see `ops/linear/unnormalized.py`. Steps for which
+no chain is faster run by the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from slipstream.nn.blocks.block import DecoderBlock, SublayerParts
+from slipstream.nn.context import ForwardContext
+from slipstream.nn.layers.norm import RMSNorm
+from slipstream.ops.linear.unnormalized import Chain
+
+
+class CudaChain:
+    def __init__(self, parts: Sequence[Sequence[SublayerParts]], norm: RMSNorm) -> None:
+        """`parts`: of each block; `norm`: of the last hidden states."""
+        self.parts = [part for block in parts for part in block]
+        self.last_block = len(self.parts) - len(parts[-1])  # its first sublayer
+        self.norm = norm
+        # products of one size are served alike, so one of each is asked
+        linears = [linear for part in self.parts for linear in (part.products.first, part.products.last)]
+        self.linears = list({(linear.num_outputs, linear.num_inputs): linear for linear in linears}.values())
+
+    @classmethod
+    def of(cls, blocks: Sequence[DecoderBlock], norm: RMSNorm) -> CudaChain | None:
+        """None if a block has a part that chains do not run."""
+        parts = [block.chain_parts() for block in blocks]
+        found = [block for block in parts if block is not None and all(map(_is_plain, block))]
+        return cls(found, norm) if found and len(found) == len(parts) else None
+
+    def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:
+        """x [T, hidden], which is overwritten, to the normed hidden states; None: the reference is faster."""
+        chain = self.choose(x)
+        if not chain:
+            return None
+        last = None
+        part = self.parts[0]
+        made, total = part.products.first.after_norm(part.norm, x, None, context, part.products.activation)
+        for place, following in enumerate([*self.parts[1:], None]):
+            mix = part.products.mix
+            if mix is not None and place == self.last_block and context.only_last and chain == "library":
+                last = context.last_tokens()  # the library's products take any number of rows
+            if mix is not None:
+                made = mix(made, context, last)
+            if last is not None and place == self.last_block:
+                total = last.of(total)
+            if following is None:
+                break
+            sums = part.products.last.add_to(total, made, following.norm, chain, context)
+            part, total = following, sums.total
+            made = part.products.first.after_unnormalized(sums, context, part.products.activation)
+        out: torch.Tensor = self.norm(part.products.last(made, context), total)[0]
+        return out.index_select(0, context.last_places()) if context.only_last and last is None else out
+
+    def choose(self, x: torch.Tensor) -> Chain:
+        """The fastest kind of chain that all weights offer for an input of this size; "" for none."""
+        offered = {linear.chain_for(x) for linear in self.linears}
+        if "" in offered:
+            return ""
+        return "library" if "library" in offered else "streamed"
+
+
+def _is_plain(part: SublayerParts) -> bool:
+    """No norm after, no bias where a residual is added, and weights that add to a residual."""
+    first, last = part.products.first, part.products.last
+    return part.norm_after is None and last.bias is None and first.can_chain and last.can_chain

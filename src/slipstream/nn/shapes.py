@@ -1,0 +1,72 @@
+"""The layers of a model as plain data: sizes and facts, no tensors.
+
+A layer is a tuple of mixers, which exchange information between tokens, and an optional feed, which treats each token
+by itself. Shapes are frozen and comparable: two layers of equal shape launch the same kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NormShape:
+    eps: float
+    offset: float = 0.0  # added to the checkpoint's weights: some families store weight - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """A mixer. `name` is the module's name inside its block, which the checkpoint rules refer to."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float  # attention scores are multiplied by this
+    name: str = "attention"
+    qkv_bias: bool = False
+    output_bias: bool = False
+    fused: bool = False  # the checkpoint stores q, k and v as one tensor
+    qk_norm: Literal["none", "heads", "whole"] = "none"  # RMS norm of queries and keys: per head, or over all heads
+    causal: bool = True
+    window: int = 0  # causal: positions that a token sees, itself included; otherwise tokens to each side. 0: all
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they stay as they are
+    rope: int = 0  # index into the model's ropes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpShape:
+    """A feed-forward: down(activation(gate) * up), or without a gate down(activation(up))."""
+
+    size: int
+    activation: str
+    name: str = "mlp"
+    gated: bool = True
+    bias: bool = False
+    down_bias: bool = False
+    fused: bool = False  # the checkpoint stores gate and up as one tensor
+    up_first: bool = False  # with up in its first half
+
+
+MixerShape = AttentionShape
+"""Any mixer. A new kind (delta net, state space model) joins this union and `new_mixer` of `nn/blocks/block.py`."""
+FeedShape = MlpShape
+"""Any feed. A new kind (experts) joins this union and `new_feed` of `nn/blocks/block.py`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """Several mixers run side by side on the same normed input, and their outputs are summed.
+
+    A layer may lack mixers or the feed, not both.
+    """
+
+    mixers: tuple[MixerShape, ...]
+    feed: FeedShape | None
+    norm: NormShape
+    norm_before: bool = True  # of the input of mixers and feed
+    norm_after: bool = False  # of the output of mixers and feed
+
+    def __post_init__(self) -> None:
+        assert self.mixers or self.feed is not None, "a layer has a mixer or a feed"

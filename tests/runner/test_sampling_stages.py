@@ -332,3 +332,17 @@ def test_rows_that_pool_come_and_go_unnoticed():
     harness.sampler.apply(make_plan([2], released=[3, 1]))
     harness.sampler.apply(make_plan([2], released=[1]))
     assert seen == [[4]] * each + [[3, 1]] * each
+
+
+def test_a_stage_that_cannot_be_captured_is_never_left_out_of_a_replayed_head():
+    """A stage without `by_row` must run eagerly: a replayed head without it would ignore the parameter."""
+
+    class Everyone:
+        def asks(self, rows):
+            return 1 in rows
+
+    harness = Harness(4, 20)
+    harness.step([0, 1], [2, 2], np.zeros((2, 20)), [admission(0, GREEDY), admission(1, GREEDY)])
+    harness.sampler.stages.append(Everyone())
+    assert harness.sampler.prepare_by_row(make_plan([0])) is not None
+    assert harness.sampler.prepare_by_row(make_plan([0, 1])) is None

@@ -94,7 +94,9 @@ class Sampler:
         truncate = Truncate(num_rows, vocab_size, device, dtype)
         self.stages: list[Stage] = [bias, min_tokens, penalties, bad_words, scale, truncate]
         self._bias, self._min_tokens, self._penalties = bias, min_tokens, penalties
-        self._bad_words, self._scale, self._truncate = bad_words, scale, truncate
+        self._scale, self._truncate = scale, truncate
+        # stages that `prepare_by_row` handles; a step in which a row asks for another one runs eagerly
+        self._captured: tuple[Stage, ...] = (bias, min_tokens, penalties, scale, truncate)
         self.draw = Draw(num_rows, device)
         self.given = RequestedLogprobs(num_rows, device, max_ids)
         self.long = WideLogprobs(num_rows)
@@ -131,7 +133,9 @@ class Sampler:
         rows, num_logprobs = _sampling_rows(plan), plan.num_logprobs
         if num_logprobs is not None and (self.long.asks(rows) or self.given.slots.asks(rows)):
             return None
-        if self._bad_words.asks(rows) or (self._min_tokens.asks(rows) and not self._min_tokens.can_capture(rows)):
+        if any(stage not in self._captured and stage.asks(rows) for stage in self.stages):
+            return None
+        if self._min_tokens.asks(rows) and not self._min_tokens.can_capture(rows):
             return None
         stages: tuple[ByRowStage, ...] = (self._bias, self._min_tokens, self._penalties)
         works = [stage.by_row(rows) for stage in stages if stage.asks(rows)]

@@ -54,7 +54,7 @@ def num_fused(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of rows of each step that ran as one C call. Up to how many rows that is used is a matter of speed,
     and on x86-64 it is 4 rows of plain weights: here the bound is that of low-bit weights, so that the path is
     taken with several rows on every machine."""
-    monkeypatch.setattr("slipstream.nn.models.fused.max_rows", lambda products: 64)
+    monkeypatch.setattr("slipstream.nn.blocks.fused_cpu.max_rows", lambda products: 64)
     counts: list[int] = []
     run = FusedCpu.run
 

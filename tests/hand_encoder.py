@@ -11,9 +11,8 @@ from slipstream.config.config import ModelConfig
 from slipstream.config.model_info import read_model_info
 from slipstream.config.options import Options
 from slipstream.config.read_pooling import read_pooling
-from slipstream.nn.attention.backend import AttentionBackend
 from slipstream.nn.attention.sdpa import SdpaAttention
-from slipstream.nn.context import BatchView, ForwardContext
+from slipstream.nn.context import AttentionBackend, BatchView, ForwardContext
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.encoder import Encoder
 from slipstream.nn.models.load import load_model

@@ -99,8 +99,6 @@ def test_the_command_line_answers_without_anything_heavy(argv):
 
 
 KNOWN_CYCLES = {  # being removed; nothing may be added here
-    frozenset({"slipstream.nn.attention.backend", "slipstream.nn.context"}),
-    frozenset({"slipstream.nn.models.chained", "slipstream.nn.models.decoder", "slipstream.nn.models.fused"}),
     frozenset({"slipstream.frontend.request_stream", "slipstream.frontend.router"}),
     frozenset({"slipstream.serve.http.report", "slipstream.serve.http.state"}),
 }

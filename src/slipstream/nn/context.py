@@ -1,62 +1,109 @@
-"""All that a layer may see of a step, passed down as an argument.
+"""The data of a step as layers see it, passed down as an argument: tokens and positions, no requests.
 
-`BatchView` is what `runner/batch/input_batch.py` gathered; `ForwardContext` adds the caches and the attention plan.
-Where of each row only the last token's hidden state is wanted, most of the last layer is for `LastTokens` alone.
-Layers know tokens and positions. They know nothing of requests.
+`BatchView` holds the inputs that `runner/batch/input_batch.py` gathered; `ForwardContext` adds the caches, the
+attention backend and its plan. If only the last hidden state of each row is read, most of the last layer runs for
+`LastTokens`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from slipstream.nn.attention.backend import AttentionBackend
 
 
 @dataclass(frozen=True, slots=True)
 class BatchView:
     """The tokens of one step, packed one row after another, single-token rows first.
 
-    T tokens, B rows. Host values are exact counts the host decided on or upper bounds; device values are the truth.
+    T tokens, B rows. Host values are exact counts or upper bounds; device values are exact.
     """
 
-    # [T] int64 each; empty: vectors and angles were looked up already
+    # [T] int64 each; empty: embeddings and rope rows were looked up already
     ids: torch.Tensor
     positions: torch.Tensor
     lengths: torch.Tensor  # [B] int64, positions each row has after this step
-    # per group: [T] int64, where a token's keys go: page * page_size + place; empty: they are there already
+    # per group: [T] int64, where a token's keys are written: page * page_size + offset; empty: they are written already
     slots: tuple[torch.Tensor, ...]
     page_tables: tuple[torch.Tensor, ...]  # per group: [B, width] int64 pages, width = pages of the longest row
 
     num_tokens: NDArray[np.int32]  # host [B]
     max_lengths: NDArray[np.int32]  # host [B], at least `lengths`
     num_single: int  # host: leading rows that have one token
-    all_long: bool = False  # host: it is known that no row has one token
+    all_long: bool = False  # host: no row has one token
 
-    # [T] int64: the tokens that the host gave, -1 where the device drew one; None: not known. Only rows with given ones
-    # complete pages that others read in the same step
+    # [T] int64: token ids from the host, -1 where the device sampled one; None: not known. Only rows with host token
+    # ids complete pages that other rows read in the same step
     given: torch.Tensor | None = None
     rope_rows: torch.Tensor | None = None  # [T] int64, each token's row in the rope table; None: its position
     query_starts: torch.Tensor | None = None  # [B + 1] int32, first token of each row; None: one token a row
     token_types: torch.Tensor | None = None  # [T] int64, of encoders that tell two texts apart; None: all are 0
-    # of rows with tokens that none sees, though they see the others: how many are seen, from the first on; None: all
+    # tokens of each row that others attend to, from the first on; the rest only attend themselves. None: all
     num_seen: torch.Tensor | None = None  # [B] int32
     host_seen: NDArray[np.int32] | None = None  # host [B], the same
+
+
+@dataclass(frozen=True, slots=True)
+class RelativeScores:
+    """Terms added to attention scores before scaling, by the distance from a query to a key.
+
+    Each [T, heads, 2 n - 1], n the longest row: the middle column is for the token itself, the next one for the next
+    token.
+    """
+
+    of_queries: torch.Tensor  # column (key - query + n - 1) of the query's line is added
+    of_keys: torch.Tensor | None = None  # and the same column of the key's line
+
+
+class AttentionBackend(Protocol):
+    def plan(self, batch: BatchView, after: Any = None) -> Any:
+        """Masks, indices and work lists that all layers share; made once per step, before the first layer.
+
+        `after`: the plan of the whole step, if `batch` has only the last token of each row. The plan of the whole step
+        is not used any more once the new one is, so both may use the same memory.
+        """
+
+    def forward(
+        self,
+        query: torch.Tensor,  # [T, heads, head dim]
+        key: torch.Tensor | None,  # [T, kv heads, head dim]
+        value: torch.Tensor,  # [T, kv heads, head dim]
+        layer: int,
+        scale: float,
+        context: ForwardContext,
+    ) -> torch.Tensor:
+        """Attention over the layer's pages, which hold the keys and values of this step already. Those of the step are
+        passed as well; keys are None if `rope_and_write_cache` wrote them to the pages only. Returns [T, heads, head
+        dim]."""
+
+    def bidirectional(
+        self,
+        query: torch.Tensor,  # [T, heads, head dim]
+        key: torch.Tensor,  # [T, kv heads, head dim]
+        value: torch.Tensor,  # [T, kv heads, head dim]
+        scale: float,
+        context: ForwardContext,
+        reach: int = 0,
+        bias: torch.Tensor | None = None,
+        relative: RelativeScores | None = None,
+    ) -> torch.Tensor:
+        """Attention of each token to the tokens of its own row before and after it: all of them, or `reach` to each
+        side. No page is read or written. `bias` [heads, 2 n - 1] is added to scores by distance: the middle column is
+        for the token itself, the next column for the next token; n is the longest row. `relative` is added before
+        scores are scaled. Returns [T, heads, head dim]."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
     batch: BatchView
     attention: AttentionBackend
-    plan: Any  # what the backend made of the batch, for its own use
+    plan: Any  # made by the backend, opaque to layers
     caches: list[Any]  # per layer: (keys, values), each [pages, page_size, kv heads, head dim]
     group_of_layer: tuple[int, ...]
-    only_last: bool = False  # the model gives a hidden state for each row, its last token's, not for each token
+    only_last: bool = False  # the model returns the hidden state of each row's last token, [B, hidden]
     rotary: tuple[torch.Tensor, ...] = ()  # per rope of the model: table rows of the step's tokens; set by the model
 
     def with_rotary(self, rotary: tuple[torch.Tensor, ...]) -> ForwardContext:
@@ -65,9 +112,9 @@ class ForwardContext:
         )
 
     def last_places(self) -> torch.Tensor:
-        """[B] int32: where each row's last token is. Rows that pad begin where the tokens end: they get the last."""
+        """[B] int32: the index of each row's last token. Padding rows start at T, so theirs is the last token."""
         starts = self.batch.query_starts
-        assert starts is not None, "with one token a row all of them are the last"
+        assert starts is not None, "with one token per row every token is the last"
         return starts[1:] - 1
 
     def last_tokens(self) -> LastTokens:
@@ -88,23 +135,12 @@ class ForwardContext:
 
 
 @dataclass(frozen=True, slots=True)
-class RelativeScores:
-    """What positions add to attention scores before they are scaled, by the distance from a query to a key.
-
-    Each [T, heads, 2 n - 1], n the longest row: the middle column for a token itself, the one after it for the next.
-    """
-
-    of_queries: torch.Tensor  # column (key - query + n - 1) of the query's line is added
-    of_keys: torch.Tensor | None = None  # and the same column of the key's line
-
-
-@dataclass(frozen=True, slots=True)
 class LastTokens:
-    """The last token of each row, as a step of one token a row whose keys are in the pages already."""
+    """The last token of each row, as a step of one token per row whose keys are in the pages already."""
 
-    places: torch.Tensor  # [B] int32, in the step they belong to
+    places: torch.Tensor  # [B] int32, indices into the tokens of the whole step
     context: ForwardContext
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
-        """Theirs, of something that all tokens have."""
+        """The rows of x [T, ...] that belong to the last tokens."""
         return x.index_select(0, self.places)

@@ -10,8 +10,7 @@ import torch
 from slipstream.device.device import Device
 from slipstream.device.streams import Event
 from slipstream.device.sync_check import HotPath
-from slipstream.nn.attention.backend import AttentionBackend
-from slipstream.nn.context import ForwardContext
+from slipstream.nn.context import AttentionBackend, ForwardContext
 from slipstream.nn.models.base import CausalLM
 from slipstream.runner.batch.input_batch import Gathered, Inputs
 from slipstream.runner.batch.row_state import RowState

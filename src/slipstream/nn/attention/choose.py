@@ -8,8 +8,8 @@ import torch
 
 from slipstream.config.model_info import ModelInfo
 from slipstream.errors import InvalidOption
-from slipstream.nn.attention.backend import AttentionBackend
 from slipstream.nn.attention.sdpa import SdpaAttention
+from slipstream.nn.context import AttentionBackend
 
 
 def choose_attention(

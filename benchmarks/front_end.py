@@ -35,7 +35,7 @@ from slipstream.engine.model_description import ModelDescription
 from slipstream.messages import Abort, Output, Pooled, Submit
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.transport.frames import Opening, Ready
 from slipstream.transport.socket_server import Connection, SocketServer
 
@@ -63,7 +63,7 @@ def main() -> None:
     port = listener.getsockname()[1]
     ours, theirs = socket.socketpair()
     core = subprocess.Popen([sys.executable, __file__, "--core", str(theirs.fileno())], pass_fds=[theirs.fileno()])
-    front = start_front(listener, ours, Settings(log_level="error", max_queued_requests=QUEUE))
+    front = start_front(listener, ours, ServerSettings(log_level="error", max_queued_requests=QUEUE))
     for sock in (listener, ours, theirs):
         sock.close()
     try:
@@ -91,7 +91,7 @@ def main() -> None:
         )
 
 
-def start_front(listener: socket.socket, core: socket.socket, settings: Settings) -> subprocess.Popen[bytes]:
+def start_front(listener: socket.socket, core: socket.socket, settings: ServerSettings) -> subprocess.Popen[bytes]:
     fds = [listener.fileno(), core.fileno()]
     command = [sys.executable, "-m", "slipstream.serve.http.worker_main", *map(str, fds)]
     front = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=fds)

@@ -35,7 +35,7 @@ from front_end import PROMPT, TEXT_IDS, cpu_seconds, request, say_hello, start_f
 
 from slipstream.messages import Abort, Output, Submit
 from slipstream.request import FinishReason
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.transport.socket_server import SocketServer
 
 
@@ -260,7 +260,7 @@ class Scripted:
         command = [sys.executable, __file__, "--core", str(theirs.fileno()), "--rows", str(args.rows)]
         command += ["--step-ms", str(args.step_ms)]
         self.core = subprocess.Popen(command, pass_fds=[theirs.fileno()])
-        self.front = start_front(listener, ours, Settings(log_level="error", max_queued_requests=args.queue))
+        self.front = start_front(listener, ours, ServerSettings(log_level="error", max_queued_requests=args.queue))
         for sock in (listener, ours, theirs):
             sock.close()
         wait_ready(self.port)

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.frontend.pooling_calls import Batch, Feed
+from slipstream.frontend.pooling.inputs import PoolingPrompts
+from slipstream.frontend.pooling.prompts import PoolingBatch
 from slipstream.llm import LLM
 from slipstream.pooling_params import PoolingParams
 from slipstream.serve.cli.flags import add_engine_flags, engine_options
@@ -77,15 +78,15 @@ def report(llm: LLM, shape: str, args: argparse.Namespace) -> None:
 def closed_loop(llm: LLM, prompts: list[list[int]], params: PoolingParams, concurrency: int) -> None:
     """A request comes as soon as another has ended, as from so many clients."""
     (served,) = llm.models.values()
-    inputs, drive = served.require_pooling(), llm._sync_loop
-    feed: Iterator[Any] = iter(Feed(inputs, [Batch(prompts, inputs.settle(params))], llm._new_id))
+    inputs, loop = served.require_pooling(), llm._sync_loop
+    feed: Iterator[Any] = iter(PoolingPrompts(inputs, [PoolingBatch(prompts, inputs.resolve(params))], llm._new_id))
     under_way, held = 0, next(feed, None)
     while held is not None or under_way:
         while held is not None and under_way < concurrency:
-            drive._submit(served, held, stream=False)
+            loop.submit(served, held, streaming=False)
             under_way += 1
             held = next(feed, None)
-        under_way -= sum(track.finished for track in drive.step())
+        under_way -= sum(state.finished for state in loop.step())
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def measure(folder: str, rows: int, depth: int, steps: int, params: SamplingPara
         for i in range(rows):
             submit = Submit(f"r{i}", [1 + i % 60] * 8, params.with_changes(max_tokens=steps + 60), time.time())
             core.submit(submit)
-            front.open(submit, None, stream=False)
+            front.open(submit, None, streaming=False)
         for _ in range(30):
             front.process(core.step())
         whole, planning, hearing = [], [], []

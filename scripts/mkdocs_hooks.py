@@ -47,10 +47,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     markdown = LINK.sub(replace, markdown)
     if path == "api.md":
         from slipstream.config.options import Options
-        from slipstream.serve.http.settings import Settings
+        from slipstream.serve.http.settings import ServerSettings
 
         markdown = markdown.replace("<!-- Options -->", option_table(Options))
-        markdown = markdown.replace("<!-- Settings -->", option_table(Settings))
+        markdown = markdown.replace("<!-- ServerSettings -->", option_table(ServerSettings))
     return markdown
 
 

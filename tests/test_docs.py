@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.config.options import Options
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -53,7 +53,7 @@ def broken_links(text: str, folder: Path) -> list[str]:
 
 
 def unknown_flags(text: str, known: str) -> list[str]:
-    options = {name.replace("_", "-") for kind in (Options, Settings) for name in kind.__struct_fields__}
+    options = {name.replace("_", "-") for kind in (Options, ServerSettings) for name in kind.__struct_fields__}
     flags = re.findall(r"(?<![\w-])--([a-z][a-z-]+)", text)
     return [flag for flag in flags if flag.removeprefix("no-") not in options and f"--{flag}" not in known]
 

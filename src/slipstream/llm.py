@@ -1,4 +1,4 @@
-"""LLM: generation and pooling for scripts. The core and its caller share one thread; nothing runs between calls."""
+"""LLM: generation and pooling for scripts. The engine runs in the caller's thread, and nothing runs between calls."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from slipstream.device.device import Device
 from slipstream.engine.core import EngineCore
 from slipstream.engine.gc_freeze import frozen_gc
 from slipstream.engine.progress import progress
-from slipstream.errors import InvalidParams, InvalidPrompt
-from slipstream.frontend import pooling_calls
 from slipstream.frontend.in_process import build_served
 from slipstream.frontend.inputs import InputProcessor, Message, Prompt
-from slipstream.frontend.pool_results import (
+from slipstream.frontend.pooling import calls as pooling_calls
+from slipstream.frontend.pooling.calls import OneOrMoreParams, OneOrMorePrompts, Texts
+from slipstream.frontend.pooling.inputs import PoolingPrompts
+from slipstream.frontend.pooling.results import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,
     RerankResult,
     ScoringRequestOutput,
 )
-from slipstream.frontend.pooling_calls import PoolParams, PoolPrompts, Texts
-from slipstream.frontend.prompts import Prompts
+from slipstream.frontend.prompts import GenerationPrompts, as_batch, per_prompt
 from slipstream.frontend.results import RequestOutput
 from slipstream.frontend.served import POOLING_TASKS, SCORING, ServedModel, choose
 from slipstream.frontend.sync_loop import SyncLoop
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class LLM:
-    """A model to call from Python.
+    """An engine with one or more models, to call from Python.
 
         with LLM() as llm:
             print(llm.generate("Once upon a time")[0].outputs[0].text)
@@ -47,10 +47,10 @@ class LLM:
         with LLM(task="embed") as llm:
             vector = llm.embed("Once upon a time")[0].outputs.embedding
 
-    With no model it runs the embedded SmolLM2, or MiniLM for vectors. The options are those of `config/options.py`.
-    Several models share one engine as `models={"chat": MODEL, "embed": {"task": "embed"}}`: each verb goes to the
-    model that is made for it, or to the one named by `model`. Threads may share it too: their calls take turns, streams
-    result by result, and `close` waits for another thread's call.
+    Without a model it runs the embedded SmolLM2, or MiniLM for embeddings. `config/options.py` has the options.
+    Several models share one engine: `models={"chat": MODEL, "embed": {"task": "embed"}}`. Each call uses the best model
+    for its task, or the one named by `model`. Threads may share an LLM: their calls run one after another, streams
+    alternate result by result, and `close` waits for the current call.
     """
 
     def __init__(
@@ -62,34 +62,34 @@ class LLM:
         _device: Device | None = None,
         **options: Any,
     ) -> None:
-        options.setdefault("max_itl", 0.0)  # nobody reads along
+        options.setdefault("max_itl", 0.0)  # offline calls have no inter-token latency to keep
         given = options_of(model, models, options)
         lanes, self.models = build_served(given, progress=use_tqdm_on_load, device=_device)
         self.cores = lanes.cores
         self._configs = {name: core.config for name, core in self.cores.items()}
         self._sync_loop = SyncLoop(lanes)
         self._numbers = itertools.count()
-        self._free = weakref.finalize(self, lanes.close)  # also when nobody closes it
+        self._free = weakref.finalize(self, lanes.close)  # also without a call of `close`
 
     @property
     def core(self) -> EngineCore:
-        """Of the first model."""
+        """The core of the first model."""
         self._sync_loop.check_open()
         return next(iter(self.cores.values()))
 
     @property
     def config(self) -> EngineConfig:
-        """Of the first model."""
+        """The configuration of the first model."""
         return next(iter(self._configs.values()))
 
     @property
     def inputs(self) -> InputProcessor:
-        """Of the model that continues text."""
+        """The input processing of the model that generates."""
         return self._model(None, "generate").inputs
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Of the first model."""
+        """The tokenizer of the first model."""
         return next(iter(self.models.values())).tokenizer
 
     def generate(
@@ -102,11 +102,11 @@ class LLM:
         cache_salt: str | Sequence[str] | None = None,
         model: str | None = None,
     ) -> list[RequestOutput]:
-        """Answer all prompts, batched as the machine allows. Results come in the order of the prompts.
+        """Generates for all prompts, batched. Results are in the order of the prompts.
 
-        `priority` and `cache_salt`, one for all or one each, count more than those of the parameters.
+        `priority` and `cache_salt`, one for all or one per prompt, override those of the parameters.
         """
-        batch = _as_batch(prompts)
+        batch = as_batch(prompts)
         served = self._model(model, "generate")
         return self._run(served, batch, sampling_params, use_tqdm, priority, cache_salt, add_special_tokens=True)
 
@@ -123,10 +123,10 @@ class LLM:
         allow_control_tokens: bool | None = None,
         model: str | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of several.
+        """Generates the next message of one conversation, or of each of several.
 
-        Text of messages that spells a control token, such as <|im_end|>, stays text; `allow_control_tokens` lets it be
-        the token.
+        A control token in the text of a message, such as <|im_end|>, is encoded as plain text, unless
+        `allow_control_tokens` is set.
         """
         many = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if many else [messages]
@@ -142,13 +142,13 @@ class LLM:
             )
             for conversation in conversations
         ]
-        # the template has put the special tokens where it wants them
+        # the chat template adds special tokens itself
         return self._run(served, texts, sampling_params, use_tqdm, None, None, add_special_tokens=False)
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, model: str | None = None
     ) -> Iterator[RequestOutput]:
-        """One prompt, its results as they grow. Leaving the loop early aborts it."""
+        """Yields the results of one prompt as they grow. Breaking out of the loop aborts the request."""
         return self._stream(self._model(model, "generate"), prompt, sampling_params, add_special_tokens=True)
 
     def stream_chat(
@@ -165,50 +165,50 @@ class LLM:
 
     def encode(
         self,
-        prompts: PoolPrompts,
-        pooling_params: PoolParams = None,
+        prompts: OneOrMorePrompts,
+        pooling_params: OneOrMoreParams = None,
         *,
         pooling_task: Task | None = None,
         use_tqdm: bool = True,
         model: str | None = None,
         **how: Any,
     ) -> list[PoolingRequestOutput[Any]]:
-        """The numbers of each prompt for any task: embed, classify, token_embed, token_classify or sparse.
+        """Runs any pooling task for each prompt: embed, classify, token_embed, token_classify or sparse.
 
         A prompt is a text, token ids, an object with `prompt` or `prompt_token_ids`, or a pair of texts. `how`:
-        prompt_name or prompt (what to put before texts) and truncate_prompt_tokens.
+        prompt_name or prompt (the text to put before each input) and truncate_prompt_tokens.
         """
         served = self._model(model, *([pooling_task] if pooling_task else POOLING_TASKS))
         call = pooling_calls.encode(served.require_pooling(), prompts, pooling_params, pooling_task, **how)
-        return self._call(served, call, use_tqdm)
+        return self._pool(served, call, use_tqdm)
 
     def embed(
         self,
-        prompts: PoolPrompts,
-        pooling_params: PoolParams = None,
+        prompts: OneOrMorePrompts,
+        pooling_params: OneOrMoreParams = None,
         *,
         use_tqdm: bool = True,
         model: str | None = None,
         **how: Any,
     ) -> list[EmbeddingRequestOutput]:
-        """A vector for each prompt: `outputs.embedding` as a list, `outputs.data` as an array. `how`: see `encode`."""
+        """Embeds each prompt: `outputs.embedding` is a list, `outputs.data` an array. `how`: see `encode`."""
         served = self._model(model, "embed")
         call = pooling_calls.encode(served.require_pooling(), prompts, pooling_params, "embed", **how)
-        return self._call(served, call, use_tqdm)
+        return self._pool(served, call, use_tqdm)
 
     def classify(
         self,
-        prompts: PoolPrompts,
-        pooling_params: PoolParams = None,
+        prompts: OneOrMorePrompts,
+        pooling_params: OneOrMoreParams = None,
         *,
         use_tqdm: bool = True,
         model: str | None = None,
         **how: Any,
     ) -> list[ClassificationRequestOutput]:
-        """How likely each class is: `outputs.probs`, and `outputs.label` of the likeliest."""
+        """Classifies each prompt: `outputs.probs` by class, and `outputs.label` of the most likely class."""
         served = self._model(model, "classify")
         call = pooling_calls.encode(served.require_pooling(), prompts, pooling_params, "classify", **how)
-        return self._call(served, call, use_tqdm)
+        return self._pool(served, call, use_tqdm)
 
     def score(
         self,
@@ -220,13 +220,13 @@ class LLM:
         model: str | None = None,
         **how: Any,
     ) -> list[ScoringRequestOutput]:
-        """How well texts go together, as `outputs.score`: one with one, one with each of many, or each with its own.
+        """Scores pairs of texts as `outputs.score`: one with one, one with each of many, or the i-th with the i-th.
 
         `how`: instruction (where the model takes one), prompt_name and truncate_prompt_tokens.
         """
         served = self._model(model, *SCORING)
         call = pooling_calls.score(served.require_pooling(), data_1, data_2, pooling_params, **how)
-        return self._call(served, call, use_tqdm)
+        return self._pool(served, call, use_tqdm)
 
     def rerank(
         self,
@@ -239,10 +239,10 @@ class LLM:
         model: str | None = None,
         **how: Any,
     ) -> list[RerankResult]:
-        """The documents, the best answer to the query first, each with index, score and text. `how`: see `score`."""
+        """Returns the documents by descending relevance, with index, score and text. `how`: see `score`."""
         served = self._model(model, *SCORING)
         call = pooling_calls.rerank(served.require_pooling(), query, documents, pooling_params, top_n=top_n, **how)
-        return self._call(served, call, use_tqdm)
+        return self._pool(served, call, use_tqdm)
 
     def default_sampling_params(self) -> SamplingParams:
         return self.inputs.default_params()
@@ -251,7 +251,7 @@ class LLM:
         return self.tokenizer
 
     def close(self) -> None:
-        """Free the model, the cache and the device's thread, once the call of another thread has ended."""
+        """Frees the model, the cache and the device's thread. Waits for the call of another thread."""
         with self._sync_loop.lock:
             if not self._sync_loop.closed:
                 self._sync_loop.close()
@@ -278,37 +278,34 @@ class LLM:
         add_special_tokens: bool,
     ) -> list[RequestOutput]:
         self._sync_loop.check_open()
-        params = _spread("sampling_params", sampling_params, len(prompts))
-        priorities = _spread("priority", priority, len(prompts))
-        salts = _spread("cache_salt", cache_salt, len(prompts))
-        # every prompt is checked before any runs; then texts may be encoded while the device works
-        asked = Prompts(
+        # every prompt is checked before the first one runs; texts may be tokenised while the device computes
+        source = GenerationPrompts(
             served.inputs,
             prompts,
-            params,
+            per_prompt("sampling_params", sampling_params, len(prompts)),
             self._new_id,
-            priorities=priorities,
-            salts=salts,
+            priorities=per_prompt("priority", priority, len(prompts)),
+            salts=per_prompt("cache_salt", cache_salt, len(prompts)),
             add_special_tokens=add_special_tokens,
         )
-        submits = asked if asked.is_sure else list(asked)
+        submits = source if source.is_sure else list(source)
         with self._sync_loop.turn(), progress(len(prompts), "prompts", use_tqdm) as advance:
-            late = self._sync_loop.may_be_late(served, asked.asked)
-            tracks = self._sync_loop.run(served, submits, advance, late=late)
-        return [track.result() for track in tracks]
+            late = self._sync_loop.may_be_late(served, source.drafts)
+            states = self._sync_loop.run(served, submits, advance, late=late)
+        return [state.result() for state in states]
 
-    def _call(self, served: ServedModel, call: pooling_calls.Call[T], use_tqdm: bool) -> T:
-        """Run a verb of pooling: what it asks for, until it has what it wants."""
+    def _pool(self, served: ServedModel, call: pooling_calls.PoolingCall[T], use_tqdm: bool) -> T:
+        """Runs a pooling call: its batches, until it returns."""
         self._sync_loop.check_open()
         try:
             batches = next(call)
             with progress(sum(batch.num_of_call for batch in batches), "prompts", use_tqdm) as advance:
                 while True:
-                    feed = pooling_calls.Feed(served.require_pooling(), batches, self._new_id)
+                    source = PoolingPrompts(served.require_pooling(), batches, self._new_id)
                     with self._sync_loop.turn(), frozen_gc():
-                        tracks = self._sync_loop.run(served, feed, advance, late=feed.is_level)
-                        found = feed.results(tracks)  # type: ignore[arg-type]
-                    batches = call.send(found)
+                        states = self._sync_loop.run(served, source, advance, late=source.has_one_priority)
+                        results = source.in_order([state.result() for state in states])
+                    batches = call.send(results)
         except StopIteration as end:
             result: T = end.value
             return result
@@ -325,23 +322,3 @@ class LLM:
 
     def _model(self, name: str | None, *tasks: str) -> ServedModel:
         return choose(self.models, name, *tasks)
-
-
-def _as_batch(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """One prompt, or a list of them: a list of whole numbers is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidPrompt(f"prompts is {type(prompts).__name__}; give a string, token ids, or a list of prompts")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
-
-
-def _spread(name: str, value: object, count: int) -> Sequence[Any]:
-    """One value for all, or one each."""
-    if isinstance(value, list | tuple):
-        if len(value) != count:
-            raise InvalidParams(f"there are {count} prompts and {len(value)} {name}; give one for all or one each")
-        return value
-    return [value] * count

@@ -138,7 +138,7 @@ def test_bad_sampling_params_fail_where_they_are_built(bad):
 
 
 def test_params_are_checked_against_the_vocabulary(llm):
-    with pytest.raises(InvalidParams, match="stop_token_ids holds 100000"):
+    with pytest.raises(InvalidParams, match="stop_token_ids has 100000"):
         llm.generate([1], SamplingParams(stop_token_ids=[100000]))
     with pytest.raises(InvalidParams, match="logprobs is 100000"):
         llm.generate([1], SamplingParams(logprobs=100000))
@@ -148,7 +148,7 @@ def test_a_bias_that_was_changed_is_checked_again(llm):
     params = SamplingParams(max_tokens=1, logit_bias={1: 2.0})
     llm.generate([1], params)
     params.logit_bias[99999] = 2.0
-    with pytest.raises(InvalidParams, match="logit_bias holds 99999"):
+    with pytest.raises(InvalidParams, match="logit_bias has 99999"):
         llm.generate([1], params)
     assert llm.generate([1], SamplingParams(max_tokens=1))[0].finished
 

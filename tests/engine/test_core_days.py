@@ -68,14 +68,14 @@ class Day:
             name = f"r{len(self.submitted)}"
             message = replace(submit(name, prompt, lane, n=n, max_tokens=max_tokens), priority=priority)
             self.submitted[name] = front, message
-            self.process._take(front, message)
+            self.process._handle(front, message)
 
     def abort(self, number: int, sample: int | None) -> None:
         """Perhaps of one that has ended, or of a sample that never was: a front end does not know yet."""
         if (name := f"r{number}") in self.submitted:
             front, message = self.submitted[name]
             if front in self.hub.connections:
-                self.process._take(front, Abort(name, sample))
+                self.process._handle(front, Abort(name, sample))
                 self.aborted |= {(name, k) for k in range(message.params.n) if sample in (None, k)}
 
     def abort_ended(self) -> None:
@@ -88,7 +88,7 @@ class Day:
         ]
         if ends:
             front, name, sample = ends[-1]
-            self.process._take(front, Abort(name, sample))
+            self.process._handle(front, Abort(name, sample))
 
     def go(self, front: int) -> None:
         if front in self.hub.connections:
@@ -166,7 +166,7 @@ def test_one_lane_that_breaks_ends_all_and_says_which(depth: int, where: str) ->
     with pytest.raises(EngineDead, match="two has failed: .*device-side assert"):
         day.process.lanes.step()
     with pytest.raises(EngineDead, match="two has failed"):
-        day.process._take(0, submit("late", [1], "one"))
+        day.process._handle(0, submit("late", [1], "one"))
     day.process.lanes.close()
     assert all(core.executor.closed for core in day.process.lanes.cores.values())
 
@@ -174,13 +174,13 @@ def test_one_lane_that_breaks_ends_all_and_says_which(depth: int, where: str) ->
 def test_a_sample_that_ended_before_its_abort_came_costs_the_others_nothing() -> None:
     """Its reader saw a stop string; meanwhile its last token had been drawn."""
     day = Day(depth=2)
-    day.process._take(0, submit("a", [1, 2, 3], "one", n=2, max_tokens=12))
+    day.process._handle(0, submit("a", [1, 2, 3], "one", n=2, max_tokens=12))
     ended: set[int] = set()
     while not ended:
         day.step(1)
         ended = {output.sample for output in day.hub.sent[0] if output.finish_reason is not None}
     (first,) = ended
-    day.process._take(0, Abort("a", first))
+    day.process._handle(0, Abort("a", first))
     day.step(100)
     ends = [output.finish_reason for output in day.hub.sent[0] if output.finish_reason is not None]
     assert ends == [FinishReason.LENGTH] * 2
@@ -188,10 +188,10 @@ def test_a_sample_that_ended_before_its_abort_came_costs_the_others_nothing() ->
 
 def test_what_cannot_run_is_refused_and_nobody_else_notices() -> None:
     day = Day(depth=1)
-    day.process._take(0, submit("a", [1] * 60, "one"))
-    day.process._take(0, submit("b", [1], "three"))
-    day.process._take(1, submit("c", [1], "two", max_tokens=4))
-    day.process._take(1, submit("c", [1], "one", max_tokens=4))
+    day.process._handle(0, submit("a", [1] * 60, "one"))
+    day.process._handle(0, submit("b", [1], "three"))
+    day.process._handle(1, submit("c", [1], "two", max_tokens=4))
+    day.process._handle(1, submit("c", [1], "one", max_tokens=4))
     day.step(100)
     assert [type(message) for message in day.hub.sent[0]] == [Refused, Refused]
     refusals = [message for message in day.hub.sent[1] if isinstance(message, Refused)]
@@ -200,7 +200,7 @@ def test_what_cannot_run_is_refused_and_nobody_else_notices() -> None:
 
 def test_a_refusal_of_several_names_each_of_them() -> None:
     day = Day(depth=1)
-    day.process._take(0, SubmitAll([submit("a", [1], "one"), submit("b", [1] * 60, "one")]))
+    day.process._handle(0, SubmitAll([submit("a", [1], "one"), submit("b", [1] * 60, "one")]))
     refusals = day.hub.sent[0]
     assert [message.request_id for message in refusals] == ["a", "b"]
     assert all(message.message.startswith("prompt 2 of 2: ") for message in refusals)

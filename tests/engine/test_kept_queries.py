@@ -12,7 +12,7 @@ from scripted_core import ScriptedCore, facts
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineClosed, InvalidPrompt, QueueFull, UserError
-from slipstream.frontend import pooling_calls
+from slipstream.frontend.pooling import calls as pooling_calls
 from slipstream.messages import Abort, Output, Pooled, Submit
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason

@@ -52,7 +52,7 @@ TEXTS = [f"text {place}, {'x' * (place % 7)}" for place in range(40)]
 @pytest.fixture
 def encoded(llm, monkeypatch):
     """Texts as they are encoded, a few characters at a time."""
-    monkeypatch.setattr(prompts_module, "_MOST", 10)
+    monkeypatch.setattr(prompts_module, "_MAX_PART", 10)
     portions, encode = [], type(llm.tokenizer).encode_batch
 
     def watched(self, texts, *how):
@@ -140,7 +140,7 @@ def test_an_interrupt_while_texts_are_encoded(llm, encoded, monkeypatch, at):
         patch.setattr(type(llm.tokenizer), "encode_batch", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(TEXTS, FOUR)
-    assert not llm.core.scheduler.num_running and not llm._sync_loop.outputs.tracks
+    assert not llm.core.scheduler.num_running and not llm._sync_loop.outputs.states
     llm.core.scheduler.check()
     assert texts_of(llm.generate(TEXTS, FOUR)) == wanted
 
@@ -311,7 +311,7 @@ def test_whoever_drops_a_stream_waits_for_no_step(folder, depth, by_reader):
             threading.Thread(target=drop).start()
         running.join(60)
         assert left_in_time == [True]
-        assert not llm._sync_loop.outputs.tracks and not llm.core.scheduler.num_live
+        assert not llm._sync_loop.outputs.states and not llm.core.scheduler.num_live
         llm.core.scheduler.check()
 
 
@@ -333,7 +333,7 @@ def test_a_stream_that_is_dropped_inside_a_step_ends_after_it(folder, depth, mon
         monkeypatch.setattr(Scheduler, "_plan_waiting", dropping)
         found = llm.generate([[1, 2, 3], [4, 5]], params)
         assert [r.outputs[0].token_ids for r in found] == [r.outputs[0].token_ids for r in wanted]
-        assert not llm._sync_loop.outputs.tracks and not llm.core.scheduler.num_live
+        assert not llm._sync_loop.outputs.states and not llm.core.scheduler.num_live
         llm.core.scheduler.check()
 
 
@@ -367,7 +367,7 @@ def test_more_prompts_than_may_wait(folder):
         assert len(results) == 20 and all(r.finished for r in results)
         core, steps = llm.core, llm.core.num_steps
         many = SamplingParams(n=4, max_tokens=2)
-        with pytest.raises(InvalidParams, match="prompt 2 of 2: n is 4, and no more than 3 may wait"):
+        with pytest.raises(InvalidParams, match="prompt 2 of 2: n is 4, and the queue holds 3 samples"):
             llm.generate([[1], [2]], [FOUR, many])
         with pytest.raises(InvalidParams, match="raise max_waiting"):
             next(llm.stream([1], many))

@@ -1,4 +1,4 @@
-"""Logprobs: a list of dicts to whoever reads them, and bytes until somebody does."""
+"""LogprobList: a list of dicts to whoever reads them, and bytes until somebody does."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 import slipstream.frontend.logprobs as module
 from slipstream import LLM, SamplingParams
-from slipstream.frontend.logprobs import Logprobs, LogprobStore
+from slipstream.frontend.logprobs import LogprobList, LogprobStore
 from slipstream.frontend.results import Logprob
 from slipstream.messages import LOGPROB
 from tiny import write_tiny
@@ -49,13 +49,13 @@ def as_list(texts=text_of) -> list[dict[int, Logprob]]:
     return entries
 
 
-def both() -> list[tuple[Logprobs, list]]:
+def both() -> list[tuple[LogprobList, list]]:
     """Of a text, and of a prompt, whose first token has none."""
     return [
-        (Logprobs(a_store(), range(NUM)), as_list()),
-        (Logprobs(a_store(), range(-1, NUM)), [None, *as_list()]),
-        (Logprobs(a_store(), range(0)), []),
-        (Logprobs(LogprobStore(EACH, text_of), range(-1, 0)), [None]),
+        (LogprobList(a_store(), range(NUM)), as_list()),
+        (LogprobList(a_store(), range(-1, NUM)), [None, *as_list()]),
+        (LogprobList(a_store(), range(0)), []),
+        (LogprobList(LogprobStore(EACH, text_of), range(-1, 0)), [None]),
     ]
 
 
@@ -78,7 +78,7 @@ def test_they_read_as_a_list():
 
 
 def test_the_order_within_an_entry_is_kept():
-    for entry, plain in zip(Logprobs(a_store(), range(NUM)), as_list(), strict=True):
+    for entry, plain in zip(LogprobList(a_store(), range(NUM)), as_list(), strict=True):
         assert list(entry.items()) == list(plain.items())
 
 
@@ -95,11 +95,11 @@ def test_what_differs_is_not_equal():
     other = as_list()
     other[3] = {1: Logprob(-1.0)}
     assert lazy != other and lazy != plain[:-1] and lazy != tuple(plain) and lazy != "x" and lazy is not None
-    assert lazy != Logprobs(a_store(lambda token: None), range(NUM))
+    assert lazy != LogprobList(a_store(lambda token: None), range(NUM))
 
 
 def test_an_entry_is_made_once_and_shared_by_slices():
-    lazy = Logprobs(a_store(), range(NUM))
+    lazy = LogprobList(a_store(), range(NUM))
     assert lazy[2] is lazy[2] is lazy[1:][1] is next(iter(lazy[2:])) is copy.copy(lazy)[2]
 
 
@@ -120,15 +120,15 @@ def test_they_pickle_and_copy_with_the_texts_of_their_tokens_and_no_tokenizer():
             some = lazy[part]
             list(some[:1])  # one of them has been looked at
             for again in (pickled(some), copy.deepcopy(some), copy.copy(some)):
-                assert type(again) is Logprobs and again == plain[part]
+                assert type(again) is LogprobList and again == plain[part]
                 assert pickled(again) == plain[part]
-    none = Logprobs(a_store(lambda token: None), range(NUM))
+    none = LogprobList(a_store(lambda token: None), range(NUM))
     assert pickled(none) == as_list(lambda token: None)
     assert len(pickle.dumps(none[:2])) < len(pickle.dumps(none))
 
 
 def test_a_deep_copy_is_its_own():
-    lazy = Logprobs(a_store(), range(NUM))
+    lazy = LogprobList(a_store(), range(NUM))
     own = lazy[0]
     again = copy.deepcopy(lazy)
     again[0].clear()
@@ -145,7 +145,7 @@ def test_what_was_handed_out_stays_while_more_comes():
     seen = []
     for place in range(NUM):
         store.take(DATA[place * SIZE : (place + 1) * SIZE])
-        seen.append(Logprobs(store, range(len(store))))
+        seen.append(LogprobList(store, range(len(store))))
         entries = iter(seen[-1])  # a reader that is not done yet keeps nobody out
         next(entries)
     assert [list(each) for each in seen] == [as_list()[: place + 1] for place in range(NUM)]

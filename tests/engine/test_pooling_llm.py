@@ -236,7 +236,7 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
         # an embedder without its vectors: what is left is compared token by token
         (served,) = llm.models.values()
         pooling = msgspec.structs.replace(served.facts.pooling, tasks=("token_embed",), late=True)
-        served.pool_inputs.pooling = pooling
+        served.pooling_inputs.pooling = pooling
         facts = msgspec.structs.replace(served.facts, pooling=pooling)
         llm.models[served.facts.name] = msgspec.structs.replace(served, facts=facts)
         matrices = [one.outputs.data for one in llm.encode(TEXTS, pooling_task="token_embed")]
@@ -247,7 +247,7 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
         assert each[0] == pytest.approx(expected[1], rel=1e-5)
         # of many pairs no more queries are kept at once than there is room for
         most = llm.core.scheduler._queries._most_tokens = 8 * max(map(len, matrices))
-        served.pool_inputs.facts = msgspec.structs.replace(facts, max_kept=most)
+        served.pooling_inputs.facts = msgspec.structs.replace(facts, max_kept=most)
         firsts, seconds = (TEXTS * 20)[:70], (TEXTS[1:] * 20)[:70]
         made = dict(zip(TEXTS, matrices, strict=True))
         bars = []
@@ -282,9 +282,9 @@ def test_the_wrong_task_for_the_model(embedder, cross, folders):
         cross.embed("a")
     with pytest.raises(InvalidParams, match="embedder does not do classify; it does embed, token_embed"):
         embedder.classify("a")
-    with pytest.raises(InvalidParams, match="continues no text; it does embed"):
+    with pytest.raises(InvalidParams, match="does not generate text; it does embed"):
         embedder.generate("a")
-    with pytest.raises(InvalidParams, match="continues no text"):
+    with pytest.raises(InvalidParams, match="does not generate text"):
         embedder.chat([{"role": "user", "content": "a"}])
     with pytest.raises(InvalidOption, match="task is classify"):
         LLM(str(folders / "embedder"), task="classify")
@@ -378,7 +378,7 @@ def test_the_first_step_waits_only_for_those_it_has_room_for(folders, kind, monk
         launch = llm.core.executor.launch
 
         def launched(plan):
-            taken.append(len(llm._sync_loop.outputs.tracks))
+            taken.append(len(llm._sync_loop.outputs.states))
             launch(plan)
 
         monkeypatch.setattr(llm.core.executor, "launch", launched)

@@ -162,12 +162,12 @@ def test_parameters_that_forbid_every_token_end_that_request_alone(llm):
 @pytest.mark.parametrize(
     ("params", "says"),
     [
-        (dict(logit_bias={100000: 1.0}), "logit_bias holds 100000"),
-        (dict(allowed_token_ids=[1, 100000]), "allowed_token_ids holds 100000"),
-        (dict(logprob_token_ids=[100000]), "logprob_token_ids holds 100000"),
+        (dict(logit_bias={100000: 1.0}), "logit_bias has 100000"),
+        (dict(allowed_token_ids=[1, 100000]), "allowed_token_ids has 100000"),
+        (dict(logprob_token_ids=[100000]), "logprob_token_ids has 100000"),
         (dict(prompt_logprobs=100000), "prompt_logprobs is 100000"),
-        (dict(bad_words=["x" * 33]), "33 tokens, 32 are the most"),
-        (dict(bad_words=[f"{i:032}" for i in range(1100)]), "32768 are the most"),
+        (dict(bad_words=["x" * 33]), "33 tokens, the limit is 32"),
+        (dict(bad_words=[f"{i:032}" for i in range(1100)]), "the limit is 32768"),
         (dict(logprobs=-1, n=1024, max_tokens=None), "lower logprobs"),
     ],
 )

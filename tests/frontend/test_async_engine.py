@@ -59,10 +59,10 @@ def test_a_caller_of_many_prompts_does_not_keep_others_waiting(folder):
 
     async def scenario(engine):
         many = [engine.inputs.submit(engine.new_id(), [1, 2, n], PARAMS) for n in range(60)]
-        with engine.read(many, caller="a", stream=False) as reading:
+        with engine.read(many, caller="a", streaming=False) as reading:
             moved = await reading.mailbox.get()
             small = await last(engine.generate([5, 6, 7], PARAMS, caller="b"))
-            waiting = sum(not track.finished for track in reading.tracks)
+            waiting = sum(not track.finished for track in reading.states)
             assert moved and waiting > 30, f"only {waiting} of 60 were left when the other caller was served"
         return small.outputs[0].token_ids
 
@@ -82,7 +82,7 @@ def test_prompts_of_one_reader_begin_together_or_not_at_all(folder):
             with pytest.raises(RuntimeError, match="ZeroDivisionError"):
                 await reading.wait()
         assert core.num_steps == 0 and engine.load.num_open == 0
-        with pytest.raises(RequestTooLarge, match="7 would wait, and no more than 6 may; .* raise max_waiting"):
+        with pytest.raises(RequestTooLarge, match="7 samples, and the queue holds 6; .* raise max_waiting"):
             engine.read(submits(7))
         with engine.read(submits(2)) as reading:
             assert all(track.finished for track in await reading.wait())

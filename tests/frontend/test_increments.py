@@ -33,7 +33,7 @@ def test_increments_make_the_whole_at_any_pace(folder, stop, logprobs, pace):
     params = SamplingParams(n=2, max_tokens=1000, stop=stop, logprobs=logprobs)
     submit = Submit("a", [1], params, 0.0)
     processor = OutputProcessor(Tokenizer.load(folder))
-    track = processor.open(submit, None, stream=True)
+    track = processor.open(submit, None, streaming=True)
     draw = random.Random(pace)
     ids = list(TEXT.encode())
     merged = {0: ("", [], []), 1: ("", [], [])}
@@ -68,7 +68,7 @@ def test_an_increment_costs_what_is_new_and_text_is_made_when_it_is_read(folder,
     piece = tokenizer.piece
     monkeypatch.setattr(tokenizer, "piece", lambda token: looked_up.append(token) or piece(token))
     processor = OutputProcessor(tokenizer)
-    track = processor.open(Submit("a", [1], SamplingParams(max_tokens=1000), 0.0), None, stream=True)
+    track = processor.open(Submit("a", [1], SamplingParams(max_tokens=1000), 0.0), None, streaming=True)
     for _ in range(50):
         processor.process([Output("a", 0, [65])])
     assert not looked_up  # nobody has read it
@@ -83,7 +83,7 @@ def test_an_increment_costs_what_is_new_and_text_is_made_when_it_is_read(folder,
 def test_an_aborted_sample_keeps_what_it_had(folder, stream, stop):
     """Also what was held back because more might come: half a stop string, half a character."""
     processor = OutputProcessor(Tokenizer.load(folder))
-    track = processor.open(Submit("a", [1], SamplingParams(stop=stop), 0.0), None, stream=stream)
+    track = processor.open(Submit("a", [1], SamplingParams(stop=stop), 0.0), None, streaming=stream)
     processor.process([Output("a", 0, list("Hi, ö".encode())[:-1])])
     processor.process([Output("a", 0, list(b"Hi"))])
     early = "".join(new.text for new in track.increment()) if stream else ""

@@ -14,9 +14,9 @@ from slipstream.errors import InvalidPrompt, PromptTooLong
 from slipstream.frontend import offload
 from slipstream.frontend.inputs import InputProcessor
 from slipstream.frontend.offload import LONG, Offload
-from slipstream.frontend.pool_inputs import PoolInputs
-from slipstream.frontend.pool_prompts import Batch
-from slipstream.frontend.prompts import Prompts
+from slipstream.frontend.pooling.inputs import PoolingInputs
+from slipstream.frontend.pooling.prompts import PoolingBatch
+from slipstream.frontend.prompts import GenerationPrompts
 from slipstream.frontend.queue_load import QueueLoad
 from slipstream.pooling_params import PoolingParams
 from text.test_pieces import Counting, bytewise, wordpiece
@@ -33,7 +33,7 @@ def generating(backend):
 
 def pooling(backend, **more):
     info = msgspec.structs.replace(EVERY_TASK, **more)
-    reader = PoolInputs(facts("nowhere", pooling=info, **MODEL), Counting(backend))
+    reader = PoolingInputs(facts("nowhere", pooling=info, **MODEL), Counting(backend))
     reader._encoder()
     reader.tokenizer.read = 0
     return reader
@@ -49,7 +49,7 @@ def test_a_prompt_that_is_far_too_long_is_refused_after_its_beginning(backend):
     with pytest.raises(PromptTooLong, match="1050000 characters and more than 64 tokens"):
         inputs.submit("a", WORDS, SamplingParams())
     with pytest.raises(PromptTooLong, match="^prompt 2 of 3: .* more than 64 tokens"):
-        list(Prompts(inputs, ["the", WORDS, "cat"], [None] * 3, iter("abc").__next__))
+        list(GenerationPrompts(inputs, ["the", WORDS, "cat"], [None] * 3, iter("abc").__next__))
     assert inputs.tokenizer.read < 5_000
 
 
@@ -68,7 +68,7 @@ def test_texts_to_be_pooled_that_are_far_too_long_are_refused_after_their_beginn
     params = PoolingParams(task="embed")
     for prompts in (["the", WORDS], ["the", ("the", WORDS)], ["the", (WORDS, "cat")]):
         with pytest.raises(PromptTooLong, match="^prompt 2 of 2: .* more than 64 tokens"):
-            reader.read(Batch(prompts, params), slice(0, 2))
+            reader.read(PoolingBatch(prompts, params), slice(0, 2))
     with pytest.raises(PromptTooLong):
         reader.text_ids(WORDS, params)
     with pytest.raises(PromptTooLong):
@@ -82,12 +82,12 @@ def test_texts_to_be_pooled_that_are_cut_are_read_where_they_are_kept(backend, s
     params = PoolingParams(task="embed", truncate_prompt_tokens=20, truncation_side=side)
     whole = reader.tokenizer.encode(WORDS, add_special_tokens=False)
     reader.tokenizer.read = 0
-    (found,) = reader.read(Batch([WORDS], params), slice(0, 1))
+    (found,) = reader.read(PoolingBatch([WORDS], params), slice(0, 1))
     kept = whole[-20:] if side == "left" else whole[:20]
     marks = reader.tokenizer.backend.num_special_tokens_to_add(is_pair=False)
     assert len(found.ids) == 20
     assert list(found.ids)[marks // 2 : 20 - marks // 2] == (kept[marks:] if side == "left" else kept[: 20 - marks])
-    reader.read(Batch([(WORDS, WORDS)], params), slice(0, 1))
+    reader.read(PoolingBatch([(WORDS, WORDS)], params), slice(0, 1))
     part = reader.text_to_read(WORDS, params)
     ids = reader.tokenizer.encode(part, add_special_tokens=False)
     assert (ids[-20:] if side == "left" else ids[:20]) == kept
@@ -160,7 +160,7 @@ def test_work_that_nobody_waits_for_any_more_is_not_begun():
 
 def test_memory_is_given_back_after_a_large_text_also_where_it_failed(monkeypatch):
     given = []
-    monkeypatch.setattr(offload, "give_back", lambda: given.append(1))
+    monkeypatch.setattr(offload, "trim_heap", lambda: given.append(1))
 
     async def main():
         pool = Offload(threads=1)

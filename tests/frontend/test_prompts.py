@@ -15,9 +15,8 @@ from slipstream import SamplingParams
 from slipstream.errors import BadTokenizer, InvalidPrompt, PromptTooLong
 from slipstream.frontend import prompts as module
 from slipstream.frontend.inputs import InputProcessor
-from slipstream.frontend.lookahead import Lookahead
 from slipstream.frontend.offload import size_of
-from slipstream.frontend.prompts import Prompts
+from slipstream.frontend.prompts import GenerationPrompts, Lookahead
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import byte_tokenizer
 
@@ -31,7 +30,7 @@ def inputs(tokenizer=True, **more):
 
 def made(given, prompts, params=None, **how):
     numbers = iter(range(99))
-    return Prompts(given, prompts, [params] * len(prompts), lambda: f"r{next(numbers)}", **how)
+    return GenerationPrompts(given, prompts, [params] * len(prompts), lambda: f"r{next(numbers)}", **how)
 
 
 def test_parts_come_in_their_order_one_ahead_and_no_further():
@@ -116,7 +115,7 @@ def test_a_call_says_what_its_prompts_say_one_by_one():
 
 
 def test_parts_are_a_steps_worth_and_then_larger(monkeypatch):
-    monkeypatch.setattr(module, "_MOST", 20)
+    monkeypatch.setattr(module, "_MAX_PART", 20)
     given, portions = inputs(), []
     encode = given.tokenizer.encode_batch
     given.tokenizer.encode_batch = lambda texts, *how: (portions.append(texts), encode(texts, *how))[1]

@@ -10,8 +10,8 @@ import pytest
 
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from slipstream.errors import EngineDead, InvalidParams, RequestTooLarge
-from slipstream.frontend.answer_size import num_numbers
-from slipstream.frontend.request_state import RequestState
+from slipstream.frontend.pooling.results import num_result_values
+from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.messages import Output, Pooled
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
@@ -35,7 +35,7 @@ def at_desk(folder, scenario, **more):
         try:
             result = await asyncio.wait_for(scenario(engine, core), 30)
             assert (engine.load.num_open, engine.load.num_queued, engine.load.queued_tokens) == (0, 0, 0)
-            assert not engine._mailboxes and not engine._outputs.tracks
+            assert not engine._mailboxes and not engine._outputs.states
             return result
         finally:
             await engine.close()
@@ -79,7 +79,7 @@ def test_one_of_several_prompts_that_cannot_be_encoded_leaves_nothing_behind(fol
             engine.send(reading, *good)
             with pytest.raises(InvalidParams):
                 engine.send(reading, *bad)
-            assert [track.id for track in reading.tracks] == [good[0].request_id]
+            assert [track.id for track in reading.states] == [good[0].request_id]
             await core.until(lambda: core.submits)
         assert [submit.request_id for submit in core.submits] == [good[0].request_id]
 
@@ -102,19 +102,19 @@ def test_an_exception_in_one_answer_fails_that_request_and_no_other_of_the_step(
         tasks = [asyncio.create_task(last(engine.generate(text, PARAMS))) for text in "abc"]
         await core.until(lambda: len(core.submits) == 3)
         broken = core.submits[1].request_id
-        take = RequestState.take
+        take = GenerationRequestState.take
 
         def taken(self, output, now):
             if self.id == broken:
                 raise IndexError("a token that has no text")
             return take(self, output, now)
 
-        monkeypatch.setattr(RequestState, "take", taken)
+        monkeypatch.setattr(GenerationRequestState, "take", taken)
         core.say(*(Output(each.request_id, 0, [65], finish_reason=FinishReason.STOP) for each in core.submits))
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(end).__name__ for end in ends] == ["RequestOutput", "IndexError", "RequestOutput"]
         await core.until(lambda: broken in [abort.request_id for abort in core.aborts])
-        assert f"request {broken} cannot be made" in caplog.text
+        assert f"request {broken} could not be processed" in caplog.text
 
     at_desk(folder, scenario)
 
@@ -124,7 +124,7 @@ def test_an_exception_as_a_request_is_closed_reaches_its_reader(folder, monkeypa
         tasks = [asyncio.create_task(last(engine.generate(text, PARAMS))) for text in "ab"]
         await core.until(lambda: len(core.submits) == 2)
         first = core.submits[0].request_id
-        monkeypatch.setattr(RequestState, "count_end", lambda self: 1 // 0 if self.id == first else None)
+        monkeypatch.setattr(GenerationRequestState, "count_end", lambda self: 1 // 0 if self.id == first else None)
         core.say(*(Output(each.request_id, 0, [65], finish_reason=FinishReason.STOP) for each in core.submits))
         ends = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(end).__name__ for end in ends] == ["ZeroDivisionError", "RequestOutput"]
@@ -207,4 +207,4 @@ SIZES = [
 @pytest.mark.parametrize(("given", "wanted"), SIZES)
 def test_the_numbers_of_a_result_are_known_before(given, wanted):
     info = msgspec.structs.replace(EVERY_TASK, embed_size=8, token_size=16, num_labels=3)
-    assert num_numbers(info, 304, PoolingParams(**given), 10) == wanted
+    assert num_result_values(info, 304, PoolingParams(**given), 10) == wanted

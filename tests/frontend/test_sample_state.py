@@ -1,10 +1,10 @@
-"""Sample: text that was held back comes out at the end, whatever ends the sample and however it is read."""
+"""SampleState: text that was held back comes out at the end, whatever ends the sample and however it is read."""
 
 from __future__ import annotations
 
 import pytest
 
-from slipstream.frontend.sample_state import Sample
+from slipstream.frontend.sample_state import SampleState
 from slipstream.messages import Output
 from slipstream.params import SamplingParams
 from slipstream.request import FinishReason
@@ -20,7 +20,7 @@ def tokenizer(tmp_path_factory):
 
 
 def make(tokenizer, stream, **params):
-    return Sample(0, SamplingParams(max_tokens=100, **params), tokenizer, stream=stream)
+    return SampleState(0, SamplingParams(max_tokens=100, **params), tokenizer, streaming=stream)
 
 
 def give(sample, text: str | bytes, **end) -> bool:

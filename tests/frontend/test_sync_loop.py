@@ -16,7 +16,7 @@ from scripted_engine import scripted_core, submit, tokens_alone
 from slipstream.engine.device_timing import DeviceTimer
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineDead, InvalidPrompt, QueueFull, RequestTooLarge
-from slipstream.frontend.prompt_feeder import A_FEW
+from slipstream.frontend.prompt_feeder import PROMPTS_PER_STEP
 from slipstream.frontend.sync_loop import SyncLoop
 
 SERVED = SimpleNamespace(facts=SimpleNamespace(name="m"), tokenizer=None)
@@ -86,7 +86,7 @@ def test_the_first_step_waits_only_for_those_it_has_room_for():
     assert world.num_taken == list(range(2, 21, 2))
     world = World(max_num_batched_tokens=16)
     world.run(messages)
-    assert world.num_taken[:4] == [2, 2 + A_FEW, 2 + 2 * A_FEW, 20]
+    assert world.num_taken[:4] == [2, 2 + PROMPTS_PER_STEP, 2 + 2 * PROMPTS_PER_STEP, 20]
     world = World(max_num_batched_tokens=16)
     world.run(messages, late=False)
     assert set(world.num_taken) == {20}
@@ -111,7 +111,7 @@ def test_the_others_are_taken_in_while_a_step_is_not_due(monkeypatch):
 
     monkeypatch.setattr(world.core.pace, "too_early", too_early)
     world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
-    many = 2 + A_FEW
+    many = 2 + PROMPTS_PER_STEP
     assert asked[:4] == [many, many + 1, many + 2, many + 3] and world.num_taken[:2] == [2, many + 3]
 
 
@@ -197,7 +197,7 @@ def test_prompts_that_are_refused_or_cannot_be_read_end_the_call_and_not_the_eng
 
     with pytest.raises(error, match="no"):
         world.drive.run(SERVED, prompts(), late=True)
-    assert not world.drive.outputs.tracks and not world.core.scheduler.num_running
+    assert not world.drive.outputs.states and not world.core.scheduler.num_running
     world.core.scheduler.check()
     (track,) = world.run([submit("next", [1, 2], max_tokens=3)])
     assert tokens_of(track) == [tokens_alone(track.message, 0)[0]]
@@ -237,7 +237,7 @@ def test_what_fails_in_the_engine_while_a_step_asks_for_prompts_is_not_the_calle
     monkeypatch.setattr(world.core, "submit_one", broken)
     with pytest.raises(EngineDead, match="broken"):
         world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
-    assert not world.drive.outputs.tracks
+    assert not world.drive.outputs.states
 
 
 @pytest.mark.parametrize("is_early", [False, True])
@@ -262,7 +262,7 @@ def test_no_more_are_taken_in_than_the_next_steps_can_use(is_early, monkeypatch)
     monkeypatch.setattr(world.core, "step", watched)
     tracks = world.run([submit(f"r{place}", [place + 1] * 16, max_tokens=1) for place in range(90)])
     assert len(tracks) == 90 and len(world.plans) == 90
-    assert max(num_waiting) < 2 * 4 + A_FEW
+    assert max(num_waiting) < 2 * 4 + PROMPTS_PER_STEP
 
 
 @DEPTHS
@@ -310,7 +310,7 @@ def test_a_call_that_fails_takes_back_what_it_asked_for():
     with pytest.raises(TypeError):
         world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
     del world.drive.outputs.process
-    assert world.core.scheduler.refill is None and not world.drive.outputs.tracks
+    assert world.core.scheduler.refill is None and not world.drive.outputs.states
     assert world.core.scheduler.num_waiting == world.core.scheduler.num_running == 0
     (track,) = world.run([submit("next", [1, 2], max_tokens=3)])
     assert tokens_of(track) == [tokens_alone(track.message, 0)[0]]
@@ -321,7 +321,7 @@ def test_a_device_that_breaks_while_prompts_are_taken_in():
     world.core.executor.breaks_at = "finish"
     with pytest.raises(EngineDead):
         world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
-    assert not world.drive.outputs.tracks
+    assert not world.drive.outputs.states
 
 
 @DEPTHS
@@ -342,7 +342,7 @@ def test_an_interrupt_while_a_prompt_is_taken_in_leaves_nothing_half_done(depth,
     monkeypatch.setattr(lazy_heap.heapq, "heappush", interrupted)
     with pytest.raises(KeyboardInterrupt):
         world.run([submit("a", [1, 2]), submit("b", [3])], late=late)
-    assert world.core.scheduler.num_waiting == 0 and not world.drive.outputs.tracks
+    assert world.core.scheduler.num_waiting == 0 and not world.drive.outputs.states
     world.core.scheduler.check()
     (track,) = world.run([submit("next", [1, 2], max_tokens=3)])
     assert tokens_of(track) == [tokens_alone(track.message, 0)[0]]
@@ -404,7 +404,7 @@ def test_a_second_interrupt_finds_all_of_them_given_up():
     world.drive.lanes.abort, world.core.step = interrupted_abort, interrupted
     with pytest.raises(KeyboardInterrupt):
         world.run([submit(f"a{place}", [place], max_tokens=50) for place in range(20)], late=False)
-    assert len(aborted) == 20 and world.core.scheduler.num_waiting == 0 and not world.drive.outputs.tracks
+    assert len(aborted) == 20 and world.core.scheduler.num_waiting == 0 and not world.drive.outputs.states
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -10,7 +10,7 @@ from typing import Any
 
 from scripted_core import ScriptedCore, facts
 from slipstream.serve.http.app import App
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
 
@@ -125,7 +125,7 @@ def at_door(
     async def main() -> Any:
         known = facts(folder, **({"max_waiting": 100} | model))
         engine, core = await ScriptedCore.open(known, ready=ready, answers=answers)
-        door = Door(App(State(Settings(**settings), engine), all_routes()), core)
+        door = Door(App(State(ServerSettings(**settings), engine), all_routes()), core)
         try:
             result = await asyncio.wait_for(scenario(door), 30)
             assert (engine.load.num_open, engine.load.num_queued, engine.load.queued_tokens) == (0, 0, 0)

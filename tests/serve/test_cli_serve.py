@@ -10,7 +10,7 @@ import pytest
 from slipstream.config import locate
 from slipstream.config.options import Options
 from slipstream.serve.cli import serve
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def told(terminal, default_models, monkeypatch):
     )
     monkeypatch.setattr("slipstream.serve.cli.serve.set_up_log", lambda *args: None)
 
-    def run(*argv: str) -> tuple[Settings, list[Options]] | str:
+    def run(*argv: str) -> tuple[ServerSettings, list[Options]] | str:
         code, _, err = terminal.run("serve", *argv)
         assert (code == 0) == bool(seen), err
         return seen.pop() if seen else err.splitlines()[-1]
@@ -47,7 +47,7 @@ def told(terminal, default_models, monkeypatch):
 
 def test_nothing_said_is_the_default_models_on_loopback(told):
     settings, options = told()
-    assert settings == Settings() and settings.host == "127.0.0.1"
+    assert settings == ServerSettings() and settings.host == "127.0.0.1"
     assert options == [Options(), Options(task="embed")]
 
 
@@ -258,5 +258,7 @@ def test_a_mistake_is_one_line_before_anything_starts(told, argv, words):
 
 
 def test_every_bound_has_a_least_value():
-    numbers = [name for name in Settings.__struct_fields__ if type(getattr(Settings(), name)) in (int, float)]
+    numbers = [
+        name for name in ServerSettings.__struct_fields__ if type(getattr(ServerSettings(), name)) in (int, float)
+    ]
     assert set(numbers) == set(serve.LEAST)

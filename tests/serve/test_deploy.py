@@ -14,7 +14,7 @@ import pytest
 
 from serve.server_process import COMMAND, ServerProcess
 from slipstream.serve.cli.main import make_parser
-from slipstream.serve.cli.serve import ALIASES, Options, Settings, Sources, server_settings
+from slipstream.serve.cli.serve import ALIASES, Options, ServerSettings, Sources, server_settings
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -67,7 +67,7 @@ def test_the_containers_environment_and_entry_point_mean_something(dockerfile):
     entry = json.loads(only(dockerfile, "ENTRYPOINT"))
     assert entry[0] == "slipstream"
     args = make_parser().parse_args(entry[1:])
-    given = Sources((Settings, Options), ALIASES).gather(args, _environment(dockerfile))
+    given = Sources((ServerSettings, Options), ALIASES).gather(args, _environment(dockerfile))
     settings = server_settings(given)
     assert settings.host == "0.0.0.0" and str(settings.port) == only(dockerfile, "EXPOSE")
 
@@ -112,7 +112,7 @@ def test_the_file_of_options_is_taken_also_with_every_line_of_it(tmp_path):
     for place, each in enumerate((text, whole)):
         path = tmp_path / f"{place}.yaml"
         path.write_text(each)
-        found = Sources((Settings, Options), ALIASES).file(str(path))
+        found = Sources((ServerSettings, Options), ALIASES).file(str(path))
         assert found["port"] == 8000
     assert found["models"]["embed"]["max_model_len"] == 512 and found["ssl_certfile"].endswith(".crt")
 
@@ -138,7 +138,7 @@ def test_the_unit_starts_the_server_with_the_file_of_options(unit):
 
 def test_the_unit_leaves_time_to_drain_and_signals_the_first_process_alone(unit):
     assert unit["KillMode"] == ["mixed"]  # a second SIGTERM would end a front end at once
-    assert float(unit["TimeoutStopSec"][0]) > Settings().drain_timeout + 30
+    assert float(unit["TimeoutStopSec"][0]) > ServerSettings().drain_timeout + 30
     assert unit["RestartPreventExitStatus"] == ["2"]
 
 

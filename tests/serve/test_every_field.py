@@ -21,7 +21,7 @@ from serve.samples import MESSAGES, SAMPLES
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.serve.http.app import App
 from slipstream.serve.http.openai import fields
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
 from tiny_tokenizer import write_byte_tokenizer
@@ -162,7 +162,7 @@ def door(runner, tmp_path_factory):
         engine, core = await ScriptedCore.open(
             facts(folder), facts(folder, "pool", pooling=POOL), facts(folder, "vectors", pooling=VECTORS)
         )
-        return Door(App(State(Settings(), engine), all_routes()), core)
+        return Door(App(State(ServerSettings(), engine), all_routes()), core)
 
     door = runner.run(open_door())
     yield door

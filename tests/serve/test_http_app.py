@@ -134,7 +134,7 @@ def test_admin_routes_want_the_admin_key(folder, settings, key, status):
         ("POST", "/v1/completions", {"prompt": "x", "model": "other"}, 404, "no model 'other'"),
         ("POST", "/v1/completions", {"prompt": "x", "n": 129}, 400, "this server takes 128"),
         ("POST", "/v1/completions", {"prompt": "x", "n": 0}, 400, "n is 0"),
-        ("POST", "/v1/completions", {"prompt": ["x", "y"], "n": 101}, 400, "no more than 100 may wait"),
+        ("POST", "/v1/completions", {"prompt": ["x", "y"], "n": 101}, 400, "the queue holds 100"),
         ("POST", "/v1/completions", {"prompt": "x", "logprobs": 21}, 400, "this server takes 20"),
         ("POST", "/v1/completions", {"prompt": "x", "logprobs": -1}, 400, "logprobs is -1"),
         ("POST", "/v1/completions", {"prompt": "x", "prompt_logprobs": 21}, 400, "this server takes 20"),
@@ -340,7 +340,7 @@ def test_what_could_never_wait_is_refused_before_any_of_it_is_sent(folder, path,
         one = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {"prompt": ["a", "b"]}
         asked = one | {"n": 101 if "chat" in path else 51, "stream": stream}
         refused = await door.post(path, asked)
-        assert refused.status == 400 and "no more than 100 may" in refused.error and "--max-waiting" in refused.error
+        assert refused.status == 400 and "the queue holds 100" in refused.error and "--max-waiting" in refused.error
         many = await door.post("/v1/completions", {"prompt": ["a"] * 5})
         assert many.status == 400 and "5 prompts" in many.error and "--max-queued-requests" in many.error
         assert not door.core.submits and not door.state.counters.refused

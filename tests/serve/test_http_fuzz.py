@@ -13,7 +13,7 @@ from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door
 from slipstream.serve.http.app import App
 from slipstream.serve.http.pooling.tei import EmbedRequest
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
 from tiny_tokenizer import write_byte_tokenizer
@@ -32,7 +32,7 @@ def door(runner, tmp_path_factory):
 
     async def open_door():
         engine, core = await ScriptedCore.open(facts(folder), facts(folder, "pool", pooling=EVERY_TASK))
-        return Door(App(State(Settings(), engine), all_routes()), core)
+        return Door(App(State(ServerSettings(), engine), all_routes()), core)
 
     door = runner.run(open_door())
     yield door

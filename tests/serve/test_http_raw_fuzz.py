@@ -14,7 +14,7 @@ from serve.asgi import Door, at_door
 from serve.samples import MESSAGES, SAMPLES
 from serve.test_http_server import served
 from slipstream.serve.http.app import App
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
 from tiny_tokenizer import write_byte_tokenizer
@@ -44,7 +44,7 @@ def door(runner, tmp_path_factory):
 
     async def open_door():
         engine, core = await ScriptedCore.open(facts(folder), facts(folder, "pool", pooling=EVERY_TASK))
-        return Door(App(State(Settings(), engine), all_routes()), core)
+        return Door(App(State(ServerSettings(), engine), all_routes()), core)
 
     door = runner.run(open_door())
     yield door

@@ -10,11 +10,11 @@ import pytest
 
 from slipstream.errors import InvalidOption
 from slipstream.serve.http.listen import PortClaim
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 
 
 def settings(**given):
-    return Settings(port=0, **given)
+    return ServerSettings(port=0, **given)
 
 
 @pytest.mark.parametrize("first", [1, 2])
@@ -26,7 +26,7 @@ def test_a_second_server_on_the_port_is_refused(first, second, host):
         for _ in range(first):
             stack.enter_context(claim.listener())
         with pytest.raises(InvalidOption, match=f"port {claim.port}.*choose"):
-            PortClaim(Settings(port=claim.port, workers=second, host=host))
+            PortClaim(ServerSettings(port=claim.port, workers=second, host=host))
 
 
 def test_each_front_end_has_a_listener_of_its_own():
@@ -54,7 +54,7 @@ def test_a_front_end_that_is_started_again_gets_a_new_listener_on_the_port():
         claim.listener().close()
         with claim.listener() as again, pytest.raises(InvalidOption):
             assert again.getsockname() == one.getsockname()
-            PortClaim(Settings(port=claim.port, workers=2))
+            PortClaim(ServerSettings(port=claim.port, workers=2))
 
 
 def test_servers_that_start_at_once_do_not_share_the_port():
@@ -68,7 +68,7 @@ def test_servers_that_start_at_once_do_not_share_the_port():
         def serve(start=start, ends=ends):
             start.wait()
             try:
-                ends.append(PortClaim(Settings(port=port, workers=2)).listener())
+                ends.append(PortClaim(ServerSettings(port=port, workers=2)).listener())
             except InvalidOption as error:
                 ends.append(error)
 

@@ -8,7 +8,7 @@ from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door, at_door
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.serve.http.app import App
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
 from slipstream.serve.http.wording import in_http
@@ -20,7 +20,7 @@ EMBED = PoolingInfo(tasks=("embed",), embed_size=8, token_size=8, max_seq_length
 def asked(folder, path, body, *models, **settings):
     async def scenario(door):
         engine, core = await ScriptedCore.open(*models)
-        other = Door(App(State(Settings(**settings), engine), all_routes()), core)
+        other = Door(App(State(ServerSettings(**settings), engine), all_routes()), core)
         try:
             answer = await other.post(path, body)
             answer.sent = core.submits
@@ -58,12 +58,12 @@ def asked(folder, path, body, *models, **settings):
          "messages", '"add_generation_prompt": false'),
         ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "tools"),
         ("/v1/chat/completions", CHAT | {"chat_template_kwargs": {"think": 1}}, "chat_template_kwargs.think", "read"),
-        ("/v1/embeddings", {"input": [2**40], "model": "pool"}, "input", "input holds a number"),
+        ("/v1/embeddings", {"input": [2**40], "model": "pool"}, "input", "input has a number"),
         ("/v1/embeddings", {"input": "x", "dimensions": 0}, "dimensions", "dimensions is 0"),
         ("/v1/embeddings", {"input": "x", "dimensions": 99, "model": "pool"}, "dimensions", "have 8"),
         ("/v1/embeddings", {"input": "x", "prompt_name": "none"}, "prompt_name", "no prompt 'none'"),
         ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "is 0"),
-        ("/rerank", {"query": "x", "documents": ["a"], "top_n": 0}, "top_n", "leave it out"),
+        ("/rerank", {"query": "x", "documents": ["a"], "top_n": 0}, "top_n", "remove it"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "2 first texts"),
         ("/score", {"text_1": "a", "text_2": "b", "instruction": "x"}, "instruction", "takes no instruction"),
         ("/pooling", {"input": "a", "task": "classify", "activation": True, "softmax": False}, "softmax", "different"),
@@ -136,7 +136,7 @@ def test_a_text_that_the_model_would_cut_is_refused_unless_the_request_says_how(
 def test_the_list_of_models_says_what_they_read(folder):
     async def scenario(door):
         engine, core = await ScriptedCore.open(facts(folder), facts(folder, "vectors", pooling=EMBED))
-        answer = await Door(App(State(Settings(), engine), all_routes()), core).get("/v1/models")
+        answer = await Door(App(State(ServerSettings(), engine), all_routes()), core).get("/v1/models")
         await engine.close()
         return {each["id"]: each["max_model_len"] for each in answer.json()["data"]}
 

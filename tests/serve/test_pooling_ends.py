@@ -14,7 +14,7 @@ from slipstream.errors import QueueFull
 from slipstream.messages import Output, Pooled
 from slipstream.request import FinishReason
 from slipstream.serve.http.app import App
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
 from slipstream.transport.frames import Refused
@@ -35,7 +35,7 @@ STATUS = {  # as OpenAI's, and as TEI's
 def at_door(folder, scenario, pooling=EVERY_TASK, **settings):
     async def main():
         engine, core = await ScriptedCore.open(facts(folder, pooling=pooling, max_kept=100), answers=False)
-        door = Door(App(State(Settings(**settings), engine), all_routes()), core)
+        door = Door(App(State(ServerSettings(**settings), engine), all_routes()), core)
         await asyncio.wait_for(scenario(door), 30)
         assert (engine.load.num_open, engine.load.num_queued, engine.load.queued_tokens) == (0, 0, 0)
         await engine.close()

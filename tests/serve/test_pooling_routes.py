@@ -132,7 +132,7 @@ def test_score_reads_pairs_or_compares_vectors(ask, llms, path):
     assert ask(path, text_1="a", text_2="b")["model"] == "ranker"  # it is made for it
     assert ask(path, 400, text_1="a")["error"]["param"] == "text_2"
     assert ask(path, 400, text_1="a", documents=["b"])["error"]["param"] == "text_1"
-    assert "tells 3 classes" in ask(path, 400, text_1="a", text_2="b", model="classes")["error"]["message"]
+    assert "has 3 classes" in ask(path, 400, text_1="a", text_2="b", model="classes")["error"]["message"]
 
 
 def test_rerank_as_cohere_and_jina_ask(ask, llms):

@@ -22,7 +22,7 @@ from slipstream.metrics.board import Board
 from slipstream.metrics.stats import FrontEnds
 from slipstream.serve.http import supervisor
 from slipstream.serve.http.listen import PortClaim
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.supervisor import Backoff
 from tiny import write_tiny
 
@@ -73,7 +73,7 @@ def supervised(monkeypatch):
         monkeypatch.setattr(supervisor.signal, "signal", lambda number, handler: None)
         monkeypatch.setattr(supervisor.subprocess, "Popen", FakeProcess)
         FakeProcess.codes, FakeProcess.started = list(codes), []
-        settings = Settings(port=0, workers=2)
+        settings = ServerSettings(port=0, workers=2)
         ours, theirs = socket.socketpair()
         socks = [socket.socket() for _ in range(2)]
         under_test = supervisor.Supervisor(settings, PortClaim(settings), ours)

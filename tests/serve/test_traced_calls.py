@@ -8,7 +8,7 @@ from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.asgi import Door
 from slipstream.metrics.traces import Traces
 from slipstream.serve.http.app import App
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
 from tiny_tokenizer import write_byte_tokenizer
@@ -29,7 +29,7 @@ def test_spans_name_the_model_the_parameters_and_the_tokens(tmp_path):
 
     async def main():
         engine, core = await ScriptedCore.open(facts(tmp_path), facts(tmp_path, "pool", pooling=EVERY_TASK))
-        door = Door(App(State(Settings(), engine), all_routes()), core)
+        door = Door(App(State(ServerSettings(), engine), all_routes()), core)
         door.state.traces = Traces(provider)
         body = {"prompt": "abc", "max_tokens": 4, "n": 2, "temperature": 0.7, "top_p": 0.9}
         for stream in (False, True):

@@ -24,35 +24,35 @@ def hub():
 
 def test_all_others_are_told_and_their_counts_are_summed(hub):
     calls = AbortCalls(hub)
-    calls.ask("a", AbortAll("x"))
+    calls.start("a", AbortAll("x"))
     assert hub.sent == [("b", AbortAll("x")), ("c", AbortAll("x"))]
-    calls.answer("b", AbortedAll("x", 2))
-    calls.answer("b", AbortedAll("x", 2))  # once is enough
+    calls.reply("b", AbortedAll("x", 2))
+    calls.reply("b", AbortedAll("x", 2))  # once is enough
     assert len(hub.sent) == 2
-    calls.answer("c", AbortedAll("x", 3))
+    calls.reply("c", AbortedAll("x", 3))
     assert hub.sent[2:] == [("a", AbortedAll("x", 5))]
-    calls.answer("c", AbortedAll("x", 3))
+    calls.reply("c", AbortedAll("x", 3))
     assert len(hub.sent) == 3
 
 
 def test_a_front_end_alone_is_answered_at_once():
     hub = SocketServer("a")
-    AbortCalls(hub).ask("a", AbortAll("x"))
+    AbortCalls(hub).start("a", AbortAll("x"))
     assert hub.sent == [("a", AbortedAll("x", 0))]
 
 
 def test_one_that_goes_is_not_waited_for_and_one_that_asked_is_not_answered(hub):
     calls = AbortCalls(hub)
-    calls.ask("a", AbortAll("x"))
-    calls.ask("b", AbortAll("y"))
-    calls.answer("b", AbortedAll("x", 2))
-    calls.answer("a", AbortedAll("y", 1))
+    calls.start("a", AbortAll("x"))
+    calls.start("b", AbortAll("y"))
+    calls.reply("b", AbortedAll("x", 2))
+    calls.reply("a", AbortedAll("y", 1))
     hub.sent.clear()
-    calls.leave("c")
+    calls.disconnect("c")
     assert hub.sent == [("a", AbortedAll("x", 2)), ("b", AbortedAll("y", 1))]
-    calls.ask("a", AbortAll("z"))
+    calls.start("a", AbortAll("z"))
     hub.sent.clear()
-    calls.leave("a")
-    calls.answer("b", AbortedAll("z", 1))
-    calls.answer("c", AbortedAll("z", 1))
+    calls.disconnect("a")
+    calls.reply("b", AbortedAll("z", 1))
+    calls.reply("c", AbortedAll("z", 1))
     assert not hub.sent

@@ -43,7 +43,7 @@ def test_a_bug_of_ours_that_changed_nothing_fails_its_request_as_an_internal_err
 
 
 def test_a_bug_of_ours_that_left_the_core_in_disorder_is_the_cores_end(caplog):
-    with pytest.raises(EngineDead, match="disorder .2 in the queue, 3 waiting.*KeyError: 'row'"):
+    with pytest.raises(EngineDead, match="engine core .2 in the queue, 3 waiting.*KeyError: 'row'"):
         submit(Lanes(KeyError("row"), AssertionError("2 in the queue, 3 waiting")), ONE)
     assert "KeyError" in caplog.text
 

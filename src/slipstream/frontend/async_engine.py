@@ -1,6 +1,6 @@
-"""AsyncEngine: generation for asyncio programs, over a core in a thread beside the event loop or in another process.
+"""AsyncEngine: generation and pooling for asyncio programs, over a core in a thread or in another process.
 
-Nothing here needs torch: where the core is another process, none is loaded into this one.
+This module does not import torch: where the core is another process, the front end's process never loads it.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from functools import partial
 from typing import Any, TypeVar
 
 from slipstream.config.options import options_of
-from slipstream.frontend import pooling_calls
-from slipstream.frontend.inputs import InputProcessor, Message, Prepared, Prompt
-from slipstream.frontend.offload import EACH, off_loop, size_of
-from slipstream.frontend.pool_inputs import PoolInputs
-from slipstream.frontend.pool_results import (
+from slipstream.frontend.inputs import InputProcessor, Message, PreparedPrompt, Prompt
+from slipstream.frontend.offload import PROMPT_COST, off_loop, size_of
+from slipstream.frontend.pooling import calls as pooling_calls
+from slipstream.frontend.pooling.calls import OneOrMoreParams, OneOrMorePrompts, Texts
+from slipstream.frontend.pooling.inputs import PoolingInputs, PoolingPrompts
+from slipstream.frontend.pooling.results import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
     PoolingRequestOutput,
     RerankResult,
     ScoringRequestOutput,
 )
-from slipstream.frontend.pooling_calls import PoolParams, PoolPrompts, Texts
+from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import Increment, RequestOutput
 from slipstream.frontend.router import RequestRouter, in_use
@@ -36,13 +37,13 @@ T = TypeVar("T")
 
 
 class AsyncEngine(RequestRouter):
-    """Many requests at once, each a stream of results.
+    """Runs many requests at a time. Each is an async iterator over results.
 
         engine = AsyncEngine()
         async for result in engine.generate("Once upon a time", SamplingParams(max_tokens=32)):
             print(result.outputs[0].text)
 
-    Leaving the loop early aborts the request.
+    Breaking out of the loop aborts the request.
     """
 
     def __init__(
@@ -53,18 +54,16 @@ class AsyncEngine(RequestRouter):
         client: CoreClient | None = None,
         **options: Any,
     ) -> None:
-        """With a `client` it talks to that core, whose models it learns from it; else it builds one of its own.
+        """Builds a core in this process, or uses that of `client`, which then sends the descriptions of its models.
 
-        `models`: several in one engine, by name, each a model or an object of options.
+        `models`: several models of one engine, by name, each a path or a mapping of options.
         """
         super().__init__()
         if client is not None:
             self.client = client
             client.listen(self)
             return
-        from slipstream.frontend.in_process import (
-            build_served,  # loads torch, which a front end without a core need not have
-        )
+        from slipstream.frontend.in_process import build_served  # imports torch
         from slipstream.transport.thread_client import ThreadClient
 
         lanes, self.models = build_served(options_of(model, models, options))
@@ -72,7 +71,7 @@ class AsyncEngine(RequestRouter):
         self.client = ThreadClient(lanes)
         self._ready = True
 
-    # Generating
+    # Generation
 
     async def generate(
         self,
@@ -85,16 +84,16 @@ class AsyncEngine(RequestRouter):
         model: str | None = None,
         caller: str = "",
     ) -> AsyncIterator[RequestOutput]:
-        """Each result holds all there is so far. A slow reader gets fewer of them.
+        """Yields results, each with everything generated so far. A slow reader gets fewer results.
 
-        `caller` names whose request it is: those of one priority are seated by fair turns of their callers.
+        `caller`: requests of equal priority are scheduled fairly among callers.
         """
         model = self._named(model, "generate")
         inputs, name = self._inputs(model), self._name(request_id)
         make = partial(inputs.submit, name, prompt, sampling_params, priority=priority, cache_salt=cache_salt)
-        async with self._begin(name, model, size_of(prompt), make, caller) as reading:
-            async for (track,) in reading:
-                yield track.result()
+        async with self._begin(name, model, size_of(prompt), make, caller) as stream:
+            async for (state,) in stream:
+                yield state.result()
 
     async def chat(
         self,
@@ -110,9 +109,9 @@ class AsyncEngine(RequestRouter):
         inputs, name = self._inputs(model), self._name(request_id)
         text = inputs.render_chat(messages, **template)
         make = partial(inputs.submit, name, text, sampling_params, add_special_tokens=False)
-        async with self._begin(name, model, len(text), make, caller) as reading:
-            async for (track,) in reading:
-                yield track.result()
+        async with self._begin(name, model, len(text), make, caller) as stream:
+            async for (state,) in stream:
+                yield state.result()
 
     async def increments(
         self,
@@ -123,20 +122,20 @@ class AsyncEngine(RequestRouter):
         model: str | None = None,
         caller: str = "",
     ) -> AsyncIterator[list[Increment]]:
-        """What is new in each sample, as it comes; what a slow reader missed comes as one. Costs what is new."""
+        """Yields what is new in each sample since the previous increment, in time proportional to that."""
         model = self._named(model, "generate")
         inputs, name = self._inputs(model), self._name(request_id)
         make = partial(inputs.submit, name, prompt, sampling_params)
-        async with self._begin(name, model, size_of(prompt), make, caller) as reading:
-            async for (track,) in reading:
-                if new := track.increment():
+        async with self._begin(name, model, size_of(prompt), make, caller) as stream:
+            async for (state,) in stream:
+                if new := state.increment():
                     yield new
 
     @asynccontextmanager
     async def _begin(
-        self, name: str, model: str, size: int, make: Callable[[], Prepared], caller: str
-    ) -> AsyncIterator[RequestStream]:
-        """A request, once its prompt is encoded. An abort that comes before that waits for it."""
+        self, name: str, model: str, size: int, make: Callable[[], PreparedPrompt], caller: str
+    ) -> AsyncIterator[RequestStream[GenerationRequestState]]:
+        """Tokenises the prompt and sends it. An abort meanwhile takes effect when the prompt is tokenised."""
         if name in self._preparing or name in self._mailboxes:
             raise in_use(name)
         self._preparing[name] = False
@@ -144,71 +143,100 @@ class AsyncEngine(RequestRouter):
             prepared = await off_loop(size, make)
         finally:
             aborted = self._preparing.pop(name)
-        with self.read([prepared], model, aborted=aborted, caller=caller) as reading:
-            yield reading
+        with self.read([prepared], model, aborted=aborted, caller=caller) as stream:
+            yield stream
 
-    # Pooling: the verbs of `LLM`, each a list of results
+    # Pooling: the calls of `LLM`, with a list of results each
 
     async def encode(
-        self, prompts: PoolPrompts, pooling_params: PoolParams = None, *, pooling_task: Task | None = None,
-        model: str | None = None, caller: str = "", **how: Any,
-    ) -> list[PoolingRequestOutput[Any]]:  # fmt: skip
+        self,
+        prompts: OneOrMorePrompts,
+        pooling_params: OneOrMoreParams = None,
+        *,
+        pooling_task: Task | None = None,
+        model: str | None = None,
+        caller: str = "",
+        **how: Any,
+    ) -> list[PoolingRequestOutput[Any]]:
         model = self._named(model, *([pooling_task] if pooling_task else POOLING_TASKS))
-        call = pooling_calls.encode(self.pool_inputs(model), prompts, pooling_params, pooling_task, **how)
+        call = pooling_calls.encode(self.pooling_inputs(model), prompts, pooling_params, pooling_task, **how)
         return await self.pool(call, model, caller)
 
     async def embed(
-        self, prompts: PoolPrompts, pooling_params: PoolParams = None, *, model: str | None = None, caller: str = "",
+        self,
+        prompts: OneOrMorePrompts,
+        pooling_params: OneOrMoreParams = None,
+        *,
+        model: str | None = None,
+        caller: str = "",
         **how: Any,
-    ) -> list[EmbeddingRequestOutput]:  # fmt: skip
+    ) -> list[EmbeddingRequestOutput]:
         model = self._named(model, "embed")
-        call = pooling_calls.encode(self.pool_inputs(model), prompts, pooling_params, "embed", **how)
+        call = pooling_calls.encode(self.pooling_inputs(model), prompts, pooling_params, "embed", **how)
         return await self.pool(call, model, caller)
 
     async def classify(
-        self, prompts: PoolPrompts, pooling_params: PoolParams = None, *, model: str | None = None, caller: str = "",
+        self,
+        prompts: OneOrMorePrompts,
+        pooling_params: OneOrMoreParams = None,
+        *,
+        model: str | None = None,
+        caller: str = "",
         **how: Any,
-    ) -> list[ClassificationRequestOutput]:  # fmt: skip
+    ) -> list[ClassificationRequestOutput]:
         model = self._named(model, "classify")
-        call = pooling_calls.encode(self.pool_inputs(model), prompts, pooling_params, "classify", **how)
+        call = pooling_calls.encode(self.pooling_inputs(model), prompts, pooling_params, "classify", **how)
         return await self.pool(call, model, caller)
 
     async def score(
-        self, data_1: Texts, data_2: Texts, pooling_params: PoolingParams | None = None, *, model: str | None = None,
-        caller: str = "", **how: Any,
-    ) -> list[ScoringRequestOutput]:  # fmt: skip
+        self,
+        data_1: Texts,
+        data_2: Texts,
+        pooling_params: PoolingParams | None = None,
+        *,
+        model: str | None = None,
+        caller: str = "",
+        **how: Any,
+    ) -> list[ScoringRequestOutput]:
         model = self._named(model, *SCORING)
-        call = pooling_calls.score(self.pool_inputs(model), data_1, data_2, pooling_params, **how)
+        call = pooling_calls.score(self.pooling_inputs(model), data_1, data_2, pooling_params, **how)
         return await self.pool(call, model, caller)
 
     async def rerank(
-        self, query: str, documents: Sequence[str], top_n: int | None = None,
-        pooling_params: PoolingParams | None = None, *, model: str | None = None, caller: str = "", **how: Any,
-    ) -> list[RerankResult]:  # fmt: skip
+        self,
+        query: str,
+        documents: Sequence[str],
+        top_n: int | None = None,
+        pooling_params: PoolingParams | None = None,
+        *,
+        model: str | None = None,
+        caller: str = "",
+        **how: Any,
+    ) -> list[RerankResult]:
         model = self._named(model, *SCORING)
-        call = pooling_calls.rerank(self.pool_inputs(model), query, documents, pooling_params, top_n=top_n, **how)
+        call = pooling_calls.rerank(self.pooling_inputs(model), query, documents, pooling_params, top_n=top_n, **how)
         return await self.pool(call, model, caller)
 
-    async def pool(self, call: pooling_calls.Call[T], model: str | None = None, caller: str = "") -> T:
-        """Run a verb of pooling: what it asks for, until it has what it wants. Whoever leaves early aborts it."""
+    async def pool(self, call: pooling_calls.PoolingCall[T], model: str | None = None, caller: str = "") -> T:
+        """Runs a pooling call: its batches, until it returns. Cancelling aborts its requests."""
         found: pooling_calls.Results | None = None
         try:
             while True:
                 batches = next(call) if found is None else call.send(found)
-                feed = pooling_calls.Feed(self.pool_inputs(model), batches, self.new_id, plain=True)
-                size = sum(EACH + size_of(prompt) for batch in batches for prompt in batch.prompts)
-                submits: list[Prepared] = await off_loop(size, partial(list, feed))
-                with self.read((), model, stream=False, caller=caller) as reading:
-                    found = feed.results(await reading.feed(submits))  # type: ignore[arg-type]
+                prompts = PoolingPrompts(self.pooling_inputs(model), batches, self.new_id, as_lists=True)
+                size = sum(PROMPT_COST + size_of(prompt) for batch in batches for prompt in batch.prompts)
+                submits: list[PreparedPrompt] = await off_loop(size, partial(list, prompts))
+                with self.read((), model, streaming=False, caller=caller) as stream:
+                    found = prompts.in_order([state.result() for state in await stream.feed(submits)])
         except StopIteration as end:
             result: T = end.value
             return result
 
-    def pool_inputs(self, model: str | None = None) -> PoolInputs:
+    def pooling_inputs(self, model: str | None = None) -> PoolingInputs:
         self.check()
         return self.model(model).require_pooling()
 
-    # The models
+    # Models
 
     @property
     def inputs(self) -> InputProcessor:

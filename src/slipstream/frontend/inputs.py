@@ -1,4 +1,7 @@
-"""InputProcessor: a prompt and its parameters become a Submit, or a clear exception."""
+"""InputProcessor: checks a prompt and its SamplingParams, renders chat templates, tokenises, and builds `Submit`.
+
+Every user error of a generation request is raised here, before the request reaches the core.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
 
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong
@@ -20,17 +24,17 @@ from slipstream.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
-Prepared = tuple[Submit, str | None]
-"""A prompt as the core takes it, and its text."""
+PreparedPrompt = tuple[Submit, str | None]
+"""The message for the core, and the prompt's text if it was given as text."""
 
-_TAKEN = {
+_RESERVED = {
     "template", "messages", "add_generation_prompt", "continue_final_message", "tools", "special_tokens", "controls",
 }  # fmt: skip
 
 MAX_REPORTED = 2**24  # logprobs in one answer
-_FEW = 100  # logprobs a token that nobody need think about
-_BYTES_EACH = 250  # about what one takes in the answer: a key, a number, a rank, a text
-_ADDED = 16  # tokens that a tokenizer puts around a text, at most
+_UNCHECKED_LOGPROBS = 100  # up to this many per token, the total is not checked
+_BYTES_EACH = 250  # approximate size of one logprob in the answer: key, number, rank and text
+_MAX_ADDED = 16  # upper bound of the special tokens that a tokenizer adds to a text
 
 
 class InputProcessor:
@@ -39,13 +43,13 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._excerpts = None if tokenizer is None else Excerpts(tokenizer)
         self._controls_of: dict[str, ControlTokens] = {}  # by chat template
-        self._settled: tuple[SamplingParams | None, SamplingParams] | None = None  # as given last, and settled
-        # a tokenizer may have tokens that the model has no vectors for
+        self._resolved: tuple[SamplingParams | None, SamplingParams] | None = None  # the last ones: given, resolved
+        # a tokenizer may have tokens that the model has no embedding for
         self._has_extra_tokens = tokenizer is not None and tokenizer.vocab_size > facts.vocab_size
         self._ids_type = list[Annotated[int, msgspec.Meta(ge=0, lt=facts.vocab_size)]]
 
     def default_params(self) -> SamplingParams:
-        """What the model's generation_config asks for, our own defaults elsewhere."""
+        """The parameters of the model's generation_config.json, and our own defaults for the others."""
         return SamplingParams(**self.facts.defaults.params)
 
     def submit(
@@ -57,18 +61,18 @@ class InputProcessor:
         priority: int | None = None,
         cache_salt: str | None = None,
         add_special_tokens: bool = True,
-    ) -> Prepared:
-        """The message for the core, and the prompt's text if it was given as one.
+    ) -> PreparedPrompt:
+        """Returns the message for the core, and the prompt's text if it was given as text.
 
-        A priority or salt given here counts more than one in the prompt object, and that more than the parameters'.
+        `priority` and `cache_salt` override those of the prompt object, which override those of the parameters.
         """
-        message, text = self.ask(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
+        message, text = self.draft(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
         if not message.prompt_token_ids:
             read = self.to_read(message, text or "")
             message = self.complete(message, self.encode([read], add_special_tokens)[0])
         return message, text and plain(text)
 
-    def ask(
+    def draft(
         self,
         request_id: str,
         prompt: Prompt,
@@ -76,10 +80,10 @@ class InputProcessor:
         *,
         priority: int | None = None,
         cache_salt: str | None = None,
-    ) -> Prepared:
-        """Likewise, but a text is not encoded: its message has no token ids, and waits for `complete`."""
+    ) -> PreparedPrompt:
+        """Like `submit`, but does not tokenise: the message of a text has no token ids until `complete` adds them."""
         self._check_generates()
-        params = self._settle(params)
+        params = self._resolve(params)
         if cache_salt is None and isinstance(prompt, Mapping):
             cache_salt = prompt.get("cache_salt")
         if priority is not None or cache_salt is not None:
@@ -91,64 +95,68 @@ class InputProcessor:
         return (message if ids is None else self.complete(message, ids)), text
 
     def to_read(self, message: Submit, text: str) -> str:
-        """What must be tokenised of a text: all of it, or an end where it is cut to its last tokens.
+        """Returns the part of a text that must be tokenised: its end, where truncate_prompt_tokens cuts it, else all.
 
-        A text that is far too long is refused here, before all of it is read.
+        Raises for a text that is far too long, without tokenising all of it.
         """
-        params, most = message.params, self.facts.max_model_len
+        params, limit = message.params, self.facts.max_model_len
         assert isinstance(params, SamplingParams)
         excerpts = self._excerpts
-        if excerpts is None or excerpts.is_short(text, most):
+        if excerpts is None or excerpts.is_short(text, limit):
             return text
         if (keep := params.truncate_prompt_tokens) is not None:
-            return excerpts.end(text, keep if keep > 0 else most - 1)
-        if excerpts.exceeds(text, most):
-            fact = f"the prompt has {len(text)} characters and more than {most} tokens, {self.facts.name} takes {most}"
-            raise PromptTooLong(f"{fact} with at least one of them for the answer; {self.facts.way_out}")
+            return excerpts.end(text, keep if keep > 0 else limit - 1)
+        if excerpts.exceeds(text, limit):
+            fact = (
+                f"the prompt has {len(text)} characters and more than {limit} tokens, {self.facts.name} takes {limit}"
+            )
+            raise PromptTooLong(f"{fact} including at least one generated token; {self.facts.way_out}")
         return text
 
     def complete(self, message: Submit, ids: list[int]) -> Submit:
-        """With the prompt's token ids."""
-        params, most = message.params, self.facts.max_model_len
+        """Returns the message with the prompt's token ids, truncated and checked."""
+        params, limit = message.params, self.facts.max_model_len
         assert isinstance(params, SamplingParams)
         if (keep := params.truncate_prompt_tokens) is not None:
-            ids = ids[-(keep if keep > 0 else most - 1) :]
+            ids = ids[-(keep if keep > 0 else limit - 1) :]
         if not ids:
             raise InvalidPrompt("the prompt has no tokens; give at least one")
-        if len(ids) >= most:
+        if len(ids) >= limit:
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens, {self.facts.name} takes {most} with at least one of them for the "
-                f"answer; {self.facts.way_out}"
+                f"the prompt has {len(ids)} tokens, {self.facts.name} takes {limit} including at least one generated "
+                f"token; {self.facts.way_out}"
             )
         if self._has_extra_tokens and (token := max(ids)) >= self.facts.vocab_size:
             assert self.tokenizer is not None
             raise InvalidPrompt(
-                f"the prompt holds {self.tokenizer.piece(token)!r}, token id {token} of the tokenizer; "
-                f"{self.facts.known_ids}, leave it out"
+                f"the prompt has {self.tokenizer.piece(token)!r}, token id {token} of the tokenizer; "
+                f"{self.facts.known_ids}, remove it"
             )
-        self._check_report(params, len(ids))
+        self._check_num_logprobs(params, len(ids))
         return msgspec.structs.replace(message, prompt_token_ids=ids)
 
     def surely_fits(self, message: Submit, text: str) -> bool:
-        """Whether `complete` will have nothing to say against this text, whatever its tokens are: a token has a byte at
-        least. Only tokenizers that make a text longer before they cut it could prove this wrong."""
+        """Whether `complete` cannot raise for this text, known without tokenising: a token has at least one byte.
+
+        This assumes a tokenizer whose normalisation does not make a text longer.
+        """
         params = message.params
         assert isinstance(params, SamplingParams)
-        if self._has_extra_tokens or _most_reported(params) > _FEW or not text or text.isspace():
+        if self._has_extra_tokens or _num_logprobs(params) > _UNCHECKED_LOGPROBS or not text or text.isspace():
             return False
         try:
             size = len(text) if text.isascii() else len(text.encode())
         except UnicodeEncodeError:
             return False
-        most, keep = self.facts.max_model_len, params.truncate_prompt_tokens
-        return size + _ADDED < most or (keep is not None and keep < most)
+        limit, keep = self.facts.max_model_len, params.truncate_prompt_tokens
+        return size + _MAX_ADDED < limit or (keep is not None and keep < limit)
 
     def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Together, so that the tokenizer has all cores."""
+        """Returns the token ids of each text. One call, so that the tokenizer can use all CPU cores."""
         return self._need_tokenizer().encode_batch(texts, add_special_tokens)
 
     def render_chat(self, messages: Sequence[Message], **how: Any) -> str:
-        """A conversation to be continued, as the text of a prompt."""
+        """Returns the prompt text of a conversation, for a model that generates. `how`: see `render_messages`."""
         self._check_generates()
         return self.render_messages(messages, **how)
 
@@ -162,12 +170,15 @@ class InputProcessor:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         allow_control_tokens: bool | None = None,
     ) -> str:
-        """The text of messages for any task. `allow_control_tokens`: whether text of messages may spell control tokens;
-        None takes the engine's option."""
+        """Returns the text that the chat template makes of messages, for any task.
+
+        `allow_control_tokens`: whether control tokens in the text of messages are encoded as such; None uses the
+        engine's option.
+        """
         tokenizer = self._need_tokenizer("messages")
-        if clash := _TAKEN & set(chat_template_kwargs or ()):
+        if clash := _RESERVED & set(chat_template_kwargs or ()):
             raise InvalidParams(
-                f"chat_template_kwargs holds {sorted(clash)}, which mean something already; rename them",
+                f"chat_template_kwargs has {sorted(clash)}, which are reserved names; rename them",
                 param="chat_template_kwargs",
             )
         template = tokenizer.chat_template(with_tools=bool(tools))
@@ -184,7 +195,7 @@ class InputProcessor:
         )
 
     def _controls(self, tokenizer: Tokenizer, template: str) -> ControlTokens:
-        """Built once per template; a model has one or two."""
+        """Cached by template, of which a model has one or two."""
         controls = self._controls_of.get(template)
         if controls is None:
             controls = self._controls_of[template] = ControlTokens(tokenizer, template)
@@ -194,13 +205,13 @@ class InputProcessor:
         if (pooling := self.facts.pooling) is not None and not pooling.generates:
             why = f" ({pooling.why_silent})" if pooling.why_silent else ""
             raise InvalidParams(
-                f"{self.facts.name} continues no text{why}; it does {', '.join(pooling.tasks)}: use encode, or another "
-                "model",
+                f"{self.facts.name} does not generate text{why}; it does {', '.join(pooling.tasks)}: use encode, or "
+                "another model",
                 param="model",
             )
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int] | None]:
-        """Its text, its token ids. A text that was given alone has none yet."""
+        """Returns the prompt's text and its token ids, each None where not given."""
         if isinstance(prompt, Mapping):
             if "prompt_token_ids" in prompt:
                 text = prompt.get("prompt")
@@ -211,87 +222,93 @@ class InputProcessor:
         if isinstance(prompt, str):
             self._need_tokenizer()
             return prompt, None
-        if isinstance(prompt, Sequence):
+        if isinstance(prompt, Sequence | np.ndarray):
             return None, self._checked_ids(prompt)
         raise InvalidPrompt(f"a prompt is a string, a list of token ids or an object; this is {type(prompt).__name__}")
 
     def _checked_ids(self, ids: object) -> list[int]:
-        # numpy integers and the like count as whole numbers too
+        if isinstance(ids, np.ndarray):
+            ids = ids.tolist()
         if isinstance(ids, str | bytes) or not hasattr(ids, "__iter__"):
             raise InvalidPrompt(f"prompt_token_ids is {type(ids).__name__}; give a list of token ids")
         try:
-            return msgspec.convert(ids, self._ids_type)  # the usual case: a copy, at the speed of C
+            return msgspec.convert(ids, self._ids_type)  # the fast path for a list of int
         except (msgspec.ValidationError, UnicodeEncodeError):
-            pass  # other kinds of whole numbers, or something to complain about
+            pass  # numpy integers and similar, or an error that is found below
         checked = []
         for token in ids:
             if isinstance(token, bool) or not hasattr(token, "__index__"):
-                raise InvalidPrompt(f"token id {token!r} is not a whole number")
+                raise InvalidPrompt(f"token id {token!r} is not an integer")
             token = token.__index__()
             if not 0 <= token < self.facts.vocab_size:
                 raise InvalidPrompt(f"token id {token} is unknown; {self.facts.known_ids}")
             checked.append(token)
         return checked
 
-    def _settle(self, given: SamplingParams | None) -> SamplingParams:
-        """Checked, and -1 replaced by what it means. Mostly all prompts of a call have the same."""
-        last = self._settled
-        if last is None or last[0] is not given or last[1].logit_bias:  # a dict, which may have been changed
+    def _resolve(self, given: SamplingParams | None) -> SamplingParams:
+        """Checks parameters against the model and replaces -1 by the vocabulary size. The last result is cached, since
+        the prompts of a call usually share one object."""
+        last = self._resolved
+        if last is None or last[0] is not given or last[1].logit_bias:  # a dict, which the caller may have changed
             params = self.default_params() if given is None else given
             self._check_params(params)
-            whole = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
-            if whole:
-                params = params.with_changes(**dict.fromkeys(whole, self.facts.vocab_size))
-            self._settled = last = given, params
+            unlimited = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
+            if unlimited:
+                params = params.with_changes(**dict.fromkeys(unlimited, self.facts.vocab_size))
+            self._resolved = last = given, params
         return last[1]
 
     def _check_params(self, params: SamplingParams) -> None:
         if not isinstance(params, SamplingParams):
             raise InvalidParams(f"sampling_params is {type(params).__name__}; give SamplingParams or a list of them")
         for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
-            # the largest stands for all: they are whole numbers from 0 up, each there once
+            # only the largest needs a check: SamplingParams has checked that none is negative
             if (ids := getattr(params, name)) and (token := max(ids)) >= self.facts.vocab_size:
-                raise InvalidParams(f"{name} holds {token}; {self.facts.known_ids}", param=name)
+                raise InvalidParams(f"{name} has {token}; {self.facts.known_ids}", param=name)
         for name in ("logprobs", "prompt_logprobs"):
             if (getattr(params, name) or 0) > self.facts.vocab_size:
                 raise InvalidParams(
-                    f"{name} is {getattr(params, name)}; the vocabulary has {self.facts.vocab_size}, "
-                    "ask for fewer, or for -1 to have it whole",
+                    f"{name} is {getattr(params, name)}; the vocabulary has {self.facts.vocab_size} tokens, lower it, "
+                    "or use -1 for the whole vocabulary",
                     param=name,
                 )
-        if params.min_tokens >= (most := self.facts.max_model_len):
+        if params.min_tokens >= (limit := self.facts.max_model_len):
             raise InvalidParams(
-                f"min_tokens is {params.min_tokens}, the model length {most}; lower it", param="min_tokens"
+                f"min_tokens is {params.min_tokens}, the model length {limit}; lower it", param="min_tokens"
             )
         if (room := self.facts.max_waiting) is not None and params.n > room:
             raise InvalidParams(
-                f"n is {params.n}, and no more than {room} may wait; lower it or raise max_waiting", param="n"
+                f"n is {params.n}, and the queue holds {room} samples; lower n or raise max_waiting", param="n"
             )
         if params.stop_strings and self.tokenizer is None:
-            raise InvalidParams("stop strings need a tokenizer, and there is none; use stop_token_ids", param="stop")
+            raise InvalidParams(
+                "stop strings need a tokenizer, and skip_tokenizer_init is set; use stop_token_ids", param="stop"
+            )
         if params.bad_words and self.tokenizer is None:
             raise InvalidParams(
-                "bad_words need a tokenizer, and there is none; use logit_bias to keep tokens away", param="bad_words"
+                "bad_words need a tokenizer, and skip_tokenizer_init is set; use logit_bias to exclude tokens",
+                param="bad_words",
             )
 
-    def _check_report(self, params: SamplingParams, num_prompt: int) -> None:
-        """Refuse what would fill the memory with logprobs, before anything runs."""
+    def _check_num_logprobs(self, params: SamplingParams, num_prompt: int) -> None:
+        """Raises where the logprobs of one answer would fill the memory, before anything runs."""
         each = (params.logprobs or 0) + len(params.given_ids)
         num_new = self.facts.max_model_len - num_prompt
         if params.max_tokens is not None:
             num_new = min(num_new, params.max_tokens)
         of_prompt = params.prompt_logprobs or 0
-        total = (params.n * num_new * each if each > _FEW else 0) + (num_prompt * of_prompt if of_prompt > _FEW else 0)
+        total = params.n * num_new * each if each > _UNCHECKED_LOGPROBS else 0
+        total += num_prompt * of_prompt if of_prompt > _UNCHECKED_LOGPROBS else 0
         if total > MAX_REPORTED:
             raise InvalidParams(
-                f"logprobs would come to {total:,}, about {total * _BYTES_EACH / 2**30:.1f} GiB: {each} for each of up "
-                f"to {params.n * num_new} new tokens, {of_prompt} for each of {num_prompt} prompt tokens; an answer "
-                f"takes {MAX_REPORTED:,}; lower logprobs, prompt_logprobs, max_tokens or n",
-                param="logprobs" if each > _FEW else "prompt_logprobs",
+                f"the answer could have {total:,} logprobs, about {total * _BYTES_EACH / 2**30:.1f} GiB: {each} for "
+                f"each of up to {params.n * num_new} new tokens, {of_prompt} for each of {num_prompt} prompt tokens; "
+                f"the limit is {MAX_REPORTED:,}; lower logprobs, prompt_logprobs, max_tokens or n",
+                param="logprobs" if each > _UNCHECKED_LOGPROBS else "prompt_logprobs",
             )
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Each word as it is at the beginning of a text and as it is after a space."""
+        """Returns the token ids of each word, in both spellings: at the start of a text, and after a space."""
         if not params.bad_words:
             return []
         assert self.tokenizer is not None
@@ -301,24 +318,24 @@ class InputProcessor:
         found: dict[tuple[int, ...], None] = {}
         for alone, after_space in zip(plain, spaced, strict=True):
             found[tuple(alone)] = None
-            # where the space is a token of its own the word is there already
+            # where the space is a token of its own, the word without it is already listed
             if after_space[-len(alone) :] != alone:
                 found[tuple(after_space)] = None
         words = [list(word) for word in found if word]
         for word in words:
             if max(word) >= self.facts.vocab_size:
                 raise InvalidParams(
-                    f"bad_words hold token id {max(word)}; {self.facts.known_ids}, leave it out", param="bad_words"
+                    f"bad_words has token id {max(word)}; {self.facts.known_ids}, remove it", param="bad_words"
                 )
             if len(word) > MAX_BAD_WORD:
                 text = self.tokenizer.decode(word)
                 raise InvalidParams(
-                    f"bad_words: {text!r} has {len(word)} tokens, {MAX_BAD_WORD} are the most; give a part of it",
+                    f"bad_words: {text!r} has {len(word)} tokens, the limit is {MAX_BAD_WORD}; give a part of it",
                     param="bad_words",
                 )
         if (total := sum(map(len, words))) > MAX_BAD_WORDS:
             raise InvalidParams(
-                f"bad_words come to {total} tokens, {MAX_BAD_WORDS} are the most; leave some out", param="bad_words"
+                f"bad_words have {total} tokens together, the limit is {MAX_BAD_WORDS}; remove some", param="bad_words"
             )
         return words
 
@@ -328,6 +345,6 @@ class InputProcessor:
         return self.tokenizer
 
 
-def _most_reported(params: SamplingParams) -> int:
-    """Logprobs of one token."""
+def _num_logprobs(params: SamplingParams) -> int:
+    """The largest number of logprobs that one token of the answer or of the prompt has."""
     return max((params.logprobs or 0) + len(params.given_ids), params.prompt_logprobs or 0)

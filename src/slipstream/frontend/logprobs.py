@@ -1,6 +1,6 @@
-"""Logprobs as they came, in bytes, and as people read them: a list of dicts, each made when somebody looks at it.
+"""LogprobStore keeps logprobs as packed bytes; LogprobList reads as a list of dicts, each built on first access.
 
-Few of the logprobs that are asked for are ever looked at, and to make objects of them takes longer than a step does.
+Most requested logprobs are never read, and building Python objects for all of them would take longer than a step.
 """
 
 from __future__ import annotations
@@ -21,58 +21,58 @@ assert _ENTRY.size == LOGPROB.itemsize
 
 
 class LogprobStore:
-    """What has come so far of one text or prompt; it only grows."""
+    """The logprobs of one sample or prompt so far, append-only."""
 
-    __slots__ = ("told", "size", "text_of", "made", "_sum", "_num_summed")
+    __slots__ = ("packed", "size", "text_of", "made", "_sum", "_num_summed")
 
     def __init__(self, num_each: int, text_of: TextOf) -> None:
-        """`num_each`: logprobs of each token, its own among them."""
+        """`num_each`: LOGPROB entries per token, including that of the token itself."""
         self.size = num_each * LOGPROB.itemsize
-        # LOGPROBs of each token. One array of all would be moved now and then as it grows, those of all rows at once
-        self.told: list[bytes] = []
+        # LOGPROB entries by token. One growing array would be reallocated now and then, for all rows in the same step
+        self.packed: list[bytes] = []
         self.text_of = text_of
-        self.made: dict[int, dict[int, Logprob]] = {}  # entries that were looked at, by place
+        self.made: dict[int, dict[int, Logprob]] = {}  # by token index, those that were read
         self._sum = 0.0
         self._num_summed = 0
 
     def __len__(self) -> int:
-        return len(self.told)
+        return len(self.packed)
 
     def take(self, data: bytes) -> None:
-        """Of the next token, or of several."""
+        """Appends the entries of one or more tokens."""
         size = self.size
         if len(data) == size:
-            self.told.append(data)
+            self.packed.append(data)
         else:
             assert not len(data) % size, f"{len(data)} bytes came, a token has {size}"
-            self.told += [data[start : start + size] for start in range(0, len(data), size)]
+            self.packed += [data[start : start + size] for start in range(0, len(data), size)]
 
     def entry(self, place: int) -> dict[int, Logprob] | None:
-        """The token itself first, then the likeliest, then the given ones, whose rank nobody counted.
+        """The logprobs of a token: its own, those of the most likely tokens, those of logprob_token_ids without a rank.
 
-        Nothing is known of the place before the first.
+        None for index -1: the first token of a prompt.
         """
         if place < 0:
             return None
         entry = self.made.get(place)
         if entry is None:
             entry, text_of = {}, self.text_of
-            for logprob, token, rank in _ENTRY.iter_unpack(self.told[place]):
+            for logprob, token, rank in _ENTRY.iter_unpack(self.packed[place]):
                 if token not in entry:
                     entry[token] = Logprob(logprob, rank or None, text_of(token))
             self.made[place] = entry
         return entry
 
     def cumulative(self) -> float:
-        """The sum over the tokens themselves, one after another."""
-        for told in self.told[self._num_summed :]:
-            self._sum += _ENTRY.unpack_from(told)[0]
-        self._num_summed = len(self.told)
+        """The sum of the tokens' own logprobs, in the order of the tokens."""
+        for entries in self.packed[self._num_summed :]:
+            self._sum += _ENTRY.unpack_from(entries)[0]
+        self._num_summed = len(self.packed)
         return self._sum
 
 
-class Logprobs(Sequence[Entry]):
-    """Reads as a list of dicts does; what is added to it makes one. It holds on to what it was cut from."""
+class LogprobList(Sequence[Entry]):
+    """A view of a LogprobStore with the interface of a list of dicts. `+` gives a list; a slice shares the store."""
 
     __slots__ = ("_store", "_places")
 
@@ -86,24 +86,24 @@ class Logprobs(Sequence[Entry]):
     @overload
     def __getitem__(self, index: int) -> Entry: ...
     @overload
-    def __getitem__(self, index: slice) -> Logprobs[Entry]: ...
-    def __getitem__(self, index: int | slice) -> Entry | Logprobs[Entry]:
+    def __getitem__(self, index: slice) -> LogprobList[Entry]: ...
+    def __getitem__(self, index: int | slice) -> Entry | LogprobList[Entry]:
         if isinstance(index, slice):
-            return Logprobs(self._store, self._places[index])
+            return LogprobList(self._store, self._places[index])
         return cast(Entry, self._store.entry(self._places[index]))
 
     def __iter__(self) -> Iterator[Entry]:
         return cast(Iterator[Entry], map(self._store.entry, self._places))
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, list | Logprobs):
+        if isinstance(other, list | LogprobList):
             return len(self) == len(other) and all(mine == yours for mine, yours in zip(self, other, strict=True))
         return NotImplemented
 
-    __hash__ = None  # type: ignore[assignment]  # as a list has none
+    __hash__ = None  # type: ignore[assignment]  # like list
 
     def __add__(self, other: Sequence[Any]) -> list[Any]:
-        return [*self, *other] if isinstance(other, list | Logprobs) else NotImplemented
+        return [*self, *other] if isinstance(other, list | LogprobList) else NotImplemented
 
     def __radd__(self, other: list[Any]) -> list[Any]:
         return [*other, *self] if isinstance(other, list) else NotImplemented
@@ -111,28 +111,28 @@ class Logprobs(Sequence[Entry]):
     def __repr__(self) -> str:
         return repr(list(self))
 
-    def __copy__(self) -> Logprobs[Entry]:
+    def __copy__(self) -> LogprobList[Entry]:
         return self[:]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without the tokenizer: with the texts of these tokens."""
+        """Pickles the texts of these tokens instead of the tokenizer."""
         store, places = self._store, self._places
         start = max(0, min(places, default=0))
         stop = 1 + max(places, default=-1)
-        told = store.told[start:stop]
-        tokens = {token for own in told for _, token, _ in _ENTRY.iter_unpack(own)}
+        packed = store.packed[start:stop]
+        tokens = {token for own in packed for _, token, _ in _ENTRY.iter_unpack(own)}
         texts = {token: store.text_of(token) for token in tokens}
         own = range(places.start - start, places.stop - start, places.step)
         made = {place - start: entry for place, entry in store.made.items() if place in places}
-        return _restored, (store.size // LOGPROB.itemsize, texts, told, made, own)
+        return _restored, (store.size // LOGPROB.itemsize, texts, packed, made, own)
 
 
 def _restored(
-    num_each: int, texts: dict[int, str | None], told: list[bytes], made: dict[int, dict[int, Logprob]], places: range
-) -> Logprobs[Any]:
+    num_each: int, texts: dict[int, str | None], packed: list[bytes], made: dict[int, dict[int, Logprob]], places: range
+) -> LogprobList[Any]:
     store = LogprobStore(num_each, texts.__getitem__)
-    store.told, store.made = told, made
-    return Logprobs(store, places)
+    store.packed, store.made = packed, made
+    return LogprobList(store, places)
 
 
 def texts_of(tokenizer: Tokenizer | None) -> TextOf:

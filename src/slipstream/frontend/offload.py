@@ -1,11 +1,13 @@
-"""Offload: work that would hold an event loop, done by a few threads. Here that is tokenising long texts.
+"""Runs long tokenisation in a few threads, so that it does not block the event loop, and bounds its memory.
 
-So no more texts are read at once than there are threads, and memory that large ones took is given back to the system.
+glibc keeps freed memory in one arena per thread, and a tokenizer allocates about a hundred bytes per character in small
+blocks. Without `trim_heap` and `bound_heap`, a front end that has read a few large texts would hold gigabytes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import threading
 from array import array
@@ -15,58 +17,60 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from slipstream.frontend.heap import give_back
-
 T = TypeVar("T")
 
-LONG = 8192  # characters or token ids that are read in a thread; fewer take less time than the way there
-EACH = 128  # characters that take as long to read as a prompt does beside its own
-_MUCH = 2**18  # characters after which memory is given back
+LONG = 8192  # characters or token ids from which work runs in a thread; less takes less time than the switch
+PROMPT_COST = 128  # characters that take as long to tokenise as the fixed cost of a prompt
+_TRIM_SIZE = 2**18  # characters of one piece of work from which the heap is trimmed after it
+
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # parameters of mallopt
+_MMAP_SIZE = 2**20  # bytes: larger blocks are mapped on their own, and unmapped when freed
+_MAX_ARENAS = 4
 
 
 class Offload:
-    """Runs work in a few threads, in the order in which it comes."""
+    """A thread pool that runs work in the order of arrival."""
 
     def __init__(self, threads: int | None = None) -> None:
         count = min(os.cpu_count() or 1, 8) if threads is None else threads
         self._pool = ThreadPoolExecutor(count, "slipstream-long-texts")
         self._lock = threading.Lock()
-        self.size = 0  # characters that wait for a thread or are read by one
+        self.size = 0  # characters of work that is waiting or running
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """What `work` returns: it is done at once where `size` is small, else by a thread."""
+        """Returns the result of `work` on `size` characters: called directly where that is little, else in a thread."""
         if size < LONG:
             return work()
         with self._lock:
             self.size += size
-        future = self._pool.submit(_do, size, work)
+        future = self._pool.submit(_run, size, work)
 
-        def leave(done: Future[Any]) -> None:  # also where it was cancelled before a thread had time for it
+        def release(done: Future[Any]) -> None:  # also runs where the work was cancelled before it started
             with self._lock:
                 self.size -= size
 
-        future.add_done_callback(leave)
+        future.add_done_callback(release)
         try:
             return await asyncio.wrap_future(future)
         finally:
-            del future  # its error would keep this frame, and this frame its error
+            del future  # breaks the reference cycle of an exception and this frame
 
 
-def _do(size: int, work: Callable[[], T]) -> T:
+def _run(size: int, work: Callable[[], T]) -> T:
     try:
         return work()
     finally:
-        if size >= _MUCH:
-            give_back()
+        if size >= _TRIM_SIZE:
+            trim_heap()
 
 
 OFFLOAD = Offload()
-"""Of this process."""
+"""The pool of this process."""
 off_loop = OFFLOAD.run
 
 
 def size_of(prompt: object) -> int:
-    """Its characters or token ids, whatever its form."""
+    """The number of characters or token ids of a prompt of any form."""
     if isinstance(prompt, Mapping):
         return sum(map(size_of, prompt.values()))
     if isinstance(prompt, tuple) and any(isinstance(one, str) for one in prompt[:2]):
@@ -74,3 +78,24 @@ def size_of(prompt: object) -> int:
     if isinstance(prompt, np.ndarray):
         return prompt.size if prompt.ndim else 0
     return len(prompt) if isinstance(prompt, Sequence | array) else 0
+
+
+def bound_heap() -> None:
+    """Limits glibc's arenas and the size of blocks in them. Call before the process starts threads."""
+    if (mallopt := _libc_function("mallopt")) is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_SIZE)
+        mallopt(_M_ARENA_MAX, _MAX_ARENAS)
+
+
+def trim_heap() -> None:
+    """Returns free memory to the system. Takes milliseconds."""
+    if (malloc_trim := _libc_function("malloc_trim")) is not None:
+        malloc_trim(0)
+
+
+def _libc_function(name: str) -> Callable[..., int] | None:
+    try:
+        found: Callable[..., int] = getattr(ctypes.CDLL(None), name)
+        return found
+    except (AttributeError, OSError, TypeError):  # a C library other than glibc
+        return None

@@ -1,25 +1,110 @@
-"""Prompts: those of one call, all checked at once, their texts encoded as they are needed."""
+"""Turns the prompts of one call into messages for the core: `GenerationPrompts`, and what pooling shares with it.
+
+A call checks every prompt before the first one runs. Texts are tokenised in parts, each while the previous part is in
+use, so the first step does not wait for the last prompt.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import repeat
+from typing import Any, Generic, TypeVar
 
-from slipstream.errors import InvalidPrompt, UserError
-from slipstream.frontend.inputs import InputProcessor, Prepared, Prompt
-from slipstream.frontend.lookahead import Lookahead
+import numpy as np
+
+from slipstream.errors import InvalidParams, InvalidPrompt, UserError
+from slipstream.frontend.inputs import InputProcessor, PreparedPrompt, Prompt
 from slipstream.params import SamplingParams
 from slipstream.text.guarded import plain
 
-_PER_TOKEN = 4  # characters, about
-_MOST = 2**19  # characters encoded at a time: a tokenizer notes much about each token
+_CHARS_PER_TOKEN = 4  # roughly
+_MAX_PART = 2**19  # characters tokenised at a time: a tokenizer allocates much memory per token
+_INTEGER = (int, np.integer)
+
+Part = TypeVar("Part")
+T = TypeVar("T")
 
 
-class Prompts:
-    """Iterating gives what is to be sent, in the order of the prompts.
+def as_batch(prompts: Any) -> Sequence[Any]:
+    """Returns a list of prompts, where one prompt or a list is given. A list of integers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping | array):
+        return [prompts]
+    if isinstance(prompts, np.ndarray):
+        return [prompts] if prompts.ndim < 2 else list(prompts)
+    if not isinstance(prompts, Sequence):
+        raise InvalidPrompt(f"prompts is {type(prompts).__name__}; give a text, token ids, or a list of prompts")
+    if prompts and isinstance(prompts[0], _INTEGER) and all(isinstance(item, _INTEGER) for item in prompts):
+        return [prompts]
+    return prompts
 
-    Texts are encoded in parts, a step's worth first and then more and more, each while the one before is used.
+
+def per_prompt(name: str, value: object, count: int) -> Sequence[Any]:
+    """Returns one value per prompt, where one value for all prompts or a list is given."""
+    if isinstance(value, list | tuple):
+        if len(value) != count:
+            raise InvalidParams(f"there are {count} prompts and {len(value)} {name}; give one for all or one each")
+        return value
+    return [value] * count
+
+
+class Lookahead(Generic[Part, T]):
+    """Iterates over a list that is computed part by part. A thread computes the next part while the current is used.
+
+    This helps work that releases the GIL, such as tokenising. With `threaded=False`, or with a single part, the parts
+    are computed when they are needed and no thread starts.
+    """
+
+    def __init__(self, make: Callable[[Part], list[T]], parts: Iterable[Part], *, threaded: bool = True) -> None:
+        self._make = make
+        self._threaded = threaded
+        self._parts = deque(parts)
+        self._made: deque[T] = deque()
+        self._next: Future[list[T]] | None = None
+        self._thread: ThreadPoolExecutor | None = None  # its thread ends when the executor is dropped
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        while not self._made:
+            self._advance()
+        return self._made.popleft()
+
+    def is_ready(self) -> bool:
+        """Whether `next` returns, or raises StopIteration, without waiting."""
+        return bool(self._made) or (not self._parts if self._next is None else self._next.done())
+
+    def _advance(self) -> None:
+        pending, self._next = self._next, None
+        try:
+            if pending is not None:
+                made = pending.result()
+            elif self._parts:
+                made = self._make(self._parts.popleft())
+            else:
+                raise StopIteration
+        except BaseException:
+            self._parts.clear()  # nothing follows a part that failed
+            self._thread = None
+            raise
+        finally:
+            del pending  # breaks the reference cycle of an exception and this frame
+        if self._parts and self._threaded:
+            self._thread = self._thread or ThreadPoolExecutor(1, "slipstream-texts")
+            self._next = self._thread.submit(self._make, self._parts.popleft())
+        else:
+            self._thread = None
+        self._made.extend(made)
+
+
+class GenerationPrompts:
+    """The prompts of one generation call. Iterating gives their messages in the order of the prompts.
+
+    The first part of the texts has about as many tokens as a step, and each further part twice as many.
     """
 
     def __init__(
@@ -33,60 +118,63 @@ class Prompts:
         salts: Sequence[str | None] | None = None,
         add_special_tokens: bool = True,
     ) -> None:
-        self.asked: list[Prepared] = []  # in full where token ids were given
+        self.drafts: list[PreparedPrompt] = []  # without token ids where the prompt is a text
         each = zip(prompts, params, priorities or repeat(None), salts or repeat(None), strict=False)
         try:
             for prompt, own, priority, salt in each:
-                self.asked.append(inputs.ask(new_id(), prompt, own, priority=priority, cache_salt=salt))
+                self.drafts.append(inputs.draft(new_id(), prompt, own, priority=priority, cache_salt=salt))
         except UserError as error:
-            raise error.of_prompt(len(self.asked), len(prompts)) from None
-        # whether none will be refused that has still to be encoded
+            raise error.of_prompt(len(self.drafts), len(prompts)) from None
+        # whether tokenising cannot raise an error for any of the texts
         self.is_sure = all(
-            message.prompt_token_ids or inputs.surely_fits(message, text or "") for message, text in self.asked
+            message.prompt_token_ids or inputs.surely_fits(message, text or "") for message, text in self.drafts
         )
-        make = partial(_make, inputs, self.asked, add_special_tokens)  # not ours, or we would keep each other
-        self._made = Lookahead(make, _parts(self.asked, _PER_TOKEN * inputs.facts.max_batch_tokens))
+        make = partial(_complete, inputs, self.drafts, add_special_tokens)  # no reference to self: avoids a cycle
+        self._made = Lookahead(make, _parts(self.drafts, _CHARS_PER_TOKEN * inputs.facts.max_batch_tokens))
 
-    def __iter__(self) -> Iterator[Prepared]:
+    def __iter__(self) -> Iterator[PreparedPrompt]:
         return self._made
 
     def is_ready(self) -> bool:
-        """Whether the next one need not be waited for."""
+        """Whether the next message is available without waiting."""
         return self._made.is_ready()
 
 
-def _make(inputs: InputProcessor, asked: Sequence[Prepared], special: bool, part: slice) -> list[Prepared]:
-    to_read: list[str | None] = []  # None where token ids were given
-    made: list[Prepared] = []
+def _complete(
+    inputs: InputProcessor, drafts: Sequence[PreparedPrompt], special: bool, part: slice
+) -> list[PreparedPrompt]:
+    """Tokenises the texts of a part of the drafts, in one call of the tokenizer."""
+    to_read: list[str | None] = []  # None where the prompt has token ids
+    made: list[PreparedPrompt] = []
     try:
-        for message, text in asked[part]:
+        for message, text in drafts[part]:
             to_read.append(None if message.prompt_token_ids else inputs.to_read(message, text or ""))
     except UserError as error:
-        raise error.of_prompt(part.start + len(to_read), len(asked)) from None
+        raise error.of_prompt(part.start + len(to_read), len(drafts)) from None
     texts = [text for text in to_read if text is not None]
     try:
-        found = inputs.encode(texts, special) if texts else []
+        encoded = inputs.encode(texts, special) if texts else []
     except InvalidPrompt:
-        found = []  # whose text it was shows when they are encoded one by one
-    each = iter(found)
+        encoded = []  # encoded one by one below, which shows the text that fails
+    each = iter(encoded)
     try:
-        for (message, text), read in zip(asked[part], to_read, strict=True):
+        for (message, text), read in zip(drafts[part], to_read, strict=True):
             if read is not None:
-                message = inputs.complete(message, next(each) if found else inputs.encode([read], special)[0])
+                message = inputs.complete(message, next(each) if encoded else inputs.encode([read], special)[0])
             made.append((message, text and plain(text)))
     except UserError as error:
-        raise error.of_prompt(part.start + len(made), len(asked)) from None
+        raise error.of_prompt(part.start + len(made), len(drafts)) from None
     return made
 
 
-def _parts(asked: Sequence[Prepared], size: int) -> Iterator[slice]:
-    """Of so many characters to be encoded, then of twice as many each time."""
+def _parts(drafts: Sequence[PreparedPrompt], size: int) -> Iterator[slice]:
+    """Slices of the drafts: the first has `size` characters to tokenise, each further one twice as many."""
     start = taken = 0
-    size = min(size or _MOST, _MOST)
-    for place, (message, text) in enumerate(asked):
+    size = min(size or _MAX_PART, _MAX_PART)
+    for place, (message, text) in enumerate(drafts):
         if taken >= size:
             yield slice(start, place)
-            start, taken, size = place, 0, min(2 * size, _MOST)
+            start, taken, size = place, 0, min(2 * size, _MAX_PART)
         if not message.prompt_token_ids:
             taken += len(text or "")
-    yield slice(start, len(asked))
+    yield slice(start, len(drafts))

@@ -1,4 +1,4 @@
-"""QueueLoad: what a front end has under way, in requests and tokens, and how fast it goes away."""
+"""QueueLoad: the requests and tokens of one front end, and the rate at which its queue empties."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from contextlib import contextmanager
 
 
 class QueueLoad:
-    """A prompt is queued until the core is heard of it for the first time, and open until it ends."""
+    """A prompt is queued until its first output arrives, and open until it is finished."""
 
     def __init__(self) -> None:
         self.num_open = 0
         self.num_queued = 0
-        self.num_encoding = 0  # prompts that are tokenised, and will be queued then
+        self.num_encoding = 0  # prompts that are being tokenised, before they are queued
         self.queued_tokens = 0
-        self.queued_of: Counter[str] = Counter()  # prompts queued for each model, by name
-        self.queued_by: Counter[str] = Counter()  # prompts that wait, by each caller that has any
-        self._rate = 0.0  # requests that leave the queue in a second, lately
+        self.queued_of: Counter[str] = Counter()  # queued prompts by model
+        self.queued_by: Counter[str] = Counter()  # queued and encoding prompts by caller, without zeros
+        self._rate = 0.0  # requests per second that leave the queue, a moving average
         self._since = time.monotonic()
-        self._num_left = 0
+        self._num_started = 0
 
     @property
     def num_waiting(self) -> int:
-        """Prompts of which nothing was computed yet, tokenised or not."""
+        """Prompts that are queued or being tokenised."""
         return self.num_queued + self.num_encoding
 
     @contextmanager
     def encoding(self, count: int, caller: str = "") -> Iterator[None]:
-        """While prompts are tokenised."""
+        """A context in which `count` prompts are being tokenised."""
         self.num_encoding += count
         self.queued_by[caller] += count
         try:
@@ -50,21 +50,21 @@ class QueueLoad:
         self.queued_of[model] -= 1
         self._leave_queue(caller, 1)
         self.queued_tokens -= num_tokens
-        self._num_left += 1
+        self._num_started += 1
 
     def _leave_queue(self, caller: str, count: int) -> None:
         self.queued_by[caller] -= count
         if not self.queued_by[caller]:
-            del self.queued_by[caller]  # callers come and go
+            del self.queued_by[caller]  # the number of callers has no bound
 
-    def leave(self) -> None:
+    def finish(self) -> None:
         self.num_open -= 1
 
     def seconds_to_drain(self) -> float:
-        """A guess at how long those now queued will take to start; 1 where there is nothing to go by."""
+        """An estimate of the time until all queued prompts have started; 1 second before there is a rate."""
         now = time.monotonic()
         if (passed := now - self._since) >= 1.0:
-            recent = self._num_left / passed
+            recent = self._num_started / passed
             self._rate = recent if not self._rate else 0.5 * (self._rate + recent)
-            self._since, self._num_left = now, 0
+            self._since, self._num_started = now, 0
         return self.num_queued / self._rate if self._rate else 1.0

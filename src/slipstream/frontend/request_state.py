@@ -1,7 +1,7 @@
-"""OutputProcessor: what the core sends becomes text, logprobs and finish reasons.
+"""Per-request state in the front end, and OutputProcessor, which applies the core's outputs to it.
 
-Text that nobody watches is made once, at the end. Text that is streamed is made when its reader looks, text that is
-searched for stop strings as it comes; neither is ever taken back.
+Text is detokenised as late as possible: once at the end without streaming, when the reader takes an increment with
+streaming, and token by token only where stop strings must be found. Text that was returned never changes.
 """
 
 from __future__ import annotations
@@ -11,109 +11,149 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.config.pooling_info import PoolingInfo
-from slipstream.frontend.logprobs import Logprobs, LogprobStore, texts_of
-from slipstream.frontend.pool_results import PoolingRequestOutput, wrap
+from slipstream.frontend.logprobs import LogprobList, LogprobStore, texts_of
+from slipstream.frontend.pooling.results import PoolingRequestOutput, wrap
 from slipstream.frontend.results import Increment, Logprob, RequestMetrics, RequestOutput
-from slipstream.frontend.sample_state import Sample
+from slipstream.frontend.sample_state import SampleState
+from slipstream.frontend.served import ServedModel
 from slipstream.messages import Abort, Output, Submit
 from slipstream.metrics.stats import ModelStats
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.text.tokenizer import Tokenizer
 
-_FIRST = 2**30  # more tokens than anybody collects: the first is never kept back
+_FIRST_INCREMENT = 2**30  # `unread` before the first increment: more tokens than any stream interval
 
 
 class OutputProcessor:
-    """Keeps one entry for each request under way."""
+    """Holds the state of every request that is not finished, and applies the core's outputs to them."""
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None = None) -> None:
+        """`tokenizer`: of requests that are opened without a model."""
         self.tokenizer = tokenizer
-        self.tracks: dict[str, RequestState] = {}
+        self.states: dict[str, RequestState] = {}
 
-    def open(
-        self, message: Submit, prompt: str | None, *, stream: bool, tokenizer: Tokenizer | None = None
-    ) -> RequestState:
-        """`stream`: its text is wanted as it grows. `tokenizer`: where it is not the processor's own."""
-        track: RequestState
+    def open(self, message: Submit, prompt: str | None, *, streaming: bool, model: ServedModel | None = None) -> Any:
+        """Returns the new state of a request. `streaming`: increments will be read; `prompt`: its text, if it has one.
+        `model`: required for pooling."""
+        state: RequestState
         if isinstance(message.params, PoolingParams):
-            track = PoolingRequestState(message, prompt)
+            assert model is not None and model.facts.pooling is not None, f"{message.request_id} needs a pooling model"
+            state = PoolingRequestState(message, prompt, model.facts.pooling)
         else:
-            track = RequestState(message, prompt, tokenizer or self.tokenizer, stream=stream)
-        assert message.request_id not in self.tracks, f"request id {message.request_id} is taken"
-        self.tracks[message.request_id] = track
-        return track
+            tokenizer = self.tokenizer if model is None else model.tokenizer
+            state = GenerationRequestState(message, prompt, tokenizer, streaming=streaming)
+        assert message.request_id not in self.states, f"request id {message.request_id} is taken"
+        self.states[message.request_id] = state
+        return state
 
     def drop(self, request_id: str) -> None:
-        self.tracks.pop(request_id, None)
+        self.states.pop(request_id, None)
 
     def begin(self, request_ids: Sequence[str]) -> None:
-        """These wait no more."""
+        """Notes that the core has started to compute these requests."""
         now = time.monotonic()
         for name in request_ids:
-            if (track := self.tracks.get(name)) is not None:
-                track.begun = now
+            if (state := self.states.get(name)) is not None:
+                state.begun = now
 
     def process(
         self, outputs: list[Output], failed: list[tuple[RequestState, Exception]] | None = None
     ) -> tuple[list[RequestState], list[Abort]]:
-        """Take in a step's outputs. Returns the requests that moved, and what the core need not go on with.
+        """Applies outputs. Returns the states with new output, and aborts for samples that a stop string ended.
 
-        With `failed`, a request whose output raises an exception is dropped and noted there, and the others go on.
+        With `failed`, a request whose output raises an exception is dropped and added to that list, and the others
+        continue.
         """
-        moved: dict[str, RequestState] = {}
+        updated: dict[str, RequestState] = {}
         aborts: list[Abort] = []
         now = time.monotonic()
         for output in outputs:
-            track = self.tracks.get(output.request_id)
-            if track is None:
-                continue  # dropped while its last step was in flight
+            state = self.states.get(output.request_id)
+            if state is None:
+                continue  # dropped while a step was in flight
             try:
-                stopped = track.take(output, now)
+                stopped = state.take(output, now)
             except Exception as error:
                 if failed is None:
                     raise
-                failed.append((track, error))
-                moved.pop(output.request_id, None)
-                del self.tracks[output.request_id]
+                failed.append((state, error))
+                updated.pop(output.request_id, None)
+                del self.states[output.request_id]
                 continue
             if stopped:
                 aborts.append(Abort(output.request_id, output.sample))
             if output.token_ids or output.finish_reason is not None:
-                moved[output.request_id] = track
-            if track.finished:
-                del self.tracks[output.request_id]
-        return list(moved.values()), aborts
+                updated[output.request_id] = state
+            if state.finished:
+                del self.states[output.request_id]
+        return list(updated.values()), aborts
 
 
 class RequestState:
-    """One request under way: its samples and its times."""
+    """One request that is not finished: what generation and pooling have in common."""
 
-    stats: ModelStats | None = None  # where its tokens and times are counted
-    begun = 0.0  # monotonic seconds: its prompt is being computed; 0 before
-    is_query = False  # late interaction: the core may keep something of it past its end, until it is aborted
+    stats: ModelStats | None = None  # the model's counters and histograms
+    begun = 0.0  # monotonic seconds when the core started to compute the prompt; 0 before
+    is_query = False  # a late-interaction query, which the core keeps after its result until it is aborted
+    unread = 0  # tokens since the last increment
+    samples: Sequence[SampleState] = ()
+    num_cached = 0  # prompt tokens found in the prefix cache
 
-    def __init__(self, message: Submit, prompt: str | None, tokenizer: Tokenizer | None, *, stream: bool) -> None:
+    def __init__(self, message: Submit, prompt: str | None, *, streaming: bool) -> None:
         self.id = message.request_id
         self.message = message
-        self.stream = stream
-        self.queued = True  # until the core is heard of it
+        self.streaming = streaming
+        self.queued = True  # until the first output
         self.prompt = prompt
+        self.finished = False
+        self.submitted = time.monotonic()
+
+    def take(self, output: Output, now: float) -> bool:
+        """Applies an output. Returns whether a stop string ended a sample that the core still computes."""
+        raise NotImplementedError
+
+    def abort(self) -> None:
+        """Finishes the request with what has been computed so far."""
+        self.finished = True
+
+    def count_end(self) -> None:
+        """Updates the statistics, when the request is finished or its reader is gone."""
+        if (stats := self.stats) is not None:
+            stats.e2e.observe(time.monotonic() - self.submitted)
+            stats.cached_tokens += self.num_cached
+            for reason in self._finish_reasons():
+                stats.finished[reason] = stats.finished.get(reason, 0) + 1
+
+    def _finish_reasons(self) -> list[str]:
+        raise NotImplementedError
+
+    @property
+    def num_tokens(self) -> int:
+        """Generated tokens of all samples so far; for pooling, tokens of the prompt."""
+        raise NotImplementedError
+
+    def result(self) -> Any:
+        """Returns a RequestOutput, or for pooling a PoolingRequestOutput."""
+        raise NotImplementedError
+
+
+class GenerationRequestState(RequestState):
+    """A generation request: its samples, logprobs of its prompt, and times."""
+
+    def __init__(self, message: Submit, prompt: str | None, tokenizer: Tokenizer | None, *, streaming: bool) -> None:
+        super().__init__(message, prompt, streaming=streaming)
         params = message.params
         assert isinstance(params, SamplingParams)
-        self.samples = [Sample(i, params, tokenizer, stream=stream) for i in range(params.n)]
-        self.finished = False
-        self.unread = _FIRST  # tokens since the last increment, if there was one
-        self.num_cached = 0
-        self._prompt_logprobs: LogprobStore | None = None  # from the second token on
+        self.samples = [SampleState(i, params, tokenizer, streaming=streaming) for i in range(params.n)]
+        self.unread = _FIRST_INCREMENT
+        self._prompt_logprobs: LogprobStore | None = None  # of the second token and all after it
         if params.prompt_logprobs is not None:
             texts = texts_of(tokenizer if params.detokenize else None)
             self._prompt_logprobs = LogprobStore(1 + params.prompt_logprobs, texts)
         self.metrics = RequestMetrics(message.arrival_time)
-        self.submitted = time.monotonic()
 
     def take(self, output: Output, now: float) -> bool:
-        """Returns whether a stop string ended a sample that the core still runs."""
         metrics = self.metrics
         if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
             self._prompt_logprobs.take(output.prompt_logprobs)
@@ -125,7 +165,7 @@ class RequestState:
                     if self.begun:
                         stats.queue.observe(self.begun - self.submitted)
                         stats.prefill.observe(now - self.begun)
-                elif output.sample == 0:  # the others move in the same steps
+                elif output.sample == 0:  # the other samples get their tokens in the same steps
                     stats.itl.observe(now - metrics.last_token_ts)
             if not metrics.first_token_ts:
                 metrics.first_token_ts = now
@@ -136,47 +176,39 @@ class RequestState:
         sample = self.samples[output.sample]
         stopped = sample.take(output)
         if sample.finish_reason is not None:
-            self._look_finished()
+            self.finished = all(sample.finish_reason is not None for sample in self.samples)
         return stopped
 
-    def _look_finished(self) -> None:
-        self.finished = all(sample.finish_reason is not None for sample in self.samples)
-
     @property
-    def prompt_logprobs(self) -> Logprobs[dict[int, Logprob] | None] | None:
-        """Of the prompt's tokens so far: None for the first, which has nothing before it. None where nobody asked."""
+    def prompt_logprobs(self) -> LogprobList[dict[int, Logprob] | None] | None:
+        """One entry per prompt token so far, None for the first. None where the request has no prompt_logprobs."""
         store = self._prompt_logprobs
-        return None if store is None else Logprobs(store, range(-1, len(store)))
+        return None if store is None else LogprobList(store, range(-1, len(store)))
 
     @property
     def num_tokens(self) -> int:
-        """Of all samples so far."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
     def count_end(self) -> None:
-        """It has ended, or its reader has left."""
-        stats = self.stats
-        if stats is None:
+        super().count_end()
+        if (stats := self.stats) is None:
             return
-        stats.e2e.observe(time.monotonic() - self.submitted)
         if first := self.metrics.first_token_ts:
             stats.decode.observe(self.metrics.last_token_ts - first)
             if self.begun:
                 stats.inference.observe(self.metrics.last_token_ts - self.begun)
-        stats.cached_tokens += self.num_cached
         stats.output_length.observe(self.num_tokens)
-        for sample in self.samples:
-            reason = str(sample.finish_reason or "abort")
-            stats.finished[reason] = stats.finished.get(reason, 0) + 1
+
+    def _finish_reasons(self) -> list[str]:
+        return [str(sample.finish_reason or "abort") for sample in self.samples]
 
     def abort(self) -> None:
-        """The caller gave up: what has come so far is all there will be."""
         for sample in self.samples:
             sample.abort()
-        self.finished = True
+        super().abort()
 
     def increment(self) -> list[Increment]:
-        """What is new in each sample since the last call; only for those that are streamed. Costs what is new."""
+        """Returns what is new in each sample since the last call, in time proportional to that. For streaming only."""
         self.unread = 0
         return [new for sample in self.samples if (new := sample.increment()) is not None]
 
@@ -194,47 +226,34 @@ class RequestState:
 
 
 class PoolingRequestState(RequestState):
-    """A pooling request under way. It waits for one output, which is its last."""
+    """A pooling request. Its first output is its last."""
 
-    samples: list[Sample] = []
-    stream = False
-
-    def __init__(self, message: Submit, prompt: str | None) -> None:
-        self.id = message.request_id
-        self.message = message
-        self.is_query = message.params.is_query  # type: ignore[union-attr]  # of pooling
-        self.queued = True
-        self.prompt = prompt
-        self.finished = False
-        self.output: Output | None = None  # None as well when it was aborted
-        self.submitted = time.monotonic()
+    def __init__(self, message: Submit, prompt: str | None, pooling: PoolingInfo) -> None:
+        super().__init__(message, prompt, streaming=False)
+        assert isinstance(message.params, PoolingParams)
+        self.is_query = message.params.is_query
+        self.pooling = pooling
+        self.output: Output | None = None  # stays None where the request was aborted
 
     def take(self, output: Output, now: float) -> bool:
         self.output = output
+        self.num_cached = output.num_cached_tokens
         self.finished = True
         return False
 
-    def count_end(self) -> None:
-        stats, output = self.stats, self.output
-        if stats is None:
-            return
-        stats.e2e.observe(time.monotonic() - self.submitted)
-        stats.cached_tokens += 0 if output is None else output.num_cached_tokens
-        reason = "abort" if output is None else "error" if output.pooled is None else "pooled"
-        stats.finished[reason] = stats.finished.get(reason, 0) + 1
+    def _finish_reasons(self) -> list[str]:
+        return ["abort" if self.output is None else "error" if self.output.pooled is None else "pooled"]
 
     @property
     def num_tokens(self) -> int:
-        """That were read: it writes none."""
         return len(self.message.prompt_token_ids)
 
-    def pooled(self, pooling: PoolingInfo) -> PoolingRequestOutput[Any]:
-        """In the shape of its task."""
+    def result(self) -> PoolingRequestOutput[Any]:
         message, output = self.message, self.output
         params = message.params
         assert isinstance(params, PoolingParams) and params.task is not None
         if output is None or output.pooled is None:
             error = None if output is None else output.error
             return PoolingRequestOutput(self.id, None, message.prompt_token_ids, self.prompt, error=error)
-        kind, numbers = wrap(params.task, output.pooled.array(), message.prompt_token_ids, pooling)
-        return kind(self.id, numbers, message.prompt_token_ids, self.prompt, num_cached_tokens=output.num_cached_tokens)
+        kind, outputs = wrap(params.task, output.pooled.array(), message.prompt_token_ids, self.pooling)
+        return kind(self.id, outputs, message.prompt_token_ids, self.prompt, num_cached_tokens=output.num_cached_tokens)

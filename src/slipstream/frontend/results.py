@@ -1,4 +1,4 @@
-"""What a caller gets back: the shapes people already use."""
+"""Result classes of generation, with vLLM's names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 class Logprob(msgspec.Struct, frozen=True):
     logprob: float
-    rank: int | None = None  # 1 is the likeliest; None for a token of logprob_token_ids that is not among them
+    rank: int | None = None  # 1 is the most likely; None for a token of logprob_token_ids without a rank
     decoded_token: str | None = None
 
 
@@ -27,23 +27,23 @@ class CompletionOutput(msgspec.Struct):
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    # a token: the chosen one first, then the likeliest, then those of logprob_token_ids
+    # one dict per token: the sampled token first, then the most likely ones, then those of logprob_token_ids
     logprobs: Sequence[dict[int, Logprob]] | None = None
     finish_reason: str | None = None  # stop, length, abort or error
-    stop_reason: int | str | None = None  # the stop token or string that ended it; None for the end token
+    stop_reason: int | str | None = None  # the stop token or stop string found; None for an end-of-text token
 
     def finished(self) -> bool:
         return self.finish_reason is not None
 
 
 class Increment(msgspec.Struct):
-    """What is new of one sample since its last increment; all of them together are its whole output."""
+    """What is new in one sample since its last increment. The increments together are its whole output."""
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: Sequence[dict[int, Logprob]] | None
-    finish_reason: str | None  # given with the last one
+    finish_reason: str | None  # set in the last increment
     stop_reason: int | str | None
 
 
@@ -55,6 +55,6 @@ class RequestOutput(msgspec.Struct):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
-    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None  # a prompt token; None for the first
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None  # by prompt token; None for the first
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None

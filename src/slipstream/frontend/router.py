@@ -1,6 +1,6 @@
-"""Desk: where prompts are handed in to a core, and what it says of them is handed out to those who wait.
+"""RequestRouter: sends prompts to the core, and routes the core's messages to the streams of the requests.
 
-It knows who waits for what, how much is under way, and whether the core is there; not what a prompt asks for.
+It also tracks the load of this front end and whether the core is loading, ready or lost. It does not read parameters.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from slipstream.errors import EngineClosed, RequestTooLarge, UserError
-from slipstream.frontend.answer_size import check_result
-from slipstream.frontend.mailbox import Mailbox
+from slipstream.frontend.inputs import PreparedPrompt
+from slipstream.frontend.pooling.results import check_result_size
 from slipstream.frontend.queue_load import QueueLoad
 from slipstream.frontend.request_state import OutputProcessor, RequestState
-from slipstream.frontend.request_stream import RequestStream
+from slipstream.frontend.request_stream import Mailbox, RequestStream
 from slipstream.frontend.served import ServedModel, choose
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.stats import ModelStats
@@ -31,159 +32,162 @@ log = logging.getLogger("slipstream.front")
 
 
 class RequestRouter:
-    """Listens to the core at the other end of its client, once it has one."""
+    """The listener of a `CoreClient`, which subclasses set."""
 
     client: CoreClient
 
     def __init__(self) -> None:
-        self.models: dict[str, ServedModel] = {}  # by name; the first is meant where none is named
+        self.models: dict[str, ServedModel] = {}  # by name; the first is the default
         self.load = QueueLoad()
         self.pulse = Pulse()
-        self.stats: dict[str, ModelStats] = {}  # of each model's requests
+        self.stats: dict[str, ModelStats] = {}  # by model
         self.core_pid: int | None = None  # of a core in another process
-        self.stage = "waiting for the engine core"  # of its start, in words
-        self.heard = time.monotonic()  # when the core last said something
+        self.stage = "waiting for the engine core"  # of the start, for messages
+        self.heard = time.monotonic()  # time of the core's last message
         self.failure: BaseException | None = None
-        self.stream_interval = 1  # tokens of which a stream's reader hears at once, after the first
+        self.stream_interval = 1  # tokens between two increments of a stream, after the first increment
         self._ready = False
-        self._waiters: list[asyncio.Future[None]] = []  # for it to be ready, or lost
-        self._for_room: list[asyncio.Future[None]] = []  # for others to leave the queue
-        self._opening: asyncio.Task[None] | None = None
-        self._outputs = OutputProcessor(None)
-        self._mailboxes: dict[str, Mailbox] = {}
-        self._preparing: dict[str, bool] = {}  # by name, prompts that are not sent yet: whether they are aborted
-        self._abort_calls: dict[str, asyncio.Future[int]] = {}  # asked of the other front ends, by call
+        self._state_waiters: list[asyncio.Future[None]] = []  # for the core to be ready or lost
+        self._queue_waiters: list[asyncio.Future[None]] = []  # for a request to leave the queue
+        self._opening: asyncio.Task[None] | None = None  # loads tokenizers
+        self._outputs = OutputProcessor()
+        self._mailboxes: dict[str, Mailbox] = {}  # by request id
+        self._preparing: dict[str, bool] = {}  # by request id, prompts being tokenised: whether they were aborted
+        self._abort_calls: dict[str, asyncio.Future[int]] = {}  # sent to the other front ends, by call id
         self._numbers = itertools.count()
         self._prefix = secrets.token_hex(4)
 
-    # Handing in
+    # Sending
 
     def read(
         self,
-        submits: Sequence[tuple[Submit, str | None]],
+        submits: Sequence[PreparedPrompt],
         model: str | None = None,
         *,
-        stream: bool = True,
+        streaming: bool = True,
         aborted: bool = False,
         caller: str = "",
-    ) -> RequestStream:
-        """Send prompts that `inputs` has made, for one reader: all begin, or none does. Without `stream` it hears only
-        of their ends. Those that are `aborted` already are not sent. `caller`: requests are seated by fair turns of
-        their callers."""
+    ) -> RequestStream[Any]:
+        """Sends prompts, all or none, and returns the stream of their outputs.
+
+        Without `streaming`, the stream has finished requests only. With `aborted` nothing is sent, and the requests
+        finish as aborted. `caller`: see `Submit`.
+        """
         self.check()
         check_text("caller", caller)
         self.client.listen(self)
         served = self.model(model)
-        count, most = sum(message.num_samples for message, _ in submits), served.facts.max_waiting
-        if most is not None and count > most:
+        count, limit = sum(message.num_samples for message, _ in submits), served.facts.max_waiting
+        if limit is not None and count > limit:
             raise RequestTooLarge(
-                f"of {len(submits)} prompts {count} would wait, and no more than {most} may; send fewer at once, "
+                f"{len(submits)} prompts have {count} samples, and the queue holds {limit}; send fewer at once, "
                 "lower n, or raise max_waiting"
             )
-        reading = RequestStream(self, served, Mailbox(), stream=stream, caller=caller)
-        messages = [self._enter(reading, message, text) for message, text in submits]
+        stream: RequestStream[Any] = RequestStream(self, served, Mailbox(), streaming=streaming, caller=caller)
+        messages = [self._enter(stream, message, text) for message, text in submits]
         if aborted:
-            for track in reading.tracks:
-                self._abort(track)
+            for state in stream.states:
+                self._abort(state)
         elif messages:
-            self._send(reading, len(messages), messages[0] if len(messages) == 1 else SubmitAll(messages))
-        return reading
+            self._send(stream, len(messages), messages[0] if len(messages) == 1 else SubmitAll(messages))
+        return stream
 
-    def send(self, reading: RequestStream, message: Submit, text: str | None) -> None:
-        """One more prompt for a reader; if it cannot be, the reader has nothing under way afterwards."""
-        self._send(reading, 1, self._enter(reading, message, text))
+    def send(self, stream: RequestStream[Any], message: Submit, text: str | None) -> None:
+        """Adds a prompt to a stream. Where it raises, the stream's requests are aborted."""
+        self._send(stream, 1, self._enter(stream, message, text))
 
-    def _send(self, reading: RequestStream, count: int, message: Submit | SubmitAll) -> None:
-        """Send the reader's last `count` prompts, or forget them where they cannot be sent."""
+    def _send(self, stream: RequestStream[Any], count: int, message: Submit | SubmitAll) -> None:
+        """Sends the stream's last `count` prompts, or removes them where they cannot be sent."""
         try:
             self.client.send(message)
         except UserError:
-            for track in reading.tracks[-count:]:
-                self._outputs.drop(track.id)
-                self._close(track)
-            del reading.tracks[-count:]
+            for state in stream.states[-count:]:
+                self._outputs.drop(state.id)
+                self._close(state)
+            del stream.states[-count:]
             raise
 
-    def _enter(self, reading: RequestStream, message: Submit, text: str | None) -> Submit:
-        """Who waits for it is known before it is sent: the answer may be there before we look."""
-        name, served = message.request_id, reading.served
+    def _enter(self, stream: RequestStream[Any], message: Submit, text: str | None) -> Submit:
+        """Creates the request's state before the message is sent, since outputs may arrive at once."""
+        name, served = message.request_id, stream.served
         if name in self._mailboxes:
-            self.leave(reading, failed=True)
+            self.end(stream, failed=True)
             raise in_use(name)
         if (limit := self.client.max_result) is not None:
             try:
-                check_result(served.facts, message, limit)
+                check_result_size(served.facts, message, limit)
             except UserError:
-                self.leave(reading, failed=True)
+                self.end(stream, failed=True)
                 raise
-        if len(self.models) > 1 or reading.caller:
+        if len(self.models) > 1 or stream.caller:
             model = served.facts.name if len(self.models) > 1 else ""
-            message = msgspec.structs.replace(message, model=model, caller=reading.caller)
-        self._mailboxes[name] = reading.mailbox
-        track = self._outputs.open(message, text, stream=reading.stream, tokenizer=served.tokenizer)
+            message = msgspec.structs.replace(message, model=model, caller=stream.caller)
+        self._mailboxes[name] = stream.mailbox
+        state = self._outputs.open(message, text, streaming=stream.streaming, model=served)
         if (stats := self.stats.get(served.facts.name)) is None:
             stats = self.stats[served.facts.name] = ModelStats()
-        track.stats = stats
-        reading.tracks.append(track)
+        state.stats = stats
+        stream.states.append(state)
         num_tokens = len(message.prompt_token_ids)
         stats.prompt_tokens += num_tokens
         stats.prompt_length.observe(num_tokens)
         self.load.enter(message.model, num_tokens, message.caller)
         return message
 
-    def leave(self, reading: RequestStream, *, failed: bool) -> None:
-        """The reader has gone; what has not ended is aborted. If it `failed`, its queries are not kept for others."""
-        for track in reading.tracks:
-            if not track.finished or (failed and track.is_query):
-                self.client.send(Abort(track.id))
-            self._outputs.drop(track.id)
-            self._close(track)
+    def end(self, stream: RequestStream[Any], *, failed: bool) -> None:
+        """Aborts the stream's unfinished requests. With `failed` also its late-interaction queries, which the core
+        would keep for documents that never come."""
+        for state in stream.states:
+            if not state.finished or (failed and state.is_query):
+                self.client.send(Abort(state.id))
+            self._outputs.drop(state.id)
+            self._close(state)
 
     def num_queued(self, served: ServedModel) -> int:
-        """Prompts of this front end that wait for the model."""
+        """The number of this front end's prompts that wait for the model."""
         return self.load.queued_of[served.facts.name if len(self.models) > 1 else ""]
 
     async def until_one_starts(self) -> None:
-        """Returns when a prompt has left the queue; raises if none ever will."""
+        """Returns when a prompt has left the queue; raises where the core is lost."""
         self.check()
-        self._for_room.append(waiter := asyncio.get_running_loop().create_future())
+        self._queue_waiters.append(waiter := asyncio.get_running_loop().create_future())
         await waiter
         self.check()
 
-    # Ending
+    # Aborting
 
     async def abort(self, request_id: str) -> None:
-        """End a request; its reader gets what there is, finished as aborted."""
-        self._abort_named(request_id)
+        """Ends a request. Its stream gets what was generated so far, with the finish reason abort."""
+        self._abort_id(request_id)
 
-    def _abort_named(self, request_id: str) -> None:
+    def _abort_id(self, request_id: str) -> None:
         if request_id in self._preparing:
             self._preparing[request_id] = True
             return
-        track = self._outputs.tracks.get(request_id)
+        state = self._outputs.states.get(request_id)
         self.client.send(Abort(request_id))
-        if track is not None:
-            self._abort(track)
+        if state is not None:
+            self._abort(state)
 
-    def _abort(self, track: RequestState) -> None:
-        self._outputs.drop(track.id)
-        track.abort()
-        mailbox = self._mailboxes[track.id]
-        self._close(track)
-        mailbox.put(track)
+    def _abort(self, state: RequestState) -> None:
+        self._outputs.drop(state.id)
+        state.abort()
+        mailbox = self._mailboxes[state.id]
+        self._close(state)
+        mailbox.put(state)
 
     async def abort_all(self) -> int:
-        """Every request of this front end; how many there were."""
+        """Aborts every request of this front end. Returns their number."""
         return self._abort_own()
 
     def _abort_own(self) -> int:
-        names = [*self._outputs.tracks, *(name for name, aborted in self._preparing.items() if not aborted)]
+        names = [*self._outputs.states, *(name for name, aborted in self._preparing.items() if not aborted)]
         for name in names:
-            self._abort_named(name)
+            self._abort_id(name)
         return len(names)
 
     async def abort_others(self) -> int:
-        """Every request of the other front ends of this core; how many there were, once all have answered."""
+        """Aborts every request of the other front ends of this core. Returns their number when all have replied."""
         self.check()
         call = self.new_id()
         waiter: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -200,10 +204,10 @@ class RequestRouter:
         await self.client.close()
         self.fail(EngineClosed("the engine was closed"))
 
-    # What the core says
+    # Messages of the core
 
-    def hear(self, messages: list[FromCore]) -> None:
-        """Whatever one message does, the others are heard: each may be the end that somebody waits for."""
+    def receive(self, messages: list[FromCore]) -> None:
+        """Handles messages. An exception in one does not stop the others, since each may finish a request."""
         self.heard = time.monotonic()
         outputs: list[Output] = []
         for message in messages:
@@ -211,13 +215,13 @@ class RequestRouter:
                 outputs.append(message)
                 continue
             try:
-                self._note(message)
+                self._handle(message)
             except Exception:
-                log.exception("what the engine core said could not be taken in: %.200r", message)
+                log.exception("a message of the engine core could not be handled: %.200r", message)
         if outputs:
-            self._take(outputs)
+            self._handle_outputs(outputs)
 
-    def _note(self, message: FromCore) -> None:
+    def _handle(self, message: FromCore) -> None:
         if isinstance(message, Begun):
             self._outputs.begin(message.request_ids)
         elif isinstance(message, Refused):
@@ -231,7 +235,7 @@ class RequestRouter:
             self._opening = asyncio.ensure_future(self._open(message))
         elif isinstance(message, Ready):
             self._ready = True
-            self._look_ready()
+            self._wake_if_ready()
         elif isinstance(message, AbortAll):
             self.client.send(AbortedAll(message.call, self._abort_own()))
         elif isinstance(message, AbortedAll):
@@ -240,7 +244,7 @@ class RequestRouter:
                 waiter.set_result(message.count)
 
     def fail(self, error: BaseException) -> None:
-        """The core is gone: everyone who waits hears why."""
+        """The core is lost: every stream and every waiting call raises `error`."""
         if self.failure is None:
             self.failure = error
         for mailbox in self._mailboxes.values():
@@ -248,48 +252,48 @@ class RequestRouter:
         for waiter in self._abort_calls.values():
             if not waiter.done():
                 waiter.set_exception(self.failure)
-        _wake(self._waiters)
-        _wake(self._for_room)
+        _wake(self._state_waiters)
+        _wake(self._queue_waiters)
 
-    def _take(self, outputs: list[Output]) -> None:
+    def _handle_outputs(self, outputs: list[Output]) -> None:
         failed: list[tuple[RequestState, Exception]] = []
-        moved, aborts = self._outputs.process(outputs, failed)
+        updated, aborts = self._outputs.process(outputs, failed)
         for abort in aborts:
             self.client.send(abort)
-        for track in moved:
-            mailbox = self._mailboxes.get(track.id)
+        for state in updated:
+            mailbox = self._mailboxes.get(state.id)
             if mailbox is not None:
                 try:
-                    self._move(track, mailbox)
+                    self._notify(state, mailbox)
                 except Exception as error:
-                    self._fail_one(track, mailbox, error)
-        for track, cause in failed:
-            self._fail_one(track, self._mailboxes.get(track.id), cause)
+                    self._fail_request(state, mailbox, error)
+        for state, cause in failed:
+            self._fail_request(state, self._mailboxes.get(state.id), cause)
 
-    def _fail_one(self, track: RequestState, mailbox: Mailbox | None, error: Exception) -> None:
-        """Its answer cannot be made; the core need not go on with it, and the reader hears why."""
-        log.error("the answer to request %s cannot be made", track.id, exc_info=error)
-        self._outputs.drop(track.id)
-        self.client.send(Abort(track.id))
+    def _fail_request(self, state: RequestState, mailbox: Mailbox | None, error: Exception) -> None:
+        """Aborts a request whose output raised an exception; its stream raises it."""
+        log.error("the output of request %s could not be processed", state.id, exc_info=error)
+        self._outputs.drop(state.id)
+        self.client.send(Abort(state.id))
         if mailbox is not None:
             mailbox.fail(error)
 
-    def _move(self, track: RequestState, mailbox: Mailbox) -> None:
-        """Tell the reader, if there is something for it."""
-        if track.queued:
-            self._start(track)
-        if track.finished:
-            self._close(track)
-            mailbox.put(track)
-        elif track.stream and track.unread >= self.stream_interval:
-            mailbox.put(track)
+    def _notify(self, state: RequestState, mailbox: Mailbox) -> None:
+        """Puts a state into its mailbox where it is finished or an increment is due."""
+        if state.queued:
+            self._start(state)
+        if state.finished:
+            self._close(state)
+            mailbox.put(state)
+        elif state.streaming and state.unread >= self.stream_interval:
+            mailbox.put(state)
 
     def _refuse(self, message: Refused) -> None:
         if (mailbox := self._mailboxes.get(message.request_id)) is not None:
             mailbox.fail(message.error())
 
     async def _open(self, opening: Opening) -> None:
-        """Tokenizers are read beside the loop, while the core loads weights."""
+        """Loads tokenizers in a thread, while the core loads weights."""
         loop = asyncio.get_running_loop()
         try:
             for facts in opening.models:
@@ -297,58 +301,59 @@ class RequestRouter:
         except Exception as error:
             self.fail(error)
         self._opening = None
-        self._look_ready()
+        self._wake_if_ready()
 
-    # States
+    # State of the core
 
     @property
     def is_ready(self) -> bool:
         return self._ready and self._opening is None and self.failure is None
 
     async def until_ready(self) -> None:
-        """Returns when requests are taken; raises if that will never be."""
+        """Returns when the core takes requests; raises where it is lost."""
         while not self.is_ready:
             self.check()
-            self._waiters.append(waiter := asyncio.get_running_loop().create_future())
+            self._state_waiters.append(waiter := asyncio.get_running_loop().create_future())
             await waiter
         self.check()
 
     async def until_lost(self) -> BaseException:
-        """Returns why the core is gone, once it is."""
+        """Returns the cause when the core is lost."""
         while self.failure is None:
-            self._waiters.append(waiter := asyncio.get_running_loop().create_future())
+            self._state_waiters.append(waiter := asyncio.get_running_loop().create_future())
             await waiter
         return self.failure
 
     def check(self) -> None:
+        """Raises where the core is lost."""
         if self.failure is not None:
             raise self.failure
 
     def model(self, name: str | None = None, *tasks: str) -> ServedModel:
-        """The one of that name, or the best for the first of these tasks that any can do."""
+        """The model of that name, or the best one for the first of the tasks that any model can do."""
         return choose(self.models, name, *tasks)
 
     def new_id(self) -> str:
-        """An id that no other request has, of this front end or of another on this machine."""
+        """A request id that is unique among all front ends of this machine."""
         return f"{self._prefix}-{next(self._numbers)}"
 
-    def _start(self, track: RequestState) -> None:
-        track.queued = False
-        message = track.message
+    def _start(self, state: RequestState) -> None:
+        state.queued = False
+        message = state.message
         self.load.start(message.model, len(message.prompt_token_ids), message.caller)
-        if self._for_room:
-            _wake(self._for_room)
+        if self._queue_waiters:
+            _wake(self._queue_waiters)
 
-    def _close(self, track: RequestState) -> None:
-        if self._mailboxes.pop(track.id, None) is not None:
-            if track.queued:
-                self._start(track)
-            self.load.leave()
-            track.count_end()
+    def _close(self, state: RequestState) -> None:
+        if self._mailboxes.pop(state.id, None) is not None:
+            if state.queued:
+                self._start(state)
+            self.load.finish()
+            state.count_end()
 
-    def _look_ready(self) -> None:
+    def _wake_if_ready(self) -> None:
         if self.is_ready:
-            _wake(self._waiters)
+            _wake(self._state_waiters)
 
 
 def in_use(name: str) -> UserError:

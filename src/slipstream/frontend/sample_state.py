@@ -1,8 +1,8 @@
-"""Sample: one sample of a request, as its tokens become text."""
+"""SampleState: one sample of a request: its tokens, detokenised text, stop strings, logprobs and finish reason."""
 
 from __future__ import annotations
 
-from slipstream.frontend.logprobs import Logprobs, LogprobStore, texts_of
+from slipstream.frontend.logprobs import LogprobList, LogprobStore, texts_of
 from slipstream.frontend.results import CompletionOutput, Increment, Logprob
 from slipstream.messages import Output
 from slipstream.params import SamplingParams
@@ -12,11 +12,11 @@ from slipstream.text.stop import StopMatcher
 from slipstream.text.tokenizer import Tokenizer
 
 
-class Sample:
-    """Tokens come in by `take`; text is made when somebody looks, several tokens at once, or at the end where nobody
-    does. Only stop strings need it token by token."""
+class SampleState:
+    """`take` adds tokens. Text is detokenised when `text` or `increment` is read, several tokens at a time, or once at
+    the end. Only stop strings need detokenising token by token."""
 
-    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer | None, *, stream: bool) -> None:
+    def __init__(self, index: int, params: SamplingParams, tokenizer: Tokenizer | None, *, streaming: bool) -> None:
         if not params.detokenize:
             tokenizer = None
         self.index = index
@@ -24,22 +24,22 @@ class Sample:
         self.params = params
         self.token_ids: list[int] = []
         self._text = ""
-        self._parts: list[str] = []  # of the text, not yet joined to it
-        self._num_read = 0  # tokens that the detokenizer has seen
-        self._new: list[str] | None = [] if stream else None  # of the text, since the last increment
-        self._num_told = 0  # tokens in increments so far
-        self._told_end = False
+        self._parts: list[str] = []  # text that is not yet joined to `_text`
+        self._num_detokenized = 0
+        self._new: list[str] | None = [] if streaming else None  # text since the last increment
+        self._num_sent = 0  # tokens in increments so far
+        self._sent_end = False  # whether an increment had the finish reason
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self._logprobs: LogprobStore | None = None
         if params.num_logprobs is not None:
             self._logprobs = LogprobStore(1 + params.num_logprobs + len(params.given_ids), texts_of(tokenizer))
         self._own_stops = frozenset(params.stop_ids)
-        # only when text is looked at before the end, or is not what the tokenizer itself makes
-        watched = stream or bool(params.stop_strings) or not params.spaces_between_special_tokens
+        # needed where text is read before the end, or differs from what `Tokenizer.decode` gives
+        incremental = streaming or bool(params.stop_strings) or not params.spaces_between_special_tokens
         self._detokenizer = (
             Detokenizer(tokenizer, params.skip_special_tokens, params.spaces_between_special_tokens)
-            if watched and tokenizer is not None
+            if incremental and tokenizer is not None
             else None
         )
         self._min_tokens = params.min_tokens
@@ -48,11 +48,11 @@ class Sample:
         )
 
     def take(self, output: Output) -> bool:
-        """Returns whether a stop string ended it while the core still runs it."""
+        """Adds an output's tokens. Returns whether a stop string ended a sample that the core still computes."""
         if self.finish_reason is not None:
-            return False  # drawn before the core heard of the stop string
+            return False  # sampled before the core received the abort
         if self._matcher is not None:
-            if self._take_watched(output):
+            if self._take_matched(output):
                 return output.finish_reason is None
         else:
             self.token_ids += output.token_ids
@@ -62,8 +62,8 @@ class Sample:
             self._finish(output)
         return False
 
-    def _take_watched(self, output: Output) -> bool:
-        """One token after the other. Returns whether a stop string ended it."""
+    def _take_matched(self, output: Output) -> bool:
+        """Adds tokens one by one and looks for stop strings. Returns whether one was found."""
         for place, token in enumerate(output.token_ids):
             self.token_ids.append(token)
             if output.logprobs is not None and self._logprobs is not None:
@@ -74,19 +74,19 @@ class Sample:
                 continue
             text = self._detokenizer.push([token])
             if len(self.token_ids) <= self._min_tokens:
-                self._add(text)  # too early for a stop string
-            elif self._watch(text):
+                self._add(text)  # min_tokens: stop strings do not count yet
+            elif self._match(text):
                 return True
         return False
 
-    def _read(self, stop: int) -> None:
-        """Make text of the tokens before `stop` that have none yet."""
-        if self._detokenizer is not None and self._matcher is None and stop > self._num_read:
-            self._add(self._detokenizer.push(self.token_ids[self._num_read : stop]))
-            self._num_read = stop
+    def _detokenize(self, stop: int) -> None:
+        """Detokenises the tokens before index `stop` that have no text yet."""
+        if self._detokenizer is not None and self._matcher is None and stop > self._num_detokenized:
+            self._add(self._detokenizer.push(self.token_ids[self._num_detokenized : stop]))
+            self._num_detokenized = stop
 
-    def _watch(self, text: str) -> bool:
-        """Add new text. Returns whether a stop string ended it."""
+    def _match(self, text: str) -> bool:
+        """Adds new text. Returns whether it completes a stop string."""
         if self._matcher is None:
             self._add(text)
             return False
@@ -108,15 +108,16 @@ class Sample:
             self.stop_reason = output.error
 
     def abort(self) -> None:
-        """The caller gave up: what has come so far is all there will be."""
+        """Finishes the sample with the tokens it has."""
         if self.finish_reason is None and not self._end_text(len(self.token_ids)):
             self.finish_reason = FinishReason.ABORT.value
 
     def _end_text(self, num_shown: int) -> bool:
-        """No more tokens come, and so many are text. Returns whether a stop string ended it."""
+        """Detokenises the rest, of which the first `num_shown` tokens are text. Returns whether a stop string was
+        found in it."""
         if self._detokenizer is not None:
-            self._read(num_shown)
-            if self._watch(self._detokenizer.finish()):
+            self._detokenize(num_shown)
+            if self._match(self._detokenizer.finish()):
                 return True
             if self._matcher is not None:
                 self._add(self._matcher.finish())
@@ -127,7 +128,7 @@ class Sample:
     @property
     def text(self) -> str:
         if self.finish_reason is None:
-            self._read(len(self.token_ids))
+            self._detokenize(len(self.token_ids))
         if self._parts:
             self._text += "".join(self._parts)
             self._parts.clear()
@@ -140,26 +141,27 @@ class Sample:
                 self._new.append(text)
 
     def increment(self) -> Increment | None:
-        assert self._new is not None, "only what is streamed has increments"
-        start, ended = self._num_told, self.finish_reason is not None
-        if start == len(self.token_ids) and ended == self._told_end:
+        """Returns what is new since the last increment, or None."""
+        assert self._new is not None, "increments are for streaming"
+        start, ended = self._num_sent, self.finish_reason is not None
+        if start == len(self.token_ids) and ended == self._sent_end:
             return None
         if not ended:
-            self._read(len(self.token_ids))
+            self._detokenize(len(self.token_ids))
         text = "".join(self._new)
         self._new.clear()
-        self._num_told, self._told_end = len(self.token_ids), ended
-        logprobs = None if (told := self.logprobs) is None else told[start:]
+        self._num_sent, self._sent_end = len(self.token_ids), ended
+        logprobs = None if (entries := self.logprobs) is None else entries[start:]
         return Increment(self.index, text, self.token_ids[start:], logprobs, self.finish_reason, self.stop_reason)
 
     @property
-    def logprobs(self) -> Logprobs[dict[int, Logprob]] | None:
-        """Of its tokens so far; None where nobody asked."""
+    def logprobs(self) -> LogprobList[dict[int, Logprob]] | None:
+        """One entry per token so far; None where the request has no logprobs."""
         store = self._logprobs
-        return None if store is None else Logprobs(store, range(len(store)))
+        return None if store is None else LogprobList(store, range(len(store)))
 
     def _hides_last(self, output: Output) -> bool:
-        """The token that ended it is no text, unless it is asked for."""
+        """Whether the last token is a stop token that is not part of the text."""
         return output.stop_token is not None and not self.params.include_stop_str_in_output
 
     def result(self) -> CompletionOutput:

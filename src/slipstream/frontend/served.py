@@ -1,4 +1,4 @@
-"""ServedModel: one model as a front end sees it, and which of several is meant."""
+"""ServedModel: a model as the front end uses it (description, tokenizer, input processing), and the choice of one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidParams, ModelNotFound
 from slipstream.frontend.inputs import InputProcessor
-from slipstream.frontend.pool_inputs import PoolInputs
+from slipstream.frontend.pooling.inputs import PoolingInputs
 from slipstream.params import check_text
 from slipstream.text.tokenizer import Tokenizer
 
@@ -18,20 +18,20 @@ class ServedModel(msgspec.Struct, frozen=True):
     facts: ModelDescription
     tokenizer: Tokenizer | None
     inputs: InputProcessor
-    pool_inputs: PoolInputs | None = None  # None: it only generates
+    pooling_inputs: PoolingInputs | None = None  # None where the model only generates
 
     @classmethod
     def load(cls, facts: ModelDescription) -> ServedModel:
-        """Reads the tokenizer, which may take a second."""
+        """Loads the tokenizer, which may take a second."""
         return cls.of(facts, facts.load_tokenizer())
 
     @classmethod
     def of(cls, facts: ModelDescription, tokenizer: Tokenizer | None) -> ServedModel:
-        pool_inputs = None if facts.pooling is None else PoolInputs(facts, tokenizer)
-        return cls(facts, tokenizer, InputProcessor(facts, tokenizer), pool_inputs)
+        pooling_inputs = None if facts.pooling is None else PoolingInputs(facts, tokenizer)
+        return cls(facts, tokenizer, InputProcessor(facts, tokenizer), pooling_inputs)
 
     def can(self, task: str) -> bool:
-        """`task`: generate, score, or one of pooling's."""
+        """`task`: generate, score, or a pooling task."""
         pooling = self.facts.pooling
         if pooling is None or task == "generate":
             return task == "generate" and self.facts.generates
@@ -41,23 +41,25 @@ class ServedModel(msgspec.Struct, frozen=True):
 
     @property
     def max_num_tokens(self) -> int:
-        """Of a text: what the model was made to read, where it only pools and its files say so; else its length."""
-        pooling, most = self.facts.pooling, self.facts.max_model_len
+        """The longest text in tokens: max_seq_length of a model that only pools, where its files have one, else the
+        model length."""
+        pooling, limit = self.facts.pooling, self.facts.max_model_len
         if pooling is None or pooling.generates or pooling.max_seq_length is None:
-            return most
-        return min(most, pooling.max_seq_length)
+            return limit
+        return min(limit, pooling.max_seq_length)
 
-    def require_pooling(self) -> PoolInputs:
-        """For a call that wants numbers of it."""
-        if self.pool_inputs is None:
-            raise InvalidParams(f"{self.facts.name} only generates; choose a model that makes vectors or scores")
-        return self.pool_inputs
+    def require_pooling(self) -> PoolingInputs:
+        """Returns the input processing for pooling; raises where the model only generates."""
+        if self.pooling_inputs is None:
+            raise InvalidParams(f"{self.facts.name} only generates; use a model that embeds or classifies")
+        return self.pooling_inputs
 
 
 def choose(models: Mapping[str, ServedModel], name: str | None, *tasks: str) -> ServedModel:
-    """The model of that name. Without one the first that is made for the task, else the first that can do it.
+    """Returns the model of that name. Without a name: the best model for the first task that any model can do.
 
-    Of several tasks the first counts most. Where no model can, it is the first of all, which says so itself.
+    A model that only pools is preferred for pooling. Where no model can do any of the tasks, the first model is
+    returned, whose input processing raises the error.
     """
     if name is not None:
         check_text("model", name)
@@ -69,13 +71,13 @@ def choose(models: Mapping[str, ServedModel], name: str | None, *tasks: str) -> 
         raise ModelNotFound("there is no model here yet; wait until the engine is ready")
     for task in tasks:
         able = [model for model in models.values() if model.can(task)]
-        # any model that continues text can also embed it, but not as well as one that does nothing else
-        made_for_it = [model for model in able if task == "generate" or not model.can("generate")]
+        # any generating model can also embed, but an embedding model does it better
+        specialised = [model for model in able if task == "generate" or not model.can("generate")]
         if able:
-            return (made_for_it or able)[0]
+            return (specialised or able)[0]
     return next(iter(models.values()))
 
 
 POOLING_TASKS = ("embed", "classify", "token_embed", "token_classify", "sparse")
 SCORING = ("score", "embed", "token_embed")
-"""Tasks that make scores of pairs, the best first."""
+"""Tasks by which pairs can be scored, the best first."""

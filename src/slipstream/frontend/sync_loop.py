@@ -1,4 +1,4 @@
-"""Drive: an engine stepped by whoever waits for its results, in their own thread. Nothing runs between calls."""
+"""SyncLoop: steps the engine in the thread of the call that waits for results. Nothing runs between calls."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from slipstream.engine.interrupts import held_back, watched
 from slipstream.engine.lanes import Lanes
 from slipstream.errors import EngineClosed, QueueFull
-from slipstream.frontend.inputs import Prepared
+from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.prompt_feeder import PromptFeeder
 from slipstream.frontend.request_state import OutputProcessor, RequestState
 from slipstream.frontend.results import RequestOutput
@@ -24,21 +25,21 @@ from slipstream.scheduler.scheduler import Scheduler
 class SyncLoop:
     def __init__(self, lanes: Lanes) -> None:
         self.lanes = lanes
-        self.outputs = OutputProcessor(None)
+        self.outputs = OutputProcessor()
         self.closed = False
         self.lock = threading.RLock()
-        self._depth = 0  # of turns within turns, of the thread that has the lock
-        self._left: deque[RequestState] = deque()  # whose readers are gone; their requests end between steps
+        self._depth = 0  # nesting of `turn` in the thread that holds the lock
+        self._abandoned: deque[RequestState] = deque()  # requests without a reader, aborted between steps
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Threads that share an engine take turns. Whatever touches it does so inside of one."""
+        """Locks the engine for one thread. All use of the engine is inside a turn."""
         with self.lock:
-            self.check_open()  # somebody may have closed it meanwhile
+            self.check_open()  # another thread may have closed it while this one waited
             self._depth += 1
             try:
                 if self._depth == 1:
-                    self._see_off()
+                    self._abort_abandoned()
                 yield
             finally:
                 self._depth -= 1
@@ -46,138 +47,139 @@ class SyncLoop:
     def run(
         self,
         served: ServedModel,
-        submits: Iterable[Prepared],
+        submits: Iterable[PreparedPrompt],
         advance: Callable[[int], None] = lambda num_tokens: None,
         *,
         late: bool = False,
-    ) -> list[RequestState]:
-        """In a turn, step until all have ended. `advance` is told of each, with its number of tokens.
+    ) -> list[Any]:
+        """Steps until all prompts are finished, inside a turn. Returns their states in the order of the prompts.
 
-        With `late` the first step need not wait until all are taken in: a step asks for whom it has room for, and the
-        others come while the device works. The steps are the same, if nobody has a claim to go before the others.
+        `advance` is called for each finished request with its number of tokens. With `late` the first step does not
+        wait until all prompts are submitted: a step takes the prompts it has room for, and the others are submitted
+        while the device computes. The steps are the same, provided that all prompts have one priority.
         """
         self.check_open()
-        tracks: list[RequestState] = []
-        left: set[str] = set()  # of those, by id
+        states: list[RequestState] = []
+        unfinished: set[str] = set()  # request ids
         start = time.monotonic()
 
         core = self.lanes.cores[served.facts.name]
-        submit_one, open_track, tokenizer = core.submit_one, self.outputs.open, served.tokenizer
+        submit_one, open_state = core.submit_one, self.outputs.open
 
-        def submit(prepared: Sequence[Prepared]) -> int:
-            """How many of them the core took in; fewer than all where its queue is full."""
+        def submit(prepared: Sequence[PreparedPrompt]) -> int:
+            """Returns how many the core accepted: fewer than all where its queue is full."""
             num = 0
-            with hold:  # each is taken in whole and noted, or not at all
+            with hold:  # no interrupt between the submission of a request and the creation of its state
                 for message, text in prepared:
                     try:
                         submit_one(message)
                     except QueueFull:
                         if not core.has_work():
                             raise
-                        break  # room comes as others finish
-                    track = open_track(message, text, stream=False, tokenizer=tokenizer)
+                        break  # the queue empties as requests finish
+                    state = open_state(message, text, streaming=False, model=served)
                     if late:
-                        track.submitted = start  # it has waited since then
-                    tracks.append(track)
-                    left.add(track.id)
+                        state.submitted = start  # the request has waited since the call began
+                    states.append(state)
+                    unfinished.add(state.id)
                     num += 1
             return num
 
-        intake = PromptFeeder(core, submits, submit, late=late)
+        feeder = PromptFeeder(core, submits, submit, late=late)
         try:
             if late:
-                core.scheduler.refill = intake.refill
+                core.scheduler.refill = feeder.refill
             with watched() as hold:
-                # what else is under way goes on meanwhile; without it, steps launched too far are seen off here
-                while not intake.ended or left or (core.has_work() and not self.outputs.tracks):
-                    intake.take_some()
-                    for track in self.step():
-                        if track.finished and track.id in left:
-                            left.discard(track.id)
-                            advance(track.num_tokens)
-                    if intake.refused is not None:
-                        raise intake.refused
+                # requests of other readers continue meanwhile; without those, the steps in flight are completed here
+                while not feeder.ended or unfinished or (core.has_work() and not self.outputs.states):
+                    feeder.take_some()
+                    for state in self.step():
+                        if state.finished and state.id in unfinished:
+                            unfinished.discard(state.id)
+                            advance(state.num_tokens)
+                    if feeder.error is not None:
+                        raise feeder.error
         except BaseException:
-            self._left.extend(tracks)
-            self._see_off()
+            self._abandoned.extend(states)
+            self._abort_abandoned()
             raise
         finally:
-            core.scheduler.refill = intake.refused = None  # an error refers to whoever raised it
+            core.scheduler.refill = feeder.error = None  # breaks the reference cycle of an exception and its frames
             core.rest_if_unwanted()
-        return tracks
+        return states
 
-    def may_be_late(self, served: ServedModel, submits: Sequence[Prepared]) -> bool:
-        """Whether none of these can be refused or goes before others, so that it does not matter who comes when.
-
-        In the turn in which they run.
-        """
+    def may_be_late(self, served: ServedModel, submits: Sequence[PreparedPrompt]) -> bool:
+        """Whether `run` may use `late` for these generation prompts, inside the same turn: the scheduler cannot refuse
+        any of them, and all have one priority."""
         scheduler = self.lanes.cores[served.facts.name].scheduler
         return (
             isinstance(scheduler, Scheduler)
             and admits_any_request(scheduler.config, scheduler.cache)
-            and not self.outputs.tracks  # somebody else's
+            and not self.outputs.states  # of other readers
             and len({message.priority for message, _ in submits}) == 1
         )
 
-    def stream(self, served: ServedModel, prepared: Prepared) -> Iterator[RequestOutput]:
-        """One request's results as they grow. Whoever leaves early aborts it."""
-        tracks: list[RequestState] = []
+    def stream(self, served: ServedModel, prepared: PreparedPrompt) -> Iterator[RequestOutput]:
+        """Yields the results of one request as they grow. Closing the iterator aborts the request."""
+        states: list[RequestState] = []
         reader = threading.get_ident()
         try:
             with self.turn(), held_back():
-                tracks.append(track := self._submit(served, prepared, stream=True))
+                states.append(state := self.submit(served, prepared, streaming=True))
             shown, finished = 0, False
             while not finished:
                 reader = threading.get_ident()
                 with self.turn():
-                    while track.num_tokens == shown and not track.finished:  # others may have stepped the engine
+                    while state.num_tokens == shown and not state.finished:  # other threads step the engine too
                         self.step()
-                    shown, finished, result = track.num_tokens, track.finished, track.result()
+                    shown, finished, result = state.num_tokens, state.finished, state.result()
                 yield result
         finally:
-            # the collector may be here, in any thread and in the midst of a step: it waits for nobody
-            self._left.extend(tracks)
+            # may run in the garbage collector, in any thread and inside a step, so it must not wait for the lock
+            self._abandoned.extend(states)
             if reader == threading.get_ident() and not self._depth:
-                self._see_off_if_free()
+                self._abort_abandoned_if_unlocked()
+
+    def submit(self, served: ServedModel, prepared: PreparedPrompt, *, streaming: bool) -> RequestState:
+        """Submits one request, inside a turn, and returns its state."""
+        message, text = prepared
+        self.lanes.cores[served.facts.name].submit_one(message)
+        state: RequestState = self.outputs.open(message, text, streaming=streaming, model=served)
+        return state
 
     def step(self) -> list[RequestState]:
-        """In a turn, one step of the engine. Returns the requests that moved."""
+        """Runs one step of the engine, inside a turn. Returns the states with new output."""
         self.check_open()
-        self._see_off()
-        with held_back():  # what a step brought is everybody's, not only its caller's
-            moved, aborts = self.outputs.process(self.lanes.step())
+        self._abort_abandoned()
+        with held_back():  # the outputs of a step belong to all readers: an interrupt must not lose them
+            updated, aborts = self.outputs.process(self.lanes.step())
             for abort in aborts:
                 self.lanes.abort(abort)
-        return moved
+        return updated
 
     def close(self) -> None:
-        """Steps and streams from now on are refused; they hold on to nothing."""
+        """Steps and streams raise from now on. Drops the references to the engine."""
         self.closed = True
-        self._left.clear()
+        self._abandoned.clear()
         del self.lanes
 
     def check_open(self) -> None:
         if self.closed:
             raise EngineClosed("this LLM was closed; make a new one")
 
-    def _submit(self, served: ServedModel, prepared: Prepared, *, stream: bool) -> RequestState:
-        message, text = prepared
-        self.lanes.cores[served.facts.name].submit_one(message)
-        return self.outputs.open(message, text, stream=stream, tokenizer=served.tokenizer)
-
-    def _see_off(self) -> None:
-        """Ends the requests of those who left."""
-        if not self._left:
+    def _abort_abandoned(self) -> None:
+        """Aborts the requests whose readers are gone."""
+        if not self._abandoned:
             return
-        with held_back():  # whoever interrupts twice means it, but all of them
-            while self._left:
-                track = self._left.popleft()
-                if (not track.finished or track.is_query) and not self.closed:
-                    self.lanes.abort(Abort(track.id))
-                    self.outputs.drop(track.id)
+        with held_back():  # a second interrupt must not leave some of them running
+            while self._abandoned:
+                state = self._abandoned.popleft()
+                if (not state.finished or state.is_query) and not self.closed:
+                    self.lanes.abort(Abort(state.id))
+                    self.outputs.drop(state.id)
 
-    def _see_off_if_free(self) -> None:
-        """Who has the engine, or has it next, does it otherwise."""
+    def _abort_abandoned_if_unlocked(self) -> None:
+        """Aborts them now if the lock is free; else the next turn or step does."""
         with held_back():
             if self.lock.acquire(blocking=False):
                 try:

@@ -24,7 +24,7 @@ from itertools import zip_longest
 from typing import Any
 
 from slipstream.errors import InvalidPrompt
-from slipstream.text.guarded import Guarded, GuardedEncoder, Span, is_spelled
+from slipstream.text.guarded import Guarded, GuardedEncoder, TextSpan, is_spelled
 from slipstream.text.tokenizer import Tokenizer
 
 _BARS = ("|", "｜")
@@ -38,7 +38,7 @@ _FILLERS = "█▓▒░"  # in place of stand-ins for a tokenizer, which takes 
 
 _LONG = 2**20  # characters: of longer prompts only the parts that are needed are searched or encoded
 
-Find = Callable[[str], Iterator[Span]]
+Find = Callable[[str], Iterator[TextSpan]]
 
 
 class ControlTokens:
@@ -202,14 +202,14 @@ def _by_text(texts: Mapping[int, str], words: frozenset[int], control: frozenset
     }
     begin = re.compile("|".join(map(re.escape, sorted(lengths, key=len, reverse=True))) or r"(?!)")
 
-    def token_at(text: str, start: int, prefix: str) -> Span | None:
+    def token_at(text: str, start: int, prefix: str) -> TextSpan | None:
         for length in lengths[prefix]:
             token, end = id_of.get(text[start : start + length]), start + length
             if token is not None and not (token in words and _is_inside_word(text, start, end)):
-                return Span(start, end, token)
+                return TextSpan(start, end, token)
         return None
 
-    def find(text: str) -> Iterator[Span]:
+    def find(text: str) -> Iterator[TextSpan]:
         place = 0
         while found := begin.search(text, place):
             span = token_at(text, found.start(), found[0])
@@ -228,7 +228,7 @@ def _by_encoding(tokenizer: Tokenizer, control: Mapping[int, str]) -> Find:
     """Asks the tokenizer, which finds tokens in normalized text: in lower case, for example."""
     filler = next(sign for sign in _FILLERS if not any(sign in text for text in control.values()))
 
-    def find(text: str) -> Iterator[Span]:
+    def find(text: str) -> Iterator[TextSpan]:
         if len(text) > _LONG:
             raise InvalidPrompt(
                 f"the messages have {len(text)} characters; with this tokenizer {_LONG} can be searched for control "
@@ -238,6 +238,6 @@ def _by_encoding(tokenizer: Tokenizer, control: Mapping[int, str]) -> Find:
         (encoding,) = tokenizer.encodings([text], add_special_tokens=False, words=True)
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token in control and is_spelled(tokenizer.backend, control[token], text[start:end]):
-                yield Span(start, end, token)
+                yield TextSpan(start, end, token)
 
     return find

@@ -19,7 +19,7 @@ from slipstream.errors import InvalidPrompt
 _TRIES = 8  # to keep the vocabulary of the model (Unigram, for example) from merging the characters of a control token
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """Where a text has a control token."""
 
     start: int
@@ -31,10 +31,10 @@ class Guarded(str):
     """Text with control tokens at `spans` and nowhere else."""
 
     __slots__ = ("spans", "encoder")
-    spans: tuple[Span, ...]
+    spans: tuple[TextSpan, ...]
     encoder: GuardedEncoder
 
-    def __new__(cls, text: str, spans: Iterable[Span], encoder: GuardedEncoder) -> Guarded:
+    def __new__(cls, text: str, spans: Iterable[TextSpan], encoder: GuardedEncoder) -> Guarded:
         made = super().__new__(cls, text)
         made.spans, made.encoder = tuple(spans), encoder
         return made
@@ -51,7 +51,7 @@ class Guarded(str):
         start, stop, step = key.indices(len(self))
         assert step == 1, "a prompt is cut, not rearranged"
         inside = (span for span in self.spans if start <= span.start and span.end <= stop)
-        return Guarded(part, (Span(s.start - start, s.end - start, s.token) for s in inside), self.encoder)
+        return Guarded(part, (TextSpan(s.start - start, s.end - start, s.token) for s in inside), self.encoder)
 
     def rstrip(self, chars: str | None = None) -> str:
         return self[: len(str.rstrip(self, chars))]

@@ -1,1 +1,1 @@
-"""The line between front ends and a core: in one process, or across two by msgpack over a socket. No torch."""
+"""Message transport between front ends and a core: in one process, or by msgpack over a socket. Without torch."""

@@ -1,4 +1,4 @@
-"""Hands prompts to a core. An exception there is a refusal, an internal error of one request, or the core's end."""
+"""Submits prompts to the core, and turns exceptions into refusals, an internal error of one request, or EngineDead."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ log = logging.getLogger("slipstream.core")
 
 
 def submit(lanes: Lanes, message: Submit | SubmitAll) -> list[Refused]:
-    """Empty where the core has taken the prompts.
+    """Returns refusals; an empty list where the core accepted the prompts.
 
-    An exception of ours is the caller's: its request is refused and nothing has changed. Any other exception is a bug
-    of the core. Its trace goes to the log, and the core goes on only if all its invariants still hold: then the
-    request alone fails, as an internal error. If they do not, every answer from here on could be wrong: EngineDead.
+    A SlipstreamError refuses the request and has changed nothing. Any other exception is a bug in the core: its
+    traceback is logged. If the core's invariants still hold, only this request fails, as an internal error. If they do
+    not, all later results could be wrong, so EngineDead is raised.
     """
     try:
         lanes.submit(*message.submits)
@@ -32,7 +32,7 @@ def submit(lanes: Lanes, message: Submit | SubmitAll) -> list[Refused]:
         except Exception as broken:
             cause = f"{type(error).__name__}: {error}"
             raise EngineDead(
-                f"a request left the engine core in disorder ({broken}); it failed with {cause}"
+                f"a request broke an invariant of the engine core ({broken}); it failed with {cause}"
             ) from error
         return [Refused.of(each.request_id, error) for each in message.submits]
     return []

@@ -1,4 +1,4 @@
-"""Parents and children: a child runs the code that its parent runs, and does not outlive it."""
+"""Child processes: the environment in which they import the same code as their parent, and exit with it."""
 
 from __future__ import annotations
 
@@ -16,26 +16,28 @@ _PARENT = "SLIPSTREAM_PARENT_PID"
 
 
 def child_environment() -> dict[str, str]:
-    """The environment of Python child processes: they import this same slipstream, nothing from the current directory.
+    """Returns the environment for Python child processes: they import this slipstream, and nothing from the current
+    directory.
 
-    `python -m` and `python -c` search the current directory before the standard library, so a model's folder could
-    bring a dis.py. PYTHONSAFEPATH turns that off, also for processes that the child starts. An empty entry of
-    PYTHONPATH means the current directory too and is left out.
+    `python -m` and `python -c` search the current directory before the standard library, so a dis.py in a model's
+    folder would be imported. PYTHONSAFEPATH prevents that, also in processes that the child starts. An empty entry of
+    PYTHONPATH means the current directory as well and is removed.
     """
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     root = str(Path(slipstream.__file__).parents[1])
-    if root != sysconfig.get_path("purelib"):  # where packages are installed the child looks anyway
+    if root != sysconfig.get_path("purelib"):  # the child searches site-packages anyway
         paths.insert(0, root)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1", _PARENT: str(os.getpid())}
 
 
 def die_with_parent() -> None:
-    """For a child to call, on Linux. Elsewhere the closed socket tells us, though only between steps."""
+    """Makes the kernel kill this child process when its parent exits, on Linux. On other systems the child notices the
+    closed socket, between two steps."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # the parent names itself: in a container it may be process 1, which also adopts children whose parent has died
+    # the parent passes its pid: in a container it may be process 1, which also adopts orphans
     expected = int(os.environ.pop(_PARENT, "0")) or parent
     if os.getppid() != expected:
-        os._exit(1)  # it died before we could say so
+        os._exit(1)  # the parent exited before prctl was called

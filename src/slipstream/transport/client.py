@@ -1,7 +1,6 @@
-"""CoreClient: a front end's way to a core, wherever that runs.
+"""CoreClient: the interface by which a front end sends messages to a core and receives its messages.
 
-A front end sends `Submit` and `Abort` and hears what happens as messages. It does not know whether the core is a thread
-beside it (`thread_client.py`) or a process at the other end of a socket (`socket_client.py`).
+The core is a thread of the same process (`thread_client.py`) or another process (`socket_client.py`).
 """
 
 from __future__ import annotations
@@ -12,25 +11,25 @@ from slipstream.transport.frames import FromCore, ToCore
 
 
 class Listener(Protocol):
-    """Who hears from a core. Both methods are called on the event loop."""
+    """Receives the messages of a core. Both methods are called on the event loop."""
 
-    def hear(self, messages: list[FromCore]) -> None: ...
+    def receive(self, messages: list[FromCore]) -> None: ...
 
     def fail(self, error: BaseException) -> None:
-        """The core is gone, and nothing more will come."""
+        """The core is lost; no more messages will come."""
 
 
 class CoreClient(Protocol):
     """All methods are called on the event loop."""
 
     max_result: int | None
-    """Bytes of one result that the core can send; None: any number."""
+    """The largest result in bytes that the core can send; None: no limit."""
 
     def listen(self, listener: Listener) -> None:
-        """Tell this one, on the loop that runs now. May be called again, with the same."""
+        """Sets the listener, which is called on the running loop. May be called again with the same listener."""
 
     def send(self, message: ToCore) -> None:
-        """Never waits. Raises a UserError where the message cannot be encoded, and nothing is sent then. What cannot be
-        delivered is answered by `Listener.fail`."""
+        """Queues a message without waiting. Raises UserError where it cannot be encoded; then nothing is sent. Where it
+        cannot be delivered, `Listener.fail` is called."""
 
     async def close(self) -> None: ...

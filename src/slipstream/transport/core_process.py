@@ -1,9 +1,8 @@
-"""The core process: `python -m slipstream.transport.core_process SUPERVISOR FD…`, one inherited socket for each front
-end.
+"""The core process: `python -m slipstream.transport.core_process SUPERVISOR FD…`, one inherited socket per front end.
 
-SUPERVISOR is the socket of the process that starts front ends again where they die, or -1 where there is none.
-The options of each model come as JSON on standard input. It ends when its last front end has gone, or with the root
-cause of a failure as its last message. It never opens a port or a file of its own, and reads nothing but msgpack.
+SUPERVISOR is the socket of the process that restarts front ends, or -1. Standard input has the options of each model as
+JSON. The process exits when the last front end has disconnected, or after a failure, whose root cause is its last
+message. It opens no port, and decodes only msgpack of known types.
 """
 
 from __future__ import annotations
@@ -54,37 +53,37 @@ PULSE_SECONDS = 0.25
 
 
 class CoreProcess:
-    """Models by name, and the requests of each front end."""
+    """Steps the lanes, and routes messages between them and the front ends."""
 
-    def __init__(self, lanes: Lanes, hub: SocketServer, opening: Opening | None = None) -> None:
-        """`opening`: what front ends that join later are told of the models."""
+    def __init__(self, lanes: Lanes, server: SocketServer, opening: Opening | None = None) -> None:
+        """`opening`: the message about the models, for front ends that join later."""
         self.lanes = lanes
-        self.hub = hub
+        self.server = server
         self._opening = opening
-        self._abort_calls = AbortCalls(hub)
-        self._owners: dict[str, tuple[Connection, int]] = {}  # by request: and its samples under way
-        # requests that ended and may have left a query for documents to come
-        self._keepers: dict[str, Connection] = {}
+        self._abort_calls = AbortCalls(server)
+        self._owners: dict[str, tuple[Connection, int]] = {}  # by request id: its front end and unfinished samples
+        # late-interaction queries that are finished and that the core may still keep for documents, by request id
+        self._kept_queries: dict[str, Connection] = {}
         self._last_pulse = 0.0
 
     def run(self) -> None:
-        """Until the last front end has gone."""
+        """Runs until the last front end has disconnected."""
         busy = False
-        self._pulse(busy)  # whoever watches sees zeros, and not nothing
-        while self.hub.connections:
-            messages, gone = self.hub.receive(wait=not busy)
+        self._pulse(busy)  # so that metrics start with zeros
+        while self.server.connections:
+            messages, gone = self.server.receive(wait=not busy)
             for connection, message in messages:
-                self._take(connection, message)
+                self._handle(connection, message)
             for connection in gone:
                 self._abort_all_of(connection)
-                self._abort_calls.leave(connection)
+                self._abort_calls.disconnect(connection)
             if self.lanes.has_work():
                 self._deliver(self.lanes.step(), self.lanes.take_begun())
             busy = self.lanes.has_work()
             self._pulse(busy)
 
     def close(self) -> None:
-        """Ends in order: what is left is aborted, and nothing may be lost then."""
+        """Aborts the remaining requests, completes the steps in flight, and checks that nothing leaked."""
         for name in self._owners:
             self.lanes.abort(Abort(name))
         while self.lanes.has_work():
@@ -92,34 +91,34 @@ class CoreProcess:
         self.lanes.check()
         self.lanes.close()
 
-    def _take(self, connection: Connection, message: ToCore | Join) -> None:
+    def _handle(self, connection: Connection, message: ToCore | Join) -> None:
         if isinstance(message, Submit | SubmitAll):
             if refused := submit(self.lanes, message):
-                self.hub.send(connection, refused)
+                self.server.send(connection, refused)
                 return
             for each in message.submits:
                 self._owners[each.request_id] = connection, each.num_samples
         elif isinstance(message, Abort):
             self._abort(connection, message)
         elif isinstance(message, AbortAll):
-            self._abort_calls.ask(connection, message)
+            self._abort_calls.start(connection, message)
         elif isinstance(message, AbortedAll):
-            self._abort_calls.answer(connection, message)
-        elif (joined := self.hub.join(connection)) is not None and self._opening is not None:
-            self.hub.send(joined, [self._opening, Ready()])
+            self._abort_calls.reply(connection, message)
+        elif (joined := self.server.join(connection)) is not None and self._opening is not None:
+            self.server.send(joined, [self._opening, Ready()])
 
     def _abort(self, connection: Connection, message: Abort) -> None:
         name = message.request_id
         owner = self._owners.get(name)
         if owner is not None and owner[0] is not connection:
-            return  # somebody else's
-        num_ended = self.lanes.abort(message)  # one that has ended may have left a query behind
-        self._keepers.pop(name, None)
+            return  # a request of another front end
+        num_ended = self.lanes.abort(message)  # also of finished requests: it drops a query that the core keeps
+        self._kept_queries.pop(name, None)
         if num_ended:
             self._ended(name, num_ended)
 
     def _deliver(self, outputs: list[Output], begun: Sequence[str] = ()) -> None:
-        """One frame for each front end that has something in this step."""
+        """Sends each front end its outputs of a step, in one frame."""
         shares: dict[Connection, list[FromCore]] = {}
         for name in begun:
             if (owner := self._owners.get(name)) is not None:
@@ -132,9 +131,9 @@ class CoreProcess:
             if output.finish_reason is not None:
                 self._ended(output.request_id, 1)
                 if output.pooled is not None and self.lanes.keeps_query(output.request_id):
-                    self._keepers[output.request_id] = owner[0]
+                    self._kept_queries[output.request_id] = owner[0]
         for connection, share in shares.items():
-            self.hub.send(connection, share)
+            self.server.send(connection, share)
 
     def _ended(self, name: str, num_samples: int) -> None:
         connection, left = self._owners[name]
@@ -148,25 +147,25 @@ class CoreProcess:
             if connection is gone:
                 self.lanes.abort(Abort(name))
                 del self._owners[name]
-        for name, connection in list(self._keepers.items()):
+        for name, connection in list(self._kept_queries.items()):
             if connection is gone:
                 self.lanes.abort(Abort(name))
-                del self._keepers[name]
+                del self._kept_queries[name]
 
     def _pulse(self, busy: bool) -> None:
-        """Every so often while there is work, and once when there is none any more."""
+        """Broadcasts statistics: at an interval while there is work, and once when the work ends."""
         now = time.monotonic()
         if busy and now - self._last_pulse < PULSE_SECONDS:
             return
         self._last_pulse = now
-        if self._keepers:
-            self._keepers = {name: own for name, own in self._keepers.items() if self.lanes.keeps_query(name)}
-        self.hub.broadcast(Pulse([_lane_stats(name, core) for name, core in self.lanes.cores.items()]))
+        if self._kept_queries:
+            self._kept_queries = {name: own for name, own in self._kept_queries.items() if self.lanes.keeps_query(name)}
+        self.server.broadcast(Pulse([_lane_stats(name, core) for name, core in self.lanes.cores.items()]))
 
 
 def _lane_stats(name: str, core: EngineCore) -> LaneStats:
     scheduler, time = core.scheduler, core.account.total
-    cache = getattr(scheduler, "cache", None)  # models that compute prompts whole have none
+    cache = getattr(scheduler, "cache", None)  # encoders have none
     pool = cache.groups[0].pool if cache is not None and cache.groups else None
     return LaneStats(
         name,
@@ -191,48 +190,48 @@ def _lane_stats(name: str, core: EngineCore) -> LaneStats:
 
 def main(argv: list[str]) -> int:
     die_with_parent()
-    # the front ends decide when to end; a Ctrl-C in the terminal reaches all of a group
+    # the front ends decide when the core exits; Ctrl-C in a terminal signals the whole process group
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     set_up_child_log()
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)  # the watchdog asks where we are
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # sent by the watchdog of a front end
     supervisor, *front_ends = (socket.socket(fileno=int(fd)) if int(fd) >= 0 else None for fd in argv)
-    hub = SocketServer(filter(None, front_ends), supervisor)
+    server = SocketServer(filter(None, front_ends), supervisor)
     try:
         options = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Options])
-        process = _load(options, hub)
-        hub.broadcast(Ready())
+        process = _load(options, server)
+        server.broadcast(Ready())
         process.run()
         process.close()
         return 0
     except BaseException as error:
         if isinstance(error, EngineDead) or not isinstance(error, SlipstreamError):
-            log.error("the engine core failed", exc_info=error)  # not for a user's mistake, which says it all
+            log.error("the engine core failed", exc_info=error)  # user errors need no traceback
             sys.stderr.flush()
-        hub.broadcast(Failed(root_cause(error)))
+        server.broadcast(Failed(root_cause(error)))
         return 1
     finally:
-        hub.close()
+        server.close()
 
 
-def _load(options: list[Options], hub: SocketServer) -> CoreProcess:
-    hub.broadcast(Loading("finding the model"))
-    for each in options:  # a name that leads nowhere need not wait for torch
+def _load(options: list[Options], server: SocketServer) -> CoreProcess:
+    server.broadcast(Loading("finding the model"))
+    for each in options:  # a wrong name fails before torch is imported
         locate(each.model, each.revision, each.task)
-    hub.broadcast(Loading("loading torch"))
-    from slipstream.engine.build import build_lanes, open_models  # the first time anyone loads it
+    server.broadcast(Loading("loading torch"))
+    from slipstream.engine.build import build_lanes, open_models  # imports torch
 
-    hub.broadcast(Loading("reading the model's files"))
+    server.broadcast(Loading("reading the model's files"))
     opened = open_models(options)
     opening = Opening([each.facts for each in opened], os.getpid())
-    hub.broadcast(opening)
-    lanes = build_lanes(options, opened, tell=lambda name: hub.broadcast(Loading(f"loading {name}")))[0]
-    return CoreProcess(lanes, hub, opening)
+    server.broadcast(opening)
+    lanes = build_lanes(options, opened, tell=lambda name: server.broadcast(Loading(f"loading {name}")))[0]
+    return CoreProcess(lanes, server, opening)
 
 
 def root_cause(error: BaseException) -> str:
-    """The error and what it came from, in one line."""
+    """The error and its causes, in one line."""
     return " ".join("; caused by ".join(_chain(error)).split())
 
 
@@ -248,4 +247,4 @@ if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads of the device need not be waited for
+    os._exit(code)  # without waiting for threads of the device

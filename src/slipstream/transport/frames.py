@@ -1,8 +1,8 @@
-"""The line between a front end and a core in another process: which messages pass, and how they are framed.
+"""The wire format between a front end and a core in another process: message types, and their frames.
 
-A frame is a length and a msgpack list of messages. Nothing that is decoded can run code, and whatever the bytes are,
-decoding gives messages of these types or raises `FrameError`. Messages that are too large for one frame go in several;
-a single message that is too large for a frame is not sent, and its sender gets `TooLarge`.
+A frame is a length and a msgpack list of messages. Decoding gives messages of these types or raises `FrameError`, for
+any bytes; it cannot run code. Messages that do not fit one frame are sent in several. A single message that is larger
+than a frame is not sent, and its sender gets `TooLarge`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.lane import LaneStats
 from slipstream.request import FinishReason
 
-MAX_FRAME = 2**29  # bytes; a frame that says more is no frame, and text never says less
-MAX_RESULT = MAX_FRAME - 2**16  # bytes of the numbers in one output; the rest of it is a name and a few counts
+MAX_FRAME = 2**29  # bytes; a larger length means that the stream is corrupt (four bytes of text are larger)
+MAX_RESULT = MAX_FRAME - 2**16  # bytes of the values in one output; the rest of a message is small
 _HEAD = 4  # bytes of the length, little-endian
-_LIST = 16  # bytes around the messages of a frame, at most
+_LIST = 16  # upper bound of msgpack's own bytes around the messages of a frame
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A request that the core did not take, and why."""
+    """A request that the core did not accept, and the error."""
 
     request_id: str
     kind: str  # name of the exception
@@ -37,7 +37,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
         return cls(request_id, type(error).__name__, str(error))
 
     def error(self) -> Exception:
-        """The exception again if it is one of ours; else nobody meant it, and its words are not for everybody."""
+        """The same exception if it is a SlipstreamError, else a RuntimeError, whose text clients must not see."""
         kind = getattr(errors, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, SlipstreamError):
             return kind(self.message)
@@ -45,53 +45,53 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Begun(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Requests that wait no more: their prompts are being computed."""
+    """Requests that have left the queue: their prompts are being computed."""
 
     request_ids: list[str]
 
 
 class AbortAll(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Abort every request of the other front ends. The core hands it on to each of them."""
+    """Aborts every request of the other front ends. The core passes it on to each of them."""
 
-    call: str  # tells calls apart
+    call: str  # an id
 
 
 class AbortedAll(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """How many requests that ended: from a front end its own, from the core those of all others."""
+    """The number of aborted requests: of one front end, or, from the core, of all others together."""
 
     call: str
     count: int
 
 
 class Join(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """From the supervisor: a new front end. The core's end of its socket comes with the bytes of this frame."""
+    """From the supervisor: a new front end. The core's end of its socket is sent with this frame (SCM_RIGHTS)."""
 
 
 class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Where the start stands, in words."""
+    """The stage of the start, as text."""
 
     stage: str
 
 
 class Opening(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The models are found; tokenizers may be loaded while weights are."""
+    """The descriptions of the models, sent before weights load, so that front ends load tokenizers meanwhile."""
 
     models: list[ModelDescription]
     pid: int  # of the core
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Requests are taken from here on."""
+    """The core accepts requests."""
 
 
 class Pulse(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """How the core is doing: sent now and then while it works, and when it comes to rest."""
+    """Statistics of the core: sent at an interval while it has work, and when the work ends."""
 
-    lanes: list[LaneStats] = []  # of each model
+    lanes: list[LaneStats] = []  # one per model
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The core is lost: the root cause in one line."""
+    """The core has failed; `cause` is the root cause in one line."""
 
     cause: str
 
@@ -103,24 +103,24 @@ Message = TypeVar("Message")
 
 
 class FrameError(Exception):
-    """Bytes that are no messages. Between our own processes this is a bug, or the end of one of them."""
+    """Bytes that do not decode. Between our own processes this is a bug, or one of them was killed."""
 
 
 class Frames(Generic[Message]):
-    """Bytes, however they were cut, to lists of messages."""
+    """Decodes a stream of bytes, in pieces of any size, into messages."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[list[Message]]) -> None:
         self._decode = decoder.decode
-        self._parts: list[bytes] = []  # of a frame that is not whole yet
-        self._missing = _HEAD  # bytes without which nothing more can be said
+        self._parts: list[bytes] = []  # of an incomplete frame
+        self._missing = _HEAD  # bytes until the next attempt to decode
 
     def push(self, data: bytes) -> list[Message]:
-        """The messages that these bytes complete."""
+        """Returns the messages that these bytes complete."""
         if self._parts:
             self._parts.append(data)
             self._missing -= len(data)
             if self._missing > 0:
-                return []  # a large frame in many parts is joined once
+                return []  # so that the parts of a large frame are joined only once
             data = b"".join(self._parts)
             self._parts.clear()
         messages: list[Message] = []
@@ -128,14 +128,14 @@ class Frames(Generic[Message]):
         while end - start >= _HEAD:
             length = int.from_bytes(data[start : start + _HEAD], "little")
             if length > MAX_FRAME:
-                raise FrameError(f"a frame of {length} bytes was announced; {MAX_FRAME} are the most")
+                raise FrameError(f"a frame has the length {length}; the limit is {MAX_FRAME} bytes")
             stop = start + _HEAD + length
             if stop > end:
                 break
             try:
                 messages += self._decode(data[start + _HEAD : stop])
             except (msgspec.MsgspecError, SlipstreamError, RecursionError, UnicodeDecodeError) as error:
-                raise FrameError(f"a frame of {length} bytes holds no messages: {error}") from None
+                raise FrameError(f"a frame of {length} bytes does not decode: {error}") from None
             start = stop
         if start < end:
             self._parts.append(data[start:] if start else data)
@@ -153,26 +153,26 @@ def from_core_frames() -> Frames[FromCore]:
 
 
 class TooLarge(Exception):
-    """A message that no frame can hold."""
+    """A message that is larger than a frame."""
 
     def __init__(self, size: int) -> None:
-        super().__init__(f"a message has {size} bytes, {MAX_FRAME} are the most")
+        super().__init__(f"a message has {size} bytes, the limit is {MAX_FRAME}")
         self.size = size
 
 
 def _plain(value: object) -> object:
-    """Numbers and texts of other kinds, numpy's for one, as Python's own."""
+    """Converts subclasses of float, int and str, such as numpy's, to Python's own types."""
     for kind in (float, int, str):
         if isinstance(value, kind):
             return kind(value)
-    raise TypeError(f"{type(value).__name__} is no plain value")
+    raise TypeError(f"{type(value).__name__} is not a number or a string")
 
 
 _encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 
 
 def encoded(message: ToCore | FromCore) -> msgspec.Raw:
-    """One message, to be framed later."""
+    """Encodes one message, to be framed later."""
     data = _encode(message)
     if len(data) > MAX_FRAME - _LIST:
         raise TooLarge(len(data))
@@ -180,7 +180,7 @@ def encoded(message: ToCore | FromCore) -> msgspec.Raw:
 
 
 def frame(messages: Sequence[ToCore | Join | msgspec.Raw] | Sequence[FromCore]) -> bytes:
-    """As one frame."""
+    """Encodes messages as one frame."""
     body = _encode(messages)
     if len(body) > MAX_FRAME:
         raise TooLarge(len(body))
@@ -190,9 +190,9 @@ def frame(messages: Sequence[ToCore | Join | msgspec.Raw] | Sequence[FromCore]) 
 def frames(
     messages: Sequence[ToCore | msgspec.Raw] | Sequence[FromCore], instead: Callable[[Any, int], FromCore] | None = None
 ) -> Iterator[bytes]:
-    """As one frame, or as several where one cannot hold them.
+    """Encodes messages as one frame, or several where they do not fit one.
 
-    A message that no frame can hold is replaced by `instead(message, size)`; without that, TooLarge is raised.
+    A message that is larger than a frame is replaced by `instead(message, size)`; without that, TooLarge is raised.
     """
     try:
         whole = frame(messages)
@@ -208,8 +208,8 @@ def frames(
     yield whole
 
 
-def without_numbers(output: Output, size: int) -> Output:
-    """The end of a request whose result no frame can hold. A last resort: front ends refuse such requests."""
+def too_large_output(output: Output, size: int) -> Output:
+    """Replaces an output that is larger than a frame by an error. Front ends refuse such requests beforehand."""
     fact = f"the result has {size} bytes, and {MAX_FRAME} can be sent to a front end"
     error = f"{fact}; send a shorter prompt or ask for fewer dimensions"
     return Output(output.request_id, output.sample, [], finish_reason=FinishReason.ERROR, error=error)

@@ -1,4 +1,4 @@
-"""A core in another process: the CoreClient at this end of the socket."""
+"""SocketClient: the CoreClient of a core in another process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from slipstream.transport.frames import (
 
 
 class SocketClient(asyncio.Protocol):
-    """Messages sent in one turn of the event loop leave as one frame."""
+    """Messages sent in one iteration of the event loop go out as one frame."""
 
     max_result: int | None = MAX_RESULT
 
@@ -34,20 +34,20 @@ class SocketClient(asyncio.Protocol):
         self._listener: Listener | None = None
         self._transport: asyncio.WriteTransport | None = None
         self._outbox: list[msgspec.Raw] = []
-        self._early: list[FromCore] = []  # came before anybody listened
+        self._early: list[FromCore] = []  # received before `listen`
         self._error: BaseException | None = None
-        self.cause: str | None = None  # of the core's end, in its own words
+        self.cause: str | None = None  # the core's own message about its failure
         self._closed = asyncio.Event()
 
     @classmethod
     async def connect(cls, sock: socket.socket) -> SocketClient:
-        """Over one end of a socket pair whose other end the core has."""
+        """Returns a client over one end of a socket pair; the core has the other."""
         _, client = await asyncio.get_running_loop().create_unix_connection(cls, sock=sock)
         return client
 
     @property
     def is_lost(self) -> bool:
-        """Whether the core has ended, or the line to it."""
+        """Whether the core has exited or the connection is closed."""
         return self._error is not None
 
     def listen(self, listener: Listener) -> None:
@@ -55,12 +55,12 @@ class SocketClient(asyncio.Protocol):
             return
         self._listener = listener
         if self._early:
-            self._hear(self._early)
+            self._receive(self._early)
         if self._error is not None:
             listener.fail(self._error)
 
     def send(self, message: ToCore) -> None:
-        # encoded here, so that whoever brought what cannot be encoded hears of it, and nobody else
+        # encoded here and not in `_flush`, so that an error is raised to the caller of this message only
         try:
             data = encoded(message)
         except TooLarge as error:
@@ -69,7 +69,7 @@ class SocketClient(asyncio.Protocol):
             ) from None
         except UnicodeEncodeError:
             raise InvalidParams(
-                "a parameter holds half of a surrogate pair, which is no character; give text that is UTF-8"
+                "a parameter has an unpaired surrogate, which UTF-8 cannot encode; give valid text"
             ) from None
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidParams(f"a parameter cannot be sent to the engine core: {error}; give plain values") from None
@@ -81,7 +81,7 @@ class SocketClient(asyncio.Protocol):
         if self._error is None:
             self._error = EngineClosed("the engine was closed")
         if self._transport is not None:
-            self._transport.abort()  # waits for nobody; the core forgets all requests of a front end that has gone
+            self._transport.abort()  # does not wait; the core aborts all requests of this front end
             await self._closed.wait()
 
     def _flush(self) -> None:
@@ -93,30 +93,30 @@ class SocketClient(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is one too, without saying so
+        self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's transport does not inherit from it
 
     def data_received(self, data: bytes) -> None:
         try:
-            self._hear(self._frames.push(data))
+            self._receive(self._frames.push(data))
         except FrameError as error:
-            self._fail(EngineDead(f"what the engine core sent cannot be read: {error}"))
+            self._fail(EngineDead(f"data of the engine core cannot be decoded: {error}"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._closed.set()
         self._fail(EngineDead("the engine core has ended; see its last lines in the log"))
 
-    def _hear(self, messages: list[FromCore]) -> None:
+    def _receive(self, messages: list[FromCore]) -> None:
         if self._listener is None:
             self._early += messages
             return
-        self._listener.hear(messages)
+        self._listener.receive(messages)
         for message in messages:
             if isinstance(message, Failed):
                 self.cause = message.cause
                 self._fail(EngineDead(message.cause))
 
     def _fail(self, error: BaseException) -> None:
-        """The first failure counts: the ones after it are its consequences."""
+        """Reports the first failure only: later ones are its consequences."""
         if self._error is None:
             self._error = error
             if self._listener is not None:

@@ -1,7 +1,7 @@
-"""Hub: the core's end of the sockets, one for each front end.
+"""SocketServer: the core's end of the sockets, one per front end.
 
-All of it happens between steps, in the core's own thread: whoever has sent something is read, and what does not fit a
-front end's socket is kept for it. So the core waits for nobody but, when it has nothing to do, for a message.
+It runs in the core's thread, between steps, with non-blocking sockets: data that a front end's socket does not take is
+buffered. The core blocks only when it has no work, until a message arrives.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import selectors
 import socket
 from collections.abc import Iterable, Sequence
 
-from slipstream.transport.frames import FrameError, FromCore, Join, ToCore, frames, to_core_frames, without_numbers
+from slipstream.transport.frames import FrameError, FromCore, Join, ToCore, frames, to_core_frames, too_large_output
 
-_READ = 2**18  # bytes at once
-_MAX_SOCKETS = 16  # that come with one read
+_READ_SIZE = 2**18  # bytes
+_MAX_SOCKETS = 16  # passed with one read
 
 
 class Connection:
-    """One front end, or the supervisor of several."""
+    """The connection of one front end, or of the supervisor of several."""
 
     def __init__(self, sock: socket.socket, *, is_supervisor: bool = False) -> None:
         sock.setblocking(False)
@@ -28,12 +28,12 @@ class Connection:
         self.joining: list[socket.socket] = []  # sockets of new front ends that the supervisor has sent
 
     def read(self) -> list[ToCore | Join]:
-        """The messages that have come. Raises OSError or FrameError where there will be no more."""
+        """Returns the received messages. Raises OSError or FrameError where the connection is lost."""
         if self.is_supervisor:
-            data, fds, _, _ = socket.recv_fds(self.sock, _READ, _MAX_SOCKETS)
+            data, fds, _, _ = socket.recv_fds(self.sock, _READ_SIZE, _MAX_SOCKETS)
             self.joining += [socket.socket(fileno=fd) for fd in fds]
         else:
-            data = self.sock.recv(_READ)
+            data = self.sock.recv(_READ_SIZE)
         if not data:
             raise ConnectionResetError
         return self.frames.push(data)
@@ -57,7 +57,7 @@ class SocketServer:
         return [connection for connection in self.connections if not connection.is_supervisor]
 
     def join(self, supervisor: Connection) -> Connection | None:
-        """The connection of a front end that the supervisor has announced; None where its socket did not come."""
+        """Adds the connection of a front end that the supervisor has announced; None where no socket was passed."""
         if not supervisor.joining:
             return None
         connection = Connection(supervisor.joining.pop(0))
@@ -65,7 +65,7 @@ class SocketServer:
         return connection
 
     def receive(self, *, wait: bool) -> tuple[list[tuple[Connection, ToCore | Join]], list[Connection]]:
-        """What has come, and the front ends that have gone. With `wait` there will be something."""
+        """Returns the received messages and the lost connections. With `wait` it blocks until there is one."""
         messages: list[tuple[Connection, ToCore | Join]] = []
         gone: list[Connection] = []
         while self.connections:
@@ -86,20 +86,20 @@ class SocketServer:
         return messages, gone
 
     def send(self, connection: Connection, messages: Sequence[FromCore]) -> None:
-        """Never waits. To a front end that has gone, nothing is sent."""
+        """Sends without waiting. Does nothing where the connection is lost."""
         if connection in self.connections:
             try:
-                for data in frames(messages, without_numbers):
+                for data in frames(messages, too_large_output):
                     self._send(connection, data)
             except OSError:
-                pass  # `receive` will notice that it has gone
+                pass  # `receive` will report the lost connection
 
     def broadcast(self, message: FromCore) -> None:
         for connection in self.connections:
             self.send(connection, [message])
 
     def close(self) -> None:
-        """Tries once more, and for a second at most, to get rid of what is unsent: it may be the reason of our end."""
+        """Sends the buffered data, for a second at most, since it may have the cause of a failure, and closes."""
         for connection in self.connections:
             try:
                 connection.sock.settimeout(1.0)

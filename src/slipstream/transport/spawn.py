@@ -1,4 +1,4 @@
-"""Starting a core process, from a process that has no torch."""
+"""Starts a core process, from a process that does not load torch."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ from slipstream.transport.frames import Join, frame
 
 
 class CoreHandle:
-    """A core process, as the one who started it sees it."""
+    """A core process, for the process that started it."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
 
     def how_it_ended(self) -> str | None:
-        """None while it runs, and if it ended as it should."""
+        """Describes an abnormal end; None while the process runs and after a normal exit."""
         code = self.process.poll()
         if not code:
             return None
         if code < 0:
             name = signal.Signals(-code).name
             hint = "; perhaps the machine ran out of memory" if name == "SIGKILL" else ""
-            return f"the engine core was ended by {name}{hint}"
+            return f"the engine core was killed by {name}{hint}"
         return f"the engine core ended with exit code {code}"
 
     def wait(self, seconds: float) -> str | None:
-        """As `how_it_ended`, once it has; after that long it is killed."""
+        """Waits for the exit, kills the process after `seconds`, and returns what `how_it_ended` does."""
         try:
             self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-            return f"the engine core did not end within {seconds:g} s and was killed"
+            return f"the engine core did not exit within {seconds:g} s and was killed"
         return self.how_it_ended()
 
 
 def spawn_core(
     options: list[Options], num_front_ends: int = 1, supervisor: socket.socket | None = None
 ) -> tuple[CoreHandle, list[socket.socket]]:
-    """A core for these models, and our end of a socket for each front end.
+    """Starts a core for these models. Returns its handle, and one socket per front end.
 
-    `supervisor`: the core's end of a socket over which more front ends may join (`join_core`).
+    `supervisor`: the core's end of a socket over which more front ends can join (`join_core`).
     """
     pairs = [socket.socketpair() for _ in range(num_front_ends)]
     theirs = [pair[1] for pair in pairs]
@@ -55,7 +55,7 @@ def spawn_core(
     process = subprocess.Popen(
         [sys.executable, "-m", "slipstream.transport.core_process", *map(str, fds)],
         stdin=subprocess.PIPE,
-        stdout=sys.stderr.fileno(),  # standard output belongs to whoever started us
+        stdout=sys.stderr.fileno(),  # keeps standard output free for the command's own output
         pass_fds=[fd for fd in fds if fd >= 0],
         env=child_environment(),
     )
@@ -68,7 +68,7 @@ def spawn_core(
 
 
 def join_core(supervisor: socket.socket) -> socket.socket:
-    """A new front end's end of a socket to a running core. `supervisor`: our end of the supervisor's socket."""
+    """Connects a new front end to a running core and returns its socket. `supervisor`: our end of that socket."""
     ours, theirs = socket.socketpair()
     with theirs:
         try:

@@ -1,4 +1,4 @@
-"""A core in a thread of this process: the simplest CoreClient."""
+"""ThreadClient: the CoreClient of a core in a thread of this process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.transport.frames import AbortAll, AbortedAll, Begun, FromCore, T
 
 
 class ThreadClient:
-    """Steps the core while it has work, and sleeps on its inbox while it has none."""
+    """The thread steps the core while it has work, and blocks on the inbox while it has none."""
 
     max_result: int | None = None
 
@@ -43,33 +43,33 @@ class ThreadClient:
                 if self.core.has_work():
                     outputs = self.core.step()
                     if (begun := self.core.take_begun()) or outputs:
-                        self._tell([*([Begun(begun)] if begun else ()), *outputs])
-        except Exception as error:  # handed to every waiting reader
+                        self._send_to_listener([*([Begun(begun)] if begun else ()), *outputs])
+        except Exception as error:  # the listener fails every open stream with it
             self._call("fail", error)
         finally:
             self.core.close()
 
     def _receive(self) -> bool:
-        """Take in what has come; wait for it if there is nothing else to do. False ends the loop."""
+        """Handles the messages of the inbox; blocks for one where the core has no work. False ends the loop."""
         while not (self.inbox.empty() and self.core.has_work()):
             message = self.inbox.get()
             if message is None:
                 return False
             if isinstance(message, Submit | SubmitAll):
                 if refused := submit(self.core, message):
-                    self._tell([*refused])
+                    self._send_to_listener([*refused])
             elif isinstance(message, Abort):
                 self.core.abort(message)
             elif isinstance(message, AbortAll):
-                self._tell([AbortedAll(message.call, 0)])  # there is no other front end
+                self._send_to_listener([AbortedAll(message.call, 0)])  # there is no other front end
         return True
 
-    def _tell(self, messages: list[FromCore]) -> None:
-        self._call("hear", messages)
+    def _send_to_listener(self, messages: list[FromCore]) -> None:
+        self._call("receive", messages)
 
     def _call(self, method: str, argument: object) -> None:
         if self._loop is not None and not self._loop.is_closed():
             try:
                 self._loop.call_soon_threadsafe(getattr(self._listener, method), argument)
-            except RuntimeError:  # closed since; so are those who would have listened
+            except RuntimeError:  # the loop was closed meanwhile
                 pass

@@ -132,18 +132,18 @@ def _run(
     limit = len(items) if concurrency is None else concurrency
     submitted: dict[str, float] = {}
     token_times: dict[str, list[float]] = {}
-    tracks: list[RequestState] = []
+    states: list[RequestState] = []
     first_step, device = core.num_steps, core.account.total.copy()
     waiting = iter(enumerate(items))
     active = 0
     begin = clock()
-    while active or len(tracks) < len(items):
+    while active or len(states) < len(items):
         due = len(items) if arrivals is None else bisect_right(arrivals, clock() - begin)
-        if not active and len(tracks) == due:
+        if not active and len(states) == due:
             assert arrivals is not None
             time.sleep(max(0.0, arrivals[due] - (clock() - begin)))
             continue
-        while active < limit and len(tracks) < due and (entry := next(waiting, None)) is not None:
+        while active < limit and len(states) < due and (entry := next(waiting, None)) is not None:
             number, item = entry
             own = params.with_changes(max_tokens=item.output_len)
             message, text = llm.inputs.submit(f"bench-{number}", item.prompt, own)
@@ -151,7 +151,7 @@ def _run(
             submitted[message.request_id] = clock() if arrivals is None else begin + arrivals[number]
             token_times[message.request_id] = []
             core.submit(message)
-            tracks.append(outputs.open(message, text, stream=False))
+            states.append(outputs.open(message, text, streaming=False))
             active += 1
         step_outputs = core.step()
         now = clock()
@@ -160,11 +160,11 @@ def _run(
         moved, aborts = outputs.process(step_outputs)
         for abort in aborts:
             core.abort(abort)
-        for track in moved:
-            if track.finished:
+        for state in moved:
+            if state.finished:
                 active -= 1
-                advance(len(token_times[track.id]))
-    results = [track.result() for track in tracks]
+                advance(len(token_times[state.id]))
+    results = [state.result() for state in states]
     seconds = clock() - begin
     gaps = [b - a for times in token_times.values() for a, b in zip(times, times[1:], strict=False)]
     return Trial(

@@ -49,7 +49,7 @@ class Answer(msgspec.Struct):
     error: str | None = None  # in a stream that had begun
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     num_requests: int
     statuses: dict[str, int]
@@ -92,7 +92,7 @@ def run_online(
     rate: float | None,
     concurrency: int | None,
     advance: Callable[[int], None] = lambda tokens: None,
-) -> tuple[Report, list[Answer]]:
+) -> tuple[BenchReport, list[Answer]]:
     """With a `rate` requests come whether or not others have ended, at random moments; else `concurrency` at once."""
     if rate is not None and not 0 < rate < math.inf:
         raise InvalidOption(f"rate is {rate}; give requests a second, a finite number above 0")
@@ -186,12 +186,12 @@ async def _read(reader: asyncio.StreamReader, answer: Answer) -> None:
             answer.num_tokens = event["usage"]["completion_tokens"]
 
 
-def report(answers: Sequence[Answer], seconds: float) -> Report:
+def report(answers: Sequence[Answer], seconds: float) -> BenchReport:
     good = [answer for answer in answers if answer.status == 200 and answer.error is None and answer.times]
     gaps = [b - a for answer in good for a, b in zip(answer.times, answer.times[1:], strict=False)]
     refused = [answer.end - answer.sent for answer in answers if answer.status == 429]
     tokens = sum(answer.num_tokens for answer in good)
-    return Report(
+    return BenchReport(
         seconds=seconds,
         num_requests=len(answers),
         statuses=dict(Counter(str(answer.status or "broken") for answer in answers)),

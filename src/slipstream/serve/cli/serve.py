@@ -20,7 +20,7 @@ from slipstream.serve.cli.flags import add_engine_flags, add_struct_flags
 from slipstream.serve.cli.paths import check_paths
 from slipstream.serve.cli.sources import Sources
 from slipstream.serve.http.hosts import check_hosts
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 
 if TYPE_CHECKING:
     from slipstream.serve.cli.run import OpenLLM
@@ -55,16 +55,18 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     command.add_argument("models", nargs="*", metavar="MODEL", help="as --model, or NAME=MODEL; several if you like")
     command.add_argument("--config", metavar="FILE", help="a YAML file of options: max-model-len: 8192 and the like")
-    add_struct_flags(command, "server", Settings, aliases=ALIASES)
+    add_struct_flags(command, "server", ServerSettings, aliases=ALIASES)
     add_engine_flags(command)
     command.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
-    given = Sources((Settings, Options), ALIASES).gather(args, os.environ)
+    given = Sources((ServerSettings, Options), ALIASES).gather(args, os.environ)
     as_json = given.get("log_format") == "json"
     try:
-        settings = server_settings({name: given.pop(name) for name in Settings.__struct_fields__ if name in given})
+        settings = server_settings(
+            {name: given.pop(name) for name in ServerSettings.__struct_fields__ if name in given}
+        )
         options = model_options(given.pop("models", []), given)
         for each in options:
             check_paths(each)
@@ -79,11 +81,11 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     return 0
 
 
-def server_settings(given: dict[str, Any]) -> Settings:
+def server_settings(given: dict[str, Any]) -> ServerSettings:
     for name in ("allowed_hosts", "allowed_origins", "allowed_methods", "allowed_headers"):
         if name in given:
             given[name] = [each for text in given[name] for each in _listed(name, text)]
-    settings = Settings(**given)
+    settings = ServerSettings(**given)
     for name in settings.__struct_fields__:
         value = getattr(settings, name)
         if isinstance(value, float) and not math.isfinite(value):

@@ -13,7 +13,7 @@ from slipstream.config.options import Options
 from slipstream.errors import InvalidOption
 from slipstream.log import FORMAT
 from slipstream.serve.cli.flags import SAMPLING_HELP
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.wording import Flags
 
 
@@ -52,4 +52,4 @@ def asks_for_json(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     return style == "json"
 
 
-in_flags = Flags((*Options.__struct_fields__, *Settings.__struct_fields__, *SAMPLING_HELP))
+in_flags = Flags((*Options.__struct_fields__, *ServerSettings.__struct_fields__, *SAMPLING_HELP))

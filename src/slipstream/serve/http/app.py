@@ -20,7 +20,7 @@ from slipstream.serve.http.errors import HttpError, as_http_error, bad_request, 
 from slipstream.serve.http.response import Receive, Response, Send
 from slipstream.serve.http.routes import Route
 from slipstream.serve.http.state import State
-from slipstream.serve.http.trace import record_call, told_of
+from slipstream.serve.http.trace import describe_engine_requests, record_call
 from slipstream.serve.http.watch import ClientGone, Watch
 
 log = logging.getLogger("slipstream.http")
@@ -78,8 +78,8 @@ class App:
             if self.state.traces is not None and call is not None:
                 record_call(self.state.traces, call, scope["method"], name, status, seconds)
             self._count(request_id, scope["client"], scope["method"], name, status, seconds, route)
-            if call is not None and call.tracks and log.isEnabledFor(logging.DEBUG):
-                log.debug("request %s: %s", request_id, told_of(call))
+            if call is not None and call.request_states and log.isEnabledFor(logging.DEBUG):
+                log.debug("request %s: %s", request_id, describe_engine_requests(call))
 
     async def _fail(
         self, error: Exception, request_id: str, route: Route | None, call: Call | None, response: Response

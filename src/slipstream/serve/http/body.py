@@ -8,7 +8,7 @@ from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.counters import Counters
 from slipstream.serve.http.errors import HttpError
 from slipstream.serve.http.response import Receive
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.watch import ClientGone
 
 _SLOWEST = 2**14  # bytes a second that a body must come at, on average and after the first seconds
@@ -22,7 +22,7 @@ class Bodies:
     or sends a byte now and then, ends; a large body over a slow line arrives.
     """
 
-    def __init__(self, settings: Settings, counters: Counters) -> None:
+    def __init__(self, settings: ServerSettings, counters: Counters) -> None:
         self._counters = counters
         self._seconds = settings.body_timeout
         self._max_size = settings.max_body_bytes

@@ -18,7 +18,7 @@ Address = tuple[str, int]
 
 
 class Call:
-    __slots__ = ("state", "id", "headers", "path_params", "query", "caller", "tracks", "input", "names")
+    __slots__ = ("state", "id", "headers", "path_params", "query", "caller", "request_states", "input", "names")
 
     def __init__(
         self, state: State, id: str, headers: Headers, path_params: dict[str, str], query: bytes, caller: str
@@ -29,7 +29,7 @@ class Call:
         self.path_params = path_params
         self.query = query
         self.caller = caller  # whose requests take turns with those of others: a key or a connection
-        self.tracks: Sequence[RequestState] = ()  # what it asked of the engine
+        self.request_states: Sequence[RequestState] = ()  # what it asked of the engine
         self.input: str | None = None  # the field that holds what is to be read: errors about it name it
         self.names: dict[str, str] = {}  # parameters of the engine that this request calls otherwise
 

@@ -10,7 +10,7 @@ from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.call import Address
 from slipstream.serve.http.errors import HttpError
 from slipstream.serve.http.response import Receive, Send
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 
 _SECONDS = b"600"  # for which a browser need not ask again
 _METHODS = b"GET, POST"  # all there are
@@ -20,7 +20,7 @@ _SHOWN = (b"access-control-expose-headers", b"x-request-id, retry-after")
 class Cors:
     """Around the app: answers a browser that asks first, and says on other answers who may read them."""
 
-    def __init__(self, app: App, settings: Settings) -> None:
+    def __init__(self, app: App, settings: ServerSettings) -> None:
         self.app = app
         self._origins = frozenset(settings.allowed_origins)
         self._methods = _joined(settings.allowed_methods) or _METHODS

@@ -14,14 +14,14 @@ import socket
 from slipstream.errors import InvalidOption
 from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.errors import HttpError
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 
 _PORT = re.compile(r":\d{0,5}")
 _NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?")
 
 
 class Hosts:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         names = [_plain(name) for name in settings.allowed_hosts]
         self._is_loopback = settings.uds is None and is_loopback(settings.host)
         self._checks = "*" not in names and (bool(names) or self._is_loopback)

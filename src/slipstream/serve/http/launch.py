@@ -11,7 +11,7 @@ from slipstream.errors import EngineDead
 from slipstream.log import pass_on_log
 from slipstream.serve.http.listen import PortClaim, claim, raise_file_limit
 from slipstream.serve.http.listen_unix import UnixClaim
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.transport.spawn import spawn_core
 
 status = logging.getLogger("slipstream.status")
@@ -19,7 +19,7 @@ status = logging.getLogger("slipstream.status")
 _CORE_SECONDS = 30.0  # for the core to end once its front ends have gone
 
 
-def launch(settings: Settings, options: list[Options]) -> None:
+def launch(settings: ServerSettings, options: list[Options]) -> None:
     """Serves until it is told to end. Raises EngineDead, with the root cause, if it ends before."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would lose how a child ended
     raise_file_limit()
@@ -31,7 +31,7 @@ def launch(settings: Settings, options: list[Options]) -> None:
         place.close()
 
 
-def _serve_at(place: PortClaim | UnixClaim, settings: Settings, options: list[Options]) -> None:
+def _serve_at(place: PortClaim | UnixClaim, settings: ServerSettings, options: list[Options]) -> None:
     ours, theirs = socket.socketpair() if settings.workers > 1 else (None, None)
     # first of all: it has the longest way to go
     core, socks = spawn_core(options, settings.workers, theirs)

@@ -6,13 +6,13 @@ import socket
 
 from slipstream.errors import InvalidOption
 from slipstream.serve.http.listen_unix import UnixClaim
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 
 _MAX_FILES = 2**20
 _BACKLOG = 2048  # connections that wait until a front end is up
 
 
-def claim(settings: Settings) -> PortClaim | UnixClaim:
+def claim(settings: ServerSettings) -> PortClaim | UnixClaim:
     """The place where this server listens. Raises InvalidOption where it is taken."""
     return PortClaim(settings) if settings.uds is None else UnixClaim(settings.uds)
 
@@ -25,7 +25,7 @@ class PortClaim:
     gets it afterwards, for our own other listeners.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         """Raises InvalidOption where the port is taken."""
         self._host = settings.host
         self._first: socket.socket | None = _bound(settings.host, settings.port, shared=False)

@@ -1,4 +1,4 @@
-"""Report: what all front ends of this server have counted, for /metrics and for the status line in the log."""
+"""FrontEndReport: the counters of all front ends of this server, for /metrics and for the status line in the log."""
 
 from __future__ import annotations
 
@@ -9,61 +9,68 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import slipstream
+from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.metrics.board import Board
 from slipstream.metrics.lane import LaneStats
 from slipstream.metrics.stats import FrontEnds, FrontStats, ModelStats
 from slipstream.metrics.status import StatusLine, log
+from slipstream.serve.http.counters import Counters
 
 if TYPE_CHECKING:
     from slipstream.metrics.prometheus import Metrics
-    from slipstream.serve.http.state import State
 
-WRITE_SECONDS = 0.5  # between two times that a front end tells the others
+WRITE_SECONDS = 0.5  # interval at which a front end publishes its counters to the others
 
 
-class Report:
-    """What all front ends together have counted. Kept up by `run` where there are several."""
+class FrontEndReport:
+    """With several front ends, `run` publishes the counters of this one on the shared board."""
 
-    def __init__(self, state: State, board: Board | None) -> None:
-        self.state = state
+    def __init__(self, engine: AsyncEngine, counters: Counters, board: Board | None, status_interval: float) -> None:
+        """`board`: shared memory of all front ends, None where this is the only one. `status_interval`: seconds between
+        two status lines, 0 for none."""
+        self.engine = engine
+        self.counters = counters
         self.board = board
+        self._status_interval = status_interval
         self._metrics: Metrics | None = None
 
-    def look(self) -> tuple[FrontStats, Sequence[LaneStats]]:
+    def read(self) -> tuple[FrontStats, Sequence[LaneStats]]:
+        """Returns the totals of all front ends, and the statistics of the core's lanes."""
         own = self._own()
         if self.board is None:
-            return own, self.state.engine.pulse.lanes
+            return own, self.engine.pulse.lanes
         self.board.write(own)
-        return self.board.total(), self.state.engine.pulse.lanes
+        return self.board.total(), self.engine.pulse.lanes
 
     def front_ends(self) -> FrontEnds | None:
-        """How many processes serve; None where this one does alone."""
+        """The number of front-end processes; None where this is the only one."""
         return None if self.board is None else self.board.front_ends()
 
     def text(self, accept: str) -> tuple[bytes, str]:
+        """Returns the body of /metrics and its content type."""
         if self._metrics is None:
-            from slipstream.metrics.prometheus import Metrics  # a server that nobody asks need not load it
+            from slipstream.metrics.prometheus import Metrics  # imported at the first scrape: it is slow to load
 
-            self._metrics = Metrics(self.look, slipstream.__version__, self.front_ends)
+            self._metrics = Metrics(self.read, slipstream.__version__, self.front_ends)
         return self._metrics.text(accept)
 
     async def run(self) -> None:
-        """Tells the others what this one has counted, and writes a line of status now and then."""
-        interval = self.state.settings.status_interval
+        """Publishes the counters of this front end, and logs a status line at each interval."""
+        interval = self._status_interval
         line, due = StatusLine(), time.monotonic() + interval
-        says = interval > 0 and (self.board is None or self.board.own == 0)
-        line.look(time.monotonic(), *self.look())
+        logs_status = interval > 0 and (self.board is None or self.board.own == 0)
+        line.look(time.monotonic(), *self.read())
         while True:
             await asyncio.sleep(WRITE_SECONDS if self.board is not None else max(interval, 0.01))
             if self.board is not None:
                 self.board.write(self._own())
-            if says and (now := time.monotonic()) >= due - 0.01:
+            if logs_status and (now := time.monotonic()) >= due - 0.01:
                 due = now + interval
-                if (text := line.look(now, *self.look())) is not None:
+                if (text := line.look(now, *self.read())) is not None:
                     log.info("%s", text)
 
     def _own(self) -> FrontStats:
-        counters, engine = self.state.counters, self.state.engine
+        counters, engine = self.counters, self.engine
         load = engine.load
         return FrontStats(
             requests={f"{route} {status}": count for (route, status), count in counters.requests.items()},
@@ -77,11 +84,11 @@ class Report:
         )
 
     def _pids(self) -> dict[str, int]:
-        """Of this front end, and of the core where the first of them tells."""
+        """Process ids by role. Only the first front end reports those of the core and the supervisor."""
         number = 0 if self.board is None else self.board.own
         pids = {f"front_end_{number}": os.getpid()}
         if self.board is not None and number == 0:
             pids["supervisor"] = os.getppid()
-        if number == 0 and (core := self.state.engine.core_pid) is not None:
+        if number == 0 and (core := self.engine.core_pid) is not None:
             pids["core"] = core
         return pids

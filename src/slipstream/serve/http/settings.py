@@ -1,4 +1,4 @@
-"""Settings: what the server itself may be told, beside the engine's options. Flags and docs are made from this list."""
+"""ServerSettings: the options of the HTTP server, from which its flags and their documentation are generated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _doc(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True):
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[str, _doc("address to listen on; 0.0.0.0: reachable from other machines")] = "127.0.0.1"
     port: Annotated[int, _doc("port to listen on; 0: any free port")] = 8000
     uds: Annotated[str | None, _doc("path of a unix socket to listen on, instead of host and port")] = None

@@ -17,8 +17,8 @@ from slipstream.serve.http.body import Bodies
 from slipstream.serve.http.counters import Counters
 from slipstream.serve.http.errors import HttpError, bad_request
 from slipstream.serve.http.hosts import Hosts
-from slipstream.serve.http.report import Report
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.report import FrontEndReport
+from slipstream.serve.http.settings import ServerSettings
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ _MAX_CHARS = 2**27  # of texts that wait to be tokenised or are being tokenised,
 
 
 class State:
-    def __init__(self, settings: Settings, engine: AsyncEngine, board: Board | None = None) -> None:
+    def __init__(self, settings: ServerSettings, engine: AsyncEngine, board: Board | None = None) -> None:
         self.settings = settings
         self.engine = engine
         engine.stream_interval = settings.stream_interval
@@ -37,7 +37,7 @@ class State:
         self.started = int(time.time())
         self.draining = False
         self.stalled: str | None = None  # what the watchdog has to say
-        self.report = Report(self, board)
+        self.report = FrontEndReport(engine, self.counters, board, settings.status_interval)
         endpoint = settings.otlp_traces_endpoint
         self.traces = None if endpoint is None else Traces.to(endpoint)
         self._max_requests = -(-settings.max_queued_requests // settings.workers)

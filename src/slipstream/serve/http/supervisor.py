@@ -18,7 +18,7 @@ from slipstream.metrics.board import Board
 from slipstream.metrics.stats import FrontEnds
 from slipstream.serve.http.listen import PortClaim
 from slipstream.serve.http.listen_unix import UnixClaim
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.transport.child_process import child_environment
 from slipstream.transport.frames import Failed, FrameError, from_core_frames
 from slipstream.transport.spawn import join_core
@@ -62,7 +62,7 @@ class _Place:
 
 
 class Supervisor:
-    def __init__(self, settings: Settings, port: PortClaim | UnixClaim, core: socket.socket) -> None:
+    def __init__(self, settings: ServerSettings, port: PortClaim | UnixClaim, core: socket.socket) -> None:
         """`core`: our end of the socket by which front ends join."""
         self.settings = settings
         self.port = port

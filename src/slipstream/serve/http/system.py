@@ -60,7 +60,7 @@ async def ready(call: Call, body: None) -> Reply:
 
 
 async def load(call: Call, body: None) -> Reply:
-    front, lanes = call.state.report.look()
+    front, lanes = call.state.report.read()
     return json_reply(
         Load(
             server_load=front.open_requests,

@@ -6,12 +6,12 @@ import ssl
 from typing import NoReturn
 
 from slipstream.errors import InvalidOption
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 
 HANDSHAKE_SECONDS = 15.0  # a client that takes longer is left alone
 
 
-def server_context(settings: Settings) -> ssl.SSLContext | None:
+def server_context(settings: ServerSettings) -> ssl.SSLContext | None:
     """None where the server speaks plain HTTP. Raises InvalidOption for files that cannot be used."""
     if settings.ssl_certfile is None:
         if settings.ssl_keyfile is not None:

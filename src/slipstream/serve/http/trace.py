@@ -1,9 +1,10 @@
-"""What a request's span says, in the words of OpenTelemetry's conventions for generative AI."""
+"""Describes a request for its OpenTelemetry span (the conventions for generative AI) and for the debug log."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.metrics.traces import Traces
 from slipstream.params import SamplingParams
 from slipstream.serve.http.call import Call
@@ -12,43 +13,47 @@ _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completi
 
 
 def record_call(traces: Traces, call: Call, method: str, route: str, status: int, seconds: float) -> None:
-    said: dict[str, Any] = {
+    """Records the span of a request that has ended."""
+    attributes: dict[str, Any] = {
         "http.request.method": method,
         "http.route": route,
         "http.response.status_code": status,
         "gen_ai.request.id": call.id,
     }
     name = f"{method} {route}"
-    if call.tracks:
+    if call.request_states:
         operation = _OPERATIONS.get(route, "pooling")
-        said |= _of_tracks(call) | {"gen_ai.operation.name": operation, "gen_ai.latency.e2e": seconds}
-        name = f"{operation} {said['gen_ai.response.model']}"
+        attributes |= _engine_attributes(call)
+        attributes |= {"gen_ai.operation.name": operation, "gen_ai.latency.e2e": seconds}
+        name = f"{operation} {attributes['gen_ai.response.model']}"
     carrier = {key: value for key in ("traceparent", "tracestate") if (value := call.header(key.encode()))}
-    traces.record(name, seconds, said, carrier, failed=status >= 500)
+    traces.record(name, seconds, attributes, carrier, failed=status >= 500)
 
 
-def told_of(call: Call) -> str:
-    """What a request asked of the engine and got, in a line."""
-    tracks = call.tracks
-    num_prompt = sum(len(track.message.prompt_token_ids) for track in tracks)
-    model = tracks[0].message.model or next(iter(call.state.engine.models))
-    said = f"{model}, {len(tracks)} prompts of {num_prompt} tokens"
-    samples = [sample for track in tracks for sample in track.samples]
+def describe_engine_requests(call: Call) -> str:
+    """One line for the log: the model, prompts, samples, tokens and times of a request."""
+    states = call.request_states
+    model = states[0].message.model or next(iter(call.state.engine.models))
+    num_prompt = sum(len(one.message.prompt_token_ids) for one in states)
+    line = f"{model}, {len(states)} prompts of {num_prompt} tokens"
+    samples = [sample for one in states for sample in one.samples]
     if not samples:
-        return said  # vectors or scores
-    said += f", {sum(track.num_cached for track in tracks)} of them cached"
+        return line  # pooling
     reasons = ", ".join(sorted({str(sample.finish_reason or "abort") for sample in samples}))
-    said += f", {len(samples)} samples of {sum(track.num_tokens for track in tracks)} tokens, ended by {reasons}"
-    if tracks[0].metrics.first_token_ts:
-        said += f", first token after {tracks[0].metrics.first_token_latency:.3f} s"
-    return said
+    line += f", {sum(one.num_cached for one in states)} of them cached"
+    line += f", {len(samples)} samples of {sum(one.num_tokens for one in states)} tokens, ended by {reasons}"
+    first = states[0]
+    if isinstance(first, GenerationRequestState) and first.metrics.first_token_ts:
+        line += f", first token after {first.metrics.first_token_latency:.3f} s"
+    return line
 
 
-def _of_tracks(call: Call) -> dict[str, Any]:
-    first = call.tracks[0]
+def _engine_attributes(call: Call) -> dict[str, Any]:
+    states = call.request_states
+    first = states[0]
     model = call.state.engine.model(first.message.model).facts.name
-    num_prompt = sum(len(track.message.prompt_token_ids) for track in call.tracks)
-    said: dict[str, Any] = {
+    num_prompt = sum(len(one.message.prompt_token_ids) for one in states)
+    attributes: dict[str, Any] = {
         "gen_ai.system": "slipstream",
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,
@@ -57,19 +62,20 @@ def _of_tracks(call: Call) -> dict[str, Any]:
     }
     params = first.message.params
     if not isinstance(params, SamplingParams):
-        return said
-    num_output = sum(track.num_tokens for track in call.tracks)
-    reasons = [str(sample.finish_reason or "abort") for track in call.tracks for sample in track.samples]
-    said |= {
+        return attributes
+    num_output = sum(one.num_tokens for one in states)
+    attributes |= {
         "gen_ai.usage.output_tokens": num_output,
         "gen_ai.usage.completion_tokens": num_output,
         "gen_ai.request.temperature": params.temperature,
         "gen_ai.request.top_p": params.top_p,
         "gen_ai.request.choice.count": params.n,
-        "gen_ai.response.finish_reasons": reasons,
+        "gen_ai.response.finish_reasons": [
+            str(sample.finish_reason or "abort") for one in states for sample in one.samples
+        ],
     }
     if params.max_tokens is not None:
-        said["gen_ai.request.max_tokens"] = params.max_tokens
-    if first.metrics.first_token_ts:
-        said["gen_ai.latency.time_to_first_token"] = first.metrics.first_token_latency
-    return said
+        attributes["gen_ai.request.max_tokens"] = params.max_tokens
+    if isinstance(first, GenerationRequestState) and first.metrics.first_token_ts:
+        attributes["gen_ai.latency.time_to_first_token"] = first.metrics.first_token_latency
+    return attributes

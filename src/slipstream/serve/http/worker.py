@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 import uvicorn
 
 from slipstream.frontend.async_engine import AsyncEngine
-from slipstream.frontend.heap import bound_heap
+from slipstream.frontend.offload import bound_heap
 from slipstream.metrics.board import Board
 from slipstream.serve.http.app import App
 from slipstream.serve.http.cors import Cors
 from slipstream.serve.http.server import Server
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.supervisor import AT_ONCE
 from slipstream.serve.http.table import all_routes
@@ -41,7 +41,7 @@ class WorkerEnd(NamedTuple):
 
 
 def run_worker(
-    settings: Settings, listener: socket.socket, core: socket.socket, board: Board | None = None
+    settings: ServerSettings, listener: socket.socket, core: socket.socket, board: Board | None = None
 ) -> WorkerEnd | None:
     """Serves until told to end; None if all went well. With a `board` it is one of several under a supervisor."""
     bound_heap()
@@ -50,7 +50,7 @@ def run_worker(
 
 
 class _Worker:
-    def __init__(self, settings: Settings, board: Board | None) -> None:
+    def __init__(self, settings: ServerSettings, board: Board | None) -> None:
         self.settings = settings
         self.board = board
         self.drain: asyncio.Task[None] | None = None

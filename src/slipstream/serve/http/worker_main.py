@@ -1,6 +1,6 @@
 """`python -m slipstream.serve.http.worker_main LISTENER CORE [BOARD PLACE]`: one of several front ends.
 
-Settings come on stdin. On the board it writes what it has counted, for the others to read.
+ServerSettings come on stdin. On the board it writes what it has counted, for the others to read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from slipstream.log import set_up_log
 from slipstream.metrics.board import Board
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.supervisor import CANNOT_START
 from slipstream.serve.http.worker import run_worker
 from slipstream.transport.child_process import die_with_parent
@@ -23,7 +23,7 @@ status = logging.getLogger("slipstream.status")
 
 def main(argv: list[str]) -> int:
     die_with_parent()
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=Settings)
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=ServerSettings)
     set_up_log(settings.log_level, settings.log_format)
     listener, core = (socket.socket(fileno=int(fd)) for fd in argv[:2])
     board = Board(int(argv[2]), int(argv[3]), settings.workers) if len(argv) > 2 else None

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.frontend.inputs import Prepared
-from slipstream.frontend.request_state import RequestState
+from slipstream.frontend.inputs import PreparedPrompt
+from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import Increment, Logprob
 from slipstream.serve.http.call import Call
@@ -143,12 +143,12 @@ class ChatChunk(msgspec.Struct):
 async def create_chat_completion(call: Call, body: ChatRequest) -> Reply | EventReply:
     job = _Job(call, body)
     size = message_chars(body.messages)
-    reading = await start(call, job.model, 1, size, job.submits, stream=bool(body.stream), limit=job.limit)
+    request_stream = await start(call, job.model, 1, size, job.submits, stream=bool(body.stream), limit=job.limit)
     if body.stream:
-        return EventReply(job.events(reading))
-    with reading:
-        (track,) = await reading.wait()
-        return json_reply(job.answer(track))
+        return EventReply(job.events(request_stream))
+    with request_stream:
+        (request_state,) = await request_stream.wait()
+        return json_reply(job.answer(request_state))
 
 
 class _Job:
@@ -183,7 +183,7 @@ class _Job:
         self.names = TokenNames(served.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self.id, self.created, self.model = f"chatcmpl-{call.id}", int(time.time()), served.facts.name
 
-    def submits(self) -> list[Prepared]:
+    def submits(self) -> list[PreparedPrompt]:
         body = self.body
         continues = bool(body.continue_final_message)
         text = self.inputs.render_chat(
@@ -196,10 +196,10 @@ class _Job:
         special = body.add_special_tokens is True  # the template has put them where it wants them
         return submits_for(self.call, self.model, [text], self.params, add_special_tokens=special)
 
-    def answer(self, track: RequestState) -> ChatResponse:
-        check_end(track)
+    def answer(self, request_state: GenerationRequestState) -> ChatResponse:
+        check_end(request_state)
         choices = []
-        for sample in track.samples:
+        for sample in request_state.samples:
             choice = ChatChoice(sample.index, ChatMessage("assistant", sample.text))
             if sample.logprobs is not None and self.body.logprobs:
                 choice.logprobs = self.logprobs(sample.token_ids, sample.logprobs)
@@ -207,41 +207,41 @@ class _Job:
             if self.body.return_token_ids:
                 choice.token_ids = sample.token_ids
             choices.append(choice)
-        usage = usage_of([track])
+        usage = usage_of([request_state])
         response = ChatResponse(self.id, "chat.completion", self.created, self.model, choices, usage)
-        self.tell_prompt(response, track)
+        self.tell_prompt(response, request_state)
         return response
 
-    def tell_prompt(self, answer: ChatResponse | ChatChunk, track: RequestState) -> None:
+    def tell_prompt(self, answer: ChatResponse | ChatChunk, request_state: GenerationRequestState) -> None:
         """What was asked of the prompt itself."""
         if self.body.prompt_logprobs is not None:
-            answer.prompt_logprobs = prompt_logprobs(track.prompt_logprobs or [])
+            answer.prompt_logprobs = prompt_logprobs(request_state.prompt_logprobs or [])
         if self.body.return_token_ids:
-            answer.prompt_token_ids = track.message.prompt_token_ids
+            answer.prompt_token_ids = request_state.message.prompt_token_ids
 
-    async def events(self, reading: RequestStream) -> AsyncIterator[bytes]:
+    async def events(self, request_stream: RequestStream[GenerationRequestState]) -> AsyncIterator[bytes]:
         options = self.body.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         each = wants_usage and options is not None and bool(options.continuous_usage_stats)
         greeted: set[int] = set()
-        (track,) = reading.tracks
-        with reading:
-            async for _ in reading:
-                check_end(track)
-                usage = usage_of([track]) if each else None if wants_usage else msgspec.UNSET
+        (request_state,) = request_stream.states
+        with request_stream:
+            async for _ in request_stream:
+                check_end(request_state)
+                usage = usage_of([request_state]) if each else None if wants_usage else msgspec.UNSET
                 parts = []
-                for new in track.increment():
+                for new in request_state.increment():
                     if new.index not in greeted:
                         first = self.chunk([ChatChunkChoice(new.index, ChatDelta("assistant", ""))], usage)
                         if not greeted:
-                            self.tell_prompt(first, track)
+                            self.tell_prompt(first, request_state)
                         greeted.add(new.index)
                         parts.append(event(first))
                     parts.append(event(self.chunk([self.choice(new)], usage)))
                 if parts:
                     yield b"".join(parts)
             if wants_usage:
-                yield event(self.chunk([], usage_of([track])))
+                yield event(self.chunk([], usage_of([request_state])))
             yield DONE
 
     def choice(self, new: Increment) -> ChatChunkChoice:

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.frontend.inputs import Prepared
-from slipstream.frontend.request_state import RequestState
+from slipstream.frontend.inputs import PreparedPrompt
+from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import Increment, Logprob
 from slipstream.serve.http.call import Call
@@ -70,13 +70,13 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 async def create_completion(call: Call, body: CompletionRequest) -> Reply | EventReply:
     job = _Job(call, body)
     limit = None if job.scores_only else body.max_tokens
-    reading = await start(
+    request_stream = await start(
         call, job.model, len(job.prompts), job.size, job.submits, stream=bool(body.stream), limit=limit
     )
     if body.stream:
-        return EventReply(job.events(reading))
-    with reading:
-        return json_reply(job.answer(await reading.wait()))
+        return EventReply(job.events(request_stream))
+    with request_stream:
+        return json_reply(job.answer(await request_stream.wait()))
 
 
 class _Job:
@@ -112,62 +112,62 @@ class _Job:
         self.names = TokenNames(served.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self.head = (f"cmpl-{call.id}", "text_completion", int(time.time()), self.model)
 
-    def submits(self) -> list[Prepared]:
+    def submits(self) -> list[PreparedPrompt]:
         special = self.body.add_special_tokens is not False
         return submits_for(self.call, self.model, self.prompts, self.params, add_special_tokens=special)
 
-    def answer(self, tracks: list[RequestState]) -> CompletionResponse:
+    def answer(self, request_states: list[GenerationRequestState]) -> CompletionResponse:
         choices = []
-        for place, track in enumerate(tracks):
-            check_end(track)
-            prompt = track.message.prompt_token_ids
-            for sample in track.samples:
+        for place, request_state in enumerate(request_states):
+            check_end(request_state)
+            prompt = request_state.message.prompt_token_ids
+            for sample in request_state.samples:
                 ids, entries = sample.token_ids, sample.logprobs
                 text, text_ids, text_entries = sample.text, list(ids), list(entries or [])
                 if self.scores_only:
                     text, text_ids, text_entries = "", [], []
                 all_entries: list[dict[int, Logprob] | None] = list(text_entries)
-                before = self.prompt_text(track) if self.body.echo else ""
+                before = self.prompt_text(request_state) if self.body.echo else ""
                 text = before + text
-                choice = CompletionChoice(place * len(track.samples) + sample.index, text)
+                choice = CompletionChoice(place * len(request_state.samples) + sample.index, text)
                 if self.body.logprobs is not None:
                     starts = [min(start, len(text)) for start in self.starts(len(before)).push(text_ids)]
                     if self.body.echo:
-                        text_ids, all_entries = prompt + text_ids, (track.prompt_logprobs or []) + all_entries
-                        starts = self.prompt_starts(track, before) + starts
+                        text_ids, all_entries = prompt + text_ids, (request_state.prompt_logprobs or []) + all_entries
+                        starts = self.prompt_starts(request_state, before) + starts
                     choice.logprobs = completion_logprobs(text_ids, all_entries, starts, self.names)
                 if self.body.prompt_logprobs is not None:
-                    choice.prompt_logprobs = prompt_logprobs(track.prompt_logprobs or [])
+                    choice.prompt_logprobs = prompt_logprobs(request_state.prompt_logprobs or [])
                 choice.finish_reason = "length" if self.scores_only else sample.finish_reason
                 choice.stop_reason = sample.stop_reason
                 if self.body.return_token_ids:
                     choice.token_ids, choice.prompt_token_ids = ids, prompt
                 choices.append(choice)
-        return CompletionResponse(*self.head, choices, usage_of(tracks))
+        return CompletionResponse(*self.head, choices, usage_of(request_states))
 
-    async def events(self, reading: RequestStream) -> AsyncIterator[bytes]:
+    async def events(self, request_stream: RequestStream[GenerationRequestState]) -> AsyncIterator[bytes]:
         options = self.body.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         each = wants_usage and options is not None and bool(options.continuous_usage_stats)
-        places = {track.id: place for place, track in enumerate(reading.tracks)}
+        places = {request_state.id: place for place, request_state in enumerate(request_stream.states)}
         begun: dict[tuple[int, int], Starts] = {}  # texts of which something was sent
-        with reading:
-            async for moved in reading:
+        with request_stream:
+            async for moved in request_stream:
                 parts = []
-                for track in moved:
-                    check_end(track)
-                    for new in track.increment():
-                        choice = self.chunk(track, places[track.id], new, begun)
-                        usage = usage_of([track]) if each else None if wants_usage else msgspec.UNSET
+                for request_state in moved:
+                    check_end(request_state)
+                    for new in request_state.increment():
+                        choice = self.chunk(request_state, places[request_state.id], new, begun)
+                        usage = usage_of([request_state]) if each else None if wants_usage else msgspec.UNSET
                         parts.append(event(CompletionResponse(*self.head, [choice], usage)))
                 if parts:
                     yield b"".join(parts)
             if wants_usage:
-                yield event(CompletionResponse(*self.head, [], usage_of(reading.tracks)))
+                yield event(CompletionResponse(*self.head, [], usage_of(request_stream.states)))
             yield DONE
 
     def chunk(
-        self, track: RequestState, place: int, new: Increment, begun: dict[tuple[int, int], Starts]
+        self, request_state: GenerationRequestState, place: int, new: Increment, begun: dict[tuple[int, int], Starts]
     ) -> CompletionChoice:
         text, ids = new.text, new.token_ids
         entries: list[dict[int, Logprob] | None] = list(new.logprobs or [])
@@ -176,14 +176,17 @@ class _Job:
         key = place, new.index
         before, is_first = "", key not in begun
         if is_first:
-            before = self.prompt_text(track) if self.body.echo else ""
+            before = self.prompt_text(request_state) if self.body.echo else ""
             begun[key] = self.starts(len(before))
-        choice = CompletionChoice(place * len(track.samples) + new.index, before + text)
+        choice = CompletionChoice(place * len(request_state.samples) + new.index, before + text)
         if self.body.logprobs is not None:
             starts = begun[key].push(ids)
             if is_first and self.body.echo:
-                ids, entries = track.message.prompt_token_ids + ids, (track.prompt_logprobs or []) + entries
-                starts = self.prompt_starts(track, before) + starts
+                ids, entries = (
+                    request_state.message.prompt_token_ids + ids,
+                    (request_state.prompt_logprobs or []) + entries,
+                )
+                starts = self.prompt_starts(request_state, before) + starts
             choice.logprobs = completion_logprobs(ids, entries, starts, self.names)
         choice.finish_reason, choice.stop_reason = new.finish_reason, new.stop_reason
         if self.scores_only and new.finish_reason:
@@ -192,9 +195,9 @@ class _Job:
             choice.token_ids = new.token_ids
         if is_first:
             if self.body.prompt_logprobs is not None:
-                choice.prompt_logprobs = prompt_logprobs(track.prompt_logprobs or [])
+                choice.prompt_logprobs = prompt_logprobs(request_state.prompt_logprobs or [])
             if self.body.return_token_ids:
-                choice.prompt_token_ids = track.message.prompt_token_ids
+                choice.prompt_token_ids = request_state.message.prompt_token_ids
         return choice
 
     def starts(self, length: int) -> Starts:
@@ -208,16 +211,16 @@ class _Job:
             spaces_between_special_tokens=self.params.spaces_between_special_tokens,
         )
 
-    def prompt_starts(self, track: RequestState, text: str) -> list[int]:
-        ids, special = track.message.prompt_token_ids, self.body.add_special_tokens is not False
+    def prompt_starts(self, request_state: GenerationRequestState, text: str) -> list[int]:
+        ids, special = request_state.message.prompt_token_ids, self.body.add_special_tokens is not False
         if self.tokenizer is None:
             return [0] * len(ids)
         return prompt_starts(self.tokenizer, ids, text, add_special_tokens=special)
 
-    def prompt_text(self, track: RequestState) -> str:
-        if track.prompt is not None and self.body.truncate_prompt_tokens is None:
-            return track.prompt
-        return "" if self.tokenizer is None else self.tokenizer.decode(track.message.prompt_token_ids)
+    def prompt_text(self, request_state: GenerationRequestState) -> str:
+        if request_state.prompt is not None and self.body.truncate_prompt_tokens is None:
+            return request_state.prompt
+        return "" if self.tokenizer is None else self.tokenizer.decode(request_state.message.prompt_token_ids)
 
 
 class _NoText:

@@ -14,7 +14,7 @@ import msgspec
 from slipstream.frontend.inputs import InputProcessor
 from slipstream.params import SamplingParams
 from slipstream.serve.http.errors import bad_request
-from slipstream.serve.http.settings import Settings
+from slipstream.serve.http.settings import ServerSettings
 
 
 def _doc(text: str) -> msgspec.Meta:
@@ -143,7 +143,7 @@ _PLAIN = {
 def sampling_params(
     given: dict[str, Any],
     inputs: InputProcessor,
-    settings: Settings,
+    settings: ServerSettings,
     own: dict[str, Any],
     names: Mapping[str, str],
 ) -> SamplingParams:
@@ -176,7 +176,7 @@ def _check_together(given: dict[str, Any], own: dict[str, Any]) -> None:
                 raise bad_request(f"{name} needs logprobs; ask for them, or leave it out", param=name)
 
 
-def _check_limits(given: dict[str, Any], settings: Settings, names: Mapping[str, str]) -> None:
+def _check_limits(given: dict[str, Any], settings: ServerSettings, names: Mapping[str, str]) -> None:
     _at_most("n", given.get("n", 1), settings.max_n, "samples")
     for name in ("logprobs", "prompt_logprobs"):
         if (logprobs := given.get(name)) is not None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from slipstream.frontend.inputs import Prepared
-from slipstream.frontend.prompts import Prompts
-from slipstream.frontend.request_state import RequestState
+from slipstream.frontend.inputs import PreparedPrompt
+from slipstream.frontend.prompts import GenerationPrompts
+from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.frontend.request_stream import RequestStream
 from slipstream.messages import Submit
 from slipstream.params import SamplingParams
@@ -20,11 +20,11 @@ async def start(
     model: str | None,
     num_prompts: int,
     size: int,
-    prepare: Callable[[], list[Prepared]],
+    prepare: Callable[[], list[PreparedPrompt]],
     *,
     stream: bool,
     limit: int | None,
-) -> RequestStream:
+) -> RequestStream[GenerationRequestState]:
     """Checks that there is room, tokenises, and sends.
 
     `size`: characters of all prompts. `limit`: tokens that the request itself asked for.
@@ -35,9 +35,9 @@ async def start(
         _check_room(call, model, message, limit)
     num_tokens = sum(len(message.prompt_token_ids) for message, _ in submits)
     state.admit(num_prompts, num_tokens, call.caller)  # others came while we tokenised
-    reading = state.engine.read(submits, model, stream=stream, caller=call.caller)
-    call.tracks = reading.tracks
-    return reading
+    request_stream = state.engine.read(submits, model, streaming=stream, caller=call.caller)
+    call.request_states = request_stream.states
+    return request_stream
 
 
 def _check_room(call: Call, model: str | None, message: Submit, limit: int | None) -> None:
@@ -58,17 +58,17 @@ def _check_room(call: Call, model: str | None, message: Submit, limit: int | Non
 
 def submits_for(
     call: Call, model: str | None, prompts: Sequence[Any], params: SamplingParams, *, add_special_tokens: bool
-) -> list[Prepared]:
+) -> list[PreparedPrompt]:
     engine = call.state.engine
     inputs, each = engine.model(model).inputs, [params] * len(prompts)
-    return list(Prompts(inputs, prompts, each, engine.new_id, add_special_tokens=add_special_tokens))
+    return list(GenerationPrompts(inputs, prompts, each, engine.new_id, add_special_tokens=add_special_tokens))
 
 
-def check_end(track: RequestState) -> None:
+def check_end(request_state: GenerationRequestState) -> None:
     """A sample that could not be drawn ends its request: as the caller's fault where parameters narrow the choice."""
-    for sample in track.samples:
+    for sample in request_state.samples:
         if sample.finish_reason == "error":
-            params = track.message.params
+            params = request_state.message.params
             names = ("allowed_token_ids", "bad_words", "logit_bias")
             narrowed = next((name for name in names if getattr(params, name, None)), None)
             if narrowed:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from slipstream.frontend.request_state import RequestState
+from slipstream.frontend.request_state import GenerationRequestState
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -20,8 +20,8 @@ class Usage(msgspec.Struct):
     prompt_tokens_details: PromptTokensDetails
 
 
-def usage_of(tracks: Sequence[RequestState]) -> Usage:
-    prompt = sum(len(track.message.prompt_token_ids) for track in tracks)
-    completion = sum(track.num_tokens for track in tracks)
-    cached = sum(track.num_cached for track in tracks)
+def usage_of(request_states: Sequence[GenerationRequestState]) -> Usage:
+    prompt = sum(len(request_state.message.prompt_token_ids) for request_state in request_states)
+    completion = sum(request_state.num_tokens for request_state in request_states)
+    cached = sum(request_state.num_cached for request_state in request_states)
     return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from slipstream.frontend.pooling_calls import encode
+from slipstream.frontend.pooling.calls import encode
 from slipstream.pooling_params import PoolingParams
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.frontend.pool_results import SparseOutput
-from slipstream.frontend.pooling_calls import encode
+from slipstream.frontend.pooling.calls import encode
+from slipstream.frontend.pooling.results import SparseOutput
 from slipstream.frontend.served import POOLING_TASKS
 from slipstream.pooling_params import Task
 from slipstream.serve.http.call import Call

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from slipstream.frontend.pool_inputs import PoolInputs
-from slipstream.frontend.pool_results import RerankResult
-from slipstream.frontend.pooling_calls import rerank
+from slipstream.frontend.pooling.calls import rerank
+from slipstream.frontend.pooling.inputs import PoolingInputs
+from slipstream.frontend.pooling.results import RerankResult
 from slipstream.frontend.served import SCORING
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import as_http_error, bad_request
@@ -175,7 +175,7 @@ async def _rank(
     return await run(call, chosen, verb, len(body.query) + size_of(read))
 
 
-def tei_truncation(inputs: PoolInputs, truncate: bool | None, direction: str | None) -> dict[str, Any]:
+def tei_truncation(inputs: PoolingInputs, truncate: bool | None, direction: str | None) -> dict[str, Any]:
     """TEI's words in ours. Left to itself the model's files say whether texts are cut, and to what length."""
     if truncate is False:
         if direction is not None:

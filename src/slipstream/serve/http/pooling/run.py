@@ -8,12 +8,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 from slipstream.errors import SlipstreamError
-from slipstream.frontend.inputs import Prepared
-from slipstream.frontend.offload import EACH, LONG
-from slipstream.frontend.pool_inputs import PoolInputs
-from slipstream.frontend.pool_results import PoolingRequestOutput
-from slipstream.frontend.pooling_calls import Call as Verb
-from slipstream.frontend.pooling_calls import Feed, Results
+from slipstream.frontend.inputs import PreparedPrompt
+from slipstream.frontend.offload import LONG, PROMPT_COST
+from slipstream.frontend.pooling.calls import PoolingCall, Results
+from slipstream.frontend.pooling.inputs import PoolingInputs, PoolingPrompts
+from slipstream.frontend.pooling.results import PoolingRequestOutput
 from slipstream.frontend.request_state import PoolingRequestState
 from slipstream.frontend.served import ServedModel
 from slipstream.messages import Pooled, Submit
@@ -31,7 +30,7 @@ class Chosen:
 
     __slots__ = ("name", "served", "inputs")
 
-    def __init__(self, served: ServedModel, inputs: PoolInputs) -> None:
+    def __init__(self, served: ServedModel, inputs: PoolingInputs) -> None:
         self.name = served.facts.name
         self.served = served
         self.inputs = inputs
@@ -45,8 +44,8 @@ class Chosen:
 def choose(call: Call, name: str | None, *tasks: str) -> Chosen:
     """The model of that name, or the best one here for the first of these tasks that any can do."""
     served = served_for(call, name, *tasks)
-    assert served.pool_inputs is not None, f"{served.facts.name} can do one of {tasks}"
-    return Chosen(served, served.pool_inputs)
+    assert served.pooling_inputs is not None, f"{served.facts.name} can do one of {tasks}"
+    return Chosen(served, served.pooling_inputs)
 
 
 def activation(scores: bool, what: str, **given: bool | None) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def activation(scores: bool, what: str, **given: bool | None) -> dict[str, Any]:
     return {"activation": said[first]}
 
 
-async def run(call: Call, chosen: Chosen, verb: Verb[T], size: int) -> tuple[T, int]:
+async def run(call: Call, chosen: Chosen, verb: PoolingCall[T], size: int) -> tuple[T, int]:
     """What the verb makes of its prompts, and how many tokens they had. `size`: characters of all of them."""
     state, engine = call.state, call.state.engine
     found: Results | None = None
@@ -74,18 +73,18 @@ async def run(call: Call, chosen: Chosen, verb: Verb[T], size: int) -> tuple[T, 
     try:
         while True:
             batches = next(verb) if found is None else verb.send(found)
-            feed = Feed(chosen.inputs, batches, engine.new_id, plain=True)
-            read = partial(list[Prepared], feed)
-            submits = await state.encode(feed.total, size + EACH * feed.total, read, call.caller)
-            state.check_answer(feed.num_bytes(submits))
+            prompts = PoolingPrompts(chosen.inputs, batches, engine.new_id, as_lists=True)
+            read = partial(list[PreparedPrompt], prompts)
+            submits = await state.encode(prompts.total, size + PROMPT_COST * prompts.total, read, call.caller)
+            state.check_answer(prompts.num_bytes(submits))
             count = sum(len(message.prompt_token_ids) for message, _ in submits)
             state.admit(len(submits), count, call.caller)  # others came while we tokenised
             num_tokens += count
-            with engine.read(submits, chosen.name, stream=False, caller=call.caller) as reading:
-                call.tracks = reading.tracks
-                tracks = await reading.wait()
-            check_ends(tracks)  # type: ignore[arg-type]
-            found = feed.results(tracks)  # type: ignore[arg-type]
+            with engine.read(submits, chosen.name, streaming=False, caller=call.caller) as request_stream:
+                call.request_states = request_stream.states
+                request_states = await request_stream.wait()
+            check_ends(request_states)
+            found = prompts.in_order([request_state.result() for request_state in request_states])
     except StopIteration as end:
         result: T = end.value
         return result, num_tokens
@@ -103,22 +102,22 @@ async def run_text(
     """One short text, without the ways of many: most requests for a vector are just that."""
     state, engine, inputs = call.state, call.state.engine, chosen.inputs
     state.admit(1, caller=call.caller)
-    params, prefix = inputs.settle(params), inputs.prefix(prompt_name)
+    params, prefix = inputs.resolve(params), inputs.prefix(prompt_name)
     ids = inputs.text_ids(text, params, prefix)
     params = inputs.after_prefix(params, prefix)
     state.admit(1, len(ids), call.caller)
     submit = Submit(engine.new_id(), ids, params, time.time(), params.priority, params.cache_salt)
-    with engine.read(((submit, text),), chosen.name, stream=False, caller=call.caller) as reading:
-        call.tracks = reading.tracks
-        tracks: Any = await reading.wait()
-    check_ends(tracks)
-    return tracks[0].output.pooled, len(ids)
+    with engine.read(((submit, text),), chosen.name, streaming=False, caller=call.caller) as request_stream:
+        call.request_states = request_stream.states
+        request_states = await request_stream.wait()
+    check_ends(request_states)
+    return request_states[0].output.pooled, len(ids)
 
 
-def check_ends(tracks: Sequence[PoolingRequestState]) -> None:
+def check_ends(request_states: Sequence[PoolingRequestState]) -> None:
     """Nobody gets a part of what was asked for: one prompt without a result ends the request."""
-    for track in tracks:
-        output = track.output
+    for request_state in request_states:
+        output = request_state.output
         if output is None:
             raise HttpError(503, "the request was aborted; send it again", code="aborted", retry_after=1)
         if output.pooled is None:

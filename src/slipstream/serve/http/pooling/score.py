@@ -7,7 +7,7 @@ from typing import Annotated
 
 import msgspec
 
-from slipstream.frontend.pooling_calls import score
+from slipstream.frontend.pooling.calls import score
 from slipstream.frontend.served import SCORING
 from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request

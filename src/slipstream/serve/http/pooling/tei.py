@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 import slipstream
-from slipstream.frontend.pooling_calls import encode, score
+from slipstream.frontend.pooling.calls import encode, score
 from slipstream.frontend.served import POOLING_TASKS
 from slipstream.pooling_params import Task
 from slipstream.serve.http.call import Call

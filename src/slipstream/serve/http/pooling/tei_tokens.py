@@ -37,8 +37,8 @@ async def tei_tokenize(
     if not texts:
         raise bad_request("inputs is empty; give a text", "inputs", "empty")
     check_chars(size_of(texts), "inputs")
-    if served.pool_inputs is not None:
-        before = served.pool_inputs.prefix(prompt_name)
+    if served.pooling_inputs is not None:
+        before = served.pooling_inputs.prefix(prompt_name)
         texts = [before + text for text in texts]
     elif prompt_name is not None:
         raise bad_request(f"{served.facts.name} has no prompts by name; leave prompt_name out", "prompt_name")

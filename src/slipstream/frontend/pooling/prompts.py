@@ -1,6 +1,6 @@
-"""PromptReader: prompts for pooling, of whatever kind, to token ids.
+"""PoolingPromptReader: turns pooling prompts (texts, pairs, token ids, objects) into token ids.
 
-A call brings many at once, so they are checked and encoded by the hundred: a request costs a few C calls.
+A call may have thousands of prompts, so they are checked and tokenised in batches: a few C calls per prompt.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from numpy.typing import NDArray
 from slipstream.config.pooling_info import Role
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import BadTokenizer, InvalidPrompt, PromptTooLong, UserError
-from slipstream.frontend.pool_words import PLAIN
 from slipstream.pooling_params import PoolingParams
 from slipstream.text.guarded import Guarded, plain
 from slipstream.text.pieces import Pieces
 from slipstream.text.tokenizer import Tokenizer
 
 # a text, token ids, an object with either, or a pair of texts
-PoolPrompt = str | Sequence[int] | Mapping[str, Any] | tuple[str, str] | NDArray[Any]
+PoolingPrompt = str | Sequence[int] | Mapping[str, Any] | tuple[str, str] | NDArray[Any]
 
-_MARKS = 4  # tokens that are set around a text
+NO_ROLE = Role()
+_MAX_SPECIAL = 4  # upper bound of the special tokens that a tokenizer adds to a text
 _TRUNCATE = "shorten it or set truncate_prompt_tokens"
-_Cut = tuple[int | None, str]  # the length a text is cut to, and from which end
+_Cut = tuple[int | None, str]  # the length to which a text is truncated (None: not), and truncation_side
 
 
-class Batch(msgspec.Struct, frozen=True):
-    """Prompts of one kind, and their settled parameters: one for all, or one each."""
+class PoolingBatch(msgspec.Struct, frozen=True):
+    """Prompts of one kind and their resolved parameters: one object for all, or one per prompt."""
 
-    prompts: Sequence[PoolPrompt]
+    prompts: Sequence[PoolingPrompt]
     params: PoolingParams | Sequence[PoolingParams]
-    prefix: str = ""  # before texts
-    role: Role = PLAIN  # what late interaction makes of texts; token ids are taken as they are
-    first: int = 0  # of the call's prompts of this kind, where these are a part of them
-    total: int | None = None  # of those; None: these are all
+    prefix: str = ""  # put before texts
+    role: Role = NO_ROLE  # of texts, in late interaction; token ids are used unchanged
+    first: int = 0  # index of the first prompt among those of the call, where this batch is a part of them
+    total: int | None = None  # number of the call's prompts of this kind; None: this batch has all of them
 
     @property
     def num_of_call(self) -> int:
@@ -50,32 +50,32 @@ class Batch(msgspec.Struct, frozen=True):
         return [self.params] if isinstance(self.params, PoolingParams) else self.params
 
 
-class Prepared(msgspec.Struct, frozen=True, gc=False):
-    """One prompt, ready to be sent."""
+class EncodedPrompt(msgspec.Struct, frozen=True, gc=False):
+    """One prompt with its token ids."""
 
-    place: int  # among the call's prompts
+    place: int  # index in its batch
     text: str | None
     ids: array[int]
-    type_start: int | None
+    type_start: int | None  # where the second text of a pair begins: token types are 1 from there on
     params: PoolingParams
-    num_seen: int | None = None  # of its tokens the first so many are seen by all of them; None: each is
+    num_seen: int | None = None  # attention sees the first `num_seen` tokens only; None: all
 
 
-class PromptReader:
+class PoolingPromptReader:
     def __init__(self, facts: ModelDescription, tokenizer: Tokenizer | None) -> None:
         assert facts.pooling is not None, f"{facts.name} only generates"
         self.facts = facts
         self.pooling = facts.pooling
         self.tokenizer = tokenizer
-        self._pieces: Pieces | None = None  # made when the first text comes
+        self._pieces: Pieces | None = None  # built for the first text
 
-    def read(self, batch: Batch, part: slice) -> list[Prepared]:
-        """A part of the batch."""
+    def read(self, batch: PoolingBatch, part: slice) -> list[EncodedPrompt]:
+        """Returns the encoded prompts of a part of the batch. Errors name the prompt by its index in the call."""
         prompts, prefix, role = batch.prompts[part], batch.prefix, batch.role
         params = [batch.params] * len(prompts) if isinstance(batch.params, PoolingParams) else [*batch.params[part]]
         start, total = part.start, batch.num_of_call
-        prepared: list[Prepared | None] = [None] * len(prompts)
-        texts: dict[_Cut, list[int]] = {}  # places of texts by how they are cut
+        prepared: list[EncodedPrompt | None] = [None] * len(prompts)
+        texts: dict[_Cut, list[int]] = {}  # places of texts, grouped by truncation
         pairs: dict[_Cut, list[int]] = {}
         shown: list[str | None] = [None] * len(prompts)
         place = 0
@@ -83,34 +83,33 @@ class PromptReader:
             for place, prompt in enumerate(prompts):
                 kind = type(prompt)
                 if kind is list or kind is array or kind is np.ndarray:
-                    ids = self._kept(_ids(prompt), params[place])
-                    prepared[place] = Prepared(start + place, None, ids, None, params[place])
+                    ids = self._truncate(_ids(prompt), params[place])
+                    prepared[place] = EncodedPrompt(start + place, None, ids, None, params[place])
                 elif kind is tuple and _is_pair(prompt):
                     _check_pair(prompt)
-                    cut = self._limit(params[place], PLAIN)
+                    cut = self._limit(params[place], NO_ROLE)
                     self._check_size(cut, *cast(tuple[str, str], prompt))
                     pairs.setdefault(cut, []).append(place)
                 elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
                     whole = _ids(prompt["prompt_token_ids"])
-                    ids = self._kept(whole, params[place])
+                    ids = self._truncate(whole, params[place])
                     begin = self._type_start(prompt.get("token_type_ids"), len(whole))
                     if begin is not None and params[place].truncation_side == "left":
                         begin = max(0, begin - (len(whole) - len(ids)))
                     begin = None if begin is not None and begin >= len(ids) else begin
-                    prepared[place] = Prepared(start + place, prompt.get("prompt"), ids, begin, params[place])
+                    prepared[place] = EncodedPrompt(start + place, prompt.get("prompt"), ids, begin, params[place])
                 elif isinstance(text := prompt.get("prompt") if isinstance(prompt, Mapping) else prompt, str):
                     if isinstance(prompt, Mapping) and prompt.get("token_type_ids") is not None:
                         raise InvalidPrompt(
-                            "token_type_ids are for token ids, and the prompt is a text; give prompt_token_ids too, or "
-                            "two texts as a pair"
+                            "token_type_ids is given with a text; give prompt_token_ids too, or two texts as a pair"
                         )
                     shown[place] = text
                     cut = self._limit(params[place], role)
                     self._check_size(cut, text)
                     texts.setdefault(cut, []).append(place)
                 elif isinstance(prompt, Sequence):
-                    ids = self._kept(_ids(prompt), params[place])
-                    prepared[place] = Prepared(start + place, None, ids, None, params[place])
+                    ids = self._truncate(_ids(prompt), params[place])
+                    prepared[place] = EncodedPrompt(start + place, None, ids, None, params[place])
                 else:
                     raise InvalidPrompt(
                         f"a prompt is a text, a list of token ids, a pair of texts or an object with prompt or "
@@ -119,23 +118,23 @@ class PromptReader:
             if prefix and not self.pooling.include_prompt and (texts or pairs):
                 before = self.prefix_length(prefix)
                 for place in (place for places in (*texts.values(), *pairs.values()) for place in places):
-                    params[place] = skipping(params[place], before)
+                    params[place] = with_skipped_tokens(params[place], before)
             for (limit, side), places in texts.items():
                 given = [prefix + text if prefix else text for text in (cast(str, shown[place]) for place in places)]
                 for place, found in zip(places, self._encode(self._case(given), limit, side), strict=True):
-                    ids, seen = self._as(role, found) if role is not PLAIN else (array("i", found), None)
+                    ids, seen = self._with_role(role, found) if role is not NO_ROLE else (array("i", found), None)
                     text = plain(cast(str, shown[place]))
-                    prepared[place] = Prepared(start + place, text, ids, None, params[place], seen)
+                    prepared[place] = EncodedPrompt(start + place, text, ids, None, params[place], seen)
             for (limit, side), places in pairs.items():
                 two = [self._pair(prompts[place], prefix) for place in places]
                 for place, (found, begin) in zip(places, self._encoder().pairs(two, limit, side=side), strict=True):
                     begin = begin if self.pooling.types_pairs else None
-                    prepared[place] = Prepared(start + place, None, array("i", found), begin, params[place])
-            done = cast(list[Prepared], prepared)
+                    prepared[place] = EncodedPrompt(start + place, None, array("i", found), begin, params[place])
+            done = cast(list[EncodedPrompt], prepared)
             lengths = [len(one.ids) for one in done]
             if min(lengths) < 1 or max(lengths) > self.facts.max_model_len:
                 place = next(i for i, length in enumerate(lengths) if not 0 < length <= self.facts.max_model_len)
-                self._refuse_length(lengths[place])
+                self._raise_for_length(lengths[place])
             place = -1
             self._check_range(done)
         except UserError as error:
@@ -145,30 +144,32 @@ class PromptReader:
         return done
 
     def text_ids(self, text: str, params: PoolingParams, prefix: str = "") -> list[int]:
-        """Of one text. The same ids as `read` gives, for those to whom a request is one text and time counts."""
-        limit, side = cut = self._limit(params, PLAIN)
+        """Returns the token ids of one text: the same as `read` gives, by a faster path for requests of one text."""
+        limit, side = cut = self._limit(params, NO_ROLE)
         self._check_size(cut, text)
         (ids,) = self._encode(self._case([prefix + text]), limit, side)
         if not 0 < len(ids) <= self.facts.max_model_len:
-            self._refuse_length(len(ids))
+            self._raise_for_length(len(ids))
         if max(ids) >= self.facts.vocab_size:
             raise InvalidPrompt(f"token id {max(ids)} is unknown; {self.facts.known_ids}")
         return ids
 
     def prefix_length(self, prefix: str) -> int:
-        """Tokens of a text that are what stands before it, the one that begins it among them. As sentence-transformers
-        counts: those of the prefix alone, less the one that ends it."""
+        """The number of a text's tokens that belong to its prefix, with the special token at the start.
+
+        Counted as sentence-transformers does: the tokens of the prefix alone, without the special token at the end.
+        """
         ids = self._encode(self._case([prefix]), self.pooling.max_seq_length, "right")[0]
         assert self.tokenizer is not None
         return len(ids) - (bool(ids) and self.tokenizer.is_special(ids[-1]))
 
     def max_num_tokens(self, text: str, params: PoolingParams, role: Role) -> int:
-        """That a text may have, without reading it: hardly any has more tokens than bytes."""
+        """An upper bound of the tokens of a text, from its bytes: a token has at least one."""
         limit = self._limit(params, role)[0]
-        length = min(len(text.encode(errors="replace")) + _MARKS, self.facts.max_model_len)
+        length = min(len(text.encode(errors="replace")) + _MAX_SPECIAL, self.facts.max_model_len)
         return max(length if limit is None else min(length, limit + 1), min(role.filled, self.facts.max_model_len))
 
-    def _kept(self, ids: array[int], params: PoolingParams) -> array[int]:
+    def _truncate(self, ids: array[int], params: PoolingParams) -> array[int]:
         keep = params.truncate_prompt_tokens
         if keep is None or params.truncation_side == "never":
             return ids
@@ -176,7 +177,7 @@ class PromptReader:
         return ids[-keep:] if params.truncation_side == "left" else ids[:keep]
 
     def _limit(self, params: PoolingParams, role: Role) -> _Cut:
-        """Tokens to which a text is cut: as asked, else as its role or the folder says, else not at all."""
+        """The length to which a text is truncated: of the parameters, else of its role or the model's files."""
         side = params.truncation_side
         if side == "never":
             return None, side
@@ -188,8 +189,8 @@ class PromptReader:
         keep = self.facts.max_model_len if keep < 0 else min(keep, self.facts.max_model_len)
         return (keep if role.token_id is None else max(keep - 1, 1)), side
 
-    def _as(self, role: Role, found: list[int]) -> tuple[array[int], int | None]:
-        """A text's ids as late interaction reads them, and how many of them are seen; None: all."""
+    def _with_role(self, role: Role, found: list[int]) -> tuple[array[int], int | None]:
+        """Adds the role's marker token and padding tokens. Returns the ids and `num_seen`."""
         ids = array("i", found)
         if role.token_id is not None:
             ids.insert(1, role.token_id)
@@ -208,18 +209,16 @@ class PromptReader:
         num_zeros = found.count(0)
         if len(found) != count or found != [0] * num_zeros + [1] * (count - num_zeros):
             raise InvalidPrompt(
-                f"token_type_ids must be {count} numbers, zeros first and then ones; leave them out or correct them"
+                f"token_type_ids must be {count} numbers, zeros first and then ones; correct or remove them"
             )
         if num_zeros == count:
             return None
         if not self.pooling.has_types:
-            raise InvalidPrompt(
-                f"token_type_ids holds ones, and {self.facts.name} tells no two texts apart; leave them out"
-            )
+            raise InvalidPrompt(f"token_type_ids has ones, and {self.facts.name} has one token type only; remove them")
         return num_zeros
 
     def _pair(self, pair: object, prefix: str) -> tuple[str, str]:
-        """Two texts as they are encoded; the prefix stands before the first alone."""
+        """The two texts to encode; only the first has the prefix."""
         first, second = cast(tuple[str, str], pair)
         first, second = self._case([prefix + first, second])
         return first, second
@@ -227,10 +226,14 @@ class PromptReader:
     def _case(self, texts: list[str]) -> list[str]:
         if not self.pooling.lower_case:
             return texts
-        return [text if isinstance(text, Guarded) else text.lower() for text in texts]  # spans are of this very text
+        # the spans of a guarded text are offsets into it as it is
+        return [text if isinstance(text, Guarded) else text.lower() for text in texts]
 
     def text_to_read(self, text: str, params: PoolingParams) -> str:
-        """What must be tokenised of a text whose token ids are cut as given ids are. Raises as `read` would."""
+        """Returns the part of a text that must be tokenised when truncate_prompt_tokens applies to its token ids.
+
+        Raises for a text that is far too long, as `read` does.
+        """
         keep = params.truncate_prompt_tokens
         if keep is None or params.truncation_side == "never":
             self._check_size((None, "never"), text)
@@ -240,11 +243,11 @@ class PromptReader:
         return part(text, keep if keep > 0 else self.facts.max_model_len)
 
     def beginnings(self, texts: Sequence[str], limit: int) -> list[str]:
-        """Of each text as much as its first tokens."""
+        """Returns the beginning of each text that has its first `limit` tokens."""
         encoder = self._encoder()
         short = [encoder.excerpts.beginning(text, limit) for text in texts]
-        encoder.tokenizer.encodings(short, add_special_tokens=False)  # says what is wrong with a text
-        found = encoder.tokenizer.backend.encode_batch(short, add_special_tokens=False)  # and knows where tokens are
+        encoder.tokenizer.encodings(short, add_special_tokens=False)  # raises for a text that cannot be encoded
+        found = encoder.tokenizer.backend.encode_batch(short, add_special_tokens=False)  # has character offsets
         return [
             text[: encoding.offsets[limit - 1][1]] if len(encoding.ids) > limit else text
             for text, encoding in zip(texts, found, strict=True)
@@ -252,23 +255,23 @@ class PromptReader:
 
     def _encode(self, texts: list[str], limit: int | None, side: str) -> list[list[int]]:
         found = self._encoder().texts(texts, limit, side=side)
-        if side == "never" and (most := self.pooling.max_seq_length) is not None:
+        if side == "never" and (limit := self.pooling.max_seq_length) is not None:
             for ids in found:
-                if len(ids) > most:
+                if len(ids) > limit:
                     raise PromptTooLong(
-                        f"the prompt has {len(ids)} tokens, {self.facts.name} reads {most} of a text; {_TRUNCATE}"
+                        f"the prompt has {len(ids)} tokens, {self.facts.name} reads {limit} of a text; {_TRUNCATE}"
                     )
         return found
 
     def _check_size(self, cut: _Cut, *texts: str) -> None:
-        """Refuses texts that are far too long and not truncated, without tokenising all of them."""
-        most, reads = self.facts.max_model_len, self.pooling.max_seq_length
+        """Raises for texts that are far too long and not truncated, without tokenising all of them."""
+        limit, max_seq_length = self.facts.max_model_len, self.pooling.max_seq_length
         for text in texts if cut[0] is None else ():
-            if self._encoder().excerpts.exceeds(text, most):
-                fact = f"the prompt has {len(text)} characters and more than {most} tokens"
-                if cut[1] == "never" and reads is not None:
-                    raise PromptTooLong(f"{fact}, {self.facts.name} reads {reads} of a text; {_TRUNCATE}")
-                raise PromptTooLong(f"{fact}, {self.facts.name} takes {most}; {self.facts.way_out}")
+            if self._encoder().excerpts.exceeds(text, limit):
+                fact = f"the prompt has {len(text)} characters and more than {limit} tokens"
+                if cut[1] == "never" and max_seq_length is not None:
+                    raise PromptTooLong(f"{fact}, {self.facts.name} reads {max_seq_length} of a text; {_TRUNCATE}")
+                raise PromptTooLong(f"{fact}, {self.facts.name} takes {limit}; {self.facts.way_out}")
 
     def _encoder(self) -> Pieces:
         if self._pieces is None:
@@ -277,18 +280,18 @@ class PromptReader:
             self._pieces = Pieces(self.tokenizer)
         return self._pieces
 
-    def _refuse_length(self, length: int) -> None:
+    def _raise_for_length(self, length: int) -> None:
         if not length:
             raise InvalidPrompt(
-                f"the prompt has no tokens, and {self.facts.name} adds none of its own to an empty text; give at least "
-                "one token or a word"
+                f"the prompt has no tokens, and the tokenizer of {self.facts.name} adds none to an empty text; give at "
+                "least one token or a word"
             )
         raise PromptTooLong(
             f"the prompt has {length} tokens, {self.facts.name} takes {self.facts.max_model_len}; {self.facts.way_out}"
         )
 
-    def _check_range(self, prepared: list[Prepared]) -> None:
-        """All ids at once: looking into each prompt would cost more than reading it did."""
+    def _check_range(self, prepared: list[EncodedPrompt]) -> None:
+        """Checks the ids of all prompts in one numpy call: a check per prompt would cost more than tokenising it."""
         ids = np.frombuffer(b"".join([one.ids for one in prepared]), np.int32)
         if ids.min() < 0 or ids.max() >= self.facts.vocab_size:
             for one in prepared:
@@ -298,8 +301,8 @@ class PromptReader:
 
 
 @functools.lru_cache(64)
-def skipping(params: PoolingParams, count: int) -> PoolingParams:
-    """The same object each time: prompts that share it are treated together."""
+def with_skipped_tokens(params: PoolingParams, count: int) -> PoolingParams:
+    """Cached, so that equal results are one object: PoolingPrompts compares parameters by identity."""
     return params if params.task not in (None, "embed", "classify") else params.with_changes(skip_tokens=count)
 
 
@@ -310,17 +313,17 @@ def _packer(count: int) -> struct.Struct:
 
 def _ids(given: object) -> array[int]:
     try:
-        if type(given) is list:  # twice as quick
+        if type(given) is list:  # twice as fast as array() of the list
             return array("i", _packer(len(given)).pack(*given))
     except (struct.error, TypeError):
-        pass  # what is wrong with it shows here
+        pass  # the conversion below raises the right error
     try:
         return array("i", given.tolist() if isinstance(given, np.ndarray) else cast(Sequence[int], given))
     except OverflowError:
-        raise InvalidPrompt("prompt_token_ids holds a number that no model has a token for; give token ids") from None
+        raise InvalidPrompt("prompt_token_ids has a number above 2**31; give token ids") from None
     except (TypeError, ValueError):
         raise InvalidPrompt(
-            f"prompt_token_ids is {type(given).__name__} and not a list of whole numbers; give token ids"
+            f"prompt_token_ids is {type(given).__name__} and not a list of integers; give token ids"
         ) from None
 
 
@@ -331,4 +334,4 @@ def _is_pair(prompt: object) -> TypeGuard[tuple[object, object]]:
 def _check_pair(pair: tuple[object, object]) -> None:
     for one in pair:
         if not isinstance(one, str):
-            raise InvalidPrompt(f"a pair is two texts, and one of these is {type(one).__name__}; give texts")
+            raise InvalidPrompt(f"a pair has two texts, and one of these is {type(one).__name__}; give texts")

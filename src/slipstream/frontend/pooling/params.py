@@ -1,4 +1,4 @@
-"""What a request's parameters may ask of this model: they are settled before anything runs, or refused."""
+"""Checks PoolingParams against the model: tasks, dimensions, labels and lengths."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from slipstream.pooling_params import PoolingParams, Task
 VECTOR_TASKS = ("embed", "token_embed")
 
 
-def settle_params(
+def resolve_params(
     params: PoolingParams | None, task: Task | None, pooling: PoolingInfo, facts: ModelDescription
 ) -> PoolingParams:
-    """Parameters whose task is named and which this model can honour."""
+    """Returns parameters with a task. Raises where the model cannot do what they say."""
     model_name = facts.name
     params = PoolingParams() if params is None else params
     if not isinstance(params, PoolingParams):
         raise InvalidParams(f"pooling_params is {type(params).__name__}; give PoolingParams or a list of them")
     if task is not None and params.task not in (None, task):
         raise InvalidParams(
-            f"the parameters ask for {params.task} and the call for {task}; use encode, or leave one out"
+            f"pooling_params has the task {params.task} and the call {task}; use encode, or remove one of them"
         )
     task = task or params.task or pooling.tasks[0]
     if task not in pooling.tasks:
@@ -30,7 +30,7 @@ def settle_params(
         _check_dimensions(params.dimensions, task, pooling, model_name)
     if params.normalize is not None and task not in VECTOR_TASKS:
         raise InvalidParams(
-            f"normalize is {params.normalize} and the task {task}, which makes no vectors; leave it out",
+            f"normalize is {params.normalize} and the task {task}, which has no vectors; remove it",
             param="normalize",
         )
     if (params.step_tag_id is not None or params.columns) and task != "token_classify":
@@ -40,7 +40,7 @@ def settle_params(
         )
     if params.columns and max(params.columns) >= pooling.num_labels:
         raise InvalidParams(
-            f"returned_token_ids holds {max(params.columns)}; {model_name} has 0 to {pooling.num_labels - 1}",
+            f"returned_token_ids has {max(params.columns)}; {model_name} has labels 0 to {pooling.num_labels - 1}",
             param="returned_token_ids",
         )
     if (keep := params.truncate_prompt_tokens) is not None and keep > facts.max_model_len:
@@ -54,18 +54,20 @@ def settle_params(
 def _check_dimensions(dimensions: int, task: Task, pooling: PoolingInfo, model_name: str) -> None:
     if task not in VECTOR_TASKS:
         raise InvalidParams(
-            f"dimensions is {dimensions} and the task {task}, which makes no vectors; leave it out", param="dimensions"
+            f"dimensions is {dimensions} and the task {task}, which has no vectors; remove it", param="dimensions"
         )
     size = pooling.embed_size if task == "embed" else pooling.token_size
     sizes = pooling.matryoshka
     if dimensions > size:
-        raise InvalidParams(f"dimensions is {dimensions}; vectors of {model_name} have {size}", param="dimensions")
+        raise InvalidParams(
+            f"dimensions is {dimensions}; vectors of {model_name} have {size}, lower it", param="dimensions"
+        )
     if sizes is None:
         raise InvalidParams(
-            f"vectors of {model_name} were not made to be cut; leave dimensions out", param="dimensions"
+            f"{model_name} was not trained for shorter vectors (Matryoshka); remove dimensions", param="dimensions"
         )
     if sizes != "any" and dimensions not in (*sizes, size):
         raise InvalidParams(
-            f"dimensions is {dimensions}; vectors of {model_name} were made to be cut to {', '.join(map(str, sizes))}",
+            f"dimensions is {dimensions}; {model_name} was trained for {', '.join(map(str, sizes))}",
             param="dimensions",
         )

@@ -12,9 +12,11 @@ import torch
 from scripted_core import facts
 from slipstream.config.pooling_info import PoolingInfo, Role
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong, SlipstreamError
-from slipstream.frontend.pool_inputs import PoolInputs
-from slipstream.frontend.pool_results import EmbeddingOutput, PoolingRequestOutput
-from slipstream.frontend.pooling_calls import Batch, Feed, as_batch, encode, rerank, score
+from slipstream.frontend.pooling.calls import encode, rerank, score
+from slipstream.frontend.pooling.inputs import PoolingInputs, PoolingPrompts
+from slipstream.frontend.pooling.prompts import PoolingBatch
+from slipstream.frontend.pooling.results import EmbeddingOutput, PoolingRequestOutput
+from slipstream.frontend.prompts import as_batch
 from slipstream.frontend.request_state import PoolingRequestState
 from slipstream.messages import Output, Pooled
 from slipstream.pooling_params import PoolingParams
@@ -50,12 +52,12 @@ EMBED = PoolingParams(task="embed")
 def inputs(pooling=EMBEDDER, tokenizer=True, length=64, **own):
     pooling = msgspec.structs.replace(pooling, **own)
     backend = Tokenizer(pair_tokenizer()) if tokenizer else None
-    return PoolInputs(facts("nowhere", pooling=pooling, max_model_len=length, max_positions=length), backend)
+    return PoolingInputs(facts("nowhere", pooling=pooling, max_model_len=length, max_positions=length), backend)
 
 
 def prepared(given, prompts, params=EMBED, **how):
     """What is sent, in the order of the prompts."""
-    return sorted(given.prepare([Batch(prompts, params, **how)]), key=lambda one: one.place)
+    return sorted(given.prepare([PoolingBatch(prompts, params, **how)]), key=lambda one: one.place)
 
 
 def ids_of(text):
@@ -78,7 +80,7 @@ def test_every_kind_of_prompt():
 def test_shorter_ones_are_sent_first_and_results_come_in_order():
     rng = random.Random(0)
     prompts = [[1] * rng.randrange(1, 60) for _ in range(300)]
-    found = list(inputs().prepare([Batch(prompts, EMBED)]))
+    found = list(inputs().prepare([PoolingBatch(prompts, EMBED)]))
     assert sorted(one.place for one in found) == list(range(300))
     assert all(len(one.ids) == len(prompts[one.place]) for one in found)
     first = [len(one.ids) for one in found[:64]]
@@ -91,11 +93,11 @@ def test_shorter_ones_are_sent_first_and_results_come_in_order():
         ([], InvalidPrompt, "no tokens"),
         ([1, 304], InvalidPrompt, "token id 304 is unknown; tiny has 0 to 303"),
         ([1, -1], InvalidPrompt, "token id -1"),
-        ([1, 2.5], InvalidPrompt, "not a list of whole numbers"),
-        ([2**40], InvalidPrompt, "a number that no model has a token for"),
-        (["a", 1], InvalidPrompt, "not a list of whole numbers"),
-        ([np.array([1, 2])], InvalidPrompt, "not a list of whole numbers"),
-        ([torch.tensor([1.5])], InvalidPrompt, "not a list of whole numbers"),
+        ([1, 2.5], InvalidPrompt, "not a list of integers"),
+        ([2**40], InvalidPrompt, "a number above 2\\*\\*31"),
+        (["a", 1], InvalidPrompt, "not a list of integers"),
+        ([np.array([1, 2])], InvalidPrompt, "not a list of integers"),
+        ([torch.tensor([1.5])], InvalidPrompt, "not a list of integers"),
         (3.5, InvalidPrompt, "this is float"),
         ({"text": "a"}, InvalidPrompt, "prompt or prompt_token_ids"),
         ({"prompt_token_ids": [1, 2], "token_type_ids": [1, 0]}, InvalidPrompt, "zeros first and then ones"),
@@ -103,8 +105,8 @@ def test_shorter_ones_are_sent_first_and_results_come_in_order():
         ({"prompt_token_ids": [1, 2], "token_type_ids": [0, 2]}, InvalidPrompt, "zeros first"),
         ({"prompt_token_ids": [1, 2], "token_type_ids": [[0, 1]]}, InvalidPrompt, "must be 2 numbers"),
         ({"prompt_token_ids": [1, 2], "token_type_ids": 1}, InvalidPrompt, "must be 2 numbers"),
-        (("a", 5), InvalidPrompt, "a pair is two texts, and one of these is int"),
-        ((5, "a"), InvalidPrompt, "a pair is two texts, and one of these is int"),
+        (("a", 5), InvalidPrompt, "a pair has two texts, and one of these is int"),
+        ((5, "a"), InvalidPrompt, "a pair has two texts, and one of these is int"),
         ([1] * 65, PromptTooLong, "the prompt has 65 tokens, tiny takes 64; shorten it or set truncate_prompt_tokens"),
         ("a" * 63, PromptTooLong, "the prompt has 65 tokens"),
     ],
@@ -126,9 +128,9 @@ def test_types_are_cut_with_their_tokens():
         assert (found.ids.tolist(), found.type_start) == ([1, 2, 3, 4][-keep if keep > 0 else 0 :], start)
     (found,) = prepared(inputs(), [{"prompt_token_ids": [1, 2], "token_type_ids": [1, 1]}])
     assert found.type_start == 0
-    with pytest.raises(InvalidPrompt, match="token_type_ids are for token ids"):
+    with pytest.raises(InvalidPrompt, match="token_type_ids is given with a text"):
         prepared(inputs(), [{"prompt": "ab", "token_type_ids": [0, 0, 1, 1]}])
-    with pytest.raises(InvalidPrompt, match="tells no two texts apart"):
+    with pytest.raises(InvalidPrompt, match="has one token type only"):
         prepared(inputs(has_types=False), [pair])
     (found,) = prepared(inputs(has_types=False), [{"prompt_token_ids": [1], "token_type_ids": np.zeros(1, int)}])
     assert found.type_start is None
@@ -153,8 +155,10 @@ def test_an_empty_text_is_what_the_tokenizer_makes_of_it():
     assert list(empty.ids) == [CLS, SEP] and list(space.ids) == ids_of(" \n")
     assert list(pair.ids) == [CLS, SEP, *ids_of("b")[1:]]
     assert inputs().text_ids("", EMBED) == [CLS, SEP]
-    bare = PoolInputs(facts("nowhere", pooling=EMBEDDER), Tokenizer(byte_tokenizer()))
-    with pytest.raises(InvalidPrompt, match="prompt 2 of 3: the prompt has no tokens, and tiny adds none of its own"):
+    bare = PoolingInputs(facts("nowhere", pooling=EMBEDDER), Tokenizer(byte_tokenizer()))
+    with pytest.raises(
+        InvalidPrompt, match="prompt 2 of 3: the prompt has no tokens, and the tokenizer of tiny adds none"
+    ):
         prepared(bare, ["a", "", "b"])
 
 
@@ -185,7 +189,7 @@ def test_a_prompt_by_name_stands_before_texts():
     assert prepared(given, ["a"], prefix="Q:")[0].text == "a"
     with pytest.raises(InvalidParams, match="no prompt 'passage'; it has query, document"):
         given.prefix("passage")
-    with pytest.raises(InvalidParams, match="leave one out"):
+    with pytest.raises(InvalidParams, match="remove one of them"):
         given.prefix("query", "X:")
 
 
@@ -204,7 +208,7 @@ def test_lower_case_and_markers():
     [
         (PoolingParams(task="classify"), "tiny does not do classify; it does embed, token_embed"),
         (PoolingParams(dimensions=9), "dimensions is 9; vectors of tiny have 8"),
-        (PoolingParams(dimensions=5), "made to be cut to 2, 4"),
+        (PoolingParams(dimensions=5), "was trained for 2, 4"),
         (PoolingParams(step_tag_id=3), "step_tag_id and returned_token_ids are for token_classify"),
         (PoolingParams(truncate_prompt_tokens=65), "truncate_prompt_tokens is 65, tiny takes 64"),
         ("embed", "pooling_params is str"),
@@ -212,30 +216,30 @@ def test_lower_case_and_markers():
 )
 def test_parameters_the_model_cannot_honour(params, words):
     with pytest.raises(InvalidParams, match=words):
-        inputs(matryoshka=(2, 4)).settle(params)
+        inputs(matryoshka=(2, 4)).resolve(params)
 
 
 def test_a_norm_is_of_vectors():
     for task, pooling in (("classify", CROSS), ("sparse", msgspec.structs.replace(EMBEDDER, tasks=("sparse",)))):
-        with pytest.raises(InvalidParams, match=f"normalize is True and the task {task}, which makes no vectors"):
-            inputs(pooling).settle(PoolingParams(normalize=True), None)
-        assert inputs(pooling).settle(PoolingParams(), None).task == task
-    assert inputs().settle(PoolingParams(normalize=False), "token_embed").normalize is False
+        with pytest.raises(InvalidParams, match=f"normalize is True and the task {task}, which has no vectors"):
+            inputs(pooling).resolve(PoolingParams(normalize=True), None)
+        assert inputs(pooling).resolve(PoolingParams(), None).task == task
+    assert inputs().resolve(PoolingParams(normalize=False), "token_embed").normalize is False
 
 
 def test_dimensions_are_of_vectors():
-    with pytest.raises(InvalidParams, match="the task classify, which makes no vectors"):
-        inputs(CROSS).settle(PoolingParams(dimensions=1))
-    with pytest.raises(InvalidParams, match="not made to be cut"):
-        inputs(matryoshka=None).settle(PoolingParams(dimensions=4))
-    assert inputs(matryoshka=(4,)).settle(PoolingParams(dimensions=4)).dimensions == 4
+    with pytest.raises(InvalidParams, match="the task classify, which has no vectors"):
+        inputs(CROSS).resolve(PoolingParams(dimensions=1))
+    with pytest.raises(InvalidParams, match="not trained for shorter vectors"):
+        inputs(matryoshka=None).resolve(PoolingParams(dimensions=4))
+    assert inputs(matryoshka=(4,)).resolve(PoolingParams(dimensions=4)).dimensions == 4
 
 
 def test_the_task_of_the_call_and_of_the_parameters():
-    assert inputs().settle(None).task == "embed"
-    assert inputs().settle(PoolingParams(), "token_embed").task == "token_embed"
-    with pytest.raises(InvalidParams, match="ask for embed and the call for token_embed"):
-        inputs().settle(PoolingParams(task="embed"), "token_embed")
+    assert inputs().resolve(None).task == "embed"
+    assert inputs().resolve(PoolingParams(), "token_embed").task == "token_embed"
+    with pytest.raises(InvalidParams, match="has the task embed and the call token_embed"):
+        inputs().resolve(PoolingParams(task="embed"), "token_embed")
 
 
 def test_lists_of_parameters_must_match():
@@ -252,12 +256,12 @@ def test_one_prompt_or_many():
 
 
 def test_equal_prompts_are_sent_once():
-    batch = Batch(["a", "b", "a", [CLS, 7], "a"], EMBED)
-    feed = Feed(inputs(), [batch], iter(map(str, range(99))).__next__)
+    batch = PoolingBatch(["a", "b", "a", [CLS, 7], "a"], EMBED)
+    feed = PoolingPrompts(inputs(), [batch], iter(map(str, range(99))).__next__)
     sent = list(feed)
     assert len(sent) == 3 and feed.total == 5
-    tracks = [_Track(*one) for one in sent]
-    found = feed.results(tracks)
+    results = [PoolingRequestOutput(message.request_id, None, message.prompt_token_ids, text) for message, text in sent]
+    found = feed.in_order(results)
     assert [list(one.ids) for one in found] == [ids_of("a"), ids_of("b"), ids_of("a"), [CLS, 7], ids_of("a")]
 
 
@@ -265,29 +269,22 @@ def test_equal_tokens_are_not_equal_prompts_when_anything_else_differs():
     ids = [CLS, 5, SEP, 6, SEP]
     pairs = [{"prompt_token_ids": ids, "token_type_ids": [0] * (5 - n) + [1] * n} for n in (2, 1, 0, 2)]
     each = [EMBED, EMBED.with_changes(dimensions=4), EMBED.with_changes(normalize=False), EMBED]
-    for batch in (Batch(pairs, EMBED), Batch([ids] * 4, each)):
-        feed = Feed(inputs(), [batch], iter(map(str, range(99))).__next__)
+    for batch in (PoolingBatch(pairs, EMBED), PoolingBatch([ids] * 4, each)):
+        feed = PoolingPrompts(inputs(), [batch], iter(map(str, range(99))).__next__)
         sent = [message for message, _ in feed]
         assert len(sent) == 3 == len({(message.type_start, message.params) for message in sent})
 
 
 def test_texts_of_equal_tokens_keep_their_own_words():
-    feed = Feed(inputs(lower_case=True), [Batch(["Ab", "aB", "c"], EMBED)], iter(map(str, range(99))).__next__)
-    tracks = [PoolingRequestState(message, text) for message, text in feed]
-    for track in tracks:
+    feed = PoolingPrompts(
+        inputs(lower_case=True), [PoolingBatch(["Ab", "aB", "c"], EMBED)], iter(map(str, range(99))).__next__
+    )
+    states = [PoolingRequestState(message, text, EMBEDDER) for message, text in feed]
+    for state in states:
         pooled = Pooled.of(np.ones(4, np.float32))
-        track.take(Output(track.id, 0, [], finish_reason=FinishReason.STOP, pooled=pooled), 0.0)
-    assert len(tracks) == 2
-    assert [one.prompt for one in feed.results(tracks)] == ["Ab", "aB", "c"]
-
-
-class _Track:
-    def __init__(self, message, text):
-        self.ids = message.prompt_token_ids
-        self.prompt = text
-
-    def pooled(self, pooling):
-        return self
+        state.take(Output(state.id, 0, [], finish_reason=FinishReason.STOP, pooled=pooled), 0.0)
+    assert len(states) == 2
+    assert [one.prompt for one in feed.in_order([state.result() for state in states])] == ["Ab", "aB", "c"]
 
 
 @pytest.mark.parametrize("num", [5, 65])
@@ -301,8 +298,8 @@ def test_between_a_query_and_its_documents_it_is_ready_when_they_are(num):
         return encode_texts(texts, *how)
 
     given._encode = slow
-    batches = [Batch(["q"], EMBED), Batch([f"d{place}" for place in range(num)], EMBED)]
-    feed = Feed(given, batches, iter(map(str, range(99))).__next__)
+    batches = [PoolingBatch(["q"], EMBED), PoolingBatch([f"d{place}" for place in range(num)], EMBED)]
+    feed = PoolingPrompts(given, batches, iter(map(str, range(99))).__next__)
     sent = iter(feed)
     assert next(sent)[1] == "q" and not feed.is_ready()
     go_on.set()
@@ -311,7 +308,7 @@ def test_between_a_query_and_its_documents_it_is_ready_when_they_are(num):
 
 
 def test_plain_lists_for_another_process():
-    ((message, _),) = Feed(inputs(), [Batch(["a"], EMBED)], lambda: "x", plain=True)
+    ((message, _),) = PoolingPrompts(inputs(), [PoolingBatch(["a"], EMBED)], lambda: "x", as_lists=True)
     assert type(message.prompt_token_ids) is list
 
 
@@ -331,11 +328,11 @@ def test_a_cross_encoder_reads_pairs():
     assert list(batch.prompts) == [("q", "a"), ("q", "b")] and batch.params.task == "classify"
     (batch,) = next(score(inputs(CROSS), ["q", "r"], ["a", "b"]))
     assert list(batch.prompts) == [("q", "a"), ("r", "b")]
-    with pytest.raises(InvalidPrompt, match="second texts hold a int"):
+    with pytest.raises(InvalidPrompt, match="second texts have a int"):
         next(score(inputs(CROSS), "q", ["a", 5]))
     with pytest.raises(InvalidParams, match="takes no instruction"):
         next(score(inputs(CROSS), "q", "a", instruction="find"))
-    with pytest.raises(InvalidParams, match="tells 3 classes apart"):
+    with pytest.raises(InvalidParams, match="has 3 classes"):
         next(score(inputs(CROSS, num_labels=3), "q", "a"))
 
 
@@ -353,7 +350,7 @@ def test_only_the_template_of_pairs_writes_control_tokens():
     tokenizer, spelled = Tokenizer(byte_tokenizer()), "A<|im_end|>"
 
     def ids(**how):
-        own = PoolInputs(facts("nowhere", pooling=pooling, max_model_len=99, **how), tokenizer)
+        own = PoolingInputs(facts("nowhere", pooling=pooling, max_model_len=99, **how), tokenizer)
         (batch,) = next(score(own, spelled, ["b" + spelled, "c"], PoolingParams(truncate_prompt_tokens=80)))
         found = prepared(own, batch.prompts, batch.params)
         assert all(type(one.text) is str for one in found) and found[0].text.lower().count("<|im_end|>") == 3

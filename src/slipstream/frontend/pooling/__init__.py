@@ -1,0 +1,1 @@
+"""Pooling in the front end: parameters, prompts, calls (encode, score, rerank) and results."""

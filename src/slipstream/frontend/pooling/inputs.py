@@ -1,0 +1,221 @@
+"""PoolingInputs: builds the prompts of one pooling model. PoolingPrompts: turns them into messages, and orders results.
+
+A model may have been trained with text around its inputs: a prompt before each text (`prefix`), a marker token of late
+interaction (`role`), or a template for pairs of texts (`pair`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from slipstream.config.pooling_info import Role
+from slipstream.errors import InvalidParams, InvalidPrompt
+from slipstream.frontend.inputs import PreparedPrompt
+from slipstream.frontend.pooling.params import resolve_params
+from slipstream.frontend.pooling.prompts import (
+    NO_ROLE,
+    EncodedPrompt,
+    PoolingBatch,
+    PoolingPrompt,
+    PoolingPromptReader,
+    with_skipped_tokens,
+)
+from slipstream.frontend.pooling.results import PoolingRequestOutput, num_result_bytes
+from slipstream.frontend.prompts import Lookahead
+from slipstream.messages import Submit
+from slipstream.pooling_params import PoolingParams, Task
+from slipstream.text.control_tokens import ControlTokens
+
+_FIRST_PART, _MAX_PART = 64, 1024  # prompts tokenised at a time: few at first, so that the first step starts early
+_MAX_IDS_PART = 256  # prompts of token ids checked at a time: no thread does this, so a step may wait for a part
+
+
+class PoolingInputs(PoolingPromptReader):
+    """Resolves parameters and builds prompts for one model."""
+
+    _pair_controls: ControlTokens | None = None  # built at first use
+
+    def resolve(self, params: PoolingParams | None, task: Task | None = None) -> PoolingParams:
+        """Returns parameters with a task. Raises where the model cannot do what they say."""
+        return resolve_params(params, task, self.pooling, self.facts)
+
+    def prefix(self, prompt_name: str | None, prompt: str | None = None) -> str:
+        """Returns the text to put before each input: `prompt`, the model's prompt of that name, or its default one."""
+        if prompt is not None:
+            if prompt_name is not None:
+                raise InvalidParams("prompt and prompt_name are both given; remove one of them")
+            if not isinstance(prompt, str):
+                raise InvalidParams(f"prompt is {prompt!r}; give the text to put before each input, or a prompt_name")
+            return prompt
+        prompts, name = self.pooling.prompts, prompt_name
+        if name is None:
+            name = self.pooling.default_prompt_name
+        if name is None or (name in ("query", "document") and self.pooling.late and name not in prompts):
+            return ""
+        if name not in prompts:
+            known = ", ".join(prompts) or "none"
+            raise InvalidParams(f"{self.facts.name} has no prompt {name!r}; it has {known}", param="prompt_name")
+        return prompts[name]
+
+    def after_prefix(self, params: PoolingParams, prefix: str) -> PoolingParams:
+        """Parameters for a text after this prefix, whose tokens the model may leave out of pooling."""
+        if not prefix or self.pooling.include_prompt:
+            return params
+        return with_skipped_tokens(params, self.prefix_length(prefix))
+
+    def role(self, prompt_name: str | None) -> Role:
+        """The role of a text in late interaction (query or document), by the name of its prompt."""
+        if not self.pooling.late or prompt_name not in ("query", "document"):
+            return NO_ROLE
+        return self.pooling.query if prompt_name == "query" else self.pooling.document
+
+    def pair_prompt(self, prompt_name: str | None, instruction: str | None) -> tuple[str, str | None]:
+        """Returns the prefix of the first text of a pair, and the instruction.
+
+        For a model with a template for pairs, the prompt of that name is the instruction.
+        """
+        if self.pooling.pair_template is None:
+            return self.prefix(prompt_name), instruction
+        if prompt_name is None:
+            return "", instruction
+        if instruction is not None:
+            raise InvalidParams("instruction and prompt_name are both given; remove one of them", param="prompt_name")
+        return "", self.prefix(prompt_name)
+
+    def pair(self, query: str, document: str, instruction: str | None) -> PoolingPrompt:
+        """Returns two texts as one prompt, in the format of the model's training.
+
+        Control tokens in the texts are encoded as plain text, unless the engine's option allows them.
+        """
+        for text in (query, document):
+            if not isinstance(text, str):
+                raise InvalidPrompt(f"score compares texts, and one is {type(text).__name__}; give texts")
+        template = self.pooling.pair_template
+        if template is None:
+            if instruction is not None:
+                raise InvalidParams(f"{self.facts.name} takes no instruction; remove it", param="instruction")
+            return query, document
+        instruction = self.pooling.instruction if instruction is None else instruction
+        parts = {"{instruction}": instruction, "{query}": query, "{document}": document}
+        controls = self._controls()
+        if controls is not None:
+            parts = {name: controls.mask(part) for name, part in parts.items()}
+        # one pass from left to right, so that braces in the texts are not replaced
+        text, rest = "", template
+        while rest:
+            places = [(rest.find(name), name) for name in parts if name in rest]
+            place, name = min(places, default=(len(rest), ""))
+            text += rest[:place] + (parts[name] if name else "")
+            rest = rest[place + len(name) :]
+        return text if controls is None else controls.unmask(text)
+
+    def _controls(self) -> ControlTokens | None:
+        """The control tokens that the pair template may contain and the texts may not; None allows all in both."""
+        template = self.pooling.pair_template
+        if self.tokenizer is None or template is None or self.facts.allow_control_tokens:
+            return None
+        if self._pair_controls is None:
+            self._pair_controls = ControlTokens(self.tokenizer, template)
+        return self._pair_controls
+
+    def prepare(self, batches: Sequence[PoolingBatch]) -> Lookahead[tuple[PoolingBatch, slice], EncodedPrompt]:
+        """Returns an iterator over the prompts, batch by batch and part by part, sorted by length within a part."""
+        encodes = sum(len(batch.prompts) for batch in batches) > _FIRST_PART and any(
+            isinstance(batch.prompts[0], str | tuple | Mapping) for batch in batches
+        )
+        parts = []
+        for batch in batches:
+            start, size = 0, _FIRST_PART
+            while start < len(batch.prompts):
+                parts.append((batch, slice(start, start + size)))
+                start, size = start + size, min(2 * size, _MAX_PART if encodes else _MAX_IDS_PART)
+        return Lookahead(self._make, parts, threaded=encodes)
+
+    def _make(self, part: tuple[PoolingBatch, slice]) -> list[EncodedPrompt]:
+        # prompts of similar length in one step need little padding, where the device pads
+        return sorted(self.read(*part), key=_length)
+
+
+def _length(one: EncodedPrompt) -> int:
+    return len(one.ids)
+
+
+class PoolingPrompts:
+    """The prompts of some batches. Iterating gives their messages; `in_order` restores the order of the batches.
+
+    A prompt that is equal to an earlier one with the same parameters is not sent again.
+    """
+
+    def __init__(
+        self,
+        inputs: PoolingInputs,
+        batches: list[PoolingBatch],
+        new_id: Callable[[], str],
+        *,
+        as_lists: bool = False,
+    ) -> None:
+        """`as_lists`: token ids are lists, for a core in another process, instead of arrays."""
+        self.inputs = inputs
+        self.batches = batches
+        self.total = sum(len(batch.prompts) for batch in batches)
+        self.has_one_priority = len({own.priority for batch in batches for own in batch.each_params()}) < 2
+        self._new_id = new_id
+        self._as_lists = as_lists
+        self._sent: list[int] = [0] * self.total  # by place: the index of the message that computes its result
+        self._duplicates: dict[int, str | None] = {}  # by place: the text of a prompt that equals an earlier one
+        self._encoded = inputs.prepare(batches)
+
+    def is_ready(self) -> bool:
+        """Whether the next message is available without waiting."""
+        return self._encoded.is_ready()
+
+    def __iter__(self) -> Iterator[PreparedPrompt]:
+        start = num_sent = 0
+        sent, new_id = self._sent, self._new_id
+        for batch in self.batches:
+            seen: dict[Any, int] = {}
+            for one in islice(self._encoded, len(batch.prompts)):
+                params, ids = one.params, one.ids
+                if not params.query_key:  # the core counts the uses of a query, so each document is sent
+                    key: Any = ids.tobytes()
+                    if params is not batch.params or one.type_start is not None or one.num_seen is not None:
+                        key = key, one.type_start, one.num_seen, id(params)
+                    first = seen.setdefault(key, num_sent)
+                    if first != num_sent:
+                        sent[start + one.place] = first
+                        self._duplicates[start + one.place] = one.text
+                        continue
+                sent[start + one.place] = num_sent
+                num_sent += 1
+                yield (
+                    Submit(
+                        new_id(),
+                        ids.tolist() if self._as_lists else ids,  # type: ignore[arg-type]  # an array of ints
+                        params,
+                        time.time(),
+                        params.priority,
+                        params.cache_salt,
+                        type_start=one.type_start,
+                        num_seen=one.num_seen,
+                    ),
+                    one.text,
+                )
+            start += len(batch.prompts)
+
+    def num_bytes(self, submits: Sequence[PreparedPrompt]) -> int:
+        """The size of all results, duplicates included. `submits`: all messages, in the order of iteration."""
+        each = [num_result_bytes(self.inputs.facts, message) for message, _ in submits]
+        return sum(each[sent] for sent in self._sent)
+
+    def in_order(self, sent_results: Sequence[PoolingRequestOutput[Any]]) -> list[Any]:
+        """Returns one result per prompt, in the order of the batches, from those of all messages as they were sent."""
+        results = [sent_results[sent] for sent in self._sent]
+        for place, text in self._duplicates.items():
+            if text != results[place].prompt:  # another text with the same tokens
+                results[place] = msgspec.structs.replace(results[place], prompt=text)
+        return results

@@ -1,0 +1,14 @@
+"""Mixture of experts: routing of tokens to experts, and the experts' gated MLPs.
+
+No count is read by the host: on CUDA grids come from shapes, and lists of tiles lie on the device. So a step with
+experts is captured as any other.
+"""
+
+from slipstream.ops.dispatch import by_device
+from slipstream.ops.moe import host, reference
+from slipstream.ops.moe.reference import RouterRule, Routing
+
+route = by_device(reference.route, "slipstream.ops.moe.triton")
+expert_mlp = by_device(host.expert_mlp, "slipstream.ops.moe.triton")
+
+__all__ = ["RouterRule", "Routing", "expert_mlp", "route"]

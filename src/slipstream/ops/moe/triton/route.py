@@ -1,0 +1,104 @@
+"""Routing on CUDA: scores, groups, top-k and weights of a token in one program."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from slipstream.ops.moe import reference
+from slipstream.ops.moe.reference import RouterRule, Routing
+
+
+def route(logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None = None) -> Routing:
+    """As the reference. Of equal scores the expert of the lower number is chosen."""
+    num_tokens, num_experts = logits.shape
+    size = num_experts // rule.num_groups
+    if rule.num_groups > 1 and num_experts & (num_experts - 1) | rule.num_groups & (rule.num_groups - 1):
+        return reference.route(logits, rule, bias)  # the kernel's groups are of powers of two
+    assert logits.stride(1) == 1 and size * rule.num_groups == num_experts
+    ids = torch.empty(num_tokens, rule.top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(num_tokens, rule.top_k, dtype=torch.float32, device=logits.device)
+    if num_tokens:
+        _route_kernel[(num_tokens,)](
+            logits,
+            bias,
+            ids,
+            weights,
+            num_experts,
+            logits.stride(0),
+            rule.scale,
+            TOP_K=rule.top_k,
+            PADDED_K=triton.next_power_of_2(rule.top_k),
+            EXPERTS=triton.next_power_of_2(num_experts),
+            SIGMOID=rule.scores == "sigmoid",
+            RENORMALIZE=rule.renormalize,
+            GROUPS=rule.num_groups,
+            KEPT_GROUPS=rule.kept_groups,
+            TOP2=rule.group_score == "top2",
+            num_warps=1 if num_experts <= 128 else 4,
+        )
+    return Routing(ids, weights)
+
+
+# grid: (tokens,)
+@triton.jit
+def _route_kernel(
+    logits,
+    bias,
+    ids,
+    weights,
+    num_experts,
+    stride,
+    scale,
+    TOP_K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    TOP2: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS)
+    inside = expert < num_experts
+    value = tl.load(logits + token * stride + expert, mask=inside, other=-float("inf")).to(tl.float32)
+    if SIGMOID:
+        scores = tl.sigmoid(value)
+    else:
+        scores = tl.exp(value - tl.max(value, 0))
+        scores = scores / tl.sum(scores, 0)
+    choice = scores
+    if bias is not None:
+        choice += tl.load(bias + expert, mask=inside, other=0.0).to(tl.float32)
+    choice = tl.where(inside, choice, -float("inf"))
+    if GROUPS > 1:
+        SIZE: tl.constexpr = EXPERTS // GROUPS
+        grouped = tl.reshape(choice, (GROUPS, SIZE))
+        best = tl.max(grouped, 1)
+        if TOP2:
+            first = tl.argmax(grouped, 1)
+            rest = tl.where(tl.arange(0, SIZE)[None, :] == first[:, None], -float("inf"), grouped)
+            best += tl.max(rest, 1)
+        group = tl.arange(0, GROUPS)
+        kept = tl.zeros((GROUPS,), tl.int32)
+        for _ in tl.static_range(KEPT_GROUPS):
+            chosen = tl.argmax(best, 0)
+            kept = tl.where(group == chosen, 1, kept)
+            best = tl.where(group == chosen, -float("inf"), best)
+        grouped = tl.where(kept[:, None] != 0, grouped, -float("inf"))
+        choice = tl.reshape(grouped, (EXPERTS,))
+    place = tl.arange(0, PADDED_K)
+    chosen_ids = tl.zeros((PADDED_K,), tl.int32)
+    chosen_weights = tl.zeros((PADDED_K,), tl.float32)
+    for k in tl.static_range(TOP_K):
+        top = tl.argmax(choice, 0)
+        weight = tl.sum(tl.where(expert == top, scores, 0.0), 0)
+        chosen_ids = tl.where(place == k, top, chosen_ids)
+        chosen_weights = tl.where(place == k, weight, chosen_weights)
+        choice = tl.where(expert == top, -float("inf"), choice)
+    if RENORMALIZE:
+        chosen_weights = chosen_weights / (tl.sum(chosen_weights, 0) + 1e-20)
+    tl.store(ids + token * TOP_K + place, chosen_ids, mask=place < TOP_K)
+    tl.store(weights + token * TOP_K + place, chosen_weights * scale, mask=place < TOP_K)

@@ -1,0 +1,168 @@
+"""Mixture of experts: routing and expert MLPs, against slow obvious code, on the host and by kernels."""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+
+from slipstream.ops.moe import RouterRule, Routing, host, reference
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+
+# the interpreter's own use of numpy
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+def kernels():
+    pytest.importorskip("triton", reason="triton is not installed")
+    if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
+    import slipstream.ops.moe.triton
+
+    return slipstream.ops.moe.triton
+
+
+def route_by_hand(logits: list[float], rule: RouterRule, bias: list[float]) -> list[tuple[int, float]]:
+    """The definition, for one token."""
+    exps = [math.exp(value - max(logits)) for value in logits]
+    softmax = [value / sum(exps) for value in exps]
+    scores = softmax if rule.scores == "softmax" else [1 / (1 + math.exp(-value)) for value in logits]
+    choice = [score + extra for score, extra in zip(scores, bias, strict=True)]
+    size = len(logits) // rule.num_groups
+    groups = [sorted(choice[group * size : (group + 1) * size], reverse=True) for group in range(rule.num_groups)]
+    best = [sum(group[: 2 if rule.group_score == "top2" else 1]) for group in groups]
+    kept = sorted(range(rule.num_groups), key=lambda group: -best[group])[: rule.kept_groups]
+    able = [expert for expert in range(len(logits)) if expert // size in kept]
+    chosen = sorted(able, key=lambda expert: -choice[expert])[: rule.top_k]
+    total = sum(scores[expert] for expert in chosen) if rule.renormalize else 1.0
+    return [(expert, scores[expert] / total * rule.scale) for expert in chosen]
+
+
+RULES = {
+    "mixtral": (8, RouterRule(2)),
+    "qwen3": (128, RouterRule(8)),
+    "olmoe": (64, RouterRule(8, renormalize=False)),
+    "odd": (60, RouterRule(4, renormalize=False, scale=1.5)),
+    "one": (4, RouterRule(1)),
+    "deepseek-v2": (16, RouterRule(3, renormalize=False, scale=2.0, num_groups=4, kept_groups=2)),
+    "deepseek-v3": (32, RouterRule(4, "sigmoid", True, 2.5, num_groups=8, kept_groups=4, group_score="top2")),
+    "glm4": (24, RouterRule(4, "sigmoid", True, 1.0)),
+    "odd groups": (12, RouterRule(2, "sigmoid", True, 1.0, num_groups=3, kept_groups=2, group_score="top2")),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("version", ["reference", "kernel"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_routing_is_the_definition(name, version, biased):
+    num_experts, rule = RULES[name]
+    torch.manual_seed(num_experts)
+    logits = torch.randn(5, num_experts + 3, device=DEVICE)[:, :num_experts]
+    bias = 0.3 * torch.randn(num_experts, device=DEVICE) if biased else None
+    found = (reference.route if version == "reference" else kernels().route)(logits, rule, bias)
+    assert found.ids.dtype == torch.int32 and found.weights.dtype == torch.float32
+    given = [0.0] * num_experts if bias is None else bias.double().tolist()
+    for ids, weights, values in zip(found.ids.tolist(), found.weights.tolist(), logits.double().tolist(), strict=True):
+        expected = route_by_hand(values, rule, given)
+        assert ids == [expert for expert, _ in expected]
+        assert weights == pytest.approx([weight for _, weight in expected], rel=1e-5)
+
+
+def test_routing_keeps_float64():
+    logits = torch.randn(3, 8, dtype=torch.float64)
+    routing = reference.route(logits, RouterRule(2))
+    assert routing.weights.dtype == torch.float64
+    torch.testing.assert_close(routing.weights.sum(1), torch.ones(3, dtype=torch.float64), rtol=1e-15, atol=1e-15)
+
+
+def test_of_equal_scores_the_kernel_takes_the_lower_expert():
+    logits = torch.zeros(2, 8, device=DEVICE)
+    assert kernels().route(logits, RouterRule(3)).ids.tolist() == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize("size", [1, 16])
+@pytest.mark.parametrize(("num_experts", "shape"), [(4, (1, 2)), (8, (9, 2)), (60, (700, 4)), (3, (1500, 1))])
+def test_sorting_lists_each_pair_once_and_tiles_of_one_expert(num_experts, shape, size):
+    kernels()
+    from slipstream.ops.moe.triton.sort import sort_by_expert
+
+    torch.manual_seed(1)
+    ids = torch.randint(0, num_experts, shape, dtype=torch.int32, device=DEVICE)
+    ids[ids == 1] = 0  # an expert without tokens
+    order, table, _ = sort_by_expert(ids, num_experts, size)
+    flat = ids.flatten()
+    assert order.tolist() == flat.argsort(stable=True).tolist()
+    seen: list[int] = []
+    experts, firsts, ends = table.tolist()
+    for expert, first, end in zip(experts, firsts, ends, strict=True):
+        if expert >= 0:
+            places = list(range(first, min(first + size, end)))
+            assert places and {flat[order[place]].item() for place in places} == {expert}
+            seen += places
+    assert seen == list(range(len(flat)))
+
+
+def make(tokens: int, hidden: int, inner: int, num_experts: int, top_k: int, dtype=torch.float32, skewed=False):
+    torch.manual_seed(tokens)
+    x = torch.randn(tokens, hidden + 4, device=DEVICE).to(dtype)[:, :hidden]
+    gate_up = (torch.randn(num_experts, 2 * inner, hidden, device=DEVICE) / hidden**0.5).to(dtype)
+    down = (torch.randn(num_experts, hidden, inner, device=DEVICE) / inner**0.5).to(dtype)
+    logits = torch.randn(tokens, num_experts, device=DEVICE)
+    if skewed:
+        logits[:, 1] += 100  # every token
+        logits[:, 0] -= 100  # no token
+    return x, reference.route(logits, RouterRule(top_k)), gate_up, down
+
+
+def by_hand(x, routing: Routing, gate_up, down):
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for token, (ids, weights) in enumerate(zip(routing.ids.tolist(), routing.weights.tolist(), strict=True)):
+        for expert, weight in zip(ids, weights, strict=True):
+            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+            out[token] += weight * (down[expert].double() @ (gate * torch.sigmoid(gate) * up))
+    return out
+
+
+SHAPES = [(1, 64, 32, 8, 2), (7, 63, 100, 4, 2), (100, 32, 48, 6, 3), (33, 130, 17, 3, 1)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("version", ["reference", "host", "kernel"])
+def test_expert_mlps_are_the_definition(shape, skewed, version):
+    if version == "host" and CUDA:
+        pytest.skip("the CPU's")
+    x, *rest = make(*shape, skewed=skewed)
+    expert_mlp = {"reference": reference, "host": host}.get(version) or kernels()
+    found = expert_mlp.expert_mlp(x, *rest)
+    torch.testing.assert_close(found.double(), by_hand(x, *rest), rtol=1e-4, atol=1e-5)
+
+
+def test_versions_agree_in_float64():
+    x, routing, gate_up, down = make(9, 64, 32, 8, 2)
+    args = x.double(), Routing(routing.ids, routing.weights.double()), gate_up.double(), down.double()
+    torch.testing.assert_close(host.expert_mlp(*args), reference.expert_mlp(*args), rtol=1e-13, atol=1e-13)
+
+
+def test_no_tokens_are_no_rows():
+    for expert_mlp in (host, kernels()):
+        x, routing, gate_up, down = make(2, 64, 32, 8, 2)
+        assert expert_mlp.expert_mlp(x[:0], Routing(*(part[:0] for part in routing)), gate_up, down).shape == (0, 64)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("tokens", [1, 16, 256, 2048])
+def test_bfloat16_products_are_captured_and_close(tokens):
+    x, routing, gate_up, down = make(tokens, 512, 256, 32, 4, torch.bfloat16)
+    expected = by_hand(x[:64], Routing(*(part[:64] for part in routing)), gate_up, down)
+    kernels().expert_mlp(x, routing, gate_up, down)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = kernels().expert_mlp(x, routing, gate_up, down)
+    out.zero_()
+    graph.replay()
+    torch.testing.assert_close(out[:64].double(), expected, rtol=3e-2, atol=3e-2)

@@ -80,7 +80,7 @@ def measure(
     print(f"{tokens:>7}{touched:>9.1f}{time(whole):>10.1f}{floor * 1e6:>10.1f}  {parts}", flush=True)
     if args.tiles:
         results = []
-        sizes = itertools.product((16, 32, 64, 128), (32, 64, 128), (64, 128, 256), (4, 8), (2, 3, 4, 5))
+        sizes = itertools.product((16, 32, 64, 128), (32, 64, 128), (64, 128, 256), (4, 8), (3, 4))
         chosen = gemm.grouped_tile
         for size in sizes:
             tile = GroupedTile(*size)

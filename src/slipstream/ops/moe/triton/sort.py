@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 1024  # pairs that a program looks at at once
+_BLOCK = 4096  # pairs that a program looks at at once
 
 
 class Tiles(NamedTuple):
@@ -36,7 +36,7 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int, size: int) -> Tiles:
         BINS=triton.next_power_of_2(num_experts + 1),
         SIZE=size,
         BLOCK=min(_BLOCK, max(triton.next_power_of_2(num_pairs), 32)),
-        num_warps=4,
+        num_warps=4 if num_pairs <= 1024 else 16,
     )
     return Tiles(order, table, size)
 

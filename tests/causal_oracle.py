@@ -17,10 +17,17 @@ def oracle(folder: Path, dtype: torch.dtype, prompts: dict[str, list[int]]) -> d
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=how).eval()
     if dtype is torch.float64:
         norm_in_float64(model)
+        model.config._experts_implementation = "eager"  # the grouped one refuses float64
     softmax = functional.softmax
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         # the eager one makes weights in float32, whatever it is given
         patch.setattr(functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
+        if dtype is torch.float64:  # routers compute in float32, whatever they are given
+            for name in ("float", "type"):
+                convert = getattr(torch.Tensor, name)
+                patch.setattr(
+                    torch.Tensor, name, lambda x, *to, convert=convert: x if x.dtype is dtype else convert(x, *to)
+                )
         return {name: model(torch.tensor([ids])).logits[0] for name, ids in prompts.items()}
 
 

@@ -71,7 +71,29 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     },
     "phi3": {"architectures": ["Phi3ForCausalLM"], "rms_norm_eps": 1e-5, "pad_token_id": END_OF_TEXT},
     "olmo2": {"architectures": ["Olmo2ForCausalLM"], "rms_norm_eps": 1e-6, "pad_token_id": END_OF_TEXT},
-}
+    "mixtral": {
+        "architectures": ["MixtralForCausalLM"], "rms_norm_eps": 1e-5, "num_local_experts": 6, "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    "qwen2_moe": {
+        "architectures": ["Qwen2MoeForCausalLM"], "rms_norm_eps": 1e-6, "num_experts": 6, "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56, "norm_topk_prob": False,
+    },
+    "qwen3_moe": {
+        "architectures": ["Qwen3MoeForCausalLM"], "rms_norm_eps": 1e-6, "head_dim": 24, "num_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True,
+    },
+    "olmoe": {
+        "architectures": ["OlmoeForCausalLM"], "rms_norm_eps": 1e-5, "num_experts": 5, "num_experts_per_tok": 2,
+        "pad_token_id": END_OF_TEXT,
+    },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"], "rms_norm_eps": 1e-5, "head_dim": 16, "n_routed_experts": 8,
+        "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2, "first_k_dense_replace": 1,
+        "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5, "attention_bias": True,
+        "use_qk_norm": True, "partial_rotary_factor": 0.5,
+    },
+}  # fmt: skip
 
 
 def write_tiny(
@@ -104,7 +126,8 @@ def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     attention_bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
     family = config["architectures"][0].removesuffix("ForCausalLM")
-    gemma, olmo, qkv_bias = family.startswith("Gemma"), family == "Olmo2", attention_bias or family == "Qwen2"
+    gemma, olmo, qkv_bias = family.startswith("Gemma"), family == "Olmo2", attention_bias or family.startswith("Qwen2")
+    attention_bias = attention_bias and family != "Glm4Moe"
 
     weights = {"model.embed_tokens.weight": random(vocab, hidden, spread=0.3)}
     for layer in range(config["num_hidden_layers"]):
@@ -123,6 +146,12 @@ def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0
                 del products[name]
             products["self_attn.qkv_proj"] = (queries + 2 * keys, hidden, False)
             products["mlp.gate_up_proj"] = (2 * ffn, hidden, False)
+        if is_sparse(config, layer):
+            for name in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
+                del products[name]
+            products |= {name: (*shape, False) for name, shape in _experts(config, family).items()}
+            if family == "Glm4Moe":
+                weights[f"{prefix}.mlp.gate.e_score_correction_bias"] = random(config["n_routed_experts"])
         for name, (num_rows, num_columns, bias) in products.items():
             weights[f"{prefix}.{name}.weight"] = random(num_rows, num_columns)
             if bias:
@@ -133,7 +162,9 @@ def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0
         if olmo:
             del norms["input_layernorm"], norms["pre_feedforward_layernorm"]
             norms |= {"self_attn.q_norm": queries, "self_attn.k_norm": keys}
-        if family in ("Qwen3", "Gemma3"):
+        if family == "Olmoe":
+            norms |= {"self_attn.q_norm": queries, "self_attn.k_norm": keys}
+        if family in ("Qwen3", "Gemma3", "Qwen3Moe") or config.get("use_qk_norm"):
             norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim}
         for name, size in norms.items():
             weights[f"{prefix}.{name}.weight"] = random(size, middle=0.0 if gemma else 1.0)
@@ -141,6 +172,35 @@ def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = random(vocab, hidden, spread=0.3)
     return weights
+
+
+def is_sparse(config: dict[str, Any], layer: int) -> bool:
+    """Whether the layer has experts."""
+    if not any(config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return False
+    dense = range(config.get("first_k_dense_replace", 0)), config.get("mlp_only_layers") or ()
+    return not any(layer in layers for layers in dense) and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
+
+
+def _experts(config: dict[str, Any], family: str) -> dict[str, tuple[int, int]]:
+    """Names and shapes of a layer's experts, as on the hub."""
+    hidden, size = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
+    count = next(config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(name))
+    root, names = "mlp", {"gate_proj": "up", "up_proj": "up", "down_proj": "down"}
+    if family == "Mixtral":
+        root, names = "block_sparse_moe", {"w1": "up", "w3": "up", "w2": "down"}
+    shapes = {"up": (size, hidden), "down": (hidden, size)}
+    found = {f"{root}.gate": (count, hidden)}
+    found |= {f"{root}.experts.{e}.{name}": shapes[kind] for e in range(count) for name, kind in names.items()}
+    shared = {"Qwen2Moe": ("shared_expert", config.get("shared_expert_intermediate_size"))}
+    shared["Glm4Moe"] = ("shared_experts", size * config.get("n_shared_experts", 1))
+    if family in shared:
+        name, inner = shared[family]
+        found |= {f"mlp.{name}.{part}_proj": (inner, hidden) for part in ("gate", "up")}
+        found[f"mlp.{name}.down_proj"] = (hidden, inner)
+    if family == "Qwen2Moe":
+        found["mlp.shared_expert_gate"] = (1, hidden)
+    return found
 
 
 def write_weights(folder: Path, weights: dict[str, torch.Tensor], shards: int = 1) -> None:
@@ -161,7 +221,7 @@ def _write_config(folder: Path, family: str, settings: dict[str, Any], dtype: to
     """Through the library's own classes, so that the file looks as real ones do."""
     import transformers
 
-    name = "Gemma3TextConfig" if family == "gemma3" else f"{family.capitalize()}Config"
+    name = "Gemma3TextConfig" if family == "gemma3" else f"{family.title().replace('_', '')}Config"
     config = getattr(transformers, name)(**settings)
     config.dtype = str(dtype).removeprefix("torch.")
     config.save_pretrained(folder)

@@ -29,7 +29,7 @@ WAITS = {
     "item", "tolist", "cpu", "numpy", "cuda", "synchronize",
     "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "multinomial",
 }  # fmt: skip
-HOST_NAMES = frozenset({"np", "numpy", "plan", "admission"})
+HOST_NAMES = frozenset({"np", "numpy", "plan", "admission", "pooling"})  # `pooling` is the plan's part or the config's
 HOST_TYPES = ("NDArray", "np.ndarray", "Ints", "Bools", "Floats")  # how an annotation of a numpy array begins
 
 

@@ -18,6 +18,7 @@ from nets.host_reads import HostRead, no_host_reads, replace_kernels  # noqa: E4
 from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
 from slipstream.ops.linear.triton import Norm  # noqa: E402
+from slipstream.ops.moe import RouterRule, Routing  # noqa: E402
 from slipstream.ops.paged_attention import work_list as work_module  # noqa: E402
 from slipstream.ops.sample.reference import Penalty  # noqa: E402
 
@@ -100,6 +101,14 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
         ),
         "segment_sum": lambda: get("segment_sum.triton.segment_sum")(x, starts),
         "segment_max_into": lambda: get("segment_max.triton.segment_max_into")(torch.rand(2, 64), x, starts, 0),
+    }
+
+
+def experts() -> dict[str, Callable[[], Any]]:
+    routing = Routing(ints(3, 2).int(), torch.rand(3, 2))
+    return {
+        "route": lambda: get("moe.triton.route")(half(3, 8), RouterRule(2), None),
+        "expert_mlp": lambda: get("moe.triton.expert_mlp")(half(3, 32), routing, half(8, 96, 32), half(8, 32, 48)),
     }
 
 
@@ -206,7 +215,7 @@ def kernels(monkeypatch):
 
 
 def launches(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
-    return sampling() | rows_and_norms() | products() | attention(patch)
+    return sampling() | rows_and_norms() | experts() | products() | attention(patch)
 
 
 @pytest.mark.parametrize("name", launches(pytest.MonkeyPatch()))

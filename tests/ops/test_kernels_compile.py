@@ -108,6 +108,20 @@ def products():
     build("slipstream.ops.rope.triton", "_turn_kernel", heads, BLOCK_H=4, DEPENDENT=True, **shape)
 
 
+def experts():
+    moe = "slipstream.ops.moe.triton."
+    x = of(HALF, "logits x weight out") | of(FLOAT, "bias weights pair_weights") | of(INT, "ids order table")
+    x |= {"scale": "fp32"}
+    rule = dict(TOP_K=6, PADDED_K=8, EXPERTS=64, RENORMALIZE=True, SIGMOID=True, GROUPS=8, KEPT_GROUPS=4, TOP2=True)
+    build(moe + "route", "_route_kernel", x | of(FLOAT, "weights"), **rule)
+    plain = dict(SIGMOID=False, GROUPS=1, KEPT_GROUPS=1, TOP2=False, bias=None)
+    build(moe + "route", "_route_kernel", x | of(FLOAT, "weights"), **rule | plain)
+    build(moe + "sort", "_sort_kernel", x, BINS=256, SIZE=16, BLOCK=1024)
+    tile = dict(PAIRS=16, OUTPUTS=64, INPUTS=128)
+    build(moe + "gemm", "_grouped_kernel", x, TOP_K=8, GATED=True, EVEN=True, pair_weights=None, **tile)
+    build(moe + "gemm", "_grouped_kernel", x, TOP_K=1, GATED=False, EVEN=False, **tile)
+
+
 def attention():
     x = of(HALF, "out query keys values") | of(LONG, "table lengths given") | of(FLOAT, "sums stats")
     x |= of(INT, "work totals arrived singles shares starts") | of("fp32", "scale soft_cap")
@@ -208,6 +222,7 @@ sample()
 rest()
 pool()
 products()
+experts()
 attention()
 encoders()
 if triton.__version__.startswith("3.6."):

@@ -187,7 +187,7 @@ def activation_bytes(
     queries, keys = info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
     stream = 4 * info.hidden_size  # x, its norm, the residual before and after
     # projections, their normed and turned copies, the output; or gate and up, and their product
-    widest = max(4 * queries + 5 * keys, 3 * info.ffn_size)
+    widest = max(4 * queries + 5 * keys, 3 * info.ffn_size) + _expert_numbers(info, on_cpu)
     rotary = 3 * info.head_dim  # table rows and their index
     hidden = tokens * (stream + widest + rotary) * size + tokens * 64
     # partial sums of rows cut along their keys, where those of each group have a window of their own
@@ -207,6 +207,21 @@ def activation_bytes(
     per_logit = size + 6 * real + SORTED_BYTES + PENALTY_BYTES
     logits = min(rows, tokens) * (info.vocab_size * per_logit + info.hidden_size * size)
     return hidden, attention, logits
+
+
+def _expert_numbers(info: ModelInfo, on_cpu: bool) -> int:
+    """Numbers of a token that experts hold at once, beyond an MLP's: router scores, and rows of its chosen experts."""
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    count = next((int(info.extra[name]) for name in names if info.extra.get(name)), 0)
+    if not count:
+        return 0
+    chosen = int(info.extra.get("num_experts_per_tok") or 1)
+    inner = int(info.extra.get("moe_intermediate_size") or info.ffn_size)
+    shared = 3 * int(info.extra.get("shared_expert_intermediate_size") or info.extra.get("n_shared_experts", 0) * inner)
+    router = 8 * count  # logits, float32 scores, their sum with a bias, and groups
+    if on_cpu:  # sorted inputs, outputs in both orders, weighted in float32; gate, up and product of one expert
+        return router + shared + chosen * 6 * info.hidden_size + 3 * inner
+    return router + shared + chosen * (2 * info.hidden_size + inner)
 
 
 def unread_bytes(config: EngineConfig) -> int:

@@ -13,6 +13,7 @@ from slipstream.ops.linear import Activation
 @dataclass(frozen=True, slots=True)
 class BatchInvariant:
     dtype: torch.dtype
+    batch_invariant: bool = True
 
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
         return BatchInvariantWeight(num_rows, num_columns, self.dtype)

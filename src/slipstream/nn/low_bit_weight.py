@@ -27,6 +27,7 @@ class LowBit:
 
     kernel: Kernel
     is_used: bool = False  # some weight of the model is low-bit
+    batch_invariant: bool = False
 
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
         return LowBitWeight(num_rows, self)

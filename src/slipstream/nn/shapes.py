@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from slipstream.ops.moe.reference import RouterRule
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormShape:
@@ -51,8 +53,23 @@ class MlpShape:
 
 MixerShape = AttentionShape
 """Any mixer. A new kind (delta net, state space model) joins this union and `new_mixer` of `nn/blocks/block.py`."""
-FeedShape = MlpShape
-"""Any feed. A new kind (experts) joins this union and `new_feed` of `nn/blocks/block.py`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertShape:
+    """A feed of gated MLPs with SiLU, of which a router chooses some for each token."""
+
+    num_experts: int
+    size: int  # of one expert
+    router: RouterRule
+    name: str = "mlp"
+    correction_bias: bool = False  # the checkpoint has a bias that changes which experts are chosen
+    shared: MlpShape | None = None  # an MLP that every token passes
+    shared_gate: bool = False  # a sigmoid gate scales its output
+
+
+FeedShape = MlpShape | ExpertShape
+"""Any feed. A new kind joins this union and `new_feed` of `nn/blocks/block.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ from slipstream.ops.linear.reference import linear_transposed
 @dataclass(frozen=True, slots=True)
 class Transposed:
     dtype: torch.dtype
+    batch_invariant: bool = False
 
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
         return TransposedWeight(num_rows, num_columns, self.dtype)

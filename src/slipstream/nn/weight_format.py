@@ -118,6 +118,10 @@ class Weight(nn.Module, ABC):
 
 
 class WeightFormat(Protocol):
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether products of a row have the same bits in every batch."""
+
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
         """An unfilled weight on torch's current default device."""
 
@@ -140,6 +144,7 @@ class Unquantized:
     """Numbers of one dtype, multiplied as they are."""
 
     dtype: torch.dtype
+    batch_invariant: bool = False
 
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
         return UnquantizedWeight(num_rows, num_columns, self.dtype)

@@ -14,11 +14,12 @@ import torch
 
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.attention import Attention
+from slipstream.nn.layers.experts import Experts
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.mlp import Mlp, PlainMlp
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.layers.products import Products
-from slipstream.nn.shapes import FeedShape, LayerShape, MixerShape
+from slipstream.nn.shapes import ExpertShape, FeedShape, LayerShape, MixerShape
 
 
 class Body(Protocol):
@@ -158,6 +159,8 @@ def new_mixer(name: str, mixer: MixerShape, layer: LayerShape, site: int | None,
     return Attention(f"{name}.{mixer.name}", mixer, layer.norm, site, layout)
 
 
-def new_feed(name: str, feed: FeedShape, layout: Layout) -> Mlp | PlainMlp:
+def new_feed(name: str, feed: FeedShape, layout: Layout) -> Mlp | PlainMlp | Experts:
+    if isinstance(feed, ExpertShape):
+        return Experts(f"{name}.{feed.name}", feed, layout)
     kind = Mlp if feed.gated else PlainMlp
     return kind(f"{name}.{feed.name}", feed, layout)

@@ -32,6 +32,7 @@ from slipstream.nn.weights.load import few, fill_places, find_places, match_plac
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.safetensors import open_file, open_folder
 from slipstream.nn.weights.source import SourceTensor, WeightSource
+from slipstream.nn.weights.stacked import UnstackedSource
 from slipstream.ops.low_bit import find_kernel
 
 log = logging.getLogger(__name__)
@@ -160,4 +161,4 @@ def _format(config: ModelConfig, device: torch.device) -> WeightFormat:
 def _open(config: ModelConfig) -> WeightSource:
     if config.load_format == "gguf":
         return GgufSource(GgufFile.open(config.path), config.info.num_heads, config.info.num_kv_heads)
-    return open_folder(Path(config.path))
+    return UnstackedSource(open_folder(Path(config.path)))

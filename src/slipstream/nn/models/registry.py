@@ -21,6 +21,15 @@ from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.gemma import gemma2_shape, gemma3_shape, gemma_rules, gemma_text_rules
 from slipstream.nn.models.llama import llama_rules, llama_shape, mistral_shape
 from slipstream.nn.models.modernbert import modernbert_heads, modernbert_rules, modernbert_shape
+from slipstream.nn.models.moe import (
+    glm4_moe_shape,
+    mixtral_rules,
+    mixtral_shape,
+    moe_rules,
+    olmoe_shape,
+    qwen2_moe_shape,
+    qwen3_moe_shape,
+)
 from slipstream.nn.models.mpnet import mpnet_rules, mpnet_shape
 from slipstream.nn.models.olmo import olmo2_rules, olmo2_shape
 from slipstream.nn.models.phi import phi3_rules, phi3_shape
@@ -56,6 +65,11 @@ DECODERS = {
     "Phi3": Family(phi3_shape, phi3_rules),
     "Olmo2": Family(olmo2_shape, olmo2_rules),
     "LlamaBidirectional": Family(llama_shape, llama_rules),
+    "Mixtral": Family(mixtral_shape, mixtral_rules),
+    "Qwen2Moe": Family(qwen2_moe_shape, moe_rules),
+    "Qwen3Moe": Family(qwen3_moe_shape, moe_rules),
+    "Olmoe": Family(olmoe_shape, moe_rules),
+    "Glm4Moe": Family(glm4_moe_shape, moe_rules),
 }
 """By how their architectures' names begin."""
 DECODER_ENDINGS = (

@@ -5,24 +5,30 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from slipstream.device.sync_check import sync_allowed
 from slipstream.ops.activation import silu_and_mul
 from slipstream.ops.moe import reference
 from slipstream.ops.moe.reference import Routing
 
 
-def expert_mlp(x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def expert_mlp(
+    x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor, batch_invariant: bool = False
+) -> torch.Tensor:
     """As the reference. A token's experts are added by descending score, so the sum does not depend on the batch."""
     if x.is_cuda:  # float64, which must not read counts
         return reference.expert_mlp(x, routing, gate_up, down)
     top_k = routing.ids.shape[1]
     flat = routing.ids.flatten().to(torch.int64)
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=len(gate_up)).numpy()
+    with sync_allowed("the counts lie on the CPU, as all tensors here"):
+        counts = torch.bincount(flat, minlength=len(gate_up)).numpy()
     rows = x.index_select(0, order // top_k)
     made = torch.empty_like(rows)
     begin = 0
-    for expert in counts.nonzero()[0]:
-        end = begin + counts[expert]
+    for expert, count in enumerate(counts):
+        if not count:
+            continue
+        end = begin + count
         inner = silu_and_mul(F.linear(rows[begin:end], gate_up[expert]))
         made[begin:end] = F.linear(inner, down[expert])
         begin = end

@@ -47,11 +47,13 @@ def route(logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None = No
     return Routing(ids.to(torch.int32), weights * rule.scale)
 
 
-def expert_mlp(x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def expert_mlp(
+    x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor, batch_invariant: bool = False
+) -> torch.Tensor:
     """Sum over a token's experts of weight * down(silu(gate(x)) * up(x)).
 
     x [tokens, hidden]; gate_up [experts, 2 * inner, hidden], gates first; down [experts, hidden, inner]. Computes every
-    expert for every token, so no shape depends on values.
+    expert for every token, so no shape depends on values. `batch_invariant`: kernels use one tile size for all batches.
     """
     total = torch.zeros(x.shape, dtype=routing.weights.dtype, device=x.device)
     for expert, (into, out) in enumerate(zip(gate_up, down, strict=True)):

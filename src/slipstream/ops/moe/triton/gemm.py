@@ -25,14 +25,19 @@ class GroupedTile(NamedTuple):
     stages: int
 
 
-def expert_mlp(x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+BATCH_INVARIANT = GroupedTile(64, 64, 64, 4, 4)
+
+
+def expert_mlp(
+    x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor, batch_invariant: bool = False
+) -> torch.Tensor:
     """As the reference."""
     num_tokens, top_k = routing.ids.shape
     if not num_tokens:
         return torch.empty_like(x)
     inner = down.shape[2]
     each = num_tokens * top_k / len(gate_up)  # mean pairs of an expert
-    tile = grouped_tile(each)
+    tile = BATCH_INVARIANT if batch_invariant else grouped_tile(each)
     tiles = sort_by_expert(routing.ids, len(gate_up), tile.pairs)
     hidden = torch.empty(num_tokens * top_k, inner, dtype=x.dtype, device=x.device)
     _multiply(x, gate_up, hidden, tiles, None, top_k, tile)

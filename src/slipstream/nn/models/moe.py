@@ -1,0 +1,126 @@
+"""Mixtures of experts over dense attention: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE and GLM-4-MoE."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from slipstream.config.model_info import ModelInfo
+from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.nn.models.decoder_shape import DecoderShape
+from slipstream.nn.models.llama import llama_attention, llama_mlp, llama_rules, llama_shape, mistral_windows
+from slipstream.nn.models.qwen import qwen2_shape
+from slipstream.nn.shapes import ExpertShape, FeedShape, MlpShape
+from slipstream.nn.weights.rules import Rules
+from slipstream.ops.moe.reference import RouterRule
+
+
+def mixtral_shape(info: ModelInfo) -> DecoderShape:
+    feed = _experts(info, info.ffn_size, RouterRule(_number(info, "num_experts_per_tok")))
+    return _with_feeds(llama_shape(info, windows=mistral_windows(info)), lambda layer: feed)
+
+
+def olmoe_shape(info: ModelInfo) -> DecoderShape:
+    if info.extra.get("clip_qkv") is not None:
+        raise UnsupportedModel(f"{info.architecture} clips q, k and v (clip_qkv), which is not built")
+    feed = _experts(info, info.ffn_size, _softmax_rule(info))
+    attention = replace(llama_attention(info), qk_norm="whole")
+    return _with_feeds(llama_shape(info, attention), lambda layer: feed)
+
+
+def qwen2_moe_shape(info: ModelInfo) -> DecoderShape:
+    shared = replace(llama_mlp(info), size=_number(info, "shared_expert_intermediate_size"))
+    feed = _experts(info, _number(info, "moe_intermediate_size"), _softmax_rule(info))
+    feed = replace(feed, shared=shared, shared_gate=True)
+    return _with_feeds(qwen2_shape(info), _where_sparse(info, feed))
+
+
+def qwen3_moe_shape(info: ModelInfo) -> DecoderShape:
+    feed = _experts(info, _number(info, "moe_intermediate_size"), _softmax_rule(info))
+    window = int(info.extra.get("sliding_window") or 0) if info.extra.get("use_sliding_window") else 0
+    attention = replace(llama_attention(info), qk_norm="heads", output_bias=info.attention_bias)
+    return _with_feeds(llama_shape(info, attention, windows=(window,) * info.num_layers), _where_sparse(info, feed))
+
+
+def glm4_moe_shape(info: ModelInfo) -> DecoderShape:
+    """Layers before `first_k_dense_replace` are dense; the router is DeepSeek-V3's."""
+    size, extra = _number(info, "moe_intermediate_size"), info.extra
+    rule = RouterRule(
+        _number(info, "num_experts_per_tok"),
+        "sigmoid",
+        bool(extra.get("norm_topk_prob", True)),
+        float(extra.get("routed_scaling_factor", 1.0)),
+        int(extra.get("n_group", 1)),
+        int(extra.get("topk_group", 1)),
+        "top2",
+    )
+    shared = replace(llama_mlp(info), size=size * int(extra.get("n_shared_experts", 1)))
+    feed = replace(_experts(info, size, rule), correction_bias=True, shared=shared)
+    dense, first = llama_mlp(info), int(extra.get("first_k_dense_replace", 1))
+    attention = replace(llama_attention(info), output_bias=False)
+    if extra.get("use_qk_norm"):
+        attention = replace(attention, qk_norm="heads")
+    return _with_feeds(llama_shape(info, attention), lambda layer: dense if layer < first else feed)
+
+
+def moe_rules(shape: DecoderShape) -> Rules:
+    layer = "model.layers.{n}.mlp"
+    return llama_rules(
+        shape,
+        {
+            f"{layer}.gate.weight": "layers.{n}.mlp.router.weight",
+            f"{layer}.gate.e_score_correction_bias": "layers.{n}.mlp.correction_bias",
+            f"{layer}.experts.{{e}}.{{part}}_proj.weight": "layers.{n}.mlp.experts.{e}.{part}.weight",
+            f"{layer}.shared_expert_gate.weight": "layers.{n}.mlp.shared_gate.weight",
+            f"{layer}.shared_expert.down_proj.{{kind}}": "layers.{n}.mlp.shared.down.{kind}",
+            f"{layer}.shared_expert.{{part}}_proj.{{kind}}": "layers.{n}.mlp.shared.gate_up.{part}.{kind}",
+            f"{layer}.shared_experts.down_proj.{{kind}}": "layers.{n}.mlp.shared.down.{kind}",
+            f"{layer}.shared_experts.{{part}}_proj.{{kind}}": "layers.{n}.mlp.shared.gate_up.{part}.{kind}",
+        },
+    )
+
+
+def mixtral_rules(shape: DecoderShape) -> Rules:
+    layer = "model.layers.{n}.block_sparse_moe"
+    names = {"w1": "gate", "w2": "down", "w3": "up"}
+    own: dict[str, str | None] = {
+        f"{layer}.experts.{{e}}.{theirs}.weight": f"layers.{{n}}.mlp.experts.{{e}}.{ours}.weight"
+        for theirs, ours in names.items()
+    }
+    stacked = {f"{layer}.experts.{{e}}.{{part}}_proj.weight": "layers.{n}.mlp.experts.{e}.{part}.weight"}
+    gate = {f"{layer}.gate.weight": "layers.{n}.mlp.router.weight"}
+    return Rules({**own, **stacked, **gate}) | moe_rules(shape)
+
+
+def _with_feeds(shape: DecoderShape, feed_of: Callable[[int], FeedShape]) -> DecoderShape:
+    layers = (replace(layer, feed=feed_of(number)) for number, layer in enumerate(shape.layers))
+    return replace(shape, layers=tuple(layers))
+
+
+def _where_sparse(info: ModelInfo, feed: ExpertShape) -> Callable[[int], FeedShape]:
+    """Qwen: layers of `mlp_only_layers`, and all but every `decoder_sparse_step`th, have an ordinary MLP."""
+    dense: MlpShape = llama_mlp(info)
+    step, only = int(info.extra.get("decoder_sparse_step", 1)), set(info.extra.get("mlp_only_layers") or ())
+    return lambda layer: dense if layer in only or (layer + 1) % step else feed
+
+
+def _softmax_rule(info: ModelInfo) -> RouterRule:
+    return RouterRule(_number(info, "num_experts_per_tok"), renormalize=bool(info.extra.get("norm_topk_prob", False)))
+
+
+def _experts(info: ModelInfo, size: int, rule: RouterRule) -> ExpertShape:
+    names = ("num_local_experts", "num_experts", "n_routed_experts")
+    count = next((int(info.extra[name]) for name in names if info.extra.get(name)), 0)
+    if count < rule.top_k:
+        raise BadCheckpoint(f"config.json has {count} experts and takes {rule.top_k} a token; check {', '.join(names)}")
+    if info.activation != "silu":
+        raise UnsupportedModel(f"{info.architecture} has experts with {info.activation}; only silu is built")
+    return ExpertShape(num_experts=count, size=size, router=rule)
+
+
+def _number(info: ModelInfo, name: str) -> int:
+    value: Any = info.extra.get(name)
+    if not isinstance(value, int) or value < 1:
+        raise BadCheckpoint(f"config.json has no {name}, which {info.architecture} needs; it is {value!r}")
+    return value

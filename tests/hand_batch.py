@@ -10,7 +10,7 @@ import torch
 from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.models.decoder import Decoder
-from slipstream.scheduler.cache.layout import group_layers
+from slipstream.scheduler.cache.layout import group_sites
 
 GARBAGE = float("nan")
 
@@ -34,7 +34,7 @@ class HandRunner:
     rows: dict[str, HandRow] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        specs = self.model.cache_specs(self.page_size, self.dtype.itemsize)
+        specs = self.model.cache_specs(self.page_size, str(self.dtype).removeprefix("torch."))
         self.caches = [
             tuple(
                 torch.full(
@@ -47,15 +47,12 @@ class HandRunner:
             )
             for spec in specs
         ]
-        self.groups = group_layers(specs)
-        self.group_of_layer = tuple(
-            next(number for number, group in enumerate(self.groups) if layer in group.layers)
-            for layer in range(len(specs))
+        self.groups = group_sites(specs)
+        self.group_of_site = tuple(
+            next(number for number, group in enumerate(self.groups) if site in group.sites)
+            for site in range(len(specs))
         )
-        windows = tuple(group.window for group in self.groups)
-        self.attention = SdpaAttention(
-            self.page_size, self.dtype, windows, max((mixer.soft_cap for mixer in self.model.shape.mixers), default=0.0)
-        )
+        self.attention = SdpaAttention(self.groups, self.dtype)
         # page 0 is nobody's; the others are handed out in no order
         self.free = (np.random.default_rng(0).permutation(self.num_pages - 1) + 1).tolist()
 
@@ -77,7 +74,7 @@ class HandRunner:
         max_lengths = np.array(lengths, np.int32) + self.slack
         width = -(-int(max_lengths.max()) // self.page_size)
         tables = []
-        for group in self.groups:  # they share page numbers: every layer has tensors of its own
+        for group in self.groups:  # they share page numbers: every site has tensors of its own
             table = np.zeros((len(chunks), width), np.int64)
             for place, (name, tokens) in enumerate(chunks.items()):
                 row = self.rows[name]
@@ -99,7 +96,7 @@ class HandRunner:
 
     def context(self, batch: BatchView, only_last: bool = False) -> ForwardContext:
         plan = self.attention.plan(batch)
-        return ForwardContext(batch, self.attention, plan, self.caches, self.group_of_layer, only_last)
+        return ForwardContext(batch, self.attention, plan, self.caches, self.group_of_site, only_last)
 
     def run(self, chunks: dict[str, list[int]]) -> dict[str, torch.Tensor]:
         """Logits of every token, by row."""

@@ -63,7 +63,7 @@ def run_texts(
     """Hidden states of each text."""
     batch = pack(texts, types, device)
     if attention is None:
-        attention = SdpaAttention(16, next(model.parameters()).dtype, windows=())
+        attention = SdpaAttention((), next(model.parameters()).dtype)
     with torch.inference_mode():
         hidden = model(ForwardContext(batch, attention, attention.plan(batch), [], ()))
     return list(hidden.split([len(ids) for ids in texts]))

@@ -63,8 +63,14 @@ class Plain:
         name = f"{name}.{shape.name}"
         qkv = x @ self.weights[f"{name}.qkv.weight.data"].T
         heads = qkv.unflatten(-1, (-1, shape.head_dim)).transpose(0, 1)
-        query, key, value = heads.split([shape.num_heads, shape.num_kv_heads, shape.num_kv_heads])
-        query, key = self.rope(query, shape), self.rope(key, shape)
+        query = self.rope(heads[: shape.num_heads], shape)
+        if shape.kv_source is None:
+            key, value = heads[shape.num_heads :].split(shape.num_kv_heads)
+            key = self.rope(key, shape)
+            self.kept.setdefault(number, (key, value))  # of the first mixer
+        else:
+            assert len(heads) == shape.num_heads
+            key, value = self.kept[shape.kv_source]
         each = shape.num_heads // shape.num_kv_heads
         key, value = key.repeat_interleave(each, 0), value.repeat_interleave(each, 0)
         scores = query @ key.transpose(1, 2) * shape.scale

@@ -18,7 +18,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from slipstream.cache_spec import CacheGroup, PagedSpec, WindowSpec
+from hand_cache import make_spec
+from slipstream.cache_spec import CacheGroup
 from slipstream.config.config import CacheConfig, SchedulerConfig
 from slipstream.messages import Output
 from slipstream.params import MAX_PACKED_LOGPROBS, SamplingParams
@@ -316,7 +317,7 @@ def make_config(
     window_pages: int | None = None,  # of groups with a window, if not the same number
 ) -> CacheConfig:
     groups = tuple(
-        CacheGroup(WindowSpec(1, 8 * (g + 1), 4, page_size, w) if w else PagedSpec(1, 8 * (g + 1), 4, page_size), (g,))
+        CacheGroup(make_spec(1, 8 * (g + 1), page_size, window=w), (g,))
         for g, w in enumerate(windows or (0,) * num_groups)
     )
     pages = tuple(num_pages if window_pages is None or not group.window else window_pages for group in groups)

@@ -21,6 +21,7 @@ from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
 from slipstream.nn.weight_format import Unquantized
+from slipstream.scheduler.cache.layout import group_sites
 
 PAGE = 16
 MODELS = {  # hidden, heads, kv heads, feed-forward, layers
@@ -68,7 +69,7 @@ def make_context(decoder: Decoder, rows: int, keys: int) -> ForwardContext:
         max_lengths=np.full(rows, keys, np.int32),
         num_single=rows,
     )
-    attention = TritonAttention(PAGE, mixer.num_heads, mixer.num_kv_heads, 128, torch.bfloat16)
+    attention = TritonAttention(group_sites(decoder.cache_specs(PAGE, "bfloat16")), torch.bfloat16)
     return ForwardContext(batch, attention, attention.plan(batch), caches, (0,) * len(decoder.layers))
 
 

@@ -1,27 +1,36 @@
-"""What one layer asks to have remembered between steps.
+"""What a cache site stores between steps.
 
-The host groups layers by spec and hands out pages; the device allocates tensors by it. Neither half knows the other.
+A site is one place of a model that writes to the cache, mostly the attention of one layer; several mixers may read one
+site. The host groups sites by spec and hands out pages; the device allocates tensors. Neither half imports the other.
 """
 
 from __future__ import annotations
 
 import msgspec
 
+ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one element, by dtype."""
 
-class PagedSpec(msgspec.Struct, frozen=True, tag="paged"):
-    """Keys and values of every position, in pages of `page_size` positions."""
 
+class PagedSpec(msgspec.Struct, frozen=True, kw_only=True, tag="paged"):
+    """Keys and values of every position, in pages of `page_size` positions.
+
+    Sites of one spec share a page table and an attention plan, so the spec has all that a plan depends on.
+    """
+
+    num_heads: int  # of the queries that read the site
     num_kv_heads: int
     head_dim: int
-    itemsize: int  # bytes of one element
+    dtype: str  # of the stored keys and values: a key of ITEMSIZE
     page_size: int
+    soft_cap: float = 0.0  # attention scores become soft_cap * tanh(score / soft_cap); 0: they stay as they are
 
     @property
     def bytes_per_page(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * self.itemsize * self.page_size
+        return 2 * self.num_kv_heads * self.head_dim * ITEMSIZE[self.dtype] * self.page_size
 
     def max_pages(self, length: int, step_tokens: int) -> int:
-        """Pages that a request of this length holds at once, at most. A step adds up to `step_tokens` positions."""
+        """The most pages that a request of this length holds at once. A step adds up to `step_tokens` positions."""
         return -(-length // self.page_size)
 
     def usual_pages(self, length: int) -> int:
@@ -29,37 +38,37 @@ class PagedSpec(msgspec.Struct, frozen=True, tag="paged"):
         return -(-length // self.page_size)
 
 
-class WindowSpec(PagedSpec, frozen=True, tag="window"):
-    """Pages too, but a token sees only the last `window` positions, itself among them; earlier pages are given back."""
+class WindowSpec(PagedSpec, frozen=True, kw_only=True, tag="window"):
+    """Pages of which a token sees only the last `window` positions, itself included; earlier pages are freed."""
 
     window: int
 
     def max_pages(self, length: int, step_tokens: int) -> int:
-        """Before a step, what its first token sees; after it, all the step's own positions on top."""
+        """Before a step, the pages that its first token sees; after it, the step's own positions as well."""
         seen = self.window - 1 + step_tokens
         return min(-(-length // self.page_size), -(-seen // self.page_size) + 1)
 
     def usual_pages(self, length: int) -> int:
-        """The window, begun and ended within a page, and one that was not given back yet."""
+        """The window may begin and end inside a page, and one page may not be freed yet."""
         return min(-(-length // self.page_size), -(-(self.window - 1) // self.page_size) + 2)
 
 
 CacheSpec = PagedSpec | WindowSpec
-"""Any spec a layer may ask for; a new kind of memory joins here."""
+"""Any spec of a site. A new kind of cache joins this union."""
 
 
 class CacheGroup(msgspec.Struct, frozen=True):
-    """Layers that share one spec, hence one page table."""
+    """Sites of one spec, which share a page table."""
 
     spec: CacheSpec
-    layers: tuple[int, ...]
+    sites: tuple[int, ...]
 
     @property
     def bytes_per_page(self) -> int:
-        """Of one page over all layers of the group."""
-        return self.spec.bytes_per_page * len(self.layers)
+        """Of one page over all sites of the group."""
+        return self.spec.bytes_per_page * len(self.sites)
 
     @property
     def window(self) -> int:
-        """How many positions a token sees, itself among them; 0 means all."""
+        """How many positions a token sees, itself included; 0 means all."""
         return self.spec.window if isinstance(self.spec, WindowSpec) else 0

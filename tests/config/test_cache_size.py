@@ -1,14 +1,14 @@
-from slipstream.cache_spec import PagedSpec, WindowSpec
+from hand_cache import make_spec
 from slipstream.config.cache_size import MIN_PREFIXES, CacheSize
-from slipstream.scheduler.cache.layout import group_layers
+from slipstream.scheduler.cache.layout import group_sites
 
-FULL = PagedSpec(num_kv_heads=2, head_dim=8, itemsize=4, page_size=16)
-NARROW = WindowSpec(num_kv_heads=2, head_dim=8, itemsize=4, page_size=16, window=64)
+FULL = make_spec(2, 8)
+NARROW = make_spec(2, 8, window=64)
 PAGE = 2 * 2 * 8 * 4 * 16
 
 
 def size(specs, length=4096, seqs=8, step=128, caching=False):
-    return CacheSize(group_layers(specs), length, seqs, step, caching)
+    return CacheSize(group_sites(specs), length, seqs, step, caching)
 
 
 def test_full_layers_alone_share_the_bytes_evenly():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from slipstream.cache_spec import CacheGroup, PagedSpec
+from hand_cache import one_group
 from slipstream.config.memory import activation_bytes, plan_memory
 from slipstream.config.model_info import ModelInfo, model_info_from_config
 from slipstream.config.options import make_options
@@ -19,7 +19,7 @@ GIB = 2**30
 
 
 def settle(machine: Machine, **options):
-    groups = (CacheGroup(PagedSpec(8, 128, 2, 16), tuple(range(28))),)
+    groups = one_group(8, 128, num_heads=16, dtype="bfloat16", num_sites=28)
     source = Source("there", "folder", "model", 2 * GIB)
     return resolve(make_options(**options), INFO, source, groups, "bfloat16", machine)
 
@@ -65,7 +65,7 @@ def test_results_of_tokens_of_a_long_causal_embedder_take_little_beside_themselv
     """Its hidden states, of two prompts at most, and a few lines at a time."""
     pooling = PoolingInfo(embed_size=4096, token_size=4096)
     info = msgspec.structs.replace(INFO, hidden_size=4096)
-    groups = (CacheGroup(PagedSpec(8, 128, 2, 16), tuple(range(28))),)
+    groups = one_group(8, 128, num_heads=16, dtype="bfloat16", num_sites=28)
     source = Source("there", "folder", "model", 2 * GIB)
     machine = Machine("cuda", 138 * GIB, 140 * GIB, 8, ("bfloat16",))
     memory = plan_memory(resolve(make_options(), info, source, groups, "bfloat16", machine, pooling), 2 * GIB)
@@ -81,7 +81,7 @@ def test_results_of_tokens_of_a_long_causal_embedder_take_little_beside_themselv
 
 
 def test_queries_that_a_generator_keeps_are_counted():
-    groups = (CacheGroup(PagedSpec(8, 128, 2, 16), tuple(range(28))),)
+    groups = one_group(8, 128, num_heads=16, dtype="bfloat16", num_sites=28)
     source, machine = Source("there", "folder", "model", 2 * GIB), Machine("cuda", 79 * GIB, 80 * GIB, 8, ("bfloat16",))
     pooling = PoolingInfo(embed_size=1024, token_size=1024, generates=True)
     with_queries, without = (

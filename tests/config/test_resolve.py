@@ -5,7 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from slipstream.cache_spec import CacheGroup, PagedSpec, WindowSpec
+from hand_cache import make_spec
+from slipstream.cache_spec import CacheGroup
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.options import Options, make_options
 from slipstream.config.resolve import Machine, Source, fit_cache, parse_bytes, resolve, resolve_dtype
@@ -16,7 +17,7 @@ INFO = ModelInfo(
     head_dim=16, ffn_size=128, max_positions=1024, norm_eps=1e-6, activation="silu", tied_embeddings=True,
     dtype="bfloat16",
 )  # fmt: skip
-GROUPS = (CacheGroup(PagedSpec(2, 16, 4, 16), (0, 1)),)
+GROUPS = (CacheGroup(make_spec(2, 16), (0, 1)),)
 PAGE_BYTES = GROUPS[0].bytes_per_page
 CPU = Machine("cpu", 8 * 2**30, 16 * 2**30, 4, ("float32",))
 GPU = Machine("cuda", 70 * 2**30, 80 * 2**30, 8, ("bfloat16", "float16", "float32"))
@@ -115,7 +116,7 @@ def test_a_gpus_cache_is_sized_once_more_when_the_rest_was_measured():
 
 def test_a_cache_that_was_measured_keeps_windows_as_large_as_they_were_planned():
     """All requests of a step together add its tokens to a group with a window, however short each of them is."""
-    groups = (*GROUPS, CacheGroup(WindowSpec(2, 16, 4, 16, window=32), (2, 3)))
+    groups = (*GROUPS, CacheGroup(make_spec(2, 16, window=32), (2, 3)))
     config = settle(GPU, groups=groups, max_num_seqs=64)
     assert fit_cache(config, 10**12).cache == config.cache
 

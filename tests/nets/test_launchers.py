@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 for module in ("slipstream.ops.linear.triton.streaming_hopper", "slipstream.ops.linear.triton.gated_gemm_hopper"):
     pytest.importorskip(module, reason="a triton without Gluon")
 
+from hand_cache import one_group  # noqa: E402
 from nets.host_reads import HostRead, no_host_reads, replace_kernels  # noqa: E402
 from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
@@ -167,8 +168,9 @@ def batch(chunked: bool, pages: bool = True) -> BatchView:
     )  # fmt: skip
 
 
-def attend(chunked: bool, **how: Any) -> None:
-    backend = TritonAttention(16, 8, 2, 64, torch.bfloat16, **how)
+def attend(chunked: bool, one_kernel: bool = False, **facts: Any) -> None:
+    groups = one_group(2, 64, num_heads=8, dtype="bfloat16", **facts)
+    backend = TritonAttention(groups, torch.bfloat16, one_kernel=one_kernel)
     view = batch(chunked)
     caches = [(half(9, 16, 2, 64), half(9, 16, 2, 64))]
     context = ForwardContext(view, backend, backend.plan(view), caches, (0,))
@@ -183,7 +185,7 @@ def attend_on_hopper(patch: pytest.MonkeyPatch, chunked: bool) -> None:
 
 
 def attend_bidirectional(**how: Any) -> None:
-    backend = TritonAttention(16, 4, 4, 64, torch.bfloat16, ())
+    backend = TritonAttention((), torch.bfloat16, (64,))
     view = batch(True, pages=False)
     context = ForwardContext(view, backend, backend.plan(view), [], ())
     query = half(len(view.ids), 4, 64)
@@ -194,7 +196,7 @@ def attention(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
     return {
         "decode": lambda: attend(False),
         "chunks": lambda: attend(True),
-        "a window": lambda: attend(True, windows=(16,), soft_cap=30.0),
+        "a window": lambda: attend(True, window=16, soft_cap=30.0),
         "one kernel": lambda: attend(False, one_kernel=True),
         "decode on Hopper": lambda: attend_on_hopper(patch, False),
         "chunks on Hopper": lambda: attend_on_hopper(patch, True),

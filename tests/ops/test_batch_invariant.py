@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hand_cache import one_group
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.ops.linear.reference import linear
 
@@ -51,7 +52,11 @@ def test_attention_of_a_token_is_the_same_alone_and_in_a_chunk(window: int, soft
     cache = tuple(torch.randn(shape, generator=random).to(DEVICE, dtype) for _ in range(2))
     queries = torch.randn(sum(lengths), heads, dim, generator=random).to(DEVICE, dtype)
     ends = np.cumsum(lengths)
-    backend = TritonAttention(page_size, heads, kv_heads, dim, dtype, (window,), soft_cap, one_kernel=True)
+    backend = TritonAttention(
+        one_group(kv_heads, dim, num_heads=heads, page_size=page_size, dtype=dtype, window=window, soft_cap=soft_cap),
+        dtype,
+        one_kernel=True,
+    )
 
     def attend(rows: list[int], last: list[int], counts: list[int]) -> torch.Tensor:
         """The `counts` tokens of these rows that end at positions `last`."""

@@ -17,6 +17,7 @@ CUDA = torch.cuda.is_available()
 if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("no GPU, and triton was imported before its interpreter could be chosen", allow_module_level=True)
 
+from hand_cache import one_group  # noqa: E402
 from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
 from slipstream.ops.linear import linear  # noqa: E402
@@ -112,7 +113,16 @@ class Case:
 
     def run(self) -> torch.Tensor:
         backend = TritonAttention(
-            self.page_size, self.heads, self.kv_heads, self.dim, self.dtype, (self.window,), self.soft_cap
+            one_group(
+                self.kv_heads,
+                self.dim,
+                num_heads=self.heads,
+                page_size=self.page_size,
+                dtype=self.dtype,
+                window=self.window,
+                soft_cap=self.soft_cap,
+            ),
+            self.dtype,
         )
         context = ForwardContext(self.batch, backend, backend.plan(self.batch), [self.cache], (0,))
         return backend.forward(self.query, self.key, self.value, 0, self.scale, context)
@@ -256,14 +266,17 @@ def test_a_row_is_bit_equal_among_many_and_among_padding():
 
 def test_forward_twice_on_one_plan():
     case = singles([600, 33])
-    backend = TritonAttention(16, 4, 2, 16, torch.float32)
+    backend = TritonAttention(one_group(2, 16), torch.float32)
     context = ForwardContext(case.batch, backend, backend.plan(case.batch), [case.cache], (0,))
     args = (case.query, case.key, case.value, 0, case.scale, context)
     assert torch.equal(backend.forward(*args), backend.forward(*args))
 
 
-def test_groups_have_their_own_tables_and_windows():
-    full, narrow = Case([300, 40], [1, 30]), Case([300, 40], [1, 30], window=30, seed=1)
+@pytest.mark.parametrize(
+    "facts", [{}, {"heads": 6, "kv_heads": 1, "dim": 40}, {"soft_cap": 3.0}], ids=["same heads", "other heads", "cap"]
+)
+def test_groups_have_their_own_tables_windows_heads_and_caps(facts):
+    full, narrow = Case([300, 40], [1, 30]), Case([300, 40], [1, 30], window=30, seed=1, **facts)
     batch = BatchView(
         **{
             **{name: getattr(full.batch, name) for name in BatchView.__slots__},
@@ -271,18 +284,24 @@ def test_groups_have_their_own_tables_and_windows():
             "page_tables": full.batch.page_tables + narrow.batch.page_tables,
         }
     )
-    backend = TritonAttention(16, 4, 2, 16, torch.float32, windows=(0, 30))
+    of_narrow = one_group(
+        narrow.kv_heads, narrow.dim, num_heads=narrow.heads, window=narrow.window, soft_cap=narrow.soft_cap
+    )
+    backend = TritonAttention((*one_group(2, 16), *of_narrow), torch.float32)
     context = ForwardContext(batch, backend, backend.plan(batch), [narrow.cache, full.cache], (1, 0))
-    for layer, case in enumerate((narrow, full)):
-        out = backend.forward(case.query, case.key, case.value, layer, case.scale, context).double()
-        assert (out - case.expected()).norm() <= 2e-6 * out.norm()
+    for site, case in enumerate((narrow, full)):
+        out = backend.forward(case.query, case.key, case.value, site, case.scale, context)
+        assert (out.double() - case.expected()).norm() <= 2e-6 * out.norm()
+        assert out.equal(
+            backend.forward(case.query, None, None, site, case.scale, context)
+        )  # as another layer reads it
 
 
 @pytest.mark.parametrize("one_kernel", [False, True])
 @pytest.mark.parametrize("window", [0, 40])
 def test_last_tokens_look_alone_and_in_the_memory_of_the_others(window, one_kernel):
     case = Case([700, 33, 290, 77, 0, 0], [1, 1, 40, 9, 0, 0], window=window, loose=3, slack=100)
-    backend = TritonAttention(16, 4, 2, 16, torch.float32, (window,), one_kernel=one_kernel)
+    backend = TritonAttention(one_group(2, 16, window=window), torch.float32, one_kernel=one_kernel)
     context = ForwardContext(case.batch, backend, backend.plan(case.batch), [case.cache], (0,), only_last=True)
     together = backend.forward(case.query, case.key, case.value, 0, case.scale, context)
     last = context.last_tokens()
@@ -478,7 +497,7 @@ def test_kernels_that_start_early_read_no_key_too_early(rows, shared):
         case.batch.slots[0][0] = table[0, -2] * 16 + 15
     given = torch.full((rows,), 7 if shared else -1, device="cuda")
     batch = dataclasses.replace(case.batch, given=given)
-    backend = TritonAttention(16, 16, 8, 128, torch.bfloat16)
+    backend = TritonAttention(one_group(8, 128, num_heads=16, dtype="bfloat16"), torch.bfloat16)
     context = ForwardContext(batch, backend, backend.plan(batch), [case.cache], (0,))
     weights = [torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64 for _ in range(2)]
     x, rotary = torch.randn_like(weights[0][:rows]), torch.randn(rows, 2, 128, device="cuda").bfloat16()
@@ -510,7 +529,7 @@ def test_float32_at_real_size():
 def test_captured_plan_serves_other_lengths():
     case = Case([1, 1, 3, 4, 0], [1, 1, 3, 4, 0], heads=8, kv_heads=2, dim=64, dtype=torch.bfloat16, slack=2000)
     real = Case([900, 30, 1500, 0, 0], [1, 1, 6, 0, 0], heads=8, kv_heads=2, dim=64, dtype=torch.bfloat16, loose=1)
-    backend = TritonAttention(16, 8, 2, 64, torch.bfloat16)
+    backend = TritonAttention(one_group(2, 64, num_heads=8, dtype="bfloat16"), torch.bfloat16)
 
     def step() -> torch.Tensor:
         context = ForwardContext(case.batch, backend, backend.plan(case.batch), [real.cache], (0,))

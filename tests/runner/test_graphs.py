@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from slipstream.cache_spec import CacheGroup, PagedSpec
+from hand_cache import one_group
 from slipstream.config.memory import WORKSPACE, left_bytes, plan_memory, result_bytes, sizes_up_to
 from slipstream.config.model_info import model_info_from_config
 from slipstream.config.options import make_options
@@ -208,7 +208,7 @@ INFO = model_info_from_config(CONFIG | {"hidden_size": 4096, "max_position_embed
 
 def config_of(pooling: PoolingInfo | None, **options):
     machine = Machine("cuda", 800 * 2**30, 1000 * 2**30, 8, ("bfloat16",))
-    groups = (CacheGroup(PagedSpec(8, 128, 2, 16), tuple(range(28))),)
+    groups = one_group(8, 128, num_heads=16, dtype="bfloat16", num_sites=28)
     return resolve(
         make_options(**options), INFO, Source("there", "folder", "m", 2**30), groups, "bfloat16", machine, pooling
     )

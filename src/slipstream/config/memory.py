@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
+from slipstream.cache_spec import ITEMSIZE
 from slipstream.config.config import MAX_REPORTED_LOGPROBS, EngineConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.pooling_info import PoolingInfo, kept_lines
 from slipstream.params import MAX_PACKED_LOGPROBS
-
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 GATHERED_KEYS = 65_536
 """Key positions of several rows that one attention call on the CPU gathers at most; a longer row goes alone. The C

@@ -24,10 +24,11 @@ from slipstream.engine.lanes import Lanes
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidOption
 from slipstream.nn.models.measure import weight_bytes
+from slipstream.nn.models.registry import cache_specs
 from slipstream.nn.models.stored_head import as_stored
 from slipstream.ops.compile_ahead import get_ready
-from slipstream.runner.assemble import build_runner, layer_specs
-from slipstream.scheduler.cache.layout import group_layers
+from slipstream.runner.assemble import build_runner
+from slipstream.scheduler.cache.layout import group_sites
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -123,7 +124,7 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     machine = device_facts(options.device)
     dtype = resolve_dtype(options, info, machine)
     pooling, info = read_pooling(options, info, located.path)
-    groups = group_layers(layer_specs(info, options.page_size, dtype))
+    groups = group_sites(cache_specs(info, options.page_size, dtype))
     source = Source(str(located.path), located.kind, located.name, 0)
     # at the model's full length: the length itself is settled from what the weights leave
     num_bytes = weight_bytes(model_config(options, info, source, dtype, info.max_positions, pooling), machine.kind)

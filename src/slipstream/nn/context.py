@@ -70,14 +70,13 @@ class AttentionBackend(Protocol):
         self,
         query: torch.Tensor,  # [T, heads, head dim]
         key: torch.Tensor | None,  # [T, kv heads, head dim]
-        value: torch.Tensor,  # [T, kv heads, head dim]
-        layer: int,
+        value: torch.Tensor | None,  # [T, kv heads, head dim]
+        site: int,
         scale: float,
         context: ForwardContext,
     ) -> torch.Tensor:
-        """Attention over the layer's pages, which hold the keys and values of this step already. Those of the step are
-        passed as well; keys are None if `rope_and_write_cache` wrote them to the pages only. Returns [T, heads, head
-        dim]."""
+        """Attention over the pages of a cache site, which hold the keys and values of this step already. Those of the
+        step are passed as well if the caller has them. Returns [T, heads, head dim]."""
 
     def bidirectional(
         self,
@@ -101,14 +100,14 @@ class ForwardContext:
     batch: BatchView
     attention: AttentionBackend
     plan: Any  # made by the backend, opaque to layers
-    caches: list[Any]  # per layer: (keys, values), each [pages, page_size, kv heads, head dim]
-    group_of_layer: tuple[int, ...]
+    caches: list[Any]  # per site: (keys, values), each [pages, page_size, kv heads, head dim]
+    group_of_site: tuple[int, ...]
     only_last: bool = False  # the model returns the hidden state of each row's last token, [B, hidden]
     rotary: tuple[torch.Tensor, ...] = ()  # per rope of the model: table rows of the step's tokens; set by the model
 
     def with_rotary(self, rotary: tuple[torch.Tensor, ...]) -> ForwardContext:
         return ForwardContext(
-            self.batch, self.attention, self.plan, self.caches, self.group_of_layer, self.only_last, rotary
+            self.batch, self.attention, self.plan, self.caches, self.group_of_site, self.only_last, rotary
         )
 
     def last_places(self) -> torch.Tensor:
@@ -131,7 +130,7 @@ class ForwardContext:
             num_single=num_rows,
         )
         plan = self.attention.plan(alone, after=self.plan)
-        return LastTokens(places, ForwardContext(alone, self.attention, plan, self.caches, self.group_of_layer))
+        return LastTokens(places, ForwardContext(alone, self.attention, plan, self.caches, self.group_of_site))
 
 
 @dataclass(frozen=True, slots=True)

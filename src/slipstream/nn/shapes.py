@@ -35,6 +35,12 @@ class AttentionShape:
     window: int = 0  # causal: positions that a token sees, itself included; otherwise tokens to each side. 0: all
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they stay as they are
     rope: int = 0  # index into the model's ropes
+    kv_source: int | None = None  # the layer whose keys and values are read, from its first mixer; None: its own
+
+    @property
+    def has_own_site(self) -> bool:
+        """Whether it writes keys and values to a cache site."""
+        return self.causal and self.kv_source is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,3 +93,8 @@ class LayerShape:
 
     def __post_init__(self) -> None:
         assert self.mixers or self.feed is not None, "a layer has a mixer or a feed"
+
+
+def bidirectional_head_dims(layers: tuple[LayerShape, ...]) -> tuple[int, ...]:
+    """The head sizes of mixers that see the whole row, each once."""
+    return tuple({mixer.head_dim: None for layer in layers for mixer in layer.mixers if not mixer.causal})

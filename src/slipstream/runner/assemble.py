@@ -7,10 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from slipstream.cache_spec import CacheSpec
 from slipstream.config.config import EngineConfig
 from slipstream.config.memory import (
-    ITEMSIZE,
     LOGITS_AT_ONCE,
     WORKSPACE,
     arena_bytes,
@@ -20,13 +18,12 @@ from slipstream.config.memory import (
     report_bytes,
     result_bytes,
 )
-from slipstream.config.model_info import ModelInfo
 from slipstream.config.resolve import fit_cache
 from slipstream.device.device import Device, default_threads, open_device
 from slipstream.nn.attention.choose import choose_attention
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.load import open_model
-from slipstream.nn.models.registry import cache_specs
+from slipstream.nn.shapes import bidirectional_head_dims
 from slipstream.ops.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
 from slipstream.ops.linear.cublaslt_tuned import autotune_recorded, recording_gemms
 from slipstream.pooling_params import PoolingParams
@@ -48,11 +45,6 @@ from slipstream.runner.results import ResultRing
 from slipstream.runner.runner import ModelRunner
 from slipstream.runner.sampling.sampler import Sampler
 from slipstream.runner.warmup import Start, WarmUp, enough_memory
-
-
-def layer_specs(info: ModelInfo, page_size: int, dtype: str) -> list[CacheSpec]:
-    """What each layer of the model asks to have remembered, before anything is loaded."""
-    return cache_specs(info, page_size, ITEMSIZE[dtype])
 
 
 def build_runner(
@@ -136,7 +128,7 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
 
     num_rows = scheduler.max_num_seqs + 1  # the last is nobody's: padding points at it
     num_slots = scheduler.depth + 2
-    store = KVStore(cache.groups, group_pages, dtype, device)
+    store = KVStore(cache.groups, group_pages, device)
     # no step has more tokens than its rows have together
     max_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * scheduler.max_model_len)
     graphs = GraphPool(device, scheduler.max_num_seqs, max_tokens, eager=config.device.eager, left=left_bytes(config))
@@ -176,11 +168,9 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
         device=device,
         attention=choose_attention(
             device.torch_device,
-            config.model.info,
-            cache.page_size,
+            cache.groups,
             dtype,
-            windows=tuple(group.window for group in cache.groups),
-            score_cap=max((mixer.soft_cap for layer in model.shape.layers for mixer in layer.mixers), default=0.0),
+            bidirectional_head_dims(model.shape.layers),
             deterministic=config.model.deterministic,
         ),
         store=store,

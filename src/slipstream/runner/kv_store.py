@@ -1,4 +1,4 @@
-"""KVStore: the cache tensors themselves, one pair a layer."""
+"""KVStore: the cache tensors, a pair per site."""
 
 from __future__ import annotations
 
@@ -15,38 +15,36 @@ from slipstream.step import StepPlan
 
 
 class KVStore:
-    """`caches[layer]` is (keys, values), each [pages, page_size, kv heads, head dim].
+    """`caches[site]` is (keys, values), each [pages, page_size, kv heads, head dim], in the dtype of the site's spec.
 
-    Pages keep what others left in them, be it NaN, and padding is written into page 0. Nothing is cleared: attention
-    reads the slots that its rows have filled and no others.
+    Pages are never cleared and may hold NaN of earlier requests; padding is written to page 0. Attention reads only the
+    slots that its rows have filled.
     """
 
-    def __init__(
-        self, groups: tuple[CacheGroup, ...], group_pages: tuple[int, ...], dtype: torch.dtype, device: Device
-    ) -> None:
-        num_layers = sum(len(group.layers) for group in groups)
+    def __init__(self, groups: tuple[CacheGroup, ...], group_pages: tuple[int, ...], device: Device) -> None:
+        num_sites = sum(len(group.sites) for group in groups)
         self.groups = groups
-        self.dtype = dtype
         self.device = device
-        self.caches: list[tuple[torch.Tensor, torch.Tensor]] = [None] * num_layers  # type: ignore[list-item]
-        group_of_layer = [0] * num_layers
+        self.caches: list[tuple[torch.Tensor, torch.Tensor]] = [None] * num_sites  # type: ignore[list-item]
+        group_of_site = [0] * num_sites
         for number, group in enumerate(groups):
-            for layer in group.layers:
-                group_of_layer[layer] = number
-        self.group_of_layer = tuple(group_of_layer)
+            for site in group.sites:
+                group_of_site[site] = number
+        self.group_of_site = tuple(group_of_site)
         self._copies = np.zeros((0, 3), np.int32)
         self.take_memory(group_pages)
 
     def take_memory(self, group_pages: tuple[int, ...]) -> None:
-        """So many pages of each group instead of those there were. Nothing that was captured may have seen those."""
+        """Allocate this many pages per group in place of the current ones, which no captured graph may use."""
         for number, group in enumerate(self.groups):
             spec = group.spec
             shape = (group_pages[number], spec.page_size, spec.num_kv_heads, spec.head_dim)
-            for layer in group.layers:
-                self.caches[layer] = None  # type: ignore[call-overload]
+            dtype = getattr(torch, spec.dtype)
+            for site in group.sites:
+                self.caches[site] = None  # type: ignore[call-overload]
                 try:
-                    keys, values = (self.device.zeros(shape, self.dtype) for _ in range(2))
-                    self.caches[layer] = keys, values
+                    keys, values = (self.device.zeros(shape, dtype) for _ in range(2))
+                    self.caches[site] = keys, values
                 except (RuntimeError, MemoryError):
                     need = sum(g.bytes_per_page * n for g, n in zip(self.groups, group_pages, strict=True))
                     raise NotEnoughMemory(
@@ -67,8 +65,8 @@ class KVStore:
                 upload.then(functools.partial(self._copy, group, upload, source, target))
 
     def _copy(self, group: CacheGroup, upload: Upload, source: Span, target: Span) -> None:
-        """Device: duplicate pages, for samples that part ways inside one."""
+        """Device: copy pages, for samples of one prompt that diverge inside a page."""
         from_pages, to_pages = upload.tensor(source), upload.tensor(target)
-        for layer in group.layers:
-            for cache in self.caches[layer]:
+        for site in group.sites:
+            for cache in self.caches[site]:
                 cache.index_copy_(0, to_pages, cache.index_select(0, from_pages))

@@ -125,7 +125,7 @@ class ModelRunner:
         """Device: the network, once, over all tokens of the step."""
         view, store = batch.view, self.store
         plan = self.attention.plan(view)
-        context = ForwardContext(view, self.attention, plan, store.caches, store.group_of_layer, only_last)
+        context = ForwardContext(view, self.attention, plan, store.caches, store.group_of_site, only_last)
         hidden = self.model(context)
         self.input_batch.advance(batch)
         return hidden

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hand_batch import HandRunner
+from hand_cache import one_group
 from hand_load import load
 from slipstream.config.rope_info import RopeInfo
 from slipstream.nn.batch_invariant import BatchInvariant
@@ -195,7 +196,7 @@ def make_chunks(decoder: Decoder, counts: list[int], *, only_last: bool) -> Forw
         num_single=0,
         query_starts=starts,
     )
-    attention = TritonAttention(16, 6, 2, 128, dtype)
+    attention = TritonAttention(one_group(2, 128, num_heads=6, dtype=dtype), dtype)
     return ForwardContext(batch, attention, attention.plan(batch), caches, (0,) * 4, only_last)
 
 
@@ -241,5 +242,5 @@ def make_context(decoder: Decoder, rows: int) -> ForwardContext:
         max_lengths=np.full(rows, 21, np.int32),
         num_single=rows,
     )
-    attention = TritonAttention(16, 6, 2, 128, dtype)
+    attention = TritonAttention(one_group(2, 128, num_heads=6, dtype=dtype), dtype)
     return ForwardContext(batch, attention, attention.plan(batch), caches, (0,) * 4)

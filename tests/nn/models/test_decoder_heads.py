@@ -131,7 +131,7 @@ def test_a_decoder_that_sees_both_ways(family: str, tmp_path: Path) -> None:
     oracle = transformers.AutoModel.from_pretrained(folder, dtype=torch.float64).eval()
     norm_in_float64(oracle)
     model = load_pooling(folder, torch.float64)
-    assert cache_specs(read_model_info(folder), 16, 8) == [] and model.cache_specs(16, 8) == []
+    assert cache_specs(read_model_info(folder), 16, "float64") == [] and model.cache_specs(16, "float64") == []
     for ids, mine in zip(PROMPTS, run_texts(model, PROMPTS), strict=True):
         everything = torch.zeros(1, 1, len(ids), len(ids), dtype=torch.float64)
         with torch.inference_mode():

@@ -221,7 +221,7 @@ def test_cuda_gives_what_the_cpu_gives(variant: str, tmp_path: Path) -> None:
     prompts = texts()
     expected = torch.cat(run_texts(load_pooling(folder, torch.float64), prompts))
     for dtype, tolerance in ((torch.float32, 2e-4), (torch.bfloat16, 0.3)):
-        attention = choose_attention(torch.device("cuda"), read_model_info(folder), 16, dtype, (), 0.0)
+        attention = choose_attention(torch.device("cuda"), (), dtype, (read_model_info(folder).head_dim,))
         found = run_texts(load_pooling(folder, dtype, device="cuda"), prompts, None, attention, "cuda")
         torch.testing.assert_close(torch.cat(found).cpu().double(), expected, rtol=0, atol=tolerance)
 
@@ -231,7 +231,7 @@ def test_a_captured_encoder_serves_other_rows_of_the_same_size(tmp_path: Path) -
     """The number of tokens and rows is fixed; how the rows share the tokens is read from the device."""
     folder = write_tiny_encoder(tmp_path, "modernbert")
     model = load_pooling(folder, torch.float32, device="cuda")
-    attention = choose_attention(torch.device("cuda"), read_model_info(folder), 16, torch.float32, (), 0.0)
+    attention = choose_attention(torch.device("cuda"), (), torch.float32, (read_model_info(folder).head_dim,))
     first, second = texts((90, 1, 37, 40)), texts((17, 100, 3, 48))
     batch = pack(first, device="cuda")
 
@@ -261,7 +261,7 @@ def test_no_device_value_is_read(family: str, tmp_path: Path) -> None:
     model = load_pooling(write_tiny_encoder(tmp_path, family, "ForMaskedLM"))
     assert model.heads is not None
     real = pack(texts((20, 3, 20)))
-    attention = SdpaAttention(16, torch.float32, ())
+    attention = SdpaAttention((), torch.float32)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         names = ("ids", "positions", "lengths", "query_starts")
         batch = replace(real, **{name: mode.from_tensor(getattr(real, name)) for name in names})

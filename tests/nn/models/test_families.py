@@ -101,7 +101,7 @@ def test_windows_that_cannot_be_are_named(facts: dict[str, Any], words: str) -> 
 def test_a_gemma_that_sees_both_ways_has_half_its_window_to_each_side() -> None:
     found = find_shape(info("Gemma3TextModel", sliding_window=16, use_bidirectional_attention=True))
     assert isinstance(found, DecoderShape) and not found.causal and found.headless
-    assert windows(found) == (8, 8, 8, 8, 8, 0) and found.cache_specs(16, 2) == []
+    assert windows(found) == (8, 8, 8, 8, 8, 0) and found.cache_specs(16, "bfloat16") == []
 
 
 def test_facts_of_encoders_that_configs_leave_out() -> None:

@@ -2,7 +2,8 @@ import typing
 
 import pytest
 
-from slipstream.cache_spec import CacheSpec, PagedSpec, WindowSpec
+from hand_cache import make_spec
+from slipstream.cache_spec import CacheSpec
 from slipstream.scheduler.cache.manager import KINDS
 from slipstream.scheduler.cache.paged import PagedCache
 from slipstream.scheduler.cache.window import WindowCache
@@ -11,11 +12,11 @@ from slipstream.step import NULL_PAGE
 
 @pytest.mark.parametrize(("length", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2), (9, 3)])
 def test_pages_for_a_length(length: int, pages: int):
-    assert PagedCache(0, PagedSpec(1, 8, 4, 4), 8, step_tokens=8).pages_for(length) == pages
+    assert PagedCache(0, make_spec(1, 8, 4), 8, step_tokens=8).pages_for(length) == pages
 
 
 def test_match_stops_at_the_first_page_that_is_missing_and_asks_no_further():
-    group = PagedCache(0, PagedSpec(1, 8, 4, 4), 8, step_tokens=8)
+    group = PagedCache(0, make_spec(1, 8, 4), 8, step_tokens=8)
     pages = group.pool.take(4)
     for index in (0, 1, 3):
         group.pool.publish([pages[index]], [bytes([index])])
@@ -31,7 +32,7 @@ def test_match_stops_at_the_first_page_that_is_missing_and_asks_no_further():
 
 
 def window_group(window: int, num_pages: int = 16) -> WindowCache:
-    return WindowCache(0, WindowSpec(1, 8, 4, 4, window), num_pages, step_tokens=8)
+    return WindowCache(0, make_spec(1, 8, 4, window=window), num_pages, step_tokens=8)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,21 @@
 """SdpaAttention: attention over pages by torch's scaled dot product, on any device torch has.
 
-Rows with one token go together in few calls, longer ones each in their own. Shapes come from the host's counts,
-masks from the device's lengths and positions; no device value is read on the host. Layers with a window have a plan
-of their own, which gathers no more pages than the window can touch. In float32 on the CPU our C kernel serves all
-tokens instead, once it is compiled: it gathers nothing, and a token's result does not depend on how its row was cut.
+Rows of one token are batched into few calls, longer rows have a call each. Shapes come from the host's counts, masks
+from the device's lengths and positions; no device value is read on the host. Each cache group has a plan; a group with
+a window gathers no more pages than the window can touch. In float32 on the CPU the C kernel runs all tokens once it is
+compiled: it gathers nothing, and a token's result does not depend on how its row was cut into chunks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from slipstream.cache_spec import CacheGroup
 from slipstream.config.memory import GATHERED_KEYS
 from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
 from slipstream.ops.bidirectional_attention.reference import BidirectionalPlan, attend_bidirectional, plan_bidirectional
@@ -57,7 +59,8 @@ class _Chunk:
     """Several tokens of one row, or the last alone. With no slots they begin at position 0 and see their own keys."""
 
     tokens: slice
-    own: slice  # where the keys of this step are that they see with no slots
+    own: slice  # with no slots: which of the step's keys they see
+    written: torch.Tensor  # [own keys]: their slots, for attention that is given no keys
     slots: torch.Tensor | None  # [width * page_size]
     mask: torch.Tensor | None  # [tokens, width * page_size]
     ends: bool  # with the last token of the row
@@ -81,15 +84,9 @@ class SdpaPlan:
 
 
 class SdpaAttention:
-    def __init__(
-        self, page_size: int, dtype: torch.dtype, windows: tuple[int, ...] = (0,), score_cap: float = 0.0
-    ) -> None:
-        """`windows`: per cache group, how many keys a token sees, itself among them; 0 means all. Scores are bounded
-        to `score_cap` by tanh unless it is 0."""
-        self.page_size = page_size
+    def __init__(self, groups: Sequence[CacheGroup], dtype: torch.dtype) -> None:
+        self.groups = tuple(groups)
         self.dtype = dtype  # of queries: masks have it, so that no layer converts them
-        self.windows = windows
-        self.score_cap = score_cap
 
     def plan(self, batch: BatchView, after: SdpaPlan | None = None) -> SdpaPlan:
         if not batch.page_tables:
@@ -98,7 +95,7 @@ class SdpaAttention:
             return SdpaPlan(self._plan_in_place(batch), None)
         if after is not None:
             return SdpaPlan(tuple(_last_of(parts) for parts in after.groups), None)
-        groups = zip(batch.page_tables, batch.slots, self.windows, strict=True)
+        groups = zip(batch.page_tables, batch.slots, self.groups, strict=True)
         return SdpaPlan(tuple(self._plan_group(batch, *group) for group in groups), None)
 
     def _plan_in_place(self, batch: BatchView) -> tuple[Parts, ...]:
@@ -107,49 +104,44 @@ class SdpaAttention:
         if batch.num_single < len(batch.num_tokens):
             lengths, tiles = batch.positions + 1, cut_tiles(batch.num_tokens)
         tokens = slice(0, num_tokens)
-        groups = zip(batch.page_tables, self.windows, strict=True)
-        return tuple((_InPlace(tokens, table, lengths, tiles, window),) for table, window in groups)
+        groups = zip(batch.page_tables, self.groups, strict=True)
+        return tuple((_InPlace(tokens, table, lengths, tiles, group.window),) for table, group in groups)
 
-    def _plan_group(self, batch: BatchView, table: torch.Tensor, written: torch.Tensor, window: int) -> Parts:
-        widths: NDArray[np.int32] = -(-batch.max_lengths // self.page_size)
+    def _plan_group(self, batch: BatchView, table: torch.Tensor, written: torch.Tensor, group: CacheGroup) -> Parts:
+        page_size, window = group.spec.page_size, group.window
+        widths: NDArray[np.int32] = -(-batch.max_lengths // page_size)
         single = batch.num_single
         parts: list[Part] = []
         touched: NDArray[np.int32] = widths[:single]
         if window:
-            touched = np.minimum(touched, self._touched(window, 1))
-        for start, stop, width in split_by_width(
-            touched.tolist(), CALL_COST // self.page_size, GATHERED_KEYS // self.page_size
-        ):
+            touched = np.minimum(touched, _touched(page_size, window, 1))
+        for start, stop, width in split_by_width(touched.tolist(), CALL_COST // page_size, GATHERED_KEYS // page_size):
             rows = slice(start, stop)
             last = batch.lengths[rows] - 1
-            slots, mask = self._see(table[rows], written[rows], last, width, window)
+            slots, mask = self._see(table[rows], written[rows], last, width, group)
             parts.append(_Singles(rows, slots.view(-1), mask.view(stop - start, 1, 1, -1)))
         start = single
         for row in range(single, len(widths)):
             num_tokens, length = int(batch.num_tokens[row]), int(batch.max_lengths[row])
             stop = start + num_tokens
-            if num_tokens == length and not (window and num_tokens > window) and not self.score_cap:
+            if num_tokens == length and not (window and num_tokens > window) and not group.spec.soft_cap:
                 tokens = slice(start, stop)
-                parts.append(_Chunk(tokens, tokens, None, None, True))
+                parts.append(_Chunk(tokens, tokens, written[tokens], None, None, True))
             else:
                 at_once = WINDOW_TOKENS if window else num_tokens
                 for first in range(start, stop, at_once):
                     tokens = slice(first, min(first + at_once, stop))
                     width = int(widths[row])
                     if window:
-                        width = min(width, self._touched(window, tokens.stop - first))
+                        width = min(width, _touched(page_size, window, tokens.stop - first))
                     positions, last = batch.positions[tokens], written[tokens][-1:]
-                    slots, mask = self._see(table[row : row + 1], last, positions, width, window)
-                    parts.append(_Chunk(tokens, tokens, slots.view(-1), mask, tokens.stop == stop))
+                    slots, mask = self._see(table[row : row + 1], last, positions, width, group)
+                    parts.append(_Chunk(tokens, tokens, written[tokens], slots.view(-1), mask, tokens.stop == stop))
             start = stop
         return tuple(parts)
 
-    def _touched(self, window: int, num_tokens: int) -> int:
-        """Pages that this many tokens in a row may see keys in."""
-        return -(-(window + num_tokens - 2) // self.page_size) + 1
-
     def _see(
-        self, table: torch.Tensor, written: torch.Tensor, positions: torch.Tensor, width: int, window: int
+        self, table: torch.Tensor, written: torch.Tensor, positions: torch.Tensor, width: int, group: CacheGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The slots of each row that its tokens see, and the mask over them.
 
@@ -157,7 +149,7 @@ class SdpaAttention:
         each row lies. Returns [rows, width * page_size] and [queries, width * page_size]: 0 for a key that is seen,
         minus infinity otherwise. Pages keep what others left, be it NaN: `written` stands where no token looks.
         """
-        num_rows, page_size = len(table), self.page_size
+        num_rows, page_size, window = len(table), group.spec.page_size, group.window
         first, last = positions[:num_rows].unsqueeze(1), positions[-num_rows:].unsqueeze(1)
         queries = positions.unsqueeze(1)
         keys = torch.arange(width * page_size, device=positions.device)
@@ -181,15 +173,15 @@ class SdpaAttention:
         self,
         query: torch.Tensor,
         key: torch.Tensor | None,
-        value: torch.Tensor,
-        layer: int,
+        value: torch.Tensor | None,
+        site: int,
         scale: float,
         context: ForwardContext,
     ) -> torch.Tensor:
-        keys, values = context.caches[layer]
-        group = context.group_of_layer[layer]
+        keys, values = context.caches[site]
+        group = context.group_of_site[site]
         plan: SdpaPlan = context.plan
-        cap = self.score_cap
+        cap = self.groups[group].spec.soft_cap
         outs = []
         for part in plan.groups[group]:
             mine = query[part.tokens]
@@ -198,8 +190,12 @@ class SdpaAttention:
             elif isinstance(part, _InPlace):
                 out = attend_in_place(mine, keys, values, part.table, part.lengths, part.tiles, scale, cap, part.window)
             elif part.slots is None or part.mask is None:
-                assert key is not None, "chunks that see their own keys alone are given them"
-                out = attend_chunk(mine, key[part.own], value[part.own], scale)
+                if key is None or value is None:
+                    own_keys = keys.flatten(0, 1).index_select(0, part.written)
+                    own_values = values.flatten(0, 1).index_select(0, part.written)
+                else:
+                    own_keys, own_values = key[part.own], value[part.own]
+                out = attend_chunk(mine, own_keys, own_values, scale)
             else:
                 out = attend_pages(mine, keys, values, part.slots, part.mask, scale, cap)
             outs.append(out)
@@ -217,9 +213,14 @@ class SdpaAttention:
         relative: RelativeScores | None = None,
     ) -> torch.Tensor:
         plan: SdpaPlan = context.plan
-        assert plan.bidirectional is not None, "whole rows are for models that keep nothing in a cache"
+        assert plan.bidirectional is not None, "bidirectional attention is for models without a cache"
         of_queries, of_keys = (None, None) if relative is None else (relative.of_queries, relative.of_keys)
         return attend_bidirectional(query, key, value, scale, plan.bidirectional, reach, bias, of_queries, of_keys)
+
+
+def _touched(page_size: int, window: int, num_tokens: int) -> int:
+    """The most pages in which this many consecutive tokens see keys."""
+    return -(-(window + num_tokens - 2) // page_size) + 1
 
 
 def _last_of(parts: Parts) -> Parts:
@@ -231,7 +232,7 @@ def _last_of(parts: Parts) -> Parts:
         elif part.ends:
             row = made[-1].tokens.stop if made else 0
             mask = None if part.mask is None else part.mask[-1:]
-            made.append(_Chunk(slice(row, row + 1), part.own, part.slots, mask, True))
+            made.append(_Chunk(slice(row, row + 1), part.own, part.written, part.slots, mask, True))
     return tuple(made)
 
 

@@ -1,18 +1,20 @@
 """TritonAttention: attention over pages by our own kernels, on CUDA.
 
-The plan is a list of work made on the device; no device value is read on the host, and the launches of a step depend
-on its shape alone: T, B, whether all rows have one token, and the largest of `max_lengths`. A plan captured in a graph
-serves every step of that shape whose lengths stay within the `max_lengths` it was captured with.
+The plan of a group is a work list built on the device; no device value is read on the host. The launches of a step
+depend only on T, B, whether all rows have one token, and the largest of `max_lengths`. A plan captured in a graph
+serves every step of that shape whose lengths stay within the `max_lengths` of the capture.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from slipstream.cache_spec import CacheGroup
 from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
-from slipstream.ops.bidirectional_attention.triton import Tiles, attend_bidirectional, choose_cut, list_tiles
+from slipstream.ops.bidirectional_attention.triton import Cut, Tiles, attend_bidirectional, choose_cut, list_tiles
 from slipstream.ops.paged_attention.triton import (
     Partials,
     attend_splits,
@@ -32,6 +34,7 @@ class _GroupPlan:
     work: WorkList
     partials: Partials
     window: int  # 0: all keys are seen
+    soft_cap: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,107 +42,97 @@ class TritonPlan:
     groups: tuple[_GroupPlan, ...]  # per cache group
     has_chunks: bool  # some rows have more than one token
     has_single: bool = True  # some may have one
-    bidirectional: Tiles | None = None  # of a model that keeps nothing in a cache
+    bidirectional: dict[Cut, Tiles] | None = None  # of a model without a cache
 
 
 class TritonAttention:
     def __init__(
         self,
-        page_size: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        groups: Sequence[CacheGroup],
         dtype: torch.dtype,
-        windows: tuple[int, ...] = (0,),
-        soft_cap: float = 0.0,
+        head_dims: Sequence[int] = (),
         one_kernel: bool = False,
     ) -> None:
-        """`windows`: per cache group, how many keys a token sees, itself among them; 0 means all. Scores are bounded
-        to `soft_cap` by tanh unless it is 0. With `one_kernel` a token's sums have the same order whether it comes
-        alone or in a chunk."""
-        self.page_size = page_size
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        """`dtype` is that of queries, `head_dims` are those of bidirectional attention. With `one_kernel` a token's
+        sums have the same order whether it is alone or in a chunk."""
+        self.groups = tuple(groups)
         self.dtype = dtype
-        self.windows = windows
-        self.soft_cap = soft_cap
-        self.tile = query_tile(head_dim, dtype.itemsize)
         self.one_kernel = one_kernel
-        self.cut = choose_cut(head_dim, dtype)
+        self.cuts = {dim: choose_cut(dim, dtype) for dim in head_dims}
 
     def plan(self, batch: BatchView, after: TritonPlan | None = None) -> TritonPlan:
         if not batch.page_tables:
             starts = batch.query_starts
             if starts is None:
                 starts = torch.arange(len(batch.ids) + 1, dtype=torch.int32, device=batch.ids.device)
-            return TritonPlan((), True, bidirectional=list_tiles(starts, len(batch.ids), self.cut, batch.num_seen))
-        num_rows = len(batch.lengths)
-        has_chunks = batch.num_single < num_rows
-        num_tokens = len(batch.ids) if has_chunks else num_rows
+            cuts = {cut: list_tiles(starts, len(batch.ids), cut, batch.num_seen) for cut in self.cuts.values()}
+            return TritonPlan((), True, bidirectional=cuts)
+        has_chunks = batch.num_single < len(batch.lengths)
         assert not has_chunks or batch.query_starts is not None, "rows of several tokens need query_starts"
-        max_length = int(batch.max_lengths.max())
-        # groups of one window have rows of the same lengths, hence the same work
-        made: dict[int, _GroupPlan] = {}
-        for group, window in enumerate(self.windows):
-            if window not in made:
-                work = build_work_list(
-                    batch.lengths,
-                    batch.query_starts if has_chunks else None,
-                    batch.page_tables[group],
-                    num_tokens,
-                    max_length,
-                    self.num_heads,
-                    self.num_kv_heads,
-                    self.page_size,
-                    self.tile,
-                    window,
-                    num_split_programs(
-                        batch.lengths.device,
-                        self.dtype,
-                        self.num_heads,
-                        self.num_kv_heads,
-                        self.head_dim,
-                        self.page_size,
-                        num_rows,
-                        window,
-                        self.soft_cap,
-                    ),
-                    cut_singles=not self.one_kernel,
-                    given=batch.given,
-                )
-                if after is None:
-                    partials = make_partials(work, self.num_heads, self.head_dim)
-                else:
-                    partials = after.groups[group].partials
-                    assert len(partials.sums) == work.num_splits, "a plan after one of other rows"
-                made[window] = _GroupPlan(work, partials, window)
-        groups = tuple(made[window] for window in self.windows)
+        groups = tuple(
+            self._plan_group(number, batch, has_chunks, None if after is None else after.groups[number].partials)
+            for number in range(len(self.groups))
+        )
         return TritonPlan(groups, has_chunks or self.one_kernel, not batch.all_long and not self.one_kernel)
+
+    def _plan_group(self, number: int, batch: BatchView, has_chunks: bool, partials: Partials | None) -> _GroupPlan:
+        """`partials`: memory of another plan for the same rows, to be used again."""
+        group, num_rows = self.groups[number], len(batch.lengths)
+        spec = group.spec
+        work = build_work_list(
+            batch.lengths,
+            batch.query_starts if has_chunks else None,
+            batch.page_tables[number],
+            len(batch.ids) if has_chunks else num_rows,
+            int(batch.max_lengths.max()),
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.page_size,
+            query_tile(spec.head_dim, self.dtype.itemsize),
+            group.window,
+            num_split_programs(
+                batch.lengths.device,
+                self.dtype,
+                spec.num_heads,
+                spec.num_kv_heads,
+                spec.head_dim,
+                spec.page_size,
+                num_rows,
+                group.window,
+                spec.soft_cap,
+            ),
+            cut_singles=not self.one_kernel,
+            given=batch.given,
+        )
+        if partials is None:
+            partials = make_partials(work, spec.num_heads, spec.head_dim)
+        assert len(partials.sums) == work.num_splits, "a plan after one of other rows"
+        return _GroupPlan(work, partials, group.window, spec.soft_cap)
 
     def forward(
         self,
         query: torch.Tensor,
         key: torch.Tensor | None,
-        value: torch.Tensor,
-        layer: int,
+        value: torch.Tensor | None,
+        site: int,
         scale: float,
         context: ForwardContext,
     ) -> torch.Tensor:
-        keys, values = context.caches[layer]
-        group = context.group_of_layer[layer]
+        keys, values = context.caches[site]
+        group = context.group_of_site[site]
         pages = context.batch.page_tables[group]
         plan: TritonPlan = context.plan
         mine = plan.groups[group]
+        cap = mine.soft_cap
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if plan.has_single:
-            attend_splits(out, query, keys, values, pages, mine.work, mine.partials, scale, mine.window, self.soft_cap)
+            attend_splits(out, query, keys, values, pages, mine.work, mine.partials, scale, mine.window, cap)
         if plan.has_chunks:
             shape, window = None, mine.window
             if self.one_kernel:
-                # keys that all of a tile see are else computed without a mask; which those are depends on the chunk
+                # otherwise keys that all queries of a tile see are computed without a mask, which depends on the chunk
                 shape, window = batch_invariant_shape(keys), window or _ENDLESS
-            attend_tiles(out, query, keys, values, pages, mine.work, scale, window, self.soft_cap, shape)
+            attend_tiles(out, query, keys, values, pages, mine.work, scale, window, cap, shape)
         return out
 
     def bidirectional(
@@ -154,8 +147,9 @@ class TritonAttention:
         relative: RelativeScores | None = None,
     ) -> torch.Tensor:
         plan: TritonPlan = context.plan
-        assert plan.bidirectional is not None, "whole rows are for models that keep nothing in a cache"
+        assert plan.bidirectional is not None, "bidirectional attention is for models without a cache"
+        cut = self.cuts[query.shape[-1]]
         of_queries, of_keys = (None, None) if relative is None else (relative.of_queries, relative.of_keys)
         return attend_bidirectional(
-            query, key, value, scale, plan.bidirectional, self.cut, reach, bias, of_queries, of_keys
+            query, key, value, scale, plan.bidirectional[cut], cut, reach, bias, of_queries, of_keys
         )

@@ -78,7 +78,7 @@ def _pair(block: DecoderBlock) -> Pair | None:
         return None
     knows_norm = attention.products.shape.qk_norm != "whole"
     knows_activation = feed.products.activation in (silu_and_mul, gelu_tanh_and_mul)
-    return (attention, feed) if attention.products.shape.causal and knows_norm and knows_activation else None
+    return (attention, feed) if attention.products.shape.has_own_site and knows_norm and knows_activation else None
 
 
 def _site(pair: Pair) -> int:
@@ -116,7 +116,7 @@ def _collect(pairs: Sequence[Pair], context: ForwardContext) -> list[LayerWeight
     """Empty if a weight has no form that the C code reads, or if ropes have several sizes."""
     if len({rows.shape[1:] for rows in context.rotary}) > 1:
         return []
-    found = [_layer(pair, context.group_of_layer[_site(pair)]) for pair in pairs]
+    found = [_layer(pair, context.group_of_site[_site(pair)]) for pair in pairs]
     layers = [layer for layer in found if layer is not None]
     return layers if len(layers) == len(found) else []
 

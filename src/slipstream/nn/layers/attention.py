@@ -15,8 +15,9 @@ from slipstream.ops.rope import norm_rope, rope_and_write_cache
 
 
 class Attention(Layer):
-    """Causal attention reads and writes the pages of a cache site. Bidirectional attention has no cache: each token
-    sees the tokens of its own row in this step, all of them or `window` to each side."""
+    """Causal attention writes keys and values to the pages of its cache site and reads them there, or only reads the
+    site of an earlier layer (`kv_source`). Bidirectional attention has no cache: each token sees the tokens of its own
+    row in this step, all of them or `window` to each side."""
 
     def __init__(
         self,
@@ -33,7 +34,9 @@ class Attention(Layer):
         self.shape = shape
         self.site = site  # of the cache; None: bidirectional
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        parts = {"": queries + 2 * keys} if shape.fused else {"q": queries, "k": keys, "v": keys}
+        parts = {"q": queries} if shape.kv_source is not None else {"q": queries, "k": keys, "v": keys}
+        if shape.fused:
+            parts = {"": sum(parts.values())}
         format_of, dtype, hidden_size = layout.format_of, layout.dtype, layout.hidden_size
         self.qkv = Linear(hidden_size, parts, shape.qkv_bias, format_of(f"{name}.qkv"), dtype)
         self.output = Linear(queries, {"": hidden_size}, shape.output_bias, format_of(f"{name}.output"), dtype)
@@ -79,19 +82,17 @@ class Attention(Layer):
         """The part between the two projections, to [T, heads * head dim]. All tokens write keys and values; with `last`
         only the last tokens have queries."""
         shape = self.shape
+        if shape.kv_source is not None:
+            return self._mix_shared(qkv, context, last)
         num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
         heads = qkv.view(-1, num_heads + 2 * num_kv_heads, shape.head_dim)
         # norm and rope treat queries and keys alike, so one call takes both
         query_key = heads.narrow(1, 0, num_heads + num_kv_heads)
         value = heads.narrow(1, num_heads + num_kv_heads, num_kv_heads)
-        weight, eps = None, 0.0
-        if isinstance(self.norm, PerHeadNorm):
-            weight, eps = self.norm.weight, self.norm.eps
-        elif self.norm is not None:
-            query_key = self.norm(query_key)
+        query_key, weight, eps = self._head_norm(query_key)
         if self.site is not None:
             keys, values = context.caches[self.site]
-            slots = context.batch.slots[context.group_of_layer[self.site]]
+            slots = context.batch.slots[context.group_of_site[self.site]]
             rotary = context.rotary[shape.rope]
             query, kept = rope_and_write_cache(query_key, value, weight, eps, rotary, keys, values, slots)
             if last is not None:
@@ -105,9 +106,26 @@ class Attention(Layer):
             out = context.attention.bidirectional(query, key, value, shape.scale, context, shape.window, bias, scores)
         return out.flatten(1)
 
+    def _mix_shared(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None) -> torch.Tensor:
+        """Queries only: an earlier layer has written this step's keys and values."""
+        shape = self.shape
+        assert self.site is not None
+        query, weight, eps = self._head_norm(projected.view(-1, shape.num_heads, shape.head_dim))
+        query = norm_rope(query, weight, eps, context.rotary[shape.rope])
+        if last is not None:
+            query, context = last.of(query), last.context
+        return context.attention.forward(query, None, None, self.site, shape.scale, context).flatten(1)
+
+    def _head_norm(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, float]:
+        """The heads, and weight and eps of a norm per head, which is left to the kernel that applies the rope."""
+        if isinstance(self.norm, PerHeadNorm):
+            return heads, self.norm.weight, self.norm.eps
+        return heads if self.norm is None else self.norm(heads), None, 0.0
+
 
 def _qk_norm(shape: AttentionShape, norm: NormShape, dtype: torch.dtype) -> PerHeadNorm | AllHeadsNorm | None:
     if shape.qk_norm == "none":
         return None
     kind = PerHeadNorm if shape.qk_norm == "heads" else AllHeadsNorm
-    return kind({"q": shape.num_heads, "k": shape.num_kv_heads}, shape.head_dim, norm.eps, dtype, norm.offset)
+    num_heads = {"q": shape.num_heads} | ({} if shape.kv_source is not None else {"k": shape.num_kv_heads})
+    return kind(num_heads, shape.head_dim, norm.eps, dtype, norm.offset)

@@ -17,5 +17,5 @@ class CausalLM(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [S, hidden] to [S, vocabulary], in the model's dtype."""
 
-    def cache_specs(self, page_size: int, itemsize: int) -> list[CacheSpec]:
-        """What each layer asks to have remembered, in layer order."""
+    def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
+        """What the model stores between steps, by cache site."""

@@ -97,5 +97,5 @@ class Decoder(nn.Module):
         cap = self.shape.logit_cap
         return logits if not cap else torch.tanh(logits / cap) * cap
 
-    def cache_specs(self, page_size: int, itemsize: int) -> list[CacheSpec]:
-        return self.shape.cache_specs(page_size, itemsize)
+    def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
+        return self.shape.cache_specs(page_size, dtype)

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 
+import msgspec
+
 from slipstream.cache_spec import CacheSpec, PagedSpec, WindowSpec
 from slipstream.config.rope_info import RopeInfo
+from slipstream.errors import UnsupportedModel
 from slipstream.nn.shapes import LayerShape, MixerShape, NormShape
 
 
@@ -47,15 +50,46 @@ class DecoderShape:
 
     @property
     def sites(self) -> tuple[tuple[int | None, ...], ...]:
-        """Per layer and mixer, the number of its cache site; None: it has no cache."""
+        """Per layer and mixer, the number of the cache site that it reads; None: it has no cache. Raises
+        UnsupportedModel for a `kv_source` whose site it cannot read."""
         numbers = count()
-        return tuple(tuple(next(numbers) if mixer.causal else None for mixer in layer.mixers) for layer in self.layers)
+        sites: list[tuple[int | None, ...]] = []
+        for number, layer in enumerate(self.layers):
+            own = [next(numbers) if mixer.has_own_site else None for mixer in layer.mixers]
+            for place, mixer in enumerate(layer.mixers):
+                if mixer.kv_source is not None:
+                    self._check_source(number, mixer)
+                    own[place] = sites[mixer.kv_source][0]
+            sites.append(tuple(own))
+        return tuple(sites)
 
-    def cache_specs(self, page_size: int, itemsize: int) -> list[CacheSpec]:
-        """In layer order."""
-        return [_cache_spec(mixer, page_size, itemsize) for mixer in self.mixers if mixer.causal]
+    def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
+        """By site. Keys and values are stored in `dtype`."""
+        return [_cache_spec(mixer, page_size, dtype) for mixer in self.mixers if mixer.has_own_site]
+
+    def _check_source(self, number: int, mixer: MixerShape) -> None:
+        source = mixer.kv_source
+        assert source is not None
+        found = self.layers[source].mixers[:1] if 0 <= source < number else ()
+        if not found or not found[0].has_own_site:
+            raise UnsupportedModel(
+                f"layer {number} reads the keys and values of layer {source}; "
+                "it must be an earlier layer that stores its own"
+            )
+        if _cache_spec(found[0], 1, "float32") != _cache_spec(mixer, 1, "float32"):
+            raise UnsupportedModel(
+                f"layer {number} reads the keys and values of layer {source}, "
+                "which has other heads, another window or another soft cap; they must be the same"
+            )
 
 
-def _cache_spec(mixer: MixerShape, page_size: int, itemsize: int) -> CacheSpec:
-    sizes = (mixer.num_kv_heads, mixer.head_dim, itemsize, page_size)
-    return WindowSpec(*sizes, mixer.window) if mixer.window else PagedSpec(*sizes)
+def _cache_spec(mixer: MixerShape, page_size: int, dtype: str) -> CacheSpec:
+    spec = PagedSpec(
+        num_heads=mixer.num_heads,
+        num_kv_heads=mixer.num_kv_heads,
+        head_dim=mixer.head_dim,
+        dtype=dtype,
+        page_size=page_size,
+        soft_cap=mixer.soft_cap,
+    )
+    return WindowSpec(**msgspec.structs.asdict(spec), window=mixer.window) if mixer.window else spec

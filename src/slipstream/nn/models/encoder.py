@@ -89,7 +89,7 @@ class EncoderShape:
             for reach in self.reaches or (0,) * self.num_layers
         )
 
-    def cache_specs(self, page_size: int, itemsize: int) -> list[CacheSpec]:
+    def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
         """Each text is computed in one step, so nothing is cached."""
         return []
 
@@ -174,8 +174,8 @@ class Encoder(nn.Module):
         """Rows of the projection to tokens, which is the embedding, by token id."""
         return self.embedding(ids)
 
-    def cache_specs(self, page_size: int, itemsize: int) -> list[CacheSpec]:
-        return self.shape.cache_specs(page_size, itemsize)
+    def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
+        return self.shape.cache_specs(page_size, dtype)
 
 
 class EncoderBlock(Layer):

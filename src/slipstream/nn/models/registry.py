@@ -150,6 +150,6 @@ def find_rules(info: ModelInfo, shape: DecoderShape | EncoderShape) -> Rules:
     return family.rules(shape)
 
 
-def cache_specs(info: ModelInfo, page_size: int, itemsize: int) -> list[CacheSpec]:
-    """What each layer asks to have remembered, known before anything is loaded."""
-    return find_shape(info).cache_specs(page_size, itemsize)
+def cache_specs(info: ModelInfo, page_size: int, dtype: str) -> list[CacheSpec]:
+    """By site, known before anything is loaded. `dtype` is the model's, in which the cache is stored."""
+    return find_shape(info).cache_specs(page_size, dtype)

@@ -1,4 +1,4 @@
-"""Groups layers by cache spec. Each group has pages of its own; `config/cache_size.py` computes how many."""
+"""Groups the cache sites of a model. Each group has its own pages; `config/cache_size.py` says how many."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from slipstream.cache_spec import CacheGroup, CacheSpec
 
 
-def group_layers(specs: Sequence[CacheSpec]) -> tuple[CacheGroup, ...]:
-    """Layers with equal specs form a group. `specs` is in layer order; groups are ordered by their first layers."""
-    layers_of: dict[CacheSpec, list[int]] = {}
-    for layer, spec in enumerate(specs):
-        layers_of.setdefault(spec, []).append(layer)
-    return tuple(CacheGroup(spec, tuple(layers)) for spec, layers in layers_of.items())
+def group_sites(specs: Sequence[CacheSpec]) -> tuple[CacheGroup, ...]:
+    """Sites of one spec form a group; groups are in the order of their first sites. `specs` is indexed by site."""
+    sites_of: dict[CacheSpec, list[int]] = {}
+    for site, spec in enumerate(specs):
+        sites_of.setdefault(spec, []).append(site)
+    return tuple(CacheGroup(spec, tuple(sites)) for spec, sites in sites_of.items())

@@ -40,7 +40,7 @@ class CacheManager:
     def __init__(self, config: CacheConfig) -> None:
         for group in config.groups:
             assert group.spec.page_size == config.page_size, (
-                f"layers {group.layers} have pages of {group.spec.page_size} positions, the cache {config.page_size}"
+                f"sites {group.sites} have pages of {group.spec.page_size} positions, the cache {config.page_size}"
             )
         self.page_size = config.page_size
         self.prefix_caching = config.prefix_caching

@@ -184,16 +184,16 @@ def test_a_core_forgets_the_queries_of_a_front_end_that_has_gone(folder):
     with PoolBench(folder) as bench:
         process = CoreProcess(Lanes({"m": bench.core}), FakeHub())
         one, other = object(), object()
-        process._take(one, Submit("a", [1, 2], QUERY, 0.0))
-        process._take(other, Submit("b", [1, 2], QUERY.with_changes(query_key="p"), 0.0))
+        process._handle(one, Submit("a", [1, 2], QUERY, 0.0))
+        process._handle(other, Submit("b", [1, 2], QUERY.with_changes(query_key="p"), 0.0))
         while process.lanes.has_work():
             process._deliver(process.lanes.step())
         queries = bench.core.scheduler._queries
         assert len(queries) == 2
         process._abort_all_of(one)
         assert len(queries) == 1
-        process._take(other, Submit("c", [3], DOCUMENT.with_changes(query_key="p"), 0.0))
-        process._take(other, Submit("d", [3], DOCUMENT.with_changes(query_key="p"), 0.0))
+        process._handle(other, Submit("c", [3], DOCUMENT.with_changes(query_key="p"), 0.0))
+        process._handle(other, Submit("d", [3], DOCUMENT.with_changes(query_key="p"), 0.0))
         while process.lanes.has_work():
             process._deliver(process.lanes.step())
         assert not queries

@@ -15,7 +15,7 @@ IDS = [7, 9, 11, 40, 41, 42, 43]
 
 
 @pytest.fixture(scope="module")
-def benchmark():
+def accuracy():
     spec = importlib.util.spec_from_file_location("low_bit_accuracy", BENCHMARK)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -25,10 +25,10 @@ def benchmark():
 
 @pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize("step_tokens", [len(IDS) + 1, 3, 1])
-def test_logprobs_are_those_of_the_prompt(benchmark, tmp_path, step_tokens, is_captured, monkeypatch):
+def test_logprobs_are_those_of_the_prompt(accuracy, tmp_path, step_tokens, is_captured, monkeypatch):
     """Also where the head of the last token is a captured graph, whose logits are not recorded."""
     options = dict(model=str(write_tiny(tmp_path)), dtype="float32", max_model_len=64, skip_tokenizer_init=True)
-    engine = benchmark.Engine(step_tokens, num_threads=1, **options)
+    engine = accuracy.Engine(step_tokens, num_threads=1, **options)
     with engine.llm:
         generate = engine.llm.generate
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=5, logprobs=5)

@@ -246,7 +246,7 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
         each = [one.outputs.score for one in llm.score(TEXTS[:2], TEXTS[2:4])]
         assert each[0] == pytest.approx(expected[1], rel=1e-5)
         # of many pairs no more queries are kept at once than there is room for
-        most = llm.core.scheduler._queries._most_tokens = 8 * max(map(len, matrices))
+        most = llm.core.scheduler._queries._max_num_tokens = 8 * max(map(len, matrices))
         served.pooling_inputs.facts = msgspec.structs.replace(facts, max_kept=most)
         firsts, seconds = (TEXTS * 20)[:70], (TEXTS[1:] * 20)[:70]
         made = dict(zip(TEXTS, matrices, strict=True))
@@ -268,7 +268,7 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
         np.testing.assert_allclose(many, wanted, rtol=1e-5)
         with pytest.raises(InvalidPrompt, match="surrogate"):
             llm.score(TEXTS[0], ["fine", "\ud800"])
-        llm.core.scheduler._queries._most_tokens = len(matrices[1]) - 1
+        llm.core.scheduler._queries._max_num_tokens = len(matrices[1]) - 1
         with pytest.raises(RequestTooLarge, match="can be kept for documents; shorten it"):  # however long it waited
             llm.score(TEXTS[:2], TEXTS[2:4])
         assert not llm.core.scheduler._queries and not llm.core.has_work()  # the query is not kept for ever

@@ -135,7 +135,7 @@ def test_closures_that_read_what_the_host_has_changed_are_caught(folder, wanted,
         return lambda: self.current()
 
     monkeypatch.setattr(input_batch.InputBatch, "prepare", forgetful)
-    shapes = "AssertionError: with one token a row|RuntimeError: .*size"  # of another step
+    shapes = "AssertionError: with one token per row|RuntimeError: .*size"  # of another step
     assert re.match(f"wrong tokens|IndexError|{shapes}", failure(folder, wanted))
 
 

@@ -198,7 +198,7 @@ def test_a_core_forgets_the_queries_of_a_front_end_that_has_gone(folder):
             process._deliver(process.lanes.step())
         assert not queries
         process._pulse(False)
-        assert not process._keepers, "used up, so nobody need be asked"
+        assert not process._kept_queries, "used up, so nobody need be asked"
 
 
 def test_an_id_that_keeps_a_query_names_no_second_one(folder):

@@ -135,7 +135,7 @@ def test_padded_steps_with_chunks_give_the_same(folder, mix, depth):
     device = ReplayDevice(depth)
     with PoolBench(folder, **options, max_num_batched_tokens=23, depth=depth, device=device) as bench:
         runner = bench.core.executor
-        runner.attention = PaddedAttention(4, torch.float64)
+        runner.attention = PaddedAttention(runner.attention.groups, torch.float64)
         for _ in range(4):  # kernel by kernel, captured, replayed
             assert_same(bench.pool(PROMPTS, params), wanted)
             assert_same(bench.pool(PROMPTS[:3], params[:3]), wanted[:3])

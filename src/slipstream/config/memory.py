@@ -210,14 +210,12 @@ def activation_bytes(
 
 def _expert_numbers(info: ModelInfo, on_cpu: bool) -> int:
     """Numbers of a token that experts hold at once, beyond an MLP's: router scores, and rows of its chosen experts."""
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    count = next((int(info.extra[name]) for name in names if info.extra.get(name)), 0)
-    if not count:
+    if not info.num_experts:
         return 0
     chosen = int(info.extra.get("num_experts_per_tok") or 1)
     inner = int(info.extra.get("moe_intermediate_size") or info.ffn_size)
     shared = 3 * int(info.extra.get("shared_expert_intermediate_size") or info.extra.get("n_shared_experts", 0) * inner)
-    router = 8 * count  # logits, float32 scores, their sum with a bias, and groups
+    router = 8 * info.num_experts  # logits, float32 scores, their sum with a bias, and groups
     if on_cpu:  # sorted inputs, outputs in both orders, weighted in float32; gate, up and product of one expert
         return router + shared + chosen * 6 * info.hidden_size + 3 * inner
     return router + shared + chosen * (2 * info.hidden_size + inner)

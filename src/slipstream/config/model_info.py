@@ -13,6 +13,9 @@ from slipstream.config.architecture import find_architecture
 from slipstream.config.rope_info import RopeInfo, read_ropes
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+"""Names that configs have for the number of routed experts."""
+
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The facts of a model that its family file turns into a shape."""
@@ -41,6 +44,11 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     position_offset: int = 0  # rows of the table of positions that come before position 0's, as RoBERTa has
     num_types: int = 0  # of tokens: an encoder that takes pairs tells the two texts apart by them
     extra: dict[str, Any] = {}  # the whole of config.json, for facts only one family has
+
+    @property
+    def num_experts(self) -> int:
+        """Routed experts of a layer; 0 in a dense model."""
+        return next((int(self.extra[name]) for name in EXPERT_COUNTS if self.extra.get(name)), 0)
 
 
 def read_model_info(folder: Path) -> ModelInfo:

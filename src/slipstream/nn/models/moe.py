@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from slipstream.config.model_info import ModelInfo
+from slipstream.config.model_info import EXPERT_COUNTS, ModelInfo
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.llama import llama_attention, llama_mlp, llama_rules, llama_shape, mistral_windows
@@ -110,10 +110,10 @@ def _softmax_rule(info: ModelInfo) -> RouterRule:
 
 
 def _experts(info: ModelInfo, size: int, rule: RouterRule) -> ExpertShape:
-    names = ("num_local_experts", "num_experts", "n_routed_experts")
-    count = next((int(info.extra[name]) for name in names if info.extra.get(name)), 0)
+    count = info.num_experts
     if count < rule.top_k:
-        raise BadCheckpoint(f"config.json has {count} experts and takes {rule.top_k} a token; check {', '.join(names)}")
+        names = ", ".join(EXPERT_COUNTS)
+        raise BadCheckpoint(f"config.json has {count} experts and takes {rule.top_k} a token; check {names}")
     if info.activation != "silu":
         raise UnsupportedModel(f"{info.architecture} has experts with {info.activation}; only silu is built")
     return ExpertShape(num_experts=count, size=size, router=rule)

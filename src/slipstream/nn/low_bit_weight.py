@@ -1,18 +1,20 @@
-"""LowBit: weights that a GGUF file has as Q4_0, Q4_1 or Q8_0 and that stay so.
+"""LowBit: weights that a GGUF file stores as Q4_0, Q4_1 or Q8_0 and that stay packed.
 
-One matrix may be merged of parts that the file has in different kinds. Neighbours of one kind are packed together
-and multiplied together; what is not low-bit lies between them as plain numbers.
+One matrix may be merged from parts of different kinds. Neighbouring parts of one kind are packed and multiplied
+together; parts of other kinds between them are plain numbers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from typing import Protocol
 
 import torch
 
-from slipstream.nn.weight_format import CheckpointTensor, Weight
+from slipstream.nn.weight_format import CheckpointTensor, Weight, WeightSlot
 from slipstream.ops import native
 from slipstream.ops.dequant import KINDS, dequantize
 from slipstream.ops.linear import linear
@@ -23,27 +25,31 @@ from slipstream.ops.weight_rows import WeightRows, dense_rows
 
 @dataclass(slots=True)
 class LowBit:
-    """Keeps what it can at 4 or 8 bits; activations are float32."""
+    """Keeps weights at 4 or 8 bits where it can; activations are float32."""
 
     kernel: Kernel
-    is_used: bool = False  # some weight of the model is low-bit
+    is_used: bool = False  # whether some weight of the model is low-bit
     batch_invariant: bool = False
 
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
-        return LowBitWeight(num_rows, self)
+        return LowBitWeight(num_rows, num_columns, self)
 
 
 class LowBitWeight(Weight):
-    """Nothing is read before the last piece is there: what a matrix takes depends on its pieces."""
+    """Nothing is read before the last piece has arrived: how a matrix is packed depends on all its pieces."""
 
-    def __init__(self, num_rows: int, format: LowBit) -> None:
+    def __init__(self, num_rows: int, num_columns: int, format: LowBit) -> None:
         super().__init__()
+        self.num_columns = num_columns
         self.format = format
         self.runs: list[_Run] = []
         self._pieces: dict[int, CheckpointTensor] = {}
         self._missing = num_rows
 
-    def fill(self, first_row: int, piece: CheckpointTensor) -> None:
+    def slots(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightSlot]]:
+        yield "weight", WeightSlot((num_rows, self.num_columns), partial(self._fill, first_row), self._num_bytes)
+
+    def _fill(self, first_row: int, piece: CheckpointTensor) -> None:
         self._pieces[first_row] = piece
         self._missing -= piece.shape[0]
         if self._missing == 0:
@@ -62,7 +68,7 @@ class LowBitWeight(Weight):
         assert len(self.runs) == 1, f"rows are looked up in one tensor, not in {len(self.runs)} of different kinds"
         return self.runs[0].lookup(ids)
 
-    def num_bytes(self, piece: CheckpointTensor) -> int:
+    def _num_bytes(self, piece: CheckpointTensor) -> int:
         num_rows, num_columns = piece.shape
         kind = _packed_kind(piece)
         return num_rows * num_columns * 4 if kind is None else self.format.kernel.num_bytes(kind, num_rows, num_columns)
@@ -111,8 +117,8 @@ class _PlainRows:
     format: LowBit
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        # torch's sums differ in the last bit between few tokens and many, and rounding for a low-bit product would
-        # amplify that
+        # torch's sums differ in the last bit between few tokens and many, which the rounding of a low-bit product would
+        # amplify
         if self.format.is_used and native.serves(x):
             return few_tokens(x, self.rows, None)
         return linear(x, self.rows)
@@ -125,7 +131,7 @@ class _PlainRows:
 
 
 def _packed_kind(piece: CheckpointTensor) -> str | None:
-    """The kind under which a piece stays low-bit, or None."""
+    """The kind as which a piece stays packed, or None."""
     return piece.kind if piece.kind in KINDS and piece.blocks is not None else None
 
 

@@ -1,15 +1,16 @@
 """WeightFormat: how a weight is stored and multiplied.
 
-`Linear` and `Embedding` hold a `Weight` and know nothing of its format. The format is chosen per weight when the
-checkpoint is opened, since a file may mix several. A format joins as one more `WeightFormat`: `Unquantized` is here,
-and `nn/low_bit_weight.py` has one whose `Weight.fill` keeps the checkpoint's blocks instead of reading them as numbers.
+`Linear` and `Embedding` hold a `Weight` and do not depend on its format. A model may mix formats: `FormatOf` gives one
+per weight, by name. A new format is a `WeightFormat` whose `Weight` names the checkpoint tensors it needs (`slots`):
+`Unquantized` is here, `nn/low_bit_weight.py` keeps the packed blocks of GGUF files.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -30,32 +31,33 @@ from slipstream.ops.weight_rows import WeightRows, dense_rows
 
 
 class CheckpointTensor(Protocol):
-    """A tensor of a checkpoint that was not read yet."""
+    """A tensor of a checkpoint that has not been read."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     @property
     def kind(self) -> str:
-        """Its type by the file's own name: F32, BF16, Q4_1 ..."""
+        """Its type as the file names it: F32, BF16, Q4_1 ..."""
 
     def read(self) -> torch.Tensor:
-        """As plain numbers, in whatever dtype and place the checkpoint has them; not to be written to."""
+        """As numbers, in the checkpoint's dtype and memory; read-only."""
 
     def write_to(self, target: torch.Tensor) -> None:
-        """Likewise, into a tensor of its shape, with little memory beside it."""
+        """Copies the numbers into a tensor of its shape, with little extra memory."""
 
     @property
     def blocks(self) -> Callable[[], torch.Tensor] | None:
-        """Reads the packed bytes of a GGUF kind instead, [rows, bytes of a row] uint8; None where there are none."""
+        """Reads the packed bytes of a GGUF kind instead, [rows, bytes of a row] uint8; None for other kinds."""
 
 
 class Weight(nn.Module, ABC):
-    """A matrix [rows, columns] in some format, filled piece by piece."""
+    """A matrix [rows, columns] in some format, filled from the tensors of a checkpoint."""
 
     @abstractmethod
-    def fill(self, first_row: int, piece: CheckpointTensor) -> None:
-        """Put a piece of the checkpoint at these rows."""
+    def slots(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightSlot]]:
+        """The checkpoint tensors that hold these rows, by the kind that ends their names: "weight", and whatever else
+        the format stores beside it or in its place (scales, zeros, packed numbers)."""
 
     @abstractmethod
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -106,14 +108,10 @@ class Weight(nn.Module, ABC):
 
     @abstractmethod
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows by their numbers: [T] to [T, columns]."""
-
-    def num_bytes(self, piece: CheckpointTensor) -> int:
-        """Memory that filling takes for this piece, beyond the parameters that are laid out already."""
-        return 0
+        """Rows by index: [T] to [T, columns]."""
 
     def runs_for_kernels(self) -> list[WeightRows] | None:
-        """Its rows as our C kernels read them; None if they do not take it."""
+        """The rows as the C kernels read them; None if they cannot."""
         return None
 
 
@@ -136,12 +134,13 @@ class WeightSlot:
 
     shape: tuple[int, ...]
     fill: Callable[[CheckpointTensor], None]
-    num_bytes: Callable[[CheckpointTensor], int] = lambda piece: 0  # as `Weight.num_bytes`
+    # memory that filling allocates for this tensor, beyond the parameters that exist already
+    num_bytes: Callable[[CheckpointTensor], int] = lambda piece: 0
 
 
 @dataclass(frozen=True, slots=True)
 class Unquantized:
-    """Numbers of one dtype, multiplied as they are."""
+    """Plain numbers of one dtype."""
 
     dtype: torch.dtype
     batch_invariant: bool = False
@@ -155,7 +154,10 @@ class UnquantizedWeight(Weight):
         super().__init__()
         self.data = new_parameter(num_rows, num_columns, dtype=dtype)
 
-    def fill(self, first_row: int, piece: CheckpointTensor) -> None:
+    def slots(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightSlot]]:
+        yield "weight", WeightSlot((num_rows, self.data.shape[1]), partial(self._fill, first_row))
+
+    def _fill(self, first_row: int, piece: CheckpointTensor) -> None:
         piece.write_to(self.data[first_row : first_row + piece.shape[0]])
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -199,14 +201,14 @@ class UnquantizedWeight(Weight):
 
 
 def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
-    """Unfilled, and never trained."""
+    """Uninitialised, without gradients."""
     return nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
 
 
 def take_memory(model: nn.Module, device: torch.device) -> None:
-    """Give a model that was laid out on the meta device memory that holds nothing yet.
+    """Allocate uninitialised memory for a model that was built on the meta device.
 
-    `Module.to_empty` does the same; it goes through torch's symbolic shapes, whose imports take over a second.
+    `Module.to_empty` does the same, but imports torch's symbolic shapes, which takes over a second.
     """
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -15,7 +15,7 @@ from hand_load import load
 from slipstream.config.gguf_file import GgufFile, GgufTensor
 from slipstream.errors import UnsupportedModel
 from slipstream.nn.low_bit_weight import LowBit, LowBitWeight
-from slipstream.nn.weight_format import UnquantizedWeight
+from slipstream.nn.weight_format import UnquantizedWeight, Weight
 from slipstream.nn.weights.gguf import read_numbers
 from slipstream.nn.weights.source import SourceTensor
 from slipstream.ops.dequant import dequantize
@@ -77,6 +77,12 @@ def test_float64_and_dequantize_give_plain_weights(tmp_path: Path) -> None:
     assert load(path, torch.float64, dequantize=False).embedding.weight.data.dtype is torch.float64
 
 
+def fill(weight: Weight, first_row: int, one: SourceTensor) -> None:
+    ((kind, slot),) = weight.slots(first_row, one.shape[0])
+    assert (kind, slot.shape) == ("weight", one.shape)
+    slot.fill(one)
+
+
 @needs_kernel
 def test_parts_of_different_kinds_in_one_weight() -> None:
     assert KERNEL is not None
@@ -88,7 +94,7 @@ def test_parts_of_different_kinds_in_one_weight() -> None:
         places.append(first)
         first += one.shape[0]
     for place, one in reversed(list(zip(places, pieces, strict=True))):  # in any order
-        weight.fill(place, one)
+        fill(weight, place, one)
     assert isinstance(weight, LowBitWeight) and len(weight.runs) == 4
     x, bias = torch.randn(4, 64, generator=torch.Generator().manual_seed(9)), torch.arange(30.0)
     expected = x @ torch.cat([one.read() for one in pieces]).t() + bias
@@ -100,7 +106,7 @@ def test_looked_up_rows_are_exact() -> None:
     assert KERNEL is not None
     one = piece("Q8_0", 50)
     weight = LowBit(KERNEL).new_weight(50, 64)
-    weight.fill(0, one)
+    fill(weight, 0, one)
     ids = torch.tensor([49, 0, 7, 7])
     assert weight.lookup(ids).equal(one.read()[ids])
 

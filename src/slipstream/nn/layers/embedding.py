@@ -1,9 +1,8 @@
-"""Embedding: a vector for each token; where a model ties them, also the projection back to tokens."""
+"""Embedding: a vector per token; in models with tied embeddings also the projection to tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
@@ -15,15 +14,14 @@ class Embedding(Layer):
     def __init__(self, num_tokens: int, size: int, format: WeightFormat) -> None:
         super().__init__()
         self.num_tokens = num_tokens
-        self.size = size
         self.weight = format.new_weight(num_tokens, size)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.weight.lookup(ids)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As a tied head: the product with the same tensor."""
+        """The projection to tokens of a model with tied embeddings: the product with the same tensor."""
         return self.weight.multiply(hidden, None)
 
     def places(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield "weight", WeightSlot((self.num_tokens, self.size), partial(self.weight.fill, 0), self.weight.num_bytes)
+        yield from self.weight.slots(0, self.num_tokens)

@@ -80,12 +80,12 @@ class Linear(Layer):
         return self.weight.multiply_unnormalized(x, self.bias, activation)
 
     def places(self) -> Iterator[tuple[str, WeightSlot]]:
-        """Where the checkpoint's tensors go, by part and kind: "q.weight", "q.bias"."""
+        """Where the checkpoint's tensors go, by part and kind: "q.weight", "q.bias". The format names the kinds."""
         first = 0
         for part, size in self.outputs.items():
             prefix = f"{part}." if part else ""
-            fill = partial(self.weight.fill, first)
-            yield f"{prefix}weight", WeightSlot((size, self.num_inputs), fill, self.weight.num_bytes)
+            for kind, slot in self.weight.slots(first, size):
+                yield f"{prefix}{kind}", slot
             if self.bias is not None:
                 yield f"{prefix}bias", WeightSlot((size,), partial(self._fill_bias, first))
             first += size

@@ -93,7 +93,8 @@ def of_last(
 
 
 class _UpGate(Linear):
-    """Gate and up of a checkpoint that stores them as one tensor with up first."""
+    """Gate and up of a checkpoint that stores them as one tensor with up first. Every tensor of the weight's format
+    must have a line per output."""
 
     def places(self) -> Iterator[tuple[str, WeightSlot]]:
         for name, place in super().places():

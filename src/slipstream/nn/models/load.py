@@ -25,7 +25,7 @@ from slipstream.nn.models.pooling_heads import Heads, HeadShape
 from slipstream.nn.models.registry import find_heads, find_rules, find_shape
 from slipstream.nn.models.stored_head import EMBEDDING, find_named
 from slipstream.nn.transposed_weight import Transposed, transposed_is_faster
-from slipstream.nn.weight_format import Unquantized, WeightFormat, WeightSlot
+from slipstream.nn.weight_format import FormatOf, Unquantized, WeightFormat, WeightSlot
 from slipstream.nn.weights.dummy import DummySource
 from slipstream.nn.weights.gguf import GgufSource
 from slipstream.nn.weights.load import few, fill_places, find_places, match_places
@@ -68,17 +68,13 @@ def open_model(config: ModelConfig, device: torch.device) -> tuple[Decoder | Enc
 def lay_out(config: ModelConfig, device: torch.device) -> Decoder | Encoder:
     """The model with every tensor's shape and dtype, and no memory yet."""
     dtype = getattr(torch, config.dtype)
-    format = _format(config, device)
     shape = find_shape(config.info)
+    formats = choose_formats(config, device, is_encoder=isinstance(shape, EncoderShape))
+    model: Decoder | Encoder
     if isinstance(shape, EncoderShape):
-        # an encoder never multiplies with a few tokens only
-        columns = transposed_is_faster(device, dtype) and not config.deterministic
-        products = Transposed(dtype) if columns else format
-        model: Decoder | Encoder = Encoder(
-            shape, config.max_model_len, dtype, lambda name: format if name == "embedding" else products
-        )
+        model = Encoder(shape, config.max_model_len, dtype, formats)
     else:
-        model = Decoder(shape, config.max_model_len, dtype, lambda name: format)
+        model = Decoder(shape, config.max_model_len, dtype, formats)
     model.heads = _heads(config, model, dtype)
     return model
 
@@ -151,11 +147,19 @@ def stays_low_bit(config: ModelConfig, device: str) -> bool:
     return wanted and device == "cpu" and config.dtype == "float32" and find_kernel() is not None
 
 
-def _format(config: ModelConfig, device: torch.device) -> WeightFormat:
-    if config.deterministic:
-        return BatchInvariant(getattr(torch, config.dtype))
+def choose_formats(config: ModelConfig, device: torch.device, *, is_encoder: bool) -> FormatOf:
+    """The format of each weight, by its name in the model."""
+    dtype = getattr(torch, config.dtype)
     kernel = find_kernel() if stays_low_bit(config, device.type) else None
-    return Unquantized(getattr(torch, config.dtype)) if kernel is None else LowBit(kernel)
+    format: WeightFormat = Unquantized(dtype)
+    if config.deterministic:
+        format = BatchInvariant(dtype)
+    elif kernel is not None:
+        format = LowBit(kernel)
+    if is_encoder and transposed_is_faster(device, dtype) and not config.deterministic:
+        # products of an encoder have many tokens; the embedding is looked up by rows
+        return lambda name: format if name == "embedding" else Transposed(dtype)
+    return lambda name: format
 
 
 def _open(config: ModelConfig) -> WeightSource:

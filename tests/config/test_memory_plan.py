@@ -12,15 +12,17 @@ from slipstream.config.options import make_options
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.config.resolve import LIBRARIES, Machine, Source, fit_cache, resolve
 from slipstream.errors import NotEnoughMemory
+from slipstream.nn.models.registry import find_shape
 from small_model import CONFIG
 
 INFO: ModelInfo = model_info_from_config(CONFIG | {"vocab_size": 150_000, "max_position_embeddings": 32_768})
+SIZES = find_shape(INFO).sizes(on_cpu=True)
 GIB = 2**30
 
 
 def settle(machine: Machine, **options):
     groups = one_group(8, 128, num_heads=16, dtype="bfloat16", num_sites=28)
-    source = Source("there", "folder", "model", 2 * GIB)
+    source = Source("there", "folder", "model", 2 * GIB, SIZES)
     return resolve(make_options(**options), INFO, source, groups, "bfloat16", machine)
 
 
@@ -46,8 +48,8 @@ def test_everything_is_counted_once():
 @pytest.mark.parametrize("more", ["rows", "tokens", "length"])
 def test_a_larger_step_takes_more(more):
     size = dict(rows=8, tokens=64, length=256, groups=1, on_cpu=True)
-    assert sum(activation_bytes(INFO, "float32", **(size | {more: 4 * size[more]}))) > sum(
-        activation_bytes(INFO, "float32", **size)
+    assert sum(activation_bytes(INFO, SIZES, "float32", **(size | {more: 4 * size[more]}))) > sum(
+        activation_bytes(INFO, SIZES, "float32", **size)
     )
 
 
@@ -66,7 +68,7 @@ def test_results_of_tokens_of_a_long_causal_embedder_take_little_beside_themselv
     pooling = PoolingInfo(embed_size=4096, token_size=4096)
     info = msgspec.structs.replace(INFO, hidden_size=4096)
     groups = one_group(8, 128, num_heads=16, dtype="bfloat16", num_sites=28)
-    source = Source("there", "folder", "model", 2 * GIB)
+    source = Source("there", "folder", "model", 2 * GIB, SIZES)
     machine = Machine("cuda", 138 * GIB, 140 * GIB, 8, ("bfloat16",))
     memory = plan_memory(resolve(make_options(), info, source, groups, "bfloat16", machine, pooling), 2 * GIB)
     # those that are compared with queries are there as they are made and once more together, and four times what is
@@ -82,7 +84,8 @@ def test_results_of_tokens_of_a_long_causal_embedder_take_little_beside_themselv
 
 def test_queries_that_a_generator_keeps_are_counted():
     groups = one_group(8, 128, num_heads=16, dtype="bfloat16", num_sites=28)
-    source, machine = Source("there", "folder", "model", 2 * GIB), Machine("cuda", 79 * GIB, 80 * GIB, 8, ("bfloat16",))
+    source = Source("there", "folder", "model", 2 * GIB, SIZES)
+    machine = Machine("cuda", 79 * GIB, 80 * GIB, 8, ("bfloat16",))
     pooling = PoolingInfo(embed_size=1024, token_size=1024, generates=True)
     with_queries, without = (
         plan_memory(resolve(make_options(), INFO, source, groups, "bfloat16", machine, mine), 2 * GIB)

@@ -8,6 +8,7 @@ import pytest
 from hand_cache import make_spec
 from slipstream.cache_spec import CacheGroup
 from slipstream.config.model_info import ModelInfo
+from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.options import Options, make_options
 from slipstream.config.resolve import Machine, Source, fit_cache, parse_bytes, resolve, resolve_dtype
 from slipstream.errors import InvalidOption, NotEnoughMemory
@@ -17,6 +18,7 @@ INFO = ModelInfo(
     head_dim=16, ffn_size=128, max_positions=1024, norm_eps=1e-6, activation="silu", tied_embeddings=True,
     dtype="bfloat16",
 )  # fmt: skip
+SIZES = ModelSizes(widest=400, rotary=48, split_sums=72, keys=32)
 GROUPS = (CacheGroup(make_spec(2, 16), (0, 1)),)
 PAGE_BYTES = GROUPS[0].bytes_per_page
 CPU = Machine("cpu", 8 * 2**30, 16 * 2**30, 4, ("float32",))
@@ -24,7 +26,7 @@ GPU = Machine("cuda", 70 * 2**30, 80 * 2**30, 8, ("bfloat16", "float16", "float3
 
 
 def settle(machine=CPU, info=INFO, groups=GROUPS, **options):
-    return resolve(make_options(**options), info, Source("/m", "folder", "m", 10**6), groups, "float32", machine)
+    return resolve(make_options(**options), info, Source("/m", "folder", "m", 10**6, SIZES), groups, "float32", machine)
 
 
 def test_defaults_follow_the_machine():

@@ -15,6 +15,7 @@ from slipstream.config.options import make_options
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.config.resolve import Machine, Source, resolve
 from slipstream.device.device import Device
+from slipstream.nn.models.registry import find_shape
 from slipstream.runner.batch.input_batch import Size
 from slipstream.runner.graphs import GraphPool
 from slipstream.step import NO_INTS, NO_PAGES, PoolPlan, StepPlan
@@ -209,9 +210,8 @@ INFO = model_info_from_config(CONFIG | {"hidden_size": 4096, "max_position_embed
 def config_of(pooling: PoolingInfo | None, **options):
     machine = Machine("cuda", 800 * 2**30, 1000 * 2**30, 8, ("bfloat16",))
     groups = one_group(8, 128, num_heads=16, dtype="bfloat16", num_sites=28)
-    return resolve(
-        make_options(**options), INFO, Source("there", "folder", "m", 2**30), groups, "bfloat16", machine, pooling
-    )
+    source = Source("there", "folder", "m", 2**30, find_shape(INFO).sizes(on_cpu=False))
+    return resolve(make_options(**options), INFO, source, groups, "bfloat16", machine, pooling)
 
 
 @pytest.mark.parametrize("only_pools", [False, True])

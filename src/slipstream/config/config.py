@@ -6,6 +6,7 @@ import msgspec
 
 from slipstream.cache_spec import CacheGroup
 from slipstream.config.model_info import ModelInfo
+from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.pooling_info import PoolingInfo
 
 MAX_REPORTED_LOGPROBS = 2**20  # numbers in one step's long reports, or in what it tells of prompts
@@ -22,6 +23,7 @@ class ModelConfig(msgspec.Struct, frozen=True):
     seed: int
     pooling: PoolingInfo | None = None  # how its hidden states become vectors and scores; None: it only generates
     deterministic: bool = False  # a row's numbers are the same bits whatever runs beside it
+    sizes: ModelSizes = ModelSizes()  # of a step's activations; only the memory plan reads it
 
     @property
     def generates(self) -> bool:

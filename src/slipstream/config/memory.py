@@ -12,6 +12,7 @@ import msgspec
 from slipstream.cache_spec import ITEMSIZE
 from slipstream.config.config import MAX_REPORTED_LOGPROBS, EngineConfig
 from slipstream.config.model_info import ModelInfo
+from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.pooling_info import PoolingInfo, kept_lines
 from slipstream.params import MAX_PACKED_LOGPROBS
 
@@ -98,6 +99,7 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     on_cpu = config.device.kind == "cpu"
     hidden, attention, logits = activation_bytes(
         info,
+        config.model.sizes,
         config.model.dtype,
         on_cpu=on_cpu,
         rows=scheduler.max_num_seqs,
@@ -179,46 +181,27 @@ def sizes_up_to(most: int, first_steps: int) -> list[int]:
 
 
 def activation_bytes(
-    info: ModelInfo, dtype: str, *, on_cpu: bool, rows: int, tokens: int, length: int, groups: int
+    info: ModelInfo, sizes: ModelSizes, dtype: str, *, on_cpu: bool, rows: int, tokens: int, length: int, groups: int
 ) -> tuple[int, int, int]:
-    """Hidden states, attention's own and logits of the largest step: (hidden, attention, logits)."""
+    """Of the largest step: hidden states, attention's workspace, and logits."""
     size, real = ITEMSIZE[dtype], max(ITEMSIZE[dtype], 4)  # logits are float32 at least
-    queries, keys = info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
     stream = 4 * info.hidden_size  # x, its norm, the residual before and after
-    # projections, their normed and turned copies, the output; or gate and up, and their product
-    widest = max(4 * queries + 5 * keys, 3 * info.ffn_size) + _expert_numbers(info, on_cpu)
-    rotary = 3 * info.head_dim  # table rows and their index
-    hidden = tokens * (stream + widest + rotary) * size + tokens * 64
-    # partial sums of rows cut along their keys, where those of each group have a window of their own
-    attention = groups * rows * min(MAX_SPLITS, -(-length // SMALLEST_SPLIT)) * (queries + 2 * info.num_heads) * 4
-    relative = {"relative_key": 1, "relative_key_query": 2}.get(str(info.extra.get("position_embedding_type")), 0)
-    if relative:  # of each token and head a number for each distance; on the CPU also for each pair of tokens
-        distances = tokens * info.num_heads * (2 * length - 1) * size
-        hidden += relative * distances + (3 * tokens * info.num_heads * length * size if on_cpu else 0)
+    hidden = tokens * (stream + sizes.widest + sizes.rotary) * size + tokens * 64
+    attention = rows * min(MAX_SPLITS, -(-length // SMALLEST_SPLIT)) * sizes.split_sums * 4
+    if sizes.relative_heads:  # a score per token, head and distance; on the CPU also per pair of tokens
+        distances = tokens * sizes.relative_heads * (2 * length - 1) * size
+        hidden += sizes.relative_terms * distances
+        hidden += 3 * tokens * sizes.relative_heads * length * size if on_cpu else 0
     if on_cpu:
         gathered = min(max(GATHERED_KEYS, length), rows * length)
         masked = groups * (rows + tokens) * length  # a mask for each single row and for each token of chunks
-        slots = groups * rows * length  # int64, where each of those keys lies, with and without what is not seen
-        attention = 2 * gathered * keys * size + masked * (size + 1) + 2 * slots * 8
-        if info.extra.get("attn_logit_softcapping"):  # bounded scores are made in full
-            attention += 3 * info.num_heads * max(tokens * length, gathered) * size
+        slots = groups * rows * length  # int64 slots of those keys, with and without the unseen ones
+        attention = 2 * gathered * sizes.keys * size + masked * (size + 1) + 2 * slots * 8
+        attention += 3 * sizes.capped_heads * max(tokens * length, gathered) * size
     # the product, its copy in the logits' dtype, one kept for logprobs, one edited, noise, two sorted or masked
     per_logit = size + 6 * real + SORTED_BYTES + PENALTY_BYTES
     logits = min(rows, tokens) * (info.vocab_size * per_logit + info.hidden_size * size)
     return hidden, attention, logits
-
-
-def _expert_numbers(info: ModelInfo, on_cpu: bool) -> int:
-    """Numbers of a token that experts hold at once, beyond an MLP's: router scores, and rows of its chosen experts."""
-    if not info.num_experts:
-        return 0
-    chosen = int(info.extra.get("num_experts_per_tok") or 1)
-    inner = int(info.extra.get("moe_intermediate_size") or info.ffn_size)
-    shared = 3 * int(info.extra.get("shared_expert_intermediate_size") or info.extra.get("n_shared_experts", 0) * inner)
-    router = 8 * info.num_experts  # logits, float32 scores, their sum with a bias, and groups
-    if on_cpu:  # sorted inputs, outputs in both orders, weighted in float32; gate, up and product of one expert
-        return router + shared + chosen * 6 * info.hidden_size + 3 * inner
-    return router + shared + chosen * (2 * info.hidden_size + inner)
 
 
 def unread_bytes(config: EngineConfig) -> int:

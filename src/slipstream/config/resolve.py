@@ -14,6 +14,7 @@ from slipstream.config.cache_size import CacheSize
 from slipstream.config.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from slipstream.config.memory import max_kept, max_reported, plan_memory
 from slipstream.config.model_info import ModelInfo
+from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.errors import InvalidOption, NotEnoughMemory
@@ -38,12 +39,13 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Source(msgspec.Struct, frozen=True):
-    """Where the weights are."""
+    """Where the weights are, and what the model built from them takes."""
 
     path: str
     kind: str  # folder or gguf
     name: str
     num_bytes: int  # of the weights once loaded
+    sizes: ModelSizes  # of a step's activations
 
 
 def resolve_dtype(options: Options, info: ModelInfo, machine: Machine) -> str:
@@ -187,6 +189,7 @@ def model_config(
         seed=options.seed,
         pooling=pooling,
         deterministic=options.deterministic,
+        sizes=source.sizes,
     )
 
 

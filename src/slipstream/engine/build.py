@@ -24,7 +24,7 @@ from slipstream.engine.lanes import Lanes
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidOption
 from slipstream.nn.models.measure import weight_bytes
-from slipstream.nn.models.registry import cache_specs
+from slipstream.nn.models.registry import cache_specs, find_shape
 from slipstream.nn.models.stored_head import as_stored
 from slipstream.ops.compile_ahead import get_ready
 from slipstream.runner.assemble import build_runner
@@ -125,7 +125,8 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     dtype = resolve_dtype(options, info, machine)
     pooling, info = read_pooling(options, info, located.path)
     groups = group_sites(cache_specs(info, options.page_size, dtype))
-    source = Source(str(located.path), located.kind, located.name, 0)
+    sizes = find_shape(info).sizes(machine.kind == "cpu")
+    source = Source(str(located.path), located.kind, located.name, 0, sizes)
     # at the model's full length: the length itself is settled from what the weights leave
     num_bytes = weight_bytes(model_config(options, info, source, dtype, info.max_positions, pooling), machine.kind)
     source = msgspec.structs.replace(source, num_bytes=num_bytes)

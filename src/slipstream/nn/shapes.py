@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from slipstream.config.model_sizes import ModelSizes
 from slipstream.ops.moe.reference import RouterRule
 
 
@@ -93,6 +94,42 @@ class LayerShape:
 
     def __post_init__(self) -> None:
         assert self.mixers or self.feed is not None, "a layer has a mixer or a feed"
+
+
+def sizes_of(layers: tuple[LayerShape, ...], hidden_size: int, on_cpu: bool) -> ModelSizes:
+    """An upper bound of what these layers take beside the hidden states."""
+    mixers = [mixer for layer in layers for mixer in layer.mixers]
+    feeds = [layer.feed for layer in layers if layer.feed is not None]
+    # mixers side by side hold their projections at once
+    widths = [sum(map(_attention_numbers, layer.mixers)) for layer in layers]
+    widths += [3 * feed.size for feed in feeds if isinstance(feed, MlpShape)]  # gate and up, and their product
+    experts = [_expert_numbers(feed, hidden_size, on_cpu) for feed in feeds if isinstance(feed, ExpertShape)]
+    groups = {
+        (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.window, mixer.soft_cap)
+        for mixer in mixers
+        if mixer.has_own_site
+    }
+    return ModelSizes(
+        widest=max(widths, default=0) + max(experts, default=0),
+        rotary=3 * sum({mixer.rope: mixer.head_dim for mixer in mixers}.values()),
+        split_sums=sum(num_heads * head_dim + 2 * num_heads for num_heads, _, head_dim, _, _ in groups),
+        keys=max((mixer.num_kv_heads * mixer.head_dim for mixer in mixers), default=0),
+        capped_heads=max((mixer.num_heads for mixer in mixers if mixer.soft_cap), default=0),
+    )
+
+
+def _attention_numbers(mixer: MixerShape) -> int:
+    """Projections of a token, their copies after norm and rope, and the output."""
+    return 4 * mixer.num_heads * mixer.head_dim + 5 * mixer.num_kv_heads * mixer.head_dim
+
+
+def _expert_numbers(feed: ExpertShape, hidden_size: int, on_cpu: bool) -> int:
+    """Router scores of a token and the rows of its chosen experts, and the shared expert's."""
+    router = 8 * feed.num_experts  # logits, float32 scores, their sum with a bias, and groups
+    shared = 0 if feed.shared is None else 3 * feed.shared.size
+    if on_cpu:  # sorted inputs, outputs in both orders, weighted in float32; gate, up and product of one expert
+        return router + shared + feed.router.top_k * 6 * hidden_size + 3 * feed.size
+    return router + shared + feed.router.top_k * (2 * hidden_size + feed.size)
 
 
 def bidirectional_head_dims(layers: tuple[LayerShape, ...]) -> tuple[int, ...]:

@@ -9,9 +9,10 @@ from itertools import count
 import msgspec
 
 from slipstream.cache_spec import CacheSpec, PagedSpec, WindowSpec
+from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.rope_info import RopeInfo
 from slipstream.errors import UnsupportedModel
-from slipstream.nn.shapes import LayerShape, MixerShape, NormShape
+from slipstream.nn.shapes import LayerShape, MixerShape, NormShape, sizes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,9 @@ class DecoderShape:
     def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
         """By site. Keys and values are stored in `dtype`."""
         return [_cache_spec(mixer, page_size, dtype) for mixer in self.mixers if mixer.has_own_site]
+
+    def sizes(self, on_cpu: bool) -> ModelSizes:
+        return sizes_of(self.layers, self.hidden_size, on_cpu)
 
     def _check_source(self, number: int, mixer: MixerShape) -> None:
         source = mixer.kv_source

@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import torch
 from torch import nn
 
 from slipstream.cache_spec import CacheSpec
+from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.rope_info import RopeInfo
 from slipstream.nn.blocks.block import new_feed
 from slipstream.nn.context import BatchView, ForwardContext
@@ -22,7 +24,7 @@ from slipstream.nn.layers.layer_norm import LayerNorm
 from slipstream.nn.layers.position_embedding import DistanceBias, RelativeKeys, Table
 from slipstream.nn.layers.rope import Rope
 from slipstream.nn.models.pooling_heads import Heads
-from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape
+from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape, NormShape, sizes_of
 from slipstream.nn.weight_format import FormatOf, take_memory
 
 
@@ -88,6 +90,11 @@ class EncoderShape:
             )
             for reach in self.reaches or (0,) * self.num_layers
         )
+
+    def sizes(self, on_cpu: bool) -> ModelSizes:
+        found = sizes_of(self.layers, self.hidden_size, on_cpu)
+        terms = {"": 0, "queries": 1, "queries and keys": 2}[self.relative]
+        return msgspec.structs.replace(found, relative_terms=terms, relative_heads=self.num_heads if terms else 0)
 
     def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
         """Each text is computed in one step, so nothing is cached."""

@@ -31,7 +31,14 @@ from slipstream.ops.paged_attention.triton import (
     num_split_programs,
     query_tile,
 )
-from slipstream.ops.paged_attention.work_list import MAX_SPLITS, WorkList, build_work_list
+from slipstream.ops.paged_attention.work_list import (
+    MAX_SPLITS,
+    WorkCuts,
+    WorkHeads,
+    WorkList,
+    WorkRows,
+    build_work_list,
+)
 from slipstream.ops.rope.triton import rope_and_write_cache
 
 COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device copy on an H200
@@ -135,18 +142,9 @@ def list_inputs(
     longest = max(length for length, _ in inputs.rows)
     starts = None if len(inputs.query) == len(inputs.rows) else inputs.starts
     return build_work_list(
-        inputs.lengths,
-        starts,
-        inputs.table,
-        len(inputs.query),
-        longest,
-        heads,
-        kv_heads,
-        page_size,
-        tile,
-        num_split_programs=shares,
-        min_split=splits[0],
-        max_splits=splits[1],
+        WorkRows(inputs.lengths, starts, inputs.table, len(inputs.query), longest),
+        WorkHeads(heads, kv_heads, page_size, tile),
+        WorkCuts(num_split_programs=shares, min_split=splits[0], max_splits=splits[1]),
     )
 
 

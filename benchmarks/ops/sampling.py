@@ -23,6 +23,7 @@ from timing import replay_seconds
 from slipstream.ops.activation import reference as activation
 from slipstream.ops.norm import reference as norm
 from slipstream.ops.sample import reference
+from slipstream.ops.step_inputs import StepRows
 from slipstream.ops.step_inputs import reference as rows_reference
 
 COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device copy on an H200
@@ -239,7 +240,7 @@ def elementwise_cases(num_rows: int) -> list[Case]:
     computed = torch.randint(0, 40_000, (num_rows + 1,), device="cuda")
     tables = torch.randint(1, 1 << 20, (1, num_rows + 1, width), device="cuda")
     rows = torch.randperm(num_rows, device="cuda")
-    args = (computed, computed, tables, 16, width, rows)
+    args = (computed, computed, tables, 16, width, StepRows(rows))
     cases.append(
         Case(
             f"gather_inputs, {width} pages",

@@ -22,6 +22,7 @@ from slipstream.ops.linear.triton import Norm  # noqa: E402
 from slipstream.ops.moe import RouterRule, Routing  # noqa: E402
 from slipstream.ops.paged_attention import work_list as work_module  # noqa: E402
 from slipstream.ops.sample.reference import Penalty  # noqa: E402
+from slipstream.ops.step_inputs import StepRows  # noqa: E402
 
 
 def get(path: str) -> Callable[..., Any]:
@@ -96,9 +97,11 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
         "rope_and_write_cache": lambda: get("rope.triton.rope_and_write_cache")(
             heads[:, :4], heads[:, 4:], head_weight, 1e-6, rotary, cache, cache, slots
         ),
-        "gather_inputs": lambda: get("step_inputs.triton.gather_inputs")(ints(5), ints(5), tables, 4, 4, rows),
+        "gather_inputs": lambda: get("step_inputs.triton.gather_inputs")(
+            ints(5), ints(5), tables, 4, 4, StepRows(rows)
+        ),
         "gather_inputs of chunks": lambda: get("step_inputs.triton.gather_inputs")(
-            ints(5), ints(5), tables, 4, 4, rows, *chunks
+            ints(5), ints(5), tables, 4, 4, StepRows(rows, *chunks)
         ),
         "segment_sum": lambda: get("segment_sum.triton.segment_sum")(x, starts),
         "segment_max_into": lambda: get("segment_max.triton.segment_max_into")(torch.rand(2, 64), x, starts, 0),
@@ -202,7 +205,11 @@ def attention(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
         "chunks on Hopper": lambda: attend_on_hopper(patch, True),
         "whole rows": attend_bidirectional,
         "whole rows with a bias": lambda: attend_bidirectional(reach=8, bias=torch.rand(4, 63)),
-        "work": lambda: work_module.build_work_list(torch.tensor([3, 4]), None, ints(2, 4), 2, 9, 8, 2, 16, 128),
+        "work": lambda: work_module.build_work_list(
+            work_module.WorkRows(torch.tensor([3, 4]), None, ints(2, 4), 2, 9),
+            work_module.WorkHeads(8, 2, 16, 128),
+            work_module.WorkCuts(),
+        ),
     }
 
 

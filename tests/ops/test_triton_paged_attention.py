@@ -25,7 +25,10 @@ from slipstream.ops.paged_attention.work_list import (  # noqa: E402
     FEW_ROWS,
     SOME_ROWS,
     SPLIT_COST,
+    WorkCuts,
+    WorkHeads,
     WorkList,
+    WorkRows,
     build_work_list,
     max_splits_of_row,
     split_keys,
@@ -322,7 +325,9 @@ def test_work_covers_every_key_and_query_once(num_split_programs):
     starts = torch.tensor([0, 1, 2, 3, 4, 304], dtype=torch.int32, device=DEVICE)
     table = torch.ones(5, 1250, dtype=torch.int64, device=DEVICE)
     given = torch.tensor(lengths, device=DEVICE)
-    work = build_work_list(given, starts, table, 310, 20_000, 6, 2, 16, tile=64, num_split_programs=num_split_programs)
+    work = build_work_list(
+        WorkRows(given, starts, table, 310, 20_000), WorkHeads(6, 2, 16, 64), WorkCuts(num_split_programs)
+    )
     num_singles, num_tiles = work.totals.tolist()
     sizes, num_splits, before = [256, 256, 256, 1024], [1, 1, 2, 20], [0, 1, 2, 4]
     assert [record[:7] for record in work.singles[:num_singles].tolist()] == [
@@ -357,7 +362,7 @@ def shares_of(work: WorkList) -> list[list[tuple[int, int]]]:
 def test_shares_are_about_equal(lengths):
     table = torch.ones(len(lengths), 400, dtype=torch.int64, device=DEVICE)
     given = torch.tensor(lengths, device=DEVICE)
-    work = build_work_list(given, None, table, len(lengths), 6000, 2, 2, 16, tile=64, num_split_programs=6)
+    work = build_work_list(WorkRows(given, None, table, len(lengths), 6000), WorkHeads(2, 2, 16, 64), WorkCuts(6))
     sizes, num_splits = work.singles[: len(lengths), 3:5].T.tolist()
     costs = {
         (row, split): min(length - split * sizes[row], sizes[row]) + SPLIT_COST.value
@@ -384,7 +389,9 @@ def test_only_a_step_without_given_tokens_has_keys_that_are_there_already(given,
     table[3] = 0
     given = None if given is None else torch.tensor(given, device=DEVICE)
     for starts in (None, torch.arange(6, dtype=torch.int32, device=DEVICE)):
-        work = build_work_list(lengths.to(DEVICE), starts, table.to(DEVICE), 5, 800, 4, 2, 16, 16, given=given)
+        work = build_work_list(
+            WorkRows(lengths.to(DEVICE), starts, table.to(DEVICE), 5, 800, given), WorkHeads(4, 2, 16, 16), WorkCuts()
+        )
         assert work.singles[:5, 7].tolist() == (expected if starts is None else [0] * 5)
 
 
@@ -392,7 +399,7 @@ def test_step_without_rows_of_one_token_has_empty_shares():
     starts = torch.tensor([0, 3], dtype=torch.int32, device=DEVICE)
     table = torch.ones(1, 1, dtype=torch.int64, device=DEVICE)
     work = build_work_list(
-        torch.tensor([3], device=DEVICE), starts, table, 3, 2000, 2, 2, 16, tile=64, num_split_programs=5
+        WorkRows(torch.tensor([3], device=DEVICE), starts, table, 3, 2000), WorkHeads(2, 2, 16, 64), WorkCuts(5)
     )
     assert work.totals[0] == 0 and not any(shares_of(work))
 
@@ -410,17 +417,11 @@ def test_tiles_with_most_keys_come_first_among_neighbours(together, group):
     starts = np.concatenate([[0], np.cumsum(counts)])
     total = int(starts[-1])
     table = torch.ones(len(lengths), 60, dtype=torch.int64, device=DEVICE)
+    query_starts = torch.from_numpy(starts.astype(np.int32)).to(DEVICE)
     work = build_work_list(
-        torch.tensor(lengths, device=DEVICE),
-        torch.from_numpy(starts.astype(np.int32)).to(DEVICE),
-        table,
-        total + 130,
-        900,
-        2 * group,
-        2,
-        16,
-        tile=64,
-        keys_together=together,
+        WorkRows(torch.tensor(lengths, device=DEVICE), query_starts, table, total + 130, 900),
+        WorkHeads(2 * group, 2, 16, 64),
+        WorkCuts(keys_together=together),
     )
     expected = []
     before = 0

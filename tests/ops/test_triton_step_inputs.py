@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.ops.step_inputs import StepInputs, reference
+from slipstream.ops.step_inputs import StepInputs, StepRows, reference
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -73,10 +73,12 @@ def check(out: StepInputs, state: tuple[torch.Tensor, ...], rows: list[int], cou
 @pytest.mark.parametrize("groups", [1, 2])
 def test_rows_of_one_token(gather: Any, groups: int) -> None:
     state, rows = tables(groups), [5, 0, 3]
-    out = gather(*state, PAGE, 17, torch.tensor(rows, device=DEVICE))
+    out = gather(*state, PAGE, 17, StepRows(torch.tensor(rows, device=DEVICE)))
     check(out, state, rows, [1] * 3, None)
     given = torch.tensor([-1, 77, -1], device=DEVICE)
-    check(gather(*state, PAGE, 17, torch.tensor(rows, device=DEVICE), given=given), state, rows, [1] * 3, given)
+    check(
+        gather(*state, PAGE, 17, StepRows(torch.tensor(rows, device=DEVICE), given=given)), state, rows, [1] * 3, given
+    )
 
 
 @GATHERS
@@ -86,7 +88,7 @@ def test_rows_of_several_tokens(gather: Any, width: int) -> None:
     given = torch.full((151,), -1, device=DEVICE)
     given[2:142] = torch.arange(140)
     arrays = staged(rows, counts)
-    out = gather(*state, PAGE, width, **arrays, given=given)
+    out = gather(*state, PAGE, width, StepRows(**arrays, given=given))
     check(out, state, rows, counts, given)
     assert all(x.dtype is torch.int64 for x in out)
 
@@ -96,7 +98,7 @@ def test_padding_rows_have_no_length_and_lie_in_page_zero(gather: Any) -> None:
     state = tables()
     rows = torch.tensor([3, 8, 8], device=DEVICE)
     counts = torch.tensor([1, 0, 0], device=DEVICE)
-    out = gather(*state, PAGE, 5, rows, counts, rows)
+    out = gather(*state, PAGE, 5, StepRows(rows, counts, rows))
     assert out.lengths.tolist() == [int(state[0][3]) + 1, 0, 0]
     assert (out.slots[:, 1:] < PAGE).all() and not out.pages[:, 1:].any()
 
@@ -106,8 +108,8 @@ def test_results_go_where_they_are_asked_to(gather: Any) -> None:
     state, rows = tables(), torch.tensor([1, 6], device=DEVICE)
     sizes = ((2,), (2,), (2,), (2, 2), (2, 2, 40))
     out = StepInputs(*(torch.full(size, -7, device=DEVICE) for size in sizes))
-    expected = reference.gather_inputs(*state, PAGE, 11, rows)
-    assert gather(*state, PAGE, 11, rows, out=out) is out
+    expected = reference.gather_inputs(*state, PAGE, 11, StepRows(rows))
+    assert gather(*state, PAGE, 11, StepRows(rows), out=out) is out
     for mine, other in zip(out[:4], expected[:4], strict=True):
         assert mine.equal(other)
     assert out.pages[:, :, :11].equal(expected.pages) and (out.pages[:, :, 11:] == -7).all()
@@ -120,7 +122,7 @@ def test_a_step_of_many_rows_without_a_wait() -> None:
     last_token = torch.randint(0, 150_000, (num_rows,), device="cuda")
     pages = torch.randint(1, 1 << 20, (2, num_rows, 2560), device="cuda")
     rows = torch.randperm(num_rows, device="cuda")[:1024]
-    args = (computed, last_token, pages, 16, 2560, rows)
+    args = (computed, last_token, pages, 16, 2560, StepRows(rows))
     kernel_gather(*args)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -24,7 +24,7 @@ from slipstream.ops.paged_attention.triton import (
     num_split_programs,
     query_tile,
 )
-from slipstream.ops.paged_attention.work_list import WorkList, build_work_list
+from slipstream.ops.paged_attention.work_list import WorkCuts, WorkHeads, WorkList, WorkRows, build_work_list
 
 _ENDLESS = 2**30  # a window over everything
 
@@ -79,30 +79,29 @@ class TritonAttention:
         """`partials`: memory of another plan for the same rows, to be used again."""
         group, num_rows = self.groups[number], len(batch.lengths)
         spec = group.spec
-        work = build_work_list(
-            batch.lengths,
-            batch.query_starts if has_chunks else None,
-            batch.page_tables[number],
-            len(batch.ids) if has_chunks else num_rows,
-            int(batch.max_lengths.max()),
+        shares = num_split_programs(
+            batch.lengths.device,
+            self.dtype,
             spec.num_heads,
             spec.num_kv_heads,
+            spec.head_dim,
             spec.page_size,
-            query_tile(spec.head_dim, self.dtype.itemsize),
+            num_rows,
             group.window,
-            num_split_programs(
-                batch.lengths.device,
-                self.dtype,
-                spec.num_heads,
-                spec.num_kv_heads,
-                spec.head_dim,
-                spec.page_size,
-                num_rows,
-                group.window,
-                spec.soft_cap,
+            spec.soft_cap,
+        )
+        tile = query_tile(spec.head_dim, self.dtype.itemsize)
+        work = build_work_list(
+            WorkRows(
+                batch.lengths,
+                batch.query_starts if has_chunks else None,
+                batch.page_tables[number],
+                len(batch.ids) if has_chunks else num_rows,
+                int(batch.max_lengths.max()),
+                batch.given,
             ),
-            cut_singles=not self.one_kernel,
-            given=batch.given,
+            WorkHeads(spec.num_heads, spec.num_kv_heads, spec.page_size, tile, group.window),
+            WorkCuts(num_split_programs=shares, cut_singles=not self.one_kernel),
         )
         if partials is None:
             partials = make_partials(work, spec.num_heads, spec.head_dim)

@@ -1,12 +1,12 @@
 """The attention work of one step, listed on the device.
 
-Rows of one token are cut along their keys, rows of more along their queries. The lists are made from device lengths
-once a step and serve all layers of one window; attention kernels run a fixed grid over them, so a launch looks the
-same whatever the lengths are and can be captured.
+Rows of one token are split along their keys, longer rows along their queries. The lists are built from device lengths
+once per step and serve all sites of a cache group; attention kernels run a fixed grid over them, so a launch does not
+depend on the lengths and can be captured.
 
-How a row is cut depends on its own length, and on whether the step has room for few rows, some or many: its sums have
-the same order in all steps of one kind, whoever its neighbours are. Who computes which of the pieces depends on all of
-them: pieces that follow each other make a share, and all shares are about as much work.
+How a row is split depends on its own length and on whether the step has room for few, some or many rows: the order of
+its sums is the same in all steps of one kind, whatever the other rows are. Consecutive splits form a share, and all
+shares have about equal work; which program computes a split depends on all rows.
 """
 
 from __future__ import annotations
@@ -50,47 +50,56 @@ class WorkList:
     num_splits: int  # of all rows together
 
 
-def build_work_list(
-    lengths: torch.Tensor,  # [B] int64
-    query_starts: torch.Tensor | None,  # [B + 1] int32; None: one token a row
-    page_table: torch.Tensor,  # [B, width] int64
-    num_tokens: int,
-    max_length: int,
-    num_heads: int,
-    num_kv_heads: int,
-    page_size: int,
-    tile: int,
-    window: int = 0,
-    num_split_programs: int = 1,
-    min_split: int | None = None,
-    max_splits: int = MAX_SPLITS,
-    keys_together: int = KEYS_TOGETHER,
-    cut_singles: bool = True,
-    given: torch.Tensor | None = None,  # [T] int64
-) -> WorkList:
-    """Lists the work of B rows, splits in no more than `num_split_programs` shares. Capacities follow from shapes and
-    `max_length`, never from what the device holds.
+@dataclass(frozen=True, slots=True)
+class WorkRows:
+    """The B rows and T tokens of a step."""
 
-    `given` says which tokens the host gave, -1 being none. In a step of one token a row that has none, all keys but
-    each row's newest were there before.
+    lengths: torch.Tensor  # [B] int64
+    query_starts: torch.Tensor | None  # [B + 1] int32; None: one token per row
+    page_table: torch.Tensor  # [B, width] int64
+    num_tokens: int
+    max_length: int  # at least every length
+    # [T] int64, token ids from the host, -1 where the device sampled one. In a step of one token per row without host
+    # token ids, all keys but the newest of each row were there before the step. None: not known
+    given: torch.Tensor | None = None
 
-    Without `cut_singles` a row of one token is a tile like any other, and all work is for one kernel.
-    """
-    num_rows = len(lengths)
+
+@dataclass(frozen=True, slots=True)
+class WorkHeads:
+    num_heads: int
+    num_kv_heads: int
+    page_size: int
+    tile: int  # queries times heads of a tile
+    window: int = 0  # 0: all keys are seen
+
+
+@dataclass(frozen=True, slots=True)
+class WorkCuts:
+    num_split_programs: int = 1  # splits go into no more shares than this
+    min_split: int | None = None  # keys of the smallest split; None: by the number of rows
+    max_splits: int = MAX_SPLITS
+    keys_together: int = KEYS_TOGETHER
+    cut_singles: bool = True  # False: a row of one token is a tile like any other, and one kernel does all work
+
+
+def build_work_list(rows: WorkRows, heads: WorkHeads, cuts: WorkCuts) -> WorkList:
+    """Lists the work of a step on the device. Capacities follow from shapes and `max_length` alone."""
+    lengths, query_starts, page_table = rows.lengths, rows.query_starts, rows.page_table
+    num_rows, num_tokens = len(lengths), rows.num_tokens
     assert query_starts is not None or num_tokens == num_rows, f"{num_tokens} tokens in {num_rows} rows and no starts"
     assert page_table.stride(1) == 1
-    group = num_heads // num_kv_heads
+    group = heads.num_heads // heads.num_kv_heads
     device = lengths.device
-    if min_split is None:
-        min_split = split_keys(num_rows)
-    num_splits = num_rows * max_splits_of_row(max_length, window, min_split, max_splits)
-    num_tiles = 0 if query_starts is None and cut_singles else num_tokens * group // tile + num_rows + 1
+    min_split = split_keys(num_rows) if cuts.min_split is None else cuts.min_split
+    num_splits = num_rows * max_splits_of_row(rows.max_length, heads.window, min_split, cuts.max_splits)
+    has_tiles = query_starts is not None or not cuts.cut_singles
+    num_tiles = num_tokens * group // heads.tile + num_rows + 1 if has_tiles else 0
     work = WorkList(
         torch.empty(num_rows + 1, RECORD.value, dtype=torch.int32, device=device),
-        torch.empty(min(num_split_programs, num_splits) + 1, 2, dtype=torch.int32, device=device),
+        torch.empty(min(cuts.num_split_programs, num_splits) + 1, 2, dtype=torch.int32, device=device),
         torch.empty(num_tiles, RECORD.value, dtype=torch.int32, device=device),
         torch.empty(2, dtype=torch.int32, device=device),
-        torch.empty(num_rows, num_kv_heads, dtype=torch.int32, device=device),
+        torch.empty(num_rows, heads.num_kv_heads, dtype=torch.int32, device=device),
         num_splits,
     )
     _list_work_kernel[(num_rows + 1,)](
@@ -101,22 +110,22 @@ def build_work_list(
         work.arrived,
         lengths,
         query_starts,
-        given if query_starts is None else None,
+        rows.given if query_starts is None else None,
         page_table,
         page_table.stride(0),
         num_rows,
         num_tokens,
         len(work.shares) - 1,
         HAS_STARTS=query_starts is not None,
-        KV_HEADS=num_kv_heads,
+        KV_HEADS=heads.num_kv_heads,
         GROUP=group,
-        PAGE=page_size,
-        WINDOW=window,
-        TILE=tile,
+        PAGE=heads.page_size,
+        WINDOW=heads.window,
+        TILE=heads.tile,
         MIN_SPLIT=min_split,
-        MAX_SPLITS=max_splits,
-        TOGETHER=keys_together,
-        CUT_SINGLES=cut_singles,
+        MAX_SPLITS=cuts.max_splits,
+        TOGETHER=cuts.keys_together,
+        CUT_SINGLES=cuts.cut_singles,
         BLOCK=256,
         num_warps=4,
     )

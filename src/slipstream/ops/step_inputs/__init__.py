@@ -2,8 +2,8 @@
 
 from slipstream.ops.dispatch import by_device
 from slipstream.ops.step_inputs import reference
-from slipstream.ops.step_inputs.reference import StepInputs
+from slipstream.ops.step_inputs.reference import StepInputs, StepRows
 
 gather_inputs = by_device(reference.gather_inputs, "slipstream.ops.step_inputs.triton")
 
-__all__ = ["StepInputs", "gather_inputs"]
+__all__ = ["StepInputs", "StepRows", "gather_inputs"]

@@ -1,10 +1,20 @@
-"""A step's inputs in plain torch. T tokens of B rows, G groups of layers."""
+"""A step's inputs in plain torch. T tokens of B rows, G cache groups."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+
+
+class StepRows(NamedTuple):
+    """What the host says of a step's rows and tokens."""
+
+    rows: torch.Tensor  # [B] int64
+    counts: torch.Tensor | None = None  # [B] int64, tokens of each row, 0 for padding; None: one token each
+    token_rows: torch.Tensor | None = None  # [T] int64; None: one token each
+    offsets: torch.Tensor | None = None  # [T] int64, index among the row's tokens; None: all are first
+    given: torch.Tensor | None = None  # [T] int64 token ids, negative where only the device knows it; None: everywhere
 
 
 class StepInputs(NamedTuple):
@@ -21,13 +31,10 @@ def gather_inputs(
     tables: torch.Tensor,  # [G, rows, pages of a row] int64
     page_size: int,
     width: int,  # pages wanted of each row
-    rows: torch.Tensor,  # [B] int64
-    counts: torch.Tensor | None = None,  # [B] int64, tokens of each row, 0 for padding; None: one token each
-    token_rows: torch.Tensor | None = None,  # [T] int64; None: one token each
-    offsets: torch.Tensor | None = None,  # [T] int64, place among the row's tokens; None: all are first
-    given: torch.Tensor | None = None,  # [T] int64 tokens, negative for one that only the device knows; None: all are
+    step: StepRows,
     out: StepInputs | None = None,  # where to write; its pages may be wider than `width`, the rest is left
 ) -> StepInputs:
+    rows, counts, token_rows, offsets, given = step
     if token_rows is None:
         token_rows = rows
     positions = computed.index_select(0, token_rows)

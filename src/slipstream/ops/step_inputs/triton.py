@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.step_inputs.reference import StepInputs
+from slipstream.ops.step_inputs.reference import StepInputs, StepRows
 
 _TOKENS = 128  # of one program
 _PAGES = 2048  # of one turn
@@ -18,14 +18,11 @@ def gather_inputs(
     tables: torch.Tensor,
     page_size: int,
     width: int,
-    rows: torch.Tensor,
-    counts: torch.Tensor | None = None,
-    token_rows: torch.Tensor | None = None,
-    offsets: torch.Tensor | None = None,
-    given: torch.Tensor | None = None,
+    step: StepRows,
     out: StepInputs | None = None,
 ) -> StepInputs:
-    """As the reference, which says what the arguments are."""
+    """As the reference, which describes the arguments."""
+    rows, counts, token_rows, offsets, given = step
     if token_rows is None:
         token_rows = rows
     num_tokens, num_rows, num_groups = len(token_rows), len(rows), len(tables)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from slipstream.nn.context import BatchView
-from slipstream.ops.step_inputs import gather_inputs
+from slipstream.ops.step_inputs import StepRows, gather_inputs
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.rope_rows import RopeRows
 from slipstream.runner.batch.rows import RowTable
@@ -80,10 +80,9 @@ class InputBatch:
         def gather() -> Gathered:
             rows, *others, starts = [None if span is None else upload.tensor(span) for span in spans]
             assert rows is not None
-            inputs = gather_inputs(
-                table.computed, table.last_token, pages.tables, pages.page_size, counts.width, rows, *others
-            )
-            token_rows = rows if others[1] is None else others[1]
+            step = StepRows(rows, *others)
+            inputs = gather_inputs(table.computed, table.last_token, pages.tables, pages.page_size, counts.width, step)
+            token_rows = rows if step.token_rows is None else step.token_rows
             view = BatchView(
                 ids=inputs.ids,
                 positions=inputs.positions,
@@ -94,7 +93,7 @@ class InputBatch:
                 max_lengths=counts.max_lengths,
                 num_single=counts.num_single,
                 all_long=size is not None and size.all_long,
-                given=others[-1],
+                given=step.given,
                 rope_rows=None if rope_rows is None else rope_rows.of(inputs.positions, token_rows),
                 query_starts=starts,
             )

@@ -25,7 +25,7 @@ import torch
 from slipstream.device.device import open_device
 from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.pooling.methods import take_ranges
-from slipstream.runner.pooling.results import Block
+from slipstream.runner.pooling.results import ResultBlock
 
 REQUESTS, TOKENS, WIDTH, FIRST, COUNT = 64, 128, 4096, 16, 32
 
@@ -55,7 +55,7 @@ def ways(device: str) -> dict[str, Callable[[], Sequence[Any]]]:
 
     def ours() -> Sequence[Any]:
         lines = take_ranges(own_starts, own_counts, upload)(hidden)
-        return Block(WIDTH, places, own_counts, len(lines)).split(on_host)
+        return ResultBlock(WIDTH, places, own_counts, len(lines)).split(on_host)
 
     return {
         "slice per request": slice_each,

@@ -34,5 +34,5 @@ class DelayedDevice(Device):
         self.compute = LateStream("late-compute", seed, longest, self._enter_thread)
         self.copy = LateStream("late-copy", seed + 1, longest)
 
-    def handed_back(self, buffer: Bytes) -> None:
+    def before_reuse(self, buffer: Bytes) -> None:
         buffer[:] = POISON

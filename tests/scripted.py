@@ -131,7 +131,7 @@ class ScriptedExecutor:
     def _update_pages(self, plan: StepPlan) -> None:
         assert len(plan.new_pages) == self.num_groups
         for group, updates in enumerate(plan.new_pages):
-            for row, place, page in zip(updates.rows, updates.places, updates.pages, strict=True):
+            for row, place, page in zip(updates.rows, updates.entries, updates.pages, strict=True):
                 state = self.rows[int(row)]
                 table = state.tables[group]
                 if page == NULL_PAGE:
@@ -150,23 +150,27 @@ class ScriptedExecutor:
 
     def _write(self, plan: StepPlan) -> None:
         """Every row's tokens into its slots, before anyone reads: so does each layer of a model."""
-        given = iter(plan.tokens.tolist())
+        host_tokens = iter(plan.tokens.tolist())
         written = set()
         self._drawn = set()
         singles = plan.num_tokens == 1
         assert singles.tolist() == sorted(singles.tolist(), reverse=True), "rows of one token come first"
         assert len(set(plan.rows.tolist())) == len(plan.rows) > 0, "a row is planned twice"
-        for row, num, length, num_given in zip(plan.rows, plan.num_tokens, plan.lengths, plan.num_given, strict=True):
+        for row, num, length, num_host_tokens in zip(
+            plan.rows, plan.num_tokens, plan.lengths, plan.num_host_tokens, strict=True
+        ):
             state = self.rows[int(row)]
             end = state.length + int(num)
-            bound = length >= end if self.drafter and not num_given else length == end
+            bound = length >= end if self.drafter and not num_host_tokens else length == end
             assert num >= 1 and bound, f"row {row} is at {state.length}, planned to {length}"
             assert state.admission.long_rope or length <= self.short_rope, f"row {row} needs the long rope factors"
             for index, position in enumerate(range(state.length, end)):
-                known = index < num_given
+                known = index < num_host_tokens
                 assert known == (position < state.num_known), f"row {row}: who gives token {position}?"
-                assert known or index - num_given < len(state.next_tokens), f"row {row} reads a token it has not drawn"
-                token = next(given) if known else state.next_tokens[index - num_given]
+                assert known or index - num_host_tokens < len(state.next_tokens), (
+                    f"row {row} reads a token it has not drawn"
+                )
+                token = next(host_tokens) if known else state.next_tokens[index - num_host_tokens]
                 place, offset = divmod(position, self.page_size)
                 for group, table in enumerate(state.tables):
                     slot = table[place], offset
@@ -178,7 +182,7 @@ class ScriptedExecutor:
                     self.slots[group][slot] = token, position, state.admission.long_rope
             state.start, state.length, state.planned = state.length, end, int(length)
             self.num_computed += int(num)
-        assert next(given, None) is None, "more tokens given than planned"
+        assert next(host_tokens, None) is None, "more host tokens than planned positions"
 
     def _draw(self, state: _Row, num_drawn: int) -> tuple[list[int], int, bool]:
         """The row's tokens, how many it keeps, and whether no token could be drawn behind those."""
@@ -242,14 +246,14 @@ class ScriptedExecutor:
         logprobs = None
         if (k := plan.num_logprobs) is not None:
             logprobs = _report(tokens, range(1, count + 1), k)
-            given = [len(self.rows[row].admission.params.given_ids) for row in owners]
-            if any(given):
-                asking = [token for token, num in zip(tokens, given, strict=True) if num]
-                logprobs = replace(logprobs, given=-np.array([asking] * max(given), np.float64).T)
+            num_ids = [len(self.rows[row].admission.params.requested_ids) for row in owners]
+            if any(num_ids):
+                asking = [token for token, num in zip(tokens, num_ids, strict=True) if num]
+                logprobs = replace(logprobs, requested=-np.array([asking] * max(num_ids), np.float64).T)
             wanted = [self.rows[row].admission.params.num_logprobs or 0 for row in owners]
             if long := [place for place, num in enumerate(wanted) if num > MAX_PACKED_LOGPROBS]:
                 own = _report([tokens[place] for place in long], [place + 1 for place in long], max(wanted))
-                logprobs = replace(logprobs, long=own)
+                logprobs = replace(logprobs, wide=own)
         return StepResult(
             np.array(tokens, np.int32),
             np.array(failed, np.bool_),
@@ -269,7 +273,7 @@ class ScriptedExecutor:
         starts = plan.lengths - plan.num_tokens
         positions = [s + i for s, num in zip(starts.tolist(), num_tokens, strict=True) for i in range(num)]
         ranks = []
-        for place, token in zip(plan.scores.places.tolist(), plan.scores.tokens.tolist(), strict=True):
+        for place, token in zip(plan.scores.indices.tolist(), plan.scores.tokens.tolist(), strict=True):
             state, position = self.rows[rows[place]], positions[place]
             assert state.admission.sample == 0 and position + 1 < state.admission.num_prompt_tokens
             if position + 1 < state.length:

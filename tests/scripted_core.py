@@ -133,7 +133,7 @@ def _logprobs(params: SamplingParams, token: int) -> bytes | None:
         return None
     likeliest = (token, *range(params.num_logprobs + 1))[: params.num_logprobs]
     told = [(-0.5, token, 1), *((-0.5 - rank, other, rank + 1) for rank, other in enumerate(likeliest))]
-    return np.array([*told, *((-9.0, given, 0) for given in params.given_ids)], LOGPROB).tobytes()
+    return np.array([*told, *((-9.0, given, 0) for given in params.requested_ids)], LOGPROB).tobytes()
 
 
 def _prompt_logprobs(message: Submit) -> bytes | None:

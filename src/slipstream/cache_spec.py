@@ -1,7 +1,7 @@
 """What a cache site stores between steps.
 
-A site is one place of a model that writes to the cache, mostly the attention of one layer; several mixers may read one
-site. The host groups sites by spec and hands out pages; the device allocates tensors. Neither half imports the other.
+A site is one place of a model that writes to the cache, usually the attention of one layer; several mixers may read one
+site. The scheduler groups sites by spec and allocates pages; the runner allocates tensors.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class PagedSpec(msgspec.Struct, frozen=True, kw_only=True, tag="paged"):
         return 2 * self.num_kv_heads * self.head_dim * ITEMSIZE[self.dtype] * self.page_size
 
     def max_pages(self, length: int, step_tokens: int) -> int:
-        """The most pages that a request of this length holds at once. A step adds up to `step_tokens` positions."""
+        """Maximum number of pages that a request of this length holds. A step adds up to `step_tokens` positions."""
         return -(-length // self.page_size)
 
     def usual_pages(self, length: int) -> int:
-        """Pages that such a request holds while it decodes."""
+        """Pages that a request of this length holds while it decodes."""
         return -(-length // self.page_size)
 
 
@@ -54,7 +54,7 @@ class WindowSpec(PagedSpec, frozen=True, kw_only=True, tag="window"):
 
 
 CacheSpec = PagedSpec | WindowSpec
-"""Any spec of a site. A new kind of cache joins this union."""
+"""Any spec of a site. A new kind of cache adds its spec here and a `CacheKind` in `scheduler/cache/`."""
 
 
 class CacheGroup(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ class CacheGroup(msgspec.Struct, frozen=True):
 
     @property
     def bytes_per_page(self) -> int:
-        """Of one page over all sites of the group."""
+        """Bytes of one page over all sites of the group."""
         return self.spec.bytes_per_page * len(self.sites)
 
     @property

@@ -170,7 +170,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
         return self.stop_token_ids  # type: ignore[return-value]
 
     @property
-    def given_ids(self) -> tuple[int, ...]:
+    def requested_ids(self) -> tuple[int, ...]:
         return self.logprob_token_ids  # type: ignore[return-value]
 
     @property
@@ -186,12 +186,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
     def report_width(self) -> int:
         """Numbers in a line of its own in which each token is reported; 0: what all rows get is enough for it."""
         num = self.num_logprobs or 0
-        return max(1 + num if num > MAX_PACKED_LOGPROBS else 0, len(self.given_ids))
+        return max(1 + num if num > MAX_PACKED_LOGPROBS else 0, len(self.requested_ids))
 
     @property
     def num_logprobs(self) -> int | None:
         """The likeliest tokens to report with each token drawn; None if nothing at all is to be reported."""
-        return 0 if self.logprobs is None and self.given_ids else self.logprobs
+        return 0 if self.logprobs is None and self.requested_ids else self.logprobs
 
     def with_changes(self, **changes: Any) -> SamplingParams:
         """A copy that differs in these fields, checked again."""

@@ -1,4 +1,4 @@
-"""Request: what the host knows of one sample of one request."""
+"""Request: the scheduler's state of one sample of one request."""
 
 from __future__ import annotations
 
@@ -7,51 +7,51 @@ import enum
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 
-NEVER = 2**30 - 1  # more tokens than any request has; compares faster than a larger number
+NEVER = 2**30 - 1  # more tokens than any request has; a small int compares faster than a larger one
 
 
 class FinishReason(enum.StrEnum):
-    STOP = "stop"  # end token, stop token or stop string; or a prompt is pooled
+    STOP = "stop"  # end token, stop token or stop string; or the prompt is pooled
     LENGTH = "length"  # max_tokens or the model length
-    ABORT = "abort"  # the caller gave up
-    ERROR = "error"  # its results were not numbers, or its parameters forbade every token
+    ABORT = "abort"  # the caller aborted it
+    ERROR = "error"  # NaN or infinite results, or the parameters forbid every token
 
 
 class Status(enum.Enum):
-    WAITING = enum.auto()  # in the queue, or preempted and waiting for its last tokens to be seen
+    WAITING = enum.auto()  # in the waiting queue
     RUNNING = enum.auto()  # holds a row
-    LEAVING = enum.auto()  # of a pooling request all is launched: it holds nothing, and its result is on the way
+    DRAINING = enum.auto()  # a pooling request whose positions are all launched: no row, no pages, its result in flight
     FINISHED = enum.auto()
 
 
 class WaitFor(enum.IntFlag):
-    """What a request in the waiting queue waits for besides its turn. Another reason to wait joins here."""
+    """What a request in the waiting queue waits for besides its turn. A new reason to wait is a new flag."""
 
     NOTHING = 0
-    PROMPT = enum.auto()  # the first sample of its prompt is computing it
-    QUERY = enum.auto()  # of a document: the query that it is scored against
-    TOKENS = enum.auto()  # of a preempted request: tokens that it drew before, and that the host has not seen
+    PROMPT = enum.auto()  # the first sample of its prompt is computing the prompt
+    QUERY = enum.auto()  # a document: the query that it is scored against is not launched yet
+    TOKENS = enum.auto()  # a preempted request: tokens that it drew are still in flight
 
 
-_NOTHING_SAMPLED = SamplingParams()
+_DEFAULT_PARAMS = SamplingParams()
 
 
 class Request:
-    """One sample. A prompt with n > 1 becomes n of these with the same id.
+    """One sample. A prompt with n > 1 becomes n requests with the same id.
 
-    `computed` counts positions launched, `pending` tokens drawn on the device that the host has not seen. With drafts
-    in flight both are upper bounds: the commit that learns how many were accepted takes the rejected ones off.
-    While it runs, `computed <= len(tokens) + pending`.
+    `computed` counts launched positions, `pending` tokens drawn on the device whose result is still in flight. With
+    drafts in flight both are upper bounds: the commit subtracts the rejected drafts. While a request runs,
+    `computed <= len(tokens) + pending`.
 
-    A pooling request draws no token: it ends when its prompt is computed.
+    A pooling request draws no token. It ends when its prompt is computed.
     """
 
     __slots__ = (
         "id", "sample", "number", "params", "pooling", "priority", "caller", "cache_salt", "stop_ids", "bad_words",
         "seed", "tokens", "num_prompt", "max_length", "status", "waits_for", "row", "admission", "num_known",
-        "computed", "committed", "pending", "runway", "num_cached", "num_preemptions", "caught_up", "leader",
-        "siblings", "unscored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity", "hashes",
-        "num_published", "publish_after", "long_rope", "short_limit",
+        "computed", "committed", "pending", "decode_limit", "num_cached", "num_preemptions", "known_launched_at",
+        "leader", "siblings", "next_scored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity",
+        "hashes", "num_published", "publish_after", "long_rope", "short_limit",
     )  # fmt: skip
 
     def __init__(
@@ -73,35 +73,37 @@ class Request:
         self.sample = sample
         self.number = -1  # order of submission, set by the scheduler
         self.pooling = params if isinstance(params, PoolingParams) else None
-        self.params = params = _NOTHING_SAMPLED if isinstance(params, PoolingParams) else params
+        self.params = params = _DEFAULT_PARAMS if isinstance(params, PoolingParams) else params
         self.priority = priority
-        self.caller = caller  # requests of one priority are seated by fair turns of their callers
+        self.caller = caller  # callers of one priority are served by fair queueing
         self.cache_salt = cache_salt
-        self.stop_ids = frozenset(stop_ids)  # every token that ends it: end tokens unless ignored, and its own
+        # tokens that end the request: end tokens unless ignored, and stop_token_ids
+        self.stop_ids = frozenset(stop_ids)
         self.bad_words = bad_words  # token sequences
         self.seed = seed
         self.tokens = list(prompt)  # all known tokens, prompt first
         self.num_prompt = len(prompt)
-        self.max_length = max_length  # prompt and output together: max_tokens or the model length, whichever is less
+        self.max_length = max_length  # of prompt and output: limited by max_tokens and by the model length
 
         self.status = Status.WAITING
         self.waits_for = WaitFor.NOTHING
         self.row = -1
-        self.admission = -1  # number of the present admission; -1 without a row
-        self.num_known = 0  # tokens known when it was admitted; later ones are read on the device
+        self.admission = -1  # number of the current admission; -1 without a row
+        self.num_known = 0  # tokens known at admission; later ones are read on the device
         self.computed = 0
-        self.committed = 0  # of those, before its first token is drawn: see `num_committed`
+        self.committed = 0  # committed positions while no token of this admission is known: see `num_committed`
         self.pending = 0
-        self.runway = 0  # until `computed` gets there it decodes one by one and the scheduler need not look closer
-        self.num_cached = 0  # positions found in the cache when it was first admitted
+        # while `computed` is below, the request decodes one token per step without further checks
+        self.decode_limit = 0
+        self.num_cached = 0  # positions found in the cache at the first admission
         self.num_preemptions = 0
-        self.caught_up = -1  # the step that launched the last of its known tokens
-        # the next prompt token whose logprob is to be asked for; NEVER when there is none. It only goes up: what was
-        # launched before a preemption is still delivered. Of a prompt's samples the first asks for all
-        self.unscored = NEVER if params.prompt_logprobs is None or sample or len(prompt) < 2 else 1
-        self.num_logprobs: int | None = None  # with each token; asked for in every step
-        # of what the device keeps or reports for it in a line as long as anybody's: numbers in a report of its own,
-        # stop ids, bad words and a line for its last tokens, tokens of the longest; None, mostly: nothing of all that
+        self.known_launched_at = -1  # the step that launched the last of its known tokens
+        # The next prompt token whose logprob is to be computed; NEVER if there is none. It never decreases: scores that
+        # were launched before a preemption are still delivered. Only the first sample of a prompt is scored.
+        self.next_scored = NEVER if params.prompt_logprobs is None or sample or len(prompt) < 2 else 1
+        self.num_logprobs: int | None = None  # per drawn token
+        # Sizes of its entries in device tables whose lines are all as long as the longest: numbers in a wide logprobs
+        # report, stop ids, bad words plus a line for its last tokens, tokens of the longest bad word. None: no entries.
         self.list_sizes: tuple[int, ...] | None = None
         self.num_staged_ids = 0
         if self.pooling is None:
@@ -110,44 +112,44 @@ class Request:
             if params.report_width or num_stops or bad_words:
                 longest = max(map(len, bad_words), default=0)
                 self.list_sizes = (params.report_width, num_stops, len(bad_words) + bool(bad_words), longest)
-            # numbers an admission of it brings to the device beside its pages and its history
+            # numbers that its admission uploads besides page-table entries and history
             self.num_staged_ids = (
                 num_stops
                 + len(params.allowed_token_ids or ())
                 + 3 * len(params.logit_bias or ())  # an id, and a value of up to 8 bytes
-                + 2 * sum(map(len, bad_words))  # an id and its place
-                + len(params.given_ids)
+                + 2 * sum(map(len, bad_words))  # an id and its index
+                + len(params.requested_ids)
             )
 
-        # the samples of one prompt: the first leads, the others wait for its pages
+        # Samples of one prompt: the first is the leader; the others wait until its prompt is computed.
         self.leader: Request | None = None  # until this one is admitted
-        self.siblings: list[Request] = []  # samples that wait for this one's prompt
+        self.siblings: list[Request] = []  # samples that wait for this request's prompt
 
-        # LongRoPE, set at admission: whether it has the long factors, and the length up to which the short ones serve
+        # LongRoPE, set at admission: whether the long factors are used, and the maximum length for the short ones
         self.long_rope = False
         self.short_limit = NEVER
 
-        # the cache manager's notes
+        # written by the cache manager only
         self.pages: list[list[int]] = []  # per group
-        self.capacity = 0  # positions these pages can hold
+        self.capacity = 0  # positions that these pages hold
         self.hashes: list[bytes] = []  # of its leading full pages of known tokens
-        self.num_published = 0  # leading pages that others may find
-        self.publish_after = NEVER  # once it knows more tokens than this there are pages to publish
+        self.num_published = 0  # leading pages that other requests can find
+        self.publish_after = NEVER  # with more known tokens than this there are pages to publish
 
     @property
     def num_committed(self) -> int:
-        """Positions of this admission whose step the host has seen the result of."""
+        """Positions of this admission whose step is committed."""
         num_tokens = len(self.tokens)
         return num_tokens - 1 if num_tokens > self.num_known else self.committed
 
     @property
     def last_computed(self) -> int:
-        """Positions that may be computed in this admission, at most: the last token needs no position."""
+        """Maximum number of positions computed in this admission. The last token is never computed."""
         return min(self.max_length - 1, self.short_limit)
 
-    def set_runway(self) -> None:
-        """All its known tokens are launched, or it got pages."""
-        self.runway = min(self.capacity, self.last_computed)
+    def set_decode_limit(self) -> None:
+        """Call when all known tokens are launched, or after pages were reserved."""
+        self.decode_limit = min(self.capacity, self.last_computed)
 
     @property
     def num_output(self) -> int:

@@ -1,7 +1,7 @@
-"""The waist: all that passes between the half that decides and the half that executes.
+"""The interface between scheduler and runner: the scheduler makes a `StepPlan`, the runner returns a `StepResult`.
 
-`StepPlan` goes down, `StepResult` comes back. Arrays are numpy, indexed by row or by the plan's order, and are
-never changed after they were handed over: a step may still be reading them when the next is planned.
+All arrays are numpy, indexed by row or in the plan's order. An array is never written after it is handed over: a step
+may still read it while the next one is planned.
 """
 
 from __future__ import annotations
@@ -19,45 +19,46 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.floating]
 
 NO_INTS: Ints = np.zeros(0, np.int32)
-NULL_PAGE = 0  # never handed out; padding points here
+NULL_PAGE = 0  # no request holds it; padding tokens write to it
 
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A request takes its seat. A request that was preempted and comes back is admitted anew, with a new number."""
+    """A generation request gets a row. A request that returns after a preemption is admitted again, with a new
+    number."""
 
     row: int
-    number: int  # of this admission; no two share one
+    number: int  # unique over all admissions of both kinds
     num_prompt_tokens: int  # of the request as submitted
-    num_known: int  # tokens the host knows now: the prompt, and what was generated before a preemption
-    num_cached: int  # of those, positions already in its pages
+    num_known: int  # tokens that the host knows: the prompt, and tokens generated before a preemption
+    num_cached: int  # leading positions whose keys and values are in its pages already
     params: SamplingParams
-    seed: int  # 64 bits: the request's own, or made from the engine's seed and the request's number
+    seed: int  # 64 bits: the request's own, or derived from the engine's seed and the request's number
     sample: int  # which of the prompt's n samples this is
-    stop_ids: tuple[int, ...]  # tokens that may not come before min_tokens
-    history: Ints | None  # all known tokens, for rows whose parameters look back (penalties, bad words); else None
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not come
+    stop_ids: tuple[int, ...]  # tokens that may not be drawn before min_tokens
+    history: Ints | None  # all known tokens, if its parameters need them (penalties, bad words); else None
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not be drawn
     long_rope: bool = False  # its positions are rotated by LongRoPE's long factors
 
 
 @dataclass(frozen=True, slots=True)
 class PoolAdmission:
-    """A pooling request takes its seat, for as many steps as its prompt takes."""
+    """A pooling request gets a row until its prompt is computed."""
 
     row: int
-    number: int  # of this admission; no two share one, of whichever kind
+    number: int  # unique over all admissions of both kinds
     num_prompt_tokens: int
     num_cached: int
-    params: PoolingParams  # their task is named
+    params: PoolingParams  # `task` is set
     long_rope: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PageUpdates:
-    """Places in one group's page table that change with this step: table[rows[i], places[i]] = pages[i]."""
+    """Entries of one group's page table that change with this step: table[rows[i], entries[i]] = pages[i]."""
 
     rows: Ints
-    places: Ints
+    entries: Ints
     pages: Ints
 
 
@@ -66,11 +67,11 @@ NO_PAGES = PageUpdates(NO_INTS, NO_INTS, NO_INTS)
 
 @dataclass(frozen=True, slots=True)
 class PromptScores:
-    """Prompt tokens whose logprobs this step shall report, each from the position before it."""
+    """Prompt tokens whose logprobs this step reports. A token's logprob comes from the position before it."""
 
-    places: Ints  # [scored] those positions, counted over all tokens of the step
-    tokens: Ints  # [scored] the prompt tokens that follow; the next chunk's first is among them
-    num_logprobs: int  # likeliest tokens to report beside each
+    indices: Ints  # [scored] of those positions among all tokens of the step
+    tokens: Ints  # [scored] the prompt tokens after them; the last may be the first token of the next chunk
+    num_logprobs: int  # likeliest tokens to report for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,29 +93,30 @@ NO_POOLING = PoolPlan()
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one trip of the device shall do. Releases come first, then admissions, page updates, copies, the forward."""
+    """The work of one step, in this order: releases, admissions, page updates, page copies, the forward, the heads."""
 
     step: int
-    released: Ints  # rows given back
+    released: Ints  # rows that are free again
     admitted: tuple[Admission, ...]
 
-    rows: Ints  # [planned] rows that compute, decodes (one token) first
-    num_tokens: Ints  # [planned] positions each computes, at least 1
-    lengths: Ints  # [planned] its length after this step; an upper bound while drafts are in flight
-    # [planned] tokens drawn after the last so many positions of the row: 0 (a prompt goes on, or is pooled), 1, or
-    # 1 + drafts. Of the drawn tokens the device accepts the first, and each whose predecessors equal the drafts
+    rows: Ints  # [planned] rows that compute; decode rows (one token) first
+    num_tokens: Ints  # [planned] positions that the row computes, at least 1
+    lengths: Ints  # [planned] length of the row after this step; an upper bound while drafts are in flight
+    # [planned] tokens to draw, one after each of the row's last `num_drawn` positions: 0 (a prompt chunk that is not
+    # the last, or a pooled prompt), 1, or 1 + drafts. The device accepts the first drawn token, and each further one as
+    # long as all drawn tokens before it equal the drafts.
     num_drawn: Ints
 
-    # Tokens the host knows, for the leading `num_given[i]` positions of each row, one row after another.
-    # The rest of a row's positions read what the device itself has for the row: the token it drew last, then drafts.
-    # What they leave in the cache no other row reads in the same step.
-    num_given: Ints  # [planned]
-    tokens: Ints  # [sum(num_given)]
+    # Token ids that the host knows, for the leading `num_host_tokens[i]` positions of each row, row after row. The
+    # other positions read the device's own tokens of the row: the token drawn last, then drafts. No other row reads
+    # what these positions write to the cache in the same step.
+    num_host_tokens: Ints  # [planned]
+    tokens: Ints  # [sum(num_host_tokens)]
 
-    new_pages: tuple[PageUpdates, ...]  # one a cache group
-    copies: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int32))  # (group, from page, to page)
-    # likeliest tokens to report for each sampling row but those that want more than MAX_PACKED_LOGPROBS, which get
-    # their own; None: no logprobs at all
+    new_pages: tuple[PageUpdates, ...]  # one per cache group
+    copies: Ints = field(default_factory=lambda: np.zeros((0, 3), np.int32))  # (group, source page, target page)
+    # likeliest tokens to report per drawn token, except for rows that want more than MAX_PACKED_LOGPROBS, which are
+    # reported apart; None: no logprobs
     num_logprobs: int | None = None
     scores: PromptScores | None = None
     pooling: PoolPlan | None = None  # None: no pooling request is admitted, no prompt ends, no stored query is freed
@@ -131,28 +133,27 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepLogprobs:
-    """Of the raw logits. Entry i belongs to the plan's i-th drawn token, or to its i-th scored prompt token."""
+    """Logprobs of the raw logits. Entry i belongs to the i-th drawn token, or to the i-th scored prompt token."""
 
     chosen: Floats  # [entries]
     rank: Ints  # [entries] 1 is the likeliest
     top_ids: Ints  # [entries, k]
     top: Floats  # [entries, k]
-    # [asking, most ids] for drawn tokens of rows with logprob_token_ids, those alone, in order
-    given: Floats | None = None
-    long: StepLogprobs | None = (
-        None  # drawn tokens of rows that want more than MAX_PACKED_LOGPROBS, those alone, in order
-    )
+    # [asking, max ids] of drawn tokens of rows with logprob_token_ids, only these rows, in the plan's order
+    requested: Floats | None = None
+    # of drawn tokens of rows that want more than MAX_PACKED_LOGPROBS, only these rows, in the plan's order
+    wide: StepLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the device drew, in the plan's order. A sampling row is one whose `num_drawn` is not 0."""
+    """The tokens that the device drew, in the plan's order. A sampling row is a row whose `num_drawn` is not 0."""
 
-    tokens: Ints  # [drawn] the tokens of each sampling row, accepted ones first
-    # [sampling] after its accepted tokens (none, where it drew one) the row's logits held NaN, or left no token to draw
+    tokens: Ints  # [drawn] of each sampling row its drawn tokens, accepted ones first
+    # [sampling] whether the draw after the accepted tokens failed: the logits held NaN, or no token was left
     failed: Bools
     logprobs: StepLogprobs | None = None
-    prompt_logprobs: StepLogprobs | None = None  # one entry for each of the plan's scored prompt tokens
+    prompt_logprobs: StepLogprobs | None = None  # one entry per scored prompt token
     pooled: tuple[Floats, ...] = ()  # [ending] one result for each prompt that ends, in the plan's order
-    pool_failed: frozenset[int] = frozenset()  # places in `pooled` of those whose numbers are not numbers
-    counts: Ints | None = None  # [sampling] how many of a row's drawn tokens are accepted; None: all
+    pool_failed: frozenset[int] = frozenset()  # indices of entries of `pooled` with NaN or infinite values
+    counts: Ints | None = None  # [sampling] number of accepted tokens of the row; None: all that it drew

@@ -183,7 +183,7 @@ def test_silent_steps_of_one_who_left_leave_the_rings_their_room(depth):
 
 
 class SilentHandle:
-    is_silent = True
+    has_no_result = True
 
     def __init__(self, handle):
         self.handle = handle
@@ -194,5 +194,5 @@ class SilentHandle:
     def wait(self):
         return StepResult(np.zeros(0, np.int32), np.zeros(0, np.bool_))
 
-    def end(self):
+    def wait_until_ended(self):
         self.handle.wait()

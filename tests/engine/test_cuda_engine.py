@@ -78,7 +78,7 @@ def test_tokens_are_those_of_the_cpu(folder, wanted, options):
 def test_a_platform_that_pins_no_memory_gives_the_same_tokens(folder, wanted, monkeypatch):
     monkeypatch.setattr("slipstream.device.device._pinning_works", lambda: False)
     with LLM(folder, **OPTIONS, device="cuda") as llm:
-        assert not llm.core.executor.ring.slots[0].tensor.is_pinned()
+        assert not llm.core.executor.ring.buffers[0].tensor.is_pinned()
         for _ in range(3):
             assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted["greedy"]
 

@@ -137,7 +137,7 @@ def test_nothing_leaks_when_the_query_is_aborted(model, steps):
         for id in ids:
             assert (id in bench.results) != (id in bench.errors)
         if not steps:
-            assert all("its query was given up" in bench.errors[id] for id in ids)
+            assert all("its query was aborted" in bench.errors[id] for id in ids)
         check_freed(bench)
 
 

@@ -47,9 +47,9 @@ def check_buffers(llm, memory):
     runner = llm.core.executor
     assert num_bytes(chain.from_iterable(runner.store.caches)) == memory.cache
     assert num_bytes([runner.ring.arena]) == memory.staging
-    assert num_bytes(slot.tensor for slot in runner.ring.slots) == memory.staging_host
-    assert num_bytes(slot.on_device for slot in runner.heads[0].results.slots) == memory.results
-    assert num_bytes(slot.host_tensor for slot in runner.heads[0].results.slots) == memory.results_host
+    assert num_bytes(slot.tensor for slot in runner.ring.buffers) == memory.staging_host
+    assert num_bytes(slot.on_device for slot in runner.heads[0].results.buffers) == memory.results
+    assert num_bytes(slot.host_tensor for slot in runner.heads[0].results.buffers) == memory.results_host
     tables = next(state.tables for state in runner.row_states if hasattr(state, "tables"))
     assert num_bytes(tables) <= memory.tables
 
@@ -156,7 +156,7 @@ def test_whole_vocabularies_stay_within_what_was_foretold(tmp_path, wanted, opti
     params = [SamplingParams(max_tokens=2, ignore_eos=True, **wanted[i % len(wanted)]) for i in range(16)]
     with llm, LiveBytes() as live:
         results = llm.generate([[i, 1, 2, 3] for i in range(16)], params, use_tqdm=False)
-        slots = llm.core.executor.results.slots
+        slots = llm.core.executor.results.buffers
         assert num_bytes(slot.on_device for slot in slots) <= memory.results + memory.reports
         assert num_bytes(slot.host_tensor for slot in slots) <= memory.results_host + memory.reports_host
     assert live.peak <= memory.activations + memory.features + memory.reports
@@ -230,7 +230,7 @@ def test_pooling_stays_within_what_was_foretold(tmp_path, kind, task, lengths, d
     prompts = [[i % 200 + 3] * lengths[i % len(lengths)] for i in range(60)]
     with llm, LiveBytes() as live:
         assert len(llm.encode(prompts, pooling_task=task, use_tqdm=False)) == 60
-        slots = llm.core.executor.results.slots
+        slots = llm.core.executor.results.buffers
         assert num_bytes(slot.on_device for slot in slots) <= memory.results + memory.reports
         assert num_bytes(slot.host_tensor for slot in slots) <= memory.results_host + memory.reports_host
     assert live.peak <= memory.activations + memory.reports + memory.reports_host

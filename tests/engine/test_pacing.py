@@ -18,7 +18,7 @@ def plan(num_rows, chunk=0):
         num_tokens=num_tokens,
         lengths=num_tokens,
         num_drawn=np.ones(len(num_tokens), np.int32),
-        num_given=num_tokens,
+        num_host_tokens=num_tokens,
         tokens=np.zeros(chunk, np.int32),
         new_pages=(),
     )

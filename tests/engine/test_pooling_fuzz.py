@@ -111,7 +111,7 @@ class Day:
         bench.core.scheduler.check()
         bench.core.executor.device.compute.record().wait()
         head = bench.core.executor.heads[-1]
-        assert len(head.carry.admissions) <= 1 and not head.carry.parts  # the last one is released with the next step
+        assert len(head.chunks.admissions) <= 1 and not head.chunks.parts  # the last one is released with the next step
         assert len(head.queries) == len(bench.core.scheduler._queries) == len(head._query_sizes) == 0
         self.compare()
         bench.core.close()
@@ -120,7 +120,7 @@ class Day:
     def compare(self) -> None:
         for id, (prompt, params) in self.prompts.items():
             if id in self.bench.errors:
-                assert "its query was given up" in self.bench.errors[id] and id in self.documents
+                assert "its query was aborted" in self.bench.errors[id] and id in self.documents
             elif id not in self.bench.ended:
                 assert id in self.aborted or getattr(params, "is_query", False), f"{id} got no answer"
             elif id in self.documents:

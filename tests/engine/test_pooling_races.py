@@ -83,7 +83,7 @@ def test_the_race_would_be_seen(model, monkeypatch):
 
     def careless(ring, *args):
         ring._next = 0
-        ring.slots[0].copied = PASSED
+        ring.buffers[0].copied = PASSED
         return real(ring, *args)
 
     with PoolBench(**model) as bench:

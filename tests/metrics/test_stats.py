@@ -53,7 +53,7 @@ def lanes(**counts):
     return [LaneStats("m", num_pages=10, num_free_pages=5, **counts)]
 
 
-def test_the_status_line_gives_rates_and_is_silent_at_rest():
+def test_the_status_line_gives_rates_and_has_no_result_at_rest():
     line = StatusLine()
     assert line.look(0.0, FrontStats(), lanes()) is None
     text = line.look(2.0, front(tokens=100), lanes(num_running=3, prefix_queries=100, prefix_hits=25))

@@ -4,9 +4,9 @@ It reads source text and needs no GPU. It sees the calls that are written down, 
 net is for those. A call is fine inside `with sync_allowed("why"):`. Functions defined in such a block run later and
 are not covered by it.
 
-What is numpy is on the host and may be read. The net knows `np`, `plan` and `admission` (plans are numpy), and the
-names that a function annotates as numpy: `widths: Ints = ...`. `tensor_names.py` says which names are tensors, for
-`if`, `bool()` and the like.
+What is numpy is on the host and may be read. The net knows `np`, `plan`, `pool_plan` and `admission` (plans are
+numpy), and the names that a function annotates as numpy: `widths: Ints = ...`. `tensor_names.py` says which names are
+tensors, for `if`, `bool()` and the like.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WAITS = {
     "item", "tolist", "cpu", "numpy", "cuda", "synchronize",
     "nonzero", "argwhere", "unique", "unique_consecutive", "masked_select", "multinomial",
 }  # fmt: skip
-HOST_NAMES = frozenset({"np", "numpy", "plan", "admission", "pooling"})  # `pooling` is the plan's part or the config's
+HOST_NAMES = frozenset({"np", "numpy", "plan", "pool_plan", "admission"})
 HOST_TYPES = ("NDArray", "np.ndarray", "Ints", "Bools", "Floats")  # how an annotation of a numpy array begins
 
 

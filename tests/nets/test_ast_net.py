@@ -153,6 +153,7 @@ def test_the_same_call_is_fine_with_a_reason(call):
         "np.nonzero(array)",
         "numpy.unique(array)",
         "plan.rows.tolist()",
+        "pool_plan.queries.tolist()",
         "plan.lengths[0].item()",
         "torch.where(m, a, b)",
         "torch.tensor([1, 2])",

@@ -59,7 +59,7 @@ def drive(tmp_path, family, options, params, break_runner=None) -> int:
         with FakeTensorMode(allow_non_fake_inputs=True):
             while (plan := core.scheduler.plan()) is not None:
                 runner.launch(plan)
-                result = runner.finish().wait()  # the slot's memory, which nothing wrote
+                result = runner.finish().wait()  # the buffer's memory, which nothing wrote
                 core.scheduler.commit(
                     StepResult(result.tokens * 0 + 5, result.failed & False, result.logprobs, None, result.pooled)
                 )

@@ -72,7 +72,7 @@ def drive(folder, params, *, num_pages=64, break_model=None, device=None) -> int
             while (plan := core.scheduler.plan()) is not None:
                 runner.launch(plan)
                 handle = runner.finish()
-                result = handle.wait()  # the slot's memory, which nothing wrote
+                result = handle.wait()  # the buffer's memory, which nothing wrote
                 count = int(plan.num_drawn.sum())
                 core.scheduler.commit(
                     StepResult(result.tokens * 0 + 5, result.failed & False, result.logprobs, result.prompt_logprobs)

@@ -52,13 +52,13 @@ def test_without_a_bug_the_tokens_are_right(folder, wanted):
     assert tokens(folder) == wanted
 
 
-def test_an_upload_slot_rewritten_too_early_is_caught(folder, wanted, monkeypatch):
+def test_an_upload_buffer_rewritten_too_early_is_caught(folder, wanted, monkeypatch):
     class Hasty(staging.HostRing):
-        def __init__(self, num_slots, capacity, device):
+        def __init__(self, num_buffers, capacity, device):
             super().__init__(1, capacity, device)
 
         def open(self):
-            self.slots[0].copied = PASSED  # does not wait for its last copy
+            self.buffers[0].copied = PASSED  # does not wait for its last copy
             return super().open()
 
     monkeypatch.setattr("slipstream.runner.assemble.HostRing", Hasty)
@@ -108,14 +108,14 @@ def test_copies_that_come_late_are_each_steps_own(folder, wanted):
     assert tokens_with_held_copies(folder) == wanted
 
 
-def test_a_result_slot_rewritten_before_its_copy_is_caught(folder, wanted, monkeypatch):
+def test_a_result_buffer_rewritten_before_its_copy_is_caught(folder, wanted, monkeypatch):
     class Hasty(results.ResultRing):
         """Steps write to one place on the device, and none waits for the copy of the one before it."""
 
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
-            for slot in self.slots:
-                slot.on_device = self.slots[0].on_device
+            for buffer in self.buffers:
+                buffer.on_device = self.buffers[0].on_device
 
     monkeypatch.setattr("slipstream.runner.assemble.ResultRing", Hasty)
     found = tokens_with_held_copies(folder)
@@ -142,6 +142,6 @@ def test_closures_that_read_what_the_host_has_changed_are_caught(folder, wanted,
 def test_poison_marks_what_was_handed_back():
     device = DelayedDevice(1)
     array, tensor = device.host_buffer(8)
-    device.handed_back(array)
+    device.before_reuse(array)
     assert tensor.tolist() == [POISON] * 8
     device.close()

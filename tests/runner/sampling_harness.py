@@ -46,7 +46,7 @@ def make_plan(rows, admitted=(), released=(), num_logprobs=None, step=0) -> Step
         num_tokens=np.ones(count, np.int32),
         lengths=np.ones(count, np.int32),
         num_drawn=np.ones(count, np.int32),
-        num_given=np.zeros(count, np.int32),
+        num_host_tokens=np.zeros(count, np.int32),
         tokens=NO_INTS,
         new_pages=(),
         num_logprobs=num_logprobs,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hand_cache import one_group
-from slipstream.config.memory import WORKSPACE, left_bytes, plan_memory, result_bytes, sizes_up_to
+from slipstream.config.memory import WORKSPACE, graph_output_bytes, plan_memory, result_bytes, sizes_up_to
 from slipstream.config.model_info import model_info_from_config
 from slipstream.config.options import make_options
 from slipstream.config.pooling_info import PoolingInfo
@@ -24,9 +24,9 @@ from small_model import CONFIG
 
 def plan_of(num_rows: int, chunk: int = 1) -> StepPlan:
     """Rows that decode, the last of them a chunk of given tokens if it is longer than one."""
-    num_tokens, num_given = np.ones(num_rows, np.int32), np.zeros(num_rows, np.int32)
+    num_tokens, num_host_tokens = np.ones(num_rows, np.int32), np.zeros(num_rows, np.int32)
     if chunk > 1:
-        num_tokens[-1] = num_given[-1] = chunk
+        num_tokens[-1] = num_host_tokens[-1] = chunk
     return StepPlan(
         step=0,
         released=NO_INTS,
@@ -35,8 +35,8 @@ def plan_of(num_rows: int, chunk: int = 1) -> StepPlan:
         num_tokens=num_tokens,
         lengths=num_tokens,
         num_drawn=np.ones(num_rows, np.int32),
-        num_given=num_given,
-        tokens=np.zeros(num_given.sum(), np.int32),
+        num_host_tokens=num_host_tokens,
+        tokens=np.zeros(num_host_tokens.sum(), np.int32),
         new_pages=(),
     )
 
@@ -223,7 +223,7 @@ def test_what_captured_steps_keep_and_leave_is_foretold(only_pools, max_rows, ma
     memory = plan_memory(config, 0)
     kept = sum(size * (4096 * 2 + 8) for size in pool.row_sizes)
     assert memory.graphs >= memory.hidden + memory.attention + kept + WORKSPACE
-    hidden, results = left_bytes(config)
+    hidden, results = graph_output_bytes(config)
     assert hidden == max_tokens * 4096 * 2 >= pool.token_sizes[-1] * 4096 * 2
     assert results == (max_rows * 4096 * 4 if only_pools else result_bytes(config))
     eager = config_of(pooling, max_num_seqs=max_rows, max_num_batched_tokens=max_tokens, enforce_eager=True)

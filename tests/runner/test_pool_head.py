@@ -14,7 +14,7 @@ from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.graphs import GraphOutputs
 from slipstream.runner.pooling import late_interaction
 from slipstream.runner.pooling.late_interaction import QueryStore
-from slipstream.runner.pooling.pool_mode import Settings
+from slipstream.runner.pooling.pool_mode import PoolModes
 from tiny_encoder import write_tiny_encoder
 
 
@@ -114,7 +114,7 @@ def test_what_late_interaction_makes_together_is_bounded(at_once, monkeypatch):
 @pytest.mark.parametrize("usually", [True, False])
 def test_activation_means_the_norm_of_vectors_where_nothing_is_said_of_that(usually):
     info = PoolingInfo(methods=("mean",), is_causal=False, embed_size=8, token_size=8, normalize=usually)
-    settings = Settings(info, None, 304)
+    settings = PoolModes(info, None, 304)
     for task in ("embed", "token_embed"):
         assert settings.of(PoolingParams(task=task)).finish == ("normalize" if usually else "identity")
         assert settings.of(PoolingParams(task=task, use_activation=False)).finish == "identity"

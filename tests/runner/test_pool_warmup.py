@@ -70,19 +70,19 @@ def test_a_warm_engine_says_the_same(model, depth):
     with PoolBench(**model) as bench:
         wanted = bench.pool(PROMPTS, EMBED)
     with PoolBench(**model, depth=depth, device=Gpu(depth)) as bench:
-        assert not bench.core.executor.heads[-1].carry.parts
+        assert not bench.core.executor.heads[-1].chunks.parts
         assert_same(bench.pool(PROMPTS, EMBED), wanted)
 
 
 def test_it_is_part_of_the_start_where_the_device_asks_for_it(model, monkeypatch):
     calls = []
-    for name in ("walk", "run_largest", "capture"):
+    for name in ("dry_run", "run_largest", "capture"):
         monkeypatch.setattr(PoolWarmUp, name, lambda self, name=name: calls.append(name))
         monkeypatch.setattr(WarmUp, name, lambda self: pytest.fail("it generates nothing"))
     with PoolBench(**model):
         assert not calls
     with PoolBench(**model, device=Gpu(0)):
-        assert calls == ["walk", "capture", "run_largest"]
+        assert calls == ["dry_run", "capture", "run_largest"]
 
 
 def test_the_largest_steps_fill_budget_and_rows(model):
@@ -97,7 +97,7 @@ def test_the_largest_steps_fill_budget_and_rows(model):
         if is_encoder:
             assert len(seen) == 2 and not many.pooling.admitted
         else:
-            assert seen[2].released.tolist() == [0, 1, 2] and not bench.core.executor.heads[-1].carry.admissions
+            assert seen[2].released.tolist() == [0, 1, 2] and not bench.core.executor.heads[-1].chunks.admissions
 
 
 def test_every_size_that_steps_are_padded_to_is_run_twice(model, monkeypatch):

@@ -23,35 +23,35 @@ class Ops(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_a_slot_grows_without_writing_to_the_device():
+def test_a_buffer_grows_without_writing_to_the_device():
     """The host grows it, outside the stream that steps run on: what it wrote might come after the step's results."""
     ring = ResultRing(2, 16, Device(0, 1))
     with Ops() as ops:
-        slot = ring.open(lay_out([("lines", (8, 64), np.float32)]))
+        span = ring.open(lay_out([("lines", (8, 64), np.float32)]))
     assert set(ops.names) <= {"empty", "lift_fresh", "alias"}, f"{ops.names}"
-    slot.write({"lines": torch.arange(512.0).view(8, 64)})
+    span.write({"lines": torch.arange(512.0).view(8, 64)})
     sent = ring.send()
-    assert np.array_equal(slot.find(sent).view(np.float32), np.arange(512, dtype=np.float32))
+    assert np.array_equal(span.find(sent).view(np.float32), np.arange(512, dtype=np.float32))
 
 
 def test_lines_are_written_some_after_others():
     ring = ResultRing(2, 16, Device(0, 1))
-    slot = ring.open(lay_out([("none", (0, 3), np.float32), ("lines", (8, 64), np.float32)]))
+    span = ring.open(lay_out([("none", (0, 3), np.float32), ("lines", (8, 64), np.float32)]))
     wanted = torch.arange(512.0).view(8, 64)
-    slot.write_part("none", 0, torch.zeros(0, 3))
+    span.write_part("none", 0, torch.zeros(0, 3))
     for first, part in ((0, wanted[:3]), (3, wanted[3:])):
-        slot.write_part("lines", first, part)
-    assert np.array_equal(slot.find(ring.send()).view(np.float32), np.arange(512, dtype=np.float32))
+        span.write_part("lines", first, part)
+    assert np.array_equal(span.find(ring.send()).view(np.float32), np.arange(512, dtype=np.float32))
 
 
 def test_a_result_is_its_readers_own():
-    """Whoever has waited for a step may keep what it said, although the slot comes round again."""
+    """Whoever has waited for a step may keep what it said, although the buffer comes round again."""
     ring = ResultRing(1, 64, Device(0, 1))
     results = []
     for number in (3, 5):
-        slot = ring.open(result_shape(2, None, np.float32))
-        slot.write({"tokens": torch.tensor([number, 7]), "failed": torch.tensor([number == 3, False])})
-        results.append(slot.leave(ring.send()).wait())
+        span = ring.open(result_shape(2, None, np.float32))
+        span.write({"tokens": torch.tensor([number, 7]), "failed": torch.tensor([number == 3, False])})
+        results.append(span.handle(ring.send()).wait())
     assert [result.tokens.tolist() for result in results] == [[3, 7], [5, 7]]
     assert [result.failed.tolist() for result in results] == [[True, False], [False, False]]
 
@@ -83,15 +83,15 @@ class Letting(ThreadedStream):
         super().wait_for(event)
 
 
-def test_a_slot_is_written_again_after_its_copy_and_the_host_waits_for_neither():
+def test_a_buffer_is_written_again_after_its_copy_and_the_host_waits_for_neither():
     device = Device(0, 1)
     device.copy = copies = Held()
     device.compute = Letting(copies)
     ring = ResultRing(1, 16, device)
-    copies.source = ring.slots[0].on_device.view(torch.float32)
+    copies.source = ring.buffers[0].on_device.view(torch.float32)
     for number in (1.0, 2.0):  # the second comes while the first is held back
-        slot = ring.open(lay_out([("numbers", (4,), np.float32)]))
-        device.compute.run(lambda slot=slot, n=number: slot.write({"numbers": torch.full((4,), n)}))
+        span = ring.open(lay_out([("numbers", (4,), np.float32)]))
+        device.compute.run(lambda span=span, n=number: span.write({"numbers": torch.full((4,), n)}))
         sent = ring.send()
     assert not copies.left
     copies.flush()
@@ -100,5 +100,5 @@ def test_a_slot_is_written_again_after_its_copy_and_the_host_waits_for_neither()
     copies.record().wait()
     # before each copy the stream waits for what is to be copied, so every second is one
     assert copies.left[1::2] == [1.0, 2.0]
-    assert slot.find(sent).view(np.float32).tolist() == [2.0] * 4
+    assert span.find(sent).view(np.float32).tolist() == [2.0] * 4
     device.close()

@@ -1,4 +1,4 @@
-"""Stages made of lists of ids: allowed ids, bias, bad words, given logprobs. Each against plain Python."""
+"""Stages made of lists of ids: allowed ids, bias, bad words, requested logprobs. Each against plain Python."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from sampling_harness import GREEDY, Harness, admission, make_plan
 
 from slipstream.params import SamplingParams
 from slipstream.runner.sampling.bad_words import BadWords
-from slipstream.runner.sampling.bias import Bias
+from slipstream.runner.sampling.bias import LogitBias
 from slipstream.runner.sampling.min_tokens import MinTokens
 
 
@@ -49,12 +49,12 @@ def test_bias_is_added_and_what_is_not_allowed_is_out(vocab, dtype):
 
 def test_rows_without_lists_take_no_memory_and_slots_go_to_the_next():
     harness = Harness(9, 50)
-    bias, words = stage_of(harness, Bias), stage_of(harness, BadWords)
+    bias, words = stage_of(harness, LogitBias), stage_of(harness, BadWords)
     harness.step([0, 1], [2, 2], np.zeros((2, 50)), [admission(0, GREEDY), admission(1, SamplingParams())])
     assert bias.table.tensor.shape[0] == 0 and words.words.tensor.numel() == 0
     params = GREEDY.with_changes(allowed_token_ids=[4])
     assert harness.step([2], [2], np.zeros((1, 50)), [admission(2, params)]).tokens.tolist() == [4]
-    # another row, in the very step in which the slot was given back
+    # another row, in the very step in which the line was given back
     other = admission(3, GREEDY.with_changes(logit_bias={7: 1.0}))
     assert harness.step([3], [2], np.zeros((1, 50)), [other], released=[2]).tokens.tolist() == [7]
     assert bias.table.tensor.shape[0] == 4
@@ -139,7 +139,7 @@ def test_a_slot_forgets_the_words_of_who_held_it():
 def test_what_was_staged_for_a_row_does_not_outlive_its_step():
     """Of any kind of list, however many requests there were."""
     harness = Harness(3, 10)
-    states = [state for state in harness.sampler._states if hasattr(state, "slots")]
+    states = [state for state in harness.sampler._states if hasattr(state, "lines")]
     assert len(states) == 5
     params = SamplingParams(
         temperature=0.0,
@@ -155,11 +155,11 @@ def test_what_was_staged_for_a_row_does_not_outlive_its_step():
         harness.step([0], [2], np.zeros((1, 10)), [admission(0, params, (1, 2), bad_words=[[5]])], num_logprobs=1)
         harness.step([1], [2], np.zeros((1, 10)), [admission(1, GREEDY, (1, 2))], released=[0])
         harness.step([2], [2], np.zeros((1, 10)), [admission(2, GREEDY, (1, 2))], released=[1])
-        staged.add(sum(len(state.slots.staged._rows) for state in states if hasattr(state.slots, "staged")))
+        staged.add(sum(len(state.lines.staged._rows) for state in states if hasattr(state.lines, "staged")))
     assert len(staged) == 1
 
 
-# logprobs of given ids
+# logprobs of requested ids
 
 
 def test_given_ids_are_reported_of_the_raw_logits():
@@ -173,10 +173,10 @@ def test_given_ids_are_reported_of_the_raw_logits():
     admitted = [admission(row, own) for row, own in zip([4, 0, 2], params, strict=True)]
     out = harness.step([4, 0, 2], [2] * 3, logits, admitted, num_logprobs=2)
     exact = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    assert out.given.shape == (2, 5)
-    np.testing.assert_allclose(out.given[0, :2].numpy(), exact[0, [7, 3]], rtol=1e-12)
-    np.testing.assert_allclose(out.given[1].numpy(), exact[2, [0, 49, 7, 8, 9]], rtol=1e-12)
-    assert harness.step([0], [3], logits[:1], num_logprobs=1).given is None
+    assert out.requested.shape == (2, 5)
+    np.testing.assert_allclose(out.requested[0, :2].numpy(), exact[0, [7, 3]], rtol=1e-12)
+    np.testing.assert_allclose(out.requested[1].numpy(), exact[2, [0, 49, 7, 8, 9]], rtol=1e-12)
+    assert harness.step([0], [3], logits[:1], num_logprobs=1).requested is None
 
 
 class Guests:
@@ -227,9 +227,9 @@ def test_given_ids_stay_within_their_bound():
             continue
         out = harness.step(rows, [2 + step] * len(rows), logits[rows], admitted, released=released, num_logprobs=0)
         for place, row in enumerate(rows):
-            got = out.given[place, : len(here[row])].numpy()
+            got = out.requested[place, : len(here[row])].numpy()
             np.testing.assert_allclose(got, exact[row, here[row]], rtol=1e-5)
-        sizes.add(harness.sampler.given.ids.tensor.numel())
+        sizes.add(harness.sampler.requested.ids.tensor.numel())
     assert max(sizes) <= most and len(sizes) > 3
 
 

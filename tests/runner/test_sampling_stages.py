@@ -152,7 +152,7 @@ def test_a_slot_forgets_who_held_it():
     params = SamplingParams(temperature=0, frequency_penalty=1.0, repetition_penalty=2.0)
     logits = np.array([[8, 0, 0, 8, 0, 0, 0.0]])
     harness.step([0], [4], logits, [admission(0, params, prompt=(0,), output=(3, 3, 3))])
-    # the slot goes to another row in the very step in which it was given back
+    # the line goes to another row in the very step in which it was given back
     got = harness.edited([1], [1], logits, [admission(1, params, prompt=(5,))], released=[0])
     assert np.array_equal(got, logits)
     assert stage_of(harness, Penalties).counts.tensor.shape[0] == 3

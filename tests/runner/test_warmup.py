@@ -15,7 +15,7 @@ from slipstream.runner.batch.input_batch import Size
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.sampling.sampler import Sampler
-from slipstream.runner.warmup import HEADS, KERNEL_SIZES, WarmUp, chunk_rows, chunk_sizes
+from slipstream.runner.warmup import FEATURES, KERNEL_SIZES, WarmUp, chunk_rows, chunk_sizes
 from small_model import write_small
 from tiny import LONG_ROPE, write_tiny
 
@@ -52,7 +52,7 @@ def test_a_warm_engine_says_the_same_and_has_captured_what_it_needs(folder, want
         graphs = llm.core.executor.graphs
         graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
         warm_up = warm_up_of(llm)
-        warm_up.walk()
+        warm_up.dry_run()
         warm_up.run_largest()
         assert graphs.num_captured == 0  # so far everything was only run
         warm_up.capture()
@@ -76,7 +76,7 @@ def test_steps_of_a_start_are_longer_than_the_short_rope_factors_serve(tmp_path)
     with LLM(folder, **OPTIONS, _device=ReplayDevice(0)) as llm:
         llm.core.executor.graphs.token_sizes = []
         warm_up = warm_up_of(llm)
-        warm_up.walk()
+        warm_up.dry_run()
         warm_up.run_largest()
         warm_up.capture()
         assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted
@@ -96,10 +96,10 @@ def test_every_row_is_given_back(folder):
     with LLM(folder, **OPTIONS, _device=ReplayDevice(0)) as llm:
         runner = llm.core.executor
         runner.graphs.token_sizes = []
-        warm_up_of(llm).walk()
+        warm_up_of(llm).dry_run()
         sampler = next(state for state in runner.row_states if isinstance(state, Sampler))
         everyone = np.arange(4)
-        assert not any(stage.asks(everyone) for stage in (*sampler.stages, sampler.draw))
+        assert not any(stage.is_used_by(everyone) for stage in (*sampler.stages, sampler.draw))
 
 
 def test_the_largest_step_fills_budget_and_rows(folder):
@@ -122,7 +122,7 @@ def test_a_walk_leaves_out_layers_that_are_like_others_and_nothing_else_does(tmp
         for place, block in enumerate(model.layers):
             forward = block.forward
             block.forward = lambda *args, place=place, forward=forward: (run.append(place), forward(*args))[1]
-        warm_up_of(llm).walk()
+        warm_up_of(llm).dry_run()
         assert set(run) == {0, 1, 5}
         run.clear()
         warm_up_of(llm).run_largest()
@@ -134,9 +134,9 @@ def test_all_kinds_of_heads_are_walked_however_few_rows_there_are(folder):
         runner, seen = llm.core.executor, []
         launch = runner.launch
         runner.launch = lambda plan: (seen.append(plan), launch(plan))
-        WarmUp(runner, 1, 16, 64, 1).walk()
+        WarmUp(runner, 1, 16, 64, 1).dry_run()
         walked = [plan.admitted[0].params for plan in seen if plan.admitted]
-        assert walked[1 : 1 + len(HEADS)] == list(HEADS)  # behind the largest step
+        assert walked[1 : 1 + len(FEATURES)] == list(FEATURES)  # behind the largest step
 
 
 def test_every_size_with_kernels_of_its_own_is_walked_in_steps_of_single_tokens_and_of_chunks(folder):
@@ -144,7 +144,7 @@ def test_every_size_with_kernels_of_its_own_is_walked_in_steps_of_single_tokens_
         runner, seen = llm.core.executor, []
         launch = runner.launch
         runner.launch = lambda plan: (seen.append(plan), launch(plan))
-        WarmUp(runner, 130, 256, 64, 1).walk()
+        WarmUp(runner, 130, 256, 64, 1).dry_run()
         singles = {len(plan.rows) for plan in seen if not len(plan.tokens)}
         chunks = [plan.total_tokens for plan in seen if len(plan.tokens) and len(plan.rows) < plan.total_tokens]
         assert singles == {1, 2, 4, 8, 16, 24, 32, 64, 128, 130}
@@ -175,7 +175,7 @@ def test_a_last_layer_for_last_tokens_alone_is_walked_for_every_number_of_rows(f
         runner, seen = llm.core.executor, []
         launch = runner.launch
         runner.launch = lambda plan: (seen.append(plan), launch(plan))
-        WarmUp(runner, 130, 2000, 600, 1).walk()
+        WarmUp(runner, 130, 2000, 600, 1).dry_run()
         rows = {len(plan.rows) for plan in seen if plan.total_tokens > 256}
         assert rows >= {1, 2, 4, 8, 16, 24, 32, 64, 128}
         assert any(1000 < plan.total_tokens < 1024 for plan in seen)
@@ -264,8 +264,8 @@ def test_no_step_overtakes_what_was_written_on_another_stream(folder, monkeypatc
     happened = []
 
     @contextlib.contextmanager
-    def compiling_ahead(walk, num_processes):
-        walk()
+    def compiling_ahead(dry_run, num_processes):
+        dry_run()
         yield
 
     def noted(owner, name, what):
@@ -322,12 +322,12 @@ def test_rows_are_left_where_they_are(folder, max_tokens):
 
         runner.launch = watched
         warm_up = warm_up_of(llm, max_tokens)
-        warm_up.walk()
+        warm_up.dry_run()
         warm_up.run_largest()
         assert len(seen) > 10 and all((told >= true).all() for told, true in seen)
 
 
-FEATURES = {
+PARAMS = {
     "greedy": dict(temperature=0.0),
     "random": dict(top_p=0.9, top_k=50, min_p=0.01, logprobs=5),
     "penalties": dict(repetition_penalty=1.1, top_p=0.9, logprobs=5),
@@ -346,7 +346,7 @@ def test_no_step_takes_more_than_the_largest_and_what_comes_later(tmp_path, size
         later = plan_memory(llm.config, 0).later
         with LiveBytes() as largest:
             WarmUp(llm.core.executor, rows, tokens, length, 1).run_largest()
-        for name, params in FEATURES.items():
+        for name, params in PARAMS.items():
             for num in (4, length - 8):
                 prompts = [[(i * 5 + place) % 61 for place in range(num)] for i in range(2 * rows)]
                 with LiveBytes() as live:
@@ -362,6 +362,6 @@ def test_layers_that_run_as_one_call_are_none_the_worse_for_a_walk(tmp_path):
     for walks in (False, True):
         with LLM(folder, **(OPTIONS | dict(dtype="float32"))) as llm:
             if walks:
-                WarmUp(llm.core.executor, 4, 16, 64, 1).walk()
+                WarmUp(llm.core.executor, 4, 16, 64, 1).dry_run()
             tokens.append([result.outputs[0].token_ids for result in llm.generate(PROMPTS, GREEDY, use_tqdm=False)])
     assert tokens[0] == tokens[1]

@@ -84,7 +84,7 @@ def test_every_row_gets_a_token_before_any_gets_drafts() -> None:
         bench.step()
     plan = bench.plan()
     assert sorted(plan.num_tokens.tolist()) == [1, 1, 1, 3]
-    assert plan.num_tokens.tolist() == plan.num_drawn.tolist() and plan.num_given.tolist() == [0] * 4
+    assert plan.num_tokens.tolist() == plan.num_drawn.tolist() and plan.num_host_tokens.tolist() == [0] * 4
 
 
 def test_drafts_end_where_the_request_ends() -> None:

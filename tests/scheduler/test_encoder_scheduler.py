@@ -11,7 +11,7 @@ from slipstream.config.config import SchedulerConfig
 from slipstream.errors import InvalidPrompt, PromptTooLong, QueueFull, UserError
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
-from slipstream.scheduler.encoder_scheduler import ASKED_AT_ONCE, MIN_HALF_TOKENS, EncoderRequest, EncoderScheduler
+from slipstream.scheduler.encoder_scheduler import MAX_REFILL, MIN_HALF_TOKENS, EncoderRequest, EncoderScheduler
 from slipstream.step import NO_INTS, StepResult
 
 EMBED = PoolingParams(task="embed")
@@ -44,7 +44,7 @@ def test_a_step_takes_as_many_as_fit_and_nobody_overtakes():
     for i, length in enumerate((16, 10, 16, 1, 5)):
         submit(scheduler, f"r{i}", length)
     plan = scheduler.plan()
-    assert plan.num_tokens.tolist() == plan.lengths.tolist() == plan.num_given.tolist() == [16, 10]
+    assert plan.num_tokens.tolist() == plan.lengths.tolist() == plan.num_host_tokens.tolist() == [16, 10]
     assert plan.rows.tolist() == [0, 1] and plan.pooling.ends.all() and not plan.num_drawn.any() and plan.admitted == ()
     assert plan.tokens.tolist() == [*range(16), *range(10)] and plan.pooling.type_starts is None
     second = scheduler.plan()
@@ -120,7 +120,7 @@ def test_a_step_asks_for_those_it_has_room_for(depth):
     waiting = refilled(scheduler, [MIN_HALF_TOKENS // 4] * 99)
     first = scheduler.plan()
     assert first.num_tokens.tolist() == [8] + [MIN_HALF_TOKENS // 4] * 31  # full, and not parted: there are more
-    assert len(waiting) == 99 - 2 * ASKED_AT_ONCE
+    assert len(waiting) == 99 - 2 * MAX_REFILL
     scheduler.check()
     sizes = [len(first.rows)]
     plans = [first]
@@ -149,7 +149,7 @@ def test_documents_of_a_query_are_not_all_taken_in_while_they_cannot_go():
     scheduler = make(rows=64)
     submit(scheduler, "query", 4, query)
     waiting = refilled(scheduler, [1] * 90, query.with_changes(query_uses=0))
-    assert scheduler.plan().num_tokens.tolist() == [4] and len(waiting) == 90 - ASKED_AT_ONCE
+    assert scheduler.plan().num_tokens.tolist() == [4] and len(waiting) == 90 - MAX_REFILL
     assert len(scheduler.plan().rows) == 32
     scheduler.check()
 

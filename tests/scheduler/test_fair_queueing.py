@@ -14,25 +14,25 @@ class Queue:
     """Requests of callers, by their sizes in tokens."""
 
     def __init__(self) -> None:
-        self.turns = FairQueue()
+        self.fair_queue = FairQueue()
         self.sizes: dict[str, list[int]] = {}
         self.served: dict[str, int] = {}
 
     def add(self, caller: str, *sizes: int) -> None:
         if caller not in self.sizes:
-            self.turns.enter(caller)
+            self.fair_queue.add(caller)
         self.sizes.setdefault(caller, []).extend(sizes)
 
     def drop(self, caller: str) -> None:
         """All its requests are aborted."""
         del self.sizes[caller]
-        self.turns.leave(caller)
+        self.fair_queue.remove(caller)
 
     def serve(self) -> str:
-        caller = self.turns.next()
+        caller = self.fair_queue.next()
         assert caller is not None
         size = self.sizes[caller].pop(0)
-        self.turns.charge(caller, size)
+        self.fair_queue.charge(caller, size)
         self.served[caller] = self.served.get(caller, 0) + size
         if not self.sizes[caller]:
             self.drop(caller)
@@ -91,14 +91,14 @@ def test_what_a_running_request_computes_later_counts():
     queue.add("a", *[1] * 100)
     queue.add("b", *[1] * 100)
     assert queue.serve() == "a"
-    queue.turns.charge("a", 20)  # the tokens it generated
+    queue.fair_queue.charge("a", 20)  # the tokens it generated
     assert [queue.serve() for _ in range(22)] == ["b"] * 21 + ["a"]
 
 
 def test_also_of_a_caller_that_does_not_wait():
     queue = Queue()
     queue.add("a", *[1] * 100)
-    queue.turns.charge("b", 20)
+    queue.fair_queue.charge("b", 20)
     queue.add("b", *[1] * 100)
     order = [queue.serve() for _ in range(30)]
     assert order[:10] == ["a"] * 10 and "b" in order
@@ -110,16 +110,16 @@ def test_nothing_is_remembered_of_those_that_are_gone():
     for step in range(10_000):
         queue.add(f"new {step}", 10)
         queue.serve()
-        queue.turns.charge(f"gone {step}", 5)
+        queue.fair_queue.charge(f"gone {step}", 5)
     while len(queue.sizes) > 1:
         queue.serve()
     queue.add("b", 1)
-    assert len(queue.turns._accounts) < 300 and len(queue.turns._order) < 300
+    assert len(queue.fair_queue._accounts) < 300 and len(queue.fair_queue._order) < 300
     queue.drop("a")
     queue.drop("b")
-    assert not queue.turns._accounts and queue.turns.next() is None
-    queue.turns.charge("a", 10)  # nobody waits: nobody is behind
-    assert not queue.turns._accounts
+    assert not queue.fair_queue._accounts and queue.fair_queue.next() is None
+    queue.fair_queue.charge("a", 10)  # nobody waits: nobody is behind
+    assert not queue.fair_queue._accounts
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -135,8 +135,8 @@ def test_two_callers_that_keep_waiting_get_the_same_up_to_a_request(seed: int):
         if rng.random() < 0.1 and (others := queue.sizes.keys() - {"a", "b"}):
             queue.drop(rng.choice(sorted(others)))
         if rng.random() < 0.2:
-            queue.turns.charge(f"other {rng.randrange(5)}", rng.randint(1, largest))
-        waiting = {name: account for name, account in queue.turns._accounts.items() if account.waits}
+            queue.fair_queue.charge(f"other {rng.randrange(5)}", rng.randint(1, largest))
+        waiting = {name: account for name, account in queue.fair_queue._accounts.items() if account.waits}
         first = min(waiting, key=lambda name: (waiting[name].used, waiting[name].place))
         assert queue.serve() == first
         assert abs(queue.served.get("a", 0) - queue.served.get("b", 0)) <= 2 * largest, step

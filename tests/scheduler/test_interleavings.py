@@ -132,7 +132,7 @@ class Story:
                 if ends != [FinishReason.ERROR]:
                     self.bench.check_tokens(request)
                 else:
-                    assert "its query was given up" in outputs[-1].error
+                    assert "its query was aborted" in outputs[-1].error
             elif request.seed == BAD_SEED and request.max_length >= request.num_prompt + 3:
                 wanted = alone(request, self.bench.horizon)[0][:2]
                 assert self.bench.output_of(request) == wanted and ends == [FinishReason.ERROR]

@@ -20,8 +20,8 @@ def test_one_request_from_prompt_to_last_token(depth: int):
     bench.run()
     bench.check_tokens(request)
     first, *rest = bench.plans
-    assert (first.num_tokens.tolist(), first.num_given.tolist(), first.tokens.tolist()) == ([3], [3], [5, 6, 7])
-    assert all(plan.num_given.tolist() == [0] and not len(plan.tokens) for plan in rest)
+    assert (first.num_tokens.tolist(), first.num_host_tokens.tolist(), first.tokens.tolist()) == ([3], [3], [5, 6, 7])
+    assert all(plan.num_host_tokens.tolist() == [0] and not len(plan.tokens) for plan in rest)
     assert [plan.lengths.tolist() for plan in bench.plans] == [[3], [4], [5], [6]]
 
 
@@ -98,7 +98,7 @@ def test_rows_of_one_token_come_first():
     plan = bench.plan()
     assert plan is not None
     assert plan.num_tokens.tolist() == [1, 1, 6, 7]
-    assert plan.num_given.tolist() == [0, 1, 6, 7]
+    assert plan.num_host_tokens.tolist() == [0, 1, 6, 7]
     assert plan.tokens.tolist() == [3] + [2] * 6 + [4] * 7
 
 

@@ -45,8 +45,8 @@ def test_a_chunk_brings_the_token_after_it():
     bench = Bench(max_num_batched_tokens=3)
     bench.submit([10, 11, 12, 13, 14, 15], max_tokens=1, prompt_logprobs=0)
     first, second = bench.plan(), bench.plan()
-    assert first.scores.places.tolist() == [0, 1, 2] and first.scores.tokens.tolist() == [11, 12, 13]
-    assert second.scores.places.tolist() == [0, 1] and second.scores.tokens.tolist() == [14, 15]
+    assert first.scores.indices.tolist() == [0, 1, 2] and first.scores.tokens.tolist() == [11, 12, 13]
+    assert second.scores.indices.tolist() == [0, 1] and second.scores.tokens.tolist() == [14, 15]
 
 
 def test_places_count_over_all_rows_of_the_step():
@@ -57,7 +57,7 @@ def test_places_count_over_all_rows_of_the_step():
     bench.submit([30, 31, 32], prompt_logprobs=1)
     plan = bench.plan()
     assert plan.num_tokens.tolist() == [1, 3, 3]
-    assert plan.scores.places.tolist() == [4, 5] and plan.scores.tokens.tolist() == [31, 32]
+    assert plan.scores.indices.tolist() == [4, 5] and plan.scores.tokens.tolist() == [31, 32]
 
 
 def test_a_cached_prefix_is_not_read_by_those_who_ask():
@@ -124,7 +124,7 @@ def test_preempted_between_two_chunks_it_goes_on_with_the_score_it_had_come_to(d
     bench = Bench(depth=depth, max_num_batched_tokens=5)
     others = [bench.submit([k] * 4, max_tokens=20)[0] for k in range(4)]
     (slow,) = bench.submit(list(range(30, 50)), max_tokens=4, prompt_logprobs=0, priority=1)
-    while not 3 < slow.unscored < slow.num_prompt:
+    while not 3 < slow.next_scored < slow.num_prompt:
         bench.step()
     bench.scheduler._preempt(slow)
     bench.run()

@@ -42,9 +42,9 @@ def test_a_row_that_was_left_is_free_at_once_and_told_once():
 def test_those_who_want_logprobs_are_counted_while_they_sit():
     rows = RowAllocator(3)
     curious, _ = seated(rows, 0, logprobs=2), seated(rows, 1)
-    assert rows.num_asking == 1
+    assert rows.num_with_logprobs == 1
     rows.free(curious)
-    assert rows.num_asking == 0
+    assert rows.num_with_logprobs == 0
 
 
 def test_a_row_that_is_lost_is_noticed():

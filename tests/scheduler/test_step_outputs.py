@@ -14,19 +14,19 @@ from slipstream.scheduler.step_outputs import accepted_tokens, logprob_bytes, lo
 from slipstream.step import StepLogprobs, StepResult
 
 
-def told_of(num_rows: int, k: int, dtype: type = np.float32, given: np.ndarray | None = None) -> StepLogprobs:
+def logprobs_of(num_rows: int, k: int, dtype: type = np.float32, requested: np.ndarray | None = None) -> StepLogprobs:
     rng = np.random.default_rng(k)
     return StepLogprobs(
         chosen=-rng.random(num_rows).astype(dtype),
         rank=rng.integers(1, 99, num_rows),
         top_ids=rng.integers(0, 9999, (num_rows, k)),
         top=-rng.random((num_rows, k)).astype(dtype),
-        given=given,
+        requested=requested,
     )
 
 
-def step(num_rows: int, k: int, given: np.ndarray | None = None) -> StepResult:
-    return of(told_of(num_rows, k, given=given))
+def step(num_rows: int, k: int, requested: np.ndarray | None = None) -> StepResult:
+    return of(logprobs_of(num_rows, k, requested=requested))
 
 
 def of(logprobs: StepLogprobs) -> StepResult:
@@ -45,8 +45,8 @@ def request(**params: object) -> Request:
 def test_each_row_gets_as_many_as_it_wants(wanted, dtype):
     long = [i for i, k in enumerate(wanted) if k is not None and k > MAX_PACKED_LOGPROBS]
     short = max(k or 0 for i, k in enumerate(wanted) if i not in long) if len(long) < len(wanted) else 0
-    apart = told_of(len(long), max(wanted[i] for i in long), dtype) if long else None
-    result = of(replace(told_of(len(wanted), short, dtype), long=apart))
+    apart = logprobs_of(len(long), max(wanted[i] for i in long), dtype) if long else None
+    result = of(replace(logprobs_of(len(wanted), short, dtype), wide=apart))
     reports = logprob_reports([request(logprobs=k) for k in wanted], result)
     for i, (k, report) in enumerate(zip(wanted, reports, strict=True)):
         if k is None:
@@ -60,8 +60,8 @@ def test_each_row_gets_as_many_as_it_wants(wanted, dtype):
 
 def test_given_ids_follow_without_a_rank():
     asked = [request(logprobs=1, logprob_token_ids=[7]), request(), request(logprob_token_ids=[9, 4, 11])]
-    given = -np.arange(6.0).reshape(2, 3)
-    with_top, silent, alone = logprob_reports(asked, step(3, 1, given=given))
+    requested = -np.arange(6.0).reshape(2, 3)
+    with_top, silent, alone = logprob_reports(asked, step(3, 1, requested=requested))
     assert silent is None
     assert np.frombuffer(with_top, LOGPROB).tolist()[2:] == [(0.0, 7, 0)]
     assert np.frombuffer(alone, LOGPROB).tolist()[1:] == [(-3.0, 9, 0), (-4.0, 4, 0), (-5.0, 11, 0)]
@@ -75,8 +75,8 @@ def test_a_report_keeps_nothing_of_the_step_alive():
 
 def test_of_several_drawn_tokens_those_that_are_kept_are_told():
     asked = [request(logprobs=1), request(), request(logprobs=2, logprob_token_ids=[4])]
-    given = -np.arange(3.0).reshape(3, 1)
-    result = replace(step(7, 2, given=given), counts=np.array([2, 1, 2], np.int32))
+    requested = -np.arange(3.0).reshape(3, 1)
+    result = replace(step(7, 2, requested=requested), counts=np.array([2, 1, 2], np.int32))
     first, silent, last = logprob_reports(asked, result, [3, 1, 3])
     assert silent is None
     assert np.frombuffer(first, LOGPROB)["token"].reshape(2, 2)[:, 0].tolist() == [7, 8]

@@ -14,7 +14,7 @@ def request(number: int, priority: int = 0, caller: str = "") -> Request:
 
 def drain(queue: WaitingQueue) -> list[int]:
     order = []
-    while (head := queue.head()) is not None:
+    while (head := queue.first()) is not None:
         queue.remove(head)
         order.append(head.number)
     return order
@@ -43,9 +43,9 @@ def test_those_that_wait_for_something_else_are_counted_but_not_taken():
     held, other = request(0), request(1)
     queue.push(held, WaitFor.PROMPT)
     queue.push(other)
-    assert queue.head() is other and len(queue) == 2 and held in queue
+    assert queue.first() is other and len(queue) == 2 and held in queue
     queue.ready(held, WaitFor.PROMPT)
-    assert queue.head() is held
+    assert queue.first() is held
     queue.remove(held)
     queue.ready(held, WaitFor.PROMPT)  # gone since: nothing happens
     assert drain(queue) == [1]
@@ -57,9 +57,9 @@ def test_one_that_waits_for_two_things_needs_both():
     queue.push(held, WaitFor.QUERY | WaitFor.TOKENS)
     queue.ready(held, WaitFor.PROMPT)
     queue.ready(held, WaitFor.TOKENS)
-    assert queue.head() is None and held.waits_for == WaitFor.QUERY
+    assert queue.first() is None and held.waits_for == WaitFor.QUERY
     queue.ready(held, WaitFor.QUERY)
-    assert queue.head() is held
+    assert queue.first() is held
     queue.check()
 
 
@@ -85,8 +85,8 @@ def test_nothing_is_kept_of_what_was_removed():
         queue.remove(each)
     queue.check()
     assert list(queue._levels) == [0] and len(queue._priorities) < 200
-    (lane,) = queue._levels[0]._lanes.values()
-    assert len(lane._heap) < 200 and len(queue._levels[0].turns._order) < 200
+    (callers,) = queue._levels[0]._by_caller.values()
+    assert len(callers._heap) < 200 and len(queue._levels[0].fair_queue._order) < 200
     assert drain(queue) == [0]
 
 
@@ -98,7 +98,7 @@ def test_callers_take_turns_within_a_priority():
     queue.push(request(7, caller="b", priority=1))
     queue.push(request(8, caller="c", priority=1))
     order = []
-    while (head := queue.head()) is not None:
+    while (head := queue.first()) is not None:
         queue.charge(head, 10)
         queue.remove(head)
         order.append(head.number)
@@ -123,7 +123,7 @@ def test_a_head_that_cannot_be_taken_is_not_overtaken_by_new_callers():
         queue.push(request(number, caller="a"))
     for number in range(2, 50):
         queue.push(request(number, caller=f"new {number}"))
-        assert queue.head().number == 0
+        assert queue.first().number == 0
 
 
 def test_a_full_queue_refuses_with_the_numbers():

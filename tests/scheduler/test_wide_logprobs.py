@@ -41,11 +41,11 @@ class Counted(Bench):
             self.check_words()
             params = [self.seated[row] for row in plan.rows[plan.num_drawn > 0].tolist()]
             self.check_lines([1 + k for own in params if (k := own.num_logprobs or 0) > MAX_PACKED_LOGPROBS])
-            self.check_lines([len(own.given_ids) for own in params if own.given_ids])
+            self.check_lines([len(own.requested_ids) for own in params if own.requested_ids])
             seated = self.seated.values()
             self.check_lines([len(own.stop_token_ids) for own in seated if own.min_tokens and own.stop_token_ids])
             if plan.scores is not None:
-                self.check_lines([1 + plan.scores.num_logprobs] * len(plan.scores.places))
+                self.check_lines([1 + plan.scores.num_logprobs] * len(plan.scores.indices))
             wanted = [k if k <= MAX_PACKED_LOGPROBS else 0 for own in params if (k := own.num_logprobs) is not None]
             assert plan.num_logprobs == max(wanted, default=None)
         return plan
@@ -91,7 +91,7 @@ def test_no_step_reports_more_than_it_may(seed):
         mine = [o for o in bench.outputs if (o.request_id, o.sample) == (request.id, request.sample)]
         params = request.params
         if params.num_logprobs is not None:
-            each = 1 + params.num_logprobs + len(params.given_ids)
+            each = 1 + params.num_logprobs + len(params.requested_ids)
             assert all(len(np.frombuffer(o.logprobs, LOGPROB)) == each for o in mine if o.token_ids)
         if params.prompt_logprobs is not None and not request.sample:
             told = sum(len(np.frombuffer(o.prompt_logprobs, LOGPROB)) for o in mine if o.prompt_logprobs)

@@ -421,7 +421,7 @@ def test_an_unknown_failure_tells_nothing_of_the_inside(folder, monkeypatch, cap
     assert "find-me" in caplog.text and "secret" in caplog.text
 
 
-def test_the_watchdog_turns_health_while_a_busy_engine_is_silent(folder, capfd):
+def test_the_watchdog_turns_health_while_a_busy_engine_has_no_result(folder, capfd):
     async def scenario(door):
         dog = Watchdog(door.state, 5.0)
         door.state.engine.core_pid = None  # the scripted core is this process

@@ -114,7 +114,7 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     return MemoryPlan(
         weights=weights,
         cache=cache.num_bytes,
-        tables=tables + (sum(left_bytes(config)) if captures else 0),
+        tables=tables + (sum(graph_output_bytes(config)) if captures else 0),
         features=query_bytes(config)
         + (feature_bytes(info, config.model.dtype, scheduler.max_num_seqs) if generates else 0),
         staging=staging,
@@ -161,7 +161,7 @@ def graph_bytes(config: EngineConfig, body: int) -> int:
     return max(body, head) + kept * (info.hidden_size * size + 8)
 
 
-def left_bytes(config: EngineConfig) -> tuple[int, int]:
+def graph_output_bytes(config: EngineConfig) -> tuple[int, int]:
     """What captured steps leave behind, all in the same place: hidden states for their heads, and results."""
     scheduler, info = config.scheduler, config.model.info
     hidden = scheduler.max_num_batched_tokens * info.hidden_size * ITEMSIZE[config.model.dtype]

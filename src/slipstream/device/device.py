@@ -1,4 +1,4 @@
-"""Device: what differs between the CPU and a CUDA GPU, and nothing else."""
+"""Device: everything that differs between the CPU and a CUDA GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from slipstream.config.options import DEVICES, unknown_device
 from slipstream.config.resolve import Machine
-from slipstream.device.streams import CudaStream, InlineStream, Stream, ThreadedStream, Work
+from slipstream.device.streams import CudaStream, DeviceWork, InlineStream, Stream, ThreadedStream
 from slipstream.errors import InvalidOption
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
@@ -23,12 +23,12 @@ T = TypeVar("T")
 
 
 class Device:
-    """One device and its streams. `compute` runs steps; `copy` brings results out beside it."""
+    """One device and its streams: `compute` runs steps, `copy` copies results to the host at the same time."""
 
     kind = "cpu"
     can_pin = False
     can_graph = False
-    warms_up = False  # kernels are compiled and steps captured before the first request
+    warms_up = False  # whether kernels are compiled and steps captured before the first request
 
     def __init__(self, depth: int, num_threads: int) -> None:
         self.torch_device = torch.device("cpu")
@@ -43,34 +43,34 @@ class Device:
             self.compute = self.copy = ThreadedStream("slipstream-device", self._enter_thread)
 
     def _enter_thread(self) -> None:
-        # only this thread runs kernels from now on: two OpenMP pools on few cores starve each other
+        # only this thread runs kernels from now on: two OpenMP pools compete for few cores
         torch.set_num_threads(self.num_threads)
         torch.set_grad_enabled(False)
 
     def host_buffer(self, num_bytes: int) -> tuple[Bytes, torch.Tensor]:
-        """Host memory that copies to and from the device may use, as numpy and torch see it."""
+        """Host memory for copies to and from the device, as a numpy array and as a tensor of the same memory."""
         array = np.zeros(num_bytes, np.uint8)
         return array, torch.from_numpy(array)
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeros that take memory page by page as they are first written to, where torch would write them all now."""
+        """Zeros whose memory is allocated page by page at the first write; torch.zeros would write all of it now."""
         array = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
         return torch.from_numpy(array).view(dtype).view(shape)
 
-    def handed_back(self, buffer: Bytes) -> None:
-        """A buffer is about to be written anew; a test device poisons it."""
+    def before_reuse(self, buffer: Bytes) -> None:
+        """Called before a buffer is written again; a test device poisons it here."""
 
-    def settle(self) -> None:
-        """While an engine starts: what was asked of the device is done, on whatever stream; the host waits for it."""
+    def wait_until_idle(self) -> None:
+        """During start-up: wait until all work on all streams is done."""
 
     def free_memory(self) -> int | None:
-        """Bytes of the device that nobody holds, once all that was queued has run; None: it is the host's memory."""
+        """Free bytes of device memory, after all queued work has run; None if the device uses host memory."""
         return None
 
-    def capture(self, work: Callable[[], T]) -> tuple[Work, T]:
-        """Record what `work` launches, without running it: how to replay it, and the result it then writes.
+    def capture(self, work: Callable[[], T]) -> tuple[DeviceWork, T]:
+        """Capture what `work` launches, without running it. Returns the replay function, and the result that it writes.
 
-        A RuntimeError if it cannot be recorded; the work may be run then.
+        Raises RuntimeError if the capture fails; then `work` can still be run.
         """
         raise NotImplementedError(f"{self.kind} has no graphs")
 
@@ -81,7 +81,7 @@ class Device:
 
 
 class CudaDevice(Device):
-    """One CUDA GPU. Results leave on a stream of their own; host buffers are pinned where the platform lets us."""
+    """One CUDA GPU. Results are copied on a stream of their own; host buffers are pinned if the platform allows it."""
 
     kind = "cuda"
     can_graph = True
@@ -95,7 +95,7 @@ class CudaDevice(Device):
         torch.set_grad_enabled(False)
         self.compute: CudaStream = CudaStream(torch.cuda.Stream())
         self.copy: CudaStream = CudaStream(torch.cuda.Stream())
-        self._graph_memory = torch.cuda.graph_pool_handle()  # shared: graphs of one stream never run at once
+        self._graph_memory = torch.cuda.graph_pool_handle()  # shared: graphs of one stream never run at the same time
 
     def host_buffer(self, num_bytes: int) -> tuple[Bytes, torch.Tensor]:
         tensor = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self.can_pin)
@@ -104,24 +104,24 @@ class CudaDevice(Device):
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
-    def settle(self) -> None:
-        # not the whole device: another engine's capture would not survive that
+    def wait_until_idle(self) -> None:
+        # not the whole device: that would break another engine's capture
         for stream in (torch.cuda.current_stream(self.torch_device), self.compute.stream, self.copy.stream):
             stream.synchronize()
 
     def free_memory(self) -> int | None:
-        self.settle()
+        self.wait_until_idle()
         return torch.cuda.mem_get_info(self.torch_device)[0]
 
-    def capture(self, work: Callable[[], T]) -> tuple[Work, T]:
+    def capture(self, work: Callable[[], T]) -> tuple[DeviceWork, T]:
         graph = torch.cuda.CUDAGraph()
-        # a collector that frees some other graph in the middle would spoil this one
+        # a garbage collection that frees another graph would break this capture
         collects = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.stream(self.compute.stream):
-                # relaxed: a library that this thread first uses here takes memory for itself, which other modes refuse.
-                # What waits for this stream is refused in any
+                # relaxed: a library used here for the first time allocates memory, which other modes forbid. A wait for
+                # this stream is an error in every mode.
                 graph.capture_begin(pool=self._graph_memory, capture_error_mode="relaxed")
                 try:
                     result = work()
@@ -135,23 +135,23 @@ class CudaDevice(Device):
         return graph.replay, result
 
     def _end_spoilt_capture(self, graph: torch.cuda.CUDAGraph) -> None:
-        """The stream takes work again, and memory comes from where it came before."""
-        with contextlib.suppress(RuntimeError):  # it says once more what went wrong
+        """Make the stream usable again, and restore the allocator."""
+        with contextlib.suppress(RuntimeError):  # it repeats the error
             graph.capture_end()
-        with contextlib.suppress(RuntimeError):  # what capture_end does last, if it comes to it
+        with contextlib.suppress(RuntimeError):  # what capture_end does at its end, unless it raised before
             torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_memory)
 
 
 def _pinning_works() -> bool:
     try:
         return torch.zeros(1, pin_memory=True).is_pinned()
-    except RuntimeError:  # platforms such as WSL may refuse
+    except RuntimeError:  # some platforms refuse, for example WSL
         return False
 
 
 def device_facts(kind: str) -> Machine:
-    """The machine's facts for `cpu`, `cuda`, or `auto`: what SLIPSTREAM_DEVICE says, else a GPU if there is one."""
-    is_rocm = torch.version.hip is not None  # which calls its GPUs cuda too
+    """The machine's facts for `cpu`, `cuda` or `auto`: SLIPSTREAM_DEVICE if set, else a GPU if there is one."""
+    is_rocm = torch.version.hip is not None  # ROCm names its GPUs cuda too
     has_cuda = torch.cuda.is_available() and not is_rocm
     if kind == "auto":
         kind = os.environ.get("SLIPSTREAM_DEVICE") or "auto"
@@ -171,13 +171,13 @@ def device_facts(kind: str) -> Machine:
     if kind == "cuda":
         free, total = torch.cuda.mem_get_info()
         return Machine("cuda", free, total, default_threads(), ("bfloat16", "float16", "float32"))
-    # float32 even where the checkpoint says bfloat16: a CPU without hardware for it is a hundred times slower
+    # float32 even for bfloat16 checkpoints: a CPU without bfloat16 instructions is a hundred times slower
     half = ("bfloat16",) if _cpu_has_bfloat16() else ()
     return Machine("cpu", available_memory(), _total_memory(), default_threads(), ("float32", *half))
 
 
 def seems_cuda(kind: str) -> bool:
-    """Whether `device_facts` will most likely speak of a GPU. To ask the driver takes a quarter of a second."""
+    """Whether `device_facts` will most likely find a GPU. Asking the driver takes a quarter of a second."""
     if kind == "auto":
         is_there = os.path.exists("/dev/nvidiactl") and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
         kind = os.environ.get("SLIPSTREAM_DEVICE") or "auto"
@@ -187,7 +187,7 @@ def seems_cuda(kind: str) -> bool:
 
 
 def _cpu_has_bfloat16() -> bool:
-    """Whether products in bfloat16 have instructions of their own."""
+    """Whether the CPU has instructions for bfloat16 matrix products."""
     try:
         with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
             flags = next((line for line in lines if line.lower().startswith(("flags", "features"))), "").split()
@@ -201,7 +201,7 @@ def _total_memory() -> int:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that can be taken without swapping, cgroup limits included."""
+    """Bytes of host memory that can be allocated without swapping, within cgroup limits."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         with open("/proc/meminfo", encoding="ascii", errors="replace") as lines:

@@ -1,4 +1,4 @@
-"""Side work beside the main work of a step, on streams of its own."""
+"""Runs independent device work on several CUDA streams."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 def execute_in_parallel(first: Callable[[], T], *others: Callable[[], Any]) -> tuple[T, *tuple[Any, ...]]:
-    """Device: all of them at once, the first on the current stream; their results in that order.
+    """Device: run all of them at the same time, the first on the current stream. Returns their results in order.
 
-    The others begin after all that was queued on the current stream, and what is queued there afterwards comes after
-    them: for the caller it is as if they had run in order. They must not need each other's results. Forks and joins are
-    events, which a graph captures. Without CUDA they do run in order.
+    The others start after all work queued on the current stream, and work queued there later runs after them: for the
+    caller they seem to run in order. They must not depend on each other. Forks and joins are events, which a graph
+    captures. Without CUDA they run in order.
     """
     if not others or not torch.cuda.is_initialized():
         return first(), *(work() for work in others)
@@ -33,8 +33,8 @@ def execute_in_parallel(first: Callable[[], T], *others: Callable[[], Any]) -> t
                 results.append(work())
         return first(), *results
     finally:
-        # Memory may go back and forth without more ado: whoever forks next waits for all that read it here, and
-        # whoever frees what was read over there has waited for that.
+        # The allocator may reuse memory across these streams: a later fork waits for all reads on this stream, and
+        # memory read on another stream is freed only after the join.
         for stream in beside:
             current.wait_stream(stream)
 

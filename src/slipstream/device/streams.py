@@ -1,10 +1,10 @@
-"""Streams and events: a queue of device work, and a point in it.
+"""Streams and events: a queue of device work, and a point in the queue.
 
-On CUDA they are the driver's. On the CPU a stream is either inline (`run` calls at once: depth 0) or a worker
-thread that runs what was queued, in order, later, so that asynchrony and its races are real without a GPU.
+On CUDA they are the driver's. On the CPU a stream is either inline (`run` calls the work at once: depth 0) or a worker
+thread that runs queued work later, in order, so that asynchrony and its races are real without a GPU.
 
-What is queued is one closure per part of a step. It may capture ring slots and arrays that nobody changes;
-on a threaded stream it is the only place where torch kernels run.
+Work is one closure per part of a step. It may capture ring buffers and arrays that are never written again. With a
+threaded stream, torch kernels run in that thread only.
 """
 
 from __future__ import annotations
@@ -19,35 +19,35 @@ import torch
 
 from slipstream.device.sync_check.watch import host_waits
 
-Work = Callable[[], None]
+DeviceWork = Callable[[], None]
 
 
 class Event(Protocol):
     """A point in a stream."""
 
     def wait(self) -> None:
-        """Sleep until the stream has come this far. Raises what the stream's work raised."""
+        """Wait until the stream has reached this point. Raises the error of the stream's work, if any."""
 
     def done(self) -> bool: ...
 
     def since(self, earlier: Event) -> float:
-        """Seconds on the device's clock from that point to this one. Both are reached, and were recorded as timed."""
+        """Seconds on the device's clock from `earlier` to this point. Both must be reached, and recorded as timed."""
 
 
 class Stream(Protocol):
-    """Used by one thread. What is queued may be held back until `flush`, or until that thread waits for an event."""
+    """Used by one thread. Queued work may be held back until `flush`, or until that thread waits for an event."""
 
-    def run(self, work: Work) -> None:
-        """Queue `work` after all that was queued before."""
+    def run(self, work: DeviceWork) -> None:
+        """Queue `work` after all work queued so far."""
 
     def record(self, *, timed: bool = False) -> Event:
-        """A point after all that was queued so far; timed, if anyone will ask when it was reached."""
+        """A point after all work queued so far; `timed` if its time will be read."""
 
     def wait_for(self, event: Event) -> None:
-        """What is queued from now on runs after `event`. The host does not wait."""
+        """Work queued from now on runs after `event`. The host does not wait."""
 
     def flush(self) -> None:
-        """Hand over what is held back."""
+        """Submit work that is held back."""
 
     def close(self) -> None: ...
 
@@ -70,13 +70,13 @@ class _Passed:
 
 
 PASSED: Event = _Passed()
-"""An event that has always been reached."""
+"""An event that is reached from the start."""
 
 
 class InlineStream:
-    """Runs at once, in the caller's thread."""
+    """Runs work at once, in the caller's thread."""
 
-    def run(self, work: Work) -> None:
+    def run(self, work: DeviceWork) -> None:
         work()
 
     def record(self, *, timed: bool = False) -> Event:
@@ -93,7 +93,7 @@ class InlineStream:
 
 
 class _Mark:
-    """An event of a threaded stream: how many pieces it will have been through by then."""
+    """An event of a threaded stream: the number of pieces of work before it."""
 
     __slots__ = ("stream", "count", "time")
 
@@ -103,7 +103,7 @@ class _Mark:
         self.time = 0.0
 
     def stamp(self) -> None:
-        """By the stream, as the last piece before this point."""
+        """Called by the stream as the last piece of work before this point."""
         self.time = time.perf_counter()
 
     def since(self, earlier: Event) -> float:
@@ -111,7 +111,7 @@ class _Mark:
         return self.time - earlier.time
 
     def wait(self) -> None:
-        """By the thread that queues."""
+        """Called by the thread that queues work."""
         self.stream.flush()
         if self.done():
             self.sleep()
@@ -120,7 +120,7 @@ class _Mark:
                 self.sleep()
 
     def sleep(self) -> None:
-        """By another stream: its own thread may not hand over what this one holds back."""
+        """Called by another stream, whose thread must not submit what this stream holds back."""
         self.stream.sleep_until(self.count)
         if self.stream.failure is not None:
             raise self.stream.failure
@@ -130,24 +130,24 @@ class _Mark:
 
 
 class ThreadedStream:
-    """A worker thread. After work raised, the rest of the queue is skipped and every event raises that error.
+    """A worker thread. After an error the rest of the queue is skipped, and every event raises the error.
 
-    Waking the thread costs more than any of the rest, so work is held back and handed over a step at a time; events
-    are counts, and only whoever sleeps on one needs a lock.
+    Waking the thread is the largest cost, so work is held back and submitted once per step. Events are counts; only a
+    thread that waits for one needs a lock.
     """
 
-    def __init__(self, name: str, prepare: Work | None = None) -> None:
-        self.queue: queue.SimpleQueue[list[Work] | None] = queue.SimpleQueue()
+    def __init__(self, name: str, prepare: DeviceWork | None = None) -> None:
+        self.queue: queue.SimpleQueue[list[DeviceWork] | None] = queue.SimpleQueue()
         self.failure: BaseException | None = None
-        self.passed = 0  # pieces of work that are behind us, whether they ran or were skipped
-        self._held: list[Work] = []
+        self.passed = 0  # pieces of work that ran or were skipped
+        self._held: list[DeviceWork] = []
         self._num_queued = 0
         self._lock = threading.Lock()
-        self._sleepers: list[tuple[int, threading.Lock]] = []  # whoever waits until this many are behind us
+        self._sleepers: list[tuple[int, threading.Lock]] = []  # threads that wait until this many pieces have passed
         self.thread = threading.Thread(target=self._serve, args=(prepare,), name=name, daemon=True)
         self.thread.start()
 
-    def run(self, work: Work) -> None:
+    def run(self, work: DeviceWork) -> None:
         self._held.append(work)
         self._num_queued += 1
 
@@ -161,7 +161,7 @@ class ThreadedStream:
     def wait_for(self, event: Event) -> None:
         if not isinstance(event, _Mark):
             self.run(event.wait)
-        elif event.stream is not self:  # else it comes before in any case
+        elif event.stream is not self:  # an event of this stream comes first in any case
             event.stream.flush()
             self.run(event.sleep)
 
@@ -179,7 +179,7 @@ class ThreadedStream:
             if self.passed >= count:
                 return
             self._sleepers.append((count, gate))
-        gate.acquire()  # the worker opens it
+        gate.acquire()  # the worker releases it
 
     def close(self) -> None:
         self.flush()
@@ -187,9 +187,9 @@ class ThreadedStream:
         self.thread.join()
 
     def before(self) -> None:
-        """Comes before each piece of work; a test stream sleeps here."""
+        """Called before each piece of work; a test stream delays here."""
 
-    def _serve(self, prepare: Work | None) -> None:
+    def _serve(self, prepare: DeviceWork | None) -> None:
         if prepare is not None:
             prepare()
         while (works := self.queue.get()) is not None:
@@ -198,7 +198,7 @@ class ThreadedStream:
                     try:
                         self.before()
                         work()
-                    except BaseException as error:  # handed to whoever waits on an event
+                    except BaseException as error:  # raised by every event from now on
                         self.failure = error
                 with self._lock:
                     self.passed += 1
@@ -229,17 +229,17 @@ class _CudaEvent:
 
 
 class CudaStream:
-    """The driver's own queue. `run` calls at once, with the stream current: kernels are what is queued."""
+    """The driver's queue. `run` calls the work at once with the stream current: its kernels are queued."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
 
-    def run(self, work: Work) -> None:
+    def run(self, work: DeviceWork) -> None:
         with torch.cuda.stream(self.stream):
             work()
 
     def record(self, *, timed: bool = False) -> Event:
-        event = torch.cuda.Event(enable_timing=timed, blocking=True)  # whoever waits sleeps instead of spinning
+        event = torch.cuda.Event(enable_timing=timed, blocking=True)  # a waiting thread sleeps instead of spinning
         event.record(self.stream)
         return _CudaEvent(event)
 

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Protocol
 
 from slipstream.config.config import EngineConfig
-from slipstream.engine.device_timing import DeviceTimer, Span
+from slipstream.engine.device_timing import DeviceTimer, StepInterval
 from slipstream.engine.make_requests import encoder_request, requests_of
 from slipstream.engine.pacing import Pacer
 from slipstream.errors import EngineDead, SlipstreamError
@@ -19,15 +19,15 @@ from slipstream.step import StepPlan, StepResult
 
 
 class Handle(Protocol):
-    """A launched step. `wait` sleeps until its result is on the host.
+    """A launched step. `wait` waits until its result is on the host.
 
-    A step in which nobody ends has none: its handle may say that it `is_silent`, and then does not sleep in `wait` but
-    in `end`, until the device is done with it.
+    A step may have no result: its handle `has_no_result`, `wait` returns at once, and `wait_until_ended` waits until
+    the device has finished it.
     """
 
     def wait(self) -> StepResult: ...
     def done(self) -> bool: ...
-    def end(self) -> None: ...
+    def wait_until_ended(self) -> None: ...
 
 
 class Executor(Protocol):
@@ -164,22 +164,22 @@ class EngineCore:
         """Learn the oldest step's result. Here and in `_keep_room`, and nowhere else, the host waits for the device."""
         handle, cause = self.in_flight.popleft(), self._causes.popleft()
         self._unbooked.append((handle, cause))
-        is_silent = getattr(handle, "is_silent", False)
+        has_no_result = getattr(handle, "has_no_result", False)
         self.account.waits()
         result = handle.wait()
         self.account.waited()
-        if is_silent:
+        if has_no_result:
             self._keep_room()
         # what was waited for has ended, and all before it
-        while self._unbooked and (not is_silent or self._unbooked[0][0].done()):
+        while self._unbooked and (not has_no_result or self._unbooked[0][0].done()):
             self._book()
         return self.scheduler.commit(result)
 
     def _keep_room(self) -> None:
-        """Sees off the oldest silent step where the host is as far ahead as the rings have room for."""
+        """Wait for the oldest step without a result when every ring buffer is in use."""
         if len(self._unbooked) + len(self.in_flight) > self.depth + 1:
             self.account.waits()
-            self._unbooked[0][0].end()
+            self._unbooked[0][0].wait_until_ended()
             self.account.waited()
             self._book()
 
@@ -203,7 +203,7 @@ class EngineCore:
             raise EngineDead(f"the engine has failed before: {cause}; start a new one") from self._failure
 
 
-def _span(handle: Handle) -> Span | None:
+def _span(handle: Handle) -> StepInterval | None:
     """Where a step is among the device's work, for handles that know."""
-    span: Span | None = getattr(handle, "span", None)
+    span: StepInterval | None = getattr(handle, "span", None)
     return span

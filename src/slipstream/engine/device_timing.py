@@ -48,7 +48,7 @@ class Point(Protocol):
     def since(self, earlier: Point) -> float: ...
 
 
-class Span(Protocol):
+class StepInterval(Protocol):
     """A step on the device: where it begins and ends."""
 
     @property
@@ -68,7 +68,7 @@ class DeviceTimer:
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.total = DeviceTime()
         self.timeline = Timeline(clock)
-        self._before: deque[Span | None] = deque()  # what the device did before each of the steps under way
+        self._before: deque[StepInterval | None] = deque()  # what the device did before each of the steps under way
         self.host_seconds = 0.0  # that was taken from one launch to the last one
 
     def enter(self) -> None:
@@ -114,12 +114,12 @@ class DeviceTimer:
         line.inside = line.outside = 0.0
         return cause
 
-    def follow(self, span: Span | None) -> None:
+    def follow(self, span: StepInterval | None) -> None:
         """The step launched last is this one."""
         self._before.append(self.timeline.last)
         self.timeline.last = span
 
-    def book(self, span: Span | None, cause: str) -> float:
+    def book(self, span: StepInterval | None, cause: str) -> float:
         """The oldest step has ended. Returns how long it was on the device."""
         before = self._before.popleft()
         if span is None:
@@ -137,7 +137,7 @@ class Timeline:
     """One device's work in the order of its launches, and what the host did since the last of them."""
 
     def __init__(self, clock: Clock) -> None:
-        self.last: Span | None = None  # launched
+        self.last: StepInterval | None = None  # launched
         self.inside = self.outside = 0.0  # of the cores, since the last launch
         self.ran_dry = True  # since the last launch there was a time with nothing to do
         self.working: set[DeviceTimer] = set()  # those that have something to do

@@ -292,7 +292,7 @@ class InputProcessor:
 
     def _check_num_logprobs(self, params: SamplingParams, num_prompt: int) -> None:
         """Raises where the logprobs of one answer would fill the memory, before anything runs."""
-        each = (params.logprobs or 0) + len(params.given_ids)
+        each = (params.logprobs or 0) + len(params.requested_ids)
         num_new = self.facts.max_model_len - num_prompt
         if params.max_tokens is not None:
             num_new = min(num_new, params.max_tokens)
@@ -347,4 +347,4 @@ class InputProcessor:
 
 def _num_logprobs(params: SamplingParams) -> int:
     """The largest number of logprobs that one token of the answer or of the prompt has."""
-    return max((params.logprobs or 0) + len(params.given_ids), params.prompt_logprobs or 0)
+    return max((params.logprobs or 0) + len(params.requested_ids), params.prompt_logprobs or 0)

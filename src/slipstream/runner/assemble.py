@@ -1,4 +1,4 @@
-"""Builds the device half from an EngineConfig: model, caches, row states and head."""
+"""Builds the device half from an EngineConfig: model, caches, row states and heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.config.memory import (
     LOGITS_AT_ONCE,
     WORKSPACE,
     arena_bytes,
-    left_bytes,
+    graph_output_bytes,
     plan_memory,
     pooled_bytes,
     report_bytes,
@@ -28,7 +28,7 @@ from slipstream.ops.compile_ahead import ForkedCompiler, can_compile_ahead, comp
 from slipstream.ops.linear.cublaslt_tuned import autotune_recorded, recording_gemms
 from slipstream.pooling_params import PoolingParams
 from slipstream.runner.batch.encoder_batch import EncoderBatch
-from slipstream.runner.batch.input_batch import InputBatch, Inputs
+from slipstream.runner.batch.input_batch import BatchInputs, InputBatch
 from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.rope_rows import RopeRows
 from slipstream.runner.batch.row_state import RowState
@@ -50,7 +50,7 @@ from slipstream.runner.warmup import Start, WarmUp, enough_memory
 def build_runner(
     config: EngineConfig, *, progress: bool = False, device: Device | None = None
 ) -> tuple[ModelRunner, EngineConfig]:
-    """The runner, ready, and the configuration with the cache that was found to fit."""
+    """The runner, ready to run, and the configuration with the size of cache that was found to fit."""
     if device is None:
         device = open_device(config.device.kind, config.scheduler.depth, config.device.num_threads)
     model, fill = open_model(config.model, device.torch_device)
@@ -64,20 +64,20 @@ def build_runner(
     if config.model.generates:
         with enough_memory():
             device.compute.run(lambda: _take_logits(config, device))
-    # zeros and weights are written on the host's own stream, steps run on another: one must not overtake the other
-    device.settle()
-    with recording_gemms() as products, _walking(warm_up) as compiler:
+    # zeros and weights are written on the default stream, steps run on another: wait for the former
+    device.wait_until_idle()
+    with recording_gemms() as products, _dry_running(warm_up) as compiler:
         fill(progress)
-        device.settle()
+        device.wait_until_idle()
         with enough_memory():
             device.compute.run(lambda: autotune_recorded(products))
-        if measured:  # what the largest step takes was taken by walking through it
+        if measured:  # the dry run has allocated what the largest step needs
             config = fit_cache(config, _room(config, device))
             runner.store.take_memory(config.cache.group_pages)
-            device.settle()
+            device.wait_until_idle()
         if compiler is not None:
-            # the last is most likely attention of chunks, which steps of single tokens do without; another would be
-            # compiled by the capture that meets it
+            # the last one is most likely attention for chunks, which decode steps do not need; if it is another kernel,
+            # the capture that needs it compiles it
             compiler.finish(but=1 if config.model.generates else 0)
         with runner.graphs.starting(), enough_memory():
             runner.graphs.take(plan_memory(config, 0).graphs - WORKSPACE)
@@ -87,19 +87,19 @@ def build_runner(
 
 
 @contextlib.contextmanager
-def _walking(warm_up: Start) -> Iterator[ForkedCompiler | None]:
-    """Kernels that the walk meets are compiled beside the block, where that can be."""
+def _dry_running(warm_up: Start) -> Iterator[ForkedCompiler | None]:
+    """Compile the kernels that the dry run uses, while the `with` block runs, where that is supported."""
     if can_compile_ahead():
-        with compiling_ahead(warm_up.walk, default_threads()) as compiler:
+        with compiling_ahead(warm_up.dry_run, default_threads()) as compiler:
             yield compiler
     else:
-        warm_up.walk()
+        warm_up.dry_run()
         yield None
 
 
 def _take_logits(config: EngineConfig, device: Device) -> None:
-    """Device: what a step takes whose features a walk does not meet, with as many rows as there may be. The allocator
-    keeps it, in pieces from which any such step is served, and others too."""
+    """Device: allocate and drop the memory of a step with sampling features that the dry run does not use, with the
+    maximum number of rows. The allocator keeps it, in pieces that fit any such step."""
     shape = (config.scheduler.max_num_seqs, config.model.info.vocab_size)
     [torch.empty(shape, dtype=torch.float32, device=device.torch_device) for _ in range(LOGITS_AT_ONCE)]
 
@@ -115,7 +115,7 @@ def _warm_up(runner: ModelRunner, config: EngineConfig) -> Start:
 
 
 def _room(config: EngineConfig, device: Device) -> int:
-    """Bytes left for the cache once the largest step was walked through: what is still to come is reckoned."""
+    """Bytes left for the cache after the dry run of the largest step, less what is computed to be allocated later."""
     free, keep_free = device.free_memory(), config.device.keep_free
     assert free is not None and keep_free is not None
     return free - keep_free - plan_memory(config, 0).later
@@ -126,18 +126,20 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
     dtype = getattr(torch, config.model.dtype)
     logit_dtype = torch.float64 if dtype is torch.float64 else torch.float32
 
-    num_rows = scheduler.max_num_seqs + 1  # the last is nobody's: padding points at it
-    num_slots = scheduler.depth + 2
+    num_rows = scheduler.max_num_seqs + 1  # the last is the padding row
+    num_buffers = scheduler.depth + 2
     store = KVStore(cache.groups, group_pages, device)
-    # no step has more tokens than its rows have together
+    # a step has at most as many tokens as its rows can have
     max_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * scheduler.max_model_len)
-    graphs = GraphPool(device, scheduler.max_num_seqs, max_tokens, eager=config.device.eager, left=left_bytes(config))
+    graphs = GraphPool(
+        device, scheduler.max_num_seqs, max_tokens, eager=config.device.eager, output_bytes=graph_output_bytes(config)
+    )
     info, pooling = config.model.info, config.model.pooling
     result_size = result_bytes(config) + pooled_bytes(config)
-    results = ResultRing(num_slots, result_size, device, most=result_size + report_bytes(config))
+    results = ResultRing(num_buffers, result_size, device, max_capacity=result_size + report_bytes(config))
     heads: list[HeadMaker] = []
     row_states: list[RowState] = [store]
-    input_batch: Inputs
+    input_batch: BatchInputs
     if scheduler.is_encoder:
         assert pooling is not None, "a model without a cache is for pooling"
         short_rope = None if scheduler.short_rope is None else (scheduler.short_rope, scheduler.max_model_len)
@@ -159,8 +161,8 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
             heads.append(GenerateHead(model, rows, sampler, results, logit_dtype, graphs, steady=steady))
             row_states.append(sampler)
     if pooling is not None:
-        carry = ChunkState(pooling.methods, 0 if scheduler.is_encoder else num_rows, info.hidden_size, dtype, device)
-        pool = PoolHead(model.heads, pooling, info.vocab_size, carry, results, graphs, logit_dtype)
+        chunks = ChunkState(pooling.methods, 0 if scheduler.is_encoder else num_rows, info.hidden_size, dtype, device)
+        pool = PoolHead(model.heads, pooling, info.vocab_size, chunks, results, graphs, logit_dtype)
         heads.append(pool)
         row_states.append(pool)
     return ModelRunner(
@@ -177,7 +179,7 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
         input_batch=input_batch,
         heads=heads,
         row_states=row_states,
-        ring=HostRing(num_slots, arena_bytes(config), device),
+        ring=HostRing(num_buffers, arena_bytes(config), device),
         results=results,
         graphs=graphs,
     )

@@ -1,4 +1,4 @@
-"""GenerateHead: hidden states to logits, through the sampler, to tokens; then the rows learn what they drew."""
+"""GenerateHead: computes logits from hidden states, draws tokens, and stores them in the row table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head
-from slipstream.runner.results import LONG, PROMPT, ResultRing, ResultShape, pack, result_shape
+from slipstream.runner.results import PROMPT, WIDE, ResultRing, ResultShape, pack, result_shape
 from slipstream.runner.sampling.logprobs import prepare_scores
 from slipstream.runner.sampling.sampler import Replayed, Sampler
 from slipstream.runner.sampling.stage import SampleBatch
@@ -33,7 +33,7 @@ class GenerateHead:
         *,
         steady: bool = False,
     ) -> None:
-        """`steady`: a row's numbers are the same bits whatever runs beside it."""
+        """`steady`: batch-invariant, a row's results have the same bits whatever the rest of the batch is."""
         self.model = model
         self.rows = rows
         self.sampler = sampler
@@ -50,13 +50,13 @@ class GenerateHead:
     def prepare(
         self, plan: StepPlan, upload: Upload, size: Size | None = None, *, only_last: bool = False
     ) -> Head | None:
-        """Host: stage what the draw needs; None when no row draws in this step and no prompt is scored.
+        """Host: upload what sampling needs; None if no row draws in this step and no prompt is scored.
 
-        `size` says what the body is padded to, if it is.
+        `size`: what the forward is padded to; None: it is not padded.
         """
         num_samples, scores = len(plan.rows), plan.scores
         picked = pick = None
-        if plan.tokens.size:  # else all rows decode, and all sample
+        if plan.tokens.size:  # otherwise all rows decode and draw
             which = np.flatnonzero(plan.num_drawn)
             num_samples = len(which)
             if not num_samples and scores is None:
@@ -76,13 +76,13 @@ class GenerateHead:
             num_samples,
             plan.num_logprobs if num_samples else None,
             self._numpy_dtype,
-            None if sample is None or sample.given is None else sample.given.shape,
-            None if scores is None else (len(scores.places), scores.num_logprobs),
-            None if sample is None or sample.long is None else sample.long.shape,
+            None if sample is None or sample.requested is None else sample.requested.shape,
+            None if scores is None else (len(scores.indices), scores.num_logprobs),
+            None if sample is None or sample.wide is None else sample.wide.shape,
         )
-        slot = self.results.open(shape)
+        out = self.results.open(shape)
         num_rows = len(plan.rows)
-        is_padded = size is not None and size.is_single and picked is None  # all rows sample
+        is_padded = size is not None and size.is_single and picked is None  # every row draws
 
         def run(batch: Gathered, hidden: torch.Tensor) -> None:
             results = _named(PROMPT, score(hidden)) if score is not None else {}
@@ -99,32 +99,32 @@ class GenerateHead:
                 results["tokens"], results["failed"] = drawn.tokens, drawn.failed
                 if drawn.logprobs is not None:
                     results |= _named("", drawn.logprobs)
-                if drawn.given is not None:
-                    results["given"] = drawn.given
-                if drawn.long is not None:
-                    results |= _named(LONG, drawn.long)
-            slot.write(results)
+                if drawn.requested is not None:
+                    results["requested"] = drawn.requested
+                if drawn.wide is not None:
+                    results |= _named(WIDE, drawn.wide)
+            out.write(results)
 
-        return Head(run, slot.leave)
+        return Head(run, out.handle)
 
     def _prepare_replayed(
         self, plan: StepPlan, num_samples: int, pick: np.ndarray[Any, Any] | None, upload: Upload
     ) -> Head | None:
-        """Host: a head that is the same from step to step, if this step's can be.
+        """Host: the head as a captured graph; None if a feature of this step cannot be captured.
 
-        `pick` says which hidden states of the step are sampled from: their places, their rows' places, their rows. They
-        are brought together at fixed addresses first. Without it all of them are, and lie where the body's replay left
-        them.
+        `pick`: the indices of the hidden states to sample from, the indices of their rows in the step, and the rows.
+        They are first copied to fixed addresses. None: all hidden states are sampled from, where the forward's graph
+        left them.
         """
         num_rows = self.graphs.rows_for(num_samples)
         if num_rows is None or (replayed := self.sampler.prepare_by_row(plan)) is None:
             return None
         shape = result_shape(num_rows, replayed.num_logprobs, self._numpy_dtype)
-        slot = self.results.open(shape, num_samples)
+        out = self.results.open(shape, num_samples)
         span = None
         if pick is not None:
             padded = np.zeros((3, num_rows), np.int64)
-            padded[2, num_samples:] = len(self.rows.computed) - 1  # the row that is nobody's
+            padded[2, num_samples:] = len(self.rows.computed) - 1  # the padding row
             padded[:, :num_samples] = pick
             span = upload.put(padded)
         key = ("head", num_rows, span is not None, replayed.key)
@@ -133,14 +133,15 @@ class GenerateHead:
             rows = SampleBatch(batch.rows, batch.view.lengths)
             if span is not None:
                 hidden, rows = self._picked.bring(hidden, rows, upload.tensor(span))
-            slot.write_packed(self.graphs.run(key, lambda: self._draw(hidden, rows, replayed, shape)))
+            out.write_packed(self.graphs.run(key, lambda: self._draw(hidden, rows, replayed, shape)))
 
-        return Head(run, slot.leave)
+        return Head(run, out.handle)
 
     def _draw(self, hidden: torch.Tensor, rows: SampleBatch, replayed: Replayed, shape: ResultShape) -> torch.Tensor:
-        """Device: a token for every row, padding and all, and the results packed."""
-        # kernels widen what they read, so only logits that are added to need the dtype that is sampled from; but the
-        # order of sums over them follows from their dtype, and whether one row's are added to is not another's concern
+        """Device: draw a token for every row, padding included, and pack the results."""
+        # Kernels convert what they read, so only logits that a stage adds to must have the sampling dtype. With
+        # `steady` they always have it: the order of sums depends on the dtype, and must not depend on other rows'
+        # parameters.
         wide = replayed.adds or self._steady
         logits = self._logits(hidden) if wide else self.model.logits(hidden)
         drawn = replayed.sample(logits, rows)
@@ -151,19 +152,19 @@ class GenerateHead:
         return pack(results, shape, self.graphs.results.room(shape.num_bytes))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Device: in the dtype that is sampled from."""
+        """Device: logits in the dtype that sampling uses."""
         return self.model.logits(hidden).to(self.logit_dtype)
 
 
 class _Picked:
-    """Hidden states that are sampled from, their rows and positions, at addresses that do not change."""
+    """Fixed addresses for the hidden states to sample from, their rows and positions."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
         self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def bring(self, hidden: torch.Tensor, rows: SampleBatch, pick: torch.Tensor) -> tuple[torch.Tensor, SampleBatch]:
-        """Device: `pick` [3, n] are the hidden states' places, their rows' places among the step's, and the rows."""
+        """Device: `pick` [3, n]: indices of hidden states, indices of their rows in the step, the rows."""
         if self._buffers is None:
             ids = torch.zeros(2, self._num_rows, dtype=torch.int64, device=hidden.device)
             self._buffers = hidden.new_zeros(self._num_rows, hidden.shape[1]), ids[0], ids[1]
@@ -176,5 +177,5 @@ class _Picked:
 
 
 def _named(prefix: str, of: TopLogprobs) -> dict[str, torch.Tensor]:
-    """As the result slot names them."""
+    """By their names in the result buffer."""
     return {f"{prefix}{name}": value for name, value in of._asdict().items()}

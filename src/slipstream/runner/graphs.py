@@ -1,8 +1,8 @@
-"""GraphPool: device work that is the same from step to step is captured once and replayed.
+"""GraphPool: captures device work that repeats from step to step as CUDA graphs, and replays it.
 
-Launching kernels one by one costs the host about ten microseconds each; replaying a whole captured graph costs seven.
-Work qualifies if it reads and writes fixed addresses and its shapes follow from its key: the parts of a step that do
-are written that way in `input_batch.py` and `generate.py`. This file knows nothing of batches.
+Launching a kernel costs the host about 10 us, replaying a whole graph 7 us. Work can be captured if it reads and writes
+fixed addresses and its shapes follow from its key; `input_batch.py` and `generate_head.py` are written that way. This
+file knows nothing of batches.
 """
 
 from __future__ import annotations
@@ -24,35 +24,35 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAX_GRAPHS = 1024
-"""Work beyond them runs eagerly. None is given up: one graph reads what another has written where it lay then."""
+"""Further work runs eagerly. No graph is ever dropped: other graphs may read its outputs at their fixed addresses."""
 
 
 class GraphPool:
-    """What was captured, by key. On a device without graphs, or when eager is wanted, work is simply run."""
+    """Captured graphs by key. Without graph support, or with `eager`, work is simply run."""
 
     def __init__(
-        self, device: Device, max_rows: int, max_tokens: int, *, eager: bool, left: tuple[int, int] = (0, 0)
+        self, device: Device, max_rows: int, max_tokens: int, *, eager: bool, output_bytes: tuple[int, int] = (0, 0)
     ) -> None:
-        """`left`: the most bytes of hidden states, and of results, that captured work leaves."""
+        """`output_bytes`: maximum bytes of hidden states, and of results, that captured work leaves."""
         self.device = device
         self.enabled = device.can_graph and not eager
         self.max_rows = max_rows
         self.row_sizes = sizes_up_to(max_rows, first_steps=8) if self.enabled else []
-        # more tokens than rows, so that no size of a mixed step looks like one of single tokens
+        # more tokens than rows, so that the sizes of mixed steps differ from those of decode steps
         self.token_sizes = [n for n in sizes_up_to(max_tokens, first_steps=64) if n > max_rows] if self.enabled else []
         self._captured: dict[Hashable, tuple[Callable[[], None], Any] | None] = {}
-        self._runs_first: int | None = 1  # before a key is captured; None: nothing is
+        self._runs_first: int | None = 1  # eager runs before a key is captured; None: nothing is captured
         self._is_starting = False
-        self.gave_up = False  # a capture has failed
+        self.gave_up = False  # whether a capture has failed
         self._taken: tuple[Callable[[], None], None] | None = None
-        self.hidden, self.results = (GraphOutputs(size if self.enabled else 0, device) for size in left)
+        self.hidden, self.results = (GraphOutputs(size if self.enabled else 0, device) for size in output_bytes)
 
     @property
     def num_captured(self) -> int:
         return sum(entry is not None for entry in self._captured.values())
 
     def size_for(self, plan: StepPlan) -> Size | None:
-        """What to pad a plan to, so that few sizes serve all; None: run it as it is."""
+        """The size to pad a plan to; None: run it unpadded."""
         if not self.enabled:
             return None
         num_rows = len(plan.rows)
@@ -63,22 +63,22 @@ class GraphPool:
         at = bisect.bisect_left(self.token_sizes, total)
         if at == len(self.token_sizes):
             return None
-        # only of steps that pool, which have cache pages: each size may be captured twice. Texts that are continued
-        # soon decode beside others
+        # Only in pooling steps with cache pages: each size may then be captured twice. Generation requests soon decode
+        # beside the chunks of others.
         ends = None if plan.pooling is None else plan.pooling.ends
         all_long = ends is not None and bool(plan.new_pages) and int(plan.num_tokens[0]) > 1
         return Size(self.token_sizes[at], self.max_rows, all_long)
 
     def rows_for(self, num_rows: int) -> int | None:
-        """What to pad a head of so many rows to; None: run it as it is."""
+        """The number of rows to pad a head to; None: run it unpadded."""
         at = bisect.bisect_left(self.row_sizes, num_rows)
         return self.row_sizes[at] if at < len(self.row_sizes) else None
 
     def run(self, key: Hashable, work: Callable[[], T]) -> T:
-        """Device: do `work`, or replay what it did when it was captured; its result lies where it lay then.
+        """Device: run `work`, or replay its graph. The result of a replay is at the addresses of the captured run.
 
-        It is captured when it first comes, in an engine that has started by capturing the usual; in any other it runs
-        eagerly once and is captured the second time.
+        After a start that captured the usual steps, a new key is captured at its first use. Otherwise it runs eagerly
+        once and is captured at its second use.
         """
         if not self.enabled or self._runs_first is None:
             return work()
@@ -97,23 +97,23 @@ class GraphPool:
         return result
 
     def take(self, num_bytes: int) -> None:
-        """So much for what captured work makes and drops again, in one piece: as it comes, smaller work first, none of
-        its pieces would do for larger work."""
+        """Reserve memory for temporaries of captured work in one piece. If it grew with the work, smaller work first,
+        no existing piece would fit larger work."""
 
         def take() -> None:
             torch.empty(num_bytes, dtype=torch.uint8, device=self.device.torch_device)[:1].zero_()
 
         if self.enabled:
-            self._taken = self._capture(take)  # the memory is dropped, and stays with graphs while there is one
+            self._taken = self._capture(take)  # dropped, but the graphs' memory pool keeps it while this graph exists
 
     def _capture(self, work: Callable[[], T]) -> tuple[Callable[[], None], T] | None:
-        """None if it fails. Then nothing more is captured: what follows in a step would read what was never captured.
-        What was captured before is replayed as ever."""
+        """None if the capture fails. Then nothing more is captured: later work of the step would read outputs that were
+        never captured. Existing graphs are still replayed."""
         try:
             return self.device.capture(work)
         except RuntimeError as error:
             if self._is_starting and "out of memory" in str(error):
-                raise  # for the user to settle
+                raise  # the user must change the configuration
             self.gave_up = True
             log.warning(
                 "work of the device could not be captured (%s: %s); what was not captured before is launched kernel by "
@@ -125,8 +125,8 @@ class GraphPool:
 
     @contextlib.contextmanager
     def starting(self, *, capture: bool | None = None) -> Iterator[None]:
-        """While an engine starts: work is captured when it first comes, and from then on; or nothing is; or all is as
-        ever. What does not fit into memory meanwhile is told."""
+        """During start-up: `capture=True` captures new work at its first use, from now on; False captures nothing; None
+        changes nothing. An out-of-memory error is raised, and not only logged."""
         before = self._runs_first
         if capture is not None:
             self._runs_first = 0 if capture else None
@@ -139,8 +139,8 @@ class GraphPool:
 
 
 class GraphOutputs:
-    """Where captured work leaves something for what comes right behind it: one place for all, so that a graph keeps no
-    memory of its own. The next to run writes over it."""
+    """Memory for outputs of captured work that the next work reads. All graphs share it, so that a graph keeps no
+    output memory of its own; the next graph overwrites it."""
 
     def __init__(self, num_bytes: int, device: Device) -> None:
         self._memory = torch.empty(num_bytes, dtype=torch.uint8, device=device.torch_device)

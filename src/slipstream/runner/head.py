@@ -1,4 +1,4 @@
-"""Head: what turns one step's hidden states into results."""
+"""Head: turns the hidden states of a step into results."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Finish = Callable[[Gathered, torch.Tensor], None]
 
 
 class Head:
-    """One step's head: its closure for the device, and how its results are read once sent; None if it has none."""
+    """One step's head: its device work, and how its results are read once copied; None if it has no results."""
 
-    def __init__(self, run: Finish, leave: Callable[[Sent], StepHandle] | None) -> None:
+    def __init__(self, run: Finish, handle: Callable[[Sent], StepHandle] | None) -> None:
         self.run = run
-        self.leave = leave
+        self.handle = handle
 
 
 class HeadMaker(Protocol):
-    """What the runner asks for a head of each step."""
+    """Makes a head for each step."""
 
     def wants_all(self, plan: StepPlan) -> bool:
-        """Host: whether the head reads other hidden states than that of each row's last token."""
+        """Host: whether the head reads hidden states other than that of each row's last token."""
 
     def prepare(
         self, plan: StepPlan, upload: Upload, size: Size | None = None, *, only_last: bool = False
     ) -> Head | None:
-        """Host: stage what the head needs; None when this step needs none. `size`: what the body is padded to.
+        """Host: upload what the head needs; None if this step needs no head. `size`: what the forward is padded to.
         `only_last`: the hidden states are those of each row's last token, not of all tokens."""

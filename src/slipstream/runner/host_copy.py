@@ -1,7 +1,7 @@
-"""A copy of a result buffer that its reader may keep: the buffer itself is written again by a later step.
+"""Copies a result buffer for its reader, since a later step overwrites the buffer.
 
-Token vectors come to tens of megabytes a step. Most of such a copy is memory touched for the first time, which one
-thread does more slowly than the device computes the next step; several do it at once.
+Token vectors are tens of megabytes per step. Most of the time of such a copy is spent on first-touch page faults, and
+one thread is slower than the device's next step; so several threads copy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from slipstream.device.device import Bytes, default_threads
 
-LARGE = 4 * 2**20  # bytes from which threads pay
+LARGE = 4 * 2**20  # bytes from which several threads are faster
 MAX_THREADS = 8
 
 

@@ -10,7 +10,7 @@ import torch
 from slipstream.cache_spec import CacheGroup
 from slipstream.device.device import Device
 from slipstream.errors import NotEnoughMemory
-from slipstream.runner.batch.staging import Span, Upload
+from slipstream.runner.batch.staging import Upload, UploadSpan
 from slipstream.step import StepPlan
 
 
@@ -64,7 +64,7 @@ class KVStore:
                 target = upload.put(of_group[:, 2].astype(np.int64))
                 upload.then(functools.partial(self._copy, group, upload, source, target))
 
-    def _copy(self, group: CacheGroup, upload: Upload, source: Span, target: Span) -> None:
+    def _copy(self, group: CacheGroup, upload: Upload, source: UploadSpan, target: UploadSpan) -> None:
         """Device: copy pages, for samples of one prompt that diverge inside a page."""
         from_pages, to_pages = upload.tensor(source), upload.tensor(target)
         for site in group.sites:

@@ -1,4 +1,4 @@
-"""PoolHead: hidden states to vectors, scores and weights, of those rows whose prompt is computed with this step."""
+"""PoolHead: computes vectors, scores and token weights from hidden states, for prompts that end with the step."""
 
 from __future__ import annotations
 
@@ -19,50 +19,49 @@ from slipstream.runner.batch.staging import Upload
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head
 from slipstream.runner.pooling.activations import finish
-from slipstream.runner.pooling.chunk_state import ChunkState, Pooled
+from slipstream.runner.pooling.chunk_state import ChunkState, PoolWork
 from slipstream.runner.pooling.late_interaction import QueryStore
 from slipstream.runner.pooling.methods import Lines, pool_all, take_lines
-from slipstream.runner.pooling.pool_mode import PoolMode, Settings
+from slipstream.runner.pooling.pool_mode import PoolMode, PoolModes
 from slipstream.runner.pooling.pooled_rows import PooledRow, by_mode, skipped_in_step, take_tokens
-from slipstream.runner.pooling.results import Block, PoolHandle
+from slipstream.runner.pooling.results import PoolHandle, ResultBlock
 from slipstream.runner.results import ResultRing
 from slipstream.step import NO_POOLING, PoolPlan, StepPlan
 
 Job = Callable[[torch.Tensor], Iterable[torch.Tensor]]
-"""Device: a step's hidden states to the lines of one block of results, some after others, so that few are made at
-once."""
+"""Device: from a step's hidden states to the lines of one block of results, in several parts to limit memory."""
 Vectors = Callable[[BatchView, torch.Tensor], list[torch.Tensor]]
-"""Likewise, to those of several blocks."""
+"""Device: the same for several blocks."""
 
 
 class PoolHead:
-    """Also a `RowState`: of prompts that take several steps it keeps what they leave behind."""
+    """Also a `RowState`: keeps the state of prompts that take several steps."""
 
     def __init__(
         self,
         heads: Heads | None,
         info: PoolingInfo,
         vocab_size: int,
-        carry: ChunkState,
+        chunks: ChunkState,
         results: ResultRing,
         graphs: GraphPool,
         dtype: torch.dtype,
     ) -> None:
-        """Without heads a vector is a hidden state. `dtype` is that of results."""
+        """Without heads an embedding is a hidden state. `dtype`: of the results."""
         self.heads = heads
         self.methods = info.methods
-        self.settings = Settings(info, None if heads is None else heads.sparse_by, vocab_size)
-        self.carry = carry
+        self.modes = PoolModes(info, None if heads is None else heads.sparse_by, vocab_size)
+        self.chunks = chunks
         self.queries = QueryStore()
         self.results = results
         self.graphs = graphs
         self.dtype = dtype
         self._numpy_dtype = np.dtype(np.float64 if dtype is torch.float64 else np.float32)
-        self._query_sizes: dict[int, int] = {}  # of kept queries
+        self._query_sizes: dict[int, int] = {}  # by number: tokens of stored queries
         self._freed: tuple[int, ...] = ()
 
     def apply(self, plan: StepPlan) -> None:
-        self.carry.apply(plan)
+        self.chunks.apply(plan)
         self._freed = () if plan.pooling is None else plan.pooling.freed_queries
 
     def flush(self, upload: Upload) -> None:
@@ -76,34 +75,34 @@ class PoolHead:
         return functools.partial(self.queries.free, numbers)
 
     def wants_all(self, plan: StepPlan) -> bool:
-        pooling = plan.pooling or NO_POOLING
-        if pooling.ends is None and not self.carry.admissions:
+        pool_plan = plan.pooling or NO_POOLING
+        if pool_plan.ends is None and not self.chunks.admissions:
             return False
         if self.methods != ("last",):
             return True
-        params = pooling.params
-        if len(params) < len(plan.rows):  # others may go on
-            params += tuple(admission.params for admission in self.carry.admissions.values())
-        return any(self.settings.of(own).task not in ("embed", "classify") for own in _distinct(params))
+        params = pool_plan.params
+        if len(params) < len(plan.rows):  # other prompts may continue
+            params += tuple(admission.params for admission in self.chunks.admissions.values())
+        return any(self.modes.of(own).task not in ("embed", "classify") for own in _distinct(params))
 
     def prepare(
         self, plan: StepPlan, upload: Upload, size: Size | None = None, *, only_last: bool = False
     ) -> Head | None:
-        """Host: stage what the step's rows need; None when it has no row that pools, now or later."""
-        pooling = plan.pooling or NO_POOLING
-        if pooling.ends is None and not self.carry.admissions:
+        """Host: upload what the step's rows need; None if the step has no row of a pooling request."""
+        pool_plan = plan.pooling or NO_POOLING
+        if pool_plan.ends is None and not self.chunks.admissions:
             return None
-        if len(pooling.params) == len(plan.rows):  # every prompt ends
-            setting, *others = {self.settings.of(params) for params in _distinct(pooling.params)}
+        if len(pool_plan.params) == len(plan.rows):  # every prompt ends
+            mode, *others = {self.modes.of(params) for params in _distinct(pool_plan.params)}
             in_one_step = self.methods == ("last",) or np.array_equal(plan.lengths, plan.num_tokens)
-            # how many tokens do not count is staged
-            if not others and setting.task in ("embed", "classify") and in_one_step and not setting.skip:
-                return self._prepare_alike(len(plan.rows), setting, size, only_last)
-        members = self._members(plan, pooling)
-        if not members:
+            # skipped tokens need an upload
+            if not others and mode.task in ("embed", "classify") and in_one_step and not mode.skip:
+                return self._prepare_alike(len(plan.rows), mode, size, only_last)
+        rows = self._pooled_rows(plan, pool_plan)
+        if not rows:
             return None
-        before, blocks, jobs = self._prepare_tokens(members, upload)
-        vector_blocks, vectors = self._prepare_vectors(members, upload, only_last)
+        before, blocks, jobs = self._prepare_tokens(rows, upload)
+        vector_blocks, vectors = self._prepare_vectors(rows, upload, only_last)
         blocks += vector_blocks
 
         def run(batch: Gathered, hidden: torch.Tensor) -> Iterator[Iterable[torch.Tensor]]:
@@ -116,10 +115,10 @@ class PoolHead:
 
         return self._head(blocks, run)
 
-    def _prepare_alike(self, count: int, setting: PoolMode, size: Size | None, only_last: bool) -> Head:
-        """Host: every row of the step ends with it, and all want the same. Nothing need be staged."""
-        # lines may be cut to as many widths as they have numbers: a graph for each would leave no room for others
-        common = setting if setting.cut is None else setting._replace(width=0, cut=None, finish="identity")
+    def _prepare_alike(self, count: int, mode: PoolMode, size: Size | None, only_last: bool) -> Head:
+        """Host: every prompt of the step ends with it, and all have one mode. Nothing is uploaded."""
+        # a graph for each truncated width would leave no room for other graphs: truncate after the replay
+        common = mode if mode.cut is None else mode._replace(width=0, cut=None, finish="identity")
 
         def work(batch: Gathered, hidden: torch.Tensor) -> torch.Tensor:
             return self._finish(hidden if only_last else pool_all(self.methods, batch.view, hidden), common)
@@ -130,79 +129,79 @@ class PoolHead:
             else:
                 key = ("pool", size, only_last, common)
                 lines = self.graphs.run(key, lambda: self.graphs.results.put(work(batch, hidden)))[:count]
-            return [[lines if common is setting else finish(lines, setting)]]
+            return [[lines if common is mode else finish(lines, mode)]]
 
-        return self._head([Block(setting.width, None, None, count)], run)
+        return self._head([ResultBlock(mode.width, None, None, count)], run)
 
     def _head(
-        self, blocks: list[Block], run: Callable[[Gathered, torch.Tensor], Iterable[Iterable[torch.Tensor]]]
+        self, blocks: list[ResultBlock], run: Callable[[Gathered, torch.Tensor], Iterable[Iterable[torch.Tensor]]]
     ) -> Head:
-        shape = Block.lay_out(blocks, self._numpy_dtype)
-        if not shape.num_bytes:  # nobody ends, or nothing of theirs is copied
+        shape = ResultBlock.lay_out(blocks, self._numpy_dtype)
+        if not shape.num_bytes:  # no prompt ends, or no result is copied
             nothing = np.zeros(0, np.uint8)
-            leave = (lambda sent: PoolHandle(sent.copied, shape, nothing, blocks)) if blocks else None
-            return Head(lambda batch, hidden: _drop(run(batch, hidden)), leave)
-        slot = self.results.open(shape)
+            handle = (lambda sent: PoolHandle(sent.copied, shape, nothing, blocks)) if blocks else None
+            return Head(lambda batch, hidden: _drop(run(batch, hidden)), handle)
+        span = self.results.open(shape)
 
         def write(batch: Gathered, hidden: torch.Tensor) -> None:
             for place, (block, parts) in enumerate(zip(blocks, run(batch, hidden), strict=True)):
                 first = 0
                 for lines in parts:
                     for name, values in block.name(place, lines.to(self.dtype)).items():
-                        slot.write_part(name, first, values)
+                        span.write_part(name, first, values)
                     first += len(lines)
 
-        return Head(write, lambda sent: PoolHandle(sent.copied, shape, slot.find(sent), blocks))
+        return Head(write, lambda sent: PoolHandle(sent.copied, shape, span.find(sent), blocks))
 
-    def _settings(self, pooling: PoolPlan) -> list[PoolMode]:
-        """One for each prompt that ends."""
-        known = {id(params): self.settings.of(params) for params in _distinct(pooling.params)}
-        return [known[id(params)] for params in pooling.params]
+    def _modes_of(self, pool_plan: PoolPlan) -> list[PoolMode]:
+        """The mode of each prompt that ends."""
+        known = {id(params): self.modes.of(params) for params in _distinct(pool_plan.params)}
+        return [known[id(params)] for params in pool_plan.params]
 
-    def _members(self, plan: StepPlan, pooling: PoolPlan) -> list[PooledRow]:
-        ending = np.zeros(len(plan.rows), np.bool_) if pooling.ends is None else pooling.ends
+    def _pooled_rows(self, plan: StepPlan, pool_plan: PoolPlan) -> list[PooledRow]:
+        ending = np.zeros(len(plan.rows), np.bool_) if pool_plan.ends is None else pool_plan.ends
         ends = np.cumsum(plan.num_tokens)
-        given = np.cumsum(plan.num_given) - plan.num_given
-        settings = iter(self._settings(pooling))
-        queries = iter([-1] * len(pooling.params) if pooling.queries is None else pooling.queries.tolist())
-        admissions = self.carry.admissions
-        members: list[PooledRow] = []
+        first_token = np.cumsum(plan.num_host_tokens) - plan.num_host_tokens
+        modes = iter(self._modes_of(pool_plan))
+        queries = iter([-1] * len(pool_plan.params) if pool_plan.queries is None else pool_plan.queries.tolist())
+        admissions = self.chunks.admissions
+        rows: list[PooledRow] = []
         num_ending = 0
         for place, (row, count, length) in enumerate(
             zip(plan.rows.tolist(), plan.num_tokens.tolist(), plan.lengths.tolist(), strict=True)
         ):
             if not ending[place] and row not in admissions:
-                continue  # it generates
+                continue  # a generation request
             start = int(ends[place]) - count
-            tokens = plan.tokens[given[place] : given[place] + count]
+            tokens = plan.tokens[first_token[place] : first_token[place] + count]
             if ending[place]:
-                member = PooledRow(place, row, start, tokens, length, next(settings), next(queries), num_ending)
+                pooled = PooledRow(place, row, start, tokens, length, next(modes), next(queries), num_ending)
                 num_ending += 1
             else:
-                setting = self.settings.of(admissions[row].params)
-                member = PooledRow(place, row, start, tokens, length, setting, -1, -1)
-            members.append(member)
-        return members
+                mode = self.modes.of(admissions[row].params)
+                pooled = PooledRow(place, row, start, tokens, length, mode, -1, -1)
+            rows.append(pooled)
+        return rows
 
-    # Results with a line for each prompt
+    # One line per prompt
 
     def _prepare_vectors(
-        self, members: list[PooledRow], upload: Upload, only_last: bool
-    ) -> tuple[list[Block], Vectors | None]:
-        """One line for each prompt that ends, by the model's method; then what each setting makes of its lines."""
-        mine = [member for member in members if member.setting.task in ("embed", "classify")]
-        ending = [member for member in mine if member.ends]
-        lines: Pooled
-        if self.carry.kept and any(not m.ends or m.has_begun for m in mine):
-            lines = self.carry.pool_lines(mine, upload)
+        self, rows: list[PooledRow], upload: Upload, only_last: bool
+    ) -> tuple[list[ResultBlock], Vectors | None]:
+        """One line for each prompt that ends, by the model's method, then the final operations of each mode."""
+        own_rows = [row for row in rows if row.mode.task in ("embed", "classify")]
+        ending = [row for row in own_rows if row.ends]
+        lines: PoolWork
+        if self.chunks.kept and any(not m.ends or m.has_begun for m in own_rows):
+            lines = self.chunks.pool_lines(own_rows, upload)
         elif not ending:
             return [], None
         else:
             lines = self._whole_lines(ending, upload, only_last)
 
         groups = by_mode(ending)
-        blocks = [Block(own.width, [m.result for m in group], None, len(group)) for own, group in groups.items()]
-        where = {member.place: i for i, member in enumerate(ending)}
+        blocks = [ResultBlock(own.width, [m.result for m in group], None, len(group)) for own, group in groups.items()]
+        where = {row.place: i for i, row in enumerate(ending)}
         picks = {
             own: take_lines(np.array([where[m.place] for m in group], np.int64), upload)
             for own, group in groups.items()
@@ -215,10 +214,10 @@ class PoolHead:
 
         return blocks, vectors
 
-    def _whole_lines(self, ending: list[PooledRow], upload: Upload, only_last: bool) -> Pooled:
-        """Host: a line for each of these, whose prompts are in the step whole or need their last token alone."""
+    def _whole_lines(self, ending: list[PooledRow], upload: Upload, only_last: bool) -> PoolWork:
+        """Host: a line for each of these rows, whose prompts are computed in one step or need their last token only."""
         take = take_lines(np.array([m.place for m in ending], np.int64), upload)
-        counts_none = [member.setting.skip >= member.length for member in ending]
+        counts_none = [row.mode.skip >= row.length for row in ending]
         none = upload.put(np.array(counts_none, np.bool_)) if any(counts_none) else None
         skipped = None if self.methods == ("last",) else skipped_in_step(ending, upload)
 
@@ -234,78 +233,80 @@ class PoolHead:
 
         return lines
 
-    def _finish(self, pooled: torch.Tensor, setting: PoolMode) -> torch.Tensor:
-        """Device: pooled hidden states to results."""
-        if setting.task == "classify":
+    def _finish(self, pooled: torch.Tensor, mode: PoolMode) -> torch.Tensor:
+        """Device: from pooled hidden states to results."""
+        if mode.task == "classify":
             assert self.heads is not None, "a model without heads has no classes"
-            return finish(self.heads.classify(pooled), setting)
-        return finish(pooled.to(self.dtype) if self.heads is None else self.heads.embed(pooled), setting)
+            return finish(self.heads.classify(pooled), mode)
+        return finish(pooled.to(self.dtype) if self.heads is None else self.heads.embed(pooled), mode)
 
-    # Results made of tokens
+    # One line per token
 
-    def _prepare_tokens(self, members: list[PooledRow], upload: Upload) -> tuple[list[Lines], list[Block], list[Job]]:
-        """What must be done for prompts that go on, and the blocks of those that end."""
-        groups = by_mode([m for m in members if m.setting.task not in ("embed", "classify")])
+    def _prepare_tokens(
+        self, rows: list[PooledRow], upload: Upload
+    ) -> tuple[list[Lines], list[ResultBlock], list[Job]]:
+        """The work for prompts that continue, and the blocks of those that end."""
+        groups = by_mode([m for m in rows if m.mode.task not in ("embed", "classify")])
         before: list[Lines] = []
-        blocks: list[Block] = []
+        blocks: list[ResultBlock] = []
         jobs: list[Job] = []
-        for setting, group in groups.items():  # no document is in a step with its query
+        for mode, group in groups.items():  # a document is never in the same step as its query
             pieces: list[Lines] = []
             counts: list[int] = []
-            for in_one_step, run in groupby(group, key=lambda member: member.ends and not member.has_begun):
+            for in_one_step, run in groupby(group, key=lambda row: row.ends and not row.has_begun):
                 if in_one_step:
                     whole = list(run)
                     pieces.append(take_tokens(whole, upload))
-                    counts += [member.num_picked for member in whole]
+                    counts += [row.num_picked for row in whole]
                     continue
-                for member in run:
-                    part, count = self.carry.part_of(member.row), member.num_picked
-                    add = part.prepare(count, take_tokens([member], upload) if count else None)
-                    if member.ends:
+                for row in run:
+                    part, count = self.chunks.part_of(row.row), row.num_picked
+                    add = part.prepare(count, take_tokens([row], upload) if count else None)
+                    if row.ends:
                         pieces.append(add)
                         counts.append(part.count)
                     else:
                         before.append(add)
             if counts:
-                ending = [member for member in group if member.ends]
-                blocks.append(self._token_block(setting, ending, counts))
-                jobs.append(self._token_job(setting, ending, counts, pieces, upload))
+                ending = [row for row in group if row.ends]
+                blocks.append(self._token_block(mode, ending, counts))
+                jobs.append(self._token_job(mode, ending, counts, pieces, upload))
         return before, blocks, jobs
 
-    def _token_block(self, setting: PoolMode, ending: list[PooledRow], counts: list[int]) -> Block:
-        places = [member.result for member in ending]
-        if setting.late == "query":
-            return Block(0, places, None, len(ending))
-        if setting.late == "document":
-            return Block(1, places, None, len(ending))
-        if setting.kind == "vectors":  # weights of the whole vocabulary
-            return Block(setting.width, places, None, len(ending))
-        return Block(setting.width, places, counts, sum(counts))
+    def _token_block(self, mode: PoolMode, ending: list[PooledRow], counts: list[int]) -> ResultBlock:
+        places = [row.result for row in ending]
+        if mode.late == "query":
+            return ResultBlock(0, places, None, len(ending))
+        if mode.late == "document":
+            return ResultBlock(1, places, None, len(ending))
+        if mode.kind == "vectors":  # a weight for each token of the vocabulary
+            return ResultBlock(mode.width, places, None, len(ending))
+        return ResultBlock(mode.width, places, counts, sum(counts))
 
     def _token_job(
-        self, setting: PoolMode, ending: list[PooledRow], counts: list[int], pieces: list[Lines], upload: Upload
+        self, mode: PoolMode, ending: list[PooledRow], counts: list[int], pieces: list[Lines], upload: Upload
     ) -> Job:
         starts = None
-        if setting.task == "sparse":
+        if mode.task == "sparse":
             starts = upload.put(np.cumsum([0, *counts], dtype=np.int32))
-        numbers = [member.query for member in ending]
+        numbers = [row.query for row in ending]
         score = None
-        if setting.late == "query":
+        if mode.late == "query":
             self._query_sizes.update(zip(numbers, counts, strict=True))
-        elif setting.late == "document":
+        elif mode.late == "document":
             sizes = [self._query_sizes[number] for number in numbers]
-            score = self.queries.prepare_scores(counts, numbers, sizes, setting.width, upload)
+            score = self.queries.prepare_scores(counts, numbers, sizes, mode.width, upload)
 
         def job(hidden: torch.Tensor) -> Iterable[torch.Tensor]:
             if starts is not None:
                 assert self.heads is not None, "a model without heads gives words no weights"
                 return [self.heads.sparse(_joined([piece(hidden) for piece in pieces]), upload.tensor(starts))]
             parts = (
-                finish(self._token_lines(some, setting), setting)
+                finish(self._token_lines(some, mode), mode)
                 for piece in pieces
                 for some in piece(hidden).split(TOKENS_AT_ONCE)
             )
-            if not setting.late:
+            if not mode.late:
                 return parts
             lines = _joined(list(parts))
             if score is not None:
@@ -315,15 +316,15 @@ class PoolHead:
 
         return job
 
-    def _token_lines(self, tokens: torch.Tensor, setting: PoolMode) -> torch.Tensor:
-        """Device: hidden states to what the model makes of each."""
+    def _token_lines(self, tokens: torch.Tensor, mode: PoolMode) -> torch.Tensor:
+        """Device: from hidden states to one line per token."""
         if self.heads is None:
             return tokens.to(self.dtype)
-        return self.heads.token_embed(tokens) if setting.task == "token_embed" else self.heads.token_classify(tokens)
+        return self.heads.token_embed(tokens) if mode.task == "token_embed" else self.heads.token_classify(tokens)
 
 
 def _distinct(params: tuple[PoolingParams, ...]) -> Collection[PoolingParams]:
-    """Mostly all rows share one object, and whether two are one is quicker to see than whether they are equal."""
+    """Distinct objects: usually all rows share one, and identity is cheaper to test than equality."""
     return {id(own): own for own in params}.values()
 
 
@@ -332,7 +333,7 @@ def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _drop(results: Iterable[Iterable[torch.Tensor]]) -> None:
-    """Work is done for what it leaves behind, not for these."""
+    """Run the work whose results are not used."""
     for parts in results:
         for _ in parts:
             pass

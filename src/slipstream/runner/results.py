@@ -1,7 +1,7 @@
-"""The one way out: results leave the device through a ring, and the host looks only when it commits.
+"""Results: the only way from the device to the host.
 
-A step writes its few numbers into a device buffer of the ring; they are copied to host memory beside the next step.
-A slot is written again only after its copy; if that must wait, the device's stream waits, never the host.
+A step writes its results to a device buffer of a ring, and the copy stream copies them to pinned host memory while the
+next step runs. A buffer is written again only after its copy; if necessary the compute stream waits, never the host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ALIGN = 16
 @dataclass(frozen=True, slots=True)
 class _Field:
     name: str
-    start: int  # in bytes
+    start: int  # bytes
     stop: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -33,7 +33,7 @@ class _Field:
 
 @dataclass(frozen=True, slots=True)
 class ResultShape:
-    """How one step's results lie in a slot."""
+    """The layout of one step's results in a buffer."""
 
     fields: tuple[_Field, ...]
     num_bytes: int
@@ -46,10 +46,10 @@ NO_RESULTS = ResultShape((), 0)
 def result_shape(
     num_samples: int,
     num_logprobs: int | None,
-    logit_dtype: Any,  # numpy's
-    given: tuple[int, int] | None = None,  # of the logprobs of given ids
-    scores: tuple[int, int] | None = None,  # scored prompt tokens, and the likeliest reported of each
-    long: tuple[int, int] | None = None,  # rows with long reports, and the likeliest reported of each
+    logit_dtype: Any,  # a numpy dtype
+    requested: tuple[int, int] | None = None,  # shape of the logprobs of requested ids
+    scores: tuple[int, int] | None = None,  # number of scored prompt tokens, and likeliest tokens reported for each
+    wide: tuple[int, int] | None = None,  # number of rows with wide reports, and likeliest tokens reported for each
 ) -> ResultShape:
     wanted: list[tuple[str, tuple[int, ...], Any]] = [
         ("tokens", (num_samples,), np.int64),
@@ -57,17 +57,17 @@ def result_shape(
     ]
     if num_logprobs is not None:
         wanted += _logprob_fields("", num_samples, num_logprobs, logit_dtype)
-    if given is not None:
-        wanted.append(("given", given, logit_dtype))
+    if requested is not None:
+        wanted.append(("requested", requested, logit_dtype))
     if scores is not None:
         wanted += _logprob_fields(PROMPT, *scores, logit_dtype)
-    if long is not None:
-        wanted += _logprob_fields(LONG, *long, logit_dtype)
+    if wide is not None:
+        wanted += _logprob_fields(WIDE, *wide, logit_dtype)
     return lay_out(wanted)
 
 
 def lay_out(wanted: list[tuple[str, tuple[int, ...], Any]]) -> ResultShape:
-    """Fields of these names, dimensions and numpy dtypes, one after another."""
+    """Lay out fields of these names, dimensions and numpy dtypes one after another."""
     fields, start = [], 0
     for name, dims, dtype in wanted:
         stop = start + math.prod(dims) * np.dtype(dtype).itemsize
@@ -77,9 +77,9 @@ def lay_out(wanted: list[tuple[str, tuple[int, ...], Any]]) -> ResultShape:
 
 
 PROMPT = "prompt_"
-"""Begins the names of fields that are about prompt tokens."""
-LONG = "long_"
-"""Likewise, about rows with long reports."""
+"""Prefix of the names of fields about prompt tokens."""
+WIDE = "wide_"
+"""Prefix of the names of fields about rows with wide reports."""
 
 
 def _logprob_fields(prefix: str, num: int, k: int, real: Any) -> list[tuple[str, tuple[int, ...], Any]]:
@@ -92,36 +92,36 @@ def _logprob_fields(prefix: str, num: int, k: int, real: Any) -> list[tuple[str,
 
 
 class StepSpan(NamedTuple):
-    """A step's first and last point on the compute stream, both timed."""
+    """The first and the last timed event of a step on the compute stream."""
 
     started: Event
     ended: Event
 
 
 class StepHandle:
-    """A step on its way. `wait` is the one place where the host waits for the device."""
+    """A step in flight. `wait` is the only place where the host waits for the device."""
 
     def __init__(self, ready: Event | None, shape: ResultShape, host: Bytes | None, count: int | None = None) -> None:
-        """`ready` is None where nothing of the step is copied, so there is nothing to wait for.
+        """`ready`: the event after the copy; None if nothing of the step is copied, so that `wait` does not wait.
 
-        `count`: rows whose results count, where the shape has more of them; prompts are not scored then.
+        `count`: number of rows to read, if the shape has padding rows; prompts are not scored in such steps.
         """
         self.ready = ready
         self._shape = shape
         self._host = host
         self._count = count
-        self.started: Event | None = None  # its first and last point on the compute stream, timed
+        self.started: Event | None = None  # first and last timed event on the compute stream
         self.ended: Event | None = None
 
     @property
     def span(self) -> StepSpan | None:
-        """Where it is among the device's work, if that was noted."""
+        """The step's first and last event, if they were recorded."""
         started, ended = self.started, self.ended
         return None if started is None or ended is None else StepSpan(started, ended)
 
     @property
-    def is_silent(self) -> bool:
-        """Whether it is told without being waited for: then it may not have ended when its result is taken."""
+    def has_no_result(self) -> bool:
+        """Whether `wait` returns at once because nothing is copied: the step may still be running then."""
         return self.ready is None
 
     def done(self) -> bool:
@@ -133,9 +133,9 @@ class StepHandle:
             return StepResult(NO_INTS, np.zeros(0, np.bool_))
         self._wait_until_copied()
         shape = self._shape
-        own = self._host[: shape.num_bytes].copy()  # the slot will be written again
+        own = self._host[: shape.num_bytes].copy()  # the buffer will be written again
         count = self._count
-        if len(shape.fields) == 2:  # mostly
+        if len(shape.fields) == 2:  # the usual case
             tokens, failed = shape.fields
             return StepResult(
                 np.ndarray(tokens.shape, tokens.dtype, own)[:count],
@@ -144,8 +144,8 @@ class StepHandle:
         read = {field.name: np.ndarray(field.shape, field.dtype, own, field.start)[:count] for field in shape.fields}
         return StepResult(read["tokens"], read["failed"], _logprobs(read, ""), _logprobs(read, PROMPT))
 
-    def end(self) -> None:
-        """Sleep until a silent step has left the device, for whoever has run as far ahead as he may."""
+    def wait_until_ended(self) -> None:
+        """Wait until the device has finished a step without results. Bounds how far the host runs ahead."""
         assert self.ended is not None
         with sync_allowed("the end of the oldest step"):
             self.ended.wait()
@@ -162,124 +162,125 @@ def _logprobs(read: dict[str, np.ndarray[Any, Any]], prefix: str) -> StepLogprob
     chosen, rank, top_ids, top = (read[f"{prefix}{name}"] for name in ("chosen", "rank", "top_ids", "top"))
     if prefix:
         return StepLogprobs(chosen, rank, top_ids, top)
-    return StepLogprobs(chosen, rank, top_ids, top, read.get("given"), _logprobs(read, LONG))
+    return StepLogprobs(chosen, rank, top_ids, top, read.get("requested"), _logprobs(read, WIDE))
 
 
-class _Slot:
+class _Buffer:
     def __init__(self, capacity: int, device: Device) -> None:
         self.copied: Event = PASSED
-        self.used = 0  # bytes that the step being prepared writes
+        self.used = 0  # bytes that the heads of the current step write
         self.grow(capacity, device)
 
     def grow(self, capacity: int, device: Device) -> None:
-        """Host: whoever used it before has been committed, and nobody has written to it since."""
+        """Host: the step that used the buffer before is committed, and nothing has been written since."""
         self.capacity = capacity
         self.host, self.host_tensor = device.host_buffer(capacity)
-        # not zeros: they would be written on the host's own stream, perhaps after what the step writes
+        # not zeros: they would be written on the default stream, possibly after the step's own writes
         self.on_device = torch.empty(capacity, dtype=torch.uint8, device=device.torch_device)
 
 
 class Sent(NamedTuple):
-    """A step that was launched whole, and its results on their way out."""
+    """A launched step whose results are being copied."""
 
     ended: Event  # on the compute stream, timed
     copied: Event | None  # None: there is nothing to copy
-    host: Bytes | None  # where they will lie
+    host: Bytes | None  # the pinned buffer that the copy writes
 
 
 class ResultRing:
-    """`depth + 2` slots. A slot comes round again only after the step that used it was committed.
+    """`depth + 2` buffers. A buffer is reused only after the step that used it is committed.
 
-    What the heads of one step have to tell lies side by side in one slot, and leaves by one copy.
+    The results of all heads of a step are in one buffer, and one copy brings them out.
     """
 
-    def __init__(self, num_slots: int, capacity: int, device: Device, most: int = 0) -> None:
-        """Slots have `capacity` bytes, and get larger when a step needs it: up to `most` they are planned for."""
+    def __init__(self, num_buffers: int, capacity: int, device: Device, max_capacity: int = 0) -> None:
+        """Buffers have `capacity` bytes and grow when a step needs more; memory is planned for up to `max_capacity`
+        bytes."""
         self.device = device
-        self._most = most
-        self.slots = [_Slot(capacity, device) for _ in range(num_slots)]
+        self._max_capacity = max_capacity
+        self.buffers = [_Buffer(capacity, device) for _ in range(num_buffers)]
         self._next = 0
-        self._opened: _Slot | None = None  # by the step that is being prepared
+        self._opened: _Buffer | None = None  # the buffer of the step that is being prepared
 
-    def open(self, shape: ResultShape, count: int | None = None) -> ResultSlot:
-        """Host: room for a head's results; the slot gets larger if the step reports more than any did.
+    def open(self, shape: ResultShape, count: int | None = None) -> ResultSpan:
+        """Host: a span for one head's results. The buffer grows if the step reports more than any step before.
 
-        `count`: rows whose results count, where the shape has some that pad.
+        `count`: number of rows to read, if the shape has padding rows.
         """
-        slot = self._opened
-        if slot is None:
-            slot = self._opened = self.slots[self._next]
-            self._next = (self._next + 1) % len(self.slots)
-            self.device.compute.wait_for(slot.copied)
-            self.device.handed_back(slot.host)
-            slot.used = 0
-        start = slot.used
-        slot.used = start + -(-shape.num_bytes // _ALIGN) * _ALIGN
-        if slot.used > slot.capacity:
-            roomy = _roomy(slot.used)
-            slot.grow(min(roomy, max(slot.used, self._most)) if self._most else roomy, self.device)
-        return ResultSlot(slot, start, shape, count)
+        buffer = self._opened
+        if buffer is None:
+            buffer = self._opened = self.buffers[self._next]
+            self._next = (self._next + 1) % len(self.buffers)
+            self.device.compute.wait_for(buffer.copied)
+            self.device.before_reuse(buffer.host)
+            buffer.used = 0
+        start = buffer.used
+        buffer.used = start + -(-shape.num_bytes // _ALIGN) * _ALIGN
+        if buffer.used > buffer.capacity:
+            roomy = _roomy(buffer.used)
+            buffer.grow(min(roomy, max(buffer.used, self._max_capacity)) if self._max_capacity else roomy, self.device)
+        return ResultSpan(buffer, start, shape, count)
 
     def send(self) -> Sent:
-        """Host: queue the copy out of what the step's heads write, beside what the device computes next."""
-        device, slot = self.device, self._opened
+        """Host: queue the copy of the heads' results to the host, which overlaps with the next step."""
+        device, buffer = self.device, self._opened
         ended = device.compute.record(timed=True)
-        if slot is None:  # nobody's result is ready
+        if buffer is None:  # the step has no results
             return Sent(ended, None, None)
         self._opened = None
-        size, target, source = slot.used, slot.host_tensor, slot.on_device
+        size, target, source = buffer.used, buffer.host_tensor, buffer.on_device
         device.copy.wait_for(ended)
 
         def bring_out() -> None:
             target[:size].copy_(source[:size], non_blocking=True)
 
         device.copy.run(bring_out)
-        slot.copied = device.copy.record()
-        return Sent(ended, slot.copied, slot.host)
+        buffer.copied = device.copy.record()
+        return Sent(ended, buffer.copied, buffer.host)
 
 
 def _roomy(num_bytes: int) -> int:
-    """So much or up to a quarter more: results that grow little by little do not ask for memory each time."""
+    """Rounded up by at most a quarter, so that slowly growing results do not reallocate each time."""
     step = 1 << max(num_bytes.bit_length() - 3, 12)
     return -(-num_bytes // step) * step
 
 
-class ResultSlot:
-    """Where one head's results of one step go."""
+class ResultSpan:
+    """The part of a result buffer that one head writes in one step."""
 
-    def __init__(self, slot: _Slot, start: int, shape: ResultShape, count: int | None) -> None:
-        self._slot = slot
+    def __init__(self, buffer: _Buffer, start: int, shape: ResultShape, count: int | None) -> None:
+        self._buffer = buffer
         self._start = start
         self._shape = shape
         self._count = count
 
     def write(self, results: dict[str, torch.Tensor]) -> None:
-        """Device: put the results into the slot."""
-        pack(results, self._shape, self._slot.on_device[self._start :])
+        """Device: write the results."""
+        pack(results, self._shape, self._buffer.on_device[self._start :])
 
     def write_part(self, name: str, first: int, part: torch.Tensor) -> None:
-        """Device: likewise, lines of one field, from the `first` on."""
+        """Device: write lines of one field, from line `first` on."""
         field = next(field for field in self._shape.fields if field.name == name)
         if field.start < field.stop:
-            whole = self._slot.on_device[self._start + field.start : self._start + field.stop]
+            whole = self._buffer.on_device[self._start + field.start : self._start + field.stop]
             whole.view(part.dtype).view(field.shape)[first : first + len(part)].copy_(part)
 
     def write_packed(self, packed: torch.Tensor) -> None:
-        """Device: likewise, what `pack` made of them."""
-        self._slot.on_device[self._start : self._start + self._shape.num_bytes].copy_(packed)
+        """Device: write the output of `pack`."""
+        self._buffer.on_device[self._start : self._start + self._shape.num_bytes].copy_(packed)
 
-    def leave(self, sent: Sent) -> StepHandle:
-        """Host: what the handle then reads is the result."""
+    def handle(self, sent: Sent) -> StepHandle:
+        """Host: the handle that reads this span."""
         return StepHandle(sent.copied, self._shape, self.find(sent), self._count)
 
     def find(self, sent: Sent) -> Bytes:
-        """Host: the head's own part of what comes out."""
-        assert sent.host is not None, "a slot was opened, so it was sent"
+        """Host: this span of the pinned buffer."""
+        assert sent.host is not None, "a buffer was opened, so it was sent"
         return sent.host[self._start : self._start + self._shape.num_bytes]
 
 
 def pack(results: dict[str, torch.Tensor], shape: ResultShape, buffer: torch.Tensor) -> torch.Tensor:
-    """Device: results side by side in a buffer of bytes, as the host will read them."""
+    """Device: write the results one after another to a buffer of bytes, as the host will read them."""
     for field in shape.fields:
         if field.start < field.stop:
             value = results[field.name]

@@ -1,4 +1,4 @@
-"""ModelRunner: the order of a step, and nothing else."""
+"""ModelRunner: runs plans, in the order uploads, forward, heads, result copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.device.streams import Event
 from slipstream.device.sync_check import HotPath
 from slipstream.nn.context import AttentionBackend, ForwardContext
 from slipstream.nn.models.base import CausalLM
-from slipstream.runner.batch.input_batch import Gathered, Inputs
+from slipstream.runner.batch.input_batch import BatchInputs, Gathered
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import HostRing
 from slipstream.runner.graphs import GraphPool
@@ -25,7 +25,7 @@ from slipstream.step import StepPlan
 
 
 class ModelRunner:
-    """Runs plans. `launch` queues uploads and body, `finish` the head; neither waits for the device."""
+    """`launch` queues uploads and the forward, `finish` the heads and the copy. Neither waits for the device."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class ModelRunner:
         device: Device,
         attention: AttentionBackend,
         store: KVStore,
-        input_batch: Inputs,
+        input_batch: BatchInputs,
         heads: Sequence[HeadMaker],
         row_states: Sequence[RowState],
         ring: HostRing,
@@ -86,7 +86,7 @@ class ModelRunner:
         def forward() -> tuple[Gathered, torch.Tensor]:
             batch = gather()
             hidden = self._forward(batch, only_last)
-            # what few rows leave is little, and their steps are short
+            # steps of one token per row have few hidden states, which a graph may keep in its own memory
             return batch.for_heads(), hidden if size is None or size.is_single else self.graphs.hidden.put(hidden)
 
         def body() -> None:
@@ -104,7 +104,7 @@ class ModelRunner:
         for head in heads:
             compute.run(functools.partial(_run_head, head, step))
         sent = self.results.send()
-        handles = [head.leave(sent) for head in heads if head.leave is not None]
+        handles = [head.handle(sent) for head in heads if head.handle is not None]
         if not handles:
             handle = StepHandle(sent.copied, NO_RESULTS, None)
         else:
@@ -115,17 +115,17 @@ class ModelRunner:
         return handle
 
     def _reads_only_last(self, plan: StepPlan) -> bool:
-        """Host: whether of rows of several tokens only the last one's hidden state is read. Models that keep nothing in
-        a cache give all of them."""
+        """Host: whether only the hidden state of each row's last token is read, in a step with rows of several tokens.
+        Models without a cache always compute all of them."""
         if not len(plan.tokens) or not self.store.caches or plan.total_tokens == len(plan.rows):
             return False
         return not any(head.wants_all(plan) for head in self.heads)
 
     def _forward(self, batch: Gathered, only_last: bool) -> torch.Tensor:
-        """Device: the network, once, over all tokens of the step."""
+        """Device: one forward over all tokens of the step."""
         view, store = batch.view, self.store
-        plan = self.attention.plan(view)
-        context = ForwardContext(view, self.attention, plan, store.caches, store.group_of_site, only_last)
+        attention_plan = self.attention.plan(view)
+        context = ForwardContext(view, self.attention, attention_plan, store.caches, store.group_of_site, only_last)
         hidden = self.model(context)
         self.input_batch.advance(batch)
         return hidden
@@ -135,7 +135,7 @@ class ModelRunner:
 
 
 class _Step:
-    """What the body leaves for the head. Lives on the stream's side, but for the point where it began."""
+    """What the forward leaves for the heads. Only device work accesses it, except for `started`."""
 
     def __init__(self, started: Event) -> None:
         self.started = started

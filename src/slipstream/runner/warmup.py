@@ -1,7 +1,7 @@
-"""WarmUp: kernels compiled, memory measured and the usual steps captured before the first request comes.
+"""WarmUp: compiles kernels, measures memory and captures the usual steps before the first request.
 
-All of it by running plans, in which rows are admitted, compute, draw and are released as in any others. They have no
-pages, so what they compute falls into the null page and nobody reads it.
+All of this by running plans, in which rows are admitted, compute, draw and are released as in any other plan. The rows
+have no pages, so they write to the null page, which no row reads.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from slipstream.runner.runner import ModelRunner
 from slipstream.step import NO_INTS, NO_PAGES, Admission, Ints, StepPlan
 
 GREEDY = SamplingParams(temperature=0.0)
-# what heads are made of; kernels of what is rarer compile when it is first asked for
-HEADS = (
+# the usual sampling features; kernels of rarer ones are compiled at their first use
+FEATURES = (
     GREEDY,
     SamplingParams(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1),
     SamplingParams(temperature=0.8),
@@ -30,28 +30,28 @@ HEADS = (
     SamplingParams(temperature=0.0, logprobs=5),
 )
 KERNEL_SIZES = (2, 16, 32, 64, 128, 256)
-"""Rows or tokens up to which kernels differ: a step of each meets them all."""
+"""Rows or tokens up to which each kernel variant is used: a step of each size uses all variants."""
 ROW_SIZES = (1, 4, 8, 24, *KERNEL_SIZES)
-"""Likewise, of rows alone."""
-LARGEST = SamplingParams(temperature=0.8, top_p=0.95, logprobs=5)  # the head that takes the most memory of the usual
+"""The same for variants that are chosen by rows alone."""
+LARGEST = SamplingParams(temperature=0.8, top_p=0.95, logprobs=5)  # the usual features that need the most memory
 
 
 class Start(Protocol):
-    """What happens before the first request, in this order; weights are there from the second on."""
+    """What happens before the first request, in this order; weights are loaded before the second."""
 
-    def walk(self) -> None:
-        """One step of each kind that has kernels of its own, for `compiling_ahead`, and the one that takes the most
-        memory."""
+    def dry_run(self) -> None:
+        """Run one step of each kind that has kernels of its own, and the step that needs the most memory, with one
+        layer of each kind."""
 
     def capture(self) -> None:
-        """The usual steps, at the sizes that they are padded to."""
+        """Capture the usual steps, at every size that steps are padded to."""
 
     def run_largest(self) -> None:
-        """The step that takes the most memory, launched kernel by kernel: it fits, or the user hears of it."""
+        """Run the step that needs the most memory, eagerly: it fits, or the start fails with a clear error."""
 
 
 class WarmUp:
-    """Of a model that generates."""
+    """Warm-up of a model that generates."""
 
     def __init__(
         self, runner: ModelRunner, max_num_seqs: int, max_tokens: int, max_length: int, num_groups: int
@@ -61,66 +61,66 @@ class WarmUp:
         self.max_tokens = max_tokens
         self.max_length = max_length
         self._no_pages = (NO_PAGES,) * num_groups
-        self._seated: Ints = NO_INTS
-        self._left_at = 0  # positions that the first row has
+        self._admitted_rows: Ints = NO_INTS
+        self._row_length = 0  # positions of the first row
         self._num_steps = 0
 
-    def walk(self) -> None:
+    def dry_run(self) -> None:
         graphs = self.runner.graphs
-        # steps of one token a row
+        # decode steps
         sizes = sorted({min(n, self.max_num_seqs) for n in (*ROW_SIZES, self.max_num_seqs)})
         with graphs.starting(capture=False), enough_memory(), shortened(self.runner.model):
-            # first, because attention of chunks takes longest to compile; and so that its memory is taken
+            # first, because attention for chunks takes longest to compile, and to allocate its memory
             self.largest()
-            for number in range(max(len(sizes), len(HEADS))):
+            for number in range(max(len(sizes), len(FEATURES))):
                 size = sizes[min(number, len(sizes) - 1)]
-                self.decode(size, HEADS[number] if number < len(HEADS) else GREEDY)
+                self.decode(size, FEATURES[number] if number < len(FEATURES) else GREEDY)
             for size in chunk_sizes(graphs, self.max_tokens):
                 num_rows = -(-size // max(1, self.max_length - 1))
                 if num_rows <= self.max_num_seqs:
                     self.chunks(num_rows, size // num_rows)
             for num_rows, num_tokens in chunk_rows(graphs, self.max_num_seqs, self.max_tokens, self.max_length):
                 self.chunks(num_rows, num_tokens)
-            self.leave()
+            self.release_rows()
 
     def run_largest(self) -> None:
         with self.runner.graphs.starting(capture=False), enough_memory():
             self.largest()
-            self.leave()
+            self.release_rows()
 
     def capture(self) -> None:
-        """Steps in which all rows decode and take their likeliest token, at every size they are padded to; the rest is
-        captured when it first comes, by the step that needs it, so that answers do not wait for all of it."""
+        """Capture greedy decode steps of every padded size. Other steps are captured at their first use, so that the
+        first answers do not wait for them."""
         graphs = self.runner.graphs
         if not graphs.enabled:
             return
         with graphs.starting(capture=True), enough_memory():
             for size in reversed(graphs.row_sizes):  # the largest first: smaller ones fit into its memory
                 self.decode(size, GREEDY)
-            self.leave()
+            self.release_rows()
 
     def decode(self, num_rows: int, params: SamplingParams) -> None:
-        """A step in which so many rows compute a token that the device drew before."""
-        self._run(np.ones(num_rows, np.int32), params, given=False)
+        """A step in which `num_rows` rows compute the token that the device drew last."""
+        self._run(np.ones(num_rows, np.int32), params, host_tokens=False)
 
     def chunks(self, num_rows: int, num_tokens: int, params: SamplingParams = GREEDY) -> None:
-        """A step in which so many rows compute so many given tokens each, and draw."""
-        self._run(np.full(num_rows, num_tokens, np.int32), params, given=True)
+        """A step in which `num_rows` rows compute `num_tokens` host tokens each, and draw."""
+        self._run(np.full(num_rows, num_tokens, np.int32), params, host_tokens=True)
 
     def largest(self) -> None:
-        """As many rows and tokens as there may be. For all that the host knows of them, rows are as long as any can be:
-        attention takes memory by that."""
+        """The maximum number of rows and tokens. The rows' length bounds are the maximum too: attention allocates
+        memory by them."""
         num_rows = min(self.max_num_seqs, self.max_tokens)
         num_tokens = max(1, min(self.max_tokens // num_rows, self.max_length - 1))
-        self._run(np.full(num_rows, num_tokens, np.int32), LARGEST, given=True, max_length=self.max_length)
+        self._run(np.full(num_rows, num_tokens, np.int32), LARGEST, host_tokens=True, max_length=self.max_length)
 
-    def leave(self) -> None:
-        """All rows are given back: a step of one row that nobody sits in says so. It goes on where the row was left."""
-        self._left_at += 1
-        at = np.full(1, self._left_at, np.int32)
-        self._step(np.zeros(1, np.int32), np.ones(1, np.int32), (), at, given=False, num_logprobs=None)
+    def release_rows(self) -> None:
+        """Release all rows. A step needs a row, so row 0 computes one more position without being admitted."""
+        self._row_length += 1
+        at = np.full(1, self._row_length, np.int32)
+        self._step(np.zeros(1, np.int32), np.ones(1, np.int32), (), at, host_tokens=False, num_logprobs=None)
 
-    def _run(self, num_tokens: Ints, params: SamplingParams, *, given: bool, max_length: int = 0) -> None:
+    def _run(self, num_tokens: Ints, params: SamplingParams, *, host_tokens: bool, max_length: int = 0) -> None:
         rows = np.arange(len(num_tokens), dtype=np.int32)
         admitted = [
             Admission(
@@ -134,13 +134,13 @@ class WarmUp:
                 sample=0,
                 stop_ids=(),
                 history=np.zeros(1, np.int32) if params.needs_history else None,
-                long_rope=True,  # whose part of the rope table has all positions
+                long_rope=True,  # the part of the rope table with all positions
             )
             for row in rows
         ]
-        self._left_at = int(num_tokens[0])
+        self._row_length = int(num_tokens[0])
         lengths = np.maximum(num_tokens, max_length, dtype=np.int32)
-        self._step(rows, num_tokens, admitted, lengths, given=given, num_logprobs=params.num_logprobs)
+        self._step(rows, num_tokens, admitted, lengths, host_tokens=host_tokens, num_logprobs=params.num_logprobs)
 
     def _step(
         self,
@@ -149,30 +149,30 @@ class WarmUp:
         admitted: Sequence[Admission],
         lengths: Ints,
         *,
-        given: bool,
+        host_tokens: bool,
         num_logprobs: int | None,
     ) -> None:
         plan = StepPlan(
             step=self._num_steps,
-            released=self._seated,
+            released=self._admitted_rows,
             admitted=tuple(admitted),
             rows=rows,
             num_tokens=num_tokens,
             lengths=lengths,
             num_drawn=np.ones(len(rows), np.int32),
-            num_given=num_tokens if given else np.zeros(len(rows), np.int32),
-            tokens=np.zeros(int(num_tokens.sum()) if given else 0, np.int32),
+            num_host_tokens=num_tokens if host_tokens else np.zeros(len(rows), np.int32),
+            tokens=np.zeros(int(num_tokens.sum()) if host_tokens else 0, np.int32),
             new_pages=self._no_pages,
             num_logprobs=num_logprobs,
         )
-        self._seated = np.array([admission.row for admission in admitted], np.int32)
+        self._admitted_rows = np.array([admission.row for admission in admitted], np.int32)
         self._num_steps += 1
         run_plan(self.runner, plan)
 
 
 def chunk_sizes(graphs: GraphPool, max_tokens: int) -> list[int]:
-    """Tokens of steps with chunks that meet every kernel which is made for few tokens, padded as they will be; and the
-    most with which gates and ups are made before their product, for which a larger step may take less memory."""
+    """Token counts of steps with chunks that use every kernel variant for few tokens, padded as they will be; and the
+    largest count at which gate and up are computed separately, since a larger step may need less memory."""
     padded = graphs.token_sizes
     if not padded:
         return [] if graphs.enabled else sorted({min(size, max_tokens) for size in (*KERNEL_SIZES, MIN_ROWS - 1)})
@@ -181,8 +181,8 @@ def chunk_sizes(graphs: GraphPool, max_tokens: int) -> list[int]:
 
 
 def chunk_rows(graphs: GraphPool, max_rows: int, max_tokens: int, max_length: int) -> list[tuple[int, int]]:
-    """Rows, and tokens of each, of steps that are not padded and in which the last layer is for last tokens alone: they
-    meet every kernel which is made for few rows."""
+    """(rows, tokens per row) of unpadded steps whose last layer computes last tokens only: they use every kernel
+    variant for few rows."""
     if graphs.enabled:
         return []
     chunks = [(rows, KERNEL_SIZES[-1] // rows + 1) for rows in ROW_SIZES]
@@ -191,7 +191,7 @@ def chunk_rows(graphs: GraphPool, max_rows: int, max_tokens: int, max_length: in
 
 def run_plan(runner: ModelRunner, plan: StepPlan) -> None:
     hot_path = runner.hot_path
-    mode, hot_path.mode = hot_path.mode, ""  # what is used for the first time may wait
+    mode, hot_path.mode = hot_path.mode, ""  # work that runs for the first time may synchronise
     try:
         runner.launch(plan)
         runner.finish().wait()
@@ -200,7 +200,7 @@ def run_plan(runner: ModelRunner, plan: StepPlan) -> None:
 
 
 class enough_memory:
-    """Running out of the device's memory while starting is the user's to settle."""
+    """Turns out-of-memory errors during start-up into an error that names the options to change."""
 
     def __enter__(self) -> None:
         pass

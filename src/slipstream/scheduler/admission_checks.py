@@ -1,4 +1,4 @@
-"""Refuses what could not run however long it waited."""
+"""Checks at submission: raises an error for requests that could never run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slipstream.scheduler.cache.manager import CacheManager
 
 
 def check_length(num_tokens: int, limit: int, *, wants_output: bool) -> None:
-    """Of a prompt, against the model length. One that is only pooled may fill it."""
+    """Check a prompt against the model length. A prompt that is only pooled may fill it."""
     if num_tokens == 0:
         raise InvalidPrompt("the prompt has no tokens; give at least one")
     if num_tokens + wants_output > limit:
@@ -25,8 +25,8 @@ def check_length(num_tokens: int, limit: int, *, wants_output: bool) -> None:
 def check_admissible(request: Request, config: SchedulerConfig, cache: CacheManager) -> None:
     limit, wants_output = config.max_model_len, request.pooling is None
     check_length(request.num_prompt, limit, wants_output=wants_output)
-    most = limit if wants_output else request.num_prompt + 1
-    assert request.num_prompt < request.max_length <= most, f"{request} has a max_length of {request.max_length}"
+    max_length = limit if wants_output else request.num_prompt + 1
+    assert request.num_prompt < request.max_length <= max_length, f"{request} has a max_length of {request.max_length}"
     length = request.max_length - 1  # the last token is never computed
     if not cache.can_ever_fit(length):
         output = f" and up to {request.max_length - request.num_prompt} of output" if wants_output else ""
@@ -35,20 +35,20 @@ def check_admissible(request: Request, config: SchedulerConfig, cache: CacheMana
             f"the prompt's {request.num_prompt} tokens{output} need {cache.pages_for(length)} cache pages, there are "
             f"{cache.num_usable} in all; {way_out} or give the cache more memory"
         )
-    if request.unscored != NEVER and not config.chunked_prefill:
+    if request.next_scored != NEVER and not config.chunked_prefill:
         _check_scores(request.num_prompt - 1, request.params.prompt_logprobs or 0, config.max_reported)
 
 
 def admits_any_request(config: SchedulerConfig, cache: CacheManager) -> bool:
-    """Whether there is nothing to refuse: every prompt within the model length can run."""
+    """Whether every prompt within the model length can run."""
     return config.chunked_prefill and cache.can_ever_fit(config.max_model_len - 1)
 
 
-def _check_scores(num_tokens: int, num_logprobs: int, most: int) -> None:
-    """Of a prompt that one step computes whole."""
-    if (total := num_tokens * (1 + num_logprobs)) > most:
+def _check_scores(num_tokens: int, num_logprobs: int, max_numbers: int) -> None:
+    """Check a prompt that one step computes as a whole."""
+    if (total := num_tokens * (1 + num_logprobs)) > max_numbers:
         raise RequestTooLarge(
             f"prompt_logprobs is {num_logprobs}, which makes {total:,} numbers for {num_tokens} tokens; a step reports "
-            f"up to {most:,}, and without chunked prefill a prompt is one step; lower prompt_logprobs, shorten the "
-            "prompt or leave enable_chunked_prefill on"
+            f"up to {max_numbers:,}, and without chunked prefill a prompt is one step; lower prompt_logprobs, "
+            "shorten the prompt or leave enable_chunked_prefill on"
         )

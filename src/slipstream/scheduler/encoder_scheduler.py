@@ -1,8 +1,8 @@
-"""EncoderScheduler: steps of whole prompts, for models whose every token sees the whole prompt.
+"""EncoderScheduler: schedules models that compute a prompt in one step, since every token attends to the whole prompt.
 
-Such a model keeps nothing between steps: no pages, no rows that outlive a step, nothing to preempt. What is left is a
-queue and a list of what is in flight. Small models spend most of their time on the host, so this is written for it:
-a request costs a few list and dict operations here, and a step a handful of numpy calls.
+Such a model keeps nothing between steps: no pages, no rows that last longer than a step, no preemption. The state is a
+queue and a list of steps in flight. Small models spend most of their time on the host, so this code is optimised for
+host time: a request costs a few list and dict operations, a step a few numpy calls.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from slipstream.scheduler.step_outputs import lost_query, pool_failure, pooled_r
 from slipstream.step import NO_INTS, Bools, Ints, PoolPlan, StepPlan, StepResult
 
 MIN_HALF_TOKENS = 512
-"""Tokens of a step that a device computes hardly slower by the token than a larger one."""
+"""Tokens from which a step is about as efficient per token as a larger one."""
 
-ASKED_AT_ONCE = 16  # those a step has no room for wait for the next
+MAX_REFILL = 16  # requests to ask for at once; those that do not fit wait for the next step
 
 
 class EncoderRequest:
-    """A prompt to be pooled."""
+    """A prompt to pool."""
 
     __slots__ = ("id", "tokens", "num_tokens", "params", "type_start", "num_seen", "caller", "is_launched", "is_done")
 
@@ -48,11 +48,11 @@ class EncoderRequest:
         self.tokens = tokens if type(tokens) is array else array("i", tokens)
         self.num_tokens = len(tokens)
         self.params = params
-        self.type_start = type_start  # first position of token type 1, if any is
-        self.num_seen = num_seen  # of its tokens, from the first; None: all are
-        self.caller = caller  # requests of one priority are taken by fair turns of their callers
+        self.type_start = type_start  # first position of token type 1; None: all types are 0
+        self.num_seen = num_seen  # leading tokens that all tokens attend to; None: all
+        self.caller = caller  # callers of one priority are served by fair queueing
         self.is_launched = False
-        self.is_done = False  # also when aborted: then it is skipped wherever it turns up
+        self.is_done = False  # ended or aborted: skipped in queues and in results
 
     def __repr__(self) -> str:
         return f"EncoderRequest({self.id} of {self.num_tokens} tokens{', done' if self.is_done else ''})"
@@ -62,13 +62,13 @@ class EncoderScheduler:
     def __init__(self, config: SchedulerConfig) -> None:
         assert config.max_num_batched_tokens >= config.max_model_len, "the longest prompt must fit one step"
         self.config = config
-        self.max_num_tokens: int | None = None  # of a step while others wait for the device; None: as many as fit
-        # submits up to so many requests of somebody who has more of them, and says how many
+        self.max_num_tokens: int | None = None  # of a step while other lanes wait for the device; None: no limit
+        # submits up to the given number of requests from a caller that has more; returns how many
         self.refill: Callable[[int], int] | None = None
-        self._live: dict[str, EncoderRequest] = {}  # by id: not finished
-        self._levels: dict[int, _Level] = {}  # by priority; aborted requests stay until they come up
-        self._num_waiting = 0  # those that are not done
-        self._tokens_waiting = 0  # of theirs
+        self._live: dict[str, EncoderRequest] = {}  # by id: requests that have not ended
+        self._levels: dict[int, _Level] = {}  # by priority; aborted requests stay until they are reached
+        self._num_waiting = 0  # requests that are not done
+        self._tokens_waiting = 0  # tokens of these requests
         self._in_flight: deque[list[EncoderRequest]] = deque()
         self._queries: QueryRegistry[EncoderRequest] = QueryRegistry(config.max_kept)
         self._failures: list[Output] = []
@@ -88,23 +88,23 @@ class EncoderScheduler:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._live)
 
     def has_work(self) -> bool:
-        """Whether there is anything to plan, to commit or to tell."""
+        """Whether there is anything to plan, to commit or to report."""
         return bool(self._num_waiting or self._in_flight or self._failures)
 
     def serves(self, request_id: str) -> bool:
-        """Whether it has not ended."""
+        """Whether this request has not ended."""
         return request_id in self._live
 
     def keeps_query(self, request_id: str) -> bool:
-        """Whether the device still keeps what this request, ended or not, left for documents."""
+        """Whether the device still stores the query of this request, which may have ended."""
         return self._queries.is_kept(request_id)
 
     def submit(self, request: EncoderRequest) -> None:
-        """Refuses here and now what could not run however long it waited."""
+        """Raises an error at once if the request could never run."""
         if not 0 < request.num_tokens <= self.config.max_model_len:
             check_length(request.num_tokens, self.config.max_model_len, wants_output=False)
         if request.id in self._live:
@@ -129,34 +129,34 @@ class EncoderScheduler:
         level.push(request)
 
     def abort(self, request_id: str, sample: int | None = None) -> list[EncoderRequest]:
-        """Forget a request, whatever it is doing. Returns those that were still alive."""
+        """End a request in any state. Returns it in a list, if it had not ended yet."""
         request = self._live.get(request_id) if sample in (None, 0) else None
         if request is not None:
             if not request.is_launched:
-                self._leave_queue(request)
+                self._dequeue(request)
             self._end(request)
-        for document in self._queries.give_up(request_id):
+        for document in self._queries.abandon(request_id):
             if not document.is_done:
-                self._leave_queue(document)
+                self._dequeue(document)
                 self._end(document)
                 self._failures.append(lost_query(document.id))
         return [] if request is None else [request]
 
-    def _leave_queue(self, request: EncoderRequest) -> None:
+    def _dequeue(self, request: EncoderRequest) -> None:
         self._num_waiting -= 1
         self._tokens_waiting -= request.num_tokens
         if not self._num_waiting:
-            self._levels.clear()  # none that is left in there would ever come up
+            self._levels.clear()  # only requests that are done are left there
 
     def plan(self) -> StepPlan | None:
-        """As many of those that wait as fit one step, in the queue's order: none overtakes because it is smaller."""
+        """A step of as many waiting requests as fit, in the queue's order. A smaller request does not overtake."""
         taken = self._take()
         if not taken:
             return None
         count = len(taken)
         lengths = np.fromiter([request.num_tokens for request in taken], np.int32, count)
         tokens = b"".join([request.tokens for request in taken])
-        rows, none, every = _row_allocator(count)
+        rows, none, every = _all_pooled(count)
         params = tuple([request.params for request in taken])
         type_starts = _or_length([request.type_start for request in taken], lengths)
         num_seen = _or_length([request.num_seen for request in taken], lengths)
@@ -174,7 +174,7 @@ class EncoderScheduler:
             num_tokens=lengths,
             lengths=lengths,
             num_drawn=none,
-            num_given=lengths,
+            num_host_tokens=lengths,
             tokens=np.frombuffer(tokens, np.int32),
             new_pages=(),
             pooling=PoolPlan((), every, params, queries, self.take_freed_queries(), type_starts, num_seen),
@@ -191,15 +191,16 @@ class EncoderScheduler:
             left = min(left, self.max_num_tokens)
         parts = self.config.depth and not self._in_flight and self.refill is None
         if parts and self._tokens_waiting >= 2 * MIN_HALF_TOKENS:
-            # While the device computes one half the host makes ready the other. Taken at once, those who ask again
-            # when they are answered would come in one flock for ever, and device and host take turns.
+            # Plan about half of the waiting tokens: the host prepares the other half while the device computes. With
+            # everything in one step, callers that ask again when they are answered would stay in lockstep, and host and
+            # device would take turns.
             left = min(left, -(-self._tokens_waiting // 2))
         taken: list[EncoderRequest] = []
         while True:
             for priority, level in list(self._levels.items()):
-                while (caller := level.turns.next()) is not None:
+                while (caller := level.fair_queue.next()) is not None:
                     queue, used = level.queues[caller], 0
-                    is_alone = level.turns.num_waiting == 1
+                    is_alone = level.fair_queue.num_waiting == 1
                     while queue and (is_alone or not used):
                         request = queue[0]
                         if request.is_done:
@@ -207,38 +208,38 @@ class EncoderScheduler:
                             continue
                         left -= request.num_tokens
                         rows -= 1
-                        if taken and (left < 0 or rows < 0):  # the first in line always goes
-                            level.turns.charge(caller, used)
+                        if taken and (left < 0 or rows < 0):  # the first request always fits
+                            level.fair_queue.charge(caller, used)
                             return taken
                         request.is_launched = True
                         used += request.num_tokens
                         taken.append(queue.popleft())
-                    level.turns.charge(caller, used)
+                    level.fair_queue.charge(caller, used)
                     if not queue:
-                        level.leave(caller)
+                        level.remove(caller)
                 if priority:
-                    del self._levels[priority]  # priorities are anybody's numbers: keep no queue for each ever seen
-            if left <= 0 or rows <= 0 or not self._ask_for(min(rows, ASKED_AT_ONCE)):
+                    del self._levels[priority]  # users choose priorities: keep no queue for each one ever used
+            if left <= 0 or rows <= 0 or not self._refill(min(rows, MAX_REFILL)):
                 return taken
 
-    def _ask_for(self, most: int) -> bool:
-        """Whether more came who may be taken: documents wait for their query."""
-        if self.refill is None or not self.refill(most):
+    def _refill(self, max_requests: int) -> bool:
+        """Whether a caller submitted more requests that can be planned now. Documents may have to wait."""
+        if self.refill is None or not self.refill(max_requests):
             return False
         return any(level.queues for level in self._levels.values())
 
     def commit(self, result: StepResult) -> list[Output]:
-        """Learn the result of the oldest plan in flight."""
+        """Process the result of the oldest plan in flight."""
         assert self._in_flight, "a result came back while no plan is in flight"
         launched = self._in_flight.popleft()
-        assert len(launched) == len(result.pooled), f"{len(launched)} were launched, {len(result.pooled)} came back"
+        assert len(launched) == len(result.pooled), f"{len(launched)} requests launched, {len(result.pooled)} results"
         outputs = self.take_failures()
-        for place, (request, pooled) in enumerate(zip(launched, result.pooled, strict=True)):
+        for index, (request, pooled) in enumerate(zip(launched, result.pooled, strict=True)):
             if request.is_done:
                 continue
             self._end(request)
             outputs.append(
-                pool_failure(request.id) if place in result.pool_failed else pooled_report(request.id, pooled)
+                pool_failure(request.id) if index in result.pool_failed else pooled_report(request.id, pooled)
             )
         return outputs
 
@@ -247,7 +248,7 @@ class EncoderScheduler:
         return self._queries.take_freed()
 
     def take_failures(self) -> list[Output]:
-        """Requests that ended without a step of their own."""
+        """Outputs of requests that ended without a step of their own."""
         failures, self._failures = self._failures, []
         return failures
 
@@ -258,43 +259,43 @@ class EncoderScheduler:
             self._queries.end(request.params)
 
     def check(self) -> None:
-        """Assert every invariant; for tests."""
+        """Assert every invariant. For tests."""
         queues = [queue for level in self._levels.values() for queue in level.queues.values()]
         waiting = [request for queue in queues for request in queue if not request.is_done]
-        parked = [request for request in self._queries.waiting() if not request.is_done]
+        held = [request for request in self._queries.waiting() if not request.is_done]
         launched = [request for step in self._in_flight for request in step if not request.is_done]
-        assert len(waiting) + len(parked) == self._num_waiting, f"{self._num_waiting} said to wait, {waiting}, {parked}"
-        assert sum(request.num_tokens for request in waiting + parked) == self._tokens_waiting, "tokens are lost"
-        everyone = waiting + parked + launched
-        assert len({request.id for request in everyone}) == len(everyone) == len(self._live), "a request is lost"
-        assert all(self._live[request.id] is request for request in everyone)
+        assert len(waiting) + len(held) == self._num_waiting, f"{self._num_waiting} counted, {waiting}, {held}"
+        assert sum(request.num_tokens for request in waiting + held) == self._tokens_waiting, "tokens are lost"
+        live = waiting + held + launched
+        assert len({request.id for request in live}) == len(live) == len(self._live), "a request is lost"
+        assert all(self._live[request.id] is request for request in live)
         assert list(self._levels) == sorted(self._levels), "priorities are out of order"
-        assert all(level.turns.num_waiting == len(level.queues) for level in self._levels.values())
+        assert all(level.fair_queue.num_waiting == len(level.queues) for level in self._levels.values())
 
 
 class _Level:
     """Requests of one priority, by caller."""
 
-    __slots__ = ("turns", "queues")
+    __slots__ = ("fair_queue", "queues")
 
     def __init__(self) -> None:
-        self.turns = FairQueue()
-        self.queues: dict[str, deque[EncoderRequest]] = {}  # none is empty
+        self.fair_queue = FairQueue()
+        self.queues: dict[str, deque[EncoderRequest]] = {}  # no queue is empty
 
     def push(self, request: EncoderRequest) -> None:
         queue = self.queues.get(request.caller)
         if queue is None:
             queue = self.queues[request.caller] = deque()
-            self.turns.enter(request.caller)
+            self.fair_queue.add(request.caller)
         queue.append(request)
 
-    def leave(self, caller: str) -> None:
+    def remove(self, caller: str) -> None:
         del self.queues[caller]
-        self.turns.leave(caller)
+        self.fair_queue.remove(caller)
 
 
 def _or_length(numbers: list[int | None], lengths: Ints) -> Ints | None:
-    """Of each request a number, or its length where it has none; None if nobody has one."""
+    """A number per request, its length where it has none; None if no request has one."""
     if numbers.count(None) == len(numbers):
         return None
     pairs = zip(numbers, lengths.tolist(), strict=True)
@@ -302,6 +303,6 @@ def _or_length(numbers: list[int | None], lengths: Ints) -> Ints | None:
 
 
 @functools.lru_cache(4096)
-def _row_allocator(count: int) -> tuple[Ints, Ints, Bools]:
-    """Rows of a step, none of which samples and all of which pool. Nobody changes them."""
+def _all_pooled(count: int) -> tuple[Ints, Ints, Bools]:
+    """Rows of a step in which every row is pooled and none draws a token. Shared, so never written."""
     return np.arange(count, dtype=np.int32), np.zeros(count, np.int32), np.ones(count, np.bool_)

@@ -1,10 +1,10 @@
-"""Turns: whose request is served next, fairly between callers.
+"""FairQueue: decides which caller is served next, by fair queueing with virtual time.
 
-Each caller is charged the tokens that its requests compute, and the caller that waits and was charged the least is
-next. This is fair queueing by virtual time. The clock is what each waiting caller would have been charged if the
-service had been shared equally, and a caller that starts to wait is set to the clock at least. So callers that were
-idle have no credit, and callers that keep waiting get equal numbers of tokens up to the size of one request. However
-many new callers come, the clock passes those who wait, and each is served.
+Each caller is charged the tokens that its requests compute; the waiting caller with the smallest charge is next. The
+virtual clock is the charge that each waiting caller would have if the service had been shared equally. A caller that
+starts to wait is set to the clock at least, so idle callers earn no credit. Callers that keep waiting get equal numbers
+of tokens, up to the size of one request. The clock overtakes every waiting caller, however many new callers arrive, so
+each caller is served eventually.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ class _Account:
     __slots__ = ("used", "place", "waits")
 
     def __init__(self, used: float) -> None:
-        self.used = used  # tokens, in the clock's time
-        self.place = 0  # among callers of equal use: who began to wait first
+        self.used = used  # charged tokens, in virtual time
+        self.place = 0  # order among callers with equal charges: first to wait, first served
         self.waits = False
 
 
 class FairQueue:
-    """Nothing is remembered once no caller waits."""
+    """The state is cleared whenever no caller waits."""
 
     __slots__ = ("num_waiting", "_accounts", "_order", "_clock", "_next_place", "_limit")
 
     def __init__(self) -> None:
         self.num_waiting = 0  # callers
-        # of callers that wait, and of those that were charged beyond the clock
+        # accounts of waiting callers, and of callers charged beyond the clock
         self._accounts: dict[str, _Account] = {}
         self._order: LazyHeap[tuple[float, int, str]] = LazyHeap()
         self._clock = 0.0
         self._next_place = 0
         self._limit = 64
 
-    def enter(self, caller: str) -> None:
-        """The caller, who had nothing waiting, now has."""
+    def add(self, caller: str) -> None:
+        """The caller has a waiting request; it had none before."""
         account = self._account(caller)
         assert not account.waits, f"{caller!r} waits already"
         account.used = max(account.used, self._clock)
@@ -45,8 +45,8 @@ class FairQueue:
         self.num_waiting += 1
         self._order.push((account.used, account.place, caller), self._is_live)
 
-    def leave(self, caller: str) -> None:
-        """The caller has nothing waiting any more."""
+    def remove(self, caller: str) -> None:
+        """The caller has no waiting request any more."""
         account = self._accounts[caller]
         assert account.waits, f"{caller!r} does not wait"
         account.waits = False
@@ -58,7 +58,7 @@ class FairQueue:
             del self._accounts[caller]
 
     def next(self) -> str | None:
-        """The caller to be served."""
+        """The caller to serve next; None if none waits."""
         first = self._order.top(self._is_live)
         return None if first is None else first[2]
 

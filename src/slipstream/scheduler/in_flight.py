@@ -1,8 +1,7 @@
-"""InFlight: the plans launched and not yet committed, and whom their results belong to.
+"""InFlight: the plans that are launched and not committed, and the requests that their results belong to.
 
-A row may have changed hands by the time its result is seen. So each launched plan keeps the requests that sample in
-it, with the number of the admission they sampled under, and those that pool in it; results are handed out by these
-lists alone.
+A row may have another owner by the time its result arrives. So each launched plan keeps the requests that draw tokens
+in it, with their admission numbers, and the requests that are pooled in it. Results are assigned by these lists only.
 """
 
 from __future__ import annotations
@@ -16,15 +15,15 @@ from slipstream.request import Request, Status
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """One plan on its way: those that sample in it, in the plan's order."""
+    """One plan in flight. `requests` are those that draw tokens, in the plan's order."""
 
     step: int
     requests: list[Request]
     admissions: list[int]
-    drawn: list[int] | None  # tokens each of them draws; None: one
-    scored: list[tuple[Request, int, int]]  # prompts it scores: the first of their tokens, and how many
-    chunks: list[tuple[Request, int, int]]  # requests that compute and do not sample, their admissions and lengths
-    pooled: list[Request]  # those whose pooled result it brings, in the plan's order
+    drawn: list[int] | None  # number of tokens that each request draws; None: one each
+    scored: list[tuple[Request, int, int]]  # requests with scored prompt tokens, the first of them, how many
+    chunks: list[tuple[Request, int, int]]  # requests that draw nothing, their admissions and lengths
+    pooled: list[Request]  # requests whose pooled result is part of the result, in the plan's order
 
 
 class InFlight:
@@ -43,17 +42,17 @@ class InFlight:
         chunks: list[tuple[Request, int, int]] | None = None,
         pooled: list[Request] | None = None,
     ) -> None:
-        """`requests` sample in this step, and each has counted the tokens that it draws as pending."""
+        """`requests` draw tokens in this step, and have counted them as pending."""
         admissions = [request.admission for request in requests]
         self._steps.append(Launched(step, requests, admissions, drawn, scored or [], chunks or [], pooled or []))
 
     def oldest(self) -> Launched:
-        """The plan whose result is due, taken out."""
+        """Remove and return the plan whose result arrives next."""
         assert self._steps, "a result came back while no plan is in flight"
         return self._steps.popleft()
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Assert the account of placeholders: each request is owed exactly the tokens that are on their way."""
+        """Assert that each request's `pending` equals the number of its tokens in flight."""
         owed: Counter[int] = Counter()
         for launched in self._steps:
             drawn = launched.drawn or [1] * len(launched.requests)
@@ -64,5 +63,5 @@ class InFlight:
                 )
         leaving = {id(request) for launched in self._steps for request in launched.pooled}
         for request in requests:
-            assert (request.status is not Status.LEAVING) or id(request) in leaving, f"{request}: its result is lost"
+            assert (request.status is not Status.DRAINING) or id(request) in leaving, f"{request}: its result is lost"
             assert request.pending == owed[id(request)], f"{request}: {owed[id(request)]} tokens are in flight"

@@ -1,4 +1,4 @@
-"""LazyHeap: a heap whose entries may become stale while they are in it."""
+"""LazyHeap: a heap whose entries may become stale."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import heapq
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-T = TypeVar("T", bound=Any)  # anything that can be compared and hashed
+T = TypeVar("T", bound=Any)  # comparable and hashable
 
 
 class LazyHeap(Generic[T]):
-    """The smallest live entry; the owner says which are live, the same to every call.
+    """Finds the smallest live entry. The owner decides which entries are live, by the same rule in every call.
 
-    A stale entry leaves when it reaches the top, or when the heap has doubled since it was last cleared. So each
-    operation takes O(log n), amortised, and about twice as many entries are kept as were live at the same time. Equal
-    entries count as one.
+    A stale entry is removed when it reaches the top, or when the heap has doubled since its last clean-up. So each
+    operation takes O(log n), amortised, and the heap keeps at most about twice as many entries as were live at the same
+    time. Equal entries count as one.
     """
 
     __slots__ = ("_heap", "_limit")
@@ -24,7 +24,7 @@ class LazyHeap(Generic[T]):
         self._limit = 64
 
     def __len__(self) -> int:
-        """Entries, live or not."""
+        """Number of entries, live or stale."""
         return len(self._heap)
 
     def push(self, entry: T, is_live: Callable[[T], bool]) -> None:
@@ -35,7 +35,7 @@ class LazyHeap(Generic[T]):
         heapq.heappush(self._heap, entry)
 
     def top(self, is_live: Callable[[T], bool]) -> T | None:
-        """The smallest, left in its place."""
+        """The smallest live entry, which stays in the heap."""
         heap = self._heap
         while heap:
             if is_live(heap[0]):

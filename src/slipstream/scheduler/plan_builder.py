@@ -1,4 +1,4 @@
-"""PlanBuilder: gathers one step's decisions in Python lists and turns them into arrays once."""
+"""PlanBuilder: collects the decisions of one step in Python lists and converts them to arrays once."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ _NO_COPIES: Ints = np.zeros((0, 3), np.int32)
 
 
 class Chunk(NamedTuple):
-    """Positions whose tokens the host knows; or, if it is drafted, a token that the device drew and drafts of it."""
+    """A row of known prompt tokens; or, if `is_drafted`, of the token that the device drew last and drafts after it."""
 
     request: Request
     start: int
     num_tokens: int
     num_drawn: int
-    pools: bool = False  # its last, and their request wants hidden states
-    first_scored: int = 0  # prompt tokens whose logprobs are asked for: from this one on
+    pools: bool = False  # whether the prompt ends with this chunk and is pooled
+    first_scored: int = 0  # first prompt token whose logprob this chunk gives
     num_scored: int = 0
     is_drafted: bool = False
 
     @property
-    def num_given(self) -> int:
+    def num_host_tokens(self) -> int:
         return 0 if self.is_drafted else self.num_tokens
 
 
 class PlanBuilder:
-    """A plan in the making.
+    """A plan under construction.
 
-    Rows are of two kinds. A decode computes one position, whose token only the device knows, and samples. A chunk
-    computes positions whose tokens are given, and samples or pools if they are its last; or a drawn token and drafts.
-    The plan's order is decodes, chunks of one token, drafted rows, longer chunks; among equals the order in which they
-    were added.
+    Rows are of two kinds. A decode computes one position, whose token only the device knows, and draws a token. A chunk
+    computes positions whose tokens the host knows, and draws a token or is pooled if it is the last of its prompt; or
+    it is a drafted row. The plan's order is decodes, chunks of one token, drafted rows, longer chunks; within each kind
+    the order in which they were added.
     """
 
     def __init__(self, step: int, num_groups: int) -> None:
@@ -59,14 +59,14 @@ class PlanBuilder:
         self.pool_admitted: list[PoolAdmission] = []
         self.copies: list[tuple[int, int, int]] = []
         self._num_scored = 0
-        self._widest = 0  # of what is reported of scored tokens
+        self._score_width = 0  # largest number of logprobs reported per scored token
         self._updates: list[tuple[list[int], list[int], list[int]]] = [([], [], []) for _ in range(num_groups)]
 
     def __bool__(self) -> bool:
         return bool(self.decodes or self.chunks)
 
     def admit(self, request: Request) -> None:
-        """A request that was just seated, and has computed nothing but what it found in the cache."""
+        """Add the admission of a request that has just got its row."""
         if request.pooling is not None:
             self.pool_admitted.append(
                 PoolAdmission(
@@ -99,38 +99,38 @@ class PlanBuilder:
 
     def change_pages(self, row: int, changed: list[Run]) -> None:
         for group, start, new in changed:
-            rows, places, pages = self._updates[group]
-            for place, page in enumerate(new, start):
+            rows, entries, pages = self._updates[group]
+            for entry, page in enumerate(new, start):
                 rows.append(row)
-                places.append(place)
+                entries.append(entry)
                 pages.append(page)
 
     def add(self, chunk: Chunk) -> None:
         self.chunks.append(chunk)
         if chunk.num_scored:
             self._num_scored += chunk.num_scored
-            self._widest = max(self._widest, _score_width(chunk.request))
+            self._score_width = max(self._score_width, _score_width(chunk.request))
 
-    def score_room(self, request: Request, most: int) -> int:
-        """How many prompt tokens of this request the step may still score: lines of all are as long as the longest, and
-        have `most` numbers together."""
-        return most // max(self._widest, _score_width(request)) - self._num_scored
+    def score_room(self, request: Request, max_numbers: int) -> int:
+        """How many more prompt tokens of this request the step can score. All lines of the report are as wide as the
+        widest, and have `max_numbers` numbers together."""
+        return max_numbers // max(self._score_width, _score_width(request)) - self._num_scored
 
     def sort(self) -> list[Request]:
-        """Bring the rows into the plan's order; returns those that sample."""
+        """Bring the rows into the plan's order. Returns the requests that draw tokens."""
         if not self.chunks:
             return self.decodes
         self.chunks.sort(key=lambda chunk: 0 if chunk.num_tokens == 1 else 1 if chunk.is_drafted else 2)
         return self.decodes + [chunk.request for chunk in self.chunks if chunk.num_drawn]
 
     def drawn(self) -> list[int] | None:
-        """How many tokens each of those draws; None: one."""
+        """Number of tokens that each of those requests draws; None: one each."""
         if not any(chunk.num_drawn > 1 for chunk in self.chunks):
             return None
         return [1] * len(self.decodes) + [chunk.num_drawn for chunk in self.chunks if chunk.num_drawn]
 
     def pooled(self) -> list[Request]:
-        """Those whose pooled result leaves with this step; rows must be in order."""
+        """Requests whose prompt is pooled with this step; rows must be in order."""
         return [chunk.request for chunk in self.chunks if chunk.pools]
 
     def build(
@@ -145,22 +145,22 @@ class PlanBuilder:
         total = num_decodes + len(chunks)
         arrays.advance(self.decodes)
         rows, lengths = arrays.rows, arrays.lengths
-        num_tokens, num_given, num_drawn = _all_decode(num_decodes)
+        num_tokens, num_host_tokens, num_drawn = _all_decode(num_decodes)
         tokens = NO_INTS
         if chunks:
             num_tokens = np.ones(total, np.int32)
-            num_given = np.zeros(total, np.int32)
+            num_host_tokens = np.zeros(total, np.int32)
             num_drawn = np.ones(total, np.int32)
             rows = np.concatenate([rows, np.array([chunk.request.row for chunk in chunks], np.int32)])
             lengths = np.concatenate([lengths, np.array([chunk.request.computed for chunk in chunks], np.int32)])
             num_tokens[num_decodes:] = [chunk.num_tokens for chunk in chunks]
-            num_given[num_decodes:] = [chunk.num_given for chunk in chunks]
+            num_host_tokens[num_decodes:] = [chunk.num_host_tokens for chunk in chunks]
             num_drawn[num_decodes:] = [chunk.num_drawn for chunk in chunks]
-            given: list[int] = []
+            token_ids: list[int] = []
             for chunk in chunks:
                 if not chunk.is_drafted:
-                    given += chunk.request.tokens[chunk.start : chunk.start + chunk.num_tokens]
-            tokens = np.array(given, np.int32)
+                    token_ids += chunk.request.tokens[chunk.start : chunk.start + chunk.num_tokens]
+            tokens = np.array(token_ids, np.int32)
         return StepPlan(
             step=self.step,
             released=_ints(released),
@@ -169,11 +169,11 @@ class PlanBuilder:
             num_tokens=num_tokens,
             lengths=lengths,
             num_drawn=num_drawn,
-            num_given=num_given,
+            num_host_tokens=num_host_tokens,
             tokens=tokens,
             new_pages=tuple(
-                PageUpdates(_ints(rows), _ints(places), _ints(pages)) if pages else NO_PAGES
-                for rows, places, pages in self._updates
+                PageUpdates(_ints(rows), _ints(entries), _ints(pages)) if pages else NO_PAGES
+                for rows, entries, pages in self._updates
             ),
             copies=np.array(self.copies, np.int32) if self.copies else _NO_COPIES,
             num_logprobs=num_logprobs,
@@ -195,41 +195,41 @@ class PlanBuilder:
         return PoolPlan(tuple(self.pool_admitted), ends, tuple(params), queries, freed_queries)
 
     def unsampled(self) -> list[tuple[Request, int, int]]:
-        """Those that compute and do not sample: nobody would tell when their positions are done."""
+        """Requests that compute and draw nothing: no token in the result says that their positions are committed."""
         requests = [chunk.request for chunk in self.chunks if not chunk.num_drawn]
         return [(request, request.admission, request.computed) for request in requests]
 
     def scored(self) -> list[tuple[Request, int, int]]:
-        """Whose prompts are scored, from which token on and how many; rows must be in order."""
+        """Requests whose prompts are scored, the first scored token, and how many; rows must be in order."""
         return [(chunk.request, chunk.first_scored, chunk.num_scored) for chunk in self.chunks if chunk.num_scored]
 
     def _scores(self) -> PromptScores | None:
-        places: list[int] = []
+        indices: list[int] = []
         tokens: list[int] = []
         num_logprobs = 0
-        offset = len(self.decodes)  # of the chunk's tokens among all tokens of the step
+        offset = len(self.decodes)  # index of the chunk's first token among all tokens of the step
         for chunk in self.chunks:
             if chunk.num_scored:
                 first = chunk.first_scored
-                place = offset + first - 1 - chunk.start
-                places += range(place, place + chunk.num_scored)
+                index = offset + first - 1 - chunk.start
+                indices += range(index, index + chunk.num_scored)
                 tokens += chunk.request.tokens[first : first + chunk.num_scored]
                 num_logprobs = max(num_logprobs, chunk.request.params.prompt_logprobs or 0)
             offset += chunk.num_tokens
-        return PromptScores(_ints(places), _ints(tokens), num_logprobs) if places else None
+        return PromptScores(_ints(indices), _ints(tokens), num_logprobs) if indices else None
 
 
 class DecodeArrays:
-    """Rows and lengths of a plan's decodes. Mostly the next plan decodes the same requests, each one longer."""
+    """Rows and lengths of a plan's decodes, reused while the next plan decodes the same requests, each one longer."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.rows: Ints = NO_INTS
         self.lengths: Ints = NO_INTS
-        self.is_stale = False  # a commit took rejected drafts off the length of a request
+        self.is_stale = False  # a commit subtracted rejected drafts from the length of a request
 
     def advance(self, requests: list[Request]) -> None:
-        """From one plan to the next. To leave its row and come back, a request needs a plan in between without it."""
+        """Update the arrays for the next plan. A request cannot change its row without a plan that lacks it."""
         if requests == self.requests and not self.is_stale:
             self.lengths = self.lengths + 1
         else:
@@ -240,7 +240,7 @@ class DecodeArrays:
 
 
 def _score_width(request: Request) -> int:
-    """A prompt token's own logprob and those of the likeliest."""
+    """Logprobs reported per scored prompt token: its own and those of the likeliest tokens."""
     return 1 + (request.params.prompt_logprobs or 0)
 
 
@@ -250,6 +250,6 @@ def _ints(values: list[int]) -> Ints:
 
 @lru_cache(1024)
 def _all_decode(count: int) -> tuple[Ints, Ints, Ints]:
-    """What a plan of decodes alone says of each: one position, no token given, a token drawn. Nobody changes them."""
+    """Per row of a plan of decodes only: one position, no host token, one drawn token. Shared, so never written."""
     ones = np.ones(count, np.int32)
     return ones, np.zeros(count, np.int32), ones

@@ -1,4 +1,4 @@
-"""Rows of several positions in a step: a part of a prompt, or a token with drafts behind it."""
+"""Rows of several positions: prefill chunks, and drawn tokens followed by drafts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from slipstream.scheduler.plan_builder import Chunk, PlanBuilder
 
 
 def num_chunk_tokens(request: Request, start: int, known: int, builder: PlanBuilder, config: SchedulerConfig) -> int:
-    """The known tokens it has not computed; of a prompt to be scored as many as the step has room to report on, which
-    may be none if others are scored in it."""
-    first = request.unscored
+    """Number of known tokens that are not computed yet. For a prompt with prompt_logprobs, limited by the room that is
+    left in the step's report; 0 if there is none."""
+    first = request.next_scored
     if first == NEVER:
         return known - start
     room = builder.score_room(request, config.max_reported)
@@ -20,25 +20,25 @@ def num_chunk_tokens(request: Request, start: int, known: int, builder: PlanBuil
 
 
 def add_chunk(request: Request, num: int, builder: PlanBuilder) -> None:
-    """Compute `num` known tokens. After the last of them a token is drawn, or the prompt is pooled."""
+    """Plan `num` known tokens. After the last known token, draw a token or pool the prompt."""
     start = request.computed
     request.computed = start + num
     is_last = request.computed == request.num_known
     num_drawn = int(is_last and request.pooling is None)
     if num_drawn:
         request.pending += 1
-        request.caught_up = builder.step
-        request.set_runway()
+        request.known_launched_at = builder.step
+        request.set_decode_limit()
     first, num_scored = 0, 0
-    if request.unscored != NEVER:
-        first = request.unscored
+    if request.next_scored != NEVER:
+        first = request.next_scored
         num_scored = max(0, min(request.computed, request.num_prompt - 1) + 1 - first)
-        request.unscored = first + num_scored if first + num_scored < request.num_prompt else NEVER
+        request.next_scored = first + num_scored if first + num_scored < request.num_prompt else NEVER
     builder.add(Chunk(request, start, num, num_drawn, is_last and not num_drawn, first, num_scored))
 
 
 def add_drafted(request: Request, num: int, builder: PlanBuilder) -> None:
-    """Compute the token that the request drew last and `num - 1` drafts, and draw a token after each."""
+    """Plan the token that the request drew last and `num - 1` drafts, and draw a token after each."""
     start = request.computed
     request.computed = start + num
     request.pending += num

@@ -1,7 +1,7 @@
-"""Queries: late interaction's account of which queries the device keeps, and for how many documents.
+"""QueryRegistry: which queries of late interaction the device stores, and how many documents still need each.
 
-A query stays on the device until as many documents as it said have come and gone, by whichever end, or until its
-owner gives it up. The host alone counts: the device is told which to forget.
+The device stores a query until `query_uses` documents have ended, for whatever reason, or until the query's request is
+aborted. Only the host counts; plans tell the device which queries to free.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Generic, TypeVar
 from slipstream.errors import QueueFull, RequestTooLarge, UserError
 from slipstream.pooling_params import PoolingParams
 
-R = TypeVar("R")  # the scheduler's own kind of request
+R = TypeVar("R")  # Request or EncoderRequest
 
 
 class QueryRegistry(Generic[R]):
-    """By the key that a query and its documents name; those without one are nobody's here."""
+    """Queries by `query_key`. Requests without a key are ignored."""
 
     def __init__(self, max_num_tokens: int) -> None:
-        """`max_num_tokens`: of all queries that are kept at once."""
+        """`max_num_tokens`: of all stored queries together."""
         self._max_num_tokens = max_num_tokens
         self._num_tokens = 0
         self._kept: dict[str, _Query[R]] = {}
@@ -31,7 +31,8 @@ class QueryRegistry(Generic[R]):
         return len(self._kept)
 
     def enter(self, request_id: str, request: R, params: PoolingParams, num_tokens: int) -> bool:
-        """A query begins, or a document claims one of its uses. False for a document that must wait for its query."""
+        """Register a query, or a document as one use of its query. False for a document that must wait for its
+        query."""
         key = params.query_key
         if not key:
             return True
@@ -70,12 +71,12 @@ class QueryRegistry(Generic[R]):
             )
 
     def number_of(self, params: PoolingParams) -> int:
-        """What the device knows the query by that this is, or is scored against; -1 for none."""
+        """The device's number of the query that this request is, or is scored against; -1 for none."""
         return self._kept[params.query_key].number if params.query_key else -1
 
     def launch(self, params: PoolingParams) -> list[R]:
-        """All positions of this request are launched. If it is a query, the documents that waited for it, which may be
-        taken from the next step on."""
+        """All positions of this request are launched. For a query, returns the documents that waited for it: they can
+        run from the next step on."""
         if not params.is_query:
             return []
         query = self._kept[params.query_key]
@@ -84,13 +85,13 @@ class QueryRegistry(Generic[R]):
         return waiting
 
     def end(self, params: PoolingParams) -> None:
-        """This request is over, by whichever end."""
+        """This request has ended, for whatever reason."""
         if params.query_key:
             self._kept[params.query_key].live -= 1
             self._drop_if_unused(params.query_key)
 
-    def give_up(self, request_id: str) -> list[R]:
-        """The owner of a query wants it no more, computed or not. Returns documents that can now never be scored."""
+    def abandon(self, request_id: str) -> list[R]:
+        """The request of a query is aborted, computed or not. Returns documents that can never be scored now."""
         key = self._key_of.get(request_id)
         if key is None:
             return []
@@ -101,7 +102,7 @@ class QueryRegistry(Generic[R]):
         return lost
 
     def is_kept(self, request_id: str) -> bool:
-        """Whether that request's query may still be asked for."""
+        """Whether the query of this request is stored, or will be."""
         return request_id in self._key_of
 
     def waiting(self) -> list[R]:
@@ -109,7 +110,7 @@ class QueryRegistry(Generic[R]):
         return [document for query in self._kept.values() for document in query.waiting]
 
     def take_freed(self) -> tuple[int, ...]:
-        """Those dropped since the last plan."""
+        """Numbers of queries freed since the last call."""
         if not self._freed:
             return ()
         freed, self._freed = tuple(self._freed), []
@@ -126,10 +127,10 @@ class QueryRegistry(Generic[R]):
 
 @dataclass(slots=True)
 class _Query(Generic[R]):
-    number: int  # what the device knows it by
+    number: int  # on the device
     request_id: str
     num_tokens: int
-    unclaimed: int  # documents that may still come
-    live: int = 1  # itself and documents that came, as long as they are not done
+    unclaimed: int  # documents that may still be submitted
+    live: int = 1  # the query and submitted documents that have not ended
     is_launched: bool = False
-    waiting: list[R] = field(default_factory=list)  # documents that came before it was launched
+    waiting: list[R] = field(default_factory=list)  # documents submitted before the query was launched

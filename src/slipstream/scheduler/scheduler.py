@@ -1,15 +1,16 @@
-"""Scheduler: what each step computes, and what becomes of its result.
+"""Scheduler: decides what each step computes, and turns step results into outputs.
 
-There is no prefill phase and no decode phase. Each request wants `computed` to catch up with the tokens it has,
-`len(tokens) + pending`; `plan` gives the steps out, running requests first, and moves `computed` on at once. A row
-whose positions are then all launched samples a token, which is `pending` until `commit` learns it. So a plan never
-needs the value of a token, and any number of plans may be in flight.
+There is no prefill phase and no decode phase. Each request has `computed` positions and `len(tokens) + pending` tokens;
+`plan` distributes the token budget, running requests first, and advances `computed` at once. A row whose positions are
+then all launched draws a token, which is `pending` until `commit` learns it. So a plan never needs the value of a
+token, and any number of plans may be in flight.
 
-Two facts keep this safe. The device runs plans in order, so rows and pages may be handed on the moment they are free,
-whatever is still in flight. And results are handed out by `InFlight`'s list, never by who sits in a row now.
+Two facts make this safe. The device runs plans in order, so rows and pages can be reused as soon as they are free on
+the host, while steps that use them are still in flight. And results are assigned by the list in `InFlight`, never by
+the present owner of a row.
 
-A pooling request wants its prompt alone. It leaves its row with the plan that computes its last position, so the next
-plan seats another while the result is still on its way.
+A pooling request only needs its prompt computed. It gives up its row with the plan that computes its last position, so
+the next plan can reuse the row while the result is still in flight.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from slipstream.scheduler.plan_builder import DecodeArrays, PlanBuilder
 from slipstream.scheduler.prefill_chunks import add_chunk, add_drafted, num_chunk_tokens
 from slipstream.scheduler.query_registry import QueryRegistry
 from slipstream.scheduler.row_allocator import RowAllocator
-from slipstream.scheduler.sibling_samples import join_samples, leader_to_fork, leave_leader, take_siblings
+from slipstream.scheduler.sibling_samples import detach_from_leader, join_samples, leader_to_fork, take_siblings
 from slipstream.scheduler.step_outputs import (
     accepted_tokens,
     draw_failure,
@@ -56,19 +57,19 @@ class Scheduler:
         self.config = config
         self.cache = cache
         self.num_preemptions = 0
-        self.max_num_tokens: int | None = None  # of a step in which some row decodes; None: as many as the budget has
-        self.num_drafts = 0  # tokens that the device may guess behind each row's last one; the core chooses
-        # submits up to so many requests of somebody who has more of them, and says how many
+        self.max_num_tokens: int | None = None  # of a step with decode rows; None: the whole budget
+        self.num_drafts = 0  # drafts per decode row and step; set by the engine core
+        # submits up to the given number of requests from a caller that has more; returns how many
         self.refill: Callable[[int], int] | None = None
         self._waiting = WaitingQueue(config.max_waiting)
         self._row_allocator = RowAllocator(config.max_num_seqs)
         self._in_flight = InFlight()
         self._arrays = DecodeArrays()
-        self._live: dict[str, list[Request]] = {}  # by id: samples that have not finished
-        self._num_leaving = 0
+        self._live: dict[str, list[Request]] = {}  # by id: samples that have not ended
+        self._num_draining = 0
         self._queries: QueryRegistry[Request] = QueryRegistry(config.max_kept)
         self._failures: list[Output] = []
-        self._begun: list[str] = []  # texts to continue that the last plan admitted for the first time
+        self._begun: list[str] = []  # generation requests that the last plan admitted for the first time
         self._next_number = 0
         self._next_step = 0
 
@@ -86,27 +87,27 @@ class Scheduler:
 
     @property
     def num_live(self) -> int:
-        """Requests of which some sample has not ended."""
+        """Number of request ids with a sample that has not ended."""
         return len(self._live)
 
     def has_work(self) -> bool:
-        """Whether there is anything to plan, to commit or to tell."""
+        """Whether there is anything to plan, to commit or to report."""
         return bool(self._row_allocator.running or self._waiting or self._in_flight or self._failures)
 
     def serves(self, request_id: str) -> bool:
-        """Whether any sample of it has not ended."""
+        """Whether a sample of this request has not ended."""
         return request_id in self._live
 
     def keeps_query(self, request_id: str) -> bool:
-        """Whether the device still keeps what this request, ended or not, left for documents."""
+        """Whether the device still stores the query of this request, which may have ended."""
         return self._queries.is_kept(request_id)
 
-    # Coming and going
+    # Submitting and aborting
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """The samples of one prompt, mostly just one. The first computes it, the others wait and share its pages.
+        """Submit the samples of one prompt, usually one. The first computes the prompt, the others share its pages.
 
-        Refuses here and now what could not run however long it waited.
+        Raises an error at once if the request could never run.
         """
         leader = requests[0]
         if leader.id in self._live:
@@ -125,11 +126,11 @@ class Scheduler:
             self._waiting.push(sibling, WaitFor.PROMPT)
 
     def abort(self, request_id: str, sample: int | None = None) -> list[Request]:
-        """Forget a request, or one sample of it, whatever it is doing. Returns those that were still alive."""
+        """End a request, or one sample of it, in any state. Returns the samples that had not ended yet."""
         aborted = [request for request in self._live.get(request_id, ()) if sample in (None, request.sample)]
         for request in aborted:
             self._finish(request)
-        for document in self._queries.give_up(request_id):
+        for document in self._queries.abandon(request_id):
             if document.status is not Status.FINISHED:
                 self._finish(document)
                 self._failures.append(lost_query(document.id))
@@ -138,7 +139,7 @@ class Scheduler:
     # Planning
 
     def plan(self) -> StepPlan | None:
-        """The next step; None if there is nothing to compute before another result is seen."""
+        """The next step; None if there is nothing to compute before another result is committed."""
         self._begun.clear()
         builder = PlanBuilder(self._next_step, len(self.cache.groups))
         budget = Budget(self.config, self._row_allocator.num_free)
@@ -146,10 +147,10 @@ class Scheduler:
         if self._plan_running(builder, budget):
             self._plan_waiting(builder, budget)
         if not builder:
-            return None  # rows released meanwhile are told to the device with the next plan
+            return None  # rows released meanwhile are part of the next plan
         sampling = builder.sort()
         num_logprobs = None
-        if self._row_allocator.num_asking:
+        if self._row_allocator.num_with_logprobs:
             asked = [
                 0 if k > MAX_PACKED_LOGPROBS else k for request in sampling if (k := request.num_logprobs) is not None
             ]
@@ -167,15 +168,15 @@ class Scheduler:
         )
         self._next_step += 1
         for chunk in builder.chunks:
-            # from the next plan on: copies of a page are made before the step's own writes
+            # from the next plan on: page copies run before the writes of the same step
             if chunk.num_drawn and chunk.request.siblings:
-                self._let_siblings_go(chunk.request)
+                self._release_siblings(chunk.request)
         for request in pooled:
-            self._leave_early(request)
+            self._drain(request)
         return plan
 
     def _limit_prefill(self, budget: Budget) -> None:
-        """Limits prompt tokens to `max_num_tokens` while rows decode. At least one token of a prompt is allowed."""
+        """Limit prefill tokens to `max_num_tokens` while rows decode. At least one prefill token is allowed."""
         if self.max_num_tokens is None or self.max_num_tokens >= budget.tokens or not self.config.chunked_prefill:
             return
         if num_decodes := self._count_decodes():
@@ -188,17 +189,17 @@ class Scheduler:
         return builder.pool_plan(params, queries, self.take_freed_queries())
 
     def _plan_running(self, builder: PlanBuilder, budget: Budget) -> bool:
-        """Give running requests their tokens. False if one had to make room: then nobody should be let in."""
+        """Plan the running requests. False if a request was preempted: then no waiting request is admitted."""
         running, decodes = self._row_allocator.running, builder.decodes
         num_preemptions = self.num_preemptions
         left, num_drafts = budget.tokens, self.num_drafts
-        num_waiting = -1  # decodes that are not planned yet; chunks and drafts leave them their tokens
-        # Whoever lacks pages takes them from the end of this list, from requests not planned yet.
+        num_waiting = -1  # decodes that are not planned yet: chunks and drafts must leave one token for each
+        # A request that lacks pages preempts requests from the end of this list, which are not planned yet.
         for request in running:
             if not left:
                 break
             start = request.computed
-            if start >= request.runway:
+            if start >= request.decode_limit:
                 if start < request.num_known:
                     if num_waiting < 0:
                         num_waiting = self._count_decodes() - len(decodes)
@@ -207,20 +208,20 @@ class Scheduler:
                     if num <= 0:
                         if builder:
                             continue
-                        num = 1  # the first in line always moves
+                        num = 1  # the first running request always makes progress
                     if start + num > request.capacity and not self._make_room(request, start + num, builder):
                         return False
                     self._plan_chunk(request, num, builder)
                     left -= num
                     continue
                 if start + 1 >= request.max_length:
-                    continue  # its last token is on the way
+                    continue  # its last token is in flight
                 if start >= request.short_limit:
                     continue  # its next position needs the long rope factors: see `commit`
                 if not self._make_room(request, start + 1, builder):
                     return False
-                request.set_runway()
-            # All known tokens are launched. Wanted are the token it drew last and, behind it, its drafts.
+                request.set_decode_limit()
+            # All known tokens are launched: plan the token drawn last, and its drafts.
             num = 1
             if num_drafts:
                 if num_waiting < 0:
@@ -244,32 +245,33 @@ class Scheduler:
         return sum(1 for request in self._row_allocator.running if request.computed >= request.num_known)
 
     def _with_drafts(self, request: Request, num_drafts: int, builder: PlanBuilder) -> int:
-        """How many positions a decode gets: one, and up to so many drafts. No other request makes room for drafts."""
+        """Number of positions of a decode row: one, and up to `num_drafts` drafts. No request is preempted for
+        drafts."""
         last = min(request.computed + 1 + num_drafts, request.last_computed)
         if last > request.capacity and (changed := self.cache.reserve(request, last)) is not None:
             builder.change_pages(request.row, changed)
-            request.set_runway()
+            request.set_decode_limit()
         return max(1, min(last, request.capacity) - request.computed)
 
     def _plan_waiting(self, builder: PlanBuilder, budget: Budget) -> None:
-        """Let newcomers in, in the queue's order: none overtakes the head because it is smaller."""
+        """Admit waiting requests in the queue's order. A smaller request does not overtake the first one."""
         cache = self.cache
         while budget.tokens and budget.rows:
-            # every running row may ask for a page in each step that can be launched before a result is seen
+            # every running row may need a page in each step that is launched before a result is committed
             watermark = self.num_running * (self.config.depth + 1)
             if cache.num_free <= watermark:
                 return
-            request = self._waiting.head()
+            request = self._waiting.first()
             if request is None and self.refill is not None and self.refill(1):
-                request = self._waiting.head()  # none if it waits for something else
-            if request is None or not self._row_allocator.can_list(request, self.config.max_reported):
+                request = self._waiting.first()  # None if the new request waits for something else
+            if request is None or not self._row_allocator.can_share_tables(request, self.config.max_reported):
                 return
             if not self._admit(request, watermark, builder, budget):
                 cache.keep_match(request)
                 return
 
     def _admit(self, request: Request, watermark: int, builder: PlanBuilder, budget: Budget) -> bool:
-        """Seat a newcomer and plan its first chunk; False, and nothing has changed, if there is no room for it."""
+        """Admit a request and plan its first chunk. Returns False and changes nothing if there is no room for it."""
         cache, known = self.cache, len(request.tokens)
         if self.config.short_rope is not None:
             self._choose_rope(request, self.config.short_rope)
@@ -287,31 +289,31 @@ class Scheduler:
         if changed is None:
             return False
         budget.admit(num, entries, numbers)
-        if not request.num_preemptions:  # what a preempted request computes again is not its caller's doing
+        if not request.num_preemptions:  # recomputing after a preemption is not charged to the caller
             self._waiting.charge(request, known - hit.length)
         self._waiting.remove(request)
-        self._seat(request, hit, builder)
+        self._assign_row(request, hit, builder)
         builder.change_pages(request.row, changed)
         self._plan_chunk(request, num, builder)
         return True
 
     def _choose_rope(self, request: Request, short: int) -> None:
-        """LongRoPE: a request of up to `short` known tokens has the short factors, until it is longer."""
+        """LongRoPE: a request uses the short factors up to `short` known tokens, and the long factors beyond."""
         long_rope = len(request.tokens) > short
         if long_rope != request.long_rope:
             request.long_rope, request.hashes = long_rope, []
         request.short_limit = NEVER if long_rope else short
 
     def _hit(self, request: Request) -> Hit:
-        """What a newcomer need not compute."""
-        if request.unscored != NEVER or (request.pooling and request.pooling.task not in self.config.cached_tasks):
-            return self.cache.no_hit  # its results come from hidden states, which nobody keeps
+        """The prefix of a waiting request that need not be computed."""
+        if request.next_scored != NEVER or (request.pooling and request.pooling.task not in self.config.cached_tasks):
+            return self.cache.no_hit  # its results are made of hidden states, which are not cached
         leader = leader_to_fork(request, self._next_step)
         fork = None if leader is None else self.cache.fork(request, leader)
         return self.cache.match(request) if fork is None else fork
 
-    def _seat(self, request: Request, hit: Hit, builder: PlanBuilder) -> None:
-        """A new admission, with its pages reserved."""
+    def _assign_row(self, request: Request, hit: Hit, builder: PlanBuilder) -> None:
+        """Assign a row to a request whose pages are reserved."""
         for group, page in enumerate(hit.partial):
             builder.copies.append((group, page, request.pages[group][len(hit.pages[group])]))
         if not request.num_preemptions:
@@ -319,18 +321,19 @@ class Scheduler:
             if not request.sample and request.pooling is None:
                 self._begun.append(request.id)
         if request.leader is not None:
-            leave_leader(request)
+            detach_from_leader(request)
         self._row_allocator.assign(request, hit.length)
         builder.admit(request)
 
     def _plan_chunk(self, request: Request, num: int, builder: PlanBuilder) -> None:
         add_chunk(request, num, builder)
-        self.cache.publish(request)  # in a step, writes come before reads: others may find its pages at once
+        self.cache.publish(request)  # within a step, writes come before reads: others may use its pages at once
 
     def _make_room(self, request: Request, length: int, builder: PlanBuilder) -> bool:
-        """Reserve pages, preempting from the end until there are enough; False if it came to the request itself.
+        """Reserve pages, preempting requests from the end of the list; False if the request itself came up there.
 
-        If it did, and steps in flight hold pages that it will give back, it keeps its row and waits for them.
+        Then it is preempted, or, if it will give back pages once steps in flight are committed, keeps its row and
+        waits.
         """
         while (changed := self.cache.reserve(request, length)) is None:
             victim = self._row_allocator.running[-1]
@@ -347,17 +350,18 @@ class Scheduler:
         self._requeue(request)
 
     def _requeue(self, request: Request) -> None:
-        """Back to waiting, at its old place. Tokens in flight are still its own, and it returns once they are known."""
-        self._leave_row(request)
+        """Move a running request back to the waiting queue. It is admitted again once its tokens in flight are
+        known."""
+        self._free_row(request)
         request.num_preemptions += 1
         request.status = Status.WAITING
         self._waiting.push(request, WaitFor.TOKENS if request.pending else WaitFor.NOTHING)
-        self._let_siblings_go(request)
+        self._release_siblings(request)
 
     # Committing
 
     def commit(self, result: StepResult) -> list[Output]:
-        """Learn the result of the oldest plan in flight. Costs as much as it has sampling rows, long or short."""
+        """Process the result of the oldest plan in flight. Costs O(sampling rows), whatever their lengths."""
         launched = self._in_flight.oldest()
         for request, admission, length in launched.chunks:
             if request.admission == admission:
@@ -383,7 +387,7 @@ class Scheduler:
                 request.computed -= num - len(new)
                 self._arrays.is_stale = True
             if request.admission != admission and request.status is Status.FINISHED:
-                continue  # launched once more before its end was known
+                continue  # this step was launched before the end of the request was known
             tokens = request.tokens
             tokens.extend(new)
             if new and (len(tokens) >= request.max_length or not request.stop_ids.isdisjoint(new)):
@@ -405,18 +409,18 @@ class Scheduler:
             if len(tokens) > request.publish_after:
                 self.cache.publish(request)
             elif request.admission != admission and not request.pending:
-                self._waiting.ready(request, WaitFor.TOKENS)  # preempted, and now all its tokens are known
+                self._waiting.ready(request, WaitFor.TOKENS)  # preempted, and all its tokens are known now
             if len(tokens) > request.short_limit and request.status is Status.RUNNING:
-                self._requeue(request)  # all its keys are to be computed again, with the long rope factors
+                self._requeue(request)  # all its keys must be computed again, with the long rope factors
         return outputs
 
     def _commit_pooled(self, requests: list[Request], result: StepResult) -> Iterator[Output]:
-        assert len(requests) == len(result.pooled), f"{len(requests)} pool, {len(result.pooled)} results came back"
-        for place, (request, pooled) in enumerate(zip(requests, result.pooled, strict=True)):
+        assert len(requests) == len(result.pooled), f"{len(requests)} requests, {len(result.pooled)} results"
+        for index, (request, pooled) in enumerate(zip(requests, result.pooled, strict=True)):
             if request.status is Status.FINISHED:
                 continue  # aborted
             self._finish(request)
-            if place in result.pool_failed:
+            if index in result.pool_failed:
                 self.cache.unpublish(request)
                 yield pool_failure(request.id)
             else:
@@ -427,21 +431,21 @@ class Scheduler:
         return self._queries.take_freed()
 
     def take_begun(self) -> list[str]:
-        """Texts to continue whose waiting has ended with the last plan; each is named once, to whoever asks first."""
+        """Generation requests that the last plan admitted for the first time. Each id is returned once."""
         begun, self._begun = self._begun, []
         return begun
 
     def take_failures(self) -> list[Output]:
-        """Requests that ended without a step of their own."""
+        """Outputs of requests that ended without a step of their own."""
         failures, self._failures = self._failures, []
         return failures
 
     def _finish(self, request: Request) -> None:
-        """The end, from any state. Results still in flight will be dropped."""
+        """End a request in any state. Results that are still in flight will be dropped."""
         if request.status is Status.RUNNING:
-            self._leave_row(request)
-        elif request.status is Status.LEAVING:
-            self._num_leaving -= 1
+            self._free_row(request)
+        elif request.status is Status.DRAINING:
+            self._num_draining -= 1
         else:
             self._waiting.remove(request)
             self.cache.drop_match(request)
@@ -449,48 +453,48 @@ class Scheduler:
         if request.pooling is not None:
             self._queries.end(request.pooling)
         if request.leader is not None:
-            leave_leader(request)
+            detach_from_leader(request)
         if request.siblings:
-            self._let_siblings_go(request)
+            self._release_siblings(request)
         live = self._live[request.id]
         if len(live) == 1:
             del self._live[request.id]
         else:
             live.remove(request)
 
-    def _leave_row(self, request: Request) -> None:
+    def _free_row(self, request: Request) -> None:
         if (num_decoded := request.computed - request.num_known) > 0:
             self._waiting.charge(request, num_decoded)
         self.cache.release(request)
         self._row_allocator.free(request)
 
-    def _leave_early(self, request: Request) -> None:
-        """All of a pooling request is launched: it needs its row and its pages no more."""
-        self._leave_row(request)
-        request.status = Status.LEAVING
-        self._num_leaving += 1
+    def _drain(self, request: Request) -> None:
+        """All positions of a pooling request are launched: give up its row and its pages."""
+        self._free_row(request)
+        request.status = Status.DRAINING
+        self._num_draining += 1
         assert request.pooling is not None
         for document in self._queries.launch(request.pooling):
             self._waiting.ready(document, WaitFor.QUERY)
 
-    def _let_siblings_go(self, leader: Request) -> None:
+    def _release_siblings(self, leader: Request) -> None:
         for sibling in take_siblings(leader):
             self._waiting.ready(sibling, WaitFor.PROMPT)
 
     def check(self) -> None:
-        """Assert every invariant of scheduler and cache; for tests."""
+        """Assert every invariant of scheduler and cache. For tests."""
         self.cache.check()
         live = [request for samples in self._live.values() for request in samples]
         self._in_flight.check(live)
         running = [request for request in live if request.status is Status.RUNNING]
         waiting = [request for request in live if request.status is Status.WAITING]
-        assert len(running) + len(waiting) + self._num_leaving == len(live), "a finished request is still listed"
+        assert len(running) + len(waiting) + self._num_draining == len(live), "a finished request is still live"
         self._row_allocator.check(running)
         self._waiting.check()
         assert len(self._waiting) == len(waiting), f"{len(self._waiting)} in the queue, {len(waiting)} waiting"
         for request in waiting:
-            assert request in self._waiting and request.row < 0 and not request.pages, f"{request} waits badly"
+            assert request in self._waiting and request.row < 0 and not request.pages, f"{request} holds a row or pages"
         for request in running:
             target = len(request.tokens) + request.pending
-            assert request.computed <= target <= request.max_length, f"{request} ran ahead"
+            assert request.computed <= target <= request.max_length, f"{request} computed more than its tokens"
             assert request.computed < request.num_known or request.computed + 1 == target, f"{request} lost a token"

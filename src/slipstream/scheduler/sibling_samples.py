@@ -1,4 +1,4 @@
-"""The samples of one prompt: the first leads and computes it, the others wait for its pages."""
+"""Samples of one prompt: the first (the leader) computes the prompt, the others wait and share its pages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slipstream.request import Request, Status
 
 
 def join_samples(requests: Sequence[Request]) -> list[Request]:
-    """Returns those that wait for the first."""
+    """Links the samples to the first. Returns those that wait for it."""
     leader = requests[0]
     leader.siblings = list(requests[1:])
     for sibling in leader.siblings:
@@ -17,28 +17,28 @@ def join_samples(requests: Sequence[Request]) -> list[Request]:
 
 
 def leader_to_fork(request: Request, step: int) -> Request | None:
-    """Its leader, if `step` may copy from its pages: copies are made before the step's own writes, so all of the
-    prompt must have been launched by an earlier one. The leader's keys must have the request's rope factors."""
+    """The leader whose pages `step` can copy; None if there is none. Page copies run before the writes of the same
+    step, so an earlier step must have launched the whole prompt. Leader and request must use the same rope factors."""
     leader = request.leader
     if (
         leader is not None
         and leader.status is Status.RUNNING
         and leader.computed >= leader.num_known
-        and leader.caught_up < step
+        and leader.known_launched_at < step
         and leader.long_rope == request.long_rope
     ):
         return leader
     return None
 
 
-def leave_leader(request: Request) -> None:
-    """It needs its leader no more."""
+def detach_from_leader(request: Request) -> None:
+    """The request no longer needs its leader."""
     leader, request.leader = request.leader, None
     if leader is not None and request in leader.siblings:
         leader.siblings.remove(request)
 
 
 def take_siblings(leader: Request) -> list[Request]:
-    """Those that need not wait for it any longer, for better or worse."""
+    """Unlinks and returns the samples that wait for this leader: its prompt is launched, or it ended."""
     siblings, leader.siblings = leader.siblings, []
     return siblings

@@ -1,4 +1,4 @@
-"""What a step's numbers become for those who asked for them: outputs, without any decision."""
+"""Converts step results to outputs: accepted tokens, packed logprobs, pooled results, failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STOP = FinishReason.STOP
 
 
 def accepted_tokens(result: StepResult, drawn: list[int] | None, count: int) -> list[list[int]]:
-    """The tokens that each of `count` sampling rows keeps of those it drew. `drawn`: how many; None: one each.
+    """The accepted tokens of each of `count` sampling rows. `drawn`: how many tokens each row drew; None: one each.
 
     A row that failed keeps what it drew before: nothing, where it drew one token.
     """
@@ -25,24 +25,24 @@ def accepted_tokens(result: StepResult, drawn: list[int] | None, count: int) -> 
     assert len(tokens) == total, f"{total} tokens were to be drawn for {count} rows, the result has {len(tokens)}"
     if drawn is None:
         accepted = [[token] for token in tokens]
-        for place in result.failed.nonzero()[0].tolist():
-            accepted[place] = []
+        for index in result.failed.nonzero()[0].tolist():
+            accepted[index] = []
         return accepted
     return [tokens[own] for own in _kept(drawn, result)]
 
 
 def logprob_reports(requests: list[Request], result: StepResult, drawn: list[int] | None = None) -> list[bytes | None]:
-    """For each request what it asked for, of the tokens it keeps. `drawn`: how many it drew; None: one each."""
+    """Packed logprobs of the accepted tokens of each request, as it asked for them; `drawn` as above."""
     logprobs = result.logprobs
     assert logprobs is not None
     owners = requests
     if drawn is not None:
         owners = [request for request, num in zip(requests, drawn, strict=True) for _ in range(num)]
     reports = _reports([request.num_logprobs for request in owners], result.tokens, logprobs)
-    if logprobs.given is not None:
-        asking = (place for place, request in enumerate(owners) if request.params.given_ids)
-        for place, given in zip(asking, logprobs.given, strict=True):
-            reports[place] = (reports[place] or b"") + _pack_given(owners[place].params.given_ids, given)
+    if logprobs.requested is not None:
+        asking = (index for index, request in enumerate(owners) if request.params.requested_ids)
+        for index, values in zip(asking, logprobs.requested, strict=True):
+            reports[index] = (reports[index] or b"") + _pack_requested(owners[index].params.requested_ids, values)
     if drawn is None:
         return reports
     parts = (reports[own] for own in _kept(drawn, result))
@@ -50,49 +50,49 @@ def logprob_reports(requests: list[Request], result: StepResult, drawn: list[int
 
 
 def _kept(drawn: list[int], result: StepResult) -> Iterator[slice]:
-    """Where the tokens that each sampling row keeps are among all that were drawn."""
+    """The slice of each sampling row's accepted tokens in the list of all drawn tokens."""
     counts = drawn if result.counts is None else result.counts.tolist()
     for start, count in zip(itertools.accumulate(drawn[:-1], initial=0), counts, strict=True):
         yield slice(start, start + count)
 
 
 def logprob_bytes(request: Request) -> int:
-    """Of one token's report."""
+    """Bytes of the report of one token."""
     own = 0 if request.num_logprobs is None else _size(request.num_logprobs)
-    return own + len(request.params.given_ids) * LOGPROB.itemsize
+    return own + len(request.params.requested_ids) * LOGPROB.itemsize
 
 
 def _reports(wanted: list[int | None], tokens: Ints, logprobs: StepLogprobs) -> list[bytes | None]:
-    """`wanted`: likeliest tokens for each row; None: it wants nothing."""
-    if len(set(wanted)) == 1 and wanted[0] is not None and wanted[0] <= MAX_PACKED_LOGPROBS:  # mostly
+    """`wanted`: number of likeliest tokens per drawn token; None: no logprobs."""
+    if len(set(wanted)) == 1 and wanted[0] is not None and wanted[0] <= MAX_PACKED_LOGPROBS:  # the usual case
         packed, size = _pack(tokens, logprobs, slice(None), wanted[0]), _size(wanted[0])
         return [packed[start : start + size] for start in range(0, len(packed), size)]
     reports: list[bytes | None] = [None] * len(wanted)
-    kinds: dict[int, list[int]] = {}  # places of those who want few, and of those who want just so many
-    for place, k in enumerate(wanted):
+    kinds: dict[int, list[int]] = {}  # indices by width: all packed reports together, wide reports by their width
+    for index, k in enumerate(wanted):
         if k is not None:
-            kinds.setdefault(max(k, MAX_PACKED_LOGPROBS), []).append(place)
-    of_long = (place for place, k in enumerate(wanted) if k is not None and k > MAX_PACKED_LOGPROBS)
-    entry_of = {place: entry for entry, place in enumerate(of_long)}  # among the long reports, which lie apart
-    for kind, places in kinds.items():
-        most = max(wanted[place] or 0 for place in places)
-        source, entries = logprobs, places
+            kinds.setdefault(max(k, MAX_PACKED_LOGPROBS), []).append(index)
+    of_wide = (index for index, k in enumerate(wanted) if k is not None and k > MAX_PACKED_LOGPROBS)
+    entry_of = {index: entry for entry, index in enumerate(of_wide)}  # index among the wide reports, which are apart
+    for kind, indices in kinds.items():
+        k_max = max(wanted[index] or 0 for index in indices)
+        source, entries = logprobs, indices
         if kind > MAX_PACKED_LOGPROBS:
-            assert logprobs.long is not None
-            source, entries = logprobs.long, [entry_of[place] for place in places]
-        packed = _pack(tokens[places], source, entries, most)
-        for start, place in zip(range(0, len(packed), _size(most)), places, strict=True):
-            reports[place] = packed[start : start + _size(wanted[place] or 0)]  # the first of them
+            assert logprobs.wide is not None
+            source, entries = logprobs.wide, [entry_of[index] for index in indices]
+        packed = _pack(tokens[indices], source, entries, k_max)
+        for start, index in zip(range(0, len(packed), _size(k_max)), indices, strict=True):
+            reports[index] = packed[start : start + _size(wanted[index] or 0)]  # the likeliest come first
     return reports
 
 
 def _size(k: int) -> int:
-    """Bytes of a token's own logprob and of those of the k likeliest."""
+    """Bytes of a token's own logprob and those of the k likeliest tokens."""
     return (1 + k) * LOGPROB.itemsize
 
 
 def _pack(tokens: Ints, logprobs: StepLogprobs, entries: slice | list[int], k: int) -> bytes:
-    """LOGPROBs of some entries, [entries, 1 + k]; `tokens` are those they belong to."""
+    """The LOGPROB records [entries, 1 + k] of some entries; `tokens` are the tokens of these entries."""
     packed = np.empty((len(tokens), 1 + k), LOGPROB)
     values, ids, ranks = packed["logprob"], packed["token"], packed["rank"]
     values[:, 0], values[:, 1:] = logprobs.chosen[entries], logprobs.top[entries, :k]
@@ -101,14 +101,14 @@ def _pack(tokens: Ints, logprobs: StepLogprobs, entries: slice | list[int], k: i
     return packed.tobytes()
 
 
-def _pack_given(ids: tuple[int, ...], logprobs: Floats) -> bytes:
+def _pack_requested(ids: tuple[int, ...], logprobs: Floats) -> bytes:
     packed = np.zeros(len(ids), LOGPROB)
     packed["logprob"], packed["token"] = logprobs[: len(ids)], ids
     return packed.tobytes()
 
 
 def prompt_reports(scored: Sequence[tuple[Request, int, int]], logprobs: StepLogprobs) -> Iterator[Output]:
-    """What a step says of prompts, for those that still want to hear it."""
+    """Outputs with the logprobs of scored prompt tokens, for requests that have not ended."""
     start = 0
     for request, first, num in scored:
         own = slice(start, start + num)
@@ -122,7 +122,7 @@ def prompt_reports(scored: Sequence[tuple[Request, int, int]], logprobs: StepLog
 
 
 def pooled_report(request_id: str, result: Floats, num_cached: int = 0) -> Output:
-    # by place and not by name, which takes half as long again: there are many of these in a step
+    # positional arguments: keywords take 1.5 times as long, and a step has many of these
     return Output(request_id, 0, [], None, _STOP, None, num_cached, None, None, Pooled.of(result))
 
 
@@ -137,7 +137,7 @@ def pool_failure(request_id: str) -> Output:
 def lost_query(request_id: str) -> Output:
     return _failure(
         request_id,
-        "its query was given up before it was computed, so it cannot be scored against it; submit both again",
+        "its query was aborted before it was computed, so this document cannot be scored; submit both again",
     )
 
 

@@ -1,15 +1,15 @@
-"""Stop rules on token ids. Stop strings belong to the text side, which sends an abort."""
+"""Stop rules on token ids. The front end checks stop strings and aborts the request."""
 
 from __future__ import annotations
 
 from slipstream.request import FinishReason, Request
 
 Ending = tuple[int, FinishReason | None, int | None]
-"""How many of the new tokens count, why the request ended, if it did, and the token that ended it, if one did."""
+"""How many of the new tokens are output, why the request ended (None: it goes on), the stop token that ended it."""
 
 
 def check_stop(request: Request, num_new: int) -> Ending:
-    """Whether one of the `num_new` tokens just appended is the request's last.
+    """Whether one of the `num_new` tokens just appended is the last of the request.
 
     A stop token goes before the length: it ends the text even where the length would have, too.
     """

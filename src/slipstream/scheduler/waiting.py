@@ -1,8 +1,8 @@
-"""WaitingQueue: requests without a row, by priority, then by fair turns of their callers, then in the order they came.
+"""WaitingQueue: requests without a row, ordered by priority, then by fair queueing of callers, then by arrival.
 
-A caller with thousands of requests does not keep another from being seated: see `turns.py`. A preempted request goes
-before all that have not begun, since somebody reads its text. A request that also waits for something else (`WaitFor`)
-is in the queue, but is not taken before all of that is there.
+A caller with thousands of requests does not block other callers: see `fair_queueing.py`. A preempted request goes
+before all that have not started, because its caller is already reading output. A request that also waits for something
+else (`WaitFor`) is in the queue, but is not returned by `first` before that has happened.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from slipstream.scheduler.lazy_heap import LazyHeap
 
 
 class WaitingQueue:
-    """Every operation takes O(log n), a now and then amortised clearing of what was removed included."""
+    """Every operation takes O(log n), amortised."""
 
     def __init__(self, max_waiting: int) -> None:
         self.max_waiting = max_waiting
         self._ready: dict[int, Request] = {}  # by number
-        self._held: dict[int, Request] = {}  # those that wait for something else
-        self._levels: dict[int, _Level] = {}  # by priority, those with a request that is ready
+        self._held: dict[int, Request] = {}  # by number: requests that wait for something besides their turn
+        self._levels: dict[int, _Level] = {}  # by priority: levels with a ready request
         self._priorities: LazyHeap[int] = LazyHeap()
 
     def __len__(self) -> int:
-        """All that wait, for whatever."""
+        """All waiting requests, ready or not."""
         return len(self._ready) + len(self._held)
 
     def __contains__(self, request: Request) -> bool:
         return request.number in self._ready or request.number in self._held
 
     def check_room(self, count: int) -> None:
-        """Refuse newcomers the queue has no room for. Preempted requests may always come back."""
+        """Raise QueueFull if there is no room for new requests. Preempted requests may always return."""
         if len(self) + count > self.max_waiting:
             more = f"{count} samples do" if count > 1 else "one more does"
             raise QueueFull(
@@ -48,7 +48,7 @@ class WaitingQueue:
             self._push_ready(request)
 
     def ready(self, request: Request, what: WaitFor) -> None:
-        """The request need not wait for this any more. Nothing happens if it did not: it may be gone since."""
+        """The request no longer waits for `what`. No effect if the request is not held: it may have ended."""
         if request.number in self._held:
             request.waits_for &= ~what
             if not request.waits_for:
@@ -62,13 +62,13 @@ class WaitingQueue:
             self._priorities.push(request.priority, self._levels.__contains__)
         level.push(request)
 
-    def head(self) -> Request | None:
-        """The next to be taken, left in its place."""
+    def first(self) -> Request | None:
+        """The next request to admit. It stays in the queue."""
         priority = self._priorities.top(self._levels.__contains__)
-        return None if priority is None else self._ready[self._levels[priority].head()]
+        return None if priority is None else self._ready[self._levels[priority].first()]
 
     def remove(self, request: Request) -> None:
-        """Take any request out."""
+        """Remove a request, ready or not."""
         if self._held.pop(request.number, None) is not None:
             return
         del self._ready[request.number]
@@ -78,68 +78,70 @@ class WaitingQueue:
             del self._levels[request.priority]
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """So many tokens are computed for this request's caller; those of other priorities do not count it."""
+        """Charge computed tokens to the request's caller, within its priority."""
         if (level := self._levels.get(request.priority)) is not None:
-            level.turns.charge(request.caller, num_tokens)
+            level.fair_queue.charge(request.caller, num_tokens)
 
     def check(self) -> None:
-        """Assert what must always hold; for tests."""
-        assert all(request.waits_for for request in self._held.values()), "a request is held for nothing"
-        assert sum(level.num_ready for level in self._levels.values()) == len(self._ready), "a request is lost"
+        """Assert the invariants of the queue. For tests."""
+        assert all(request.waits_for for request in self._held.values()), "a held request waits for nothing"
+        assert sum(level.num_ready for level in self._levels.values()) == len(self._ready), "a ready request is lost"
         for priority, level in self._levels.items():
             own = [request for request in self._ready.values() if request.priority == priority]
             level.check(own)
 
 
 class _Level:
-    """Requests of one priority that may be taken."""
+    """Ready requests of one priority."""
 
-    __slots__ = ("num_ready", "turns", "_returning", "_lanes")
+    __slots__ = ("num_ready", "fair_queue", "_returning", "_by_caller")
 
     def __init__(self) -> None:
         self.num_ready = 0
-        self.turns = FairQueue()
-        self._returning = _Lane()  # preempted requests
-        self._lanes: dict[str, _Lane] = {}  # the others, by caller
+        self.fair_queue = FairQueue()
+        self._returning = _CallerQueue()  # preempted requests
+        self._by_caller: dict[str, _CallerQueue] = {}  # all others
 
     def push(self, request: Request) -> None:
         self.num_ready += 1
         if request.num_preemptions:
             self._returning.push(request.number)
             return
-        if (lane := self._lanes.get(request.caller)) is None:
-            lane = self._lanes[request.caller] = _Lane()
-            self.turns.enter(request.caller)
-        lane.push(request.number)
+        if (queue := self._by_caller.get(request.caller)) is None:
+            queue = self._by_caller[request.caller] = _CallerQueue()
+            self.fair_queue.add(request.caller)
+        queue.push(request.number)
 
-    def head(self) -> int:
-        """The number of the request to be taken next."""
+    def first(self) -> int:
+        """The number of the next request to admit."""
         if self._returning.numbers:
             return self._returning.first()
-        caller = self.turns.next()
+        caller = self.fair_queue.next()
         assert caller is not None, f"{self.num_ready} requests are ready and no caller has one"
-        return self._lanes[caller].first()
+        return self._by_caller[caller].first()
 
     def remove(self, request: Request) -> None:
         self.num_ready -= 1
         if request.num_preemptions:
             self._returning.numbers.remove(request.number)
             return
-        lane = self._lanes[request.caller]
-        lane.numbers.remove(request.number)
-        if not lane.numbers:
-            del self._lanes[request.caller]
-            self.turns.leave(request.caller)
+        queue = self._by_caller[request.caller]
+        queue.numbers.remove(request.number)
+        if not queue.numbers:
+            del self._by_caller[request.caller]
+            self.fair_queue.remove(request.caller)
 
     def check(self, requests: list[Request]) -> None:
-        assert self.num_ready == len(requests) > 0, f"{self.num_ready} said to be ready, {requests}"
-        lanes = [self._returning.numbers, *(lane.numbers for lane in self._lanes.values())]
-        assert sorted(number for numbers in lanes for number in numbers) == sorted(r.number for r in requests)
-        assert self.turns.num_waiting == len(self._lanes) and all(lane.numbers for lane in self._lanes.values())
+        assert self.num_ready == len(requests) > 0, f"num_ready is {self.num_ready}, ready are {requests}"
+        queues = [self._returning.numbers, *(queue.numbers for queue in self._by_caller.values())]
+        assert sorted(number for numbers in queues for number in numbers) == sorted(r.number for r in requests)
+        assert self.fair_queue.num_waiting == len(self._by_caller) and all(
+            queue.numbers for queue in self._by_caller.values()
+        )
 
 
-class _Lane:
-    """Numbers of requests that may be taken, the first to come first."""
+class _CallerQueue:
+    """Numbers of the ready requests of one caller, smallest first."""
 
     __slots__ = ("numbers", "_heap")
 

@@ -1,7 +1,7 @@
-"""Where the host waits for the device: places that may, and a detector for all others.
+"""Finds places where the host waits for the device, and marks the places that may.
 
-Launching a step never needs a token's value. A place that must read from the device all the same says so with
-`sync_allowed`. `watch` finds the reads that do not, in this engine or in any torch program:
+Launching a step never needs the value of a token. A place that must read from the device says so with `sync_allowed`.
+`watch` finds all other reads, in this engine or in any torch program:
 
     with watch() as log:
         run()
@@ -10,16 +10,16 @@ Launching a step never needs a token's value. A place that must read from the de
 
     python -m slipstream.device.sync_check script.py arguments ...
 
-It sees, in the thread that opened it and in no other: every torch operation that reads a value to go on (`.item()`,
-`bool(t)`, `nonzero`, a mask as an index, `unique`); every copy between host and device that the host sits through,
-also those that say non_blocking and cannot be, because the host's side is pageable or strided; waits for events,
-streams and devices that had work left; and on CUDA what torch's own sync debug mode warns of. Where there is no GPU the
-CPU stands for it, and what is said of reads is said of all tensors; else host memory may be read. It does not see waits
-inside other libraries, nor, on the CPU, reads that are no operation there: `.tolist()`, `.numpy()`, `.cpu()`. Work on a
+In the thread that opened it, and in no other, `watch` finds: every torch operation that reads a value to continue
+(`.item()`, `bool(t)`, `nonzero`, a mask as an index, `unique`); every copy between host and device that blocks the
+host, including non_blocking copies that block because the host memory is pageable or strided; waits for events, streams
+and devices that had work left; and on CUDA what torch's own sync debug mode reports. Without a GPU the CPU is treated
+as the device, so reads of any tensor count; with a GPU, host memory may be read. It does not find waits inside other
+libraries, nor, on the CPU, reads that are no torch operation there: `.tolist()`, `.numpy()`, `.cpu()`. Work on a
 threaded CPU stream runs in another thread: watch at depth 0.
 
-SLIPSTREAM_SYNC_CHECK=warn in the environment has the engine watch the launching of each of its steps and log what it
-finds, =error has it fail there.
+With SLIPSTREAM_SYNC_CHECK=warn the engine watches the launch of each step and logs what it finds; with =error it
+raises.
 """
 
 from slipstream.device.sync_check.log import Sync, SyncLog, sync_allowed

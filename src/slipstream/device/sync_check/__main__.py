@@ -1,4 +1,4 @@
-"""`python -m slipstream.device.sync_check script.py arguments ...`: runs a program and tells where it waited."""
+"""`python -m slipstream.device.sync_check script.py arguments ...`: runs a program and reports where it waited."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def main(argv: list[str]) -> int:
             if is_module:
                 runpy.run_module(names[0], run_name="__main__", alter_sys=True)
             else:
-                sys.path.insert(0, os.path.dirname(os.path.abspath(names[0])))  # what lies beside it can be imported
+                sys.path.insert(0, os.path.dirname(os.path.abspath(names[0])))  # the script may import its neighbours
                 runpy.run_path(names[0], run_name="__main__")
-    except SystemExit as end:  # the program's own code is ours
+    except SystemExit as end:  # exit with the program's own code
         if isinstance(end.code, str):
             sys.stderr.write(f"{end.code}\n")
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 1
-    finally:  # also of a program that fails or is stopped
+    finally:  # also if the program fails or is interrupted
         report(log)
     return 0
 

@@ -1,4 +1,4 @@
-"""What a watcher found, and what was allowed."""
+"""The waits that a watcher found, and those that are allowed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _reason: ContextVar[str | None] = ContextVar("sync_allowed", default=None)
 
 @contextmanager
 def sync_allowed(reason: str) -> Iterator[None]:
-    """Marks a block in which the host may wait. `reason` is a literal string, for the reader and for the nets."""
+    """Marks a block in which the host may wait. `reason` is a literal string: the AST net reads it."""
     assert reason, "a wait without a reason; say why the host may wait here"
     token = _reason.set(reason)
     try:
@@ -29,13 +29,13 @@ def sync_allowed(reason: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Sync:
-    """One place where the host waited, with all the times it did."""
+    """One place where the host waited, with the number and the duration of all waits there."""
 
     what: str
-    stack: tuple[str, ...]  # "file:line in function", the innermost first
-    allowed: str | None  # the reason given by sync_allowed
+    stack: tuple[str, ...]  # "file:line in function", innermost first
+    allowed: str | None  # the reason passed to sync_allowed
     count: int = 0
-    seconds: float = 0.0  # that the host spent in it
+    seconds: float = 0.0  # total time that the host waited
 
     def __str__(self) -> str:
         why = "" if self.allowed is None else f", allowed: {self.allowed}"
@@ -45,12 +45,12 @@ class Sync:
 
 @dataclass(slots=True)
 class SyncLog:
-    on_found: Callable[[Sync], None] | None = None  # told of each that nobody allowed, each time
+    on_found: Callable[[Sync], None] | None = None  # called for each wait that is not allowed, each time
     _places: dict[tuple[str, tuple[str, ...], str | None], Sync] = field(default_factory=dict)
 
     @property
     def found(self) -> list[Sync]:
-        """Those that nobody allowed."""
+        """The waits that are not allowed."""
         return [sync for sync in self._places.values() if sync.allowed is None]
 
     @property
@@ -58,7 +58,7 @@ class SyncLog:
         return [sync for sync in self._places.values() if sync.allowed is not None]
 
     def add(self, what: str, seconds: float, *, unless_known: bool = False) -> None:
-        """`unless_known`: nothing is added where a wait of another name was found at the same place."""
+        """`unless_known`: skip it if a wait of another name was found at the same place."""
         stack, reason = _stack(), _reason.get()
         if unless_known and any(name != what and known == stack for name, known, _ in self._places):
             return
@@ -70,8 +70,8 @@ class SyncLog:
 
 
 def _stack() -> tuple[str, ...]:
-    """The caller's frames, the innermost first; left out are ours and torch's own, what brings torch's warnings here,
-    and what lies around a script."""
+    """The caller's frames, innermost first, without this package, torch, torch's warning machinery, and the frames that
+    run a script."""
     left_out = (os.path.dirname(__file__), torch.__path__[0], "<frozen ", warnings.__file__, contextlib.__file__)
     return tuple(
         f"{frame.filename}:{frame.lineno} in {frame.name}"

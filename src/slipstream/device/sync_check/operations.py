@@ -1,4 +1,4 @@
-"""Which torch operations make the host wait."""
+"""Torch operations that make the host wait."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# Shapes of their results are values of their inputs.
+# The shapes of their results depend on values of their inputs.
 _READS = {
     "aten::_local_scalar_dense": "item()",
     "aten::nonzero": "nonzero()",
@@ -22,10 +22,10 @@ _READS = {
 
 
 def waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cpu: bool) -> str | None:
-    """What to call an operation by which the host waits, or None. `cpu`: the CPU stands for the device."""
+    """The name of an operation that makes the host wait, or None. `cpu`: the CPU is treated as the device."""
     name = func._schema.name
     if name == "aten::repeat_interleave":
-        # the form that makes indices from counts; the others call it
+        # the overload that makes indices from counts; the others call it
         return _READS[name] if kwargs.get("output_size") is None and (cpu or not args[0].is_cpu) else None
     if name in _READS:
         return _READS[name] if cpu or not args[0].is_cpu else None
@@ -35,7 +35,7 @@ def waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cpu: bool) -
         return "a mask as an index" if masks and on_device else None
     if name == "aten::_to_copy":
         target = kwargs.get("device") or args[0].device
-        # to the host it makes pinned memory for itself when told not to block
+        # a non_blocking copy to the host allocates pinned memory itself
         host = args[0] if args[0].is_cpu else None
         return copy_waits(args[0].device, target, bool(kwargs.get("non_blocking")), host)
     if name == "aten::copy_":
@@ -46,8 +46,8 @@ def waits(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], cpu: bool) -
 
 
 def copy_waits(source: torch.device, target: torch.device, non_blocking: bool, host: torch.Tensor | None) -> str | None:
-    """`host` is the side in host memory, if it is there already. Pageable memory cannot be copied beside the host, nor
-    can what lies in it with gaps: torch then goes through pageable memory of its own."""
+    """`host`: the tensor in host memory, if it exists already. Pageable or strided memory cannot be copied
+    asynchronously: torch copies through a pageable buffer."""
     if source.type == target.type or "meta" in (source.type, target.type):
         return None
     way = f"copy from {source.type} to {target.type}"

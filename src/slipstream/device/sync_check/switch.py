@@ -1,4 +1,4 @@
-"""The switch in the environment that has an engine watch its own hot path."""
+"""The environment variable that makes an engine watch its own hot path."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ log = logging.getLogger(__name__)
 
 
 class SyncFound(SlipstreamError):
-    """The host waited for the device where it never should. For whoever asked to be told so."""
+    """The host waited for the device in the hot path, with SLIPSTREAM_SYNC_CHECK=error."""
 
 
 class HotPath:
-    """What stands around the launching of a step: nothing, or a watcher. In the thread that launches, and no other."""
+    """The context around the launch of a step: nothing, or a watcher. Only in the thread that launches."""
 
     def __init__(self, cpu: bool | None = None) -> None:
         """`cpu`: as for `watch`."""
@@ -40,7 +40,7 @@ class HotPath:
             yield
 
     def _warn(self, sync: Sync) -> None:
-        if sync.count == 1:  # once for each place
+        if sync.count == 1:  # log each place once
             log.warning("the host waits for the device: %s", sync)
 
     def _raise(self, sync: Sync) -> None:

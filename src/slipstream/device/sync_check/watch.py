@@ -1,4 +1,4 @@
-"""watch: finds where the thread that opens it waits for the device."""
+"""watch: finds where the current thread waits for the device."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from slipstream.device.sync_check.operations import waits
 def watch(
     log: SyncLog | None = None, on_found: Callable[[Sync], None] | None = None, *, cpu: bool | None = None
 ) -> Iterator[SyncLog]:
-    """Gives a log that fills as long as the block runs, or goes on with one. `on_found` may raise.
+    """Returns a log that is filled while the block runs, or continues one. `on_found` may raise.
 
-    `cpu`: reads of tensors in host memory count, too; None: they do where there is no GPU.
+    `cpu`: whether reads of tensors in host memory count; None: if there is no GPU.
     """
     cpu = not torch.cuda.is_available() if cpu is None else cpu
     log = SyncLog(on_found) if log is None else log
     before = getattr(_watching, "log", None), getattr(_watching, "heard", None)
     try:
-        with _explicit_waits(), _heard_from_cuda(log) as heard, _Watcher(log, heard, cpu):
+        with _explicit_waits(), _cuda_warnings(log) as heard, _Watcher(log, heard, cpu):
             _watching.log, _watching.heard = log, heard
             yield log
     finally:
@@ -38,9 +38,9 @@ def watch(
 
 @contextmanager
 def host_waits(what: str) -> Iterator[None]:
-    """Around a wait of the host that is no torch operation, for whoever watches this thread."""
+    """Around a wait of the host that is no torch operation, so that watchers of this thread record it."""
     log: SyncLog | None = getattr(_watching, "log", None)
-    heard: _Heard | None = getattr(_watching, "heard", None)
+    heard: _CudaWarnings | None = getattr(_watching, "heard", None)
     start = time.perf_counter()
     if heard is not None:
         heard.enter()  # torch may warn of the same wait
@@ -57,7 +57,7 @@ _watching = threading.local()
 
 
 class _Watcher(TorchDispatchMode):
-    def __init__(self, log: SyncLog, heard: _Heard, cpu: bool) -> None:
+    def __init__(self, log: SyncLog, heard: _CudaWarnings, cpu: bool) -> None:
         super().__init__()
         self.log = log
         self.heard = heard
@@ -80,9 +80,9 @@ class _Watcher(TorchDispatchMode):
         return result
 
 
-class _Heard:
-    """Torch's own warnings of synchronising CUDA calls. One inside a watched operation is that operation's; so is one
-    that comes after it at the same place, since torch keeps warnings back until it returns to Python."""
+class _CudaWarnings:
+    """Torch's own warnings about synchronising CUDA calls. A warning inside a watched operation belongs to it, and so
+    does one after it at the same place, since torch delays warnings until it returns to Python."""
 
     def __init__(self, log: SyncLog) -> None:
         self.log = log
@@ -98,7 +98,7 @@ class _Heard:
 
     def warn(self) -> None:
         if self._thread != threading.get_ident():
-            return  # others may wait as they like
+            return  # other threads are not watched
         if self._inside:
             self._warned = True
         else:
@@ -106,8 +106,8 @@ class _Heard:
 
 
 @contextmanager
-def _heard_from_cuda(log: SyncLog) -> Iterator[_Heard]:
-    heard = _Heard(log)
+def _cuda_warnings(log: SyncLog) -> Iterator[_CudaWarnings]:
+    heard = _CudaWarnings(log)
     if not torch.cuda.is_available():
         yield heard
         return
@@ -130,20 +130,20 @@ def _heard_from_cuda(log: SyncLog) -> Iterator[_Heard]:
             torch.cuda.set_sync_debug_mode(mode)
 
 
-# What waits when called, and how to ask whether there is anything to wait for.
+# Functions that wait, and how to ask whether there is anything to wait for.
 _WAITING: list[tuple[Any, str, str, Callable[[Any], bool]]] = [
     (torch.cuda.Event, "synchronize", "wait for an event", lambda event: event.query()),
     (torch.cuda.Stream, "synchronize", "wait for a stream", lambda stream: stream.query()),
     (torch.cuda, "synchronize", "wait for the device", lambda *device: False),
 ]
-_patched = 0  # watchers that are open, in all threads
+_patched = 0  # open watchers, in all threads
 _lock = threading.Lock()
 _originals: list[Any] = []
 
 
 @contextmanager
 def _explicit_waits() -> Iterator[None]:
-    """Waits for events, streams and devices are no operations, so they tell of themselves while anyone watches."""
+    """Waits for events, streams and devices are no torch operations: they are patched while a watcher is open."""
     global _patched
     if not torch.cuda.is_available():
         yield

@@ -1,4 +1,4 @@
-"""EncoderBatch: the inputs of a step of whole prompts. The host knows them all, so there is nothing to gather."""
+"""EncoderBatch: the inputs of a step of whole prompts. The host knows all token ids, so the device gathers nothing."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ class EncoderBatch:
         with_unseen: bool = False,
         short_rope: tuple[int, int] | None = None,
     ) -> None:
-        """`with_types`: the model tells two texts apart. `with_unseen`: its queries have tokens that none sees. Then
-        types and counts are staged in every step, needed or not, so that what is captured of one step serves all.
-        `short_rope`: the longest text that has LongRoPE's short factors, and their first row in the rope table."""
+        """`with_types`: the model has token types. `with_unseen`: its queries have tokens that no token attends to.
+        Then types and counts are uploaded in every step, so that one captured graph fits every step of a size.
+        `short_rope`: the longest prompt that uses LongRoPE's short factors, and their first row in the rope table."""
         self.with_types = with_types
         self.short_rope = short_rope
         self.with_unseen = with_unseen
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device.torch_device)
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Callable[[], Gathered]:
-        counts, pooling = plan.num_tokens, plan.pooling or NO_POOLING
+        counts, pool_plan = plan.num_tokens, plan.pooling or NO_POOLING
         num_rows, total = len(counts), len(plan.tokens)
         tokens, rows = (total, num_rows) if size is None else (size.tokens, size.rows)
-        # tokens that pad have id 0 at position 0, and rows that pad have none
+        # padding tokens have id 0 at position 0, and padding rows have no tokens
         num_lines = 2 + self.with_types + (self.short_rope is not None)  # ids, positions, types, rows of the rope table
         token_span, by_token = upload.room(np.int64, (num_lines, tokens))
         by_token[:, total:] = 0
@@ -47,22 +47,22 @@ class EncoderBatch:
         positions = by_token[1, :total]
         np.subtract(np.arange(total), np.repeat(ends - counts - begins, counts), out=positions)
         by_token[0, :total] = plan.tokens
-        if self.with_types and pooling.type_starts is None:
+        if self.with_types and pool_plan.type_starts is None:
             by_token[2, :total] = 0
-        elif pooling.type_starts is not None:
+        elif pool_plan.type_starts is not None:
             assert self.with_types, "the plan has token types, the model has none"
-            np.greater_equal(positions, np.repeat(pooling.type_starts, counts), out=by_token[2, :total])
+            np.greater_equal(positions, np.repeat(pool_plan.type_starts, counts), out=by_token[2, :total])
         if self.short_rope is not None:
             longest, first_row = self.short_rope
             by_token[-1, :total] = positions + np.repeat(np.where(plan.lengths > longest, 0, first_row), counts)
         lengths = np.zeros(rows, np.int64)
         lengths[:num_rows] = plan.lengths
         spans = token_span, upload.put(lengths), upload.put(starts)
-        assert pooling.num_seen is None or self.with_unseen, "the plan hides tokens, the model attends to all"
+        assert pool_plan.num_seen is None or self.with_unseen, "the plan hides tokens, the model attends to all"
         seen_span = None
         if self.with_unseen:
             seen = np.zeros(rows, np.int32)
-            seen[:num_rows] = plan.lengths if pooling.num_seen is None else pooling.num_seen
+            seen[:num_rows] = plan.lengths if pool_plan.num_seen is None else pool_plan.num_seen
             seen_span = upload.put(seen)
         assert size is None or spans[0].start == 0, "a padded batch comes first"
 
@@ -82,7 +82,7 @@ class EncoderBatch:
                     token_types=tokens[2] if self.with_types else None,
                     rope_rows=None if self.short_rope is None else tokens[-1],
                     num_seen=None if seen_span is None else upload.tensor(seen_span),
-                    host_seen=pooling.num_seen,
+                    host_seen=pool_plan.num_seen,
                 ),
                 self._no_rows,
             )
@@ -90,4 +90,4 @@ class EncoderBatch:
         return view
 
     def advance(self, batch: Gathered) -> None:
-        """Nothing outlives the step."""
+        """No state lasts longer than the step."""

@@ -1,7 +1,7 @@
-"""InputBatch: gathers the planned rows into this step's tensors.
+"""InputBatch: gathers the input tensors of a step from the planned rows.
 
-The host half of the work is counting, in numpy; the device half reads row and page tables. Between the two a token
-that was drawn a step ago, and that the host has not seen, becomes an input.
+The host counts tokens in numpy; the device reads the row table and the page tables. So a token that the last step drew,
+and that the host does not know yet, becomes an input of this step.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Longs = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What a step is padded to. With as many tokens as rows, each row has one."""
+    """The size that a step is padded to. With as many tokens as rows, each row has one token."""
 
     tokens: int
     rows: int
-    all_long: bool = False  # no row has one token, so that attention need not look for any
+    all_long: bool = False  # no row has exactly one token, so attention skips the search for such rows
 
     @property
     def is_single(self) -> bool:
@@ -40,39 +40,40 @@ class Size:
 @dataclass(frozen=True, slots=True)
 class Gathered:
     view: BatchView
-    rows: torch.Tensor  # [B] int64; empty where rows do not outlive the step
+    rows: torch.Tensor  # [B] int64; empty if rows last for one step only
 
     def for_heads(self) -> Gathered:
-        """Without what only the layers read, whose memory others may have."""
+        """Without what only the layers read, so that its memory can be reused."""
         nothing = self.view.lengths[:0]
         by_token = dict(ids=nothing, positions=nothing, token_types=None, rope_rows=None)
         return Gathered(replace(self.view, **by_token, slots=(), page_tables=()), self.rows)
 
 
-class Inputs(Protocol):
-    """A plan's way to the device."""
+class BatchInputs(Protocol):
+    """Builds the device inputs of a plan."""
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Callable[[], Gathered]:
-        """Host: stage the counts, padded to `size` if there is one; the closure gathers on the device.
+        """Host: upload the counts, padded to `size` if there is one. The returned work gathers the inputs on the
+        device.
 
-        A padded batch must be the first to write into the upload: then all steps of one size read the same addresses
-        and have the same shapes, and what the closure does can be captured.
+        A padded batch must be the first to write to the upload: then all steps of one size read the same addresses and
+        have the same shapes, so that the work can be captured.
         """
 
     def advance(self, batch: Gathered) -> None:
-        """Device: the positions of this batch have been computed."""
+        """Device: record that the positions of this batch are computed."""
 
 
 class InputBatch:
     def __init__(self, rows: RowTable, page_tables: PageTables, rope_rows: RopeRows | None = None) -> None:
-        """`rope_rows` where requests differ in the rope factors they have."""
+        """`rope_rows`: only if requests may use different rope factors."""
         self.rows = rows
         self.page_tables = page_tables
         self.rope_rows = rope_rows
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Callable[[], Gathered]:
         counts = self._count(plan) if size is None else self._count_padded(plan, size)
-        arrays = (counts.rows, counts.counts, counts.token_rows, counts.offsets, counts.given, counts.starts)
+        arrays = (counts.rows, counts.counts, counts.token_rows, counts.offsets, counts.host_ids, counts.starts)
         spans = [None if array is None else upload.put(array) for array in arrays]
         assert spans[0] is not None and (size is None or spans[0].start == 0), "a padded batch comes first"
         table, pages, rope_rows = self.rows, self.page_tables, self.rope_rows
@@ -106,9 +107,9 @@ class InputBatch:
 
     def _count(self, plan: StepPlan) -> _Counts:
         num_tokens, num_rows = plan.num_tokens, len(plan.rows)
-        num_given = len(plan.tokens)
-        total = plan.total_tokens if num_given else num_rows  # without given tokens all rows decode
-        longest = int(plan.lengths[plan.lengths.argmax()])  # a third of what max() costs
+        num_host_tokens = len(plan.tokens)
+        total = plan.total_tokens if num_host_tokens else num_rows  # without host tokens all rows decode
+        longest = int(plan.lengths[plan.lengths.argmax()])  # a third of the time of max()
         counts = _Counts(plan.rows.astype(np.int64), num_tokens, plan.lengths, num_rows)
         counts.width = self.page_tables.width_of(longest)
         offsets = None
@@ -120,13 +121,13 @@ class InputBatch:
             counts.starts = np.concatenate([starts[:1], ends])
             offsets = counts.offsets = np.arange(total) - np.repeat(starts, num_tokens)
             counts.token_rows = np.repeat(plan.rows, num_tokens).astype(np.int64)
-        if num_given:
-            counts.given = np.full(total, -1, np.int64)
-            _fill_given(counts.given, plan, offsets)
+        if num_host_tokens:
+            counts.host_ids = np.full(total, -1, np.int64)
+            _fill_host_ids(counts.host_ids, plan, offsets)
         return counts
 
     def _count_padded(self, plan: StepPlan, size: Size) -> _Counts:
-        """With tokens of a row that is nobody's."""
+        """Counts with tokens of the padding row."""
         num_rows, num_tokens, width = len(plan.rows), plan.num_tokens, self.page_tables.width
         null_row = len(self.rows.computed) - 1
         longest = np.full(size.rows, width * self.page_tables.page_size, np.int32)
@@ -136,7 +137,7 @@ class InputBatch:
         counts.width = width
         counts.counts = np.zeros(size.rows, np.int64)
         counts.counts[:num_rows] = num_tokens
-        counts.given = np.full(size.tokens, -1, np.int64)
+        counts.host_ids = np.full(size.tokens, -1, np.int64)
         offsets = None
         if not size.is_single:
             total = plan.total_tokens
@@ -150,19 +151,19 @@ class InputBatch:
             counts.starts[0] = 0
             counts.starts[1 : num_rows + 1] = ends
         if len(plan.tokens):
-            _fill_given(counts.given, plan, offsets)
+            _fill_host_ids(counts.host_ids, plan, offsets)
         return counts
 
 
 class _Counts:
-    """Host counts of a step. All but the last four go to the device; None as `gather_inputs` understands it."""
+    """Host counts of a step. All but the last four are uploaded; None where `gather_inputs` accepts None."""
 
     def __init__(self, rows: Longs, num_tokens: Ints, max_lengths: Ints, num_single: int) -> None:
         self.rows = rows
         self.counts: Longs | None = None
         self.token_rows: Longs | None = None
         self.offsets: Longs | None = None
-        self.given: Longs | None = None
+        self.host_ids: Longs | None = None
         self.starts: Ints | None = None
         self.num_tokens = num_tokens
         self.max_lengths = max_lengths
@@ -170,12 +171,12 @@ class _Counts:
         self.width = 0
 
 
-def _fill_given(given: Longs, plan: StepPlan, offsets: Longs | None) -> None:
-    """The tokens that the host knows, each at its place; `offsets` of tokens in their rows, None: one token a row."""
-    num_given, num_rows = len(plan.tokens), len(plan.rows)
+def _fill_host_ids(host_ids: Longs, plan: StepPlan, offsets: Longs | None) -> None:
+    """Write the host's token ids to their positions. `offsets`: of tokens in their rows; None: one token per row."""
+    num_host_tokens, num_rows = len(plan.tokens), len(plan.rows)
     if offsets is None:
-        given[:num_rows][plan.num_given > 0] = plan.tokens
-    elif num_given == len(offsets):
-        given[:num_given] = plan.tokens
+        host_ids[:num_rows][plan.num_host_tokens > 0] = plan.tokens
+    elif num_host_tokens == len(offsets):
+        host_ids[:num_host_tokens] = plan.tokens
     else:
-        given[: len(offsets)][offsets < np.repeat(plan.num_given, plan.num_tokens)] = plan.tokens
+        host_ids[: len(offsets)][offsets < np.repeat(plan.num_host_tokens, plan.num_tokens)] = plan.tokens

@@ -1,7 +1,4 @@
-"""Page tables: which page holds which positions of each row.
-
-The scheduler owns the truth; this is the device's copy, kept up by diffs.
-"""
+"""PageTables: the device's copy of the page tables, updated by the changes in each plan. The scheduler owns them."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.runner.batch.staging import Span, Upload
+from slipstream.runner.batch.staging import Upload, UploadSpan
 from slipstream.step import NULL_PAGE, PageUpdates, StepPlan
 
 
@@ -30,14 +27,14 @@ class PageTables:
     def flush(self, upload: Upload) -> None:
         for table, update in zip(self._of_group, self._updates, strict=True):
             if len(update.rows):
-                places = upload.put(update.rows.astype(np.int64) * self.width + update.places)
+                entries = upload.put(update.rows.astype(np.int64) * self.width + update.entries)
                 pages = upload.put(update.pages.astype(np.int64))
-                upload.then(functools.partial(_write, table, upload, places, pages))
+                upload.then(functools.partial(_write, table, upload, entries, pages))
 
     def width_of(self, max_length: int) -> int:
-        """Pages that a row of this length takes."""
+        """Number of pages of a row of this length."""
         return -(-max_length // self.page_size)
 
 
-def _write(table: torch.Tensor, upload: Upload, places: Span, pages: Span) -> None:
-    table.view(-1).index_copy_(0, upload.tensor(places), upload.tensor(pages))
+def _write(table: torch.Tensor, upload: Upload, entries: UploadSpan, pages: UploadSpan) -> None:
+    table.view(-1).index_copy_(0, upload.tensor(entries), upload.tensor(pages))

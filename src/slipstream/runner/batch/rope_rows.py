@@ -1,7 +1,7 @@
-"""RopeRows: which rows of the rope table the tokens of a step read, for models with LongRoPE.
+"""RopeRows: the rows of the rope table that the tokens of a step read, for models with LongRoPE.
 
-The table has the long factors first and the short ones after them (`nn/layers/rope.py`). A request has one kind for as
-long as it holds its row, so the choice is one number per row on the device.
+The table has the long factors first, then the short ones (`nn/layers/rope.py`). A request uses one kind while it holds
+its row, so the device stores one offset per row.
 """
 
 from __future__ import annotations
@@ -28,5 +28,5 @@ class RopeRows:
         self._offsets.flush(upload)
 
     def of(self, positions: torch.Tensor, token_rows: torch.Tensor) -> torch.Tensor:
-        """Device: of tokens at these positions of these rows, [T] each."""
+        """Device: rope-table rows of tokens at these positions of these rows, [T] each."""
         return self._offsets.device.index_select(0, token_rows) + positions

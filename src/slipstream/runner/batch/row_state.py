@@ -1,4 +1,4 @@
-"""RowState: the only way a feature joins the runner."""
+"""RowState: the interface of every feature that keeps state per row on the device."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from slipstream.step import StepPlan
 
 
 class RowState(Protocol):
-    """State kept per row on the device, for as long as a request holds the row.
+    """State of a row on the device, from admission to release.
 
-    Both methods run on the host and may touch only host memory: what they change on the device goes through
-    `upload`, and happens in the order of the steps.
+    Both methods run on the host and may access host memory only. Changes on the device go through `upload`, and happen
+    in the order of the steps.
     """
 
     def apply(self, plan: StepPlan) -> None:
-        """Forget released rows, learn admitted ones."""
+        """Drop the state of released rows and add that of admitted rows."""
 
     def flush(self, upload: Upload) -> None:
-        """Queue this step's changes."""
+        """Queue the changes of this step."""

@@ -1,6 +1,6 @@
-"""RowTable: how far each row has come and the token it drew last, on the device.
+"""RowTable: the computed length of each row and the token it drew last, on the device.
 
-The host never sees these when it launches a step. A new token is read from here by the step after.
+The host does not know either when it launches a step: the next step reads the new token from here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slipstream.step import StepPlan
 class RowTable:
     def __init__(self, num_rows: int, device: Device) -> None:
         self._computed = StagedTensor((num_rows,), np.int64, device)
-        # [num_rows] positions of the row that are in the cache
+        # [num_rows] computed positions of the row
         self.computed = self._computed.device
         # [num_rows] the token drawn last
         self.last_token = torch.zeros(num_rows, dtype=torch.int64, device=device.torch_device)
@@ -29,9 +29,9 @@ class RowTable:
         self._computed.flush(upload)
 
     def advance(self, rows: torch.Tensor, lengths: torch.Tensor) -> None:
-        """Device: the rows' positions have been computed up to these lengths."""
+        """Device: the rows' positions are computed up to these lengths."""
         self.computed.index_copy_(0, rows, lengths)
 
     def draw(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Device: the rows drew these tokens."""
+        """Device: store the tokens that these rows drew."""
         self.last_token.index_copy_(0, rows, tokens)

@@ -1,7 +1,7 @@
-"""The one way in: numbers go from the host to the device through here and nowhere else.
+"""Staging: the only way from the host to the device.
 
-A step writes all it has to say into one slot of a `HostRing`, which is copied to the device once. The slot is
-written again only after the event of that copy. `StagedTensor` is a device tensor kept up by such writes.
+A step writes all its numbers to one pinned buffer of a `HostRing`, which is copied to the device once. The buffer is
+written again only after the event of that copy. A `StagedTensor` is a device tensor updated by such writes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _TORCH = {
 }
 
 
-class Span(NamedTuple):
-    """Where an array lies in the step's arena."""
+class UploadSpan(NamedTuple):
+    """The part of the step's arena that holds one array."""
 
     start: int
     stop: int
@@ -37,51 +37,51 @@ class Span(NamedTuple):
 
 
 class Upload:
-    """What one step sends to the device. Filled on the host, then sent by one copy."""
+    """What one step sends to the device: filled on the host, then sent by one copy."""
 
-    def __init__(self, ring: HostRing, slot: _Slot) -> None:
+    def __init__(self, ring: HostRing, buffer: _Buffer) -> None:
         self._ring = ring
-        self._slot = slot
+        self._buffer = buffer
         self._used = 0
         self._after: list[Callable[[], None]] = []
-        self.sent: Event = PASSED  # the copy was made: a step begins with it
+        self.sent: Event = PASSED  # the copy is done: the first event of a step
 
-    def put(self, array: np.ndarray[Any, Any]) -> Span:
-        """Host: copy an array into the arena."""
+    def put(self, array: np.ndarray[Any, Any]) -> UploadSpan:
+        """Host: copy an array to the arena."""
         start = self._used
         stop = start + array.nbytes
         assert stop <= self._ring.capacity, f"a step stages {stop} bytes, the arena holds {self._ring.capacity}"
         if array.nbytes:
-            self._slot.memory[start:stop] = array.tobytes()
+            self._buffer.memory[start:stop] = array.tobytes()
         self._used = -(-stop // _ALIGN) * _ALIGN
-        return Span(start, stop, _TORCH[array.dtype], array.shape)
+        return UploadSpan(start, stop, _TORCH[array.dtype], array.shape)
 
-    def room(self, dtype: Any, shape: tuple[int, ...]) -> tuple[Span, np.ndarray[Any, Any]]:
-        """Host: a place in the arena for an array that is made there, which spares copies of a large one. It holds what
-        an earlier step left."""
+    def room(self, dtype: Any, shape: tuple[int, ...]) -> tuple[UploadSpan, np.ndarray[Any, Any]]:
+        """Host: reserve a span for an array that is written in place, which saves a copy. It holds the data of an
+        earlier step."""
         start, kind = self._used, np.dtype(dtype)
         stop = start + math.prod(shape) * kind.itemsize
         assert stop <= self._ring.capacity, f"a step stages {stop} bytes, the arena holds {self._ring.capacity}"
         self._used = -(-stop // _ALIGN) * _ALIGN
-        return Span(start, stop, _TORCH[kind], shape), self._slot.array[start:stop].view(kind).reshape(shape)
+        return UploadSpan(start, stop, _TORCH[kind], shape), self._buffer.array[start:stop].view(kind).reshape(shape)
 
     def then(self, work: Callable[[], None]) -> None:
-        """Host: run `work` on the stream, after the copy and after what was asked for before."""
+        """Host: run `work` on the stream, after the copy and after all work added before."""
         self._after.append(work)
 
-    def tensor(self, span: Span) -> torch.Tensor:
-        """Device: the array, as this step's closures see it. Not to be kept beyond the step."""
+    def tensor(self, span: UploadSpan) -> torch.Tensor:
+        """Device: the array of this span. Valid for this step only."""
         return self._ring.arena[span.start : span.stop].view(span.dtype).view(span.shape)
 
     def send(self, stream: Stream) -> None:
-        """Host: queue the copy and all that follows it."""
-        slot, used, after, arena = self._slot, self._used, self._after, self._ring.arena
+        """Host: queue the copy, then all work added by `then`."""
+        buffer, used, after, arena = self._buffer, self._used, self._after, self._ring.arena
 
         def upload() -> None:
-            arena[:used].copy_(slot.tensor[:used], non_blocking=True)
+            arena[:used].copy_(buffer.tensor[:used], non_blocking=True)
 
         stream.run(upload)
-        slot.copied = self.sent = stream.record(timed=True)
+        buffer.copied = self.sent = stream.record(timed=True)
         if after:
             stream.run(lambda: _run_all(after))
 
@@ -91,38 +91,38 @@ def _run_all(works: list[Callable[[], None]]) -> None:
         work()
 
 
-class _Slot:
-    """Host memory of one step in flight."""
+class _Buffer:
+    """Pinned host memory of one step in flight."""
 
     def __init__(self, capacity: int, device: Device) -> None:
         self.array, self.tensor = device.host_buffer(capacity)
         assert not device.can_pin or self.tensor.is_pinned(), "an upload from pageable memory would stall the host"
-        self.memory: memoryview = self.array.data  # the quickest way to write into it
+        self.memory: memoryview = self.array.data  # the fastest way to write to it
         self.copied: Event = PASSED
 
 
 class HostRing:
-    """`depth + 2` slots of host memory, pinned where the device can; nobody else owns such memory for uploads."""
+    """`depth + 2` host buffers, pinned if the device supports it. No other pinned memory is used for uploads."""
 
-    def __init__(self, num_slots: int, capacity: int, device: Device) -> None:
+    def __init__(self, num_buffers: int, capacity: int, device: Device) -> None:
         self.capacity = -(-capacity // _ALIGN) * _ALIGN
         self.device = device
-        self.slots = [_Slot(self.capacity, device) for _ in range(num_slots)]
-        # one is enough: the device runs steps in order
+        self.buffers = [_Buffer(self.capacity, device) for _ in range(num_buffers)]
+        # one device arena is enough: the device runs steps in order
         self.arena = torch.zeros(self.capacity, dtype=torch.uint8, device=device.torch_device)
         self._next = 0
 
     def open(self) -> Upload:
-        """The next slot. Its last copy has long been made, else this is where the host would find out."""
-        slot = self.slots[self._next]
-        self._next = (self._next + 1) % len(self.slots)
-        slot.copied.wait()
-        self.device.handed_back(slot.array)
-        return Upload(self, slot)
+        """The next buffer. Waits for its last copy, which normally ended long ago."""
+        buffer = self.buffers[self._next]
+        self._next = (self._next + 1) % len(self.buffers)
+        buffer.copied.wait()
+        self.device.before_reuse(buffer.array)
+        return Upload(self, buffer)
 
 
 class StagedTensor:
-    """A device tensor [rows, ...] whose rows the host rewrites now and then, never reading it back."""
+    """A device tensor [rows, ...] whose rows the host overwrites. The host never reads it back."""
 
     def __init__(self, shape: tuple[int, ...], dtype: Any, device: Device, fill: float = 0) -> None:
         self.dtype = np.dtype(dtype)
@@ -132,7 +132,7 @@ class StagedTensor:
         self._values: list[Any] = []
 
     def write(self, row: int, value: Any) -> None:
-        """Host: this row's value from this step on. The last write of a step wins."""
+        """Host: the value of this row from this step on. The last write of a step counts."""
         self._rows.append(row)
         self._values.append(value)
 

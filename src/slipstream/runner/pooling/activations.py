@@ -1,4 +1,4 @@
-"""The last touch on results: cut to size, then normalised, or turned into probabilities."""
+"""Final operations on pooled results: truncation, normalisation, softmax, sigmoid."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from slipstream.nn.layers.activations import torch_activation
 from slipstream.runner.pooling.pool_mode import PoolMode
 
 
-def finish(x: torch.Tensor, setting: PoolMode) -> torch.Tensor:
-    """Device: lines [N, size] to lines [N, width]. Cutting and picking come first: what is left has length or sum 1.
-    Where the model's folder says to which size vectors are cut, it comes last."""
-    if setting.cut_last:
-        return finish(x, setting._replace(cut=None, cut_last=False))[:, : setting.cut]
-    if setting.cut is not None:
-        x = x[:, : setting.cut]
-    if setting.columns:
-        x = torch.stack([x[:, column] for column in setting.columns], 1)
-    if setting.finish == "normalize":
+def finish(x: torch.Tensor, mode: PoolMode) -> torch.Tensor:
+    """Device: lines [N, size] to lines [N, width]. Truncation and column selection come first, so that the result is
+    normalised. With `cut_last` truncation comes last."""
+    if mode.cut_last:
+        return finish(x, mode._replace(cut=None, cut_last=False))[:, : mode.cut]
+    if mode.cut is not None:
+        x = x[:, : mode.cut]
+    if mode.columns:
+        x = torch.stack([x[:, column] for column in mode.columns], 1)
+    if mode.finish == "normalize":
         return F.normalize(x, dim=-1)
-    if setting.finish == "softmax":
+    if mode.finish == "softmax":
         return x.softmax(-1)
-    if setting.finish in ("sigmoid", "identity"):
-        return x.sigmoid() if setting.finish == "sigmoid" else x
-    made: torch.Tensor = _activation(setting.finish)(x)
+    if mode.finish in ("sigmoid", "identity"):
+        return x.sigmoid() if mode.finish == "sigmoid" else x
+    made: torch.Tensor = _activation(mode.finish)(x)
     return made
 
 

@@ -1,8 +1,8 @@
-"""Carry: what a prompt that takes several steps leaves for the step that ends it.
+"""ChunkState: what is kept between the steps of a prompt that is computed in several chunks.
 
-LAST needs nothing. FIRST keeps a line, MEAN a running sum, the weighted mean a weighted one, MAX the largest numbers:
-for each kind one buffer with a line for each row. What needs all tokens keeps their hidden states in a buffer of the
-prompt's size. A prompt that is computed in one step keeps nothing.
+LAST needs nothing. FIRST keeps one hidden state, MEAN a running sum, the weighted mean a weighted sum, MAX a running
+maximum: one buffer of each kind, with a line per row. Results of all tokens keep their hidden states, in a buffer of
+the prompt's size. A prompt that is computed in one step keeps nothing.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from slipstream.runner.pooling.methods import Lines, begins_of, finish_lines, li
 from slipstream.runner.pooling.pooled_rows import PooledRow, skipped_in_step
 from slipstream.step import PoolAdmission, StepPlan
 
-Pooled = Callable[[BatchView, torch.Tensor], torch.Tensor]
+PoolWork = Callable[[BatchView, torch.Tensor], torch.Tensor]
 
 
-class Part:
-    """The lines that a prompt's tokens have given so far. The tensor lives on the stream's side."""
+class TokenParts:
+    """Hidden states of a prompt's tokens so far. Only device work accesses the tensor."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self.count = 0  # host: lines promised
+    def __init__(self, max_lines: int) -> None:
+        self.max_lines = max_lines
+        self.count = 0  # host: number of lines after all launched steps
         self._lines: torch.Tensor | None = None
 
     def prepare(self, count: int, take: Lines | None) -> Lines:
-        """Host: so many of this step's lines come on top. The closure adds them and gives all."""
+        """Host: add this many lines of this step. The returned work appends them and returns all lines so far."""
         start, stop = self.count, self.count + count
         self.count = stop
 
         def add(hidden: torch.Tensor) -> torch.Tensor:
             if self._lines is None:
-                self._lines = hidden.new_empty(self.most, hidden.shape[1])
+                self._lines = hidden.new_empty(self.max_lines, hidden.shape[1])
             if take is not None:
                 self._lines[start:stop].copy_(take(hidden))
             return self._lines[:stop]
@@ -47,16 +47,16 @@ class Part:
 
 
 class ChunkState:
-    """A `RowState`: rows come with admissions and go with releases."""
+    """A `RowState`: admissions add rows, releases remove them."""
 
     def __init__(
         self, methods: tuple[Method, ...], num_rows: int, hidden_size: int, dtype: torch.dtype, device: Device
     ) -> None:
         self.methods = methods
-        self.admissions: dict[int, PoolAdmission] = {}  # of rows that are here
-        self.parts: dict[int, Part] = {}  # of those that began and need all tokens
+        self.admissions: dict[int, PoolAdmission] = {}  # by row: running pooling requests
+        self.parts: dict[int, TokenParts] = {}  # by row: prompts in several steps that need all tokens
         dtype = torch.promote_types(dtype, torch.float32)
-        # [rows, hidden] each: what the tokens of a row have come to so far
+        # [rows, hidden] each: the value over the row's tokens so far
         self.kept: dict[KeptLine, torch.Tensor] = {
             kind: torch.zeros(num_rows, hidden_size, dtype=dtype, device=device.torch_device)
             for kind in kept_lines(methods)
@@ -70,28 +70,29 @@ class ChunkState:
         if plan.pooling is not None:
             self.admissions.update({admission.row: admission for admission in plan.pooling.admitted})
 
-    def part_of(self, row: int) -> Part:
-        """Host: of a prompt that does not end with this step, or began before it."""
+    def part_of(self, row: int) -> TokenParts:
+        """Host: the parts of a prompt that does not end with this step, or began before it."""
         if row not in self.parts:
-            self.parts[row] = Part(self.admissions[row].num_prompt_tokens)
+            self.parts[row] = TokenParts(self.admissions[row].num_prompt_tokens)
         return self.parts[row]
 
     def flush(self, upload: Upload) -> None:
-        """Nothing is sent: each step says what it needs when it is prepared."""
+        """Nothing to upload: each step uploads what it needs when it is prepared."""
 
-    def pool_lines(self, members: Sequence[PooledRow], upload: Upload) -> Pooled:
-        """Host: of rows of which some began before this step or go on after it. Gives a line for each that ends."""
-        ending = [member for member in members if member.ends]
-        first = [self._first_of(member) for member in members]
-        places_rows = [[m.place for m in members], [m.row for m in members]]
+    def pool_lines(self, rows: Sequence[PooledRow], upload: Upload) -> PoolWork:
+        """Host: pool rows of which some began before this step or continue after it. The work returns a line for each
+        prompt that ends."""
+        ending = [row for row in rows if row.ends]
+        first = [self._first_of(row) for row in rows]
+        places_rows = [[m.place for m in rows], [m.row for m in rows]]
         numbers = upload.put(np.array([*places_rows, np.maximum(first, 0)], np.int64))
-        flags = upload.put(np.array([[m.has_begun for m in members], [at >= 0 for at in first]], np.bool_))
-        last = upload.put(np.flatnonzero([member.ends for member in members]))
+        flags = upload.put(np.array([[m.has_begun for m in rows], [at >= 0 for at in first]], np.bool_))
+        last = upload.put(np.flatnonzero([row.ends for row in rows]))
         ends = upload.put(np.array([m.start + len(m.tokens) - 1 for m in ending], np.int64))
-        skips_now = skipped_in_step(members, upload)
+        skips_now = skipped_in_step(rows, upload)
         skips = None
-        if any(member.setting.skip for member in ending):
-            skips = upload.put(np.array([member.setting.skip for member in ending], np.int64))
+        if any(row.mode.skip for row in ending):
+            skips = upload.put(np.array([row.mode.skip for row in ending], np.int64))
         methods, kept = self.methods, self.kept
 
         def pool(view: BatchView, hidden: torch.Tensor) -> torch.Tensor:
@@ -115,10 +116,10 @@ class ChunkState:
 
         return pool
 
-    def _first_of(self, member: PooledRow) -> int:
-        """Where in the step the prompt's first token is that counts; -1: in another step. Of a prompt that has only
-        tokens that do not, it is the first of all."""
-        skip, begin = member.setting.skip, member.length - len(member.tokens)
-        length = member.length if member.ends else self.admissions[member.row].num_prompt_tokens
+    def _first_of(self, row: PooledRow) -> int:
+        """Index in the step of the prompt's first pooled token; -1: it is in another step. If all tokens are skipped,
+        the first token."""
+        skip, begin = row.mode.skip, row.length - len(row.tokens)
+        length = row.length if row.ends else self.admissions[row.row].num_prompt_tokens
         position = skip if skip < length else 0
-        return member.start + position - begin if begin <= position < member.length else -1
+        return row.start + position - begin if begin <= position < row.length else -1

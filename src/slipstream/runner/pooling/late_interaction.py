@@ -1,6 +1,6 @@
-"""Late interaction: queries that stay on the device, and documents scored against them there (MaxSim).
+"""Late interaction (MaxSim): stores query token vectors on the device and scores documents against them there.
 
-The scheduler counts who still needs a query and says when to forget it; nothing here decides.
+The scheduler counts the documents that still need a query and decides when it is freed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slipstream.runner.batch.staging import Upload
 
 
 class QueryStore:
-    """Token vectors of queries by number. Lives on the stream's side; the host only queues."""
+    """Token vectors of queries by number. Only device work accesses them."""
 
     def __init__(self) -> None:
         self._kept: dict[int, torch.Tensor] = {}  # [tokens, size]
@@ -25,29 +25,31 @@ class QueryStore:
         return len(self._kept)
 
     def free(self, numbers: tuple[int, ...]) -> None:
-        """Device. A number that never came is fine: its query may have been given up before it ran."""
+        """Device: free queries. A query that was aborted before it ran is not stored, and is ignored."""
         for number in numbers:
             self._kept.pop(number, None)
 
     def keep(self, lines: torch.Tensor, counts: Sequence[int], numbers: Sequence[int]) -> None:
-        """Device: token vectors of some queries, one after another. A copy: the step's own memory is used again."""
+        """Device: store the token vectors of some queries. A copy, because the step's memory is reused."""
         for number, own in zip(numbers, lines.split(list(counts)), strict=True):
             self._kept[number] = own.clone()
 
     def prepare_scores(
         self, counts: Sequence[int], numbers: Sequence[int], query_sizes: Sequence[int], width: int, upload: Upload
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Host: documents of so many tokens, each with the number and the size of its query. The closure turns their
-        token vectors [T, width] into scores [documents, 1]."""
+        """Host: for documents with these token counts, and the numbers and token counts of their queries. The returned
+        work computes scores [documents, 1] from token vectors [T, width]."""
         starts = np.cumsum([0, *counts])
         longest, of_query = max(counts), max(query_sizes)
-        most = max(1, MAX_SCORES // max(1, longest * of_query, max(longest, of_query) * width))
+        max_documents = max(1, MAX_SCORES // max(1, longest * of_query, max(longest, of_query) * width))
         parts, places = [], []
-        for first in range(0, len(counts), most):
-            place_of = {number: place for place, number in enumerate(dict.fromkeys(numbers[first : first + most]))}
-            places += [place_of[number] for number in numbers[first : first + most]]
-            parts.append((first, list(place_of), max(1, *counts[first : first + most])))
-        # a document without a token that counts is compared with nothing, which makes 0
+        for first in range(0, len(counts), max_documents):
+            place_of = {
+                number: place for place, number in enumerate(dict.fromkeys(numbers[first : first + max_documents]))
+            }
+            places += [place_of[number] for number in numbers[first : first + max_documents]]
+            parts.append((first, list(place_of), max(1, *counts[first : first + max_documents])))
+        # a document without pooled tokens scores 0
         of_queries = [size if count else 0 for size, count in zip(query_sizes, counts, strict=True)]
         span = upload.put(np.array([places, starts[:-1], counts, of_queries], np.int64))
 
@@ -56,16 +58,18 @@ class QueryStore:
                 return lines.new_zeros(len(counts), 1)
             scores = []
             for first, own, max_num_tokens in parts:
-                which, begins, num_tokens, num_query = upload.tensor(span)[:, first : first + most].unsqueeze(2)
+                which, begins, num_tokens, num_query = upload.tensor(span)[:, first : first + max_documents].unsqueeze(
+                    2
+                )
                 place = torch.arange(max_num_tokens, device=lines.device)
-                if most == 1:  # it may be larger than what is made together
+                if max_documents == 1:  # a single pair may exceed the limit
                     documents = lines[min(starts[first], len(lines) - 1) :][:max_num_tokens].unsqueeze(0)
                 else:
-                    index = (begins + place).clamp_(max=len(lines) - 1)  # past a document's end any line will do
+                    index = (begins + place).clamp_(max=len(lines) - 1)  # lines past a document's end are masked
                     documents = lines.index_select(0, index.flatten()).unflatten(0, index.shape)
                 queries = pad_sequence([self._kept[number] for number in own], batch_first=True)
                 queries, none = queries.index_select(0, which.flatten()), (place >= num_tokens).unsqueeze(1)
-                # [documents, query tokens, document tokens], of all query tokens unless a pair alone is too large
+                # [documents, query tokens, document tokens]; split by query tokens if a single pair is too large
                 products = (
                     (some @ documents.transpose(1, 2)).masked_fill_(none, -torch.inf).amax(2)
                     for some in queries.split(max(1, MAX_SCORES // (len(which) * max_num_tokens)), dim=1)

@@ -1,15 +1,13 @@
-"""The pooling methods on a step's hidden states: a line for each prompt, or the lines of its tokens.
+"""Pooling methods: from the hidden states of a step to one line per prompt, or to the lines of its tokens.
 
-A method but LAST is made of a kept line (`KeptLine`): the first token, the sum, the sum weighted by position, or the
-largest of each number. Lines of chunks can be joined, so a prompt may be cut anywhere. All that decides which lines are
-taken is known to the host; where it takes all rows of a step, the device reads it from the step's own starts, so that
-the work can be captured.
+Every method except LAST is made of a kept line (`KeptLine`): the first token, the sum, the sum weighted by position, or
+the maximum. Kept lines of chunks can be combined, so a prompt can be split anywhere. The host decides which lines are
+used. Work over all rows of a step reads the row starts from the device, so that it can be captured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,28 +16,29 @@ from slipstream.config.pooling_info import KeptLine, Method, kept_lines
 from slipstream.nn.context import BatchView
 from slipstream.ops.segment_max import segment_max_into
 from slipstream.ops.segment_sum import segment_sum
+from slipstream.runner.batch.input_batch import Longs
 from slipstream.runner.batch.staging import Upload
 
-Longs = np.ndarray[Any, np.dtype[np.int64]]
 Lines = Callable[[torch.Tensor], torch.Tensor]
-"""Device: hidden states [T, hidden] to some of their lines."""
+"""Device: selects lines of hidden states [T, hidden]."""
 
 
 def pool_all(
     methods: tuple[Method, ...], view: BatchView, hidden: torch.Tensor, skipped: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Device: one line for each row of a step, all of whose prompts are in it whole. Rows that pad give anything.
+    """Device: one line for each row of a step that contains all its prompts as a whole. Padding rows have undefined
+    lines.
 
-    `skipped` [at most B]: so many tokens at the beginning of each row do not count.
+    `skipped` [at most B]: number of leading tokens of each row that are not pooled.
     """
-    if view.query_starts is None and skipped is None:  # one token a row, which is all of these
+    if view.query_starts is None and skipped is None:  # one token per row: every method returns it
         return hidden if len(methods) == 1 else torch.cat([hidden] * len(methods), 1)
     starts = starts_of(view, hidden)
     begins = None if skipped is None else begins_of(starts, skipped)
     kept: dict[KeptLine, torch.Tensor] = {}
     if "first" in methods:
         first = starts[:-1]
-        if begins is not None:  # a row of skipped tokens alone has its first
+        if begins is not None:  # a row with skipped tokens only uses its first token
             first = torch.where(begins < starts[1:], begins, first)
         kept["first"] = hidden.index_select(0, first.clamp(max=len(hidden) - 1))
     for kind in kept_lines(methods):
@@ -56,12 +55,12 @@ def pool_all(
 def line_of_rows(
     kind: KeptLine, view: BatchView, hidden: torch.Tensor, starts: torch.Tensor, begins: torch.Tensor | None
 ) -> torch.Tensor:
-    """Device: of each row's tokens in this step, in float32 at least [B, hidden]. Not of kind first."""
+    """Device: the kept line of each row's tokens in this step [B, hidden], at least float32. Not for kind first."""
     if kind == "max":
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        most = torch.full((len(starts), hidden.shape[1]), -torch.inf, dtype=dtype, device=hidden.device)
-        segment_max_into(most, hidden, starts, 0, begins)
-        return most[:-1]
+        maxima = torch.full((len(starts), hidden.shape[1]), -torch.inf, dtype=dtype, device=hidden.device)
+        segment_max_into(maxima, hidden, starts, 0, begins)
+        return maxima[:-1]
     origins = None
     if kind == "weighted":
         origins = view.lengths - (starts[1:] - starts[:-1])  # the position of each row's first token in the step
@@ -75,9 +74,9 @@ def finish_lines(
     lengths: torch.Tensor,
     skipped: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Device: kept lines of whole prompts [N, hidden] to what the methods make of them, side by side.
+    """Device: from kept lines of whole prompts [N, hidden] to the methods' results, concatenated.
 
-    `lengths` [N] are the prompts', of which the first `skipped` [N] tokens did not count.
+    `lengths` [N]: the prompts' lengths, of which the first `skipped` [N] tokens are not pooled.
     """
     made = [_finish(method, kept, last, lengths, skipped) for method in methods]
     return made[0] if len(made) == 1 else torch.cat(_alike(made), 1)
@@ -92,7 +91,7 @@ def _finish(
 ) -> torch.Tensor:
     if method == "last":
         assert last is not None
-        # of a prompt of skipped tokens alone it is zero
+        # zero if all tokens are skipped
         return last if skipped is None else torch.where((skipped < lengths).unsqueeze(1), last, 0)
     if method in ("first", "max"):
         return kept[method]  # type: ignore[index]
@@ -108,7 +107,7 @@ def _finish(
 
 
 def _alike(lines: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """In one dtype, the widest."""
+    """Convert all lines to the widest of their dtypes."""
     dtype = lines[0].dtype
     for line in lines[1:]:
         dtype = torch.promote_types(dtype, line.dtype)
@@ -116,21 +115,22 @@ def _alike(lines: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def starts_of(view: BatchView, hidden: torch.Tensor) -> torch.Tensor:
-    """Device: [B + 1] the first token of each row in the step."""
+    """Device: [B + 1] index in the step of each row's first token."""
     if view.query_starts is not None:
         return view.query_starts
     return torch.arange(len(hidden) + 1, dtype=torch.int32, device=hidden.device)
 
 
 def begins_of(starts: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
-    """Device: [B] the first token of each row that counts, its end where none does. Rows past those given skip none."""
+    """Device: [B] index of each row's first pooled token, the row's end if there is none. Rows beyond `skipped` skip no
+    token."""
     begins = starts[:-1].clone()
     begins[: len(skipped)] += skipped.to(begins.dtype)
     return torch.minimum(begins, starts[1:])
 
 
 def take_ranges(starts: Sequence[int], counts: Sequence[int], upload: Upload) -> Lines:
-    """Host: the tokens of some rows, one row after another. Neighbours in the step are a view of it."""
+    """Host: the tokens of some rows, row after row. Consecutive rows of the step need no copy."""
     first, total = starts[0], sum(counts)
     if starts[-1] + counts[-1] - first == total:
         return lambda hidden: hidden.narrow(0, first, total)
@@ -138,6 +138,6 @@ def take_ranges(starts: Sequence[int], counts: Sequence[int], upload: Upload) ->
 
 
 def take_lines(places: Longs, upload: Upload) -> Lines:
-    """Host: these lines."""
+    """Host: select these lines."""
     span = upload.put(places.astype(np.int64))
     return lambda hidden: hidden.index_select(0, upload.tensor(span))

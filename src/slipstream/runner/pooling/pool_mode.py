@@ -1,4 +1,4 @@
-"""Setting: what a request's parameters mean for this model. Rows of one setting are treated together."""
+"""PoolMode: how a request with given parameters is pooled by this model. Rows of one mode are processed together."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Literal, NamedTuple
 from slipstream.config.pooling_info import PoolingInfo
 from slipstream.pooling_params import TOKEN_TASKS, PoolingParams, Task
 
-Kind = Literal["vectors", "tokens"]  # one line of numbers for each prompt, or for some of its tokens
+Kind = Literal["vectors", "tokens"]  # one line of numbers per prompt, or per token
 Late = Literal["", "query", "document"]
 
 
 class PoolMode(NamedTuple):
     task: Task
     kind: Kind
-    width: int  # numbers in a line
+    width: int  # numbers per line
     finish: str  # normalize, softmax, sigmoid, identity, or a class of torch.nn
-    cut: int | None = None  # of its numbers keep the first so many
-    columns: tuple[int, ...] = ()  # or these
-    step_tag: int | None = None  # of its tokens only these
-    skips: tuple[int, ...] = ()  # of its tokens none of these
+    cut: int | None = None  # keep this many leading numbers of a line
+    columns: tuple[int, ...] = ()  # keep these numbers of a line
+    step_tag: int | None = None  # only tokens with this id are results
+    skips: tuple[int, ...] = ()  # tokens with these ids are no results
     late: Late = ""
-    cut_last: bool = False  # after it is finished, not before
-    skip: int = 0  # of its tokens the first so many are not pooled
+    cut_last: bool = False  # truncate after `finish`, not before
+    skip: int = 0  # number of leading tokens that are not pooled
 
     @property
     def picks(self) -> bool:
-        """Whether some of the tokens are left out."""
+        """Whether some tokens are left out."""
         return self.step_tag is not None or bool(self.skips)
 
 
-class Settings:
-    """Of one model. Requests mostly come with parameters seen before."""
+class PoolModes:
+    """The modes of one model. Most requests have parameters that were seen before."""
 
     def __init__(self, info: PoolingInfo, sparse_by: Literal["token", "vocabulary"] | None, vocab_size: int) -> None:
         self.info = info
@@ -40,12 +40,12 @@ class Settings:
         self._known: dict[PoolingParams, PoolMode] = {}
 
     def of(self, params: PoolingParams) -> PoolMode:
-        setting = self._known.get(params)
-        if setting is None:
-            if len(self._known) > 4096:  # keys of queries are all different
+        mode = self._known.get(params)
+        if mode is None:
+            if len(self._known) > 4096:  # each query has its own key, hence its own parameters
                 self._known.clear()
-            setting = self._known[params] = self._make(params)
-        return setting
+            mode = self._known[params] = self._make(params)
+        return mode
 
     def _make(self, params: PoolingParams) -> PoolMode:
         info, task = self.info, params.task

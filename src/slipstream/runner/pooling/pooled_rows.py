@@ -1,4 +1,4 @@
-"""Members: the rows of a step that pool, now or later, as the host sees them."""
+"""PooledRow: the host's view of a row of the step that belongs to a pooling request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.runner.batch.staging import Span, Upload
+from slipstream.runner.batch.staging import Upload, UploadSpan
 from slipstream.runner.pooling.methods import Lines, take_lines, take_ranges
 from slipstream.runner.pooling.pool_mode import PoolMode
 from slipstream.step import Ints
@@ -16,16 +16,16 @@ from slipstream.step import Ints
 
 @dataclass(frozen=True, slots=True)
 class PooledRow:
-    """A row of the step that pools, now or later."""
+    """A row of a pooling request, whose prompt ends with this step or continues."""
 
-    place: int  # in the plan
+    place: int  # index in the plan
     row: int
-    start: int  # of its tokens in the step
+    start: int  # index of its first token in the step
     tokens: Ints
-    length: int  # after the step
-    setting: PoolMode
-    query: int  # number of the kept query, or -1
-    result: int  # its place among the results, or -1 if it goes on
+    length: int  # after this step
+    mode: PoolMode
+    query: int  # number of the stored query, or -1
+    result: int  # index of its result, or -1 if the prompt continues
 
     @property
     def ends(self) -> bool:
@@ -33,26 +33,26 @@ class PooledRow:
 
     @property
     def has_begun(self) -> bool:
-        """Before this step. Where it matters nothing of a prompt comes from the cache."""
+        """Whether the prompt began before this step. Where this matters, no prefix comes from the cache."""
         return self.length > len(self.tokens)
 
     @property
     def picked(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Places in the step of the tokens that count."""
-        tokens, setting = self.tokens, self.setting
-        if setting.step_tag is not None:
-            return np.flatnonzero(tokens == setting.step_tag) + self.start
-        return np.flatnonzero(~np.isin(tokens, setting.skips)) + self.start
+        """Indices in the step of the tokens that are results."""
+        tokens, mode = self.tokens, self.mode
+        if mode.step_tag is not None:
+            return np.flatnonzero(tokens == mode.step_tag) + self.start
+        return np.flatnonzero(~np.isin(tokens, mode.skips)) + self.start
 
     @property
     def num_picked(self) -> int:
-        return len(self.picked) if self.setting.picks else len(self.tokens)
+        return len(self.picked) if self.mode.picks else len(self.tokens)
 
 
-def skipped_in_step(members: Sequence[PooledRow], upload: Upload) -> Span | None:
-    """Host: of each row up to the last member's, how many of its first tokens in the step do not count; None where
-    all do."""
-    skips = {m.place: min(max(m.setting.skip - (m.length - len(m.tokens)), 0), len(m.tokens)) for m in members}
+def skipped_in_step(rows: Sequence[PooledRow], upload: Upload) -> UploadSpan | None:
+    """Host: for each row up to the last pooled one, the number of its leading tokens in this step that are not pooled;
+    None if all tokens are pooled."""
+    skips = {m.place: min(max(m.mode.skip - (m.length - len(m.tokens)), 0), len(m.tokens)) for m in rows}
     if not any(skips.values()):
         return None
     counts = np.zeros(max(skips) + 1, np.int64)
@@ -60,15 +60,15 @@ def skipped_in_step(members: Sequence[PooledRow], upload: Upload) -> Span | None
     return upload.put(counts)
 
 
-def take_tokens(members: Sequence[PooledRow], upload: Upload) -> Lines:
-    """Host: the lines that count of members of one setting."""
-    if members[0].setting.picks:
-        return take_lines(np.concatenate([member.picked for member in members]), upload)
-    return take_ranges([member.start for member in members], [len(member.tokens) for member in members], upload)
+def take_tokens(rows: Sequence[PooledRow], upload: Upload) -> Lines:
+    """Host: select the result tokens of rows of one mode."""
+    if rows[0].mode.picks:
+        return take_lines(np.concatenate([row.picked for row in rows]), upload)
+    return take_ranges([row.start for row in rows], [len(row.tokens) for row in rows], upload)
 
 
-def by_mode(members: Sequence[PooledRow]) -> dict[PoolMode, list[PooledRow]]:
+def by_mode(rows: Sequence[PooledRow]) -> dict[PoolMode, list[PooledRow]]:
     groups: dict[PoolMode, list[PooledRow]] = {}
-    for member in members:
-        groups.setdefault(member.setting, []).append(member)
+    for row in rows:
+        groups.setdefault(row.mode, []).append(row)
     return groups

@@ -1,4 +1,4 @@
-"""What pooling brings out: blocks of lines in one flat buffer, copied once a step, and how the host reads them."""
+"""Pooled results: blocks of lines in one flat buffer, which is copied once per step, and how the host reads them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _NO_FLAGS = np.zeros(0, np.bool_)
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """Results of one setting: lines of `width` numbers."""
+class ResultBlock:
+    """Results of one mode: lines of `width` numbers."""
 
     width: int
-    places: list[int] | None  # among the step's results; None: all of them, in order
-    counts: list[int] | None  # lines of each result; None: each is a single line, and no matrix
+    places: list[int] | None  # indices among the step's results; None: all of them, in order
+    counts: list[int] | None  # lines of each result; None: each result is one line
     num_lines: int
 
     @property
@@ -33,30 +33,30 @@ class Block:
         return self.counts is not None or self.width > 4096
 
     @staticmethod
-    def lay_out(blocks: list[Block], dtype: np.dtype[Any]) -> ResultShape:
-        """All lines, then their sums: one number tells whether a line is made of numbers.
+    def lay_out(blocks: list[ResultBlock], dtype: np.dtype[Any]) -> ResultShape:
+        """All lines, then the sum of each line of large blocks, which shows whether a line has NaN or infinite values.
 
-        Of a few short lines the host makes it itself; of many that would take it longer than all else.
+        The host sums the lines of small blocks itself; for large blocks that would take longest of all.
         """
         lines = [(str(i), (block.num_lines, block.width), dtype) for i, block in enumerate(blocks)]
         sums = [(f"{SUM}{i}", (block.num_lines if block.is_large else 0,), dtype) for i, block in enumerate(blocks)]
         return lay_out([*lines, *sums])
 
     def name(self, place: int, lines: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Device: what goes into the fields of the block at this place."""
+        """Device: the values of the fields of block number `place`."""
         return {str(place): lines} | ({f"{SUM}{place}": lines.sum(1)} if self.is_large else {})
 
     def split(self, lines: Floats) -> list[Floats]:
-        """Its results, as views."""
+        """The results, as views of `lines`."""
         if self.counts is None:
             return list(lines)
         return [lines[end - count : end] for end, count in zip(accumulate(self.counts), self.counts, strict=True)]
 
 
 class PoolHandle(StepHandle):
-    """A step's pooled results on their way."""
+    """Pooled results of a step in flight."""
 
-    def __init__(self, ready: Event | None, shape: ResultShape, host: Bytes, blocks: list[Block]) -> None:
+    def __init__(self, ready: Event | None, shape: ResultShape, host: Bytes, blocks: list[ResultBlock]) -> None:
         super().__init__(ready, shape, host)
         self._blocks = blocks
 
@@ -67,7 +67,7 @@ class PoolHandle(StepHandle):
         own = host_copy(self._host)
         arrays = [np.ndarray(field.shape, field.dtype, own, field.start) for field in self._shape.fields]
         lines, sums = arrays[: len(self._blocks)], arrays[len(self._blocks) :]
-        if len(lines) == 1 and self._blocks[0].places is None:  # mostly
+        if len(lines) == 1 and self._blocks[0].places is None:  # the usual case
             pooled = tuple(self._blocks[0].split(lines[0]))
             return StepResult(NO_INTS, _NO_FLAGS, pooled=pooled, pool_failed=_bad(self._blocks[0], lines[0], sums[0]))
         results: dict[int, Floats] = {}
@@ -81,7 +81,7 @@ class PoolHandle(StepHandle):
 
 
 class MixedHandle(StepHandle):
-    """A step that both generates and pools; one copy brings out both."""
+    """A step with drawn tokens and pooled results, which one copy brings out."""
 
     def __init__(self, generated: StepHandle, pooled: StepHandle) -> None:
         super().__init__(pooled.ready, NO_RESULTS, None)
@@ -98,8 +98,8 @@ class MixedHandle(StepHandle):
 _NONE: frozenset[int] = frozenset()
 
 
-def _bad(block: Block, lines: Floats, sums: Floats) -> frozenset[int]:
-    """Which results are not made of numbers. The sum of all tells whether to look closer."""
+def _bad(block: ResultBlock, lines: Floats, sums: Floats) -> frozenset[int]:
+    """Indices of results with NaN or infinite values. The total sum shows whether there are any."""
     with np.errstate(all="ignore"):
         if np.isfinite((sums if block.is_large else lines).sum()):
             return _NONE

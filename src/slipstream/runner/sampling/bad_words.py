@@ -1,7 +1,7 @@
-"""Bad words: sequences of tokens that may not come.
+"""BadWords: token sequences that may not be drawn.
 
-Whether one is about to be completed depends on the row's last tokens, which only the device knows. So a row that uses
-this has its tail there: filled from its history when it is admitted, shifted by each token it draws.
+Whether the next token would complete a sequence depends on the row's last tokens, which only the device knows. So the
+device keeps the last tokens of each row that uses this stage: uploaded at admission, shifted by each drawn token.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import forbid_matched_, match_words
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.feature_rows import Lists, Slots
+from slipstream.runner.sampling.feature_rows import LineAllocator, ListTable
 from slipstream.runner.sampling.stage import SampleBatch, StageWork
 from slipstream.step import Admission, Ints, StepPlan
 
-_NO_TOKEN = -1  # of a word: meets every tail; of a tail: meets no token
+_NO_TOKEN = -1  # in a word: matches every token; in a tail: matches no token
 
 
 class BadWords:
-    """Words and tails are written backwards, so that a longer word of a later row only adds columns."""
+    """Words and tails are stored in reverse, so that a longer word of a later row only adds columns."""
 
     def __init__(self, num_rows: int, device: Device, max_ids: int) -> None:
-        self.slots = Slots(num_rows)
-        # [slots, 1 + words, length]: a row's tail, and its words
-        self.words = Lists(self.slots, 2, torch.int32, device, max_ids, fill=_NO_TOKEN)
+        self.lines = LineAllocator(num_rows)
+        # [lines, 1 + words, length]: a row's last tokens, then its words
+        self.words = ListTable(self.lines, 2, torch.int32, device, max_ids, fill=_NO_TOKEN)
         self._new: list[Admission] = []
 
     def apply(self, plan: StepPlan) -> None:
@@ -40,10 +40,10 @@ class BadWords:
         if self._new:
             self.words.make_room(upload)
         for admission in self._new:
-            self._write(int(self.slots.of_row[admission.row]), admission, upload)
+            self._write(int(self.lines.of_row[admission.row]), admission, upload)
         self._new = []
 
-    def _write(self, slot: int, admission: Admission, upload: Upload) -> None:
+    def _write(self, line: int, admission: Admission, upload: Upload) -> None:
         history, bad_words = admission.history, admission.bad_words
         assert history is not None, f"row {admission.row} has bad words and came without its history"
         words = self.words
@@ -51,7 +51,7 @@ class BadWords:
         tail: Ints = history[::-1][: longest - 1]
         lengths = np.array([len(tail), *map(len, bad_words)], np.int32)
         starts = np.cumsum(lengths, dtype=np.int32) - lengths
-        # where a token goes: its word's line, counted from the word's end; the tail has been turned round already
+        # the column of each token, counted from the end of its word; the tail is reversed already
         within = np.arange(int(lengths.sum()), dtype=np.int32) - np.repeat(starts, lengths)
         from_end = np.repeat(lengths, lengths) - 1 - within
         from_end[: len(tail)] = within[: len(tail)]
@@ -60,29 +60,29 @@ class BadWords:
         id_span = upload.put(np.array([*tail, *(token for word in bad_words for token in word)], np.int32))
 
         def write() -> None:
-            words.tensor[slot].fill_(_NO_TOKEN).view(-1).index_copy_(
+            words.tensor[line].fill_(_NO_TOKEN).view(-1).index_copy_(
                 0, upload.tensor(place_span).long(), upload.tensor(id_span)
             )
 
         upload.then(write)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        users = self.slots.users(rows, upload)
+        users = self.lines.users(rows, upload)
         if users is None:
             return None
         words = self.words
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
-            own = words.tensor.index_select(0, upload.tensor(users.slots))
+            own = words.tensor.index_select(0, upload.tensor(users.lines))
             tails, own = own[:, 0], own[:, 1:]
             forbid_matched_(logits, upload.tensor(users.index), own[..., 0].long(), match_words(own, tails))
 
         def drawn(tokens: torch.Tensor, batch: SampleBatch) -> None:
-            slots, tails = upload.tensor(users.slots), words.tensor[:, 0]
+            lines, tails = upload.tensor(users.lines), words.tensor[:, 0]
             newest = tokens.index_select(0, upload.tensor(users.index)).to(torch.int32)[:, None]
-            tails.index_copy_(0, slots, torch.cat([newest, tails.index_select(0, slots)[:, :-1]], 1))
+            tails.index_copy_(0, lines, torch.cat([newest, tails.index_select(0, lines)[:, :-1]], 1))
 
         return StageWork(edit, drawn)
 
-    def asks(self, rows: Ints) -> bool:
-        return self.slots.asks(rows)
+    def is_used_by(self, rows: Ints) -> bool:
+        return self.lines.is_used_by(rows)

@@ -1,4 +1,4 @@
-"""Bias: allowed ids and logit bias, as one number to add for each token of the vocabulary."""
+"""LogitBias: allowed ids and logit bias, as one number to add to the logit of each token."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import add_lines_
 from slipstream.params import SamplingParams
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.feature_rows import SlotTable, StagedSlots
+from slipstream.runner.sampling.feature_rows import LineTable, StagedLines
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
 from slipstream.step import Ints, StepPlan
 
 
-class Bias:
-    """A row that asks for it has a line of the table: -inf for what is not allowed, else the bias, mostly 0."""
+class LogitBias:
+    """A row that uses it has a line of the table: -inf for tokens that are not allowed, else the bias or 0."""
 
     def __init__(
         self, num_rows: int, vocab_size: int, device: Device, dtype: np.dtype[Any], torch_dtype: torch.dtype
     ) -> None:
         self.vocab_size = vocab_size
         self.dtype = dtype
-        self.slots = StagedSlots(num_rows, device)
-        self.table = SlotTable(num_rows, vocab_size, torch_dtype, device)
+        self.lines = StagedLines(num_rows, device)
+        self.table = LineTable(num_rows, vocab_size, torch_dtype, device)
         self._new: list[tuple[int, SamplingParams]] = []
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.released:
-            self.slots.release(row)
+            self.lines.release(row)
         for admission in plan.admitted:
             params = admission.params
             if params.allowed_token_ids is not None or params.logit_bias is not None:
-                self._new.append((self.slots.take(admission.row), params))
+                self._new.append((self.lines.take(admission.row), params))
 
     def flush(self, upload: Upload) -> None:
-        self.slots.flush(upload)
+        self.lines.flush(upload)
         if self._new:
-            self.table.reserve(1 + max(slot for slot, _ in self._new), upload)
-        for slot, params in self._new:
-            self._write(slot, params, upload)
+            self.table.reserve(1 + max(line for line, _ in self._new), upload)
+        for line, params in self._new:
+            self._write(line, params, upload)
         self._new = []
 
-    def _write(self, slot: int, params: SamplingParams, upload: Upload) -> None:
+    def _write(self, line: int, params: SamplingParams, upload: Upload) -> None:
         table = self.table
         allowed = bias = values = None
         if params.allowed_token_ids is not None:
@@ -54,33 +54,33 @@ class Bias:
             values = upload.put(np.array(list(params.logit_bias.values()), self.dtype))
 
         def write() -> None:
-            line = table.tensor[slot]
-            line.fill_(0 if allowed is None else -torch.inf)
+            own = table.tensor[line]
+            own.fill_(0 if allowed is None else -torch.inf)
             if allowed is not None:
-                line.index_fill_(0, upload.tensor(allowed).long(), 0)
+                own.index_fill_(0, upload.tensor(allowed).long(), 0)
             if bias is not None and values is not None:
-                line.index_add_(0, upload.tensor(bias).long(), upload.tensor(values))
+                own.index_add_(0, upload.tensor(bias).long(), upload.tensor(values))
 
         upload.then(write)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        users = self.slots.users(rows, upload)
+        users = self.lines.users(rows, upload)
         if users is None:
             return None
         table = self.table
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
-            logits.index_add_(0, upload.tensor(users.index), table.tensor.index_select(0, upload.tensor(users.slots)))
+            logits.index_add_(0, upload.tensor(users.index), table.tensor.index_select(0, upload.tensor(users.lines)))
 
         return StageWork(edit)
 
-    def asks(self, rows: Ints) -> bool:
-        return self.slots.asks(rows)
+    def is_used_by(self, rows: Ints) -> bool:
+        return self.lines.is_used_by(rows)
 
     def by_row(self, rows: Ints) -> ByRow:
-        table, slots = self.table, self.slots.staged.device
+        table, lines = self.table, self.lines.staged.device
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
-            add_lines_(logits, table.tensor, slots.index_select(0, batch.rows))
+            add_lines_(logits, table.tensor, lines.index_select(0, batch.rows))
 
         return ByRow(("bias", table.shape), StageWork(edit))

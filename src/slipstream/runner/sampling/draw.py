@@ -1,4 +1,4 @@
-"""The draw: one token for each row, from its seed, sample and position, whatever its neighbours."""
+"""Draw: samples one token per row. The noise depends only on (seed, sample index, position), never on the batch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ DrawWork = Callable[[torch.Tensor, SampleBatch], Choice]
 """Device: logits [S, V] to tokens [S]."""
 
 PenaltyOf = Callable[[SampleBatch], Penalty | None]
-"""Device: what logits are read through."""
+"""Device: the penalty that is applied as logits are read."""
 
 
 class Draw:
-    """Greedy rows take the likeliest token, the first of equals; the others add noise made from their key.
+    """Greedy rows take the likeliest token, the first of equal ones; the others add Gumbel noise made from their key.
 
-    A row in which no token is left (-inf everywhere) gives token 0.
+    A row in which no token is left (-inf everywhere) draws token 0 and is marked as failed.
     """
 
     def __init__(self, num_rows: int, device: Device) -> None:
         self.random = np.zeros(num_rows, np.bool_)
-        self._users: set[int] = set()  # rows that draw at random
+        self._users: set[int] = set()  # rows that sample
         self.keys = StagedTensor((num_rows,), np.int64, device)
         self.is_random = StagedTensor((num_rows,), np.bool_, device)  # the device's copy of `random`
 
@@ -49,13 +49,13 @@ class Draw:
         self.keys.flush(upload)
         self.is_random.flush(upload)
 
-    def asks(self, rows: Ints) -> bool:
-        """Host: whether any of these rows draws at random."""
+    def is_used_by(self, rows: Ints) -> bool:
+        """Host: whether any of these rows samples."""
         return bool(self._users) and bool(self.random[rows].any())
 
     def prepare(self, rows: Ints, upload: Upload) -> DrawWork:
-        """Host: the work that turns logits [S, V] into tokens [S]. Noise is made for the random rows alone."""
-        if not self.asks(rows):
+        """Host: the work that draws tokens [S] from logits [S, V]. Noise is made for sampling rows only."""
+        if not self.is_used_by(rows):
             return greedy
         random = self.random[rows]
         keys = self.keys.device
@@ -73,8 +73,8 @@ class Draw:
         return mixed
 
     def by_row(self, scale: Scale, truncate: Truncate | None, penalty_of: PenaltyOf) -> DrawWork:
-        """Host: the same for any rows, penalised, scaled and cut as it reads the logits; `truncate` if any row asks for
-        that."""
+        """Host: the same for any rows; penalties, temperature and truncation are applied as the logits are read.
+        `truncate`: None if no row truncates."""
         keys, random, temperatures = self.keys.device, self.is_random.device, scale.staged.device
         limits = None if truncate is None else truncate.limits.device
 

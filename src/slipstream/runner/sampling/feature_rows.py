@@ -1,4 +1,4 @@
-"""Device memory for the few rows that use a feature: rows take slots, and tables have as many as are needed."""
+"""Device tables for features that few rows use: such a row gets a line, and a table has as many lines as needed."""
 
 from __future__ import annotations
 
@@ -11,109 +11,109 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.runner.batch.staging import Span, StagedTensor, Upload
+from slipstream.runner.batch.staging import StagedTensor, Upload, UploadSpan
 from slipstream.step import Ints
 
-_FIRST = 4  # slots and columns that a table has at least, unless it comes to its bound
-_MAX_TABLES = 32  # of one kind of list with which work is captured; doubling, one comes to its bound before that
+_FIRST = 4  # minimum number of lines and columns of a table, unless its bound is smaller
+_MAX_TABLES = 32  # tables of one kind that graphs are captured with; by doubling, a table reaches its bound before
 
 
 @dataclass(frozen=True, slots=True)
-class Users:
-    """The sampling rows of one step that have a slot, staged: which of the step's rows, and their slots."""
+class FeatureUsers:
+    """The sampling rows of one step that have a line, uploaded: their indices in the step, and their lines."""
 
-    index: Span
-    slots: Span
+    index: UploadSpan
+    lines: UploadSpan
     rows: Ints
 
 
-class Slots:
-    """Which slot a row has, -1 if none. The smallest free one is handed out, so tables stay small."""
+class LineAllocator:
+    """The line of each row, -1 for none. The smallest free line is assigned, so that tables stay small."""
 
     def __init__(self, num_rows: int) -> None:
         self.of_row = np.full(num_rows, -1, np.int64)  # host
         self._free: list[int] = []
-        self._num = 0  # ever handed out
+        self._num = 0  # lines ever assigned
 
     def __len__(self) -> int:
-        """Slots in use."""
+        """Number of lines in use."""
         return self._num - len(self._free)
 
     def take(self, row: int) -> int:
-        assert self.of_row[row] < 0, f"row {row} already has slot {self.of_row[row]}"
+        assert self.of_row[row] < 0, f"row {row} already has line {self.of_row[row]}"
         if self._free:
-            slot = heapq.heappop(self._free)
+            line = heapq.heappop(self._free)
         else:
-            slot = self._num
+            line = self._num
             self._num += 1
-        self._set(row, slot)
-        return slot
+        self._set(row, line)
+        return line
 
-    def _set(self, row: int, slot: int) -> None:
-        self.of_row[row] = slot
+    def _set(self, row: int, line: int) -> None:
+        self.of_row[row] = line
 
-    def asks(self, rows: Ints) -> bool:
-        """Host: whether any of these rows has a slot."""
+    def is_used_by(self, rows: Ints) -> bool:
+        """Host: whether any of these rows has a line."""
         return self._num > len(self._free) and bool((self.of_row[rows] >= 0).any())
 
-    def users(self, rows: Ints, upload: Upload) -> Users | None:
-        """Host: those of a step's sampling rows that have a slot; None if none has."""
+    def users(self, rows: Ints, upload: Upload) -> FeatureUsers | None:
+        """Host: the sampling rows of a step that have a line; None if none has."""
         if self._num == len(self._free):
             return None
-        slots = self.of_row[rows]
-        index = np.flatnonzero(slots >= 0)
+        lines = self.of_row[rows]
+        index = np.flatnonzero(lines >= 0)
         if not len(index):
             return None
-        return Users(upload.put(index), upload.put(slots[index]), rows[index])
+        return FeatureUsers(upload.put(index), upload.put(lines[index]), rows[index])
 
     def release(self, row: int) -> None:
-        """Give the row's slot back, if it has one. Safe to hand on at once: the device runs steps in order."""
+        """Free the row's line, if it has one. It can be reused at once: the device runs steps in order."""
         if self.of_row[row] >= 0:
             heapq.heappush(self._free, int(self.of_row[row]))
             self._set(row, -1)
 
     def close_up(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Rows that have a slot get the first ones, in the order of their slots. Returns the slots they had."""
+        """Renumber the used lines from 0 on, in their order. Returns their old numbers."""
         rows = np.flatnonzero(self.of_row >= 0)
         rows = rows[np.argsort(self.of_row[rows])]
         before = self.of_row[rows]
-        for slot, row in enumerate(map(int, rows)):
-            self._set(row, slot)
+        for line, row in enumerate(map(int, rows)):
+            self._set(row, line)
         self._free, self._num = [], len(rows)
         return before
 
 
-class StagedSlots(Slots):
-    """With a copy on the device, for work by row."""
+class StagedLines(LineAllocator):
+    """With a copy on the device, for captured work."""
 
     def __init__(self, num_rows: int, device: Device) -> None:
         super().__init__(num_rows)
         self.staged = StagedTensor((num_rows,), np.int64, device, fill=-1)
 
-    def _set(self, row: int, slot: int) -> None:
-        super()._set(row, slot)
-        self.staged.write(row, slot)
+    def _set(self, row: int, line: int) -> None:
+        super()._set(row, line)
+        self.staged.write(row, line)
 
     def flush(self, upload: Upload) -> None:
         self.staged.flush(upload)
 
 
-class SlotTable:
-    """A device tensor [slots, width] that grows on the stream when the host hands out a slot beyond it.
+class LineTable:
+    """A device tensor [lines, width] that grows when a line beyond its size is assigned.
 
-    `tensor` belongs to the stream: only closures read or replace it.
+    Only device work reads or replaces `tensor`.
     """
 
-    def __init__(self, max_slots: int, width: int, dtype: torch.dtype, device: Device) -> None:
-        self.shape = (0, width)  # the host's idea of it, steps ahead
+    def __init__(self, max_lines: int, width: int, dtype: torch.dtype, device: Device) -> None:
+        self.shape = (0, width)  # after all launched steps
         self.tensor = torch.zeros(self.shape, dtype=dtype, device=device.torch_device)
-        self._max_slots = max_slots
+        self._max_slots = max_lines
 
-    def reserve(self, slots: int, upload: Upload) -> None:
-        """Host: from this step on there are at least this many slots."""
-        if slots <= self.shape[0]:
+    def reserve(self, lines: int, upload: Upload) -> None:
+        """Host: from this step on there are at least this many lines."""
+        if lines <= self.shape[0]:
             return
-        shape = self.shape = (min(max(_FIRST, _power(slots)), self._max_slots), self.shape[1])
+        shape = self.shape = (min(max(_FIRST, _power(lines)), self._max_slots), self.shape[1])
 
         def grow() -> None:
             old = self.tensor
@@ -123,47 +123,52 @@ class SlotTable:
         upload.then(grow)
 
 
-class Lists:
-    """Lists of ids of the few rows that have one: a device tensor [slots, ids] or [slots, lists, ids].
+class ListTable:
+    """Lists of ids of the rows that have one: a device tensor [lines, ids] or [lines, lists, ids].
 
-    All places are as large as the largest. Whoever sits down knows that this comes to no more than `most` numbers in
-    all (`RowAllocator.can_list`). So the tensor is made anew when it is too small, for those who are here, and stays
-    within that. `tensor` belongs to the stream: only closures read or replace it.
+    All lines are as large as the largest. The scheduler admits only as many rows as keep the tensor within
+    `max_numbers` numbers (`RowAllocator.can_share_tables`). A tensor that is too small is replaced by one for the
+    present rows. Only device work reads or replaces `tensor`.
     """
 
     def __init__(
-        self, slots: Slots, num_dims: int, dtype: torch.dtype, device: Device, most: int, fill: int | None
+        self,
+        lines: LineAllocator,
+        num_dims: int,
+        dtype: torch.dtype,
+        device: Device,
+        max_numbers: int,
+        fill: int | None,
     ) -> None:
-        """Places that a list leaves empty hold `fill`; None: the list's first number once more."""
-        self.slots = slots
-        self.sizes = np.zeros((len(slots.of_row), num_dims), np.int64)  # by row; 0 for those without a list
-        self.shape = (0,) * (1 + num_dims)  # the host's idea of it, steps ahead
+        """Unused numbers of a list are `fill`; None: the list's first number."""
+        self.lines = lines
+        self.sizes = np.zeros((len(lines.of_row), num_dims), np.int64)  # by row; 0 for rows without a list
+        self.shape = (0,) * (1 + num_dims)  # after all launched steps
         self.tensor = torch.zeros(self.shape, dtype=dtype, device=device.torch_device)
-        self.number = 0  # of tensors that are roomy: work that was captured with one must not run with another
-        self.is_roomy = True  # not made for those alone who are here; else each newcomer may bring another
-        self._most = most
+        self.number = 0  # of the current roomy tensor: work captured with one must not run with another
+        self.is_roomy = True  # larger than the present rows need; else any admission may need another tensor
+        self._max_numbers = max_numbers
         self._fill = fill
 
     def take(self, row: int, *size: int) -> None:
         self.sizes[row] = size
-        self.slots.take(row)
+        self.lines.take(row)
 
     def release(self, row: int) -> None:
         self.sizes[row] = 0
-        self.slots.release(row)
+        self.lines.release(row)
 
     def make_room(self, upload: Upload) -> None:
-        """Host, before newcomers' lists are written: from this step on all who are here have room. Their slots may be
-        others than before."""
-        largest = (int(self.slots.of_row.max()) + 1, *map(int, self.sizes.max(0)))
+        """Host, before new lists are written: from this step on there is room for all rows. Lines may be renumbered."""
+        largest = (int(self.lines.of_row.max()) + 1, *map(int, self.sizes.max(0)))
         if all(wanted <= there for wanted, there in zip(largest, self.shape, strict=True)):
             return
-        kept = self.slots.close_up()
-        known = kept[kept < self.shape[0]]  # newcomers' slots that were beyond it come last
+        kept = self.lines.close_up()
+        known = kept[kept < self.shape[0]]  # lines of new rows, which were beyond the tensor, come last
         exact = (len(kept), *largest[1:])
-        # as large as it was besides: a size that comes and goes would be captured anew each time
+        # never smaller than before: alternating sizes would be captured again and again
         roomy = tuple(max(_FIRST, _power(size), there) for size, there in zip(exact, self.shape, strict=True))
-        self.is_roomy = math.prod(roomy) <= self._most and self.number < _MAX_TABLES
+        self.is_roomy = math.prod(roomy) <= self._max_numbers and self.number < _MAX_TABLES
         self.number += self.is_roomy
         shape = self.shape = roomy if self.is_roomy else exact
         span, fill = upload.put(known), self._fill

@@ -1,4 +1,4 @@
-"""Logprobs of the raw logits: what the model said, before any stage."""
+"""Logprobs of the raw logits, before any stage."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import TopLogprobs, logprobs_of, top_logprobs
 from slipstream.params import MAX_PACKED_LOGPROBS
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.feature_rows import Lists, Slots
+from slipstream.runner.sampling.feature_rows import LineAllocator, ListTable
 from slipstream.step import Ints, PromptScores, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Logprobs:
-    """A step's report: the drawn token's logprob and rank, and the k likeliest tokens."""
+class LogprobsWork:
+    """Reports the drawn token's logprob and rank, and the k likeliest tokens."""
 
     k: int
-    edited: bool  # whether a stage changes the logits before the token is known
+    edited: bool  # whether a stage changes the logits before the draw
 
     def keep(self, logits: torch.Tensor) -> torch.Tensor:
-        """Device, before the stages: the logits as `report` will need them."""
+        """Device, before the stages: the logits that `report` needs."""
         return logits.clone() if self.edited else logits
 
     def report(self, raw: torch.Tensor, tokens: torch.Tensor) -> TopLogprobs:
@@ -34,26 +34,26 @@ class Logprobs:
 
 
 @dataclass(frozen=True, slots=True)
-class RequestedWork:
-    """What one step reports of given ids."""
+class RequestedLogprobsWork:
+    """Reports the logprobs of requested ids in one step."""
 
-    shape: tuple[int, int]  # rows that ask, and the most ids that one of them asks for
+    shape: tuple[int, int]  # number of rows with requested ids, and the maximum number of ids
     report: Callable[[torch.Tensor], torch.Tensor]  # device: raw logits [S, V] to logprobs of that shape
 
 
 class RequestedLogprobs:
-    """logprob_token_ids: the ids of the rows that ask are kept on the device. A RowState, but it edits nothing."""
+    """logprob_token_ids: keeps the requested ids of rows on the device. A RowState that edits no logits."""
 
     def __init__(self, num_rows: int, device: Device, max_ids: int) -> None:
-        self.slots = Slots(num_rows)
-        self.ids = Lists(self.slots, 1, torch.int32, device, max_ids, fill=0)
+        self.lines = LineAllocator(num_rows)
+        self.ids = ListTable(self.lines, 1, torch.int32, device, max_ids, fill=0)
         self._new: list[tuple[int, tuple[int, ...]]] = []
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.released:
             self.ids.release(row)
         for admission in plan.admitted:
-            if ids := admission.params.given_ids:
+            if ids := admission.params.requested_ids:
                 self.ids.take(admission.row, len(ids))
                 self._new.append((admission.row, ids))
 
@@ -61,44 +61,44 @@ class RequestedLogprobs:
         if self._new:
             self.ids.make_room(upload)
         for row, ids in self._new:
-            self._write(int(self.slots.of_row[row]), ids, upload)
+            self._write(int(self.lines.of_row[row]), ids, upload)
         self._new = []
 
-    def _write(self, slot: int, ids: tuple[int, ...], upload: Upload) -> None:
+    def _write(self, line: int, ids: tuple[int, ...], upload: Upload) -> None:
         table, span, num = self.ids, upload.put(np.array(ids, np.int32)), len(ids)
 
         def write() -> None:
-            table.tensor[slot].zero_()[:num].copy_(upload.tensor(span))
+            table.tensor[line].zero_()[:num].copy_(upload.tensor(span))
 
         upload.then(write)
 
-    def prepare(self, rows: Ints, upload: Upload) -> RequestedWork | None:
-        users = self.slots.users(rows, upload)
+    def prepare(self, rows: Ints, upload: Upload) -> RequestedLogprobsWork | None:
+        users = self.lines.users(rows, upload)
         if users is None:
             return None
-        table, most = self.ids, int(self.ids.sizes[users.rows].max())
+        table, width = self.ids, int(self.ids.sizes[users.rows].max())
 
         def report(raw: torch.Tensor) -> torch.Tensor:
-            ids = table.tensor[:, :most].index_select(0, upload.tensor(users.slots))
+            ids = table.tensor[:, :width].index_select(0, upload.tensor(users.lines))
             return logprobs_of(raw.index_select(0, upload.tensor(users.index)), ids.long())
 
-        return RequestedWork((len(users.rows), most), report)
+        return RequestedLogprobsWork((len(users.rows), width), report)
 
 
 @dataclass(frozen=True, slots=True)
-class WideWork:
-    """What one step reports of rows that want very many."""
+class WideLogprobsWork:
+    """Reports the wide rows of one step."""
 
-    shape: tuple[int, int]  # those rows, and the most that one of them wants
+    shape: tuple[int, int]  # number of wide rows, and the maximum number of likeliest tokens
     report: Callable[[torch.Tensor, torch.Tensor], TopLogprobs]  # device: raw logits and tokens of all rows
 
 
 class WideLogprobs:
-    """Rows that want more than MAX_PACKED_LOGPROBS of the likeliest. A RowState, with nothing on the device."""
+    """Rows that want more than MAX_PACKED_LOGPROBS likeliest tokens. A RowState without device memory."""
 
     def __init__(self, num_rows: int) -> None:
         self._wanted = np.zeros(num_rows, np.int64)
-        self._num = 0  # rows that want them
+        self._num = 0  # number of such rows
 
     def apply(self, plan: StepPlan) -> None:
         self._wanted[plan.released] = 0
@@ -110,29 +110,29 @@ class WideLogprobs:
     def flush(self, upload: Upload) -> None:
         pass
 
-    def asks(self, rows: Ints) -> bool:
-        """Host: whether any of these rows wants them."""
+    def is_used_by(self, rows: Ints) -> bool:
+        """Host: whether any of these rows is wide."""
         return self._num > 0 and bool(self._wanted[rows].any())
 
-    def prepare(self, rows: Ints, upload: Upload) -> WideWork | None:
-        if not self.asks(rows):
+    def prepare(self, rows: Ints, upload: Upload) -> WideLogprobsWork | None:
+        if not self.is_used_by(rows):
             return None
         wanted = self._wanted[rows]
         which = np.flatnonzero(wanted)
-        span, most = upload.put(which), int(wanted.max())
+        span, width = upload.put(which), int(wanted.max())
 
         def report(raw: torch.Tensor, tokens: torch.Tensor) -> TopLogprobs:
             index = upload.tensor(span)
-            return top_logprobs(raw.index_select(0, index), tokens.index_select(0, index), most)
+            return top_logprobs(raw.index_select(0, index), tokens.index_select(0, index), width)
 
-        return WideWork((len(which), most), report)
+        return WideLogprobsWork((len(which), width), report)
 
 
 def prepare_scores(
     scores: PromptScores, logits_of: Callable[[torch.Tensor], torch.Tensor], upload: Upload
 ) -> Callable[[torch.Tensor], TopLogprobs]:
-    """Host: the work that turns a step's hidden states [T, hidden] into logprobs of prompt tokens."""
-    place_span, token_span = upload.put(scores.places.astype(np.int64)), upload.put(scores.tokens.astype(np.int64))
+    """Host: the work that computes logprobs of prompt tokens from a step's hidden states [T, hidden]."""
+    place_span, token_span = upload.put(scores.indices.astype(np.int64)), upload.put(scores.tokens.astype(np.int64))
     k = scores.num_logprobs
 
     def score(hidden: torch.Tensor) -> TopLogprobs:

@@ -1,4 +1,4 @@
-"""min_tokens: tokens that would end a text may not come before it is long enough."""
+"""MinTokens: forbids tokens that would end the request before it has `min_tokens` output tokens."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import forbid_
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.feature_rows import Lists, StagedSlots
+from slipstream.runner.sampling.feature_rows import ListTable, StagedLines
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
 from slipstream.step import Ints, StepPlan
 
 
 class MinTokens:
-    """Stop ids at -inf while the position drawn is under the row's limit.
+    """Sets stop ids to -inf while the drawn position is below the row's limit.
 
-    The position is looked at on the device, which alone knows it once drafts are accepted. The host drops a row from
-    the stage after as many draws as were missing: each gives at least one token.
+    The device compares the position, since only the device knows it once drafts are accepted. The host counts draws and
+    stops using the stage for a row after as many draws as tokens were missing: each draw gives at least one token.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: Device, max_ids: int) -> None:
         self.vocab_size = vocab_size
         self.max_ids = max_ids
-        self.slots = StagedSlots(num_rows, device)
-        self.missing = np.zeros(num_rows, np.int64)  # draws for which the row still needs the stage
-        self.limit = np.zeros(num_rows, np.int64)  # first position at which the text may end
-        self.staged_limit = StagedTensor((num_rows,), np.int64, device)  # 0 for rows that nobody asked this of
-        self.ids = Lists(self.slots, 1, torch.int64, device, max_ids, fill=None)  # stop ids
+        self.lines = StagedLines(num_rows, device)
+        self.missing = np.zeros(num_rows, np.int64)  # draws for which the row still uses the stage
+        self.limit = np.zeros(num_rows, np.int64)  # first position at which the request may end
+        self.staged_limit = StagedTensor((num_rows,), np.int64, device)  # 0 for rows without min_tokens
+        self.ids = ListTable(self.lines, 1, torch.int64, device, max_ids, fill=None)  # stop ids
         self._new: list[tuple[int, list[int]]] = []
 
     def apply(self, plan: StepPlan) -> None:
@@ -40,7 +40,7 @@ class MinTokens:
         for admission in plan.admitted:
             limit = admission.num_prompt_tokens + admission.params.min_tokens
             ids = sorted({i for i in admission.stop_ids if 0 <= i < self.vocab_size})
-            # a vocabulary of nothing but stop ids leaves nothing to draw instead: let the text end
+            # if every id of the vocabulary is a stop id, there is nothing else to draw: let the request end
             if limit <= admission.num_known or not ids or len(ids) == self.vocab_size:
                 continue
             self.missing[admission.row] = limit - admission.num_known
@@ -52,24 +52,24 @@ class MinTokens:
     def flush(self, upload: Upload) -> None:
         if self._new:
             self.ids.make_room(upload)
-        self.slots.flush(upload)
+        self.lines.flush(upload)
         self.staged_limit.flush(upload)
         for row, ids in self._new:
-            self._write(int(self.slots.of_row[row]), upload, np.array(ids, np.int32))
+            self._write(int(self.lines.of_row[row]), upload, np.array(ids, np.int32))
         self._new = []
 
-    def _write(self, slot: int, upload: Upload, ids: Ints) -> None:
+    def _write(self, line: int, upload: Upload, ids: Ints) -> None:
         table, span, num = self.ids, upload.put(ids), len(ids)
 
         def write() -> None:
-            own, place = upload.tensor(span), table.tensor[slot]
+            own, place = upload.tensor(span), table.tensor[line]
             place[:num].copy_(own)
             place[num:].copy_(own[:1].expand(place.shape[0] - num))
 
         upload.then(write)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        if not len(self.slots):
+        if not len(self.lines):
             return None
         index = np.flatnonzero(self.missing[rows] > 0)
         if not len(index):
@@ -77,7 +77,7 @@ class MinTokens:
         users = rows[index]
         self.missing[users] -= 1
         table = self.ids
-        index_span, slot_span = upload.put(index), upload.put(self.slots.of_row[users])
+        index_span, slot_span = upload.put(index), upload.put(self.lines.of_row[users])
         limit_span = upload.put(self.limit[users])
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
@@ -87,20 +87,20 @@ class MinTokens:
 
         return StageWork(edit)
 
-    def asks(self, rows: Ints) -> bool:
-        return len(self.slots) > 0 and bool((self.missing[rows] > 0).any())
+    def is_used_by(self, rows: Ints) -> bool:
+        return len(self.lines) > 0 and bool((self.missing[rows] > 0).any())
 
     def can_capture(self, rows: Ints) -> bool:
-        """Whether `by_row` may be asked for, where every row has a line, as long as the longest."""
+        """Whether `by_row` can be used: every row has a line, as long as the longest."""
         return self.ids.is_roomy and len(rows) * self.ids.shape[1] <= self.max_ids
 
     def by_row(self, rows: Ints) -> ByRow:
         self.missing[rows] -= self.missing[rows] > 0
-        table, slots, limit = self.ids, self.slots.staged.device, self.staged_limit.device
+        table, lines, limit = self.ids, self.lines.staged.device, self.staged_limit.device
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
             too_early = batch.positions < limit.index_select(0, batch.rows)
-            held = slots.index_select(0, batch.rows).clamp_(min=0)
+            held = lines.index_select(0, batch.rows).clamp_(min=0)
             forbid_(logits, None, table.tensor.index_select(0, held), too_early)
 
         return ByRow(("min_tokens", table.number), StageWork(edit))

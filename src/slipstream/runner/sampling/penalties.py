@@ -1,4 +1,4 @@
-"""Penalties: repetition, presence and frequency, from counts that only the device keeps."""
+"""Penalties: repetition, presence and frequency penalties, from token counts on the device."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import IN_OUTPUT, IN_PROMPT, Penalty, count_, penalize_
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.feature_rows import SlotTable, StagedSlots
+from slipstream.runner.sampling.feature_rows import LineTable, StagedLines
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
 from slipstream.step import Admission, Ints, StepPlan
 
 
 class Penalties:
-    """What a row has seen: flags for prompt and output, counts for the output, one slot for each row that is penalised.
+    """A line per penalised row: flags for tokens of prompt and output, counts for tokens of the output.
 
-    The host brings the history when the row is admitted; afterwards each token is counted where it was drawn.
+    The history is uploaded at admission; after that, each token is counted on the device when it is drawn.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: Device, dtype: np.dtype[Any]) -> None:
         self.vocab_size = vocab_size
-        self.slots = StagedSlots(num_rows, device)
-        self.counts = SlotTable(num_rows, vocab_size, torch.int32, device)
-        self.seen = SlotTable(num_rows, vocab_size, torch.uint8, device)
+        self.lines = StagedLines(num_rows, device)
+        self.counts = LineTable(num_rows, vocab_size, torch.int32, device)
+        self.seen = LineTable(num_rows, vocab_size, torch.uint8, device)
         self.values = StagedTensor((num_rows, 3), dtype, device)  # repetition, presence, frequency
         self._new: list[tuple[int, Admission]] = []
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.released:
-            self.slots.release(row)
+            self.lines.release(row)
         for admission in plan.admitted:
             params = admission.params
             if params.has_penalties:
                 values = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
                 self.values.write(admission.row, values)
-                self._new.append((self.slots.take(admission.row), admission))
+                self._new.append((self.lines.take(admission.row), admission))
 
     def flush(self, upload: Upload) -> None:
         self.values.flush(upload)
-        self.slots.flush(upload)
+        self.lines.flush(upload)
         if self._new:
-            most = 1 + max(slot for slot, _ in self._new)
-            self.counts.reserve(most, upload)
-            self.seen.reserve(most, upload)
-        for slot, admission in self._new:
-            self._write(slot, admission, upload)
+            num_lines = 1 + max(line for line, _ in self._new)
+            self.counts.reserve(num_lines, upload)
+            self.seen.reserve(num_lines, upload)
+        for line, admission in self._new:
+            self._write(line, admission, upload)
         self._new = []
 
-    def _write(self, slot: int, admission: Admission, upload: Upload) -> None:
+    def _write(self, line: int, admission: Admission, upload: Upload) -> None:
         assert admission.history is not None, f"row {admission.row} has penalties and came without its history"
         counts, seen = self.counts, self.seen
         span, num_prompt = upload.put(admission.history), admission.num_prompt_tokens
@@ -58,36 +58,36 @@ class Penalties:
         def write() -> None:
             history = upload.tensor(span).long()
             output = history[num_prompt:]
-            counted = counts.tensor[slot].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
-            flags = seen.tensor[slot].copy_(counted > 0).mul_(IN_OUTPUT)
+            counted = counts.tensor[line].zero_().index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+            flags = seen.tensor[line].copy_(counted > 0).mul_(IN_OUTPUT)
             flags.index_copy_(0, history[:num_prompt], flags.index_select(0, history[:num_prompt]) | IN_PROMPT)
 
         upload.then(write)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        users = self.slots.users(rows, upload)
+        users = self.lines.users(rows, upload)
         if users is None:
             return None
-        index_span, slot_span = users.index, users.slots
+        index_span, line_span = users.index, users.lines
         counts, seen, values = self.counts, self.seen, self.values.device
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
-            index, slots = upload.tensor(index_span), upload.tensor(slot_span)
+            index, lines = upload.tensor(index_span), upload.tensor(line_span)
             own = values.index_select(0, batch.rows.index_select(0, index))
-            penalize_(logits, index, counts.tensor, seen.tensor, slots, own)
+            penalize_(logits, index, counts.tensor, seen.tensor, lines, own)
 
         def drawn(tokens: torch.Tensor, batch: SampleBatch) -> None:
             own = tokens.index_select(0, upload.tensor(index_span))
-            count_(counts.tensor, seen.tensor, upload.tensor(slot_span), own)
+            count_(counts.tensor, seen.tensor, upload.tensor(line_span), own)
 
         return StageWork(edit, drawn)
 
-    def asks(self, rows: Ints) -> bool:
-        return self.slots.asks(rows)
+    def is_used_by(self, rows: Ints) -> bool:
+        return self.lines.is_used_by(rows)
 
     def by_row(self, rows: Ints) -> ByRow:
-        """Logits are not edited: whoever draws reads them through `penalty`."""
-        counts, seen, held = self.counts, self.seen, self.slots.staged.device
+        """Logits are not edited: the draw applies `penalty` as it reads them."""
+        counts, seen, held = self.counts, self.seen, self.lines.staged.device
 
         def drawn(tokens: torch.Tensor, batch: SampleBatch) -> None:
             count_(counts.tensor, seen.tensor, held.index_select(0, batch.rows), tokens)
@@ -95,6 +95,6 @@ class Penalties:
         return ByRow(("penalties", counts.shape), StageWork(None, drawn))
 
     def penalty(self, batch: SampleBatch) -> Penalty:
-        """Device: what the draw is to know of these rows."""
-        slots = self.slots.staged.device.index_select(0, batch.rows)
-        return Penalty(self.counts.tensor, self.seen.tensor, slots, self.values.device.index_select(0, batch.rows))
+        """Device: the penalties of these rows, for the draw."""
+        lines = self.lines.staged.device.index_select(0, batch.rows)
+        return Penalty(self.counts.tensor, self.seen.tensor, lines, self.values.device.index_select(0, batch.rows))

@@ -1,4 +1,4 @@
-"""Temperature."""
+"""Scale: divides logits by the temperature."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from slipstream.step import Ints, StepPlan
 
 
 class Scale:
-    """Divides the logits by the row's temperature. Greedy rows, and those nobody holds, have 1."""
+    """The temperature of each row. Greedy rows and free rows have 1."""
 
     def __init__(self, num_rows: int, device: Device, dtype: np.dtype[Any]) -> None:
         self.temperature = np.ones(num_rows)
-        self._users: set[int] = set()  # rows with another temperature than 1
+        self._users: set[int] = set()  # rows whose temperature is not 1
         self.staged = StagedTensor((num_rows,), dtype, device, fill=1)
 
     def apply(self, plan: StepPlan) -> None:
@@ -36,7 +36,7 @@ class Scale:
         self.staged.flush(upload)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        if not self.asks(rows):
+        if not self.is_used_by(rows):
             return None
         temperature = self.staged.device
 
@@ -45,5 +45,5 @@ class Scale:
 
         return StageWork(edit)
 
-    def asks(self, rows: Ints) -> bool:
+    def is_used_by(self, rows: Ints) -> bool:
         return bool(self._users) and bool((self.temperature[rows] != 1.0).any())

@@ -1,6 +1,6 @@
 """Stage: a RowState that edits logits before a token is drawn.
 
-To add one: a file with a class of this shape, and its place in the order in `sampler.py`.
+A new stage is a file with a class of this shape, and an entry in the list of stages in `sampler.py`.
 """
 
 from __future__ import annotations
@@ -18,53 +18,52 @@ from slipstream.step import Ints
 
 @dataclass(frozen=True, slots=True)
 class SampleBatch:
-    """The sampling rows of a step, on the device: those of the plan in its order, then padding, if any."""
+    """The sampling rows of a step on the device, in the plan's order, then padding rows, if any."""
 
     rows: torch.Tensor  # [S] int64
-    positions: torch.Tensor  # [S] int64, of the token that is to be drawn; the first after a prompt of n has n
+    positions: torch.Tensor  # [S] int64, of the token to draw; the first token after a prompt of n tokens has n
 
 
 Edit = Callable[[torch.Tensor, SampleBatch], None]
-"""Device: change the logits [S, vocabulary] in place."""
+"""Device: edits the logits [S, vocabulary] in place."""
 
 Drawn = Callable[[torch.Tensor, SampleBatch], None]
-"""Device: learn the tokens [S] int64 that were drawn."""
+"""Device: receives the drawn tokens [S] int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageWork:
-    """What a stage does on the device in one step.
+    """The device work of a stage in one step.
 
-    The closures run later, on the stream, when the host may be steps ahead: they capture what they need and read no
-    field that `apply` changes.
+    It runs later, on the stream, when the host may be steps ahead: it must not read fields that `apply` changes.
     """
 
     edit: Edit | None
-    drawn: Drawn | None = None  # for stages that keep account of the output
+    drawn: Drawn | None = None  # for stages that depend on the output
 
 
 @dataclass(frozen=True, slots=True)
 class ByRow:
-    """Work that is the same from step to step: it finds what each row asks for in tables on the device, and leaves
-    alone the rows that ask for nothing. So it may be captured, and be replayed for any rows under the same key."""
+    """Work that is the same from step to step: it reads each row's parameters from tables on the device, and does not
+    change rows that do not use the stage. So it can be captured, and replayed for any rows under the same key."""
 
-    key: Hashable  # tells it from other work of the stage, such as that on a table of another size
+    key: Hashable  # differs for other work of the stage, for example on a table of another size
     work: StageWork
 
 
 class Stage(RowState, Protocol):
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        """Host: the work for these sampling rows in this step; None if none of them asks for it.
+        """Host: the work for these sampling rows; None if none of them uses the stage.
 
-        Called once a step, unless `by_row` is, after `apply` and `flush`, with every row for which a token is drawn.
+        Called once per step with all sampling rows, after `apply` and `flush`, unless `by_row` is called instead.
         """
 
-    def asks(self, rows: Ints) -> bool:
-        """Host: whether any of these sampling rows asks for this stage. Changes nothing."""
+    def is_used_by(self, rows: Ints) -> bool:
+        """Host: whether any of these sampling rows uses the stage. Changes nothing."""
 
 
 class ByRowStage(Stage, Protocol):
     """A stage whose work can be captured."""
 
     def by_row(self, rows: Ints) -> ByRow:
-        """Host: the work for these sampling rows, some of which ask for it."""
+        """Host: the work for these sampling rows, some of which use the stage."""

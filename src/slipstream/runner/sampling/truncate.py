@@ -1,4 +1,4 @@
-"""Truncation: min-p, then top-k, then top-p, as one floor under each row's logits."""
+"""Truncate: min-p, then top-k, then top-p, as one floor for each row's logits."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.stage import SampleBatch, StageWork
 from slipstream.step import Ints, StepPlan
 
-_NO_TOP_P = 2.0  # a sum that no rounding reaches
+_NO_TOP_P = 2.0  # a sum of probabilities that rounding never reaches
 
-# how much of its logits must be put in order to find a row's floor
+# what is needed to find a row's floor
 _NONE, _BEST, _TOP_K, _ALL = range(4)
 
 
 class Truncate:
-    """All three keep the likeliest tokens, so together they keep those from some logit up; ties at the edge stay.
+    """All three keep the likeliest tokens, so together they keep all tokens from some logit up, ties included.
 
-    Rows fall into groups by what finding the floor takes: the largest logit (min-p alone), the largest k (top-k, and
-    top-p among them), or all of them sorted (top-p without top-k). Greedy rows and rows that truncate nothing are in
-    no group. A row's floor does not depend on who else is in its group.
+    Rows are grouped by what finding the floor needs: the largest logit (min-p only), the k largest (top-k, and top-p
+    among them), or all logits sorted (top-p without top-k). Greedy rows and rows without truncation are in no group. A
+    row's floor does not depend on the other rows of its group.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: Device, dtype: np.dtype[Any]) -> None:
         self.vocab_size = vocab_size
         self.group = np.full(num_rows, _NONE, np.int8)
         self._users: set[int] = set()  # rows that are in a group
-        self.top_k = np.zeros(num_rows, np.int64)  # the vocabulary where there is none
+        self.top_k = np.zeros(num_rows, np.int64)  # the vocabulary size without top-k
         self.limits = StagedTensor((num_rows, 3), dtype, device)  # log of min_p, top_k, top_p
         self._keep_all = (-math.inf, vocab_size, _NO_TOP_P)
         for column, value in zip(self.limits.device.unbind(1), self._keep_all, strict=True):
@@ -67,22 +67,22 @@ class Truncate:
         self.limits.flush(upload)
 
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
-        if not self.asks(rows):
+        if not self.is_used_by(rows):
             return None
         group = self.group[rows]
         groups = []
         for which in (_BEST, _TOP_K, _ALL):
             index = np.flatnonzero(group == which)
             if len(index):
-                most = 0 if which == _BEST else int(self.top_k[rows[index]].max())
-                groups.append((upload.put(index), most))
+                max_k = 0 if which == _BEST else int(self.top_k[rows[index]].max())
+                groups.append((upload.put(index), max_k))
         limits = self.limits.device
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
-            order = [(upload.tensor(index), most) for index, most in groups]
+            order = [(upload.tensor(index), max_k) for index, max_k in groups]
             drop_below_(logits, find_floor(logits, limits.index_select(0, batch.rows), order))
 
         return StageWork(edit)
 
-    def asks(self, rows: Ints) -> bool:
+    def is_used_by(self, rows: Ints) -> bool:
         return bool(self._users) and bool(self.group[rows].any())

@@ -259,7 +259,7 @@ class _Job:
         return ChatChunk(self.id, "chat.completion.chunk", self.created, self.model, choices, usage)
 
     def logprobs(self, ids: list[int], entries: Sequence[dict[int, Logprob]]) -> ChatLogprobs:
-        return chat_logprobs(ids, entries, self.body.top_logprobs or 0, self.names, self.params.given_ids)
+        return chat_logprobs(ids, entries, self.body.top_logprobs or 0, self.names, self.params.requested_ids)
 
 
 ROUTES = [

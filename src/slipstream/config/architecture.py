@@ -1,7 +1,7 @@
-"""The architecture that a config.json names, or the one that its model_type implies.
+"""The architecture that config.json names, or that its model_type implies.
 
-Some published configs have model_type and no architectures. A model_type says what the backbone is, not what stands
-behind it: an encoder is then taken for its plain backbone, a decoder for the model that continues text.
+Some published configs have a model_type and no architectures. A model_type names the backbone, not the head: an encoder
+is then loaded as a plain backbone, a decoder as a causal LM.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OF_MODEL_TYPE = {
 
 
 def find_architecture(config: dict[str, Any]) -> str:
-    """Raises BadCheckpoint where config.json names neither, UnsupportedModel for a model_type that is not run."""
+    """Raises BadCheckpoint if config.json names neither, UnsupportedModel for a model_type that is not supported."""
     named = config.get("architectures")
     if isinstance(named, list) and named and isinstance(named[0], str):
         return named[0]

@@ -1,8 +1,8 @@
-"""How many pages each cache group gets.
+"""Computes how many pages each cache group gets.
 
-A group that keeps every position may use all it is given. In a group with a window running requests never hold more
-than their windows and the positions of a step; some more windows make prefixes of earlier requests worth finding.
-The rest goes to those that keep everything.
+A group that keeps every position can use any number of pages. In a group with a window, running requests never hold
+more than their windows and the positions of a step; some more windows make cached prefixes of earlier requests usable.
+The rest goes to the groups that keep every position.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MIN_PREFIXES = 16
 
 
 class CacheSize:
-    """A cache for `max_num_seqs` requests of up to `length` positions. A number of pages counts the null page."""
+    """A cache for `max_num_seqs` requests of up to `length` positions. Page counts include the null page."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class CacheSize:
         self.groups = groups
         self.length = length
         self.step_tokens = step_tokens
-        # per group, what it needs when all requests run at their full length
+        # per group: the pages that it needs if all requests have their full length
         num_prefixes = max(max_num_seqs, MIN_PREFIXES) if prefix_caching else 0
         self._enough = [self._enough_for(group, max_num_seqs, num_prefixes) for group in groups]
         self._keeps = [not isinstance(group.spec, WindowSpec) for group in groups]
@@ -42,17 +42,17 @@ class CacheSize:
 
     @property
     def enough(self) -> int:
-        """Pages with which no request ever waits for another's."""
+        """Number of pages with which no request ever waits for pages."""
         kept = [enough for enough, keeps in zip(self._enough, self._keeps, strict=True) if keeps]
         return max(kept or self._enough, default=2)
 
     @property
     def least(self) -> int:
-        """Pages with which one request of the full length fits."""
+        """Number of pages with which one request of the full length fits."""
         return 1 + max((g.spec.max_pages(self.length, self.step_tokens) for g in self.groups), default=1)
 
     def group_pages(self, num_pages: int) -> tuple[int, ...]:
-        """For each group, if one that keeps everything has `num_pages`."""
+        """Pages of each group, if a group that keeps every position has `num_pages`."""
         if not any(self._keeps):
             return (num_pages,) * len(self.groups)
         return tuple(
@@ -65,7 +65,7 @@ class CacheSize:
         return sum(group.bytes_per_page * num for group, num in zip(self.groups, pages, strict=True))
 
     def pages_in(self, num_bytes: int) -> int:
-        """The largest number of pages that fits."""
+        """The largest number of pages that fits into this memory."""
         if not self.groups:
             return 2
         fits, too_many = 0, num_bytes // min(group.bytes_per_page for group in self.groups) + 1

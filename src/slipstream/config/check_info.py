@@ -1,4 +1,4 @@
-"""check_info: refuses a model whose numbers cannot be, before memory is taken and long before a step would fail."""
+"""check_info: rejects a model with impossible numbers, before memory is allocated and before a step would fail."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import msgspec
 from slipstream.config.model_info import ModelInfo
 from slipstream.errors import BadCheckpoint
 
-# the most of each, far beyond any model: a wrong number shall not keep the start busy for hours
-_MOST = {
+# maxima far beyond any model: a wrong number must not make the start take hours
+_MAX = {
     "vocab_size": 2**27, "hidden_size": 2**24, "num_layers": 2**12, "num_heads": 2**16, "num_kv_heads": 2**16,
     "head_dim": 2**16, "ffn_size": 2**27, "max_positions": 2**31 - 1,
 }  # fmt: skip
 
 
 def check_info(info: ModelInfo) -> ModelInfo:
-    """The facts as they are, without end tokens that are not in the vocabulary: those are never drawn."""
-    for name, most in _MOST.items():
+    """The facts without end tokens outside the vocabulary, which are never drawn. Raises if a number is impossible."""
+    for name, limit in _MAX.items():
         count = getattr(info, name)
-        if not 1 <= count <= most:
-            raise BadCheckpoint(f"{info.architecture} has a {name} of {count}; it must be 1 to {most:,}")
+        if not 1 <= count <= limit:
+            raise BadCheckpoint(f"{info.architecture} has a {name} of {count}; it must be 1 to {limit:,}")
     if info.num_types < 0 or info.position_offset < 0:
         raise BadCheckpoint(
             f"{info.architecture} has {info.num_types} token types and {info.position_offset} unused positions; they "

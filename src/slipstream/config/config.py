@@ -1,4 +1,4 @@
-"""EngineConfig: what the engine knows once every default is settled. Frozen; no field means auto."""
+"""EngineConfig: the configuration with every default applied. Frozen; no field means automatic."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.pooling_info import PoolingInfo
 
-MAX_REPORTED_LOGPROBS = 2**20  # numbers in one step's long reports, or in what it tells of prompts
+MAX_REPORTED_LOGPROBS = 2**20  # numbers in the wide reports of one step, or in its prompt logprobs
 
 
 class ModelConfig(msgspec.Struct, frozen=True):
     info: ModelInfo
     path: str  # a folder or a .gguf file on this machine
-    name: str  # what results call it
+    name: str  # the name in results
     load_format: str  # safetensors, gguf or dummy
     dtype: str  # a torch dtype's name
     dequantize: bool
@@ -32,11 +32,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
 
 class CacheConfig(msgspec.Struct, frozen=True):
     page_size: int
-    num_pages: int  # of a group that keeps every position, the null page counted
+    num_pages: int  # of a group that keeps every position, the null page included
     prefix_caching: bool
     groups: tuple[CacheGroup, ...]
-    group_pages: tuple[int, ...]  # of each group: those with a window need fewer
-    step_tokens: int  # the most positions that one step adds
+    group_pages: tuple[int, ...]  # per group; groups with a window need fewer pages
+    step_tokens: int  # maximum number of positions that one step adds
 
     @property
     def num_bytes(self) -> int:
@@ -51,23 +51,21 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     chunked_prefill: bool
     depth: int
     seed: int
-    staged_ints: int  # what one step's admissions may stage: page places and histories, in 4-byte numbers
-    max_reported: int = (
-        MAX_REPORTED_LOGPROBS  # logprobs of one kind that one step may report, where some row wants very many
-    )
-    is_encoder: bool = False  # prompts are computed whole, and nothing is kept of them between steps
-    max_itl: float | None = None  # seconds between tokens that prompts may cost those who read theirs; None: no bound
-    max_kept: int = 2**20  # tokens of queries that the device keeps for documents to come
-    cached_tasks: tuple[str, ...] = ()  # pooling whose result needs no position but the last
-    short_rope: int | None = None  # longest request with LongRoPE's short factors; None: one set of factors for all
+    staged_ints: int  # numbers that the admissions of one step may upload: page-table entries, histories, ids
+    max_reported: int = MAX_REPORTED_LOGPROBS  # logprobs of one kind that one step may report, if some row wants many
+    is_encoder: bool = False  # prompts are computed in one step, and nothing is kept between steps
+    max_itl: float | None = None  # bound of the seconds between two tokens that prefill may cause; None: no bound
+    max_kept: int = 2**20  # tokens of queries that the device stores for late interaction
+    cached_tasks: tuple[str, ...] = ()  # pooling tasks that need the last position only, so that prefixes may be cached
+    short_rope: int | None = None  # longest request with LongRoPE's short factors; None: one set of factors
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):
     kind: str  # cpu or cuda
     num_threads: int
     eager: bool
-    # bytes of the device's memory that the engine leaves alone: the cache is sized by what is left when everything
-    # else has been measured. None: its size was given, or settled from what was free
+    # Bytes of device memory that the engine leaves free: the cache gets what is left when everything else has been
+    # measured. None: the cache size was set, or computed from the free memory.
     keep_free: int | None = None
 
 

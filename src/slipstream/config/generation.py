@@ -1,4 +1,4 @@
-"""Sampling defaults that a model brings in generation_config.json, and those of the embedded default model."""
+"""Sampling defaults from a model's generation_config.json, and those of the embedded default model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from slipstream.errors import BadCheckpoint, InvalidParams
 from slipstream.params import SamplingParams
 
-# generation_config.json -> SamplingParams
+# generation_config.json names -> SamplingParams names
 _FIELDS = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -23,14 +23,14 @@ _FIELDS = {
 
 
 class GenerationDefaults(msgspec.Struct, frozen=True):
-    """Empty when the model has no opinion."""
+    """Empty if the model has no defaults."""
 
     params: dict[str, Any] = {}  # fields of SamplingParams
-    eos_token_ids: tuple[int, ...] = ()  # end tokens, in place of those of config.json; empty: it names none
+    eos_token_ids: tuple[int, ...] = ()  # end tokens that replace those of config.json; empty: none are named
 
 
 EMBEDDED_DEFAULTS = GenerationDefaults(params={"temperature": 0.2, "top_p": 0.9})
-"""Of the embedded SmolLM2: its file brings none, and its makers recommend these."""
+"""For the embedded SmolLM2: its file has no defaults, and its authors recommend these."""
 
 
 def read_generation_defaults(folder: Path) -> GenerationDefaults:
@@ -53,7 +53,7 @@ def generation_defaults(config: dict[str, Any]) -> GenerationDefaults:
     params = {ours: config[theirs] for theirs, ours in _FIELDS.items() if config.get(theirs) is not None}
     if config.get("do_sample") is False:
         params["temperature"] = 0.0
-    SamplingParams(**params)  # only to be checked: the file's mistake shall not show as a request's
+    SamplingParams(**params)  # checked here, so that an error in the file is not reported as an error of a request
     return GenerationDefaults(params=params, eos_token_ids=_ids(config.get("eos_token_id")))
 
 

@@ -1,7 +1,7 @@
-"""GgufFile: the fields and tensors of a .gguf file, straight from a memory map. No torch, nothing dequantised.
+"""GgufFile: the fields and tensors of a .gguf file, read from a memory map. No torch, no dequantisation.
 
-Nothing a file says is believed before it is checked against the bytes that are really there: a broken file gives
-BadCheckpoint, never a long loop or a great allocation.
+Every number in the file is checked against the bytes that exist: a broken file raises BadCheckpoint, and never causes a
+long loop or a large allocation.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from slipstream.errors import BadCheckpoint, UnsupportedModel
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
     name: str
-    shape: tuple[int, ...]  # outermost first, as numpy and torch count; the file has them the other way round
+    shape: tuple[int, ...]  # outermost first, as in numpy and torch; the file has the reverse order
     kind: str  # F32, Q4_1 ...
-    raw: NDArray[np.uint8]  # [bytes], a view of the file; writing to it changes this process's copy only
+    raw: NDArray[np.uint8]  # [bytes], a view of the file; a write changes this process's private copy only
 
 
 class GgufFile:
-    """One open model: a file, or the first of several with the tensors of all. The views in `tensors` keep the maps
-    alive, so there is nothing to close."""
+    """An open model: one file, or the first of several, with the tensors of all. The views in `tensors` keep the memory
+    maps alive, so there is nothing to close."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -43,7 +43,7 @@ class GgufFile:
             self._add_parts(count)
 
     def _add_parts(self, count: int) -> None:
-        """The tensors of the other files. The first has all fields but those that say which part a file is."""
+        """Add the tensors of the other files. The first file has all fields except the part numbers."""
         paths = part_paths(self.path)
         if len(paths) != count or self.path != paths[0] or _number(self.fields, "split.no"):
             raise BadCheckpoint(
@@ -71,11 +71,11 @@ class GgufFile:
 
     @classmethod
     def open(cls, path: str | Path) -> GgufFile:
-        """The file as someone else has it open already, unless it changed: its header takes time to read."""
+        """The file, from a cache of open files unless it has changed: its header takes time to read."""
         try:
             facts = Path(path).stat()
         except OSError:
-            return cls(path)  # says what is wrong
+            return cls(path)  # raises the right error
         key = (str(path), facts.st_mtime_ns, facts.st_size)
         file = _open_files.get(key)
         if file is None:
@@ -116,14 +116,14 @@ _NUMBERS = {
 _DTYPES: dict[int, np.dtype[Any]] = {kind: np.dtype(code) for kind, code in _NUMBERS.items()}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
-_MAX_NESTING = 4  # arrays within arrays
+_MAX_NESTING = 4  # arrays inside arrays
 _MAX_NAME = 65_535  # bytes; the format's own limit for keys
 _MIN_FIELD = 13  # bytes of the smallest field: an empty key, a type, one byte
 _MIN_TENSOR = 24  # bytes of the smallest tensor entry: an empty name, no dims, a type, an offset
 
 
 class _Reader:
-    """A place in the map that only moves forward and never past the end."""
+    """A position in the memory map that only moves forward and never past the end."""
 
     def __init__(self, name: str, data: mmap.mmap) -> None:
         self.name = name
@@ -135,7 +135,7 @@ class _Reader:
         return BadCheckpoint(f"{self.name} is not a sound GGUF file: {what}; download it again")
 
     def skip(self, num_bytes: int, what: str) -> int:
-        """The place before the skipped bytes."""
+        """The position before the skipped bytes."""
         start = self.place
         if num_bytes > self.size - start:
             raise self.broken(f"it ends at byte {self.size:,}, within {what}, which needs {num_bytes:,} bytes more")
@@ -164,7 +164,7 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _Array:
-    """An array that was walked over and not yet decoded."""
+    """An array that was skipped and is not decoded yet."""
 
     kind: int
     count: int
@@ -172,7 +172,7 @@ class _Array:
 
 
 class _Fields(Mapping[str, Any]):
-    """The file's metadata. Numbers and strings are ready; an array becomes a list when first asked for."""
+    """The file's metadata. Numbers and strings are decoded; an array is decoded at its first use."""
 
     def __init__(self, reader: _Reader, num_fields: int) -> None:
         self._reader = reader
@@ -205,7 +205,7 @@ def _read_file(path: Path) -> tuple[int, Mapping[str, Any], dict[str, GgufTensor
 
 
 def _number(fields: Mapping[str, Any], key: str) -> int:
-    """0 if the file does not say."""
+    """0 if the file has no such field."""
     value = fields.get(key, 0)
     return value if isinstance(value, int) else 0
 
@@ -213,7 +213,7 @@ def _number(fields: Mapping[str, Any], key: str) -> int:
 def _map(path: Path) -> mmap.mmap:
     try:
         with path.open("rb") as file:
-            # a private map: tensors made of it are writable without a warning, the file stays as it is
+            # a private map: tensors made of it are writable without a warning, and the file does not change
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except ValueError:
         raise BadCheckpoint(f"{path.name} is empty; download it again") from None
@@ -250,7 +250,7 @@ def _read_value(reader: _Reader, kind: int, what: str) -> Any:
 
 
 def _walk_array(reader: _Reader, what: str, depth: int) -> _Array:
-    """Step over an array without decoding it; afterwards it is known to lie within the file."""
+    """Skip an array without decoding it. Afterwards it is known to lie inside the file."""
     if depth > _MAX_NESTING:
         raise reader.broken(f"{what} nests arrays more than {_MAX_NESTING} deep")
     kind = reader.u32(what)
@@ -273,7 +273,7 @@ def _walk_array(reader: _Reader, what: str, depth: int) -> _Array:
 
 
 def _walk_strings(reader: _Reader, count: int, what: str) -> None:
-    # a vocabulary has hundreds of thousands of these: a plain loop over local names
+    # a vocabulary has hundreds of thousands of strings: a plain loop over local names
     data, place, last = reader.data, reader.place, reader.size - 8
     length_at = struct.Struct("<Q").unpack_from
     for _ in range(count):
@@ -295,7 +295,7 @@ def _decode_array(reader: _Reader, array: _Array, what: str) -> list[Any]:
         return values
     if array.kind == _STRING:
         return _decode_strings(reader, array, what)
-    nested = _Reader(reader.name, reader.data)  # the file's own reader stays where it is
+    nested = _Reader(reader.name, reader.data)  # the outer reader keeps its position
     nested.place = array.start
     return [_decode_array(nested, _walk_array(nested, what, depth=1), what) for _ in range(array.count)]
 

@@ -1,4 +1,4 @@
-"""ModelInfo from a GGUF's own fields and tensors: the counterpart of reading config.json."""
+"""ModelInfo from the fields and tensors of a GGUF file, as `model_info.py` reads it from config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.config.model_info import ModelInfo
 from slipstream.config.rope_info import RopeInfo
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
-# general.architecture -> what config.json would call it
+# general.architecture -> the architecture in config.json
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
@@ -24,7 +24,7 @@ ARCHITECTURES = {
     "bert": "BertModel",
 }
 _WINDOWED = ("llama", "gemma2", "gemma3", "phi3")
-# the largest Gemma 2 and 3, told by their layers: their scores are scaled by hidden size over heads, not by head size
+# the largest Gemma 2 and 3, known by their layers: attention is scaled by hidden_size / num_heads, not by head_dim
 _LARGEST_GEMMA = {"gemma2": 46, "gemma3": 62}
 
 
@@ -33,7 +33,7 @@ def gguf_model_info(file: GgufFile) -> ModelInfo:
 
 
 class _Facts:
-    """Typed reads of one file's fields, each mistake named."""
+    """Typed reads of a file's fields. Each error names the field."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file = file
@@ -62,7 +62,7 @@ class _Facts:
         extra = self._scalars() | self._family_facts(hidden, heads, head_dim)
         architecture = ARCHITECTURES[str(self.architecture)]
         if self.architecture == "llama" and "sliding_window" in extra:
-            architecture = "MistralForCausalLM"  # which comes under Llama's name
+            architecture = "MistralForCausalLM"  # GGUF files name it llama
         return ModelInfo(
             architecture=architecture,
             vocab_size=vocab_size,
@@ -86,7 +86,7 @@ class _Facts:
         )
 
     def _encoder_info(self, hidden: int, heads: int, head_dim: int, vocab_size: int) -> ModelInfo:
-        """Tables give the number of positions and of token types; a reranker's classes are refused with its pooling."""
+        """Tensor shapes give the numbers of positions and token types; rerankers are refused with their pooling."""
         positions = self._rows("position_embd.weight")
         return ModelInfo(
             architecture=ARCHITECTURES["bert"],
@@ -155,12 +155,12 @@ class _Facts:
             )
 
     def _window(self) -> int | None:
-        """None if it is as wide as the context."""
+        """None if the window is as large as the context."""
         window = self.get("attention.sliding_window")
         return window if isinstance(window, int) and 0 < window < self.count("context_length") else None
 
     def _family_facts(self, hidden: int, heads: int, head_dim: int) -> dict[str, Any]:
-        """What families look for in `ModelInfo.extra`, by its config.json name."""
+        """What model families read from `ModelInfo.extra`, under its config.json name."""
         facts: dict[str, Any] = {}
         if (window := self._window()) is not None:
             facts["sliding_window"] = window
@@ -174,7 +174,7 @@ class _Facts:
             facts["final_logit_softcapping"] = self.real("final_logit_softcapping", 30.0)
             return facts
         pattern = self.get("attention.sliding_window_pattern")
-        if isinstance(pattern, list):  # for each layer, whether it has a window
+        if isinstance(pattern, list):  # per layer: whether it has a window
             facts["layer_types"] = ["sliding_attention" if local else "full_attention" for local in pattern]
         else:
             facts["sliding_window_pattern"] = self.count("attention.sliding_window_pattern", 6)
@@ -193,7 +193,7 @@ class _Facts:
         return embedding.shape[0]
 
     def _end_tokens(self) -> tuple[int, ...]:
-        """End of text, of turn and of message: a model may close an answer with any of them."""
+        """End of text, of turn and of message: a model may end an answer with any of them."""
         ids = (self._token(name) for name in ("eos_token_id", "eot_token_id", "eom_token_id"))
         return tuple(dict.fromkeys(i for i in ids if i is not None))
 
@@ -242,8 +242,8 @@ class _Facts:
         return factors
 
     def _llama3_factors(self, theta: float, head_dim: int) -> dict[str, Any]:
-        """A GGUF keeps llama3 scaling as what each frequency is divided by. The largest of these is the factor;
-        the other three numbers are the same in every Llama 3 release, and are believed only if they give the tensor."""
+        """A GGUF file stores llama3 scaling as the divisor of each frequency. The largest divisor is the factor; the
+        other three numbers are the same in every Llama 3 release, and are used only if they reproduce the tensor."""
         tensor = self.file.tensors["rope_freqs.weight"]
         if tensor.kind != "F32" or tensor.shape != (head_dim // 2,):
             found = f"{tensor.kind} {list(tensor.shape)}"
@@ -263,7 +263,7 @@ class _Facts:
         return factors
 
     def _scalars(self) -> dict[str, Any]:
-        """What only one family may ask for; lists (the vocabulary) stay in the file."""
+        """Facts that only one family uses. Lists, such as the vocabulary, stay in the file."""
         prefix = f"{self.architecture}."
         wanted = {key: self.file.fields[key] for key in self.file.fields if key.startswith(("general.", prefix))}
         return {key: value for key, value in wanted.items() if not isinstance(value, list)}
@@ -278,8 +278,9 @@ def llama3_divisors(
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """What llama3 scaling divides each frequency by: 1 for short waves, `factor` for long ones, a blend between."""
+    """The divisor of each frequency under llama3 scaling: 1 for short waves, `factor` for long ones, a blend
+    between."""
     frequencies = theta ** -(np.arange(0, head_dim, 2) / head_dim)
-    turns = original_max_position_embeddings * frequencies / (2 * math.pi)  # within the first training length
+    turns = original_max_position_embeddings * frequencies / (2 * math.pi)  # within the original training length
     blend = np.clip((turns - low_freq_factor) / (high_freq_factor - low_freq_factor), 0.0, 1.0)
     return 1.0 / ((1.0 - blend) / factor + blend)

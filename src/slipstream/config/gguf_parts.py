@@ -1,4 +1,4 @@
-"""The names of a GGUF model that is split into several files: NAME-00001-of-00003.gguf and so on."""
+"""File names of a GGUF model that is split into several files: NAME-00001-of-00003.gguf and so on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _PART = re.compile(r"(?P<name>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<endin
 
 
 def part_paths(path: Path) -> list[Path]:
-    """All files of a model, by one of them; that one alone if its name is not a part's."""
+    """All files of the model that this file belongs to; this file alone if its name is not that of a part."""
     match = _PART.fullmatch(path.name)
     if match is None or not 1 <= int(match["number"]) <= int(match["count"]):
         return [path]
@@ -18,11 +18,11 @@ def part_paths(path: Path) -> list[Path]:
 
 
 def model_name(path: Path) -> str:
-    """What to call a model, whole or in parts."""
+    """The name of a model, whole or in parts."""
     match = _PART.fullmatch(path.name)
     return path.stem if match is None else match["name"]
 
 
 def first_parts(paths: list[Path]) -> list[Path]:
-    """Of these files those that a model is opened by."""
+    """The files by which models are opened: whole files and first parts."""
     return list(dict.fromkeys(part_paths(path)[0] for path in paths))

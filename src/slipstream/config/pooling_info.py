@@ -1,6 +1,6 @@
-"""PoolingInfo: how a model's hidden states become vectors, scores and labels, in our own words.
+"""PoolingInfo: how a model's hidden states become vectors, scores and labels.
 
-`read_pooling.py` fills it from a folder; the network's heads, the runner's pooling and the front end all read it.
+`read_pooling.py` fills it from a folder; the network's heads, the runner's pooling and the front end read it.
 """
 
 from __future__ import annotations
@@ -27,99 +27,99 @@ _KEPT_LINES: dict[Method, KeptLine] = {
 
 
 def kept_lines(methods: tuple[Method, ...]) -> tuple[KeptLine, ...]:
-    """Lines of a hidden state's size that a prompt cut into chunks carries from one to the next."""
+    """Kinds of lines, each of a hidden state's size, that a prompt in several chunks keeps between the chunks."""
     kinds = (_KEPT_LINES.get(method) for method in methods)
     return tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
 
 
 class DenseInfo(msgspec.Struct, frozen=True, tag="dense"):
-    """A projection behind the pooling, in a folder of its own."""
+    """A projection after the pooling, in a folder of its own."""
 
     path: str  # its folder, relative to the model's
     in_features: int
-    out_features: int  # of the product
+    out_features: int  # of the projection
     bias: bool
     activation: str  # a class of torch.nn, one of `torch_names.py`
-    per_token: bool = False  # it is for tokens, before any pooling (as ColBERT's is)
-    residual: bool = False  # its input is added to its output, through a product of its own where sizes differ
+    per_token: bool = False  # applied to tokens, before any pooling (as in ColBERT)
+    residual: bool = False  # the input is added to the output, through another projection if the sizes differ
 
     @property
     def size(self) -> int:
-        """Of what it makes."""
+        """Size of the output."""
         return self.out_features // 2 if self.activation == "GLU" else self.out_features
 
 
 class LayerNormInfo(msgspec.Struct, frozen=True, tag="layer_norm"):
-    """A layer norm of vectors behind the pooling, in a folder of its own."""
+    """A layer norm of vectors after the pooling, in a folder of its own."""
 
     path: str
     size: int
 
 
 class UnitNormInfo(msgspec.Struct, frozen=True, tag="unit_norm"):
-    """Vectors are scaled to length 1 before another module. At the end it is `PoolingInfo.normalize`."""
+    """Vectors are normalised before another module. At the end that is `PoolingInfo.normalize`."""
 
 
 ModuleInfo = DenseInfo | LayerNormInfo | UnitNormInfo
 
 
 class Role(msgspec.Struct, frozen=True, kw_only=True):
-    """What late interaction does to the texts of one side before it reads them."""
+    """How late interaction prepares the texts of one side (queries or documents)."""
 
-    token_id: int | None = None  # stands second
-    length: int | None = None  # it is cut to so many tokens; None: as any text
-    filler_id: int | None = None  # follows shorter ones until they have `filled` tokens, which are all compared
+    token_id: int | None = None  # inserted as the second token
+    length: int | None = None  # texts are truncated to this many tokens; None: as any text
+    filler_id: int | None = None  # pads shorter texts to `filled` tokens, which are all compared
     filled: int = 0
-    filler_is_seen: bool = True  # False: fillers see the text, and nobody sees them
+    filler_is_seen: bool = True  # False: fillers attend to the text, and no token attends to them
 
 
 class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts of a model's pooling. The first task is what is done when nobody names one."""
+    """The facts of a model's pooling. The first task is the default."""
 
     tasks: tuple[Task, ...] = ("embed", "token_embed")
-    # of one vector or one row of scores a prompt; of several methods the vectors stand side by side
+    # for one vector or one line of scores per prompt; the vectors of several methods are concatenated
     methods: tuple[Method, ...] = ("last",)
-    include_prompt: bool = True  # False: the tokens of what stands before a text are not pooled
-    is_causal: bool = True  # False: every token sees the whole prompt, so prompts are computed whole and not cached
-    generates: bool = False  # the model can continue text too
-    why_silent: str = ""  # why it cannot, where its architecture's name says that it can
+    include_prompt: bool = True  # False: the tokens of a prompt prefix are not pooled
+    is_causal: bool = True  # False: every token attends to the whole prompt, which is computed in one step, uncached
+    generates: bool = False  # the model can generate too
+    why_silent: str = ""  # why it cannot generate, if its architecture's name says that it can
     normalize: bool = True  # vectors have length 1 unless a request says otherwise
-    modules: tuple[ModuleInfo, ...] = ()  # what happens to a pooled vector, or to tokens, one after another
-    embed_size: int  # of a vector, behind the modules
-    token_size: int  # of a token's vector
-    truncate_dim: int | None = None  # vectors are cut to this size unless a request says to which
-    cuts_normalized: bool = False  # to truncate_dim once they have length 1, which the cut ones have no more
-    matryoshka: tuple[int, ...] | Literal["any"] | None = "any"  # sizes a vector may be cut to; None: it may not
+    modules: tuple[ModuleInfo, ...] = ()  # applied to a pooled vector, or to tokens, one after another
+    embed_size: int  # of a vector, after the modules
+    token_size: int  # of a token vector
+    truncate_dim: int | None = None  # default size to which vectors are truncated
+    cuts_normalized: bool = False  # truncate to truncate_dim after normalisation, so that the result is not normalised
+    matryoshka: tuple[int, ...] | Literal["any"] | None = "any"  # sizes a vector may be truncated to; None: none
 
     num_labels: int = 0
     labels: tuple[str, ...] = ()
     classify_activation: str = "softmax"  # or sigmoid, identity, or a class of torch.nn
-    scores_by_modules: bool = False  # the classifier is the modules behind the pooling
-    yes_no: tuple[int, int] | None = None  # the classifier is the LM head's line of the first less that of the second
+    scores_by_modules: bool = False  # the classifier is the modules after the pooling
+    yes_no: tuple[int, int] | None = None  # the classifier is the LM head's line of the first id minus the second's
     step_tag_id: int | None = None  # STEP: the token after which a step is scored
-    returned_token_ids: tuple[int, ...] = ()  # STEP: the columns to return; empty is all
+    returned_token_ids: tuple[int, ...] = ()  # STEP: the columns to return; empty: all
 
     # how texts become prompts
-    prompts: dict[str, str] = {}  # by name, put before the text
+    prompts: dict[str, str] = {}  # by name: prefixes of texts
     default_prompt_name: str | None = None
-    pair_template: str | None = None  # a pair as one text, with {instruction}, {query} and {document}
-    instruction: str = ""  # of the pair template, when nobody gives one
-    lower_case: bool = False  # texts are made lower case first
-    max_seq_length: int | None = None  # texts are cut to this many tokens; None: they are not cut
-    has_types: bool = False  # the model has token types: a prompt of token ids may bring them
-    types_pairs: bool = False  # and the tokenizer gives the second text of a pair another type than the first
+    pair_template: str | None = None  # formats a pair as one text, with {instruction}, {query} and {document}
+    instruction: str = ""  # default instruction of the pair template
+    lower_case: bool = False  # texts are converted to lower case first
+    max_seq_length: int | None = None  # texts are truncated to this many tokens; None: they are not
+    has_types: bool = False  # the model has token types: a prompt of token ids may include them
+    types_pairs: bool = False  # the tokenizer gives the second text of a pair another type than the first
     similarity: Similarity = "cosine"  # by which score compares vectors
 
-    # token vectors that are compared one by one (ColBERT)
+    # late interaction: token vectors that are compared one by one (ColBERT)
     late: bool = False
     query: Role = Role()
     document: Role = Role()
-    skip_token_ids: tuple[int, ...] = ()  # document tokens that are not compared, as punctuation
+    skip_token_ids: tuple[int, ...] = ()  # document tokens that are not compared, such as punctuation
 
-    max_active_dims: int | None = None  # of the weights of words so many are kept, the largest
-    sparse_skip_ids: tuple[int, ...] = ()  # tokens that get no weight, as those that begin and end a text
+    max_active_dims: int | None = None  # number of the largest vocabulary weights that are kept
+    sparse_skip_ids: tuple[int, ...] = ()  # tokens without a weight, such as those at the beginning and end of a text
 
     @property
     def module_sizes(self) -> tuple[int, ...]:
-        """Numbers that the products of modules make of one line."""
+        """Output sizes of the modules' projections."""
         return tuple(module.out_features for module in self.modules if isinstance(module, DenseInfo))

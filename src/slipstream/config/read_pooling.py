@@ -1,6 +1,6 @@
-"""A model's PoolingInfo. A flag counts more than the folder's own files, and those more than the architecture's habit.
+"""Reads a model's PoolingInfo. An option overrides the folder's files, which override the architecture's defaults.
 
-Every model gets one: what continues text can also be embedded, by its last token.
+Every model gets one: a causal LM can also embed, by its last token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slipstream.pooling_params import TASKS, Task
 _METHOD_NAMES: dict[str, Method] = METHODS | {name: name for name in ALL_METHODS}
 _CLASSIFY_TASKS = {"classify": "classify", "score": "classify", "rerank": "classify"}
 
-# Qwen3-Reranker: what its makers trained it with
+# Qwen3-Reranker: the texts that its authors trained it with
 _QWEN3_RERANKER = (
     "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n'
@@ -34,8 +34,8 @@ _QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that 
 
 
 def read_pooling(options: Options, info: ModelInfo, path: Path) -> tuple[PoolingInfo, ModelInfo]:
-    """The model's PoolingInfo, and what of the model it is about: all of it, or its backbone alone. `path` is a folder,
-    or a .gguf file, which has no files of its own."""
+    """The model's PoolingInfo, and the part of the model that it uses: all of it, or its backbone only. `path`: a
+    folder, or a .gguf file, which has no other files."""
     folder = SentenceFolder()
     if path.is_dir():
         by_flag = {
@@ -54,7 +54,7 @@ def read_pooling(options: Options, info: ModelInfo, path: Path) -> tuple[Pooling
         changes["embed_size"] = _embed_size(info, folder, changes["methods"])
     if options.normalize is not None:
         changes["normalize"] = options.normalize
-        changes["cuts_normalized"] = False  # who asks for length 1 gets it
+        changes["cuts_normalized"] = False  # a user who asks for normalised vectors gets them
     if options.classify_activation is not None:
         if not pooling.num_labels:
             raise InvalidOption(f"classify_activation is set, and {info.architecture} has no classes; leave it out")
@@ -66,8 +66,8 @@ def read_pooling(options: Options, info: ModelInfo, path: Path) -> tuple[Pooling
 
 
 def _is_backbone_alone(options: Options, info: ModelInfo, folder: SentenceFolder) -> bool:
-    """Whether a checkpoint of another task is to make vectors: its folder pools hidden states, or the task says so.
-    What continues text makes them as it is."""
+    """Whether a checkpoint for another task shall embed: its folder pools hidden states, or the task says so. A causal
+    LM embeds as it is."""
     name = info.architecture
     if name.endswith(("Model", "ForCausalLM", "ForConditionalGeneration")) or family_name(name) == name:
         return False
@@ -123,7 +123,7 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
     if folder.late or "ColBERT" in name:
         reach = int(config["local_attention"]) // 2 if "local_attention" in config else None  # ModernBERT counts both
         late = late_info(path, folder, is_causal=info.is_causal, reach=reach)
-        # older folders leave out that token vectors have length 1
+        # older folders do not say that token vectors are normalised
         normalize = folder.normalize or not folder.masks
         return PoolingInfo(tasks=("token_embed",), methods=("all",), late=True, normalize=normalize, **(common | late))
     yes_no = folder.yes_no
@@ -143,7 +143,7 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
             classify_activation=folder.class_activation or "sigmoid",
             pair_template=_QWEN3_RERANKER,
             instruction=folder.prompts.get(folder.default_prompt_name or "", _QWEN3_INSTRUCTION),
-            # its prompts are instructions inside the template, and stand before no text
+            # its prompts are instructions inside the template, not prefixes of texts
             **(common | {"default_prompt_name": None}),
         )
     if folder.sparse or (name.endswith("ForMaskedLM") and not folder.has_modules):
@@ -161,19 +161,19 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
 
 
 def _embedder(path: Path, config: dict[str, Any], folder: SentenceFolder, common: dict[str, Any]) -> PoolingInfo:
-    """An encoder of vectors. Beside them BGE-M3 has projections for words and for tokens, in files of their own."""
+    """An embedding encoder. BGE-M3 also has projections for sparse weights and for tokens, in files of their own."""
     tasks: tuple[Task, ...] = ("embed", "token_embed")
     changes: dict[str, Any] = {}
     if _has_weight(path, "sparse_linear"):
         tasks = (*tasks, "sparse")
         ends = [config.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")]
-        # the unknown word's number is not in config.json; in this family it follows the three
+        # the id of the unknown token is not in config.json; in this family it follows the other three
         changes["sparse_skip_ids"] = tuple(sorted({*(i for i in ends if isinstance(i, int)), 3}))
     if _has_weight(path, "colbert_linear"):
         changes["late"] = True
     return PoolingInfo(
         tasks=tasks,
-        # the mean where nothing is said, as sentence-transformers
+        # the mean by default, as in sentence-transformers
         methods=folder.methods or (_gguf_method(config, path) or "mean",),
         normalize=folder.normalize or not folder.has_modules,
         **common,
@@ -182,7 +182,7 @@ def _embedder(path: Path, config: dict[str, Any], folder: SentenceFolder, common
 
 
 def _with_task(options: Options, info: ModelInfo, pooling: PoolingInfo) -> PoolingInfo:
-    """The task that was asked for comes first."""
+    """The requested task comes first."""
     if options.task in ("auto", "generate"):
         if options.task == "generate" and not pooling.generates:
             does = ", ".join(pooling.tasks)
@@ -193,7 +193,7 @@ def _with_task(options: Options, info: ModelInfo, pooling: PoolingInfo) -> Pooli
         return pooling
     task = cast(Task, _CLASSIFY_TASKS.get(options.task, options.task))
     if options.task in ("score", "rerank") and task not in pooling.tasks:
-        return pooling  # vectors and token vectors can be compared too
+        return pooling  # vectors and token vectors can also be compared
     if task not in pooling.tasks:
         can = (*pooling.tasks, "generate") if pooling.generates else pooling.tasks
         raise InvalidOption(
@@ -234,7 +234,7 @@ def _dense(folder: SentenceFolder, per_token: bool = False) -> list[DenseInfo]:
 
 
 def _embed_size(info: ModelInfo, folder: SentenceFolder, methods: tuple[Method, ...]) -> int:
-    """Of a vector behind the modules, each of which must take what the one before it gives."""
+    """Size of a vector after the modules; each module must accept the size of the one before it."""
     size = info.hidden_size * len(methods)
     for module in folder.modules:
         if isinstance(module, UnitNormInfo) or (isinstance(module, DenseInfo) and module.per_token):
@@ -265,7 +265,7 @@ def _classify_method(config: dict[str, Any], encoder: bool) -> Method:
 
 
 def _classes(config: dict[str, Any], folder: SentenceFolder) -> dict[str, Any]:
-    """num_labels, labels and how their scores become probabilities."""
+    """num_labels, labels, and the activation of their scores."""
     names = config.get("id2label") or {}
     if not isinstance(names, dict) or not all(str(key).isdecimal() for key in names):
         raise BadCheckpoint(f"config.json: id2label is {names!r}, not an object of numbers and names")
@@ -283,7 +283,7 @@ def _classes(config: dict[str, Any], folder: SentenceFolder) -> dict[str, Any]:
 
 
 def _gguf_method(config: dict[str, Any], path: Path) -> Method | None:
-    """As a .gguf file says, by number: 0 is nothing, 4 a reranker's."""
+    """The method number of a .gguf file: 0 is none, 4 a reranker's."""
     kind = next((value for key, value in config.items() if key.endswith(".pooling_type")), 0)
     if kind == 4:
         raise UnsupportedModel(f"{path.name} is a reranker, which runs here from a folder with safetensors")
@@ -296,7 +296,7 @@ def _has_weight(path: Path, name: str) -> bool:
 
 
 def _yes_no(options: Options, info: ModelInfo, path: Path) -> tuple[int, int] | None:
-    """Qwen3-Reranker is published as a plain Qwen3ForCausalLM; its name or the task says what it is."""
+    """Qwen3-Reranker is published as a plain Qwen3ForCausalLM; its name or the task identifies it."""
     if info.architecture != "Qwen3ForCausalLM" or not path.is_dir():
         return None
     named = (

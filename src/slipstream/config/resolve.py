@@ -1,6 +1,6 @@
-"""resolve: what the user said, what the model is and what the machine has, settled into an EngineConfig.
+"""resolve: computes an EngineConfig from the options, the model and the machine.
 
-One pure function holds every default. It is shown what it needs and asks nothing of the world.
+One pure function holds every default. All its inputs are arguments.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ DEFAULT_MAX_ITL = 50  # milliseconds
 DEFAULT_SHARE = 0.9  # of a GPU's memory
 DEFAULT_ROWS = {"cpu": 64, "cuda": 256}  # of one step
 DEFAULT_TOKENS = {"cpu": 512, "cuda": 8192}
-SMALL = 512  # numbers in a hidden state of an encoder that a GPU computes more quickly than the host makes steps
-LIBRARIES = 2**30  # of a GPU's memory: workspaces and code of libraries
+SMALL = 512  # hidden size of encoders that a GPU computes faster than the host prepares steps
+LIBRARIES = 2**30  # bytes of GPU memory for workspaces and code of libraries
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What resolve needs to know of the device; `device_facts` fills it."""
+    """What resolve needs to know about the device; `device_facts` fills it."""
 
     kind: str
     free_memory: int
@@ -54,8 +54,8 @@ def resolve_dtype(options: Options, info: ModelInfo, machine: Machine) -> str:
             raise InvalidOption("dtype float64 is for the CPU; use float32, bfloat16 or float16 on a GPU")
         return options.dtype
     if machine.kind == "cuda" and not info.is_causal and info.dtype in (None, "float32"):
-        return "float16"  # ten times the speed; an encoder's numbers are small, so it gets the one with more digits
-    # a checkpoint's own dtype if products in it are fast here
+        return "float16"  # ten times as fast; encoders have small numbers, so they use the dtype with more digits
+    # the checkpoint's own dtype, if matrix products in it are fast on this device
     return info.dtype if info.dtype in machine.fast_dtypes else machine.fast_dtypes[0]
 
 
@@ -70,7 +70,7 @@ def resolve(
 ) -> EngineConfig:
     on_cpu = machine.kind == "cpu"
     page_size = _positive("page_size", options.page_size)
-    is_encoder = not groups  # nothing is kept between steps, so a prompt is computed in one
+    is_encoder = not groups  # nothing is kept between steps, so a prompt is computed in one step
     larger = 2 if is_encoder and not on_cpu and info.hidden_size <= SMALL else 1
     max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, larger * DEFAULT_ROWS[machine.kind])
     depth = options.depth if options.depth is not None else (0 if on_cpu else 1)
@@ -98,7 +98,7 @@ def resolve(
     given = options.max_num_batched_tokens
     if given is not None:
         _positive("max_num_batched_tokens", given)
-        if max(given, wanted if is_encoder else 0) < max_num_seqs:  # every running row wants a token a step
+        if max(given, wanted if is_encoder else 0) < max_num_seqs:  # every running row needs a token per step
             if options.max_num_seqs is not None:
                 raise InvalidOption(
                     f"max_num_batched_tokens is {given}, fewer than the {max_num_seqs} requests of max_num_seqs; "
@@ -146,7 +146,7 @@ def resolve(
         )
 
     size = CacheSize(groups, wanted, max_num_seqs, step_tokens(wanted), options.enable_prefix_caching)
-    # at the full length, so that whatever length fits, all else does
+    # at the full length, so that everything else fits at any smaller length
     memory = plan_memory(settled(wanted, size, size.enough), source.num_bytes)
     num_pages = _num_pages(options, size, (memory.total if on_cpu else memory.of_device) - memory.cache, machine)
     length = size.longest(num_pages)
@@ -194,17 +194,17 @@ def model_config(
 
 
 def staged_ints(max_length: int, page_size: int, max_num_seqs: int, num_groups: int, vocab_size: int) -> int:
-    """What the admissions of one step may stage: at least the largest request alone, its pages, history and ids."""
+    """Numbers that the admissions of one step may upload: at least those of the largest single request."""
     alone = max_length + 3 * num_groups * -(-max_length // page_size)
-    # no list of ids is longer than the vocabulary; see Request.num_staged_ids
+    # a list of ids is never longer than the vocabulary; see Request.num_staged_ids
     ids = (1 + 1 + 3 + 1) * vocab_size + 2 * MAX_BAD_WORDS
     return 2 * alone + 16 * max_num_seqs + ids
 
 
 def _num_pages(options: Options, size: CacheSize, other_bytes: int, machine: Machine) -> int:
-    """`other_bytes`: all but the cache."""
+    """`other_bytes`: all memory except the cache."""
     if options.num_pages is not None:
-        return _positive("num_pages", options.num_pages) + 1  # the null page comes on top
+        return _positive("num_pages", options.num_pages) + 1  # plus the null page
     if options.kv_cache_memory is not None:
         return max(size.pages_in(parse_bytes(options.kv_cache_memory)), 1)
     share = options.gpu_memory_utilization
@@ -214,17 +214,18 @@ def _num_pages(options: Options, size: CacheSize, other_bytes: int, machine: Mac
         taken = machine.total_memory - machine.free_memory
         room = int(machine.total_memory * (share or DEFAULT_SHARE)) - taken - other_bytes - LIBRARIES
     else:
-        # a fifth of what is free: a laptop has other things to do
+        # a fifth of the free memory: a laptop runs other programs too
         room = int((machine.free_memory - other_bytes) * (share or 0.2))
     pages = min(size.enough, size.pages_in(max(room, 0)))
     affordable = size.num_bytes(size.least) <= machine.free_memory - other_bytes
     if pages < size.least and options.max_model_len is None and affordable:
-        pages = size.least  # the model's own length, asked for by nobody: take it while it fits at all
+        pages = size.least  # the model's own length, which no option set: use the minimum that fits
     return max(pages, 1)
 
 
 def _max_itl(options: Options, machine: Machine) -> float | None:
-    """In seconds. A CPU computes prompts hardly faster than it decodes: small pieces of them would take for ever."""
+    """In seconds. No bound on a CPU, where prefill is hardly faster per token than decode: small chunks would be
+    slow."""
     given = options.max_itl
     if given is None:
         return None if machine.kind == "cpu" else DEFAULT_MAX_ITL / 1000
@@ -240,7 +241,7 @@ def _keep_free(options: Options, machine: Machine) -> int | None:
 
 
 def fit_cache(config: EngineConfig, room: int) -> EngineConfig:
-    """The configuration with a cache of no more than `room` bytes, which is what was measured to be left for it."""
+    """The configuration with a cache of at most `room` bytes, which were measured to be free."""
     cache, scheduler = config.cache, config.scheduler
     size = CacheSize(
         cache.groups,
@@ -271,15 +272,15 @@ def _load_format(options: Options, source: Source) -> str:
     return options.load_format
 
 
-_MOST = {"num_threads": 1024, "max_num_seqs": 65_536}
+_MAX = {"num_threads": 1024, "max_num_seqs": 65_536}
 
 
 def _positive(name: str, value: int | str | None, default: int | None = None) -> int:
     if value is None and default is not None:
         return default
-    most = _MOST.get(name)
-    if most is not None and isinstance(value, int) and value > most:
-        raise InvalidOption(f"{name} is {value}; give at most {most}")
+    limit = _MAX.get(name)
+    if limit is not None and isinstance(value, int) and value > limit:
+        raise InvalidOption(f"{name} is {value}; give at most {limit}")
     if not isinstance(value, int) or value < 1:
         raise InvalidOption(f"{name} is {value!r}; give a whole number from 1 up")
     return value
@@ -289,7 +290,7 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "
 
 
 def parse_bytes(value: int | str) -> int:
-    """A number of bytes, or a text like 512MiB or 2GB."""
+    """A number of bytes, or a text such as 512MiB or 2GB."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?I?)B?\s*", str(value).upper())
     if match is None or match[2] == "I" or (size := int(float(match[1]) * _UNITS[match[2]])) < 1:
         raise InvalidOption(f"{value!r} is not a size; give bytes, or a text like 512MiB or 2GiB")

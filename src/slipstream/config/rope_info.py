@@ -1,7 +1,7 @@
-"""RopeInfo: rotary positions as config.json writes them, by the rules of transformers 5.
+"""RopeInfo: rotary position embeddings as in config.json, by the rules of transformers 5.
 
-Older configs have `rope_theta` and `rope_scaling`, newer ones `rope_parameters` with both. Where a file has both,
-`rope_scaling` counts. Gemma 3 and ModernBERT have one object for each kind of layer, which `rope_scaling` changes.
+Older configs have `rope_theta` and `rope_scaling`, newer ones `rope_parameters` with both. If a file has both,
+`rope_scaling` is used. Gemma 3 and ModernBERT have an object per kind of layer, which `rope_scaling` changes.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ import msgspec
 from slipstream.errors import BadCheckpoint
 
 _DEFAULT_THETA = 10_000.0
-# of families with a rope for each kind of layer: where older configs keep the bases, and what they are when left out
+# families with a rope per kind of layer: the fields of the bases in older configs, and their defaults
 _BY_LAYER = {
     "Gemma3": (("rope_theta", 1_000_000.0), ("rope_local_base_freq", 10_000.0)),
     "Gemma3Text": (("rope_theta", 1_000_000.0), ("rope_local_base_freq", 10_000.0)),
     "ModernBert": (("global_rope_theta", 160_000.0), ("local_rope_theta", 10_000.0)),
 }
-_SCALED = ("llama3", "yarn", "longrope")  # kinds that know the length of the first training
+_SCALED = ("llama3", "yarn", "longrope")  # kinds that depend on the original training length
 
 
 class RopeInfo(msgspec.Struct, frozen=True):
-    """Rotary positions: the base, and how it is stretched for long contexts."""
+    """Rotary position embeddings: the base, and the scaling for long contexts."""
 
     theta: float = _DEFAULT_THETA
     kind: str = "default"  # default, linear, dynamic, llama3, yarn, longrope ...
-    factors: dict[str, Any] = {}  # the scaling's own numbers, by their config.json names
+    factors: dict[str, Any] = {}  # parameters of the scaling, under their config.json names
 
     def short_length(self, max_model_len: int) -> int | None:
-        """The longest request that LongRoPE's short factors serve, where longer ones have others; None: all requests of
-        an engine have the same frequencies."""
+        """The longest request that uses LongRoPE's short factors, if longer ones use others; None: all requests of an
+        engine have the same frequencies."""
         original = self.factors.get("original_max_position_embeddings")
         return original if self.kind == "longrope" and original is not None and original < max_model_len else None
 
 
 def read_ropes(config: Mapping[str, Any], family: str) -> tuple[RopeInfo, RopeInfo | None]:
-    """Of full attention, and of layers with a window where the family has another for them."""
+    """The rope of full attention, and that of layers with a window, if the family has one of its own for them."""
     scaling = config.get("rope_scaling")
     parameters = config.get("rope_parameters")
     if family in _BY_LAYER:
@@ -46,13 +46,13 @@ def read_ropes(config: Mapping[str, Any], family: str) -> tuple[RopeInfo, RopeIn
     given = dict(scaling or parameters or {})
     given = dict(given.get("full_attention", given))
     rope = _rope(given, config.get("rope_theta"))
-    if family == "Phi3" and rope.kind in ("su", "yarn"):  # what early releases call it
+    if family == "Phi3" and rope.kind in ("su", "yarn"):  # names in early releases
         rope = msgspec.structs.replace(rope, kind="longrope")
     factors = dict(rope.factors)
     if (share := config.get("partial_rotary_factor")) is not None:
         factors.setdefault("partial_rotary_factor", share)
     if rope.kind in _SCALED and (original := config.get("original_max_position_embeddings")) is not None:
-        factors["original_max_position_embeddings"] = original  # counts more than the one among the parameters
+        factors["original_max_position_embeddings"] = original  # overrides the one among the parameters
     return msgspec.structs.replace(rope, factors=factors), None
 
 
@@ -75,7 +75,7 @@ def _by_layer(
 
 
 def _rope(given: dict[str, Any], theta: Any, usual: float = _DEFAULT_THETA) -> RopeInfo:
-    """From a rope_parameters or rope_scaling object. `theta` is the base that the config has beside it."""
+    """From a rope_parameters or rope_scaling object. `theta`: the base beside it in the config."""
     factors = {name: value for name, value in given.items() if name not in ("rope_theta", "rope_type", "type")}
     kind = given.get("rope_type") or given.get("type") or "default"
     return RopeInfo(float(given.get("rope_theta") or theta or usual), str(kind), factors)

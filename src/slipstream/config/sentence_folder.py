@@ -1,4 +1,4 @@
-"""SentenceFolder: what the files of a sentence-transformers folder say beside config.json."""
+"""SentenceFolder: what the files of a sentence-transformers folder say in addition to config.json."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from slipstream.config.tokenizer_class import gives_types
 from slipstream.config.torch_names import HALVING, torch_class
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
-_CLASS_ACTIVATIONS = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"}  # those with a word of ours
+_CLASS_ACTIVATIONS = {"Identity": "identity", "Sigmoid": "sigmoid", "Softmax": "softmax"}  # those with a name of ours
 _SIMILARITIES: dict[str, Similarity] = {
     "cosine": "cosine", "dot": "dot", "dot_product": "dot", "euclidean": "euclidean", "manhattan": "manhattan",
 }  # fmt: skip
-# of the transformer's own settings; folders of the first releases name the file after the family
+# files with the transformer's settings; folders of the first releases name them after the family
 _LENGTH_FILES = tuple(
     f"sentence_{family}_config.json"
     for family in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
@@ -23,7 +23,7 @@ _LENGTH_FILES = tuple(
 
 
 class SentenceFolder(Modules, kw_only=True):
-    late_settings: dict[str, Any] = {}  # of token vectors, for `late_info.py`: from the folder's first file
+    late_settings: dict[str, Any] = {}  # settings of token vectors from the folder's main file, for `late_info.py`
     class_activation: str | None = None
     prompts: dict[str, str] = {}
     default_prompt_name: str | None = None
@@ -32,14 +32,14 @@ class SentenceFolder(Modules, kw_only=True):
     max_active_dims: int | None = None
     max_seq_length: int | None = None
     lower_case: bool = False
-    gives_types: bool = True  # the tokenizer sends token types, by which the two texts of a pair are told apart
+    gives_types: bool = True  # the tokenizer sends token types, which tell the two texts of a pair apart
 
 
 def read_sentence_folder(
     folder: Path, config: dict[str, Any], *, any_method: bool = False, any_activation: bool = False
 ) -> SentenceFolder:
-    """`config` is the folder's config.json, where cross-encoders keep their activation. `any_method` and
-    `any_activation`: a flag says which, so that the folder's may be one that does not run here."""
+    """`config`: the folder's config.json, where cross-encoders have their activation. `any_method`, `any_activation`:
+    an option sets them, so that the folder's may be unsupported."""
     found = SentenceFolder()
     take_modules(found, folder, any_method)
     own: dict[str, Any] = next((read for name in _LENGTH_FILES if (read := read_json(folder / name, dict))), {})
@@ -67,7 +67,7 @@ def _take_lengths(found: SentenceFolder, folder: Path, settings: dict[str, Any],
     found.lower_case = bool(settings.get("do_lower_case", False))
     length = settings.get("max_seq_length")
     if length is None and found.has_modules:
-        # newer folders leave it to the tokenizer; huge numbers there mean that nobody said
+        # newer folders leave it to the tokenizer; huge numbers there mean that it is not set
         length = tokenizer.get("model_max_length")
         length = None if not isinstance(length, int | float) or length > 10**9 else int(length)
     if length is not None and (type(length) is not int or length < 1):
@@ -79,17 +79,17 @@ def _take_prompts(found: SentenceFolder, settings: dict[str, Any]) -> None:
     prompts = settings.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise BadCheckpoint("config_sentence_transformers.json: prompts is not an object of texts; download it again")
-    for role in ("query", "document"):  # where older folders of token vectors keep theirs
+    for role in ("query", "document"):  # where older folders of token vectors have theirs
         if isinstance(prefix := settings.get(f"{role}_prefix"), str):
             prompts = prompts | {role: prefix + prompts.get(role, "").removeprefix(prefix)}
     name = settings.get("default_prompt_name")
-    if name in ("query", "document"):  # which every model has; empty where nothing is said
+    if name in ("query", "document"):  # every model has these; empty if nothing is said
         prompts = {name: ""} | prompts
     if name is not None and name not in prompts:
         raise BadCheckpoint(f"config_sentence_transformers.json: default_prompt_name {name!r} is not among its prompts")
     found.prompts, found.default_prompt_name = prompts, name
     similarity = settings.get("similarity_fn_name") or "cosine"
-    found.similarity = _SIMILARITIES.get(similarity, "cosine")  # MaxSim is said by the modules
+    found.similarity = _SIMILARITIES.get(similarity, "cosine")  # MaxSim follows from the modules
 
 
 def _size(settings: dict[str, Any], key: str) -> int | None:

@@ -1,7 +1,7 @@
-"""modules.json of a sentence-transformers folder: what happens to a text, one module after another.
+"""Reads modules.json of a sentence-transformers folder: the modules that process a text, in order.
 
-Each has a folder for its settings. Modules are known by the last word of their class name, which has stayed while
-packages were renamed. Nothing named there is run.
+Each module has a folder with its settings. A module is identified by the last part of its class name, which stayed the
+same while packages were renamed. No code named there is run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ METHODS: dict[str, Method] = {
     "weightedmean": "weightedmean",
     "lasttoken": "last",
 }
-# in the order in which their vectors stand side by side
+# in the order in which their vectors are concatenated
 _OLD_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -38,27 +38,27 @@ _PASSED_OVER = {"Dropout"}
 
 class Modules(msgspec.Struct, kw_only=True):
     has_modules: bool = False
-    methods: tuple[Method, ...] = ()  # none: there is no pooling
+    methods: tuple[Method, ...] = ()  # empty: no pooling
     include_prompt: bool = True
     normalize: bool = False
-    modules: tuple[ModuleInfo, ...] = ()  # behind the pooling, or of tokens where there is none
-    scores: bool = False  # the last of them makes scores
+    modules: tuple[ModuleInfo, ...] = ()  # after the pooling, or for tokens if there is no pooling
+    scores: bool = False  # the last module computes scores
     sparse: bool = False
     late: bool = False
     masks: bool = False  # a module says which token vectors are compared
-    module_settings: dict[str, Any] = {}  # of token vectors, for `late_info.py`
+    module_settings: dict[str, Any] = {}  # settings of token vectors, for `late_info.py`
     yes_no: tuple[int, int] | None = None
 
 
 def take_modules(found: Modules, folder: Path, any_method: bool = False) -> None:
-    """`any_method`: a flag says how to pool, so that the folder's may be a way that does not run here."""
+    """`any_method`: an option sets the pooling method, so that the folder's may be unsupported."""
     listed = read_json(folder / "modules.json", list)
     if listed is None:
         return
     found.has_modules = True
     for module in listed:
         _take_module(found, folder, module, any_method)
-    # projections with no pooling behind them are for tokens
+    # projections without a pooling are for tokens
     found.late = found.late or (not found.methods and not found.sparse and bool(found.modules))
 
 
@@ -112,7 +112,7 @@ def _take_module(found: Modules, folder: Path, module: Any, any_method: bool) ->
 
 
 def _take_behind(found: Modules, module: ModuleInfo) -> None:
-    """A module of vectors behind the others. A norm to length 1 before it is a step like any other."""
+    """A module that processes vectors. A normalisation before it becomes a module of its own."""
     of_tokens = isinstance(module, DenseInfo) and module.per_token
     if found.normalize and not found.methods:
         raise UnsupportedModel("modules.json has a projection behind a norm of token vectors, which does not run here")
@@ -129,7 +129,7 @@ def _last(found: Modules) -> str:
 
 
 def _methods(settings: dict[str, Any], path: str) -> tuple[Method, ...]:
-    """The newer `pooling_mode`, a name or several, or the old switches; the mean where none is on."""
+    """The newer `pooling_mode`, one name or several, or the old switches; the mean if none is on."""
     given = settings.get("pooling_mode")
     if given is None:
         given = [name for key, name in _OLD_MODES.items() if settings.get(key)] or ["mean"]
@@ -180,7 +180,7 @@ def _layer_norm(settings: dict[str, Any], path: str, found: Modules) -> LayerNor
 
 
 def read_json(path: Path, kind: type) -> Any:
-    """A JSON file, or None where there is none."""
+    """The content of a JSON file; None if there is no file."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

@@ -1,6 +1,6 @@
 """Classes of torch.nn that a folder may name as an activation.
 
-No other name is looked up. Each can be made without arguments and treats every line by itself.
+No other name is looked up. Each can be constructed without arguments and processes every line separately.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ ELEMENTWISE = frozenset((
     "Tanhshrink",
 ))  # fmt: skip
 OF_LINES = frozenset(("LogSoftmax", "Softmax", "Softmin"))
-"""Over the numbers of a line. Of token vectors torch would take them over the batch, so there they mean nothing."""
+"""These normalise over the numbers of a line. For token vectors torch would normalise over the batch: not supported."""
 HALVING = "GLU"
-"""A line of half the size."""
+"""This halves the size of a line."""
 
 
 def torch_class(name: object) -> str | None:
-    """The class's own name, if the full one is of torch.nn and on the list."""
+    """The name of the class, if the full name is one of torch.nn and on the list."""
     text = str(name)
     kind = text.rsplit(".", 1)[-1]
     known = kind in ELEMENTWISE or kind in OF_LINES or kind == HALVING

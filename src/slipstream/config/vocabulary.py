@@ -1,4 +1,4 @@
-"""A folder's words and their token ids, where its settings name words. No tokenizer is built for it."""
+"""A folder's words and their token ids, for settings that name words. No tokenizer is built."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.errors import BadCheckpoint
 
 
 class _Model(msgspec.Struct):
-    vocab: dict[str, int] | list[Any] = {}  # by word, or words in their order, each with a weight
+    vocab: dict[str, int] | list[Any] = {}  # by word; or a list of words in order, each with a weight
 
 
 class _Added(msgspec.Struct):
@@ -25,12 +25,12 @@ class _Tokenizer(msgspec.Struct):
 
 
 def read_vocabulary_lines(path: Path) -> dict[str, int]:
-    """Of a vocab.txt: a word a line, its number that of the line."""
+    """From a vocab.txt: one word per line, whose id is the line number."""
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, ValueError) as error:
         raise BadCheckpoint(f"{path} cannot be read: {error}; download it again") from None
-    if lines and not lines[-1]:  # behind the last end of line
+    if lines and not lines[-1]:  # after the last line break
         del lines[-1]
     return {line.rstrip(): number for number, line in enumerate(lines)}
 

@@ -1,6 +1,6 @@
-"""Which weight files a folder has, and what to tell of one that has none that can be read.
+"""Which weight files a folder has, and the error for a folder without readable ones.
 
-Names only: no file is opened but adapter_config.json.
+Only names are read; no file is opened except adapter_config.json.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TORCH_WHOLE = "pytorch_model.bin"
 TORCH_INDEX = "pytorch_model.bin.index.json"
 ADAPTER = "adapter_config.json"
 
-# weights of other programs, and what they are
+# weights of other programs, and their names
 _OTHERS = {
     "tf_model.h5": "TensorFlow's", "flax_model.msgpack": "Flax's", "*.ckpt*": "a TensorFlow or Lightning checkpoint's",
     "*.onnx": "ONNX's", "onnx/*.onnx": "ONNX's", "openvino/*.xml": "OpenVINO's", "consolidated*": "the makers' own",
@@ -33,7 +33,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def require_weights(folder: Path) -> None:
-    """Raises where the folder of a model has no weights that can be read. Tells of an adapter beside them."""
+    """Raises an error if a model's folder has no readable weights. Warns of an adapter beside them."""
     if not has_weights(folder):
         raise no_weights(folder)
     if (folder / ADAPTER).is_file():
@@ -41,7 +41,7 @@ def require_weights(folder: Path) -> None:
 
 
 def no_weights(folder: Path) -> ModelError:
-    """What to raise for a folder without weights."""
+    """The error for a folder without weights."""
     if (folder / ADAPTER).is_file():
         return _adapter(folder)
     for pattern, kind in _OTHERS.items():

@@ -1,6 +1,7 @@
-"""Board: a piece of memory on which several front ends write what they have counted, so that any can tell all of it.
+"""Board: shared memory to which several front ends write their counts, so that each can report the total.
 
-Each has a place of its own and nobody waits. A reader that meets a writer at work takes what it knew before.
+Each front end has a place of its own, and no process waits. A reader that meets a write in progress uses its last
+reading.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from slipstream.metrics.stats import FrontEnds, FrontStats, added
 
 T = TypeVar("T", FrontStats, FrontEnds)
 
-_PLACE = 2**20  # bytes; only those that are written become memory
-_HEAD = 8  # length and checksum
+_PLACE = 2**20  # bytes per front end; only pages that are written use memory
+_HEADER = 8  # bytes: length and checksum
 
 
 class Board:
     def __init__(self, fd: int, own: int, count: int) -> None:
         """For front end `own` of `count`; `own == count` is the supervisor.
 
-        A front end that follows one that died goes on from its counts, so that no counter falls.
+        A front end that replaces one that died continues its counts, so that no counter decreases.
         """
         self._memory = mmap.mmap(fd, _PLACE * (count + 1))
         self.own = own
@@ -36,7 +37,7 @@ class Board:
 
     @staticmethod
     def create(count: int) -> int:
-        """A file that has no name, for processes that inherit it."""
+        """A file without a name, for processes that inherit it."""
         if hasattr(os, "memfd_create"):
             fd = os.memfd_create("slipstream-metrics")
         else:
@@ -52,7 +53,7 @@ class Board:
         self._write(stats)
 
     def write_front_ends(self, front_ends: FrontEnds) -> None:
-        """By the supervisor."""
+        """Called by the supervisor."""
         self._write(front_ends)
 
     def total(self) -> FrontStats:
@@ -62,24 +63,24 @@ class Board:
         return added(FrontStats(), *self._known)
 
     def front_ends(self) -> FrontEnds:
-        """What the supervisor wrote last."""
+        """The counts that the supervisor wrote last."""
         return self._read(self.count, FrontEnds) or FrontEnds(self.count, self.count)
 
     def _write(self, value: FrontStats | FrontEnds) -> None:
         body = msgspec.msgpack.encode(value)
-        if len(body) > _PLACE - _HEAD:
-            return  # far more routes and models than there can be
+        if len(body) > _PLACE - _HEADER:
+            return  # more routes and models than can exist
         head = len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little")
         start = self.own * _PLACE
-        self._memory[start : start + _HEAD + len(body)] = head + body
+        self._memory[start : start + _HEADER + len(body)] = head + body
 
     def _read(self, place: int, kind: type[T]) -> T | None:
         start = place * _PLACE
-        head = self._memory[start : start + _HEAD]
+        head = self._memory[start : start + _HEADER]
         length = int.from_bytes(head[:4], "little")
-        if not 0 < length <= _PLACE - _HEAD:
+        if not 0 < length <= _PLACE - _HEADER:
             return None
-        body = self._memory[start + _HEAD : start + _HEAD + length]
+        body = self._memory[start + _HEADER : start + _HEADER + length]
         if zlib.crc32(body) != int.from_bytes(head[4:], "little"):
-            return None  # being written
+            return None  # a write is in progress
         return msgspec.msgpack.decode(body, type=kind)

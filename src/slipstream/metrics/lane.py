@@ -1,4 +1,4 @@
-"""LaneStats: how one model's half of the engine core is doing, as it tells its front ends now and then."""
+"""LaneStats: counters and gauges of one model in the engine core, which the core sends to its front ends."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ class LaneStats(msgspec.Struct, frozen=True, array_like=True):
     num_running: int = 0
     num_waiting: int = 0
     num_preemptions: int = 0
-    num_free_pages: int = 0  # of the group that keeps every position; cached pages that nobody holds are free
+    num_free_pages: int = 0  # of the group that keeps every position; cached pages without a holder are free
     num_pages: int = 0
     page_size: int = 0
-    prefix_queries: int = 0  # prompt tokens that were looked for in the cache
-    prefix_hits: int = 0  # and found
-    # seconds of the device, by what it did
+    prefix_queries: int = 0  # prompt tokens looked up in the cache
+    prefix_hits: int = 0  # prompt tokens found in the cache
+    # device seconds, by what the device did
     busy: float = 0.0
     turnaround: float = 0.0
     host_late: float = 0.0
     output: float = 0.0
     grammar: float = 0.0
     no_work: float = 0.0
-    host: float = 0.0  # seconds the core itself took, on the host's clock
+    host: float = 0.0  # seconds of the core itself, on the host's clock

@@ -1,4 +1,4 @@
-"""ProcessStats: what the system knows of a process of ours, from /proc. Elsewhere than on Linux nothing is known."""
+"""ProcessStats: what /proc says about a process. Linux only: elsewhere nothing is known."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class ProcessStats(msgspec.Struct, frozen=True):
 
 
 def read_process(pid: int) -> ProcessStats | None:
-    """None where there is no such process, or no /proc."""
+    """None if there is no such process, or no /proc."""
     folder = Path("/proc") / str(pid)
     try:
         fields = (
             (folder / "stat").read_text(encoding="ascii").rpartition(") ")[2].split()
-        )  # from the third on: a name may hold anything
+        )  # from the third field on: the process name before them may contain anything
         limits = (folder / "limits").read_text(encoding="ascii").splitlines()
         open_files = len(os.listdir(folder / "fd"))
     except OSError:

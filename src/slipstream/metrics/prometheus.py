@@ -1,5 +1,5 @@
-"""/metrics: counts as Prometheus reads them, under our names and again under those of vLLM that dashboards, autoscalers
-and the Kubernetes gateway look for.
+"""/metrics in the Prometheus format: under our names, and under the vLLM names that dashboards, autoscalers and the
+Kubernetes gateway use.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _OF_PROCESSES: tuple[tuple[str, str, str, str], ...] = (
     ("gauge", "open_fds", "open files, every connection among them", "open_files"),
     ("gauge", "max_fds", "files that may be open", "max_files"),
 )
-# vLLM's names of ours
+# vLLM's names of our metrics
 _ALIASES = {
     "requests_running": "num_requests_running",
     "requests_waiting": "num_requests_waiting",
@@ -66,7 +66,7 @@ _ALIASES = {
 
 
 class Metrics:
-    """Written anew for each scrape, from what `look` finds then."""
+    """Built for each scrape from what `look` returns then."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class Metrics:
         self._registry.register(self)
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type, in the newest form that the reader takes."""
+        """The page and its content type, in the newest format that the client accepts."""
         encode, kind = choose_encoder(accept)
         return encode(self._registry), kind
 
@@ -104,7 +104,7 @@ def _server(front: FrontStats, version: str) -> Families:
         requests.add_metric(key.rsplit(" ", 1), count)
     yield requests
     for name, doc, label, counts in (
-        ("aborted", "requests that nobody waited for any more", "cause", front.aborted),
+        ("aborted", "requests aborted by their caller or by a lost connection", "cause", front.aborted),
         ("refused", "requests that were not taken", "reason", front.refused),
     ):
         family = CounterMetricFamily(f"slipstream_requests_{name}", doc, labels=(label,))
@@ -119,7 +119,7 @@ def _server(front: FrontStats, version: str) -> Families:
 
 
 def _processes(pids: dict[str, int]) -> Families:
-    """Under the names that prometheus_client gives them, with the process as a label: there are several of them."""
+    """Process metrics under prometheus_client's names, with the process as a label, since there are several."""
     found = {name: stats for name, pid in pids.items() if (stats := read_process(pid)) is not None}
     for kind, name, doc, field in _OF_PROCESSES:
         family = _KINDS[kind](f"process_{name}", doc, labels=("process",))
@@ -148,7 +148,7 @@ def _lanes(lanes: Sequence[LaneStats]) -> Families:
                 family.add_metric((lane.model, *labels), 1 - lane.num_free_pages / lane.num_pages)
         yield family
     time = CounterMetricFamily(
-        "slipstream_device_seconds", "the device's time: busy, or idle for whose sake", labels=("model", "state")
+        "slipstream_device_seconds", "device time: busy, and idle by cause", labels=("model", "state")
     )
     share = GaugeMetricFamily(
         "slipstream_device_busy_ratio", "busy share of the time in which there was work", labels=("model",)
@@ -182,7 +182,7 @@ def _models(models: dict[str, ModelStats]) -> Families:
 
 
 def _vllm_only(models: dict[str, ModelStats], lanes: Sequence[LaneStats]) -> Families:
-    """What has another shape there."""
+    """vLLM metrics that have another shape than ours."""
     success = CounterMetricFamily(
         "vllm:request_success", "samples that ended", labels=("model_name", "engine", "finished_reason")
     )
@@ -217,7 +217,7 @@ _KINDS: dict[str, Any] = {
 
 
 def _named(kind: str, name: str, doc: str) -> Iterator[tuple[Any, tuple[str, ...]]]:
-    """A family under our name, and again under vLLM's where it has one; with the labels beside the model."""
+    """A metric family under our name, and under vLLM's name if there is one; `labels` are added to the model's."""
     yield _KINDS[kind](f"slipstream_{name}", doc, labels=("model",)), ()
     if alias := _ALIASES.get(name):
         yield _KINDS[kind](f"vllm:{alias}", doc, labels=("model_name", "engine")), ("0",)

@@ -1,4 +1,4 @@
-"""What a front end counts, as plain data: it is added up over several front ends, and written down elsewhere."""
+"""The counts of a front end as plain data, which can be added up over several front ends."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
     640.0, 2560.0,
 )  # fmt: skip
-"""Bounds of latencies."""
+"""Histogram bounds of latencies, in seconds."""
 GAPS = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
     5.0, 10.0, 20.0, 40.0, 80.0,
 )  # fmt: skip
-"""Of the time between two tokens."""
+"""Histogram bounds of the time between two tokens, in seconds."""
 TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
-"""Of lengths."""
+"""Histogram bounds of lengths, in tokens."""
 
 
 class Histogram(msgspec.Struct):
-    """How many values lay between two bounds. Noting one costs less than a microsecond."""
+    """Counts of values between bounds. Adding a value takes less than a microsecond."""
 
     bounds: tuple[float, ...]
     counts: list[int] = []
@@ -38,16 +38,16 @@ class Histogram(msgspec.Struct):
 
 
 class ModelStats(msgspec.Struct):
-    """Of the requests to one model."""
+    """Counts of the requests to one model."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
-    finished: dict[str, int] = {}  # samples, and pooled prompts, by reason
-    ttft: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))  # until the first token
-    itl: Histogram = msgspec.field(default_factory=lambda: Histogram(GAPS))  # between two tokens
-    e2e: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))  # of a whole request
-    # of requests that generate: until the prompt is begun, from there to the first token, to the last, and both
+    finished: dict[str, int] = {}  # samples and pooled prompts, by finish reason
+    ttft: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))  # time to the first token
+    itl: Histogram = msgspec.field(default_factory=lambda: Histogram(GAPS))  # time between two tokens
+    e2e: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))  # time of a whole request
+    # of generation requests: time in the queue, from there to the first token, from there to the last, and both
     queue: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))
     prefill: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))
     decode: Histogram = msgspec.field(default_factory=lambda: Histogram(SECONDS))
@@ -61,29 +61,29 @@ class FrontStats(msgspec.Struct):
     aborted: dict[str, int] = {}  # by cause
     refused: dict[str, int] = {}  # by reason
     models: dict[str, ModelStats] = {}
-    open_requests: int = 0  # prompts under way
+    open_requests: int = 0  # prompts in progress
     queued_requests: int = 0
     queued_tokens: int = 0
-    pids: dict[str, int] = {}  # processes, by what they are
+    pids: dict[str, int] = {}  # process ids by role
 
     def without_gauges(self) -> FrontStats:
-        """What is only ever added to."""
+        """The fields that only increase."""
         return msgspec.structs.replace(self, open_requests=0, queued_requests=0, queued_tokens=0, pids={})
 
 
 class FrontEnds(msgspec.Struct, frozen=True):
-    """How many processes serve, where there are several."""
+    """The number of serving processes, if there are several."""
 
     wanted: int
     running: int
-    restarts: int = 0  # of front ends that had died
+    restarts: int = 0  # of front ends that died
 
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 def added(first: T, *others: T) -> T:
-    """The sum of structs of one kind, field by field."""
+    """The sum of structs of one type, field by field."""
     result = first
     for other in others:
         result = _add(result, other)

@@ -1,4 +1,4 @@
-"""The status line: once in a while, what the server did since the last one. Nothing is said where nothing was done."""
+"""The status line: regularly, what the server did since the last one. Nothing is logged if nothing was done."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class StatusLine:
         self._was_busy = False
 
     def look(self, now: float, front: FrontStats, lanes: Sequence[LaneStats]) -> str | None:
-        """A line, or None where there is nothing to say. `now` in seconds of any clock."""
+        """A line, or None if there is nothing to say. `now`: seconds of any clock."""
         prompt = sum(model.prompt_tokens for model in front.models.values())
         generated = sum(model.generated_tokens for model in front.models.values())
         requests = sum(front.requests.values())

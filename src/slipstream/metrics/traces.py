@@ -1,4 +1,4 @@
-"""Traces: a span for each request, sent by OpenTelemetry. Its packages are an extra, and loaded only when asked for."""
+"""Traces: one OpenTelemetry span per request. Its packages are an extra, and are imported only when tracing is on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _EXPORTER = "opentelemetry.exporter.otlp.proto.http"
 
 
 def check_tracing(endpoint: str) -> None:
-    """Raises where traces cannot be sent."""
+    """Raises an error if traces cannot be sent."""
     if not endpoint.startswith(("http://", "https://")):
         raise InvalidOption(f"otlp_traces_endpoint is {endpoint!r}; give a URL like http://localhost:4318/v1/traces")
     try:
@@ -25,7 +25,7 @@ def check_tracing(endpoint: str) -> None:
 
 
 class Traces:
-    """Hands spans to a thread that sends them: a request waits for none of it."""
+    """Passes spans to a thread that sends them, so that no request waits."""
 
     def __init__(self, provider: Any) -> None:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -49,7 +49,7 @@ class Traces:
     def record(
         self, name: str, seconds: float, attributes: Mapping[str, Any], carrier: Mapping[str, str], *, failed: bool
     ) -> None:
-        """A span that ends now. `carrier` may hold the W3C header traceparent of whoever asked."""
+        """Record a span that ends now. `carrier` may hold the caller's W3C traceparent header."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         end = time.time_ns()
@@ -65,5 +65,5 @@ class Traces:
         span.end(end)
 
     def close(self) -> None:
-        """Sends what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -201,11 +201,15 @@ EMBEDDING = request("/v1/embeddings", {"input": PROMPT, "model": "embedder", "en
 
 @contextmanager
 def full_queue(port: int) -> Iterator[None]:
-    """One request with as many prompts as may wait; the core does not begin them."""
-    with socket.create_connection(("127.0.0.1", port)) as sock:
-        sock.sendall(request("/v1/completions", {"prompt": [[1]] * QUEUE, "max_tokens": HELD}))
-        while ask(port, "/load", b'"queued_requests":0,'):
-            time.sleep(0.01)
+    """Fills the queue with prompts that the core never begins: the limit, and the reserve for callers without any."""
+    with ExitStack() as stack:
+        queued = 0
+        for count in (QUEUE, QUEUE // 4):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            sock.sendall(request("/v1/completions", {"prompt": [[1]] * count, "max_tokens": HELD}))
+            queued += count
+            while not ask(port, "/load", f'"queued_requests":{queued},'.encode()):
+                time.sleep(0.01)
         yield
     while not ask(port, "/load", b'"queued_requests":0,'):
         time.sleep(0.01)

@@ -29,7 +29,7 @@ from slipstream.ops.step_inputs import reference as rows_reference
 COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device copy on an H200
 COLD_BYTES = 256 << 20  # of inputs in one turn over all copies, several times the L2
 
-Call = Callable[[int], Any]  # with the number of the copy
+Request = Callable[[int], Any]  # with the number of the copy
 
 
 @dataclass
@@ -38,12 +38,12 @@ class Case:
     rows: int
     bytes: int  # read and written, each once
     copies: int
-    kernel: Call
-    reference: Call
+    kernel: Request
+    reference: Request
     agree: Callable[[Any, Any], float]  # share of results that differ, or a relative distance
 
 
-def seconds(call: Call, copies: int, replays: int) -> float:
+def seconds(call: Request, copies: int, replays: int) -> float:
     """Of one call, median over replays of a graph of one call for each copy."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -98,7 +98,7 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
         row = (math.log(min_p) if min_p else -math.inf, top_k or size, top_p)
         return torch.tensor([row], dtype=torch.float32, device="cuda").repeat(num_rows, 1)
 
-    def case(name: str, passes: float, kernel: Call, plain: Call, agree: Callable[[Any, Any], float]) -> Case:
+    def case(name: str, passes: float, kernel: Request, plain: Request, agree: Callable[[Any, Any], float]) -> Case:
         return Case(name, num_rows, int(once * passes), copies, kernel, plain, agree)
 
     cases = [
@@ -157,7 +157,7 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
 
     cases.append(case("T .8, k 50 p .95, draw", 2, fused, staged, differing))
 
-    def in_place(op: Callable[..., None], *args: Any) -> Call:
+    def in_place(op: Callable[..., None], *args: Any) -> Request:
         def call(i: int) -> torch.Tensor:
             op(logits[i], *args)
             return logits[i]

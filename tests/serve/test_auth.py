@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.serve.http.auth import Keys
-from slipstream.serve.http.errors import HttpError
+from slipstream.serve.http.errors import HTTPException
 
 KEY, OTHER, ADMIN = "sk-Abcdef123456", "other", "the-root-key"
 KEYS = Keys([KEY, OTHER], ADMIN)
@@ -18,7 +18,7 @@ WAYS = {
 def answer(access: str, headers: list[tuple[bytes, bytes]], keys: Keys = KEYS) -> int:
     try:
         keys.check(access, headers)  # type: ignore[arg-type]
-    except HttpError as error:
+    except HTTPException as error:
         return error.status
     return 200
 

@@ -124,7 +124,7 @@ FIELDS = [(path, field) for path, route in ROUTES.items() for field in route.bod
 
 
 def is_label(kind: type[msgspec.Struct], name: str) -> bool:
-    return "changes nothing" in described(kind, name)
+    return "without effect" in described(kind, name)
 
 
 def described(kind: type[msgspec.Struct], name: str) -> str:

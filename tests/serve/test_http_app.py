@@ -157,7 +157,7 @@ def test_admin_routes_want_the_admin_key(folder, settings, key, status):
         ("POST", "/v1/chat/completions", {"messages": []}, 400, "no messages"),
         ("POST", "/v1/chat/completions", {"messages": [{"content": "x"}]}, 400, "role"),
         ("POST", "/v1/chat/completions", {"messages": [{"role": "user"}]}, 400, "no content"),
-        ("POST", "/tokenize", {}, 400, "give a prompt or messages"),
+        ("POST", "/tokenize", {}, 400, "give either prompt or messages"),
         ("POST", "/detokenize", {"tokens": [-1]}, 400, "-1 is unknown"),
         ("GET", "/v1/models/other", None, 404, "no model 'other'"),
     ],
@@ -428,19 +428,19 @@ def test_the_watchdog_turns_health_while_a_busy_engine_has_no_result(folder, cap
         exchange = door.begin("POST", "/v1/completions", ASK)
         await door.core.until(lambda: door.core.submits)
         now = time.monotonic()
-        dog.look(now)
+        dog.check(now)
         assert (await door.get("/health")).status == 200
-        dog.look(now + 6)
+        dog.check(now + 6)
         health = await door.get("/health")
         assert health.status == 503 and "6 s" in health.json()["status"]
         door.core.say(Pulse([LaneStats("tiny", num_steps=1)]))
         while not door.state.engine.pulse.lanes:
             await asyncio.sleep(0)
-        dog.look(time.monotonic())
+        dog.check(time.monotonic())
         assert (await door.get("/health")).status == 200
         door.core.token(door.core.submits[0], 65, end=FinishReason.STOP)
         await exchange.end()
-        dog.look(now + 60)
+        dog.check(now + 60)
         assert door.state.stalled is None  # nothing to do is no trouble
 
     at_door(folder, scenario, answers=False)

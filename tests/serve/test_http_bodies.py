@@ -46,7 +46,7 @@ def test_a_body_that_does_not_come_gets_408_and_its_connection_ends(folder, path
 
 def test_a_chunked_body_that_goes_on_byte_by_byte_ends_too(folder, monkeypatch):
     """Each byte alone would not be too late."""
-    monkeypatch.setattr("slipstream.serve.http.body._SLOWEST", 1000)
+    monkeypatch.setattr("slipstream.serve.http.body._MIN_RATE", 1000)
     lines = [
         "POST /tokenize HTTP/1.1",
         "host: localhost",
@@ -71,7 +71,7 @@ def test_a_chunked_body_that_goes_on_byte_by_byte_ends_too(folder, monkeypatch):
 
 def test_a_body_that_comes_slowly_and_steadily_arrives(folder, monkeypatch):
     """Bytes that have come allow for more time: here each allows for a second."""
-    monkeypatch.setattr("slipstream.serve.http.body._SLOWEST", 1)
+    monkeypatch.setattr("slipstream.serve.http.body._MIN_RATE", 1)
 
     async def scenario(door):
         async with served(door) as port:
@@ -144,7 +144,7 @@ def test_a_drain_does_not_wait_for_bodies(folder, monkeypatch):
         async with served(door) as port:
             before = [await connect(port, head("/v1/completions", 100), part) for part in (b"", b"{")]
             idle = await connect(port)
-            while len(door.state.bodies._coming) < 2:
+            while len(door.state.bodies._timeouts) < 2:
                 await asyncio.sleep(0)
             door.state.drain()
             idle[1].write(head("/v1/completions", 100))  # begun after the drain
@@ -160,7 +160,7 @@ def test_a_drain_does_not_wait_for_bodies(folder, monkeypatch):
 
 def test_connections_that_neither_read_nor_write_are_cut_off_without_a_traceback(folder, monkeypatch, caplog):
     """A stream whose client does not read, a body that does not come, and a request that the engine never answers."""
-    monkeypatch.setattr("slipstream.serve.http.server._CLOSING", 0.1)
+    monkeypatch.setattr("slipstream.serve.http.server._CLOSE_SECONDS", 0.1)
     caplog.set_level(logging.INFO)
 
     async def scenario(door):

@@ -84,7 +84,7 @@ def test_any_body_gets_an_answer_in_our_shape(runner, door, route, data):
     exchange = runner.run(door.post(route.path, json.dumps(body).encode()))
     assert 200 <= exchange.status < 500, (body, exchange.body)
     if exchange.status != 200:
-        if route.failed is not None or "error_type" in exchange.json():
+        if route.convert_error is not None or "error_type" in exchange.json():
             assert set(exchange.json()) == {"error", "error_type"}
         else:
             error = exchange.json()["error"]

@@ -15,7 +15,7 @@ import uvloop
 from serve.asgi import at_door
 from slipstream.request import FinishReason
 from slipstream.serve.http.listen import raise_file_limit
-from slipstream.serve.http.protocol import bounded
+from slipstream.serve.http.protocol import bounded_protocol
 from slipstream.serve.http.server import Acceptor, Server
 
 ASK = {"prompt": "hello", "max_tokens": 4}
@@ -25,7 +25,13 @@ ASK = {"prompt": "hello", "max_tokens": 4}
 async def served(door, tls=None, **config):
     """The door's app behind a real port."""
     config = uvicorn.Config(
-        door.app, lifespan="off", ws="none", log_config=None, access_log=False, http=bounded(4096, door.app), **config
+        door.app,
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        http=bounded_protocol(4096, door.app),
+        **config,
     )
     server, listener = Server(config, tls), socket.socket()
     listener.bind(("127.0.0.1", 0))
@@ -265,7 +271,7 @@ def test_a_system_without_room_is_asked_again_later(monkeypatch, caplog):
         def __getattr__(self, name):
             return getattr(listener, name)
 
-    monkeypatch.setattr("slipstream.serve.http.server._PAUSE", 0.0)
+    monkeypatch.setattr("slipstream.serve.http.server._PAUSE_SECONDS", 0.0)
 
     async def scenario():
         sock = Full()

@@ -52,7 +52,7 @@ def asked(folder, path, body, *models, **settings):
         ("/v1/completions", {"prompt": "x", "stream": True, "stream_options": {"x": 1}}, "stream_options.x", "no f"),
         ("/v1/chat/completions", CHAT | {"max_completion_tokens": 0}, "max_completion_tokens", "completion_tokens is"),
         ("/v1/chat/completions", CHAT | {"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
-        ("/v1/chat/completions", CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "leave one out"),
+        ("/v1/chat/completions", CHAT | {"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "remove one"),
         ("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs has 21"),
         ("/v1/chat/completions", CHAT | {"continue_final_message": True, "add_generation_prompt": True},
          "messages", '"add_generation_prompt": false'),
@@ -66,11 +66,11 @@ def asked(folder, path, body, *models, **settings):
         ("/rerank", {"query": "x", "documents": ["a"], "top_n": 0}, "top_n", "remove it"),
         ("/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "2 first texts"),
         ("/score", {"text_1": "a", "text_2": "b", "instruction": "x"}, "instruction", "takes no instruction"),
-        ("/pooling", {"input": "a", "task": "classify", "activation": True, "softmax": False}, "softmax", "different"),
+        ("/pooling", {"input": "a", "task": "classify", "activation": True, "softmax": False}, "softmax", "differ"),
         ("/pooling", {"input": "a", "task": "embed", "activation": True}, "activation", "the task is embed"),
         ("/pooling", {"input": "a", "task": "sparse", "encoding_format": "base64"}, "encoding_format", "sparse"),
         ("/detokenize", {"tokens": [-1]}, "tokens", "-1 is unknown"),
-        ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt", "goes with messages"),
+        ("/tokenize", {"prompt": "x", "add_generation_prompt": True}, "add_generation_prompt", "needs messages"),
     ],
 )  # fmt: skip
 def test_an_error_names_its_field(folder, path, body, param, words):
@@ -101,10 +101,10 @@ def test_a_route_that_generates_finds_the_model_that_can_wherever_it_stands(fold
     ("path", "body", "words"),
     [
         ("/classify", {"input": "x"}, "no model here does classify; here writer does generate; vectors does embed"),
-        ("/classify", {"input": "x", "model": "vectors"}, "vectors does embed, and this asks for classify"),
+        ("/classify", {"input": "x", "model": "vectors"}, "vectors does embed, and this route needs classify"),
         ("/pooling", {"input": "x", "task": "sparse"}, "no model here does sparse"),
-        ("/v1/embeddings", {"input": "x", "model": "writer"}, "writer does generate, and this asks for embed; choose"),
-        ("/v1/completions", {"prompt": "x", "model": "vectors"}, "does embed, and this asks for generate; choose writ"),
+        ("/v1/embeddings", {"input": "x", "model": "writer"}, "writer does generate, and this route needs embed"),
+        ("/v1/completions", {"prompt": "x", "model": "vectors"}, "does embed, and this route needs generate"),
         ("/v1/chat/completions", CHAT | {"model": "vectors"}, "choose writer"),
     ],
 )  # fmt: skip

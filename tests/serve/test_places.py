@@ -148,7 +148,7 @@ def test_what_a_killed_server_left_is_removed_and_what_is_no_socket_is_not(tmp_p
     claim.close()
     assert not os.path.exists(path)
     Path(path).write_text("precious")
-    with pytest.raises(InvalidOption, match="no socket"):
+    with pytest.raises(InvalidOption, match="not a socket"):
         UnixClaim(path)
     assert Path(path).read_text() == "precious"
 

@@ -77,7 +77,7 @@ def test_bad_embedding_requests_say_what_is_wrong(ask):
     assert error(input="x", colour="red")["param"] == "colour"
     assert error(input="x", add_special_tokens=False)["code"] == "unsupported_parameter"
     assert error(404, input="x", model="gpt-5")["code"] == "model_not_found"
-    assert "classes does classify, and this asks for embed" in error(input="x", model="classes")["message"]
+    assert "classes does classify, and this route needs embed" in error(input="x", model="classes")["message"]
     assert error(input="x", cache_salt="s" * 1000)["param"] == "cache_salt"
     assert "prompt 2 of 2" in error(input=[[5], []])["message"]
     assert "unknown" in error(input=[[5], [9999]])["message"]
@@ -168,7 +168,7 @@ def test_rerank_as_tei_asks(ask, llms):
     assert ask("/rerank", query="q", texts=[LONG], truncate=True)
     for name, value in {"top_n": 1, "rank_fields": ["title"], "max_chunks_per_doc": 2}.items():
         refused = ask("/rerank", 422, query="q", texts=["a"], **{name: value})
-        assert refused["error_type"] == "Validation" and refused["error"].startswith(f"{name} goes with documents")
+        assert refused["error_type"] == "Validation" and refused["error"].startswith(f"{name} needs documents")
     assert ask("/rerank", 400, query="q", texts=[])["error_type"] == "Empty"
 
 
@@ -229,7 +229,7 @@ def test_tei_root_does_what_the_model_is_made_for(ask, llms):
     assert ask("/", inputs=TEXTS[0], model="words") == ask("/embed_sparse", inputs=TEXTS[0], model="words")
     asked = {"query": TEXTS[0], "texts": TEXTS[1:], "model": "ranker"}
     assert ask("/", **asked) == ask("/rerank", **asked)
-    assert ask("/", 422, inputs=TEXTS, query="x")["error"] == "there is no field query; leave it out"
+    assert ask("/", 422, inputs=TEXTS, query="x")["error"] == "there is no field query; remove it"
     assert ask("/", 400, query="x", model="ranker")["error_type"] == "Empty"
     assert ask("/", 422, inputs="x", model=["vectors"])["error_type"] == "Validation"
 
@@ -277,11 +277,11 @@ def test_a_vector_of_a_conversation(ask, llms, tiny_folder):
     ("body", "message"),
     [
         ({"messages": [{"role": "user", "content": "x"}]}, "no chat template"),  # of the embedder
-        ({"messages": [{"role": "user", "content": "x"}], "input": "x"}, "give one of them"),
-        ({"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"}, "brings no template"),
+        ({"messages": [{"role": "user", "content": "x"}], "input": "x"}, "remove one of them"),
+        ({"messages": [{"role": "user", "content": "x"}], "chat_template": "{{ 1 }}"}, "cannot have a template"),
         ({"messages": []}, "no messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text alone"),
-        ({"input": "x", "add_generation_prompt": True}, "goes with messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text only"),
+        ({"input": "x", "add_generation_prompt": True}, "needs messages"),
         ({}, "no input"),
     ],
 )

@@ -113,7 +113,7 @@ def test_a_second_signal_ends_at_once(folder):
     server = ServerProcess(folder, "--drain-timeout", "600")
     stream = Stream(server, ENDLESS)
     server.process.send_signal(signal.SIGINT)
-    server.until("ending: 1 requests")
+    server.until("draining: 1 requests")
     server.process.send_signal(signal.SIGINT)
     assert server.end() == 0, server.lines[-5:]
     stream.end()

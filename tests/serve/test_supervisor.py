@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def test_a_front_end_stays_down_longer_each_time_and_in_the_end_for_good():
-    backoff = Backoff(limit=5, window=600.0, first=0.5, most=3.0)
+    backoff = Backoff(limit=5, window=600.0, first=0.5, longest=3.0)
     assert [backoff.died(now) for now in (0.0, 1.0, 2.0, 3.0, 4.0)] == [0.5, 1.0, 2.0, 3.0, None]
 
 
@@ -78,7 +78,7 @@ def supervised(monkeypatch):
         socks = [socket.socket() for _ in range(2)]
         under_test = supervisor.Supervisor(settings, PortClaim(settings), ours)
         told = []
-        monkeypatch.setattr(under_test._told, "write_front_ends", told.append)
+        monkeypatch.setattr(under_test._own_board, "write_front_ends", told.append)
         try:
             return under_test.run(socks), FakeProcess.started, told[-1]
         finally:
@@ -89,7 +89,7 @@ def supervised(monkeypatch):
 
 def test_one_that_dies_too_often_ends_the_server_and_the_others_in_order(supervised):
     cause, started, told = supervised(None, -9, 1, -11, 0, 1)
-    assert "front end 1 ended with exit code 1, for the 5th time within 600 s" in cause
+    assert "front end 1 exited with exit code 1, for the 5th time within 600 s" in cause
     assert len(started) == 6 and started[0].signals == [signal.SIGTERM] and told == FrontEnds(2, 0, 4)
 
 
@@ -162,7 +162,7 @@ def test_a_front_end_that_dies_is_started_again_while_the_other_serves_on(folder
     streams = [Stream(server, ENDLESS) for _ in range(12)]
     first, second = front_ends(server)
     os.kill(second, signal.SIGKILL)
-    server.until("front end . ended with SIGKILL; it is started again in 0.5 s")
+    server.until("front end . exited with SIGKILL; restarting it in 0.5 s")
     server.until("ready: serving")
     until_health(server, {"wanted": 2, "running": 2, "restarts": 1}, "ok")
     assert len(front_ends(server)) == 2 and first in front_ends(server)
@@ -193,7 +193,7 @@ def test_a_front_end_that_dies_while_the_model_loads_is_started_again(folder):
     while len(front_ends(server)) < 2:
         assert time.monotonic() < deadline
     os.kill(front_ends(server)[0], signal.SIGKILL)
-    server.until("started again")
+    server.until("restarting it")
     for _ in range(2):
         server.until("ready: serving")
     assert server.stop() == 0, server.lines[-5:]
@@ -217,7 +217,7 @@ def test_a_second_signal_ends_all_front_ends_at_once(folder):
     server.until("ready: serving")
     stream = Stream(server, ENDLESS)
     server.process.send_signal(signal.SIGTERM)
-    server.until("ending: 1 requests")
+    server.until("draining: 1 requests")
     server.process.send_signal(signal.SIGTERM)
     assert server.end() == 0, server.lines[-5:]
     stream.end()
@@ -230,4 +230,4 @@ def test_a_front_end_that_cannot_start_is_not_started_again(folder, tmp_path):
     server = ServerProcess(str(broken), "--workers", "2", wait=False)
     assert server.end() != 0
     assert any("tokenizer.json" in line for line in server.lines)
-    assert not any("started again" in line for line in server.lines)
+    assert not any("restarting it" in line for line in server.lines)

@@ -1,4 +1,4 @@
-"""Admin routes: closed unless the server has an admin key."""
+"""Admin routes: disabled unless the server has an admin key."""
 
 from __future__ import annotations
 
@@ -6,42 +6,44 @@ import asyncio
 
 import msgspec
 
-from slipstream.serve.http.call import Call
-from slipstream.serve.http.errors import HttpError
-from slipstream.serve.http.reply import Reply, json_reply
+from slipstream.serve.http.errors import HTTPException
+from slipstream.serve.http.request import Request
+from slipstream.serve.http.response import Response, json_response
 from slipstream.serve.http.routes import post
 
-_SECONDS = 10.0  # for the other front ends to answer
+_REPLY_SECONDS = 10.0  # for the other front ends to reply
 
 
 class Aborted(msgspec.Struct):
-    aborted: int  # prompts, of all front ends
+    aborted: int  # number of prompts, over all front ends
 
 
-async def abort_requests(call: Call, body: None) -> Reply:
-    """Streams end with what there is and finish_reason abort; others get their answer so."""
-    state = call.state
+async def abort_requests(request: Request, body: None) -> Response:
+    """Aborts all requests. Their responses have what was generated so far, and finish_reason abort."""
+    state = request.state
     count = await state.engine.abort_all()
     state.counters.aborted["admin"] += count
     if state.settings.workers > 1:
         try:
-            others = await asyncio.wait_for(state.engine.abort_others(), _SECONDS)
+            others = await asyncio.wait_for(state.engine.abort_others(), _REPLY_SECONDS)
         except TimeoutError:
-            fact = f"{count} requests of one front end were ended, and the others did not answer in {_SECONDS:g} s"
-            raise HttpError(503, f"{fact}; ask again, or see /health", code="abort_incomplete") from None
+            fact = (
+                f"{count} requests of one front end were aborted, and the others did not reply in {_REPLY_SECONDS:g} s"
+            )
+            raise HTTPException(503, f"{fact}; try again, or see /health", code="abort_incomplete") from None
         state.counters.aborted["admin"] += others
         count += others
-    return json_reply(Aborted(count))
+    return json_response(Aborted(count))
 
 
 ROUTES = [
     post(
         "/abort_requests",
         abort_requests,
-        "End everything under way",
-        answer=Aborted,
+        "Abort all requests",
+        response_model=Aborted,
         access="admin",
-        waits=False,
-        queues=False,
+        needs_engine=False,
+        uses_queue=False,
     ),
 ]

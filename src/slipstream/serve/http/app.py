@@ -1,7 +1,7 @@
-"""App: the ASGI application. Finds the route, checks the key, reads the body, and ends what nobody waits for any more.
+"""App: the ASGI application. Dispatches to routes, checks access, reads and decodes the body, and writes errors.
 
-There is no framework between the server and the handlers: a dictionary finds the route and msgspec decodes the body
-straight from its bytes, which is most of what a short request costs.
+Dispatch is a dictionary lookup, and msgspec decodes the body from its bytes. With Starlette's Request, Response and
+Router in this place, a completion took 9 % more CPU time, an embedding 16 % and a streamed token 29 %.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 
 from slipstream.serve.http.auth import Headers
-from slipstream.serve.http.call import Address, Call
-from slipstream.serve.http.errors import HttpError, as_http_error, bad_request, misfit
-from slipstream.serve.http.response import Receive, Response, Send
+from slipstream.serve.http.errors import HTTPException, as_http_error, bad_request, invalid_body
+from slipstream.serve.http.request import Address, Request
+from slipstream.serve.http.response_writer import Receive, ResponseWriter, Send
 from slipstream.serve.http.routes import Route
 from slipstream.serve.http.state import State
 from slipstream.serve.http.trace import describe_engine_requests, record_call
-from slipstream.serve.http.watch import ClientGone, Watch
+from slipstream.serve.http.watch import ClientDisconnect, Watch
 
 log = logging.getLogger("slipstream.http")
 
@@ -41,84 +41,86 @@ class App:
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            return  # no websockets, and the start is not uvicorn's
+            return  # no websockets and no lifespan
         headers = scope["headers"]
         request_id = _own_id(headers) or self.state.new_id()
         name, status, began = "unknown", 500, time.perf_counter()
-        response = Response(send, request_id, self.state.settings.stream_keep_alive)
+        writer = ResponseWriter(send, request_id, self.state.settings.stream_keep_alive)
         route: Route | None = None
-        call: Call | None = None
+        request: Request | None = None
         try:
             route, params = self._find(scope["method"], scope["path"])
             name = route.path
             if not route.any_host:
                 self.state.hosts.check(headers)
             self.state.keys.check(route.access, headers)
-            # one connection carries one request at a time, so where there is none to go by each request stands alone
+            # fair scheduling by key, else by connection, else (on a unix socket) by request
             caller = self.state.keys.caller(headers) or _connection(scope) or request_id
-            call = Call(self.state, request_id, headers, params, scope["query_string"], caller)
-            if route.queues:
-                self.state.admit(1, caller=caller)  # before it is read: whatever it says, there is no room for it
-            seconds = self._seconds(call) if route.waits else None
+            request = Request(self.state, request_id, headers, params, scope["query_string"], caller)
+            if route.uses_queue:
+                self.state.admit(1, caller=caller)  # before the body is read
+            seconds = self._seconds(request) if route.needs_engine else None
             body = await self._read(route, headers, receive, seconds) if route.method == "POST" else None
-            if route.waits:
+            if route.needs_engine:
                 self.state.check_ready()
                 left = None if seconds is None else seconds - (time.perf_counter() - began)
                 with Watch(receive, seconds, left):
-                    status = await response.answer(await route.handler(call, body))
+                    status = await writer.write(await route.endpoint(request, body))
             else:
-                status = await response.answer(await route.handler(call, body))
-        except ClientGone as gone:
+                status = await writer.write(await route.endpoint(request, body))
+        except ClientDisconnect as gone:
             status = 499
             self.state.counters.aborted[gone.cause] += 1
         except Exception as error:
-            status = await self._fail(error, request_id, route, call, response)
+            status = await self._fail(error, request_id, route, request, writer)
         finally:
             seconds = time.perf_counter() - began
-            if self.state.traces is not None and call is not None:
-                record_call(self.state.traces, call, scope["method"], name, status, seconds)
+            if self.state.traces is not None and request is not None:
+                record_call(self.state.traces, request, scope["method"], name, status, seconds)
             self._count(request_id, scope["client"], scope["method"], name, status, seconds, route)
-            if call is not None and call.request_states and log.isEnabledFor(logging.DEBUG):
-                log.debug("request %s: %s", request_id, describe_engine_requests(call))
+            if request is not None and request.request_states and log.isEnabledFor(logging.DEBUG):
+                log.debug("request %s: %s", request_id, describe_engine_requests(request))
 
     async def _fail(
-        self, error: Exception, request_id: str, route: Route | None, call: Call | None, response: Response
+        self, error: Exception, request_id: str, route: Route | None, request: Request | None, writer: ResponseWriter
     ) -> int:
-        """Answers with the error; returns its status. Not in the frame that caught it: an exception that a variable of
-        its own traceback names is kept, and the body with it, until the collector comes."""
-        failure = as_http_error(error, request_id, call.names if call is not None else {})
-        if failure.param is None and failure.status == 400 and call is not None:
-            failure.param = call.input
+        """Writes the error and returns its status. A function of its own, because a local variable that refers to the
+        exception in the frame that caught it is a reference cycle, which would keep the body in memory."""
+        failure = as_http_error(error, request_id, request.field_names if request is not None else {})
+        if failure.param is None and failure.status == 400 and request is not None:
+            failure.param = request.input_field
         if failure.status == 500:
             log.exception("request %s failed", request_id, extra={"request_id": request_id})
         elif log.isEnabledFor(logging.DEBUG):
             log.debug("request %s: %d, %s", request_id, failure.status, failure.message)
         if failure.code == "deadline":
             self.state.counters.aborted["deadline"] += 1
-        if route is not None and route.failed is not None:
-            failure = route.failed(failure)
-        await response.fail(failure)
+        if route is not None and route.convert_error is not None:
+            failure = route.convert_error(failure)
+        await writer.fail(failure)
         return failure.status
 
-    def refusal(self, method: str, path: str, headers: Headers, client: Address | None) -> tuple[HttpError, str] | None:
-        """The answer to a request for which there is no room, on its head alone, and its id.
+    def refusal(
+        self, method: str, path: str, headers: Headers, client: Address | None
+    ) -> tuple[HTTPException, str] | None:
+        """Returns the error and the id of a request that is refused because the queue is full, by its head alone.
 
-        None lets it in: there is room, or the route has another answer, or there is more to be found wrong with it.
+        None where the request takes the normal path: there is room, or another check must answer first.
         """
         if not self.state.is_full or self.state.traces is not None:
             return None
         began = time.perf_counter()
         route = self._exact.get(path, {}).get(method)
-        if route is None or not route.queues or not self.state.hosts.allow(headers):
+        if route is None or not route.uses_queue or not self.state.hosts.allow(headers):
             return None
         try:
             self.state.keys.check(route.access, headers)
-        except HttpError:
+        except HTTPException:
             return None
         error = self.state.no_room()
-        assert error is not None, "a full queue has no room"
-        if route.failed is not None:
-            error = route.failed(error)
+        assert error is not None, "the queue is full"
+        if route.convert_error is not None:
+            error = route.convert_error(error)
         request_id = _own_id(headers) or self.state.new_id()
         self._count(request_id, client, method, path, error.status, time.perf_counter() - began, route)
         return error, request_id
@@ -145,29 +147,29 @@ class App:
         if found is not None:
             route = found.get("GET" if method == "HEAD" else method)
             if route is None:
-                raise HttpError(405, f"{path} takes {' or '.join(found)}, not {method}")
+                raise HTTPException(405, f"{path} takes {' or '.join(found)}, not {method}")
             return route, {}
         for pattern, route in self._patterns:
             if (match := pattern.fullmatch(path)) and route.method == ("GET" if method == "HEAD" else method):
                 return route, match.groupdict()
-        raise HttpError(404, "there is no such route; /docs lists them")
+        raise HTTPException(404, "there is no such route; see /docs")
 
     async def _read(self, route: Route, headers: Headers, receive: Receive, seconds: float | None) -> Any:
         body = await self.state.bodies.read(headers, receive, seconds)
         decoder = self._decoders.get(id(route))
         if decoder is None:
             if body.strip() not in (b"", b"{}"):
-                raise bad_request(f"{route.path} takes no body; send none")
+                raise bad_request(f"{route.path} takes no body; remove it")
             return None
         kind = next((value for name, value in headers if name == b"content-type"), b"")
-        # browsers ask before they send this type to a strange place, and send any other without asking
+        # browsers send a preflight for this content type, and none for the others
         if kind.partition(b";")[0].strip().lower() != b"application/json":
-            raise HttpError(415, "the body must be JSON; send the header Content-Type: application/json")
+            raise HTTPException(415, "the body must be JSON; send the header Content-Type: application/json")
         return _decode(decoder, body)
 
-    def _seconds(self, call: Call) -> float | None:
+    def _seconds(self, request: Request) -> float | None:
         limit = self.state.settings.request_timeout
-        given = call.header(b"x-request-timeout")
+        given = request.header(b"x-request-timeout")
         if given is None:
             return limit
         try:
@@ -183,17 +185,17 @@ def _decode(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise misfit(error) from None
+        raise invalid_body(error) from None
     except msgspec.DecodeError as error:
         raise bad_request(f"the body is not JSON: {error}") from None
     except UnicodeDecodeError:  # msgspec checks the encoding of a string only when it makes one
         raise bad_request(f"the body is not UTF-8{_bad_byte(body)}; send JSON encoded as UTF-8") from None
     except RecursionError:
-        raise bad_request("the body is nested too deep") from None
+        raise bad_request("the body is nested too deeply; send a flatter one") from None
 
 
 def _bad_byte(body: bytes) -> str:
-    """Which byte breaks the encoding. msgspec counts from the start of the string that holds it."""
+    """The position of the invalid byte in the body. msgspec's is relative to the string that has it."""
     try:
         body.decode()
     except UnicodeDecodeError as error:
@@ -202,7 +204,7 @@ def _bad_byte(body: bytes) -> str:
 
 
 def _shown(client: Address | None) -> str:
-    """The address that connected to us: of a proxy, where there is one."""
+    """The address of the client, or of a proxy."""
     if client is None:
         return "unix"
     host, port = client
@@ -213,7 +215,7 @@ _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 
 
 def _own_id(headers: Headers) -> str | None:
-    """The caller's name for its request, if it may stand in a log and a header."""
+    """The client's X-Request-Id, if it is safe for logs and headers."""
     for name, value in headers:
         if name == b"x-request-id" and _ID.fullmatch(value):
             return value.decode()
@@ -226,7 +228,7 @@ def _connection(scope: MutableMapping[str, Any]) -> str | None:
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    """`{name}` is one part of a path, `{name:path}` the rest of it."""
+    """`{name}` matches one segment of a path, `{name:path}` the rest of it."""
     parts = re.split(r"\{(\w+)(:path)?\}", path)
     text = re.escape(parts[0])
     for name, rest, after in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):

@@ -1,4 +1,4 @@
-"""Keys: who may call which route. Every comparison takes the same time, whatever was sent."""
+"""Keys: checks API keys. Comparisons take constant time, so that response times reveal nothing about a key."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import hmac
 from collections.abc import Sequence
 from typing import Literal
 
-from slipstream.serve.http.errors import HttpError
+from slipstream.serve.http.errors import HTTPException
 
 Access = Literal["open", "user", "admin"]
 Headers = Sequence[tuple[bytes, bytes]]
@@ -19,25 +19,25 @@ class Keys:
         self._admin = None if admin_key is None else _digest(admin_key.encode())
 
     def caller(self, headers: Headers) -> str | None:
-        """A name for the key of a request, where there are several: each key is one caller's."""
+        """A name of the request's key, where the server has several keys: each is one caller. None with one key."""
         return f"key {_digest(_given(headers)).hex()[:16]}" if len(self._user) > 1 else None
 
     def check(self, access: Access, headers: Headers) -> None:
-        """Raises unless this request may go on."""
+        """Raises where the request has no key for this access."""
         if access == "open" or (access == "user" and not self._user):
             return
         if access == "admin" and self._admin is None:
-            raise HttpError(403, "admin routes are closed; start the server with --admin-key to open them")
+            raise HTTPException(403, "admin routes are disabled; start the server with --admin-key to enable them")
         given = _digest(_given(headers))
         is_admin = self._admin is not None and hmac.compare_digest(given, self._admin)
         is_user = False
-        for key in self._user:  # all of them, so that the time does not tell which it was
+        for key in self._user:  # no early exit: constant time
             is_user |= hmac.compare_digest(given, key)
         if is_admin or (access == "user" and is_user):
             return
         if access == "admin" and is_user:
-            raise HttpError(403, "this key may not call admin routes; send the admin key")
-        raise HttpError(
+            raise HTTPException(403, "this key has no access to admin routes; send the admin key")
+        raise HTTPException(
             401, "the API key is missing or wrong; send it as Authorization: Bearer KEY", code="invalid_api_key"
         )
 
@@ -54,4 +54,4 @@ def _given(headers: Headers) -> bytes:
 
 
 def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()  # of one length, so that comparing tells no lengths
+    return hashlib.sha256(key).digest()  # equal lengths, so that comparing reveals none

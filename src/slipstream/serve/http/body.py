@@ -1,25 +1,25 @@
-"""Bodies: reads the bodies of requests, bounded in size, in time, and in what all of them hold together."""
+"""Bodies: reads request bodies, with limits on size, time, and the memory of all bodies together."""
 
 from __future__ import annotations
 
 import asyncio
 
 from slipstream.serve.http.auth import Headers
-from slipstream.serve.http.counters import Counters
-from slipstream.serve.http.errors import HttpError
-from slipstream.serve.http.response import Receive
+from slipstream.serve.http.errors import HTTPException
+from slipstream.serve.http.report import Counters
+from slipstream.serve.http.response_writer import Receive
 from slipstream.serve.http.settings import ServerSettings
-from slipstream.serve.http.watch import ClientGone
+from slipstream.serve.http.watch import ClientDisconnect
 
-_SLOWEST = 2**14  # bytes a second that a body must come at, on average and after the first seconds
-_DRAIN_SECONDS = 1.0  # for bodies that are still coming when the server is told to end
+_MIN_RATE = 2**14  # bytes per second of a body, on average after the first seconds
+_DRAIN_SECONDS = 1.0  # for bodies that are incomplete when the server begins to drain
 
 
 class Bodies:
-    """Of one front end.
+    """The bodies of one front end.
 
-    A body may take `body_timeout` seconds and one more for each 16 KiB that have come: a connection that falls silent,
-    or sends a byte now and then, ends; a large body over a slow line arrives.
+    A body may take `body_timeout` seconds, and one more for each 16 KiB received: so a stalled connection, or one with
+    a byte now and then, is closed, and a large body over a slow line is accepted.
     """
 
     def __init__(self, settings: ServerSettings, counters: Counters) -> None:
@@ -28,43 +28,43 @@ class Bodies:
         self._max_size = settings.max_body_bytes
         self._max_all = settings.max_bodies_bytes
         self.num_bytes = 0  # of all bodies that are being read
-        self._coming: set[asyncio.Timeout] = set()
+        self._timeouts: set[asyncio.Timeout] = set()  # of bodies that are being read
         self._is_draining = False
 
     async def read(self, headers: Headers, receive: Receive, seconds: float | None = None) -> bytes:
-        """The whole body. `seconds`: what the request may take in all, where that is bounded."""
+        """Returns the whole body. `seconds`: the time limit of the whole request, if it has one."""
         self._check_length(headers)
         loop = asyncio.get_running_loop()
         began = loop.time()
         limit = self._seconds if seconds is None else min(self._seconds, seconds)
-        parts: list[bytes] = []  # joined once: a large body comes in hundreds of them
+        parts: list[bytes] = []  # joined once: a large body has hundreds
         size, more = 0, True
         try:
             async with asyncio.timeout_at(self._deadline(began + limit)) as timeout:
-                self._coming.add(timeout)
+                self._timeouts.add(timeout)
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ClientGone
+                        raise ClientDisconnect
                     parts.append(message["body"])
                     size, more = size + len(parts[-1]), message["more_body"]
                     self.num_bytes += len(parts[-1])
                     self._check_size(size)
                     if more and not timeout.expired():
-                        end = began + self._seconds + size / _SLOWEST
+                        end = began + self._seconds + size / _MIN_RATE
                         timeout.reschedule(self._deadline(end if seconds is None else min(end, began + seconds)))
         except TimeoutError:
             raise self._too_late(size, loop.time() - began, seconds) from None
         finally:
-            self._coming.discard(timeout)
+            self._timeouts.discard(timeout)
             self.num_bytes -= size
         return b"".join(parts)
 
     def drain(self) -> None:
-        """The server ends: bodies that are still coming are not waited for."""
+        """The server is draining: limits the time of incomplete bodies."""
         self._is_draining = True
         soon = asyncio.get_running_loop().time() + _DRAIN_SECONDS
-        for timeout in self._coming:
+        for timeout in self._timeouts:
             when = timeout.when()
             if not timeout.expired() and (when is None or when > soon):
                 timeout.reschedule(soon)
@@ -74,28 +74,30 @@ class Bodies:
 
     def _check_length(self, headers: Headers) -> None:
         for name, value in headers:
-            # digits are counted first: int() refuses thousands of them
+            # the length is checked first: int() raises for thousands of digits
             if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > self._max_size):
-                fact = f"the body has {value[:20].decode()} bytes, {self._max_size} are the most"
-                raise HttpError(413, f"{fact}; send less at once")
+                fact = f"the body has {value[:20].decode()} bytes, the limit is {self._max_size}"
+                raise HTTPException(413, f"{fact}; send less at once")
 
     def _check_size(self, size: int) -> None:
         if size > self._max_size:
-            raise HttpError(413, f"the body has more than {self._max_size} bytes; send less at once")
-        # a large one is read where no other is
+            raise HTTPException(413, f"the body has more than {self._max_size} bytes; send less at once")
+        # a body above the limit for all is accepted while no other is being read
         if self.num_bytes > max(self._max_all, size):
             self._counters.refused["bodies_full"] += 1
-            fact = f"bodies of {self.num_bytes} bytes are being read, {self._max_all} may be at once"
-            raise HttpError(429, f"{fact}; try again soon", retry_after=1, code="bodies_full")
+            fact = f"bodies with {self.num_bytes} bytes are being read, the limit is {self._max_all}"
+            raise HTTPException(429, f"{fact}; try again soon", retry_after=1, code="bodies_full")
 
-    def _too_late(self, size: int, passed: float, seconds: float | None) -> HttpError:
+    def _too_late(self, size: int, passed: float, seconds: float | None) -> HTTPException:
         if self._is_draining:
             self._counters.refused["draining"] += 1
-            fact = "the server is shutting down, and the body has not come"
-            return HttpError(503, f"{fact}; ask another one", retry_after=5, code="draining", closes=True)
+            fact = "the server is shutting down, and the body is incomplete"
+            return HTTPException(503, f"{fact}; use another server", retry_after=5, code="draining", closes=True)
         if seconds is not None and passed >= seconds:
-            fact = f"the request took longer than its {seconds:g} s, and {size} bytes of its body had come"
-            return HttpError(408, f"{fact}; send it faster, or allow more", code="deadline", closes=True)
+            fact = f"the request took longer than its {seconds:g} s, with {size} bytes of its body received"
+            return HTTPException(
+                408, f"{fact}; send it faster, or raise X-Request-Timeout", code="deadline", closes=True
+            )
         self._counters.aborted["body_timeout"] += 1
-        fact = f"the body did not come in time: {size} bytes in {passed:.0f} s"
-        return HttpError(408, f"{fact}; send it faster, or raise --body-timeout", code="body_timeout", closes=True)
+        fact = f"the body is incomplete after {passed:.0f} s, with {size} bytes received"
+        return HTTPException(408, f"{fact}; send it faster, or raise --body-timeout", code="body_timeout", closes=True)

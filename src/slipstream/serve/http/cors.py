@@ -1,4 +1,4 @@
-"""Cors: which web pages may ask this server, as browsers want to be told. Without --allowed-origins none may."""
+"""Cors: adds CORS headers for the origins of --allowed-origins. It is not used without any, and browsers allow none."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 from slipstream.serve.http.app import App
 from slipstream.serve.http.auth import Headers
-from slipstream.serve.http.call import Address
-from slipstream.serve.http.errors import HttpError
-from slipstream.serve.http.response import Receive, Send
+from slipstream.serve.http.errors import HTTPException
+from slipstream.serve.http.request import Address
+from slipstream.serve.http.response_writer import Receive, Send
 from slipstream.serve.http.settings import ServerSettings
 
-_SECONDS = b"600"  # for which a browser need not ask again
-_METHODS = b"GET, POST"  # all there are
-_SHOWN = (b"access-control-expose-headers", b"x-request-id, retry-after")
+_MAX_AGE = b"600"  # seconds for which a browser caches a preflight
+_METHODS = b"GET, POST"  # of all routes
+_EXPOSED = (b"access-control-expose-headers", b"x-request-id, retry-after")
 
 
 class Cors:
-    """Around the app: answers a browser that asks first, and says on other answers who may read them."""
+    """ASGI middleware: answers preflight requests, and adds headers to the other responses."""
 
     def __init__(self, app: App, settings: ServerSettings) -> None:
         self.app = app
         self._origins = frozenset(settings.allowed_origins)
         self._methods = _joined(settings.allowed_methods) or _METHODS
-        self._headers = _joined(settings.allowed_headers)  # None: whatever is asked for
+        self._headers = _joined(settings.allowed_headers)  # None: any
         self._credentials = settings.allow_credentials
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -35,31 +35,35 @@ class Cors:
             return
         own = self._own(origin) if self.app.state.hosts.allow(headers) else []
         if scope["method"] == "OPTIONS" and _find(headers, b"access-control-request-method") is not None:
-            await self._ask_first(headers, origin, own, send)
+            await self._answer_preflight(headers, origin, own, send)
             return
 
         async def send_with(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *own, *([_SHOWN] if own else [])]
+                message["headers"] = [*message["headers"], *own, *([_EXPOSED] if own else [])]
             await send(message)
 
         await self.app(scope, receive, send_with)
 
-    def refusal(self, method: str, path: str, headers: Headers, client: Address | None) -> tuple[HttpError, str] | None:
-        """As the app's; a browser's request goes the long way, where its answer gets these headers."""
+    def refusal(
+        self, method: str, path: str, headers: Headers, client: Address | None
+    ) -> tuple[HTTPException, str] | None:
+        """Like `App.refusal`, but a browser's request takes the normal path, which adds the CORS headers."""
         return self.app.refusal(method, path, headers, client) if _find(headers, b"origin") is None else None
 
     def _own(self, origin: bytes) -> list[tuple[bytes, bytes]]:
-        """What to say of an origin; nothing if it may not ask."""
-        anyone = "*" in self._origins
-        if not anyone and origin.decode("latin-1") not in self._origins:
+        """The headers for an origin; empty where it is not allowed."""
+        any_origin = "*" in self._origins
+        if not any_origin and origin.decode("latin-1") not in self._origins:
             return []
-        if anyone:
-            return [(b"access-control-allow-origin", b"*")]  # and no cookies: browsers send none to all
+        if any_origin:
+            return [(b"access-control-allow-origin", b"*")]  # without credentials: browsers forbid both together
         own = [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
         return [*own, (b"access-control-allow-credentials", b"true")] if self._credentials else own
 
-    async def _ask_first(self, headers: Headers, origin: bytes, own: list[tuple[bytes, bytes]], send: Send) -> None:
+    async def _answer_preflight(
+        self, headers: Headers, origin: bytes, own: list[tuple[bytes, bytes]], send: Send
+    ) -> None:
         body, status = b"", 204
         if own:
             wanted = _find(headers, b"access-control-request-headers") or b""
@@ -67,7 +71,7 @@ class Cors:
                 *own,
                 (b"access-control-allow-methods", self._methods),
                 (b"access-control-allow-headers", wanted if self._headers is None else self._headers),
-                (b"access-control-max-age", _SECONDS),
+                (b"access-control-max-age", _MAX_AGE),
             ]
         else:
             error = self._refused(headers, origin)
@@ -77,13 +81,13 @@ class Cors:
         await send({"type": "http.response.start", "status": status, "headers": own})
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
-    def _refused(self, headers: Headers, origin: bytes) -> HttpError:
+    def _refused(self, headers: Headers, origin: bytes) -> HTTPException:
         try:
             self.app.state.hosts.check(headers)
-        except HttpError as error:
+        except HTTPException as error:
             return error
         shown = origin.decode("latin-1")
-        return HttpError(403, f"pages of {shown} may not ask this server; --allowed-origins names those that may")
+        return HTTPException(403, f"the origin {shown} is not allowed; add it by --allowed-origins")
 
 
 def _joined(given: list[str]) -> bytes | None:

@@ -1,15 +1,15 @@
-"""GET /docs and /openapi.json: what there is, on a page that fetches nothing from elsewhere.
+"""GET /docs and /openapi.json: the documentation of the routes, on a page that loads nothing from other hosts.
 
-Both are open: a browser that opens a page sends no key, and what they say is the same for every server of a version.
+Both need no API key: a browser sends none for a page, and the content is the same for every server of a version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.serve.http.call import Call
 from slipstream.serve.http.openapi import openapi
-from slipstream.serve.http.reply import Reply, json_reply
+from slipstream.serve.http.request import Request
+from slipstream.serve.http.response import Response, json_response
 from slipstream.serve.http.routes import Route, get
 
 _HEADERS = ((b"content-security-policy", b"default-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"),)
@@ -21,8 +21,8 @@ summary { cursor: pointer; padding: .3em 0 } code, pre { font: 13px/1.4 ui-monos
 table { border-collapse: collapse; width: 100% } td { border-top: 1px solid #ddd; padding: .2em .6em .2em 0 }
 b.m { display: inline-block; width: 3.5em }
 </style>
-<h1>Slipstream</h1><p>The whole of it as <a href="openapi.json">openapi.json</a>. <span id="key"></span></p>
-<div id="routes">reading...</div>
+<h1>Slipstream</h1><p>Also as <a href="openapi.json">openapi.json</a>. <span id="key"></span></p>
+<div id="routes">loading...</div>
 <script>
 const text = (tag, value) => { const e = document.createElement(tag); e.textContent = value; return e }
 const kind = s => s.$ref ? s.$ref.split("/").pop() : s.anyOf ? s.anyOf.map(kind).join(" | ")
@@ -46,22 +46,22 @@ fetch("openapi.json").then(r => r.json()).then(page => {
     const body = op.requestBody?.content["application/json"].schema
     const answer = op.responses["200"].content?.["application/json"].schema
     if (body) block.append(text("h4", "body: " + kind(body)), fields(page, body))
-    if (answer) block.append(text("h4", "answer: " + kind(answer)), fields(page, answer))
+    if (answer) block.append(text("h4", "response: " + kind(answer)), fields(page, answer))
     list.append(block) } })
 </script>
 """
 
 
 def docs_routes(described: Sequence[Route]) -> list[Route]:
-    """The page about these routes."""
+    """Returns the routes of the documentation of `described`."""
 
-    async def show(call: Call, body: None) -> Reply:
-        return Reply(PAGE, content_type=b"text/html; charset=utf-8", headers=_HEADERS)
+    async def show(request: Request, body: None) -> Response:
+        return Response(PAGE, media_type=b"text/html; charset=utf-8", headers=_HEADERS)
 
-    async def description(call: Call, body: None) -> Reply:
-        return json_reply(openapi(described, has_keys=bool(call.state.settings.api_key)))
+    async def description(request: Request, body: None) -> Response:
+        return json_response(openapi(described, has_keys=bool(request.state.settings.api_key)))
 
     return [
-        get("/docs", show, "These pages", access="open"),
-        get("/openapi.json", description, "The same for programs", access="open"),
+        get("/docs", show, "This page", access="open"),
+        get("/openapi.json", description, "The OpenAPI document", access="open"),
     ]

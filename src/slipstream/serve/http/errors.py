@@ -1,8 +1,8 @@
-"""What a failed request gets back: OpenAI's error object, with a status that says whose fault it was.
+"""HTTPException: an error response, with OpenAI's error object as its body.
 
-400 the request        401, 403 the key        404 no such route or model      405 the method
-408 the deadline       413 the body            415 not JSON                    429 too many waiting
-500 our fault          503 not ready, draining, or the engine is lost
+400 invalid request    401, 403 API key        404 unknown route or model      405 wrong method
+408 deadline           413 body too large      415 not JSON                    429 queue full
+500 internal error     503 not ready, draining, or the engine is lost
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from slipstream.errors import (
 from slipstream.serve.http.wording import in_http
 
 
-class HttpError(Exception):
-    """Ends a request with this status and this message."""
+class HTTPException(Exception):
+    """Ends a request with a status and a message. Named like Starlette's, with the fields of OpenAI's error object."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class HttpError(Exception):
         retry_after: float | None = None,
         closes: bool = False,
     ) -> None:
-        """`closes`: the connection ends with the answer, for the rest of the request never came."""
+        """`closes`: the connection is closed after the response, because the request's body was not read."""
         super().__init__(message)
         self.status = status
         self.message = message
@@ -80,39 +80,41 @@ _KINDS = {
 }
 
 
-def bad_request(message: str, param: str | None = None, code: str | None = None) -> HttpError:
-    return HttpError(400, message, param=param, code=code)
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> HTTPException:
+    return HTTPException(400, message, param=param, code=code)
 
 
-def misfit(error: msgspec.ValidationError) -> HttpError:
-    """A body that is JSON and not what the route takes."""
+def invalid_body(error: msgspec.ValidationError) -> HTTPException:
+    """The error for a body that is JSON but does not match the route's type."""
     text, _, place = str(error).partition(" - at `")
     param = place.removeprefix("key in `").removeprefix("$").strip("`.").replace("[...]", "") or None
     if text.startswith(("Object contains unknown field", "Object missing required field")):
         param = ".".join(filter(None, (param, text.split("`")[1])))
         if text.startswith("Object contains"):
-            return bad_request(f"there is no field {param}; leave it out", param=param)
+            return bad_request(f"there is no field {param}; remove it", param=param)
         return bad_request(f"{param} is missing; give it", param=param)
     return bad_request(f"{param or 'the body'}: {text}", param=param)
 
 
-def as_http_error(error: Exception, request_id: str, names: Mapping[str, str] = MappingProxyType({})) -> HttpError:
-    """Our own exceptions say what a caller may know. Of any other it learns only where the log has it.
+def as_http_error(error: Exception, request_id: str, names: Mapping[str, str] = MappingProxyType({})) -> HTTPException:
+    """Converts an exception. Texts of our own exceptions are public; any other gets a reference to the log.
 
-    `names`: parameters of the engine that the request calls otherwise.
+    `names`: engine parameters that have another name in the request.
     """
-    if isinstance(error, HttpError):
+    if isinstance(error, HTTPException):
         return error
     if isinstance(error, UserError):
         param = None if error.param is None else names.get(error.param, error.param)
         code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
         return bad_request(in_http(str(error), names), param, code)
     if isinstance(error, ModelNotFound):
-        return HttpError(404, str(error), param="model", code="model_not_found")
+        return HTTPException(404, str(error), param="model", code="model_not_found")
     if isinstance(error, QueueFull):
-        return HttpError(429, str(error), retry_after=1, code="queue_full")
+        return HTTPException(429, str(error), retry_after=1, code="queue_full")
     if isinstance(error, EngineDead | EngineClosed):
-        return HttpError(503, "the engine has ended and takes no more requests; restart the server", code="engine_dead")
+        return HTTPException(
+            503, "the engine has ended and takes no more requests; restart the server", code="engine_dead"
+        )
     if isinstance(error, SlipstreamError):
         return bad_request(in_http(str(error), names))
-    return HttpError(500, f"something failed inside the server; its log says more under {request_id}")
+    return HTTPException(500, f"internal error; see the server's log for {request_id}")

@@ -1,8 +1,8 @@
-"""Hosts: checks the Host header against the names of this server.
+"""Hosts: checks the Host header against the names of this server, as a defence against DNS rebinding.
 
-DNS rebinding: a web page's own name is made to resolve to 127.0.0.1, so that its requests to "itself" reach a server on
-loopback and the browser lets the page read the answers. Such requests carry the page's name in the Host header, which a
-page cannot change. A server that listens on loopback therefore answers to loopback names, and to those it is told of.
+In such an attack the name of a web page is made to resolve to 127.0.0.1, so that the page's requests to its own name
+reach a server on loopback, and the browser lets the page read the responses. These requests have the page's name in the
+Host header, which a page cannot change. So a server on loopback accepts loopback names and those of --allowed-hosts.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 
 from slipstream.errors import InvalidOption
 from slipstream.serve.http.auth import Headers
-from slipstream.serve.http.errors import HttpError
+from slipstream.serve.http.errors import HTTPException
 from slipstream.serve.http.settings import ServerSettings
 
 _PORT = re.compile(r":\d{0,5}")
@@ -31,7 +31,7 @@ class Hosts:
             self._names |= {"localhost", _plain(settings.host)}
 
     def allow(self, headers: Headers) -> bool:
-        """Whether every Host header names this server. A request without one comes from no browser."""
+        """Whether every Host header names this server. Browsers always send one, so its absence is allowed."""
         if not self._checks:
             return True
         return all(self._is_ours(value.decode("latin-1")) for name, value in headers if name == b"host" and value)
@@ -39,9 +39,9 @@ class Hosts:
     def check(self, headers: Headers) -> None:
         if not self.allow(headers):
             given = next(value.decode("latin-1") for name, value in headers if name == b"host" and value)
-            raise HttpError(
+            raise HTTPException(
                 403,
-                f"this server does not answer to the name {given!r}; --allowed-hosts names those that it answers to",
+                f"the host name {given!r} is not allowed; add it by --allowed-hosts",
                 code="host_not_allowed",
             )
 
@@ -58,28 +58,28 @@ class Hosts:
 
 
 def check_hosts(names: list[str]) -> None:
-    """Refuses what no Host header could hold."""
+    """Raises for names that cannot be in a Host header."""
     for name in names:
         if not _NAME.fullmatch(name) and not _is_address(_plain(name)):
             raise InvalidOption(
-                f"allowed_hosts holds {name!r}; give names without scheme and port, like api.example.com, "
+                f"allowed_hosts has {name!r}; give names without scheme and port, like api.example.com, "
                 "*.example.com, or * for any"
             )
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server that listens there is reached from this machine alone."""
+    """Whether this address is reachable from this machine only."""
     if _is_address(host):
         return _is_loopback_address(host)
     try:
         found = {str(address[0]) for *_, address in socket.getaddrinfo(host, None)}
-    except OSError:  # binding to it says what is wrong
+    except OSError:  # binding to it will raise the error
         return host == "localhost"
     return bool(found) and all(map(_is_loopback_address, found))
 
 
 def _plain(name: str) -> str:
-    """As names are compared: in lower case, without brackets, without the dot of the root."""
+    """Normalises a name: lower case, without brackets, without the final dot."""
     if name.startswith("[") and name.endswith("]"):
         name = name[1:-1]
     return name.lower().removesuffix(".")

@@ -1,4 +1,4 @@
-"""Starting and ending the server: the port, the core process, and one front end here or several elsewhere."""
+"""Starts and stops the server: the port, the core process, and one front end in this process or several in others."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from slipstream.transport.spawn import spawn_core
 
 status = logging.getLogger("slipstream.status")
 
-_CORE_SECONDS = 30.0  # for the core to end once its front ends have gone
+_CORE_SECONDS = 30.0  # for the core to exit after its front ends
 
 
 def launch(settings: ServerSettings, options: list[Options]) -> None:
-    """Serves until it is told to end. Raises EngineDead, with the root cause, if it ends before."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # inherited as ignored, it would lose how a child ended
+    """Serves until a signal ends it. Raises EngineDead with the root cause of a failure."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if inherited as ignored, exit codes of children would be lost
     raise_file_limit()
     pass_on_log(settings.log_level, settings.log_format)
     place = claim(settings)
@@ -33,13 +33,13 @@ def launch(settings: ServerSettings, options: list[Options]) -> None:
 
 def _serve_at(place: PortClaim | UnixClaim, settings: ServerSettings, options: list[Options]) -> None:
     ours, theirs = socket.socketpair() if settings.workers > 1 else (None, None)
-    # first of all: it has the longest way to go
+    # first, because it takes longest to start
     core, socks = spawn_core(options, settings.workers, theirs)
     status.info("listening on %s", place.shown)
     cause: str | None = None
     try:
         if ours is None or theirs is None:
-            from slipstream.serve.http.worker import run_worker  # while the core starts
+            from slipstream.serve.http.worker import run_worker  # imported while the core starts
 
             end = run_worker(settings, place.listener(), socks[0])
             cause = None if end is None else end.cause

@@ -1,4 +1,4 @@
-"""The port of a server: claimed for this server alone, then shared by the listeners of its front ends."""
+"""PortClaim: binds a TCP port for this server exclusively, and shares it among the listeners of its front ends."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from slipstream.serve.http.listen_unix import UnixClaim
 from slipstream.serve.http.settings import ServerSettings
 
 _MAX_FILES = 2**20
-_BACKLOG = 2048  # connections that wait until a front end is up
+_BACKLOG = 2048  # connections queued until a front end is up
 
 
 def claim(settings: ServerSettings) -> PortClaim | UnixClaim:
-    """The place where this server listens. Raises InvalidOption where it is taken."""
+    """Binds the address of this server. Raises InvalidOption where it is in use."""
     return PortClaim(settings) if settings.uds is None else UnixClaim(settings.uds)
 
 
 class PortClaim:
-    """Listening sockets on one port. The system spreads connections over those that are open.
+    """Listening sockets on one port, over which the kernel distributes connections.
 
-    SO_REUSEPORT lets any process of the same user join a port, so two servers that bind with it would share the port
-    without noticing. The first socket therefore binds and listens without it, which fails where anybody listens, and
-    gets it afterwards, for our own other listeners.
+    With SO_REUSEPORT any process of the same user can bind the port, so two servers would share it without an error.
+    The first socket therefore binds and listens without the option, which fails where the port is in use, and sets the
+    option afterwards, for the other listeners of this server.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
-        """Raises InvalidOption where the port is taken."""
+        """Raises InvalidOption where the port is in use."""
         self._host = settings.host
         self._first: socket.socket | None = _bound(settings.host, settings.port, shared=False)
         self.port: int = self._first.getsockname()[1]
@@ -36,12 +36,12 @@ class PortClaim:
             self._first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
 
     def listener(self, *, listens: bool = True) -> socket.socket:
-        """A socket on the port that the caller owns. One that does not listen yet gets no connections."""
+        """Returns a socket on the port, owned by the caller. Without `listens` it gets no connections yet."""
         first, self._first = self._first, None
         return _bound(self._host, self.port, shared=True, listens=listens) if first is None else first
 
     def close(self) -> None:
-        """Nothing is left behind: a port is free once its sockets are closed."""
+        """Closes the first socket where `listener` has not returned it."""
         if self._first is not None:
             self._first.close()
 
@@ -54,7 +54,7 @@ def _bound(host: str, port: int, *, shared: bool, listens: bool = True) -> socke
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((host, port))
         if listens:
-            sock.listen(_BACKLOG)  # two sockets may be bound to one port until one of them listens
+            sock.listen(_BACKLOG)  # two sockets can bind one port as long as neither listens
     except (OSError, OverflowError) as error:
         sock.close()
         raise InvalidOption(f"cannot listen on {host} port {port}: {error}; choose another host or port") from None
@@ -62,9 +62,9 @@ def _bound(host: str, port: int, *, shared: bool, listens: bool = True) -> socke
 
 
 def raise_file_limit() -> None:
-    """Every client is an open file, and many systems begin with 1024 of them; more may be had for the asking."""
+    """Raises the soft limit of open files, which is often 1024, to the hard limit: each client needs one."""
     try:
-        import resource  # not everywhere
+        import resource  # not on all systems
     except ImportError:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,4 +1,4 @@
-"""A unix socket that a server listens on: claimed for it alone, shared by its front ends, removed at the end."""
+"""UnixClaim: binds a unix socket for this server exclusively, shares it among its front ends, and removes the file."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import stat
 
 from slipstream.errors import InvalidOption
 
-_BACKLOG = 2048  # connections that wait until a front end is up
+_BACKLOG = 2048  # connections queued until a front end is up
 
 
 class UnixClaim:
-    """One listening socket. Every front end has a descriptor of it, and whichever is free takes the next connection.
+    """One listening socket. Every front end has a descriptor of it, and the first free one accepts a connection.
 
-    The file has the mode that the process's umask leaves; who may write to it may connect.
+    The umask of the process sets the mode of the file; write permission allows to connect.
     """
 
     def __init__(self, path: str) -> None:
-        """Raises InvalidOption where another server listens, or something else is there."""
+        """Raises InvalidOption where another server listens, or the path is not a socket."""
         self._path = path
         self.shown = f"unix:{path}"
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -37,11 +37,11 @@ class UnixClaim:
             raise
 
     def listener(self, *, listens: bool = True) -> socket.socket:
-        """A listening socket that the caller owns. It is one queue for all, so it listens in any case."""
+        """Returns a socket owned by the caller. All share one queue, so it listens regardless of `listens`."""
         return self._sock.dup()
 
     def close(self) -> None:
-        """Removes the file, unless another server's has taken its place."""
+        """Removes the file, unless another server has replaced it."""
         self._sock.close()
         with contextlib.suppress(OSError):
             if os.stat(self._path).st_ino == self._inode:
@@ -49,17 +49,17 @@ class UnixClaim:
 
 
 def _remove_stale(path: str) -> None:
-    """A server that was killed leaves its file behind."""
+    """Removes the file of a server that was killed."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise InvalidOption(f"uds is {path}, which is there and no socket; choose another path")
+        raise InvalidOption(f"uds is {path}, which exists and is not a socket; choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
         except ConnectionRefusedError:
             os.unlink(path)
             return
-    raise InvalidOption(f"another server listens on {path}; choose another path, or end that one")
+    raise InvalidOption(f"another server listens on {path}; choose another path, or stop that server")

@@ -1,4 +1,4 @@
-"""OpenAPI: made from the list of routes and their message types, so that it cannot say anything else."""
+"""Generates the OpenAPI document from the routes and their message types, so that it cannot disagree with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ _REF = "#/components/schemas/{name}"
 
 
 def openapi(routes: Sequence[Route], *, has_keys: bool) -> dict[str, Any]:
-    kinds = [kind for route in routes for kind in (route.body, route.answer, route.failure) if kind is not None]
+    kinds = [
+        kind for route in routes for kind in (route.body, route.response_model, route.error_model) if kind is not None
+    ]
     shown = list(dict.fromkeys([*kinds, ErrorBody]))
     schemas, components = msgspec.json.schema_components(shown, ref_template=_REF)
     refs = dict(zip(shown, schemas, strict=True))
@@ -36,14 +38,14 @@ def openapi(routes: Sequence[Route], *, has_keys: bool) -> dict[str, Any]:
 
 
 def _operation(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
-    answer = {"application/json": {"schema": refs[route.answer]}} if route.answer is not None else {}
-    failed = {"application/json": {"schema": refs[route.failure or ErrorBody]}}
+    answer = {"application/json": {"schema": refs[route.response_model]}} if route.response_model is not None else {}
+    failed = {"application/json": {"schema": refs[route.error_model or ErrorBody]}}
     operation: dict[str, Any] = {
         "summary": route.summary,
         "operationId": f"{route.method.lower()}{re.sub(r'[^a-zA-Z0-9]+', '_', route.path).rstrip('_')}",
         "responses": {
-            "200": {"description": "done", **({"content": answer} if answer else {})},
-            "4XX": {"description": "refused", "content": failed},
+            "200": {"description": "success", **({"content": answer} if answer else {})},
+            "4XX": {"description": "invalid request", "content": failed},
             "503": {"description": "not ready, or not healthy"},
         },
     }

@@ -1,10 +1,10 @@
-"""What we change of uvicorn's HTTP protocol.
+"""Extends uvicorn's HTTP protocol: limits on heads, one write per short response, and refusals before the body is read.
 
-A head that is too long or comes too slowly ends its connection: uvicorn bounds heads only where h11 parses them, and
-httptools, which is faster, would collect headers without end. So does a body that goes on after its answer (`body.py`
-bounds those that are read). The head of an answer leaves together with the first of
-its body: a write to a socket is a good part of what a short request costs. And where there is no room for a request, it
-is refused on its head alone, with no task made for it: a crowd that is turned away must cost less than one let in.
+A connection is closed where a request head is too large or too slow (uvicorn limits heads only with h11; httptools,
+which is faster, would buffer headers without end), or where a body continues long after its response (`body.py` limits
+bodies that are read). The head of a response is written together with the first part of its body, since a write to a
+socket is a large part of the cost of a short request. Where the queue is full, a request is refused when its head is
+parsed, without creating a task: under overload a refusal must cost less than a request.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from typing import Any, Protocol
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from slipstream.serve.http.auth import Headers
-from slipstream.serve.http.call import Address
-from slipstream.serve.http.errors import HttpError
+from slipstream.serve.http.errors import HTTPException
+from slipstream.serve.http.request import Address
 
 _HEAD_SECONDS = 30.0
-_REST_SECONDS = 30.0  # for the rest of a body that nobody reads: its request was answered before all of it had come
+_REST_SECONDS = 30.0  # for the rest of a body whose response was sent before the body was complete
 
 
-class Door(Protocol):
-    """Says of a request's head whether it may come in."""
+class Admission(Protocol):
+    """Decides by the head of a request whether to refuse it."""
 
-    def refusal(self, method: str, path: str, headers: Headers, client: Address | None) -> tuple[HttpError, str] | None:
-        """Why not, and the request's id; None where it may, or where there is more to say than that it is full."""
+    def refusal(
+        self, method: str, path: str, headers: Headers, client: Address | None
+    ) -> tuple[HTTPException, str] | None:
+        """Returns the error and the request id of a refusal; None where the request takes the normal path."""
 
 
-def bounded(max_head: int, door: Door) -> type[HttpToolsProtocol]:
-    """A protocol class whose heads have at most this many bytes."""
+def bounded_protocol(max_head: int, admission: Admission) -> type[HttpToolsProtocol]:
+    """Returns a protocol class with heads of at most `max_head` bytes."""
 
     class BoundedProtocol(HttpToolsProtocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -42,7 +44,7 @@ def bounded(max_head: int, door: Door) -> type[HttpToolsProtocol]:
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self.transport = _Joined(transport)  # type: ignore[assignment]
+            self.transport = _HeadJoiner(transport)  # type: ignore[assignment]
             self._timer = self.loop.call_later(_HEAD_SECONDS, self._too_slow)
 
         def connection_lost(self, exc: Exception | None) -> None:
@@ -61,17 +63,17 @@ def bounded(max_head: int, door: Door) -> type[HttpToolsProtocol]:
                 super().on_body(body)
 
         def on_message_complete(self) -> None:
-            self._in_head, self._head_bytes = True, 0  # of the next request
+            self._in_head, self._head_bytes = True, 0  # the next request begins
             self._stop_timer()
             if not self._refused:
                 super().on_message_complete()
             elif not self.parser.should_keep_alive():
-                self.transport.close()  # not before all of it is read, or the client would not see the answer
+                self.transport.close()  # after the whole request is read, else the client may not see the response
 
         def on_response_complete(self) -> None:
-            self.transport.flush()  # type: ignore[attr-defined]  # an answer to HEAD has nothing after its head
+            self.transport.flush()  # type: ignore[attr-defined]  # a response to HEAD has no body
             super().on_response_complete()
-            if not self._in_head and self._timer is None:  # who has its answer need not read on for ever
+            if not self._in_head and self._timer is None:  # the rest of the body has limited time
                 self._timer = self.loop.call_later(_REST_SECONDS, self._too_slow)
 
         def data_received(self, data: bytes) -> None:
@@ -83,34 +85,34 @@ def bounded(max_head: int, door: Door) -> type[HttpToolsProtocol]:
             super().data_received(data)
             if self.transport.is_closing():
                 return
-            if self._in_head and self._head_bytes and self._timer is None:  # another head has begun
+            if self._in_head and self._head_bytes and self._timer is None:  # the next head has begun
                 self._timer = self.loop.call_later(_HEAD_SECONDS, self._too_slow)
             if self._is_answered() and self.timeout_keep_alive_task is None:
-                # uvicorn stops this clock at any data, and goes on with it only after an answer
+                # uvicorn stops this timer at any data, and restarts it only after a response
                 self.timeout_keep_alive_task = self.loop.call_later(
                     self.timeout_keep_alive, self.timeout_keep_alive_handler
                 )
 
         def _is_answered(self) -> bool:
-            """Whether nobody waits for an answer."""
+            """Whether no request waits for a response."""
             return self.cycle is None or self.cycle.response_complete
 
         def _refuse(self) -> bool:
             path = self.url.partition(b"?")[0].decode("latin-1")
-            found = door.refusal(self.parser.get_method().decode("latin-1"), path, self.headers, self.client)
+            found = admission.refusal(self.parser.get_method().decode("latin-1"), path, self.headers, self.client)
             if found is None:
                 return False
             error, request_id = found
             body = error.body()
-            # who asked whether to send a body may now leave it away, and what comes next would be taken for it
-            goes_on = self.parser.should_keep_alive() and not self.expect_100_continue
+            # after Expect: 100-continue a client may omit the body, and the next request would be parsed as the body
+            keeps_alive = self.parser.should_keep_alive() and not self.expect_100_continue
             headers = [
                 *self.server_state.default_headers,
                 (b"content-type", b"application/json"),
                 (b"content-length", str(len(body)).encode()),
                 (b"x-request-id", request_id.encode()),
                 *error.headers(),
-                (b"connection", b"keep-alive" if goes_on else b"close"),
+                (b"connection", b"keep-alive" if keeps_alive else b"close"),
             ]
             lines = b"".join(b"%b: %b\r\n" % header for header in headers)
             self.transport.write_whole(STATUS_LINE[error.status] + lines + b"\r\n" + body)  # type: ignore[attr-defined]
@@ -132,8 +134,8 @@ def bounded(max_head: int, door: Door) -> type[HttpToolsProtocol]:
     return BoundedProtocol
 
 
-class _Joined:
-    """A transport that keeps the head of an answer until what follows it is written."""
+class _HeadJoiner:
+    """A transport that holds the head of a response back until the next write."""
 
     __slots__ = ("_transport", "_head", "is_closing")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,20 @@ from slipstream.metrics.board import Board
 from slipstream.metrics.lane import LaneStats
 from slipstream.metrics.stats import FrontEnds, FrontStats, ModelStats
 from slipstream.metrics.status import StatusLine, log
-from slipstream.serve.http.counters import Counters
 
 if TYPE_CHECKING:
     from slipstream.metrics.prometheus import Metrics
 
 WRITE_SECONDS = 0.5  # interval at which a front end publishes its counters to the others
+
+
+class Counters:
+    """Counts of HTTP requests of this front end. `AsyncEngine.stats` has tokens and times."""
+
+    def __init__(self) -> None:
+        self.requests: Counter[tuple[str, int]] = Counter()  # by route and status
+        self.aborted: Counter[str] = Counter()  # by cause: disconnect, deadline, body_timeout, drain, admin
+        self.refused: Counter[str] = Counter()  # by cause: queue_full, bodies_full, not_ready, draining
 
 
 class FrontEndReport:

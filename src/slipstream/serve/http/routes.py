@@ -1,6 +1,6 @@
-"""Route: one door of the server, described once. Dispatch, keys and the OpenAPI page are made from the list of them.
+"""Route: one route of the server. Dispatch, access control and the OpenAPI document are generated from the routes.
 
-A file of routes has a list `ROUTES`; the server opens those of the files named in `table.py`.
+A module of routes has a list `ROUTES`; `table.py` lists the modules.
 """
 
 from __future__ import annotations
@@ -11,35 +11,39 @@ from typing import Any
 import msgspec
 
 from slipstream.serve.http.auth import Access
-from slipstream.serve.http.call import Call
-from slipstream.serve.http.errors import HttpError
-from slipstream.serve.http.reply import EventReply, Reply
+from slipstream.serve.http.errors import HTTPException
+from slipstream.serve.http.request import Request
+from slipstream.serve.http.response import Response, StreamingResponse
 
-Handler = Callable[[Call, Any], Awaitable[Reply | EventReply]]
-"""Gets the call, and the decoded body where the route has one, else None."""
+Endpoint = Callable[[Request, Any], Awaitable[Response | StreamingResponse]]
+"""Called with the request and the decoded body, which is None where the route has none."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
     method: str
-    path: str  # as starlette writes them: /v1/models/{model:path}
-    handler: Handler
+    path: str  # in Starlette's syntax: /v1/models/{model:path}
+    endpoint: Endpoint
     summary: str
     body: Any = None  # type of the JSON body
-    answer: Any = None  # type of the JSON answer, for the docs
+    response_model: Any = None  # type of the JSON response, for the OpenAPI document
     access: Access = "user"
-    failed: Callable[[HttpError], HttpError] | None = None  # its errors in other words than OpenAI's
-    failure: Any = None  # their type, for the docs
-    any_host: bool = False  # answered whatever its Host header says
-    quiet: bool = False  # asked every few seconds by probes and scrapers: not in the log above debug
-    waits: bool = True  # for the engine: watched for disconnects, deadlines, and refused while it is not ready
-    queues: bool = True  # asks the engine for something: refused while its queue is full
+    convert_error: Callable[[HTTPException], HTTPException] | None = None  # for an API with its own error format
+    error_model: Any = None  # type of such errors, for the OpenAPI document
+    any_host: bool = False  # do not check the Host header
+    quiet: bool = False  # for probes and scrapers: logged at level debug
+    needs_engine: bool = True  # watched for disconnects and deadlines, and refused until the engine is ready
+    uses_queue: bool = True  # sends requests to the engine: refused while the queue is full
 
 
-def get(path: str, handler: Handler, summary: str, **more: Any) -> Route:
+def get(path: str, endpoint: Endpoint, summary: str, **more: Any) -> Route:
     return Route(
-        method="GET", path=path, handler=handler, summary=summary, **({"waits": False, "queues": False} | more)
+        method="GET",
+        path=path,
+        endpoint=endpoint,
+        summary=summary,
+        **({"needs_engine": False, "uses_queue": False} | more),
     )
 
 
-def post(path: str, handler: Handler, summary: str, body: Any = None, **more: Any) -> Route:
-    return Route(method="POST", path=path, handler=handler, summary=summary, body=body, **more)
+def post(path: str, endpoint: Endpoint, summary: str, body: Any = None, **more: Any) -> Route:
+    return Route(method="POST", path=path, endpoint=endpoint, summary=summary, body=body, **more)

@@ -1,8 +1,7 @@
-"""Server: uvicorn's, but for its signals, which are ours, and for how it takes connections.
+"""Server: uvicorn's server with our own signal handling and our own accept loop.
 
-uvloop takes one connection in a turn of the event loop. Turns are short while there is little to do; under load a crowd
-of new clients would wait a turn each, thousands of them for seconds, before anybody could even tell them that there is
-no room. Here all that wait are taken at once.
+uvloop accepts one connection per iteration of the event loop. Under load, iterations are long, and thousands of new
+clients would wait seconds before they even get a 429. This accept loop accepts all pending connections at once.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from slipstream.serve.http.tls import HANDSHAKE_SECONDS
 
 log = logging.getLogger("slipstream.http")
 
-_AT_ONCE = 256  # connections taken in one turn; between two turns others have theirs
-_BACKLOG = 4096  # connections that the system keeps for us meanwhile, as far as it lets us
-_CLOSING = 5.0  # seconds for answers to be written once nothing more comes
-_CUT_OFF = 2.0  # and for handlers whose connections were cut off
-_PAUSE = 0.5  # seconds until another try where the system has no room for a connection
+_ACCEPT_LIMIT = 256  # connections accepted per iteration of the event loop
+_BACKLOG = 4096  # pending connections, up to the system's limit
+_CLOSE_SECONDS = 5.0  # for responses to be written during shutdown
+_ABORT_SECONDS = 2.0  # for handlers whose connections were aborted
+_PAUSE_SECONDS = 0.5  # until the next attempt where a connection cannot be accepted
 
 
 class Server(uvicorn.Server):
@@ -36,7 +35,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        yield  # they begin a drain, elsewhere
+        yield  # `worker.py` handles signals
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=[])
@@ -44,28 +43,27 @@ class Server(uvicorn.Server):
             self.servers.append(Acceptor(sock, self._protocol, self._tls))  # type: ignore[arg-type]
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Lets answers be written, for a while; a connection that then still does not read or write is cut off, and its
-        handler ends as with any client that has gone."""
+        """Waits for responses to be written, then aborts the remaining connections; their handlers see a disconnect."""
         for server in self.servers:
             server.close()
         for sock in sockets or []:
             sock.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
-        await self._until_gone(_CLOSING, lambda: self.force_exit)
+        await self._until_closed(_CLOSE_SECONDS, lambda: self.force_exit)
         for connection in list(self.server_state.connections):
             connection.transport.abort()
-        await self._until_gone(_CUT_OFF)
+        await self._until_closed(_ABORT_SECONDS)
         for task in self.server_state.tasks:
             log.error("a handler did not end: %r", task)
             task.cancel()
         for server in self.servers:
             await server.wait_closed()
 
-    async def _until_gone(self, seconds: float, in_a_hurry: Callable[[], bool] = lambda: False) -> None:
-        """Waits for connections and handlers to end, so long and while nobody is in a hurry."""
+    async def _until_closed(self, seconds: float, is_forced: Callable[[], bool] = lambda: False) -> None:
+        """Waits until connections and handlers have ended, for `seconds` at most, or until `is_forced`."""
         state, deadline = self.server_state, time.monotonic() + seconds
-        while (state.connections or state.tasks) and not in_a_hurry() and time.monotonic() < deadline:
+        while (state.connections or state.tasks) and not is_forced() and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     def _protocol(self) -> asyncio.Protocol:
@@ -76,7 +74,7 @@ class Server(uvicorn.Server):
 
 
 class Acceptor:
-    """Takes connections until it is closed."""
+    """Accepts connections until it is closed."""
 
     def __init__(
         self, sock: socket.socket, make_protocol: Callable[[], asyncio.Protocol], tls: ssl.SSLContext | None = None
@@ -107,22 +105,22 @@ class Acceptor:
         self._loop.add_reader(self.sock, self._accept)
 
     def _accept(self) -> None:
-        for _ in range(_AT_ONCE):
+        for _ in range(_ACCEPT_LIMIT):
             try:
                 connection, _ = self.sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
-            except OSError as error:  # no file descriptors left, most likely
-                log.error("no connection can be taken: %s; those who wait wait on", error.strerror)
+            except OSError as error:  # usually no file descriptor is left
+                log.error("connections cannot be accepted: %s; trying again in %g s", error.strerror, _PAUSE_SECONDS)
                 self._loop.remove_reader(self.sock)
-                self._pause = self._loop.call_later(_PAUSE, self._resume)
+                self._pause = self._loop.call_later(_PAUSE_SECONDS, self._resume)
                 return
             task = self._loop.create_task(self._open(connection))
             self._opening.add(task)
             task.add_done_callback(self._opening.discard)
 
     async def _open(self, connection: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # it has gone already, or does not speak TLS
+        with contextlib.suppress(OSError):  # the client has disconnected, or does not speak TLS
             transport, _ = await self._loop.connect_accepted_socket(self._make_protocol, connection, **self._tls)
-            if self._closed:  # meanwhile, and whoever ends connections has not seen this one
+            if self._closed:  # meanwhile: `shutdown` has not seen this connection
                 transport.close()

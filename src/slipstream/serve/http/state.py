@@ -1,4 +1,4 @@
-"""State: what all requests of one front end share."""
+"""State: the shared state of one front end: engine, settings, keys, counters, and admission of requests."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from slipstream.metrics.board import Board
 from slipstream.metrics.traces import Traces
 from slipstream.serve.http.auth import Keys
 from slipstream.serve.http.body import Bodies
-from slipstream.serve.http.counters import Counters
-from slipstream.serve.http.errors import HttpError, bad_request
+from slipstream.serve.http.errors import HTTPException, bad_request
 from slipstream.serve.http.hosts import Hosts
-from slipstream.serve.http.report import FrontEndReport
+from slipstream.serve.http.report import Counters, FrontEndReport
 from slipstream.serve.http.settings import ServerSettings
 
 T = TypeVar("T")
 
-_MAX_CHARS = 2**27  # of texts that wait to be tokenised or are being tokenised, in one front end
+_MAX_CHARS = 2**27  # characters of all texts that are being tokenised or wait for it
 
 
 class State:
@@ -36,7 +35,7 @@ class State:
         self.bodies = Bodies(settings, self.counters)
         self.started = int(time.time())
         self.draining = False
-        self.stalled: str | None = None  # what the watchdog has to say
+        self.stalled: str | None = None  # set by the watchdog
         self.report = FrontEndReport(engine, self.counters, board, settings.status_interval)
         endpoint = settings.otlp_traces_endpoint
         self.traces = None if endpoint is None else Traces.to(endpoint)
@@ -46,7 +45,7 @@ class State:
         self._numbers = itertools.count()
 
     def drain(self) -> None:
-        """From here on no request is taken."""
+        """Refuses requests from now on."""
         self.draining = True
         self.bodies.drain()
 
@@ -54,27 +53,27 @@ class State:
         return f"{self._prefix}{next(self._numbers):08x}"
 
     def check_ready(self) -> None:
-        """Raises while no request can be taken."""
+        """Raises while requests cannot be accepted."""
         if self.engine.failure is not None:
             raise self.engine.failure
         if self.draining:
             self.counters.refused["draining"] += 1
-            raise HttpError(503, "the server is shutting down; ask another one", retry_after=5, code="draining")
+            raise HTTPException(503, "the server is shutting down; use another server", retry_after=5, code="draining")
         if not self.engine.is_ready:
             self.counters.refused["not_ready"] += 1
-            raise HttpError(
+            raise HTTPException(
                 503, f"the server is starting ({self.engine.stage}); try again soon", retry_after=5, code="not_ready"
             )
 
     @property
     def is_full(self) -> bool:
-        """Whether not even one more prompt may wait."""
+        """Whether the queue has no room for one more prompt of any caller."""
         return self.engine.load.num_waiting >= _with_reserve(self._max_requests)
 
-    def no_room(self, num_requests: int = 1, num_tokens: int = 0, caller: str = "") -> HttpError | None:
-        """What to say to those who would only wait: an answer now is worth more than one too late.
+    def no_room(self, num_requests: int = 1, num_tokens: int = 0, caller: str = "") -> HTTPException | None:
+        """Returns the error for requests that do not fit the queue, or None.
 
-        One caller may fill the queue. A caller of whom nothing waits then finds room beyond it.
+        One caller can fill the queue; a reserve of a quarter is for callers with nothing in it.
         """
         load = self.engine.load
         limit, max_num_tokens = self._max_requests, self._max_tokens
@@ -82,52 +81,52 @@ class State:
             limit, max_num_tokens = _with_reserve(limit), _with_reserve(max_num_tokens)
         if num_requests > self._max_requests:
             return bad_request(
-                f"there are {num_requests} prompts, and no more than {self._max_requests} may wait here; send fewer at "
-                "once or raise --max-queued-requests",
+                f"there are {num_requests} prompts, and the queue holds {self._max_requests}; send fewer at once or "
+                "raise --max-queued-requests",
                 code="too_many_inputs",
             )
         if load.num_waiting + num_requests > limit:
-            fact = f"{load.num_waiting} requests are waiting, {limit} may"
-        # a prompt longer than the bound is served when nobody else waits
+            fact = f"{load.num_waiting} requests are waiting, the limit is {limit}"
+        # a prompt above the limit is accepted while the queue is empty
         elif load.queued_tokens and load.queued_tokens + num_tokens > max_num_tokens:
-            fact = f"{load.queued_tokens} prompt tokens are waiting, {max_num_tokens} may"
+            fact = f"{load.queued_tokens} prompt tokens are waiting, the limit is {max_num_tokens}"
         else:
             return None
         self.counters.refused["queue_full"] += 1
         wait = min(60.0, max(1.0, load.seconds_to_drain()))
-        return HttpError(429, f"{fact}; try again in {wait:.0f} s", retry_after=wait, code="queue_full")
+        return HTTPException(429, f"{fact}; try again in {wait:.0f} s", retry_after=wait, code="queue_full")
 
     def check_answer(self, num_bytes: int) -> None:
-        """Raises where an answer would have more numbers than one may: they are all here before the first is sent."""
+        """Raises where the result of a request is larger than the limit: it is in memory as a whole."""
         if num_bytes > (limit := self.settings.max_answer_bytes):
             raise bad_request(
-                f"the answer would have {num_bytes} bytes of numbers, this server gives {limit} at once; send fewer or "
-                "shorter prompts, ask for fewer dimensions, or raise --max-answer-bytes",
+                f"the answer would have {num_bytes} bytes of numbers, the limit is {limit}; send fewer or shorter "
+                "prompts, ask for fewer dimensions, or raise --max-answer-bytes",
                 code="answer_too_large",
             )
 
     def admit(self, num_requests: int, num_tokens: int = 0, caller: str = "") -> None:
-        """Raises where there is no room for so much."""
+        """Raises where the queue has no room for these requests."""
         if (error := self.no_room(num_requests, num_tokens, caller)) is not None:
             raise error
 
     async def encode(self, num_requests: int, size: int, work: Callable[[], T], caller: str = "") -> T:
-        """Runs what tokenises the prompts of a request, if there is room for them; meanwhile they count as waiting.
-        `size`: their characters."""
+        """Runs `work`, which tokenises prompts with `size` characters, where the queue has room for them. They count as
+        waiting meanwhile."""
         self.admit(num_requests, caller=caller)
         with self.engine.load.encoding(num_requests, caller):
             return await self.off_loop(size, work)
 
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """Runs work on so many characters beside the event loop, unless too many wait for that already. A text that is
-        larger than all may be together is read where no other is."""
+        """Runs `work` on `size` characters outside the event loop. Raises where too many characters wait for that
+        already; a text above the limit is accepted while no other waits."""
         if size >= LONG and OFFLOAD.size and OFFLOAD.size + size > _MAX_CHARS:
             self.counters.refused["queue_full"] += 1
-            fact = f"{OFFLOAD.size} characters wait to be tokenised, {_MAX_CHARS} may"
-            raise HttpError(429, f"{fact}; try again soon", retry_after=1, code="queue_full")
+            fact = f"{OFFLOAD.size} characters wait to be tokenised, the limit is {_MAX_CHARS}"
+            raise HTTPException(429, f"{fact}; try again soon", retry_after=1, code="queue_full")
         return await OFFLOAD.run(size, work)
 
 
 def _with_reserve(limit: int) -> int:
-    """A bound of the queue for callers of whom nothing waits yet."""
+    """The limit of the queue for callers with nothing in it."""
     return limit + limit // 4

@@ -1,4 +1,4 @@
-"""Supervisor: several front ends in processes of their own, started again where they die; signals are passed on."""
+"""Supervisor: runs several front-end processes, restarts those that die, and forwards signals."""
 
 from __future__ import annotations
 
@@ -26,60 +26,60 @@ from slipstream.transport.spawn import join_core
 status = logging.getLogger("slipstream.status")
 
 CANNOT_START = 4
-"""Exit code of a front end that would fail again: it has told the log why."""
+"""Exit code of a front end that would fail again after a restart; its log has the reason."""
 AT_ONCE = signal.SIGUSR2
-"""Tells a front end to end without a drain. A second SIGTERM does not: systemd sends one to every process of a unit."""
+"""Makes a front end exit without draining. A second SIGTERM does not: systemd sends one to every process of a unit."""
 
 
 class Backoff:
-    """How long a front end that died stays down: longer after each death, until it has died too often."""
+    """The delay before a restart: doubled with each death within `window` seconds, and none after `limit` deaths."""
 
-    def __init__(self, limit: int = 5, window: float = 600.0, first: float = 0.5, most: float = 30.0) -> None:
-        self.limit = limit  # deaths in so many seconds after which it is not started again
+    def __init__(self, limit: int = 5, window: float = 600.0, first: float = 0.5, longest: float = 30.0) -> None:
+        self.limit = limit
         self.window = window
         self._first = first
-        self._most = most
+        self._longest = longest
         self._deaths: deque[float] = deque()
 
     def died(self, now: float) -> float | None:
-        """Seconds until it is started again; None: never."""
+        """Notes a death. Returns the seconds until the restart; None: no restart."""
         self._deaths.append(now)
         while self._deaths[0] < now - self.window:
             self._deaths.popleft()
         if len(self._deaths) >= self.limit:
             return None
-        return min(self._most, self._first * 2.0 ** (len(self._deaths) - 1))
+        return min(self._longest, self._first * 2.0 ** (len(self._deaths) - 1))
 
 
 class _Place:
-    """One of the front ends, over all its lives."""
+    """One front end, over all its processes."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.process: subprocess.Popen[bytes] | None = None
-        self.due = 0.0  # monotonic seconds: when it is started again, where it is down
+        self.due = 0.0  # monotonic seconds of the next restart, where no process runs
         self.backoff = Backoff()
 
 
 class Supervisor:
     def __init__(self, settings: ServerSettings, port: PortClaim | UnixClaim, core: socket.socket) -> None:
-        """`core`: our end of the socket by which front ends join."""
+        """`core`: our end of the socket over which front ends join the core."""
         self.settings = settings
         self.port = port
         self.core = core
         self.places = [_Place(number) for number in range(settings.workers)]
-        self.cause: str | None = None  # of an end that nobody asked for
+        self.cause: str | None = None  # of a failure
         self._board = Board.create(settings.workers)
-        self._told = Board(self._board, settings.workers, settings.workers)
+        self._own_board = Board(self._board, settings.workers, settings.workers)
         self._num_restarts = 0
         self._num_signals = 0
         self._core_is_lost = False
         self._frames = from_core_frames()
 
     def run(self, socks: list[socket.socket]) -> str | None:
-        """Serves until told to end, or until it cannot go on: then the cause.
+        """Runs until a signal ends it, or until a failure, whose cause it returns.
 
-        `socks`: to the core, one for each front end.
+        `socks`: connections to the core, one per front end.
         """
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, frame: self._end())
@@ -87,11 +87,11 @@ class Supervisor:
         try:
             for place, sock in zip(self.places, socks, strict=True):
                 self._start(place, self.port.listener(), sock)
-            self._tell()
+            self._publish()
             while self._is_needed():
-                self._hear()
+                self._read_core()
                 for place in self.places:
-                    self._look_after(place)
+                    self._check(place)
             return self.cause
         finally:
             self.core.close()
@@ -104,7 +104,8 @@ class Supervisor:
     def _is_needed(self) -> bool:
         return any(place.process is not None for place in self.places) or not self._is_ending
 
-    def _look_after(self, place: _Place) -> None:
+    def _check(self, place: _Place) -> None:
+        """Restarts a front end that has exited, or gives up."""
         if place.process is None:
             if not self._is_ending and time.monotonic() >= place.due:
                 self._restart(place)
@@ -113,30 +114,31 @@ class Supervisor:
         if code is None:
             return
         place.process = None
-        self._tell()
+        self._publish()
         if self._is_ending:
             return
-        end = f"front end {place.number} ended with {_named(code)}"
+        end = f"front end {place.number} exited with {_named(code)}"
         if code == CANNOT_START:
-            self._give_up(f"front end {place.number} cannot start; its last lines say why")
+            self._give_up(f"front end {place.number} cannot start; see its last lines in the log")
             return
         delay = place.backoff.died(time.monotonic())
         if delay is None:
             backoff = place.backoff
-            self._give_up(f"{end}, for the {backoff.limit}th time within {backoff.window:g} s; its last lines say why")
+            fact = f"{end}, for the {backoff.limit}th time within {backoff.window:g} s"
+            self._give_up(f"{fact}; see its last lines in the log")
             return
-        status.error("%s; it is started again in %g s", end, delay)
+        status.error("%s; restarting it in %g s", end, delay)
         place.due = time.monotonic() + delay
 
     def _restart(self, place: _Place) -> None:
         try:
-            # it listens once it is up: until then the others get all connections
+            # it listens once it is up; until then the others get all connections
             self._start(place, self.port.listener(listens=False), join_core(self.core))
         except (InvalidOption, OSError) as error:
-            self._give_up(f"front end {place.number} cannot be started again: {error}")
+            self._give_up(f"front end {place.number} cannot be restarted: {error}")
             return
         self._num_restarts += 1
-        self._tell()
+        self._publish()
 
     def _start(self, place: _Place, listener: socket.socket, sock: socket.socket) -> None:
         with listener, sock:
@@ -147,16 +149,16 @@ class Supervisor:
             )
         assert worker.stdin is not None
         try:
-            worker.stdin.write(msgspec.json.encode(self.settings))  # not as arguments, which all of a machine can read
+            worker.stdin.write(msgspec.json.encode(self.settings))  # not as arguments, which other users can see
             worker.stdin.close()
         except BrokenPipeError:
-            pass  # it has ended already, which `_look_after` notices
+            pass  # it has exited already, which `_check` notices
         place.process = worker
         if self._num_signals:
-            self._send(signal.SIGTERM)  # one that came while it was started
+            self._send(signal.SIGTERM)  # a signal that arrived while it started
 
-    def _hear(self) -> None:
-        """Wait a moment for the core to say something."""
+    def _read_core(self) -> None:
+        """Reads messages of the core, for 0.1 s at most."""
         if self._core_is_lost:
             time.sleep(0.05)
             return
@@ -174,16 +176,17 @@ class Supervisor:
             data = b""
         self._core_is_lost = not data
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
+        """Writes the number of running front ends for /health and /metrics."""
         running = sum(place.process is not None for place in self.places)
-        self._told.write_front_ends(FrontEnds(len(self.places), running, self._num_restarts))
+        self._own_board.write_front_ends(FrontEnds(len(self.places), running, self._num_restarts))
 
     def _give_up(self, cause: str) -> None:
         self.cause = cause
         self._send(signal.SIGTERM)
 
     def _end(self) -> None:
-        """The first time in order, the second time at once."""
+        """Handles a signal: the first drains, the second ends at once."""
         self._num_signals += 1
         self._send(signal.SIGTERM if self._num_signals == 1 else AT_ONCE)
 

@@ -1,4 +1,4 @@
-"""Routes about the server itself: is it alive, can it serve, how busy is it."""
+"""Routes about the server itself: health, readiness, load, version and metrics."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import msgspec
 
 import slipstream
 from slipstream.metrics.stats import FrontEnds
-from slipstream.serve.http.call import Call
-from slipstream.serve.http.reply import Reply, json_reply
+from slipstream.serve.http.request import Request
+from slipstream.serve.http.response import Response, json_response
 from slipstream.serve.http.routes import get
 
 
 class Health(msgspec.Struct):
-    status: str  # ok, degraded while front ends are missing, or what is wrong
-    stage: str | None = None  # of the start, while it lasts
-    front_ends: FrontEnds | msgspec.UnsetType = msgspec.UNSET  # where there are several
+    status: str  # ok, degraded while a front end is down, or the failure
+    stage: str | None = None  # of the start, until the engine is ready
+    front_ends: FrontEnds | msgspec.UnsetType = msgspec.UNSET  # with several front ends
 
 
 class Load(msgspec.Struct):
-    server_load: int  # requests under way, over all front ends; vLLM's name
+    server_load: int  # open requests of all front ends; vLLM's name
     queued_requests: int
     queued_tokens: int
     running: int  # in the engine
@@ -32,36 +32,36 @@ class Version(msgspec.Struct):
     version: str
 
 
-async def health(call: Call, body: None) -> Reply:
-    """Alive: the process, the engine core, and steps that go on while there is work. A start that goes well counts."""
-    state = call.state
+async def health(request: Request, body: None) -> Response:
+    """Liveness: 503 where the engine is lost, or has work and sends nothing. A start in progress is healthy."""
+    state = request.state
     if state.engine.failure is not None:
-        return json_reply(Health("the engine has ended"), 503)
+        return json_response(Health("the engine has ended"), 503)
     if state.stalled is not None:
-        return json_reply(Health(state.stalled), 503)
+        return json_response(Health(state.stalled), 503)
     stage = None if state.engine.is_ready else state.engine.stage
     front_ends = state.report.front_ends()
     if front_ends is None:
-        return json_reply(Health("ok", stage))
-    is_whole = front_ends.running == front_ends.wanted
-    return json_reply(Health("ok" if is_whole else "degraded", stage, front_ends))
+        return json_response(Health("ok", stage))
+    is_complete = front_ends.running == front_ends.wanted
+    return json_response(Health("ok" if is_complete else "degraded", stage, front_ends))
 
 
-async def ready(call: Call, body: None) -> Reply:
-    """Whether requests are taken now."""
-    state = call.state
+async def ready(request: Request, body: None) -> Response:
+    """Readiness: 200 where requests are accepted."""
+    state = request.state
     if state.engine.failure is not None or state.stalled is not None:
-        return await health(call, body)
+        return await health(request, body)
     if state.draining:
-        return json_reply(Health("draining"), 503)
+        return json_response(Health("draining"), 503)
     if not state.engine.is_ready:
-        return json_reply(Health("starting", state.engine.stage), 503)
-    return json_reply(Health("ok"))
+        return json_response(Health("starting", state.engine.stage), 503)
+    return json_response(Health("ok"))
 
 
-async def load(call: Call, body: None) -> Reply:
-    front, lanes = call.state.report.read()
-    return json_reply(
+async def load(request: Request, body: None) -> Response:
+    front, lanes = request.state.report.read()
+    return json_response(
         Load(
             server_load=front.open_requests,
             queued_requests=front.queued_requests,
@@ -75,13 +75,19 @@ async def load(call: Call, body: None) -> Reply:
     )
 
 
-async def version(call: Call, body: None) -> Reply:
-    return json_reply(Version(slipstream.__version__))
+async def version(request: Request, body: None) -> Response:
+    return json_response(Version(slipstream.__version__))
+
+
+async def metrics(request: Request, body: None) -> Response:
+    text, kind = request.state.report.text(request.header(b"accept") or "")
+    return Response(text, media_type=kind.encode())
 
 
 ROUTES = [
-    get("/health", health, "Is the server alive", answer=Health, access="open", any_host=True, quiet=True),
-    get("/ready", ready, "Can it serve", answer=Health, access="open", any_host=True, quiet=True),
-    get("/load", load, "What is under way", answer=Load),
-    get("/version", version, "The version", answer=Version),
+    get("/health", health, "Liveness", response_model=Health, access="open", any_host=True, quiet=True),
+    get("/ready", ready, "Readiness", response_model=Health, access="open", any_host=True, quiet=True),
+    get("/load", load, "Open, queued and running requests", response_model=Load),
+    get("/version", version, "Version of the server", response_model=Version),
+    get("/metrics", metrics, "Metrics in Prometheus' format", quiet=True),
 ]

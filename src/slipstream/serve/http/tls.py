@@ -1,4 +1,4 @@
-"""TLS: the certificate under which the server is reached by https."""
+"""Loads the certificate of an https server."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import NoReturn
 from slipstream.errors import InvalidOption
 from slipstream.serve.http.settings import ServerSettings
 
-HANDSHAKE_SECONDS = 15.0  # a client that takes longer is left alone
+HANDSHAKE_SECONDS = 15.0  # a connection with a longer handshake is closed
 
 
 def server_context(settings: ServerSettings) -> ssl.SSLContext | None:
-    """None where the server speaks plain HTTP. Raises InvalidOption for files that cannot be used."""
+    """Returns None for a plain HTTP server. Raises InvalidOption for files that cannot be used."""
     if settings.ssl_certfile is None:
         if settings.ssl_keyfile is not None:
             raise InvalidOption("ssl_keyfile is given without ssl_certfile; give the certificate too")
@@ -31,5 +31,5 @@ def server_context(settings: ServerSettings) -> ssl.SSLContext | None:
 
 
 def _no_password() -> NoReturn:
-    """Asking for it at a terminal, as OpenSSL would, leaves a server hanging that has none."""
+    """Replaces OpenSSL's prompt at the terminal, which would block a server without one."""
     raise InvalidOption("ssl_keyfile is encrypted; give the key without a password, in a file that others cannot read")

@@ -7,33 +7,33 @@ from typing import Any
 from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.metrics.traces import Traces
 from slipstream.params import SamplingParams
-from slipstream.serve.http.call import Call
+from slipstream.serve.http.request import Request
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
 
 
-def record_call(traces: Traces, call: Call, method: str, route: str, status: int, seconds: float) -> None:
+def record_call(traces: Traces, request: Request, method: str, route: str, status: int, seconds: float) -> None:
     """Records the span of a request that has ended."""
     attributes: dict[str, Any] = {
         "http.request.method": method,
         "http.route": route,
         "http.response.status_code": status,
-        "gen_ai.request.id": call.id,
+        "gen_ai.request.id": request.id,
     }
     name = f"{method} {route}"
-    if call.request_states:
+    if request.request_states:
         operation = _OPERATIONS.get(route, "pooling")
-        attributes |= _engine_attributes(call)
+        attributes |= _engine_attributes(request)
         attributes |= {"gen_ai.operation.name": operation, "gen_ai.latency.e2e": seconds}
         name = f"{operation} {attributes['gen_ai.response.model']}"
-    carrier = {key: value for key in ("traceparent", "tracestate") if (value := call.header(key.encode()))}
+    carrier = {key: value for key in ("traceparent", "tracestate") if (value := request.header(key.encode()))}
     traces.record(name, seconds, attributes, carrier, failed=status >= 500)
 
 
-def describe_engine_requests(call: Call) -> str:
+def describe_engine_requests(request: Request) -> str:
     """One line for the log: the model, prompts, samples, tokens and times of a request."""
-    states = call.request_states
-    model = states[0].message.model or next(iter(call.state.engine.models))
+    states = request.request_states
+    model = states[0].message.model or next(iter(request.state.engine.models))
     num_prompt = sum(len(one.message.prompt_token_ids) for one in states)
     line = f"{model}, {len(states)} prompts of {num_prompt} tokens"
     samples = [sample for one in states for sample in one.samples]
@@ -48,10 +48,10 @@ def describe_engine_requests(call: Call) -> str:
     return line
 
 
-def _engine_attributes(call: Call) -> dict[str, Any]:
-    states = call.request_states
+def _engine_attributes(request: Request) -> dict[str, Any]:
+    states = request.request_states
     first = states[0]
-    model = call.state.engine.model(first.message.model).facts.name
+    model = request.state.engine.model(first.message.model).facts.name
     num_prompt = sum(len(one.message.prompt_token_ids) for one in states)
     attributes: dict[str, Any] = {
         "gen_ai.system": "slipstream",

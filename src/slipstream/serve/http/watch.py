@@ -1,4 +1,4 @@
-"""Watch: ends a handler whose client has gone or whose time is up."""
+"""Watch: cancels a handler when its client disconnects or its deadline passes."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from types import TracebackType
 from typing import Any
 
-from slipstream.serve.http.errors import HttpError
+from slipstream.serve.http.errors import HTTPException
 
 
-class ClientGone(Exception):
-    """Nobody is there to be answered."""
+class ClientDisconnect(Exception):
+    """The client has closed the connection."""
 
     cause = "disconnect"
 
 
 class Watch:
-    """A `with` block around the work of one request.
+    """A context manager around the handler of one request.
 
-    When the client goes, or the deadline passes, the task inside is cancelled; the block then raises `ClientGone`, or
-    the error that says whose time was up.
+    When the client disconnects or the deadline passes, the task is cancelled, and the `with` block raises
+    `ClientDisconnect`, or an error with status 408.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class Watch:
         seconds: float | None,
         left: float | None = None,
     ) -> None:
-        """`seconds`: what the request may take in all; `left` of it, where some has passed."""
+        """`seconds`: the request's whole time limit; `left`: the part that remains, all of it by default."""
         self._receive = receive
         self._seconds = seconds
         self._left = seconds if left is None else left
@@ -45,8 +45,8 @@ class Watch:
         self._listener = loop.create_task(self._listen())
         if self._seconds is not None and self._left is not None:
             fact = f"the request took longer than its {self._seconds:g} s"
-            late = HttpError(408, f"{fact}; ask for less, or allow more (X-Request-Timeout)", code="deadline")
-            self._timer = loop.call_later(max(0.0, self._left), self._give_up, late)
+            late = HTTPException(408, f"{fact}; send less, or raise X-Request-Timeout", code="deadline")
+            self._timer = loop.call_later(max(0.0, self._left), self._cancel, late)
         return self
 
     def __exit__(
@@ -57,7 +57,7 @@ class Watch:
         if self._timer is not None:
             self._timer.cancel()
         task, reason = self._task, self._reason
-        # what knows itself, by a task or by a traceback, waits for the collector, and the request's body with it
+        # breaks reference cycles through the task and the traceback, which would keep the request's body in memory
         del self._listener, self._task, self._reason
         if reason is not None:
             task.uncancel()
@@ -70,9 +70,9 @@ class Watch:
     async def _listen(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._give_up(ClientGone())
+        self._cancel(ClientDisconnect())
 
-    def _give_up(self, reason: Exception) -> None:
+    def _cancel(self, reason: Exception) -> None:
         if not self._over and self._reason is None:
             self._reason = reason
             self._task.cancel()

@@ -1,4 +1,4 @@
-"""Watchdog: notices an engine that has work and says nothing."""
+"""Watchdog: detects an engine that has work and sends no messages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ log = logging.getLogger("slipstream.http")
 
 
 class Watchdog:
-    """Once the core has been silent that long while requests are open, stacks of both processes go to the log and
-    /health turns. It turns back if the core speaks again."""
+    """When the core has sent nothing for `seconds` while requests are open, the stacks of both processes are logged and
+    /health returns 503, until the core sends a message again."""
 
     def __init__(self, state: State, seconds: float) -> None:
         self.state = state
@@ -26,9 +26,9 @@ class Watchdog:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(min(1.0, self.seconds / 4))
-            self.look(time.monotonic())
+            self.check(time.monotonic())
 
-    def look(self, now: float) -> None:
+    def check(self, now: float) -> None:
         engine = self.state.engine
         if not engine.load.num_open or engine.failure is not None:
             self._busy_since = self.state.stalled = None
@@ -39,14 +39,14 @@ class Watchdog:
         if silent < self.seconds:
             self.state.stalled = None
         elif self.state.stalled is None:
-            self.state.stalled = f"the engine has had work and said nothing for {silent:.0f} s"
+            self.state.stalled = f"the engine has had work and has sent nothing for {silent:.0f} s"
             log.error("%s; stacks follow", self.state.stalled)
-            self._dump()
+            self._dump_stacks()
 
-    def _dump(self) -> None:
+    def _dump_stacks(self) -> None:
         faulthandler.dump_traceback(all_threads=True)
         if (pid := self.state.engine.core_pid) is not None:
             try:
-                os.kill(pid, signal.SIGUSR1)  # the core writes its own
+                os.kill(pid, signal.SIGUSR1)  # faulthandler of the core writes its stacks
             except ProcessLookupError:
-                pass  # its end is on its way to us
+                pass  # it has exited; the closed socket will be noticed

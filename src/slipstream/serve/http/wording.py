@@ -1,4 +1,4 @@
-"""What the engine says of a mistake, in the words of HTTP: fields of the request, flags of the server, JSON."""
+"""Rewrites error texts of the engine for HTTP clients: field names of the request, flags of the server, JSON values."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALONE = re.compile(r"(?<!['\"\w])(True|False|None)(?!['\"\w])")
 
 
 def in_http(text: str, names: Mapping[str, str]) -> str:
-    """`names`: parameters of the engine that the request calls otherwise."""
+    """`names`: engine parameters that have another name in the request."""
     if names:
         pattern = re.compile(rf"(?<![\w'\"])({'|'.join(map(re.escape, names))})(?![\w'\"])")
         text = pattern.sub(lambda match: names[match[1]], text)

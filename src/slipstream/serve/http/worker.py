@@ -1,4 +1,4 @@
-"""One front-end process: the event loop with the HTTP server, its signals, and how it ends."""
+"""One front-end process: the event loop with the HTTP server, signal handling, draining and shutdown."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from slipstream.transport.socket_client import SocketClient
 
 status = logging.getLogger("slipstream.status")
 
-_LAST_WORDS = 1.0  # seconds for open requests to hear of the core's end, and for /health to tell
+_LOST_SECONDS = 1.0  # after the loss of the core, for open requests to fail and for /health to report it
 
 
 class WorkerEnd(NamedTuple):
-    """Why a front end ended without being told to."""
+    """Why a front end ended without a signal."""
 
     cause: str
-    by_core: bool  # the core ended, or the line to it; else this front end could not start
+    by_core: bool  # the core exited or its connection was lost; else this front end could not start
 
 
 def run_worker(
     settings: ServerSettings, listener: socket.socket, core: socket.socket, board: Board | None = None
 ) -> WorkerEnd | None:
-    """Serves until told to end; None if all went well. With a `board` it is one of several under a supervisor."""
+    """Serves until a signal ends it; returns None then. With a `board` it is one of several under a supervisor."""
     bound_heap()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_Worker(settings, board).run(listener, core))
@@ -75,7 +75,7 @@ class _Worker:
         self.server = Server(config, server_context(self.settings))
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._told_to_end)
+            loop.add_signal_handler(number, self._on_signal)
         if self.board is not None:
             loop.add_signal_handler(AT_ONCE, self._end_at_once)
         helpers = [loop.create_task(self._announce()), loop.create_task(self._until_lost())]
@@ -95,18 +95,18 @@ class _Worker:
         return None if failure is None else WorkerEnd(client.cause or str(failure), by_core)
 
     async def _announce(self) -> None:
-        with contextlib.suppress(Exception):  # a start that failed is told by its cause
+        with contextlib.suppress(Exception):  # a failed start is reported by its cause
             await self.state.engine.until_ready()
-            gc.freeze()  # what is loaded now stays, and need not be looked through again
+            gc.freeze()  # loaded objects are permanent, so the collector need not scan them
             status.info("ready: serving %s", ", ".join(self.state.engine.models))
 
     async def _until_lost(self) -> None:
         await self.state.engine.until_lost()
-        await asyncio.sleep(_LAST_WORDS)
+        await asyncio.sleep(_LOST_SECONDS)
         self.server.should_exit = True
 
-    def _told_to_end(self) -> None:
-        """The first time in order, the second time at once; under a supervisor, which counts, always in order."""
+    def _on_signal(self) -> None:
+        """The first signal drains, the second exits at once. Under a supervisor, which counts signals, each drains."""
         if self.drain is None:
             self.drain = asyncio.get_running_loop().create_task(self._drain())
         elif self.board is None:
@@ -116,11 +116,11 @@ class _Worker:
         self.server.should_exit = self.server.force_exit = True
 
     async def _drain(self) -> None:
-        """Nothing new is taken; what is under way may end, and what does not in time is ended with what there is."""
+        """Refuses new requests, waits for the open ones up to the drain timeout, and aborts the rest."""
         self.state.drain()
         running, deadline = self.server.server_state.tasks, time.monotonic() + self.settings.drain_timeout
         if running:
-            status.info("ending: %d requests may go on for %g s", len(running), self.settings.drain_timeout)
+            status.info("draining: %d requests have %g s", len(running), self.settings.drain_timeout)
         while running and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
         count = await self.state.engine.abort_all()
@@ -139,7 +139,7 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 def _parser(max_head: int, app: App | Cors) -> dict[str, Any]:
     try:
-        from slipstream.serve.http.protocol import bounded  # needs httptools
+        from slipstream.serve.http.protocol import bounded_protocol  # needs httptools
     except ImportError:
         return {"http": "h11", "h11_max_incomplete_event_size": max_head}
-    return {"http": bounded(max_head, app)}
+    return {"http": bounded_protocol(max_head, app)}

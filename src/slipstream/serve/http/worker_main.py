@@ -1,6 +1,6 @@
 """`python -m slipstream.serve.http.worker_main LISTENER CORE [BOARD PLACE]`: one of several front ends.
 
-ServerSettings come on stdin. On the board it writes what it has counted, for the others to read.
+ServerStandard input has the ServerSettings as JSON. BOARD is shared memory for the counters of all front ends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: conversations, answered."""
+"""POST /v1/chat/completions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import Increment, Logprob
-from slipstream.serve.http.call import Call
-from slipstream.serve.http.choose import served_for
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.fields import GenerationFields, Refused, given_fields, refuse, sampling_params
-from slipstream.serve.http.openai.generation import check_end, start, submits_for
+from slipstream.serve.http.openai.generation import Usage, check_end, start, submits_for, usage_of
 from slipstream.serve.http.openai.logprobs import (
     ChatLogprobs,
     PromptLogprob,
@@ -25,8 +23,8 @@ from slipstream.serve.http.openai.logprobs import (
     prompt_logprobs,
 )
 from slipstream.serve.http.openai.messages import AllowControlTokens, message_chars, text_messages
-from slipstream.serve.http.openai.usage import Usage, usage_of
-from slipstream.serve.http.reply import DONE, EventReply, Reply, event, json_reply
+from slipstream.serve.http.request import Request
+from slipstream.serve.http.response import DONE, Response, StreamingResponse, event, json_response
 from slipstream.serve.http.routes import post
 
 
@@ -63,8 +61,8 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     include_reasoning: Refused = None
 
 
-_TOOLS = "tool calls are not there yet"
-_MEDIA = "the model reads and writes text alone"
+_TOOLS = "tool calls are not implemented yet"
+_MEDIA = "the model reads and writes text only"
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), _TOOLS),
     "tool_choice": (("none",), _TOOLS),
@@ -76,15 +74,15 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "mm_processor_kwargs": (({},), _MEDIA),
     "media_io_kwargs": (({},), _MEDIA),
     "prediction": ((), "predicted outputs are not supported"),
-    "web_search_options": ((), "the server fetches nothing"),
-    "reasoning_effort": ((), "say it by chat_template_kwargs, in the words of the model's template"),
-    "verbosity": (("medium",), "say it in the messages"),
-    "store": ((False,), "nothing is stored"),
-    "moderation": ((), "nothing is moderated"),
-    "echo": ((False,), "only /v1/completions repeats its prompt"),
-    "chat_template": ((), "a request brings no template; the server's --chat-template sets one"),
+    "web_search_options": ((), "the server has no access to the web"),
+    "reasoning_effort": ((), "use chat_template_kwargs, with the variables of the model's template"),
+    "verbosity": (("medium",), "ask for it in the messages"),
+    "store": ((False,), "the server stores nothing"),
+    "moderation": ((), "the server has no moderation"),
+    "echo": ((False,), "only /v1/completions has echo"),
+    "chat_template": ((), "a request cannot have a template; start the server with --chat-template"),
     "documents": (([],), "put them into the messages"),
-    "include_reasoning": ((True,), "reasoning is part of the text; ask the template for none by chat_template_kwargs"),
+    "include_reasoning": ((True,), "reasoning is part of the text; disable it by chat_template_kwargs"),
 }
 
 
@@ -128,7 +126,7 @@ class ChatResponse(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct):
-    """The first of a stream also tells of the prompt what was asked."""
+    """The first chunk of a stream has the requested data about the prompt."""
 
     id: str
     object: str
@@ -140,48 +138,48 @@ class ChatChunk(msgspec.Struct):
     prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
 
 
-async def create_chat_completion(call: Call, body: ChatRequest) -> Reply | EventReply:
-    job = _Job(call, body)
+async def create_chat_completion(request: Request, body: ChatRequest) -> Response | StreamingResponse:
+    job = _Job(request, body)
     size = message_chars(body.messages)
-    request_stream = await start(call, job.model, 1, size, job.submits, stream=bool(body.stream), limit=job.limit)
+    request_stream = await start(request, job.model, 1, size, job.submits, stream=bool(body.stream), limit=job.limit)
     if body.stream:
-        return EventReply(job.events(request_stream))
+        return StreamingResponse(job.events(request_stream))
     with request_stream:
         (request_state,) = await request_stream.wait()
-        return json_reply(job.answer(request_state))
+        return json_response(job.answer(request_state))
 
 
 class _Job:
-    """One request: what was asked, and how the answer is put together."""
+    """One request: its checked parameters, and the construction of its response."""
 
-    def __init__(self, call: Call, body: ChatRequest) -> None:
-        self.call = call
+    def __init__(self, request: Request, body: ChatRequest) -> None:
+        self.request = request
         self.body = body
         given = given_fields(body)
         refuse(given, _REFUSED)
-        served = served_for(call, body.model, "generate")
+        served = request.choose_model(body.model, "generate")
         self.inputs = served.inputs
-        self.messages = text_messages(call, body.messages, served.tokenizer)
+        self.messages = text_messages(request, body.messages, served.tokenizer)
         if body.top_logprobs is not None and not body.logprobs:
-            raise bad_request("top_logprobs needs logprobs=true; set it or leave top_logprobs out", "top_logprobs")
-        call.names["logprobs"] = "top_logprobs"
+            raise bad_request("top_logprobs needs logprobs=true; set it, or remove top_logprobs", "top_logprobs")
+        request.field_names["logprobs"] = "top_logprobs"
         limit = body.max_tokens
         if body.max_completion_tokens is not None:
             if limit not in (None, body.max_completion_tokens):
                 raise bad_request(
-                    f"max_tokens is {limit} and max_completion_tokens {body.max_completion_tokens}, which mean the "
-                    "same; leave one out",
+                    f"max_tokens is {limit} and max_completion_tokens {body.max_completion_tokens}, two names of one "
+                    "parameter; remove one",
                     "max_tokens",
                 )
             limit = body.max_completion_tokens
-            call.names["max_tokens"] = "max_completion_tokens"
+            request.field_names["max_tokens"] = "max_completion_tokens"
         self.limit = limit
         own: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
         own["max_tokens"] = limit if limit is not None else self.inputs.facts.defaults.params.get("max_tokens")
-        self.params = sampling_params(given, self.inputs, call.state.settings, own, call.names)
-        call.check_samples(1, self.params.n)
+        self.params = sampling_params(given, self.inputs, request.state.settings, own, request.field_names)
+        request.check_samples(1, self.params.n)
         self.names = TokenNames(served.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
-        self.id, self.created, self.model = f"chatcmpl-{call.id}", int(time.time()), served.facts.name
+        self.id, self.created, self.model = f"chatcmpl-{request.id}", int(time.time()), served.facts.name
 
     def submits(self) -> list[PreparedPrompt]:
         body = self.body
@@ -193,8 +191,8 @@ class _Job:
             chat_template_kwargs=body.chat_template_kwargs,
             allow_control_tokens=body.allow_control_tokens,
         )
-        special = body.add_special_tokens is True  # the template has put them where it wants them
-        return submits_for(self.call, self.model, [text], self.params, add_special_tokens=special)
+        special = body.add_special_tokens is True  # by default the template adds them
+        return submits_for(self.request, self.model, [text], self.params, add_special_tokens=special)
 
     def answer(self, request_state: GenerationRequestState) -> ChatResponse:
         check_end(request_state)
@@ -209,11 +207,11 @@ class _Job:
             choices.append(choice)
         usage = usage_of([request_state])
         response = ChatResponse(self.id, "chat.completion", self.created, self.model, choices, usage)
-        self.tell_prompt(response, request_state)
+        self.add_prompt_data(response, request_state)
         return response
 
-    def tell_prompt(self, answer: ChatResponse | ChatChunk, request_state: GenerationRequestState) -> None:
-        """What was asked of the prompt itself."""
+    def add_prompt_data(self, answer: ChatResponse | ChatChunk, request_state: GenerationRequestState) -> None:
+        """Adds the requested logprobs and token ids of the prompt."""
         if self.body.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(request_state.prompt_logprobs or [])
         if self.body.return_token_ids:
@@ -223,7 +221,7 @@ class _Job:
         options = self.body.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         each = wants_usage and options is not None and bool(options.continuous_usage_stats)
-        greeted: set[int] = set()
+        started: set[int] = set()
         (request_state,) = request_stream.states
         with request_stream:
             async for _ in request_stream:
@@ -231,11 +229,11 @@ class _Job:
                 usage = usage_of([request_state]) if each else None if wants_usage else msgspec.UNSET
                 parts = []
                 for new in request_state.increment():
-                    if new.index not in greeted:
+                    if new.index not in started:
                         first = self.chunk([ChatChunkChoice(new.index, ChatDelta("assistant", ""))], usage)
-                        if not greeted:
-                            self.tell_prompt(first, request_state)
-                        greeted.add(new.index)
+                        if not started:
+                            self.add_prompt_data(first, request_state)
+                        started.add(new.index)
                         parts.append(event(first))
                     parts.append(event(self.chunk([self.choice(new)], usage)))
                 if parts:
@@ -263,5 +261,11 @@ class _Job:
 
 
 ROUTES = [
-    post("/v1/chat/completions", create_chat_completion, "Answer a conversation", ChatRequest, answer=ChatResponse),
+    post(
+        "/v1/chat/completions",
+        create_chat_completion,
+        "Generate the next message of a conversation",
+        ChatRequest,
+        response_model=ChatResponse,
+    ),
 ]

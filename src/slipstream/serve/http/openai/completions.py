@@ -1,4 +1,4 @@
-"""POST /v1/completions: texts, or lists of token ids, continued."""
+"""POST /v1/completions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import Increment, Logprob
-from slipstream.serve.http.call import Call
-from slipstream.serve.http.choose import served_for
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.fields import GenerationFields, Refused, given_fields, refuse, sampling_params
-from slipstream.serve.http.openai.generation import check_end, start, submits_for
+from slipstream.serve.http.openai.generation import Usage, check_end, start, submits_for, usage_of
 from slipstream.serve.http.openai.logprobs import (
     CompletionLogprobs,
     PromptLogprob,
@@ -24,8 +22,8 @@ from slipstream.serve.http.openai.logprobs import (
     completion_logprobs,
     prompt_logprobs,
 )
-from slipstream.serve.http.openai.usage import Usage, usage_of
-from slipstream.serve.http.reply import DONE, EventReply, Reply, event, json_reply
+from slipstream.serve.http.request import Request
+from slipstream.serve.http.response import DONE, Response, StreamingResponse, event, json_response
 from slipstream.serve.http.routes import post
 from slipstream.text.token_starts import TokenStarts, prompt_starts
 
@@ -62,59 +60,59 @@ class CompletionResponse(msgspec.Struct):
 
 
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "suffix": (("",), "the model continues texts and does not fill gaps in them; leave it out"),
+    "suffix": (("",), "infilling is not implemented; remove it"),
     "prompt_embeds": ((), "prompts are texts or token ids"),
 }
 
 
-async def create_completion(call: Call, body: CompletionRequest) -> Reply | EventReply:
-    job = _Job(call, body)
+async def create_completion(request: Request, body: CompletionRequest) -> Response | StreamingResponse:
+    job = _Job(request, body)
     limit = None if job.scores_only else body.max_tokens
     request_stream = await start(
-        call, job.model, len(job.prompts), job.size, job.submits, stream=bool(body.stream), limit=limit
+        request, job.model, len(job.prompts), job.size, job.submits, stream=bool(body.stream), limit=limit
     )
     if body.stream:
-        return EventReply(job.events(request_stream))
+        return StreamingResponse(job.events(request_stream))
     with request_stream:
-        return json_reply(job.answer(await request_stream.wait()))
+        return json_response(job.answer(await request_stream.wait()))
 
 
 class _Job:
-    """One request: what was asked, and how the answer is put together."""
+    """One request: its checked parameters, and the construction of its response."""
 
-    def __init__(self, call: Call, body: CompletionRequest) -> None:
-        self.call = call
+    def __init__(self, request: Request, body: CompletionRequest) -> None:
+        self.request = request
         self.body = body
         given = given_fields(body)
         refuse(given, _REFUSED)
-        call.reads("prompt")
-        settings, served = call.state.settings, served_for(call, body.model, "generate")
+        request.set_input_field("prompt")
+        settings, served = request.state.settings, request.choose_model(body.model, "generate")
         self.model = served.facts.name
         self.prompts = _prompts(body.prompt)
-        call.check_count(len(self.prompts), "prompt")
+        request.check_count(len(self.prompts), "prompt")
         self.size = sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
-        self.scores_only = body.max_tokens == 0 and bool(body.echo)  # the prompt's logprobs and nothing else
+        self.scores_only = body.max_tokens == 0 and bool(body.echo)  # only the prompt's logprobs
         own: dict[str, Any] = {"logprobs": body.logprobs}
         if body.max_tokens is not None:
             own["max_tokens"] = 1 if self.scores_only else body.max_tokens
         if body.echo and body.logprobs is not None:
             if body.prompt_logprobs not in (None, body.logprobs):
                 raise bad_request(
-                    f"with echo the prompt has as many logprobs as its continuation, {body.logprobs}; leave "
-                    "prompt_logprobs out",
+                    f"with echo, logprobs ({body.logprobs}) is also the number of the prompt's logprobs; remove "
+                    "prompt_logprobs",
                     "prompt_logprobs",
                 )
             own["prompt_logprobs"] = body.logprobs
-            call.names["prompt_logprobs"] = "logprobs"
-        self.params = sampling_params(given, served.inputs, settings, own, call.names)
-        call.check_samples(len(self.prompts), self.params.n)
+            request.field_names["prompt_logprobs"] = "logprobs"
+        self.params = sampling_params(given, served.inputs, settings, own, request.field_names)
+        request.check_samples(len(self.prompts), self.params.n)
         self.tokenizer = served.tokenizer
         self.names = TokenNames(served.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
-        self.head = (f"cmpl-{call.id}", "text_completion", int(time.time()), self.model)
+        self.head = (f"cmpl-{request.id}", "text_completion", int(time.time()), self.model)
 
     def submits(self) -> list[PreparedPrompt]:
         special = self.body.add_special_tokens is not False
-        return submits_for(self.call, self.model, self.prompts, self.params, add_special_tokens=special)
+        return submits_for(self.request, self.model, self.prompts, self.params, add_special_tokens=special)
 
     def answer(self, request_states: list[GenerationRequestState]) -> CompletionResponse:
         choices = []
@@ -150,11 +148,11 @@ class _Job:
         wants_usage = options is not None and bool(options.include_usage)
         each = wants_usage and options is not None and bool(options.continuous_usage_stats)
         places = {request_state.id: place for place, request_state in enumerate(request_stream.states)}
-        begun: dict[tuple[int, int], Starts] = {}  # texts of which something was sent
+        begun: dict[tuple[int, int], Starts] = {}  # by prompt and sample: those with a chunk so far
         with request_stream:
-            async for moved in request_stream:
+            async for updated in request_stream:
                 parts = []
-                for request_state in moved:
+                for request_state in updated:
                     check_end(request_state)
                     for new in request_state.increment():
                         choice = self.chunk(request_state, places[request_state.id], new, begun)
@@ -201,7 +199,7 @@ class _Job:
         return choice
 
     def starts(self, length: int) -> Starts:
-        """Where tokens begin in a text that has so many characters before them."""
+        """Computes the text offsets of tokens that follow `length` characters."""
         if self.tokenizer is None:
             return _NoText()
         return TokenStarts(
@@ -224,7 +222,7 @@ class _Job:
 
 
 class _NoText:
-    """Without a tokenizer there is no text that tokens could be found in."""
+    """The text offsets without a tokenizer: there is no text."""
 
     def push(self, ids: Sequence[int]) -> list[int]:
         return [0] * len(ids)
@@ -234,7 +232,7 @@ Starts = TokenStarts | _NoText
 
 
 def _prompts(given: str | list[str | int | list[int]]) -> list[Any]:
-    """One prompt or several: a list of whole numbers is one prompt of token ids."""
+    """Returns a list of prompts, where one prompt or a list is given. A list of integers is one prompt."""
     if isinstance(given, str):
         return [given]
     kinds = set(map(type, given))
@@ -251,5 +249,7 @@ def _prompts(given: str | list[str | int | list[int]]) -> list[Any]:
 
 
 ROUTES = [
-    post("/v1/completions", create_completion, "Continue a text", CompletionRequest, answer=CompletionResponse),
+    post(
+        "/v1/completions", create_completion, "Continue prompts", CompletionRequest, response_model=CompletionResponse
+    ),
 ]

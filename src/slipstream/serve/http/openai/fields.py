@@ -1,7 +1,7 @@
-"""Fields that completions and chat share: OpenAI's, vLLM's beside them, and those we must refuse.
+"""The request fields that completions and chat share: OpenAI's, vLLM's, and those that are not supported.
 
-Nothing is dropped in silence. A field is used; or it is a label that asks for nothing and says so (`Label`); or it is
-refused unless it has a value that asks for nothing (`REFUSED`). Fields in none of these lists are refused as unknown.
+No field is ignored without notice. A field is used; or it is a label of the client without effect (`Label`); or it is
+refused unless its value is the default behaviour (`REFUSED`). Any other field is refused as unknown.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def _doc(text: str) -> msgspec.Meta:
     return msgspec.Meta(description=text)
 
 
-Label = Annotated[Any, _doc("a label of the caller's: accepted, and it changes nothing here")]
-Refused = Annotated[Any, _doc("not supported: refused unless it asks for nothing")]
+Label = Annotated[Any, _doc("a label of the client: accepted, without effect")]
+Refused = Annotated[Any, _doc("not supported: refused unless it is the default behaviour")]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -32,9 +32,9 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What is null or left out follows the model's generation config."""
+    """Fields that are null or absent have the defaults of the model's generation_config.json."""
 
-    model: Annotated[str | None, _doc("a name from /v1/models; the first if left out")] = None
+    model: Annotated[str | None, _doc("a name from /v1/models; default: the first model that generates")] = None
     n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -61,8 +61,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
     logprob_token_ids: list[int] | None = None
-    priority: Annotated[int | None, _doc("lower goes first")] = None
-    cache_salt: Annotated[str | None, _doc("prompts share cached pages only within one salt")] = None
+    priority: Annotated[int | None, _doc("lower values are scheduled first")] = None
+    cache_salt: Annotated[str | None, _doc("prompts share cached prefixes only with the same salt")] = None
     add_special_tokens: bool | None = None
     return_tokens_as_token_ids: Annotated[bool | None, _doc("in logprobs, write tokens as token_id:N")] = None
     return_token_ids: Annotated[bool | None, _doc("return the ids of prompt and output too")] = None
@@ -94,10 +94,10 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 _UNSUPPORTED = "unsupported_parameter"
-_STRUCTURED = "structured output is not there yet"
+_STRUCTURED = "structured output is not implemented yet"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "prompt_cache_retention": (("in_memory", "in-memory"), "cached prompts stay while there is room for them"),
-    "service_tier": (("auto", "default"), "all requests are served alike; use priority"),
+    "prompt_cache_retention": (("in_memory", "in-memory"), "cached prompts stay until their memory is needed"),
+    "service_tier": (("auto", "default"), "there is one tier; use priority"),
     "request_id": ((), "send the header X-Request-Id instead"),
     "response_format": (({"type": "text"},), _STRUCTURED),
     "structured_outputs": ((), _STRUCTURED),
@@ -107,28 +107,28 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_grammar": ((), _STRUCTURED),
     "guided_decoding_backend": ((), _STRUCTURED),
     "guided_whitespace_pattern": ((), _STRUCTURED),
-    "best_of": ((1,), "ask for n samples and choose among them"),
+    "best_of": ((1,), "use n and choose among the samples"),
     "use_beam_search": ((False,), "beam search is not supported"),
     "length_penalty": ((1, 1.0), "beam search is not supported"),
     "early_stopping": ((False,), "beam search is not supported"),
-    "truncation_side": (("left",), "prompts are cut on the left"),
-    "logits_processors": (([],), "a request brings no code; use logit_bias, bad_words or allowed_token_ids"),
-    "kv_transfer_params": (({},), "caches are not moved between engines"),
+    "truncation_side": (("left",), "prompts are truncated on the left"),
+    "logits_processors": (([],), "a request cannot have code; use logit_bias, bad_words or allowed_token_ids"),
+    "kv_transfer_params": (({},), "KV caches are not transferred between engines"),
     "vllm_xargs": (({},), "there are no extra arguments"),
 }
 
 
 def given_fields(body: msgspec.Struct) -> dict[str, Any]:
-    """What was said: the fields that are not null."""
+    """Returns the fields that are not null."""
     pairs = zip(body.__struct_fields__, msgspec.structs.astuple(body), strict=True)
     return {name: value for name, value in pairs if value is not None}
 
 
 def refuse(given: dict[str, Any], table: dict[str, tuple[tuple[Any, ...], str]]) -> None:
-    """Raises for a field that asks for what we do not do."""
+    """Raises for a field of the table with another value than the supported ones."""
     for name in given.keys() & table.keys():
-        nothing, way_out = table[name]
-        if given[name] not in nothing:
+        supported, way_out = table[name]
+        if given[name] not in supported:
             raise bad_request(f"{name} is not supported: {way_out}", param=name, code=_UNSUPPORTED)
 
 
@@ -147,33 +147,33 @@ def sampling_params(
     own: dict[str, Any],
     names: Mapping[str, str],
 ) -> SamplingParams:
-    """`own`: what the two routes say differently; `names`: and what they call it."""
+    """Builds SamplingParams. `own`: values that differ by route; `names`: the names of their fields in the request."""
     refuse(given, REFUSED)
     _check_limits(given | own, settings, names)
     _check_together(given, own)
     plain = {name: given[name] for name in given.keys() & _PLAIN}
     values = {**inputs.facts.defaults.params, **plain, **own}
     if values.get("truncate_prompt_tokens") == -1 and values.get("max_tokens"):
-        # what fits beside the answer
+        # as much of the prompt as fits with max_tokens
         values["truncate_prompt_tokens"] = max(1, inputs.facts.max_model_len - values["max_tokens"])
     return SamplingParams(**values)
 
 
 def _check_together(given: dict[str, Any], own: dict[str, Any]) -> None:
-    """Fields that do nothing without another one."""
+    """Raises for fields that have no effect without another one."""
     if (options := given.get("stream_options")) is not None:
         if not given.get("stream"):
-            raise bad_request("stream_options is only for stream=true; leave it out", param="stream_options")
+            raise bad_request("stream_options needs stream=true; set it, or remove this", param="stream_options")
         if options.continuous_usage_stats and not options.include_usage:
             name = "stream_options.continuous_usage_stats"
-            raise bad_request(f"{name} needs include_usage=true; set it, or leave this out", param=name)
+            raise bad_request(f"{name} needs include_usage=true; set it, or remove this", param=name)
         if options.include_obfuscation not in (None, False):
             name = "stream_options.include_obfuscation"
             raise bad_request(f"{name} is not supported: events are not padded", param=name, code=_UNSUPPORTED)
     if own.get("logprobs") is None:
         for name in ("logprob_token_ids", "return_tokens_as_token_ids"):
             if given.get(name):
-                raise bad_request(f"{name} needs logprobs; ask for them, or leave it out", param=name)
+                raise bad_request(f"{name} needs logprobs; set it, or remove this", param=name)
 
 
 def _check_limits(given: dict[str, Any], settings: ServerSettings, names: Mapping[str, str]) -> None:
@@ -183,7 +183,7 @@ def _check_limits(given: dict[str, Any], settings: ServerSettings, names: Mappin
             name = names.get(name, name)
             if logprobs < 0:
                 raise bad_request(f"{name} is {logprobs}; give 0 to {settings.max_logprobs}", param=name)
-            _at_most(name, logprobs, settings.max_logprobs, "likeliest tokens")
+            _at_most(name, logprobs, settings.max_logprobs, "top tokens")
     for name in ("stop", "bad_words", "stop_token_ids", "logprob_token_ids"):
         if values := given.get(name):
             values = [values] if isinstance(values, str) else values
@@ -196,4 +196,4 @@ def _check_limits(given: dict[str, Any], settings: ServerSettings, names: Mappin
 
 def _at_most(name: str, value: int, limit: int, what: str) -> None:
     if value > limit:
-        raise bad_request(f"{name} has {value} {what}, this server takes {limit}; ask for less", param=name)
+        raise bad_request(f"{name} has {value} {what}, this server takes {limit}; send fewer", param=name)

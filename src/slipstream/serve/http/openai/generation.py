@@ -1,9 +1,11 @@
-"""What completions and chat do alike: prompts to the engine, and their ends to counts."""
+"""What completions and chat share: admission, tokenising and sending of prompts, errors of samples, and usage."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.prompts import GenerationPrompts
@@ -11,12 +13,12 @@ from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.frontend.request_stream import RequestStream
 from slipstream.messages import Submit
 from slipstream.params import SamplingParams
-from slipstream.serve.http.call import Call
-from slipstream.serve.http.errors import HttpError, bad_request
+from slipstream.serve.http.errors import HTTPException, bad_request
+from slipstream.serve.http.request import Request
 
 
 async def start(
-    call: Call,
+    request: Request,
     model: str | None,
     num_prompts: int,
     size: int,
@@ -25,29 +27,29 @@ async def start(
     stream: bool,
     limit: int | None,
 ) -> RequestStream[GenerationRequestState]:
-    """Checks that there is room, tokenises, and sends.
+    """Checks that the queue has room, tokenises, and sends the prompts to the engine.
 
-    `size`: characters of all prompts. `limit`: tokens that the request itself asked for.
+    `size`: characters of all prompts. `limit`: max_tokens of the request, if it has one.
     """
-    state = call.state
-    submits = await state.encode(num_prompts, size, prepare, call.caller)
+    state = request.state
+    submits = await state.encode(num_prompts, size, prepare, request.caller)
     for message, _ in submits:
-        _check_room(call, model, message, limit)
+        _check_room(request, model, message, limit)
     num_tokens = sum(len(message.prompt_token_ids) for message, _ in submits)
-    state.admit(num_prompts, num_tokens, call.caller)  # others came while we tokenised
-    request_stream = state.engine.read(submits, model, streaming=stream, caller=call.caller)
-    call.request_states = request_stream.states
+    state.admit(num_prompts, num_tokens, request.caller)  # again: the queue may have filled while tokenising
+    request_stream = state.engine.read(submits, model, streaming=stream, caller=request.caller)
+    request.request_states = request_stream.states
     return request_stream
 
 
-def _check_room(call: Call, model: str | None, message: Submit, limit: int | None) -> None:
-    """Refuses an answer that could not be as long as the request says."""
-    facts, params = call.state.engine.model(model).facts, message.params
+def _check_room(request: Request, model: str | None, message: Submit, limit: int | None) -> None:
+    """Raises where the prompt and max_tokens, or min_tokens, are longer than the model length."""
+    facts, params = request.state.engine.model(model).facts, message.params
     assert isinstance(params, SamplingParams)
     num_prompt, most = len(message.prompt_token_ids), facts.max_model_len
     for name, wanted in (("max_tokens", limit), ("min_tokens", params.min_tokens)):
         if wanted is not None and num_prompt + wanted > most:
-            name = call.names.get(name, name)
+            name = request.field_names.get(name, name)
             raise bad_request(
                 f"the prompt has {num_prompt} tokens and {name} is {wanted}, {num_prompt + wanted} together; "
                 f"{facts.name} takes {most}: lower {name} to {most - num_prompt}, or shorten the prompt",
@@ -57,15 +59,15 @@ def _check_room(call: Call, model: str | None, message: Submit, limit: int | Non
 
 
 def submits_for(
-    call: Call, model: str | None, prompts: Sequence[Any], params: SamplingParams, *, add_special_tokens: bool
+    request: Request, model: str | None, prompts: Sequence[Any], params: SamplingParams, *, add_special_tokens: bool
 ) -> list[PreparedPrompt]:
-    engine = call.state.engine
+    engine = request.state.engine
     inputs, each = engine.model(model).inputs, [params] * len(prompts)
     return list(GenerationPrompts(inputs, prompts, each, engine.new_id, add_special_tokens=add_special_tokens))
 
 
 def check_end(request_state: GenerationRequestState) -> None:
-    """A sample that could not be drawn ends its request: as the caller's fault where parameters narrow the choice."""
+    """Raises where a sample failed: with status 400 where the parameters exclude tokens, else 500."""
     for sample in request_state.samples:
         if sample.finish_reason == "error":
             params = request_state.message.params
@@ -73,4 +75,22 @@ def check_end(request_state: GenerationRequestState) -> None:
             narrowed = next((name for name in names if getattr(params, name, None)), None)
             if narrowed:
                 raise bad_request(str(sample.stop_reason), param=narrowed, code="no_token_possible")
-            raise HttpError(500, str(sample.stop_reason), code="generation_failed")
+            raise HTTPException(500, str(sample.stop_reason), code="generation_failed")
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+def usage_of(request_states: Sequence[GenerationRequestState]) -> Usage:
+    prompt = sum(len(request_state.message.prompt_token_ids) for request_state in request_states)
+    completion = sum(request_state.num_tokens for request_state in request_states)
+    cached = sum(request_state.num_cached for request_state in request_states)
+    return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))

@@ -1,4 +1,4 @@
-"""Logprobs in OpenAI's two shapes: four lists side by side for completions, an object a token for chat."""
+"""Logprobs in OpenAI's two formats: four parallel lists for completions, one object per token for chat."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class PromptLogprob(msgspec.Struct):
 
 
 Entry = Mapping[int, Logprob]
-"""Of one token: itself first, then the likeliest."""
+"""The logprobs at one token: its own first, then those of the most likely tokens."""
 
 
 class TokenNames:
-    """How tokens are written in logprobs. Most are text; one that ends within a character has bytes alone."""
+    """Names of tokens in logprobs: their text, or bytes where a token ends within a character."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
@@ -57,7 +57,7 @@ class TokenNames:
         return None if self._tokenizer is None else self._tokenizer.bytes_of(token)
 
     def name(self, token: int, prefix: str = "") -> str:
-        """`prefix` goes before what is written byte by byte, as \\xe6\\x97."""
+        """`prefix`: put before a name of bytes, such as \\xe6\\x97."""
         data = self.bytes_of(token)
         if self._as_ids or data is None:
             return f"token_id:{token}"
@@ -70,7 +70,7 @@ class TokenNames:
 def completion_logprobs(
     ids: Sequence[int], entries: Sequence[Entry | None], starts: Sequence[int], names: TokenNames
 ) -> CompletionLogprobs:
-    """`starts`: where each token begins in the text. None has no logprob: a text's first token."""
+    """`starts`: the offset of each token in the text. An entry is None for the first token of a prompt."""
     shape = CompletionLogprobs([], [], [], list(starts))
     for token, entry in zip(ids, entries, strict=True):
         shape.tokens.append(names.name(token, "bytes:"))
@@ -89,7 +89,7 @@ def completion_logprobs(
 def chat_logprobs(
     ids: Sequence[int], entries: Sequence[Entry], num_top: int, names: TokenNames, given: Sequence[int] = ()
 ) -> ChatLogprobs:
-    """`given`: tokens whose logprobs were asked for by id; they follow the likeliest."""
+    """`given`: logprob_token_ids, which follow the `num_top` most likely tokens."""
     content = []
     for token, entry in zip(ids, entries, strict=True):
         likeliest = sorted(
@@ -103,7 +103,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(entries: Sequence[Entry | None]) -> list[dict[str, PromptLogprob] | None]:
-    """vLLM's shape: for each prompt token an object by token id."""
+    """vLLM's format: one object per prompt token, keyed by token id."""
     return [
         None
         if entry is None

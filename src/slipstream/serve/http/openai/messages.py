@@ -1,4 +1,4 @@
-"""Messages of a chat request: text alone, whole or in parts."""
+"""Checks the messages of a chat request: roles, and content that is text or a list of text parts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
+from slipstream.serve.http.request import Request
 from slipstream.text.chat import known_roles
 from slipstream.text.tokenizer import Tokenizer
 
@@ -20,12 +20,14 @@ AllowControlTokens = Annotated[
 ]
 
 
-def text_messages(call: Call, messages: Sequence[dict[str, Any]], tokenizer: Tokenizer | None) -> list[dict[str, Any]]:
-    """The same messages, checked for what only a server meets; rendering them checks the rest."""
-    call.reads("messages")
+def text_messages(
+    request: Request, messages: Sequence[dict[str, Any]], tokenizer: Tokenizer | None
+) -> list[dict[str, Any]]:
+    """Returns the messages after checks of roles and content types; rendering the template checks the rest."""
+    request.set_input_field("messages")
     if not messages:
         raise bad_request("there are no messages; give at least one", "messages")
-    call.check_count(len(messages), "messages")
+    request.check_count(len(messages), "messages")
     template = None if tokenizer is None else tokenizer.chat_template()
     for place, message in enumerate(messages):
         role = message.get("role")
@@ -44,14 +46,14 @@ def text_messages(call: Call, messages: Sequence[dict[str, Any]], tokenizer: Tok
 
 
 def _check_part(part: Any, name: str) -> None:
-    """A part of a message: a string, or an object of type text with a string."""
+    """Raises unless a part is a string, or an object of type text."""
     if isinstance(part, str):
         return
     if not isinstance(part, dict):
         raise bad_request(f"{name} is {_kind(part)}; {_PART}", name)
     kind = part.get("type", "text")
     if kind != "text":
-        fact = f"{name} is a part of type {kind!r}; models read text alone, nothing is fetched"
+        fact = f"{name} is a part of type {kind!r}; models read text only, send text parts"
         raise bad_request(fact, name, "unsupported_content")
     for field in part:
         if field not in ("type", "text"):
@@ -64,13 +66,13 @@ _PART = 'give {"type": "text", "text": "..."}'
 
 
 def _kind(value: Any) -> str:
-    """What JSON calls it."""
+    """The JSON type of a value, with an article."""
     names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
     return names.get(type(value), "null")
 
 
 def message_chars(messages: Sequence[dict[str, Any]]) -> int:
-    """About how long the prompt will be: the characters of all text in the messages, checked or not."""
+    """The approximate length of the prompt: the characters of all text in the messages, which may be unchecked."""
     total = 0
     for message in messages:
         content = message.get("content")

@@ -1,11 +1,11 @@
-"""GET /v1/models: what is served here, the default first."""
+"""GET /v1/models: the served models, the default first."""
 
 from __future__ import annotations
 
 import msgspec
 
-from slipstream.serve.http.call import Call
-from slipstream.serve.http.reply import Reply, json_reply
+from slipstream.serve.http.request import Request
+from slipstream.serve.http.response import Response, json_response
 from slipstream.serve.http.routes import get
 
 
@@ -22,21 +22,21 @@ class ModelList(msgspec.Struct):
     data: list[ModelCard]
 
 
-async def list_models(call: Call, body: None) -> Reply:
-    return json_reply(ModelList("list", [_card(call, name) for name in call.state.engine.models]))
+async def list_models(request: Request, body: None) -> Response:
+    return json_response(ModelList("list", [_card(request, name) for name in request.state.engine.models]))
 
 
-async def show_model(call: Call, body: None) -> Reply:
-    call.state.check_ready()
-    return json_reply(_card(call, call.path_params["model"]))
+async def show_model(request: Request, body: None) -> Response:
+    request.state.check_ready()
+    return json_response(_card(request, request.path_params["model"]))
 
 
-def _card(call: Call, name: str) -> ModelCard:
-    served = call.state.engine.model(name)
-    return ModelCard(name, "model", call.state.started, "slipstream", served.max_num_tokens)
+def _card(request: Request, name: str) -> ModelCard:
+    served = request.state.engine.model(name)
+    return ModelCard(name, "model", request.state.started, "slipstream", served.max_num_tokens)
 
 
 ROUTES = [
-    get("/v1/models", list_models, "The models served here", answer=ModelList),
-    get("/v1/models/{model:path}", show_model, "One model", answer=ModelCard),
+    get("/v1/models", list_models, "The models served here", response_model=ModelList),
+    get("/v1/models/{model:path}", show_model, "One model", response_model=ModelCard),
 ]

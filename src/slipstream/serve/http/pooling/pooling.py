@@ -1,4 +1,4 @@
-"""POST /pooling and /classify, in vLLM's words: any task of the model, and classes of texts."""
+"""POST /pooling and /classify in vLLM's format: any pooling task, and classification."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from slipstream.frontend.pooling.calls import encode
 from slipstream.frontend.pooling.results import SparseOutput
 from slipstream.frontend.served import POOLING_TASKS
 from slipstream.pooling_params import Task
-from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.pooling.embeddings import written
 from slipstream.serve.http.pooling.fields import (
@@ -23,16 +22,19 @@ from slipstream.serve.http.pooling.fields import (
     prompts_of,
 )
 from slipstream.serve.http.pooling.run import activation, choose, numbers_of, run, usage_of
-from slipstream.serve.http.reply import Reply, json_reply
+from slipstream.serve.http.request import Request
+from slipstream.serve.http.response import Response, json_response
 from slipstream.serve.http.routes import post
 
 
 class PoolingRequest(VectorFields, kw_only=True, forbid_unknown_fields=True):
     input: Input
-    task: Annotated[Task | None, msgspec.Meta(description="what is wanted; default the model's first")] = None
-    activation: Annotated[bool | None, msgspec.Meta(description="probabilities or raw scores")] = None
-    use_activation: Annotated[bool | None, msgspec.Meta(description="the same")] = None
-    softmax: Annotated[bool | None, msgspec.Meta(description="the same")] = None
+    task: Annotated[Task | None, msgspec.Meta(description="a pooling task; default: the model's first")] = None
+    activation: Annotated[
+        bool | None, msgspec.Meta(description="probabilities instead of raw scores; default true")
+    ] = None
+    use_activation: Annotated[bool | None, msgspec.Meta(description="another name of activation")] = None
+    softmax: Annotated[bool | None, msgspec.Meta(description="another name of activation")] = None
     step_tag_id: int | None = None
     returned_token_ids: list[int] | None = None
 
@@ -47,7 +49,7 @@ class PoolingObject(msgspec.Struct):
     object: str
     data: Annotated[
         list[float | list[float] | SparseWeight] | str,
-        msgspec.Meta(description="a vector, a line for each token, weights of words, or a text where base64 was asked"),
+        msgspec.Meta(description="a vector, a row per token, sparse weights, or a string with base64"),
     ]
 
 
@@ -60,10 +62,10 @@ class PoolingResponse(msgspec.Struct):
     usage: PoolUsage
 
 
-async def create_pooling(call: Call, body: PoolingRequest) -> Reply:
-    call.reads("input")
-    chosen = choose(call, body.model, *((body.task,) if body.task else POOLING_TASKS))
-    prompts, size = prompts_of(call, body.input)
+async def create_pooling(request: Request, body: PoolingRequest) -> Response:
+    request.set_input_field("input")
+    chosen = choose(request, body.model, *((body.task,) if body.task else POOLING_TASKS))
+    prompts, size = prompts_of(request, body.input)
     own: dict[str, Any] = {}
     for name in ("dimensions", "normalize", "step_tag_id", "returned_token_ids"):
         if (value := getattr(body, name)) is not None:
@@ -71,17 +73,17 @@ async def create_pooling(call: Call, body: PoolingRequest) -> Reply:
     task = body.task or chosen.inputs.pooling.tasks[0]
     own |= _activation(body, task)
     if task == "sparse" and body.encoding_format == "base64":
-        raise bad_request("sparse results are pairs of numbers; leave encoding_format out", "encoding_format")
-    params = pooling_params(call, body, chosen.inputs.pooling, **own)
-    verb = encode(chosen.inputs, prompts, params, task, prompt_name=body.prompt_name)
-    found, _ = await run(call, chosen, verb, size)
+        raise bad_request("sparse results have no base64 format; remove encoding_format", "encoding_format")
+    params = pooling_params(request, body, chosen.inputs.pooling, **own)
+    pooling_call = encode(chosen.inputs, prompts, params, task, prompt_name=body.prompt_name)
+    found, _ = await run(request, chosen, pooling_call, size)
     numbers = [sparse_weights(one.outputs) for one in found] if task == "sparse" else numbers_of(found)
     data = [
         PoolingObject(index, "pooling", each)
         for index, each in enumerate(numbers if task == "sparse" else written(numbers, body.encoding_format))
     ]
     usage = usage_of(found)
-    return json_reply(PoolingResponse(f"pool-{call.id}", "list", int(time.time()), chosen.name, data, usage))
+    return json_response(PoolingResponse(f"pool-{request.id}", "list", int(time.time()), chosen.name, data, usage))
 
 
 def sparse_weights(found: SparseOutput) -> list[SparseWeight]:
@@ -91,10 +93,12 @@ def sparse_weights(found: SparseOutput) -> list[SparseWeight]:
 
 class ClassifyRequest(PoolFields, kw_only=True, forbid_unknown_fields=True):
     input: Input
-    activation: Annotated[bool | None, msgspec.Meta(description="probabilities or raw scores")] = None
-    use_activation: Annotated[bool | None, msgspec.Meta(description="the same")] = None
-    softmax: Annotated[bool | None, msgspec.Meta(description="the same")] = None
-    prompt_name: Annotated[str | None, msgspec.Meta(description="one of the model's prompts")] = None
+    activation: Annotated[
+        bool | None, msgspec.Meta(description="probabilities instead of raw scores; default true")
+    ] = None
+    use_activation: Annotated[bool | None, msgspec.Meta(description="another name of activation")] = None
+    softmax: Annotated[bool | None, msgspec.Meta(description="another name of activation")] = None
+    prompt_name: Annotated[str | None, msgspec.Meta(description="name of a prompt of the model")] = None
 
 
 class ClassifyObject(msgspec.Struct):
@@ -113,19 +117,19 @@ class ClassifyResponse(msgspec.Struct):
     usage: PoolUsage
 
 
-async def create_classification(call: Call, body: ClassifyRequest) -> Reply:
-    call.reads("input")
-    chosen = choose(call, body.model, "classify")
-    prompts, size = prompts_of(call, body.input)
-    params = pooling_params(call, body, chosen.inputs.pooling, **_activation(body, "classify"))
-    verb = encode(chosen.inputs, prompts, params, "classify", prompt_name=body.prompt_name)
-    found, _ = await run(call, chosen, verb, size)
+async def create_classification(request: Request, body: ClassifyRequest) -> Response:
+    request.set_input_field("input")
+    chosen = choose(request, body.model, "classify")
+    prompts, size = prompts_of(request, body.input)
+    params = pooling_params(request, body, chosen.inputs.pooling, **_activation(body, "classify"))
+    pooling_call = encode(chosen.inputs, prompts, params, "classify", prompt_name=body.prompt_name)
+    found, _ = await run(request, chosen, pooling_call, size)
     data = [
         ClassifyObject(index, one.outputs.label, one.outputs.probs, one.outputs.num_classes)
         for index, one in enumerate(found)
     ]
     usage = usage_of(found)
-    return json_reply(ClassifyResponse(f"classify-{call.id}", "list", int(time.time()), chosen.name, data, usage))
+    return json_response(ClassifyResponse(f"classify-{request.id}", "list", int(time.time()), chosen.name, data, usage))
 
 
 def _activation(body: PoolingRequest | ClassifyRequest, task: Task) -> dict[str, Any]:
@@ -134,6 +138,6 @@ def _activation(body: PoolingRequest | ClassifyRequest, task: Task) -> dict[str,
 
 
 ROUTES = [
-    post("/pooling", create_pooling, "Any pooling task", PoolingRequest, answer=PoolingResponse),
-    post("/classify", create_classification, "Classes of texts", ClassifyRequest, answer=ClassifyResponse),
+    post("/pooling", create_pooling, "Run any pooling task", PoolingRequest, response_model=PoolingResponse),
+    post("/classify", create_classification, "Classify texts", ClassifyRequest, response_model=ClassifyResponse),
 ]

@@ -1,4 +1,4 @@
-"""Errors in TEI's words: a text and a type, under statuses of its own."""
+"""Errors in TEI's format: a text and a type, with TEI's status codes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from slipstream.serve.http.errors import HttpError
+from slipstream.serve.http.errors import HTTPException
 
 ErrorType = Literal["Unhealthy", "Backend", "Overloaded", "Validation", "Tokenizer", "Empty"]
 
@@ -16,19 +16,19 @@ class TeiErrorBody(msgspec.Struct):
     error_type: ErrorType
 
 
-class TeiError(HttpError):
+class TeiError(HTTPException):
     def body(self) -> bytes:
         return msgspec.json.encode({"error": self.message, "error_type": self.kind})
 
 
-def in_tei_words(error: HttpError) -> HttpError:
-    status, kind = _of(error)
-    said = TeiError(status, error.message, kind=kind, code=error.code, retry_after=error.retry_after)
-    said.closes = error.closes
-    return said
+def as_tei_error(error: HTTPException) -> HTTPException:
+    status, kind = _status_and_type(error)
+    converted = TeiError(status, error.message, kind=kind, code=error.code, retry_after=error.retry_after)
+    converted.closes = error.closes
+    return converted
 
 
-def _of(error: HttpError) -> tuple[int, ErrorType]:
+def _status_and_type(error: HTTPException) -> tuple[int, ErrorType]:
     if error.status == 429:
         return 429, "Overloaded"
     if error.status == 503:

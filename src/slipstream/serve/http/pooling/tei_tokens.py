@@ -1,4 +1,4 @@
-"""Tokens in TEI's words: /tokenize where a request says `inputs`, and /decode."""
+"""TEI's token routes: /tokenize for requests with `inputs`, and /decode."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import msgspec
 
 from slipstream.errors import InvalidPrompt
 from slipstream.frontend.served import POOLING_TASKS, ServedModel
-from slipstream.serve.http.call import Call
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.pooling.fields import size_of
-from slipstream.serve.http.pooling.tei_errors import TeiErrorBody, in_tei_words
-from slipstream.serve.http.reply import Reply, json_reply
+from slipstream.serve.http.pooling.tei_errors import TeiErrorBody, as_tei_error
+from slipstream.serve.http.request import Request
+from slipstream.serve.http.response import Response, json_response
 from slipstream.serve.http.routes import post
 from slipstream.text.tokenizer import Tokenizer
 
-MAX_CHARS = 2**21  # that one request may have tokenised for their own sake
+MAX_CHARS = 2**21  # characters of one request to a token route
 
 
 class SimpleToken(msgspec.Struct):
     id: int
     text: str
     special: bool
-    start: int | None = None  # in the text, in characters; none for a special token
+    start: int | None = None  # offset in the text, in characters; null for a special token
     stop: int | None = None
 
 
 async def tei_tokenize(
-    call: Call, model: str | None, inputs: str | list[str], special: bool, prompt_name: str | None
-) -> Reply:
-    """The tokens of each text, and where they stand in it."""
-    served, tokenizer = _tokenizer(call, model)
+    request: Request, model: str | None, inputs: str | list[str], special: bool, prompt_name: str | None
+) -> Response:
+    """Returns the tokens of each text, with their offsets."""
+    served, tokenizer = _tokenizer(request, model)
     texts = [inputs] if isinstance(inputs, str) else inputs
-    call.check_count(len(texts), "inputs")
+    request.check_count(len(texts), "inputs")
     if not texts:
         raise bad_request("inputs is empty; give a text", "inputs", "empty")
     check_chars(size_of(texts), "inputs")
@@ -41,20 +41,20 @@ async def tei_tokenize(
         before = served.pooling_inputs.prefix(prompt_name)
         texts = [before + text for text in texts]
     elif prompt_name is not None:
-        raise bad_request(f"{served.facts.name} has no prompts by name; leave prompt_name out", "prompt_name")
+        raise bad_request(f"{served.facts.name} has no named prompts; remove prompt_name", "prompt_name")
 
     def work() -> list[list[SimpleToken]]:
-        tokenizer.encodings(texts, add_special_tokens=special)  # says what is wrong with a text
+        tokenizer.encodings(texts, add_special_tokens=special)  # raises for a text that cannot be encoded
         found = tokenizer.backend.encode_batch(texts, add_special_tokens=special)
         return [_tokens(text, encoding) for text, encoding in zip(texts, found, strict=True)]
 
-    return json_reply(await call.state.off_loop(size_of(texts), work))
+    return json_response(await request.state.off_loop(size_of(texts), work))
 
 
 def check_chars(size: int, name: str) -> None:
-    """All of a text is tokenised here, however long: nothing is known that would be too much for it."""
+    """Raises for very long texts: a token route has no limit in tokens at which tokenising could stop."""
     if size > MAX_CHARS:
-        fact = f"{name} has {size} characters, and {MAX_CHARS} are tokenised at once"
+        fact = f"{name} has {size} characters, the limit is {MAX_CHARS}"
         raise bad_request(f"{fact}; send it in parts", name, "too_many_characters")
 
 
@@ -75,13 +75,13 @@ class DecodeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool = True
 
 
-async def decode(call: Call, body: DecodeRequest) -> Reply:
-    served, tokenizer = _tokenizer(call, body.model)
+async def decode(request: Request, body: DecodeRequest) -> Response:
+    served, tokenizer = _tokenizer(request, body.model)
     lists: list[Any] = body.ids if body.ids and isinstance(body.ids[0], list) else [body.ids]
-    call.check_count(len(lists), "ids")
+    request.check_count(len(lists), "ids")
     for ids in lists:
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-            raise bad_request("ids is a list of token ids, or a list of such lists", "ids")
+            raise bad_request("ids must be a list of token ids, or a list of such lists", "ids")
         for token in ids:
             if not 0 <= token < served.facts.vocab_size:
                 raise InvalidPrompt(f"token id {token} is unknown; {served.facts.known_ids}")
@@ -90,19 +90,19 @@ async def decode(call: Call, body: DecodeRequest) -> Reply:
     def work() -> list[str]:
         return [tokenizer.decode(ids, skip_special_tokens=body.skip_special_tokens) for ids in lists]
 
-    return json_reply(await call.state.off_loop(size, work))
+    return json_response(await request.state.off_loop(size, work))
 
 
-def _tokenizer(call: Call, model: str | None) -> tuple[ServedModel, Tokenizer]:
-    served = call.state.engine.model(model, *POOLING_TASKS)
+def _tokenizer(request: Request, model: str | None) -> tuple[ServedModel, Tokenizer]:
+    served = request.state.engine.model(model, *POOLING_TASKS)
     if served.tokenizer is None:
-        raise bad_request("this server works on token ids alone; start it without --skip-tokenizer-init")
+        raise bad_request("this server has no tokenizer; start it without --skip-tokenizer-init")
     return served, served.tokenizer
 
 
 ROUTES = [
     post(
         "/decode", decode, "TEI: token ids to text", DecodeRequest,
-        answer=list[str], failed=in_tei_words, failure=TeiErrorBody, queues=False,
+        response_model=list[str], convert_error=as_tei_error, error_model=TeiErrorBody, uses_queue=False,
     ),
 ]  # fmt: skip

@@ -1,0 +1,95 @@
+"""ResponseWriter: writes a response to the ASGI server, complete or as events, and errors at any point of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from slipstream.serve.http.errors import HTTPException
+from slipstream.serve.http.response import DONE, Response, StreamingResponse
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would buffer events
+]
+_KEEP_ALIVE = b": still here\n\n"  # a comment, which clients ignore
+
+
+class ResponseWriter:
+    def __init__(self, send: Send, request_id: str, keep_alive: float) -> None:
+        """`keep_alive`: seconds without an event after which a stream gets a comment; 0: never."""
+        self._send = send
+        self._id = (b"x-request-id", request_id.encode())
+        self._started = False
+        self._keep_alive = keep_alive
+        self._wrote = False  # since the timer last fired
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def write(self, response: Response | StreamingResponse) -> int:
+        """Writes the response and returns its status code."""
+        if isinstance(response, Response):
+            await self._write_complete(response.status_code, response.media_type, response.body, list(response.headers))
+            return response.status_code
+        parts, send = response.body_iterator, self._send
+        if self._keep_alive:
+            self._set_timer()
+        try:
+            async for part in parts:
+                if not self._started:  # not before the first event: until then an error still gets its own status
+                    await self._start_events()
+                self._wrote = True
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        finally:
+            self._stop_timer()
+            await parts.aclose()  # type: ignore[attr-defined]
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return 200
+
+    async def fail(self, error: HTTPException) -> None:
+        """Writes an error: as a response of its own, or as the last event of a stream that has started."""
+        if not self._started:
+            await self._write_complete(error.status, b"application/json", error.body(), error.headers())
+            return
+        body = b"data: " + error.body() + b"\n\n" + DONE
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    async def _start_events(self) -> None:
+        self._started = True
+        headers = [*_EVENT_HEADERS, self._id]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def _write_complete(self, status: int, kind: bytes, body: bytes, more: list[tuple[bytes, bytes]]) -> None:
+        self._started = True
+        headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), self._id, *more]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+
+    # Keep-alive comments
+
+    def _set_timer(self) -> None:
+        """A periodic timer: resetting one with each event would cost more than the event."""
+        self._wrote = False
+        self._timer = asyncio.get_running_loop().call_later(self._keep_alive, self._on_timer)
+
+    def _on_timer(self) -> None:
+        if not self._wrote:
+            self._comment = asyncio.ensure_future(self._write_comment())
+        self._set_timer()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    async def _write_comment(self) -> None:
+        if self._timer is None:
+            return  # the stream ended meanwhile
+        if not self._started:
+            await self._start_events()
+        await self._send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})

@@ -1,12 +1,11 @@
 """A device that invents tokens: the oracle for "scheduling never changes tokens".
 
-It keeps what the real one keeps, a row table, page tables and the content of every page, and plays plans in order. A
-slot holds the (token, position, kind of rope) written into it. A drawn token is a pure function of the tokens that the
-row sees through its pages, so any mistake in rows, pages, positions or given tokens shows as an assertion or as a wrong
-token.
-With a drafter the device guesses tokens behind the one it drew last: right ones, wrong ones or none. It draws after
-each guess, keeps what it would have drawn without guesses and goes back to there, as a real device does.
-Plans are played when their result is asked for, so a plan that is changed after it was handed over shows too.
+It keeps what the real device keeps (a row table, page tables and the content of every page) and runs plans in order. A
+slot holds the (token, position, kind of rope) written to it. A drawn token is a pure function of the tokens that the
+row reads through its pages, so any mistake in rows, pages, positions or host tokens causes an assertion or a wrong
+token. With a drafter the device drafts tokens after the one it drew last: right ones, wrong ones or none. It draws
+after each draft, keeps what it would have drawn without drafts and discards the rest, as a real device does. Plans run
+when their result is read, so a plan that is changed after it was returned shows too.
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ class ScriptedExecutor:
         short_rope: int | None = None,
         drafter: random.Random | None = None,
     ) -> None:
-        """`windows`: per group, the positions a token sees, itself among them; 0 means all. `short_rope`: the longest
-        request whose positions have the short rope factors. `drafter` decides how good each guess is."""
+        """`windows`: per group, the positions that a token attends to, itself included; 0: all. `short_rope`: the
+        longest request with the short rope factors. `drafter` decides how good each draft is."""
         self.drafter = drafter
         self.num_accepted = self.num_rejected = 0  # drafts
         self.page_size = page_size
@@ -92,7 +91,7 @@ class ScriptedExecutor:
         self._queue.append(plan)
 
     def wait(self) -> StepResult:
-        """Play the oldest plan."""
+        """Run the oldest plan."""
         plan = self._queue.popleft()
         assert plan.step == self._last_step + 1
         self._last_step = plan.step
@@ -119,7 +118,7 @@ class ScriptedExecutor:
             self.rows[admission.row] = state
 
     def _keep_queries(self, plan: StepPlan) -> None:
-        """Documents find theirs computed by a step before; a query that ends with this one is kept from here on."""
+        """A document needs its query from an earlier step; a query that ends with this step is stored from now on."""
         pooling = plan.pooling or NO_POOLING
         if pooling.queries is not None:
             pairs = list(zip(pooling.queries.tolist(), pooling.params, strict=True))
@@ -149,7 +148,7 @@ class ScriptedExecutor:
                     self.slots[group][target, offset] = content
 
     def _write(self, plan: StepPlan) -> None:
-        """Every row's tokens into its slots, before anyone reads: so does each layer of a model."""
+        """Write every row's tokens to its slots before any row reads, as each layer of a model does."""
         host_tokens = iter(plan.tokens.tolist())
         written = set()
         self._drawn = set()
@@ -185,7 +184,7 @@ class ScriptedExecutor:
         assert next(host_tokens, None) is None, "more host tokens than planned positions"
 
     def _draw(self, state: _Row, num_drawn: int) -> tuple[list[int], int, bool]:
-        """The row's tokens, how many it keeps, and whether no token could be drawn behind those."""
+        """The row's drawn tokens, how many are accepted, and whether the draw after those failed."""
         seed, sample = state.admission.seed, state.admission.sample
         length = state.length
         drawn: list[int] = []
@@ -284,13 +283,13 @@ class ScriptedExecutor:
         return StepLogprobs(-plan.scores.tokens.astype(np.float64), np.array(ranks, np.int32), ids, -ids - 0.5)
 
     def _see(self, state: _Row) -> list[int]:
-        """What the row's last token is drawn from: all tokens, or those of the widest window."""
+        """The tokens that the row's last token is drawn from: all, or those of the widest window."""
         seen = self._read(state)
         return [seen[position] for position in range(state.length) if position in seen][-horizon(self.windows) :]
 
     def _read(self, state: _Row) -> dict[int, int]:
-        """The row's tokens as its pages hold them, by position, as far as the step's tokens see them. Every group must
-        hold the same, at the right positions."""
+        """The row's tokens by position, read through its pages, as far as the step's tokens attend to them. Every group
+        must hold the same tokens at the right positions."""
         seen: dict[int, int] = {}
         for group, (table, window, slots) in enumerate(zip(state.tables, self.windows, self.slots, strict=True)):
             for position in range(max(0, state.start - window + 1) if window else 0, state.length):
@@ -307,7 +306,7 @@ class ScriptedExecutor:
 
 
 def horizon(windows: Sequence[int]) -> int:
-    """How far back a token depends on others."""
+    """How many positions back a token depends on."""
     return NEVER if 0 in windows else max(windows, default=NEVER)
 
 
@@ -329,7 +328,7 @@ def make_config(
 
 
 class Bench:
-    """Scheduler and scripted device, driven as the core drives them."""
+    """A scheduler and a scripted device, run as the core runs them."""
 
     def __init__(
         self,
@@ -459,7 +458,7 @@ class Bench:
         self.check_empty()
 
     def run_until_preempted(self, request: Request) -> None:
-        """Up to and including the plan that does it, before anything more is committed."""
+        """Run up to and including the plan that does it, before anything more is committed."""
         while self.plan() is not None and not request.num_preemptions:
             if self.scheduler.num_in_flight > self.depth:
                 self.commit()
@@ -471,12 +470,12 @@ class Bench:
         assert all(request.pending == 0 for request in self.requests)
 
     def output_of(self, request: Request) -> list[int]:
-        """What the outputs said, put together."""
+        """All outputs of a sample, joined."""
         mine = [output for output in self.outputs if (output.request_id, output.sample) == (request.id, request.sample)]
         return [token for output in mine for token in output.token_ids]
 
     def check_tokens(self, request: Request, finish: FinishReason | None = None) -> None:
-        """What came out is what it would have got alone."""
+        """Assert that the outputs are those the request gets alone."""
         if request.pooling is not None:
             (only,) = [output for output in self.outputs if output.request_id == request.id]
             assert only.pooled is not None and only.finish_reason is FinishReason.STOP
@@ -489,7 +488,7 @@ class Bench:
 
 
 def alone(request: Request, horizon: int = NEVER) -> tuple[list[int], FinishReason]:
-    """What this request gets on a machine of its own."""
+    """The result of this request on an engine of its own."""
     tokens = list(request.tokens[: request.num_prompt])
     while True:
         token = draw(tokens[-horizon:], request.seed, request.sample)

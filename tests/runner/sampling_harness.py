@@ -1,4 +1,4 @@
-"""A sampler with nothing around it: plans by hand, logits from the test, and the stages again in plain numpy."""
+"""A sampler on its own: hand-made plans, logits from the test, and the stages again in plain numpy as a reference."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def make_plan(rows, admitted=(), released=(), num_logprobs=None, step=0) -> Step
 
 
 class Harness:
-    """Steps of a sampler, as a runner would take them."""
+    """Runs steps of a sampler as a runner does."""
 
     def __init__(
         self, num_rows, vocab_size, dtype=torch.float64, device=None, num_slots=4, capacity=1 << 20, max_ids=1 << 20
@@ -119,7 +119,7 @@ def penalized(logits, prompt, output, params: SamplingParams):
 
 
 def truncated(logits, params: SamplingParams):
-    """One row: temperature, min-p, top-k, top-p, in that order and by the book."""
+    """One row: temperature, min-p, top-k, top-p, in that order, by their definitions."""
     scaled = np.array(logits, np.float64) / params.temperature
     order = sorted(range(len(scaled)), key=lambda i: -scaled[i])
     best = scaled[order[0]]

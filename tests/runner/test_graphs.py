@@ -23,7 +23,7 @@ from small_model import CONFIG
 
 
 def plan_of(num_rows: int, chunk: int = 1) -> StepPlan:
-    """Rows that decode, the last of them a chunk of given tokens if it is longer than one."""
+    """Decode rows, the last of them a chunk of host tokens if it is longer than one."""
     num_tokens, num_host_tokens = np.ones(num_rows, np.int32), np.zeros(num_rows, np.int32)
     if chunk > 1:
         num_tokens[-1] = num_host_tokens[-1] = chunk
@@ -74,7 +74,7 @@ def test_first_run_then_capture_then_replay():
     assert pool.num_captured == 1
 
 
-def test_once_the_usual_was_captured_all_else_is_when_it_first_comes():
+def test_after_start_up_new_work_is_captured_at_its_first_use():
     device, ran = Recorder(), []
     pool = pool_on(device)
     with pool.starting(capture=False):
@@ -89,7 +89,7 @@ def test_once_the_usual_was_captured_all_else_is_when_it_first_comes():
 
 
 class Refuser(Recorder):
-    """Captures nothing that comes while it refuses, and has begun the work by then."""
+    """Fails to capture while `refuses` is set, after it has started the work."""
 
     def __init__(self, error: str = "operation not permitted") -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_work_that_cannot_be_captured_is_run(caplog):
     assert "never" not in ran and device.replays == 2 and pool.num_captured == 1
 
 
-def test_graphs_for_which_there_is_no_memory_are_told_of_at_the_start():
+def test_out_of_memory_during_start_up_raises():
     device = Refuser("CUDA out of memory")
     device.refuses = True
     pool = pool_on(device)
@@ -134,7 +134,7 @@ def test_graphs_for_which_there_is_no_memory_are_told_of_at_the_start():
             pool.run("a", lambda: None)
 
 
-def test_memory_that_is_taken_for_graphs_is_there_for_them():
+def test_memory_reserved_for_graphs_is_used_by_them():
     pool = pool_on(Recorder())
     pool.take(64)
     assert pool._taken is not None and pool._taken[1] is None, "it is held by nobody"
@@ -157,7 +157,7 @@ def test_a_device_that_captures_nothing_still_starts(caplog):
         pool.take(64)
 
 
-def test_eager_and_devices_without_graphs_just_run():
+def test_eager_engines_and_devices_without_graphs_run_the_work():
     for pool in (pool_on(Recorder(), eager=True), pool_on(Device(0, 1))):
         assert [pool.run("a", lambda i=i: i) for i in range(3)] == [0, 1, 2]
         assert pool.size_for(plan_of(3)) is None
@@ -176,7 +176,7 @@ def test_sizes_cover_every_count_and_waste_little():
     assert pool.size_for(plan_of(257)) is None
 
 
-def test_a_size_that_is_worth_less_than_another_is_not_padded_to():
+def test_an_inefficient_size_is_not_used():
     assert {192, 208, 256} <= set(pool_on(Recorder()).row_sizes) and 224 not in pool_on(Recorder()).row_sizes
     assert GraphPool(Recorder(), 224, 2048, eager=False).row_sizes[-2:] == [192, 224], "the most is a size"
 
@@ -191,8 +191,8 @@ def test_a_plan_with_a_chunk_is_padded_by_tokens():
     assert not any(Size(n, 256).is_single for n in pool.token_sizes)
 
 
-def test_only_steps_that_pool_say_that_all_their_rows_are_long():
-    """Others would be captured twice at each size: with rows that decode and without."""
+def test_only_pooling_steps_set_all_long():
+    """Other steps would be captured twice at each size: with decode rows and without."""
     pool = pool_on(Recorder())
     plan = replace(plan_of(1, chunk=300), new_pages=(NO_PAGES,))
     assert pool.size_for(plan) == Size(320, 256)
@@ -216,7 +216,7 @@ def config_of(pooling: PoolingInfo | None, **options):
 
 @pytest.mark.parametrize("only_pools", [False, True])
 @pytest.mark.parametrize(("max_rows", "max_tokens"), [(256, 8192), (256, 16384), (512, 2048), (13, 1500), (9, 500)])
-def test_what_captured_steps_keep_and_leave_is_foretold(only_pools, max_rows, max_tokens):
+def test_the_plan_covers_the_memory_of_captured_steps(only_pools, max_rows, max_tokens):
     pooling = PoolingInfo(embed_size=4096, token_size=4096) if only_pools else None
     config = config_of(pooling, max_num_seqs=max_rows, max_num_batched_tokens=max_tokens)
     pool = GraphPool(Recorder(), max_rows, max_tokens, eager=False)

@@ -1,4 +1,4 @@
-"""Which steps compute the last layer for each row's last token alone, and that nobody can tell."""
+"""Which steps compute the last layer for each row's last token only; results are the same either way."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 
 def count_steps(bench):
-    """Of each step: its rows, its tokens, and how many of them go through the last feed-forward."""
+    """For each step: its rows, its tokens, and how many of them pass through the last MLP."""
     runner, steps = bench.core.executor, []
     launch, mlp = runner.launch, runner.model.layers[-1].mlp
     after_norm = mlp.after_norm
@@ -57,7 +57,7 @@ def count_steps(bench):
     ],
 )
 @pytest.mark.parametrize("max_tokens", [512, 16], ids=["whole", "chunked"])
-def test_only_what_somebody_reads_is_computed(folder, method, params, is_last, max_tokens):
+def test_only_hidden_states_that_are_read_are_computed(folder, method, params, is_last, max_tokens):
     prompts = [[5] * 9, [6] * 20, [7] * 14]
     with PoolBench(folder, pooling_type=method, max_num_batched_tokens=max_tokens) as bench:
         steps = count_steps(bench)
@@ -73,15 +73,15 @@ def test_only_what_somebody_reads_is_computed(folder, method, params, is_last, m
         assert any(everything)
 
 
-def test_a_prompt_in_the_midst_is_read_by_nobody(folder):
-    """But by the step that ends it."""
+def test_no_hidden_state_of_an_unfinished_prompt_is_read(folder):
+    """Only the step that ends a prompt reads one."""
     with PoolBench(folder, max_num_batched_tokens=16) as bench:
         steps = count_steps(bench)
         bench.pool([list(range(60))], [GENERATE])
     assert steps[:4] == [[1, 16, 1], [1, 16, 1], [1, 16, 1], [1, 12, 1]]
 
 
-def test_models_without_a_cache_give_all(tmp_path):
+def test_models_without_a_cache_compute_all_hidden_states(tmp_path):
     with PoolBench(write_tiny_encoder(tmp_path, "bert", "Model"), pooling_type="first") as bench:
         assert not bench.core.executor._reads_only_last(_plan_of(bench, [[5, 6, 7], [8, 9]]))
 
@@ -93,7 +93,7 @@ def _plan_of(bench, prompts):
 
 
 class PaddedAttention(SdpaAttention):
-    """Takes chunks that were padded to a size, by reading the device's counts: here it may."""
+    """Handles chunks that are padded to a size by reading the device's counts, which a test may do."""
 
     def plan(self, batch, after=None):
         if batch.query_starts is None:
@@ -127,7 +127,7 @@ MIXES = {
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("mix", MIXES)
 def test_padded_steps_with_chunks_give_the_same(folder, mix, depth):
-    """As a GPU captures them: one kind of step is replayed at addresses that another kind leaves alone."""
+    """As a GPU captures them: one kind of step is replayed at addresses that another kind does not write."""
     options = dict(pooling_type="last", max_num_seqs=8, enable_prefix_caching=False)
     params = MIXES[mix]
     with PoolBench(folder, **options) as bench:

@@ -1,4 +1,4 @@
-"""What of pooling is captured, what is kept, and how large results come home."""
+"""PoolHead: which work is captured, what is stored, and how large results are copied to the host."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from tiny_encoder import write_tiny_encoder
 
 
 class Recorder:
-    """In place of a GraphPool: runs all, and writes down under which key."""
+    """In place of a GraphPool: runs all work and records the keys."""
 
     def __init__(self):
         self.keys = set()
@@ -52,7 +52,7 @@ def test_vectors_of_every_size_share_a_graph(tmp_path, normalize, monkeypatch):
 
 @pytest.mark.parametrize("num_bytes", [0, 1, home.LARGE - 1, home.LARGE, home.LARGE + 1, 2 * home.LARGE + 7])
 @pytest.mark.parametrize("num_cores", [1, 2, 8])
-def test_a_copy_is_the_readers_own(num_bytes, num_cores, monkeypatch):
+def test_a_host_copy_is_independent_of_the_buffer(num_bytes, num_cores, monkeypatch):
     monkeypatch.setattr(home, "default_threads", lambda: num_cores)
     buffer = np.random.default_rng(num_bytes).integers(0, 256, num_bytes, np.uint8)
     wanted = buffer.tobytes()
@@ -62,7 +62,7 @@ def test_a_copy_is_the_readers_own(num_bytes, num_cores, monkeypatch):
 
 
 @pytest.mark.parametrize("at_once", [1, 4, 2**26])
-def test_a_kept_query_outlives_the_memory_of_its_step(at_once, monkeypatch):
+def test_a_stored_query_does_not_use_the_memory_of_its_step(at_once, monkeypatch):
     """Its vectors may be a view of hidden states that the next replay writes again."""
     monkeypatch.setattr(late_interaction, "MAX_SCORES", at_once)
     device, store, hidden = Device(0, 1), QueryStore(), torch.eye(3)
@@ -77,8 +77,8 @@ def test_a_kept_query_outlives_the_memory_of_its_step(at_once, monkeypatch):
 
 
 @pytest.mark.parametrize("at_once", [1, 7, 60, 500, 2**26])
-def test_what_late_interaction_makes_together_is_bounded(at_once, monkeypatch):
-    """However many queries there are, and however long one of them or one document is."""
+def test_late_interaction_bounds_its_temporaries(at_once, monkeypatch):
+    """With any number of queries, and any length of a query or a document."""
     rng, width, largest = np.random.default_rng(at_once), 3, [0]
     sizes = [1, 40, 2, 3, 2, 5, 1, 2]
     queries = [rng.normal(0, 1, (size, width)) for size in sizes]
@@ -112,7 +112,7 @@ def test_what_late_interaction_makes_together_is_bounded(at_once, monkeypatch):
 
 
 @pytest.mark.parametrize("usually", [True, False])
-def test_activation_means_the_norm_of_vectors_where_nothing_is_said_of_that(usually):
+def test_use_activation_controls_normalisation_by_default(usually):
     info = PoolingInfo(methods=("mean",), is_causal=False, embed_size=8, token_size=8, normalize=usually)
     settings = PoolModes(info, None, 304)
     for task in ("embed", "token_embed"):

@@ -1,4 +1,4 @@
-"""A model that only pools gets ready by plans of prompts, and nothing of them is left."""
+"""Warm-up of a model that only pools: plans of prompts, of which no state is left."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def model(request, tmp_path_factory):
 
 
 def write_decoder(folder, pooling, long_rope=False):
-    """One that has a cache, and continues no text. Some of the prompts have LongRoPE's short factors, some the long."""
+    """A model with a cache that does not generate. Some prompts use LongRoPE's short factors, some the long ones."""
     if long_rope:
         rope = {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 7}
         return write_modules(rewrite(write_tiny(folder, "phi3", **rope), {"architectures": ["Phi3Model"]}, {}), pooling)
@@ -54,7 +54,7 @@ def write_decoder(folder, pooling, long_rope=False):
 
 
 def seen_by(bench):
-    """The plans that its runner gets from now on."""
+    """Records the plans that its runner gets from now on."""
     runner, seen = bench.core.executor, []
     launch = runner.launch
     runner.launch = lambda plan: (seen.append(plan), launch(plan))
@@ -66,7 +66,7 @@ def warm_up_of(bench):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_warm_engine_says_the_same(model, depth):
+def test_a_warmed_up_engine_gives_the_same_results(model, depth):
     with PoolBench(**model) as bench:
         wanted = bench.pool(PROMPTS, EMBED)
     with PoolBench(**model, depth=depth, device=Gpu(depth)) as bench:
@@ -74,7 +74,7 @@ def test_a_warm_engine_says_the_same(model, depth):
         assert_same(bench.pool(PROMPTS, EMBED), wanted)
 
 
-def test_it_is_part_of_the_start_where_the_device_asks_for_it(model, monkeypatch):
+def test_warm_up_runs_at_start_if_the_device_needs_it(model, monkeypatch):
     calls = []
     for name in ("dry_run", "run_largest", "capture"):
         monkeypatch.setattr(PoolWarmUp, name, lambda self, name=name: calls.append(name))
@@ -101,7 +101,7 @@ def test_the_largest_steps_fill_budget_and_rows(model):
 
 
 def test_every_size_that_steps_are_padded_to_is_run_twice(model, monkeypatch):
-    """What comes a second time is captured."""
+    """Work that is run a second time is captured."""
     with PoolBench(**model) as bench:
         graphs = bench.core.executor.graphs
         graphs.token_sizes, graphs.enabled = [5, 8, 33, 64], True
@@ -131,7 +131,7 @@ def test_the_cache_of_a_model_that_only_pools_is_measured_too(tmp_path, monkeypa
         PoolBench(folder, **OPTIONS, device=Gpu(0, 1000 + 5 * page))
 
 
-def test_running_out_of_memory_by_trying_products_says_what_to_change(model, monkeypatch):
+def test_out_of_memory_during_autotuning_names_the_options(model, monkeypatch):
     from slipstream.runner import assemble
 
     def autotune_recorded(products):
@@ -143,8 +143,8 @@ def test_running_out_of_memory_by_trying_products_says_what_to_change(model, mon
 
 
 @pytest.mark.parametrize("sizes", [(8, 256, 1024), (4, 64, 1024), (8, 512, 512), (16, 20, 64)])
-def test_no_step_takes_more_than_the_largest_and_what_comes_later(tmp_path, sizes):
-    """Also one that tells of tokens, of prompts that take several steps: the largest that was run makes vectors."""
+def test_no_step_uses_more_memory_than_planned(tmp_path, sizes):
+    """Also with results per token of prompts in several steps: the largest step of the warm-up makes vectors."""
     rows, tokens, length = sizes
     path = write_small(tmp_path, architectures=["LlamaModel"], hidden_size=256, intermediate_size=768)
     limits = dict(max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=length, num_pages=1000, page_size=16)

@@ -1,4 +1,4 @@
-"""The ring that results leave by."""
+"""ResultRing: how results are copied from the device to the host."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Ops(TorchDispatchMode):
 
 
 def test_a_buffer_grows_without_writing_to_the_device():
-    """The host grows it, outside the stream that steps run on: what it wrote might come after the step's results."""
+    """The host grows the buffer outside the compute stream: a write there might come after the step's results."""
     ring = ResultRing(2, 16, Device(0, 1))
     with Ops() as ops:
         span = ring.open(lay_out([("lines", (8, 64), np.float32)]))
@@ -34,7 +34,7 @@ def test_a_buffer_grows_without_writing_to_the_device():
     assert np.array_equal(span.find(sent).view(np.float32), np.arange(512, dtype=np.float32))
 
 
-def test_lines_are_written_some_after_others():
+def test_lines_can_be_written_in_parts():
     ring = ResultRing(2, 16, Device(0, 1))
     span = ring.open(lay_out([("none", (0, 3), np.float32), ("lines", (8, 64), np.float32)]))
     wanted = torch.arange(512.0).view(8, 64)
@@ -44,8 +44,8 @@ def test_lines_are_written_some_after_others():
     assert np.array_equal(span.find(ring.send()).view(np.float32), np.arange(512, dtype=np.float32))
 
 
-def test_a_result_is_its_readers_own():
-    """Whoever has waited for a step may keep what it said, although the buffer comes round again."""
+def test_a_result_is_independent_of_the_buffer():
+    """A committed result stays valid although its buffer is reused."""
     ring = ResultRing(1, 64, Device(0, 1))
     results = []
     for number in (3, 5):
@@ -57,7 +57,7 @@ def test_a_result_is_its_readers_own():
 
 
 class Held(ThreadedStream):
-    """Copies wait until somebody waits for them; before each it is noted what would leave."""
+    """Copies run when a test waits for them; before each the content of the buffer is recorded."""
 
     def __init__(self) -> None:
         self.gate = threading.Event()
@@ -71,7 +71,7 @@ class Held(ThreadedStream):
 
 
 class Letting(ThreadedStream):
-    """Lets the copies go when it comes to wait for one."""
+    """Runs the copies when it has to wait for one."""
 
     def __init__(self, copies: Held) -> None:
         self.copies = copies

@@ -1,4 +1,4 @@
-"""The sampler while the host runs ahead: no look at a value, and no field read late."""
+"""The sampler while the host runs ahead: it reads no value, and device work reads no field too late."""
 
 import threading
 
@@ -53,7 +53,7 @@ def test_no_value_is_read_on_the_host():
 
 
 class Planted:
-    """A stage that does with the logits what the test says."""
+    """A stage that applies the test's function to the logits."""
 
     def __init__(self, edit) -> None:
         self.edit = edit
@@ -79,12 +79,12 @@ class Planted:
         lambda logits, batch: batch.rows.nonzero(),
     ],
 )
-def test_a_planted_look_is_caught(look):
+def test_a_planted_host_read_is_caught(look):
     with pytest.raises((DataDependentOutputException, DynamicOutputShapeException)):
         fake_steps(Planted(look))
 
 
-def test_a_planted_stage_that_looks_at_nothing_passes():
+def test_a_planted_stage_without_host_reads_passes():
     edited = []
     fake_steps(Planted(lambda logits, batch: edited.append(logits.mul_(2))))
     assert edited
@@ -94,7 +94,7 @@ VOCAB, NUM_ROWS = 11, 21  # few tokens, so that every stage changes what is draw
 
 
 def any_params(rng):
-    """Each feature by the toss of a coin."""
+    """Each feature with probability 1/2."""
 
     def maybe(value, otherwise):
         return value if rng.random() < 0.5 else otherwise
@@ -111,7 +111,7 @@ def any_params(rng):
 
 
 def story(seed, num_steps=60):
-    """Requests that come and go, as plans and positions: more and more of them, and few that stay long."""
+    """Requests that are admitted and released, as plans and positions: more and more, and few that stay long."""
     rng = np.random.default_rng(seed)
     free, running, plans, released = list(range(NUM_ROWS - 1)), {}, [], []
     for step in range(num_steps):
@@ -137,9 +137,9 @@ def story(seed, num_steps=60):
 
 
 def tell(plans, device, ahead):
-    """Run a story, in groups of steps that the device is held back from until the host has launched them all.
+    """Run a sequence of steps in groups; the device starts a group when the host has launched all of it.
 
-    Each step's logits depend on the tokens drawn before, as a model's would.
+    Each step's logits depend on the tokens drawn before, as those of a model do.
     """
     harness = Harness(NUM_ROWS, VOCAB, torch.float64, device, num_slots=ahead + 2)
     table = torch.as_tensor(np.random.default_rng(0).normal(0, 2, (101, VOCAB)))
@@ -182,8 +182,8 @@ def test_two_steps_ahead_gives_the_same_tokens(seed):
                 assert torch.equal(x, y)
 
 
-def test_a_step_stages_little():
-    """The arena is sized by rows: no feature may send more than this, histories and stop ids apart."""
+def test_a_step_uploads_little():
+    """The arena is sized by rows: no feature may upload more than this, except histories and stop ids."""
     num = 64
     params = EVERY_FEATURE[6]
     harness = Harness(num + 1, 100)

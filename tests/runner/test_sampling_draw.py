@@ -1,4 +1,4 @@
-"""The draw: the exact distribution, whatever the neighbours; and rows whose logits are no good."""
+"""The draw: the exact distribution in any batch; and rows with bad logits."""
 
 import math
 
@@ -22,7 +22,7 @@ def critical(dof, sigmas=4.0):
 
 
 def check_distribution(tokens, probabilities):
-    """Chi-square over tokens, those expected fewer than five times taken together."""
+    """Chi-square over tokens; those expected fewer than five times are counted together."""
     counts = np.bincount(tokens, minlength=len(probabilities))
     assert not counts[probabilities == 0].any(), "a token was drawn that truncation had removed"
     expected = probabilities * len(tokens)
@@ -50,7 +50,7 @@ PARAMS = [
 
 @pytest.mark.parametrize("params", PARAMS, ids=str)
 @pytest.mark.parametrize(("vocab", "dtype"), [(7, torch.float64), (100, torch.float32)])
-def test_tokens_come_as_often_as_they_should(params, vocab, dtype):
+def test_token_frequencies_match_their_probabilities(params, vocab, dtype):
     num = 6000
     logits = np.random.default_rng(vocab).normal(0, 1.5, vocab)
     harness = Harness(2, vocab, dtype)
@@ -61,7 +61,7 @@ def test_tokens_come_as_often_as_they_should(params, vocab, dtype):
 
 
 @pytest.mark.parametrize("along", ["seeds", "samples"])
-def test_tokens_come_as_often_as_they_should_along(along):
+def test_token_frequencies_match_along_positions(along):
     num, vocab = 4000, 20
     logits = np.random.default_rng(5).normal(0, 1, vocab)
     admitted = [
@@ -72,8 +72,8 @@ def test_tokens_come_as_often_as_they_should_along(along):
     check_distribution(tokens.numpy(), softmax(logits))
 
 
-def test_unlikely_tokens_come_too():
-    """A token of probability 1/2000 among one that takes nearly all, in float32."""
+def test_unlikely_tokens_are_drawn_too():
+    """A token of probability 1/2000 beside one that has nearly all of it, in float32."""
     num = 40000
     logits = np.log(np.array([1 - 2 / 2000, 1 / 2000, 1 / 2000]))
     harness = Harness(2, 3, torch.float32)
@@ -83,7 +83,7 @@ def test_unlikely_tokens_come_too():
     check_distribution(tokens.numpy(), np.exp(logits))
 
 
-def test_one_position_does_not_tell_the_next():
+def test_positions_are_independent():
     num, vocab = 8000, 8
     tokens = (
         Harness(2, vocab)
@@ -141,7 +141,7 @@ def run_alone_or_together(groups, vocab, num_steps, rows):
 
 
 @pytest.mark.parametrize("vocab", [7, 100, 1000])
-def test_neighbours_and_rows_do_not_matter(vocab):
+def test_draws_do_not_depend_on_the_batch_or_the_row(vocab):
     num = len(MANY)
     alone = run_alone_or_together([[i] for i in range(num)], vocab, 12, list(range(num)))
     together = run_alone_or_together([list(range(num))], vocab, 12, [3, 0, 6, 1, 5, 2, 4])
@@ -201,7 +201,7 @@ def test_greedy_takes_the_first_of_equals():
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(), EVERYTHING])
-def test_nan_ends_its_row_alone(params):
+def test_nan_fails_its_row_only(params):
     logits = np.random.default_rng(1).normal(0, 1, (3, 100))
     admitted = [admission(row, params, seed=row, stop_ids=(5,)) for row in range(3)]
     clean = Harness(4, 100).step([0, 1, 2], [2] * 3, logits, admitted)
@@ -228,7 +228,7 @@ def test_an_infinite_logit_wins(params):
 
 
 def test_padding_rows_change_nothing():
-    """A batch may be longer than the plan; the rest points at the null row."""
+    """A batch may be longer than the plan; the rest are padding rows."""
     vocab = 100
     logits = torch.as_tensor(np.random.default_rng(6).normal(0, 2, (4, vocab)))
     for num in (1, 2):
@@ -254,7 +254,7 @@ def test_padding_rows_change_nothing():
         assert out.tokens.shape == (4,)
 
 
-def test_all_stages_together_follow_the_book():
+def test_all_stages_together_match_the_reference():
     """Greedy, so that the order of the stages shows: min_tokens and penalties change which token is best."""
     params = SamplingParams(temperature=0, repetition_penalty=1.5, presence_penalty=0.5, min_tokens=2)
     rng = np.random.default_rng(12)

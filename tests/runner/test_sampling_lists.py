@@ -24,7 +24,7 @@ def random_logits(rows, vocab, seed=0):
 
 @pytest.mark.parametrize("vocab", [7, 100, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_bias_is_added_and_what_is_not_allowed_is_out(vocab, dtype):
+def test_bias_is_added_and_other_tokens_are_excluded(vocab, dtype):
     harness = Harness(6, vocab, dtype)
     params = [
         GREEDY.with_changes(logit_bias={0: 2.5, vocab - 1: -100.0}),
@@ -47,7 +47,7 @@ def test_bias_is_added_and_what_is_not_allowed_is_out(vocab, dtype):
         admitted = ()
 
 
-def test_rows_without_lists_take_no_memory_and_slots_go_to_the_next():
+def test_rows_without_lists_use_no_memory_and_lines_are_reused():
     harness = Harness(9, 50)
     bias, words = stage_of(harness, LogitBias), stage_of(harness, BadWords)
     harness.step([0, 1], [2, 2], np.zeros((2, 50)), [admission(0, GREEDY), admission(1, SamplingParams())])
@@ -60,7 +60,7 @@ def test_rows_without_lists_take_no_memory_and_slots_go_to_the_next():
     assert bias.table.tensor.shape[0] == 4
 
 
-def test_parameters_that_leave_nothing_fail_that_row_alone():
+def test_parameters_that_exclude_every_token_fail_their_row_only():
     params = GREEDY.with_changes(allowed_token_ids=[4], bad_words=["x"])
     admitted = [admission(0, params, bad_words=[[4]]), admission(1, GREEDY)]
     out = Harness(3, 9).step([0, 1], [2, 2], np.eye(9)[[4, 5]], admitted)
@@ -128,7 +128,7 @@ def test_two_words_with_one_end_forbid_it_when_either_matches():
         assert np.flatnonzero(np.isneginf(got[0])).tolist() == [3]
 
 
-def test_a_slot_forgets_the_words_of_who_held_it():
+def test_a_reused_line_has_no_words_of_its_last_row():
     harness = Harness(3, 10)
     params = GREEDY.with_changes(bad_words=["x"])
     harness.step([0], [2], np.zeros((1, 10)), [admission(0, params, (1, 2), bad_words=[[5], [2, 7, 1]])])
@@ -136,8 +136,8 @@ def test_a_slot_forgets_the_words_of_who_held_it():
     assert np.array_equal(harness.edited([1], [1], np.zeros((1, 10)), [new], released=[0]), np.zeros((1, 10)))
 
 
-def test_what_was_staged_for_a_row_does_not_outlive_its_step():
-    """Of any kind of list, however many requests there were."""
+def test_uploads_of_a_row_last_for_one_step():
+    """For every kind of list, after any number of requests."""
     harness = Harness(3, 10)
     states = [state for state in harness.sampler._states if hasattr(state, "lines")]
     assert len(states) == 5
@@ -162,7 +162,7 @@ def test_what_was_staged_for_a_row_does_not_outlive_its_step():
 # logprobs of requested ids
 
 
-def test_given_ids_are_reported_of_the_raw_logits():
+def test_requested_ids_are_reported_from_the_raw_logits():
     harness = Harness(6, 50)
     params = [
         SamplingParams(temperature=0.5, logprob_token_ids=[7, 3]),
@@ -180,8 +180,8 @@ def test_given_ids_are_reported_of_the_raw_logits():
 
 
 class Guests:
-    """Rows come and go, each with a list; as many and as long as all may have together, if all are as long as the
-    longest."""
+    """Rows with lists are admitted and released; the lists are as many and as long as the bound allows if all are as
+    long as the longest."""
 
     def __init__(self, num_rows, most, seed):
         self.rng = np.random.default_rng(seed)
@@ -191,7 +191,8 @@ class Guests:
         self._step = 0
 
     def move(self, make, size_of):
-        """Who left and who came; `make` a list out of few or many numbers, of the size that `size_of` tells."""
+        """Released and admitted rows. `make` makes a list out of few or many numbers, of the size that `size_of`
+        gives."""
         rng, here = self.rng, self.here
         many = self._step // 20 % 2 == 0
         self._step += 1
@@ -208,8 +209,8 @@ class Guests:
         return released, came
 
 
-def test_given_ids_stay_within_their_bound():
-    """However many there were once, and however long a list was."""
+def test_requested_ids_stay_within_their_bound():
+    """After any number of rows and any length of list."""
     most, vocab = 200, 97
     harness, guests = Harness(16, vocab, max_ids=most), Guests(16, most, 5)
     logits = random_logits(16, vocab)
@@ -295,7 +296,7 @@ def test_bad_words_stay_within_their_bound():
         (GREEDY.with_changes(min_tokens=5), lambda sampler: sampler._min_tokens.ids),
     ],
 )
-def test_work_that_was_captured_with_one_table_is_not_replayed_with_another(params, table):
+def test_work_captured_with_one_table_is_not_replayed_with_another(params, table):
     harness = Harness(12, 50)
     known = {}
     for row in range(9):
@@ -307,7 +308,7 @@ def test_work_that_was_captured_with_one_table_is_not_replayed_with_another(para
     assert len(known) > 1
 
 
-def test_lists_that_are_long_and_many_in_turns_make_few_tables():
+def test_alternating_list_sizes_make_few_tables():
     harness = Harness(12, 300)
     params = GREEDY.with_changes(min_tokens=5)
     for turn in range(8):
@@ -319,7 +320,7 @@ def test_lists_that_are_long_and_many_in_turns_make_few_tables():
 
 
 def test_lists_that_come_to_the_bound_are_not_captured():
-    """Each of their tables is made for those who are here, and there is no end of them."""
+    """Each of their tables fits the present rows exactly, so there is no limit to their number."""
     most, vocab = 600, 200
     harness, guests, keys, eager = Harness(16, vocab, max_ids=most), Guests(16, most, 8), set(), 0
     for _ in range(200):
@@ -341,7 +342,7 @@ def test_lists_that_come_to_the_bound_are_not_captured():
     assert eager > 50 and len(keys) <= 33
 
 
-def test_captured_work_takes_no_longer_lines_than_there_may_be():
+def test_captured_work_uses_no_lines_beyond_the_bound():
     """One row's long list is gathered for every row of a captured head."""
     harness = Harness(12, 300, max_ids=2000)
     come = [

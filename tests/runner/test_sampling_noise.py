@@ -1,4 +1,4 @@
-"""The noise: the documented recipe bit for bit, and as good as random wherever draws could look alike."""
+"""The noise: bit for bit as documented, and statistically random wherever draws could be correlated."""
 
 import math
 
@@ -19,7 +19,7 @@ def mix64(z):
 
 
 def recipe(seed, sample, position, purpose, index):
-    """The module's documentation, in unsigned Python numbers."""
+    """The documented recipe, in unsigned Python numbers."""
     row = mix64(mix64(seed + GOLDEN & M64) + GOLDEN * (sample + 1) & M64)
     key = mix64(row + GOLDEN * (4 * position + purpose + 1) & M64)
     x = index + key & M32

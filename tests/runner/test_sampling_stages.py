@@ -1,4 +1,4 @@
-"""Each stage against plain Python, on odd shapes, with neighbours that use it and neighbours that do not."""
+"""Each stage against plain Python, on odd shapes, in batches with and without other rows that use it."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def random_logits(rng, rows, vocab):
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_stop_ids_are_out_until_enough_tokens_came(vocab):
+def test_stop_ids_are_excluded_before_min_tokens(vocab):
     rng = np.random.default_rng(0)
     harness = Harness(6, vocab)
     admitted = [
@@ -54,7 +54,7 @@ def test_output_before_a_preemption_counts_towards_min_tokens():
     assert np.array_equal(harness.edited([0], [5], logits), logits)
 
 
-def test_accepted_drafts_end_min_tokens_before_the_host_thinks_so():
+def test_accepted_drafts_reach_min_tokens_before_the_host_counts_them():
     harness = Harness(2, 7)
     logits = np.zeros((1, 7))
     new = admission(0, GREEDY.with_changes(min_tokens=4), stop_ids=(0,))
@@ -147,7 +147,7 @@ def test_only_sampling_rows_count_their_token():
     assert got[:, 3].tolist() == [5, 4]
 
 
-def test_a_slot_forgets_who_held_it():
+def test_a_reused_line_has_no_counts_of_its_last_row():
     harness = Harness(3, 7)
     params = SamplingParams(temperature=0, frequency_penalty=1.0, repetition_penalty=2.0)
     logits = np.array([[8, 0, 0, 8, 0, 0, 0.0]])
@@ -167,7 +167,7 @@ def test_a_row_without_penalties_after_one_with_them():
     assert np.array_equal(got, logits)
 
 
-def test_the_table_grows_and_keeps_what_it_had():
+def test_a_growing_table_keeps_its_content():
     rng = np.random.default_rng(1)
     harness = Harness(21, 100)
     params = SamplingParams(temperature=0, frequency_penalty=1.5, repetition_penalty=1.2)
@@ -188,7 +188,7 @@ def test_the_table_grows_and_keeps_what_it_had():
     assert sorted(set(sizes)) == [4, 8, 16, 21]
 
 
-def test_rows_without_penalties_take_no_slot():
+def test_rows_without_penalties_get_no_line():
     harness = Harness(6, 100)
     harness.step([0, 1], [2, 2], np.zeros((2, 100)), [admission(0, GREEDY), admission(1, SamplingParams())])
     assert stage_of(harness, Penalties).counts.tensor.shape[0] == 0
@@ -214,7 +214,7 @@ TRUNCATIONS = [
 
 
 @pytest.mark.parametrize("vocab", VOCABULARIES)
-def test_truncation_keeps_what_the_book_says(vocab):
+def test_truncation_matches_the_reference(vocab):
     rng = np.random.default_rng(vocab)
     num = len(TRUNCATIONS)
     logits = random_logits(rng, num + 1, vocab)
@@ -253,7 +253,7 @@ def test_tokens_that_reach_top_p_exactly_are_enough(top_p, num):
 
 
 def test_ties_do_not_depend_on_a_neighbour_without_top_k():
-    """The neighbour needs a sort; the row's top-p must still sum over its own k tokens."""
+    """The other row needs a sort; the row's top-p must still sum over its own k tokens."""
     logits = np.zeros((2, 100))
     logits[:, 0] = 1.0
     tied = admission(0, SamplingParams(top_k=3, top_p=0.9))
@@ -271,7 +271,7 @@ def test_top_p_of_one_keeps_the_unlikeliest():
     assert np.isfinite(got[0]).sum() == 999
 
 
-def test_truncation_of_one_row_leaves_the_others_alone():
+def test_truncation_changes_its_own_row_only():
     logits = random_logits(np.random.default_rng(4), 3, 100)
     admitted = [admission(0, SamplingParams()), admission(1, SamplingParams(top_k=2)), admission(2, GREEDY)]
     got = Harness(4, 100).edited([0, 1, 2], [2, 2, 2], logits, admitted)
@@ -317,8 +317,8 @@ def test_no_logprobs_unless_asked():
     assert Harness(2, 7).step([0], [2], np.zeros((1, 7)), [admission(0, GREEDY)]).logprobs is None
 
 
-def test_rows_that_pool_come_and_go_unnoticed():
-    """Thousands a second do; only those are looked at whose text was continued."""
+def test_pooling_rows_do_not_change_the_sampler():
+    """There may be thousands per second; the sampler only handles generation requests."""
     harness = Harness(8, 16)
     seen = []
     for state in harness.sampler._states:

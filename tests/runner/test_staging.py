@@ -1,4 +1,4 @@
-"""HostRing, Upload and StagedTensor: numbers reach the device whole, in order, and slots are not rewritten early."""
+"""HostRing, Upload and StagedTensor: numbers arrive complete and in order, and buffers are not rewritten early."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_arrays_of_every_kind_arrive(device):
         np.testing.assert_array_equal(tensor.numpy(), array)
 
 
-def test_a_slot_comes_round_only_after_its_copy(device):
+def test_a_buffer_is_reused_only_after_its_copy(device):
     ring = HostRing(2, 256, device)
     seen = []
     for i in range(50):
@@ -50,7 +50,7 @@ def test_a_slot_comes_round_only_after_its_copy(device):
     assert seen == [8 * i for i in range(50)]
 
 
-def test_more_than_the_arena_holds_is_our_bug(device):
+def test_an_arena_overflow_is_an_assertion_error(device):
     upload = HostRing(1, 64, device).open()
     upload.put(np.zeros(8, np.int64))
     with pytest.raises(AssertionError, match="stages"):

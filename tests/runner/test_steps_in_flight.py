@@ -1,4 +1,4 @@
-"""Results of steps in flight: each keeps its own until it is waited for, whether steps are replayed or not."""
+"""Results of steps in flight: each is kept until it is read, whether steps are replayed or not."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def wanted(folder):
 
 @pytest.mark.parametrize("device", [Device, ReplayDevice], ids=["eager", "graphs"])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_result_is_read_after_all_steps_behind_it_have_left(folder, wanted, depth, device):
-    """With too few slots a later step's tokens lie where an earlier step's are read."""
+def test_a_result_is_valid_after_all_later_steps_have_run(folder, wanted, depth, device):
+    """With too few buffers a later step's tokens would overwrite those of an earlier one."""
     found = {}
     made = device(depth, 1) if device is Device else device(depth)
     with LLM(folder, **SMALL, depth=depth, _device=made) as llm:

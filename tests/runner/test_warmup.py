@@ -1,4 +1,4 @@
-"""Getting ready by running plans: what is captured, and that nothing of it is left."""
+"""Warm-up by running plans: what is captured, and that no state is left."""
 
 import contextlib
 
@@ -46,7 +46,7 @@ def wanted(folder):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_warm_engine_says_the_same_and_has_captured_what_it_needs(folder, wanted, depth):
+def test_a_warmed_up_engine_gives_the_same_tokens_and_has_captured_its_steps(folder, wanted, depth):
     device = ReplayDevice(depth)
     with LLM(folder, **OPTIONS, depth=depth, _device=device) as llm:
         graphs = llm.core.executor.graphs
@@ -67,8 +67,8 @@ def test_a_warm_engine_says_the_same_and_has_captured_what_it_needs(folder, want
         assert graphs.num_captured >= before
 
 
-def test_steps_of_a_start_are_longer_than_the_short_rope_factors_serve(tmp_path):
-    """Their rows read the part of the rope table that has all positions."""
+def test_warm_up_steps_exceed_the_short_rope_length(tmp_path):
+    """Their rows read the part of the rope table with all positions."""
     rope = {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 5}
     folder = str(write_tiny(tmp_path, "phi3", **rope))
     with LLM(folder, **OPTIONS) as llm:
@@ -92,7 +92,7 @@ def test_a_watched_engine_may_wait_while_it_starts(folder, monkeypatch):
         assert set(modes) == {""} and runner.hot_path.mode == "error"
 
 
-def test_every_row_is_given_back(folder):
+def test_warm_up_releases_every_row(folder):
     with LLM(folder, **OPTIONS, _device=ReplayDevice(0)) as llm:
         runner = llm.core.executor
         runner.graphs.token_sizes = []
@@ -115,7 +115,7 @@ def test_the_largest_step_fills_budget_and_rows(folder):
         assert seen[0].total_tokens == 4 * 63
 
 
-def test_a_walk_leaves_out_layers_that_are_like_others_and_nothing_else_does(tmp_path):
+def test_only_a_dry_run_skips_layers_of_the_same_kind(tmp_path):
     folder = str(write_tiny(tmp_path, "llama", num_hidden_layers=6))
     with LLM(folder, **OPTIONS) as llm:
         model, run = llm.core.executor.model, []
@@ -129,7 +129,7 @@ def test_a_walk_leaves_out_layers_that_are_like_others_and_nothing_else_does(tmp
         assert set(run) == set(range(6))
 
 
-def test_all_kinds_of_heads_are_walked_however_few_rows_there_are(folder):
+def test_the_dry_run_uses_all_features_with_any_number_of_rows(folder):
     with LLM(folder, **(OPTIONS | dict(max_num_seqs=1))) as llm:
         runner, seen = llm.core.executor, []
         launch = runner.launch
@@ -139,7 +139,7 @@ def test_all_kinds_of_heads_are_walked_however_few_rows_there_are(folder):
         assert walked[1 : 1 + len(FEATURES)] == list(FEATURES)  # behind the largest step
 
 
-def test_every_size_with_kernels_of_its_own_is_walked_in_steps_of_single_tokens_and_of_chunks(folder):
+def test_the_dry_run_uses_every_kernel_size_in_decodes_and_chunks(folder):
     with LLM(folder, **(OPTIONS | dict(max_num_seqs=130))) as llm:
         runner, seen = llm.core.executor, []
         launch = runner.launch
@@ -165,12 +165,12 @@ def test_every_size_with_kernels_of_its_own_is_walked_in_steps_of_single_tokens_
         (8, 8, []),
     ],
 )
-def test_chunks_are_walked_at_the_sizes_they_will_be_padded_to(max_rows, max_tokens, sizes):
+def test_the_dry_run_uses_padded_chunk_sizes(max_rows, max_tokens, sizes):
     assert chunk_sizes(GraphPool(ReplayDevice(0), max_rows, max_tokens, eager=False), max_tokens) == sizes
 
 
-def test_a_last_layer_for_last_tokens_alone_is_walked_for_every_number_of_rows(folder):
-    """Where steps are padded they all have as many."""
+def test_the_dry_run_computes_last_tokens_only_for_every_number_of_rows(folder):
+    """With padding all steps have the same number of rows."""
     with LLM(folder, **(OPTIONS | dict(max_num_seqs=130, max_model_len=600, num_pages=200))) as llm:
         runner, seen = llm.core.executor, []
         launch = runner.launch
@@ -187,7 +187,7 @@ def test_no_size_is_larger_than_all_rows_together(folder):
         assert llm.core.executor.graphs.token_sizes[-1] == 4 * 64
 
 
-def test_running_out_of_memory_says_what_to_change(folder):
+def test_out_of_memory_at_start_names_the_options(folder):
     with LLM(folder, **OPTIONS) as llm:
 
         def launch(plan):
@@ -199,7 +199,7 @@ def test_running_out_of_memory_says_what_to_change(folder):
 
 
 class Gpu(ReplayDevice):
-    """Says it is a GPU of so many free bytes."""
+    """Reports itself as a GPU with this much free memory."""
 
     warms_up = True
 
@@ -211,8 +211,8 @@ class Gpu(ReplayDevice):
         return self.free
 
 
-def test_the_cache_takes_what_was_measured_to_be_left(folder, wanted, monkeypatch):
-    """And not what was reckoned before anything was loaded."""
+def test_the_cache_gets_the_measured_free_memory(folder, wanted, monkeypatch):
+    """And not what was computed before anything was loaded."""
     from slipstream.config import resolve
     from slipstream.runner import assemble
 
@@ -255,8 +255,8 @@ def test_a_device_that_captures_nothing_starts_and_runs_eagerly(folder, wanted, 
     assert caplog.text.count("could not be captured") == 1
 
 
-def test_no_step_overtakes_what_was_written_on_another_stream(folder, monkeypatch):
-    """Zeros of tables and caches, and weights, come by the host's own stream; steps run on one that does not wait."""
+def test_steps_run_after_writes_on_other_streams(folder, monkeypatch):
+    """Zeros of tables and caches, and weights, are written on the default stream; steps run on another."""
     from slipstream.config import resolve
     from slipstream.runner import assemble, warmup
     from slipstream.runner.kv_store import KVStore
@@ -284,7 +284,7 @@ def test_no_step_overtakes_what_was_written_on_another_stream(folder, monkeypatc
     monkeypatch.setattr(ReplayDevice, "can_graph", False)
     noted(assemble, "_assemble", "written")
     noted(KVStore, "take_memory", "written")
-    noted(Gpu, "settle", "settled")
+    noted(Gpu, "wait_until_idle", "settled")
     noted(warmup, "run_plan", "step")
     real_open = assemble.open_model
 
@@ -309,8 +309,8 @@ def test_no_step_overtakes_what_was_written_on_another_stream(folder, monkeypatc
 
 
 @pytest.mark.parametrize("max_tokens", [16, 300])
-def test_rows_are_left_where_they_are(folder, max_tokens):
-    """Whoever reads a row's pages must not be told that it is shorter."""
+def test_planned_lengths_of_a_warm_up_bound_those_on_the_device(folder, max_tokens):
+    """Attention reads as many pages as the plan says, so that must never be too few."""
     with LLM(folder, **(OPTIONS | dict(max_num_batched_tokens=max_tokens))) as llm:
         runner, launch = llm.core.executor, llm.core.executor.launch
         table = next(state for state in runner.row_states if isinstance(state, RowTable))
@@ -324,7 +324,7 @@ def test_rows_are_left_where_they_are(folder, max_tokens):
         warm_up = warm_up_of(llm, max_tokens)
         warm_up.dry_run()
         warm_up.run_largest()
-        assert len(seen) > 10 and all((told >= true).all() for told, true in seen)
+        assert len(seen) > 10 and all((planned >= actual).all() for planned, actual in seen)
 
 
 PARAMS = {
@@ -337,8 +337,8 @@ PARAMS = {
 
 
 @pytest.mark.parametrize("sizes", [(1, 64, 64), (1, 512, 512), (16, 20, 64), (16, 16, 64), (8, 100, 64), (5, 700, 200)])
-def test_no_step_takes_more_than_the_largest_and_what_comes_later(tmp_path, sizes):
-    """Few tokens, many rows, and the other way about."""
+def test_no_step_uses_more_memory_than_planned(tmp_path, sizes):
+    """Few tokens with many rows, and many tokens with few rows."""
     rows, tokens, length = sizes
     options = OPTIONS | dict(dtype="float32", load_format="dummy", skip_tokenizer_init=True, num_pages=1000)
     limits = dict(max_num_seqs=rows, max_num_batched_tokens=tokens, max_model_len=length)
@@ -355,8 +355,8 @@ def test_no_step_takes_more_than_the_largest_and_what_comes_later(tmp_path, size
                 assert live.peak <= largest.peak + own, (name, num)
 
 
-def test_layers_that_run_as_one_call_are_none_the_worse_for_a_walk(tmp_path):
-    """It goes through some of them, and what is collected once is of all."""
+def test_fused_layers_work_after_a_dry_run(tmp_path):
+    """The dry run uses some of the layers, but the fused call needs all of them."""
     folder = str(write_tiny(tmp_path, "llama", num_hidden_layers=6))
     tokens = []
     for walks in (False, True):

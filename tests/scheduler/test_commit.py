@@ -1,4 +1,4 @@
-"""What becomes of results, and of requests that end while steps are in flight."""
+"""Commit: what happens to results, and to requests that end while steps are in flight."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DEPTHS = pytest.mark.parametrize("depth", [0, 1, 2])
 
 
 def third_token(prompt: list[int]) -> int:
-    """What the prompt's third drawn token will be."""
+    """The third token that this prompt draws."""
     return alone(Request("x", prompt, SamplingParams(), max_length=len(prompt) + 3))[0][2]
 
 
 @DEPTHS
-def test_a_stop_token_ends_it_and_what_was_launched_beyond_is_dropped(depth: int):
+def test_a_stop_token_ends_the_request_and_drops_later_launched_tokens(depth: int):
     bench = Bench(depth)
     stop = third_token([1, 2, 3])
     (request,) = bench.submit([1, 2, 3], max_tokens=20, stop=[stop])
@@ -40,8 +40,8 @@ def test_a_stop_token_ends_it_and_what_was_launched_beyond_is_dropped(depth: int
 
 
 @DEPTHS
-def test_a_row_that_changed_hands_in_flight_gives_each_its_own_tokens(depth: int):
-    """One row only: whoever stops leaves a step in flight in the row that the next one gets."""
+def test_a_row_reassigned_in_flight_gives_each_request_its_own_tokens(depth: int):
+    """One row only: a request that stops has a step in flight in the row that the next request gets."""
     bench = Bench(depth, max_num_seqs=1)
     requests = [bench.submit([k, k + 1], max_tokens=20, stop=[third_token([k, k + 1])])[0] for k in range(5)]
     bench.run()
@@ -49,7 +49,7 @@ def test_a_row_that_changed_hands_in_flight_gives_each_its_own_tokens(depth: int
         bench.check_tokens(request, FinishReason.STOP)
 
 
-def test_whose_waiting_has_ended_is_told_once():
+def test_a_first_admission_is_reported_once():
     bench = Bench(depth=0, max_num_seqs=1)
     first, second = (bench.submit([k, k + 1], max_tokens=2)[0] for k in (1, 5))
     begun = []
@@ -91,7 +91,7 @@ def test_abort_in_every_state(depth: int):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_abort_of_a_preempted_request_whose_tokens_are_on_their_way(depth: int):
+def test_abort_of_a_preempted_request_with_tokens_in_flight(depth: int):
     bench = Bench(depth, num_pages=9, prefix_caching=False, max_model_len=32)
     (stays,) = bench.submit([1] * 3, max_tokens=25)
     (victim,) = bench.submit([2] * 3, max_tokens=25)
@@ -103,7 +103,7 @@ def test_abort_of_a_preempted_request_whose_tokens_are_on_their_way(depth: int):
     assert bench.output_of(victim) == alone(victim)[0][: victim.num_output]
 
 
-def test_abort_of_an_unknown_request_is_nothing():
+def test_abort_of_an_unknown_request_has_no_effect():
     assert Bench().scheduler.abort("nobody") == []
 
 
@@ -125,7 +125,7 @@ def test_a_request_that_fails_fails_alone(depth: int):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_what_a_failed_request_left_is_not_trusted_though_it_was_preempted_before_that_was_known(depth: int):
+def test_pages_of_a_failed_request_are_unpublished_even_after_its_preemption(depth: int):
     bench = Bench(depth, num_pages=9, max_model_len=32)
     bench.submit([1] * 3, max_tokens=25)
     (victim,) = bench.submit([2] * 3, max_tokens=25)
@@ -140,7 +140,7 @@ def test_what_a_failed_request_left_is_not_trusted_though_it_was_preempted_befor
     assert again.num_cached == 0
 
 
-def test_min_tokens_holds_stop_tokens_off():
+def test_stop_tokens_are_ignored_before_min_tokens():
     bench = Bench()
     stop = third_token([1, 2, 3])
     (request,) = bench.submit([1, 2, 3], max_tokens=20, min_tokens=4, stop=[stop])
@@ -150,7 +150,7 @@ def test_min_tokens_holds_stop_tokens_off():
 
 
 class Tape:
-    """Tokens that may only be appended to and looked at in places; counts how many are touched."""
+    """A token list that may only be appended to and read at the end; counts the tokens that are accessed."""
 
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
@@ -170,7 +170,7 @@ class Tape:
 
 
 def count_operations(num_output: int) -> int:
-    """Calls made and tokens touched by 64 decode steps after this much output."""
+    """Calls made and tokens accessed by 64 decode steps after this much output."""
     cache = CacheManager(make_config(page_size=16, num_pages=4400))
     config = SchedulerConfig(
         max_num_seqs=1, max_num_batched_tokens=70_000, max_model_len=70_000, max_waiting=1, chunked_prefill=True,
@@ -209,7 +209,7 @@ def test_committing_costs_the_same_after_sixty_thousand_tokens():
     assert count_operations(60_000) == count_operations(64)
 
 
-def test_rows_that_began_together_publish_what_they_wrote_in_turns():
+def test_rows_that_began_together_publish_in_different_steps():
     bench = Bench(num_pages=512, max_num_seqs=16, max_model_len=128)
     requests = [bench.submit([k, 1, 2, 3], max_tokens=100)[0] for k in range(16)]
     bench.step()

@@ -1,4 +1,4 @@
-"""Rows that draw several tokens in a step: the plan counts with all drafts accepted, and commits correct it."""
+"""Rows that draw several tokens in a step: plans assume that all drafts are accepted, and commits correct that."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.request import Status
 
 
 class Always(random.Random):
-    """A drafter whose guesses are all right, or all wrong."""
+    """A drafter whose drafts are all right, or all wrong."""
 
     def __init__(self, choice: int) -> None:
         super().__init__(0)

@@ -1,4 +1,4 @@
-"""EncoderScheduler: whole prompts, in order, as many as fit, none lost."""
+"""EncoderScheduler: whole prompts in queue order, as many as fit a step, none lost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def result(plan, failed=()):
     return StepResult(NO_INTS, np.zeros(0, np.bool_), pooled=sums, pool_failed=frozenset(failed))
 
 
-def test_a_step_takes_as_many_as_fit_and_nobody_overtakes():
+def test_a_step_takes_as_many_as_fit_in_queue_order():
     scheduler = make()
     for i, length in enumerate((16, 10, 16, 1, 5)):
         submit(scheduler, f"r{i}", length)
@@ -58,8 +58,8 @@ def test_a_step_takes_as_many_as_fit_and_nobody_overtakes():
 
 
 @pytest.mark.parametrize(("depth", "sizes"), [(0, [8]), (1, [4, 4]), (2, [4, 4])])
-def test_a_flock_is_parted_where_steps_are_launched_ahead(depth, sizes):
-    """So that there is always one half on the device while the other comes and goes."""
+def test_a_burst_is_split_in_two_steps_when_steps_are_launched_ahead(depth, sizes):
+    """So that the device always computes one half while the host prepares the other."""
     scheduler = make(tokens=4096, rows=64, length=4096, depth=depth)
     for i in range(8):
         submit(scheduler, f"r{i}", MIN_HALF_TOKENS // 4)
@@ -75,7 +75,7 @@ def test_a_flock_is_parted_where_steps_are_launched_ahead(depth, sizes):
             scheduler.check()
 
 
-def test_what_is_small_or_follows_another_step_is_not_parted():
+def test_a_small_burst_or_one_behind_another_step_is_not_split():
     scheduler = make(tokens=4096, rows=64, length=4096, depth=1)
     for i in range(7):
         submit(scheduler, f"r{i}", MIN_HALF_TOKENS // 4)
@@ -86,7 +86,7 @@ def test_what_is_small_or_follows_another_step_is_not_parted():
     assert len(scheduler.plan().rows) == 20
 
 
-def test_one_long_prompt_goes_whole():
+def test_one_long_prompt_is_computed_in_one_step():
     scheduler = make(tokens=4096, rows=64, length=4096, depth=1)
     submit(scheduler, "a", 4 * MIN_HALF_TOKENS)
     assert scheduler.plan().num_tokens.tolist() == [4 * MIN_HALF_TOKENS]
@@ -100,7 +100,7 @@ def test_rows_bound_a_step_too():
 
 
 def refilled(scheduler, lengths, params=EMBED):
-    """Has somebody who has more prompts of these lengths. Gives those that are not taken in yet."""
+    """A caller with more prompts, of these lengths. Returns those that are not submitted yet."""
     waiting = list(enumerate(lengths))
 
     def refill(most):
@@ -114,7 +114,7 @@ def refilled(scheduler, lengths, params=EMBED):
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_step_asks_for_those_it_has_room_for(depth):
+def test_a_step_refills_as_many_requests_as_fit(depth):
     scheduler = make(tokens=4096, rows=64, length=4096, depth=depth)
     submit(scheduler, "first", 8)
     waiting = refilled(scheduler, [MIN_HALF_TOKENS // 4] * 99)
@@ -133,7 +133,7 @@ def test_a_step_asks_for_those_it_has_room_for(depth):
     scheduler.check()
 
 
-def test_a_step_that_is_full_asks_for_nobody():
+def test_a_full_step_does_not_refill():
     scheduler = make()
     for length in (16, 16):
         submit(scheduler, f"r{scheduler.num_waiting}", length)
@@ -144,7 +144,7 @@ def test_a_step_that_is_full_asks_for_nobody():
     assert scheduler.plan().num_tokens.tolist() == [1] * 4 and len(waiting) == 9
 
 
-def test_documents_of_a_query_are_not_all_taken_in_while_they_cannot_go():
+def test_waiting_documents_of_a_query_do_not_cause_more_refills():
     query = PoolingParams(task="token_embed", query_key="q", query_uses=90)
     scheduler = make(rows=64)
     submit(scheduler, "query", 4, query)
@@ -162,7 +162,7 @@ def test_lower_priorities_go_first_and_leave_no_queue_behind():
     assert scheduler.plan() is None and list(scheduler._levels) == [0]
 
 
-def test_nobody_is_kept_when_all_who_waited_have_left():
+def test_queues_are_empty_when_all_waiting_requests_are_aborted():
     scheduler = make()
     for place in range(3):
         submit(scheduler, str(place))
@@ -171,7 +171,7 @@ def test_nobody_is_kept_when_all_who_waited_have_left():
     assert not scheduler.has_work() and not scheduler._levels
 
 
-def test_a_caller_with_many_prompts_leaves_room_for_others_in_every_step():
+def test_a_caller_with_many_prompts_shares_every_step_with_others():
     scheduler = make(rows=4)
     for i in range(20):
         submit(scheduler, f"a{i}", caller="a")
@@ -185,7 +185,7 @@ def test_a_caller_with_many_prompts_leaves_room_for_others_in_every_step():
     assert scheduler.plan().num_tokens.tolist() == [4, 4, 4, 4]
 
 
-def test_types_travel_as_one_number_each():
+def test_token_types_are_one_number_per_prompt():
     scheduler = make()
     submit(scheduler, "a", 4, type_start=2)
     submit(scheduler, "b", 6)
@@ -207,7 +207,7 @@ def test_what_cannot_run_is_refused():
     scheduler.check()
 
 
-def test_a_failed_result_is_its_own_requests_alone():
+def test_a_failed_result_fails_its_own_request_only():
     scheduler = make()
     for id in "abc":
         submit(scheduler, id)
@@ -217,7 +217,7 @@ def test_a_failed_result_is_its_own_requests_alone():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_days_lose_nobody(seed):
+def test_random_runs_lose_no_request(seed):
     rng = random.Random(seed)
     scheduler, plans, sent, aborted, answered = make(), [], {}, set(), {}
     for _ in range(300):

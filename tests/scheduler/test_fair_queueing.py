@@ -1,4 +1,4 @@
-"""Turns: callers that wait share the service, whatever others do."""
+"""FairQueue: waiting callers share the service, whatever other callers do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Queue:
         self.sizes.setdefault(caller, []).extend(sizes)
 
     def drop(self, caller: str) -> None:
-        """All its requests are aborted."""
+        """Abort all requests of this caller."""
         del self.sizes[caller]
         self.fair_queue.remove(caller)
 
@@ -39,14 +39,14 @@ class Queue:
         return caller
 
 
-def test_callers_take_turns_however_much_each_brought():
+def test_callers_alternate_whatever_they_submitted():
     queue = Queue()
     queue.add("a", *[10] * 1000)
     queue.add("b", 10, 10)
     assert [queue.serve() for _ in range(6)] == ["a", "b", "a", "b", "a", "a"]
 
 
-def test_turns_are_by_tokens():
+def test_callers_are_charged_by_tokens():
     queue = Queue()
     queue.add("large", *[100] * 10)
     queue.add("small", *[10] * 100)
@@ -64,7 +64,7 @@ def test_a_caller_that_was_idle_has_no_credit():
     assert 49 <= order.count("b") <= 51
 
 
-def test_one_that_asks_again_when_it_is_served_gets_no_more_than_one_that_queues():
+def test_resubmitting_gives_no_more_service_than_queueing():
     queue = Queue()
     queue.add("a", *[10] * 1000)
     for _ in range(200):
@@ -75,8 +75,8 @@ def test_one_that_asks_again_when_it_is_served_gets_no_more_than_one_that_queues
 
 
 @pytest.mark.parametrize("num_new", [1, 3])
-def test_however_many_new_callers_come_one_that_waits_is_served(num_new: int):
-    """The crowd grows, since more come than are served. The share of the first shrinks with it, but not to nothing."""
+def test_a_waiting_caller_is_served_however_many_new_callers_arrive(num_new: int):
+    """More callers arrive than are served. The share of the first shrinks, but not to zero."""
     queue = Queue()
     queue.add("a", *[10] * 1000)
     for step in range(300):
@@ -86,7 +86,7 @@ def test_however_many_new_callers_come_one_that_waits_is_served(num_new: int):
     assert queue.served["a"] >= 10 * (20 if num_new == 1 else 3)
 
 
-def test_what_a_running_request_computes_later_counts():
+def test_tokens_computed_later_are_charged_too():
     queue = Queue()
     queue.add("a", *[1] * 100)
     queue.add("b", *[1] * 100)
@@ -95,7 +95,7 @@ def test_what_a_running_request_computes_later_counts():
     assert [queue.serve() for _ in range(22)] == ["b"] * 21 + ["a"]
 
 
-def test_also_of_a_caller_that_does_not_wait():
+def test_a_caller_that_does_not_wait_is_charged_too():
     queue = Queue()
     queue.add("a", *[1] * 100)
     queue.fair_queue.charge("b", 20)
@@ -104,7 +104,7 @@ def test_also_of_a_caller_that_does_not_wait():
     assert order[:10] == ["a"] * 10 and "b" in order
 
 
-def test_nothing_is_remembered_of_those_that_are_gone():
+def test_no_account_is_kept_of_callers_that_are_gone():
     queue = Queue()
     queue.add("a", *[10] * 20_000)
     for step in range(10_000):
@@ -123,7 +123,7 @@ def test_nothing_is_remembered_of_those_that_are_gone():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_two_callers_that_keep_waiting_get_the_same_up_to_a_request(seed: int):
+def test_two_waiting_callers_get_equal_service_up_to_one_request(seed: int):
     rng = random.Random(seed)
     queue, largest = Queue(), 50
     for step in range(600):

@@ -1,4 +1,4 @@
-"""Random days of a scheduler: whatever comes, invariants hold and every request gets the tokens it gets alone."""
+"""Random runs of a scheduler: invariants hold, and every request gets the tokens that it gets alone."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Day:
             self.refused += 1
 
     def abort(self) -> None:
-        """Also of requests that are done, and of samples that never were."""
+        """Also of requests that have ended, and of samples that never existed."""
         if self.bench.requests:
             request = self.rng.choice(self.bench.requests[-12:])
             sample = self.rng.choice([None, 0, 1])
@@ -115,12 +115,12 @@ class Day:
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(14))
-def test_a_random_day_changes_no_tokens(seed: int, depth: int) -> None:
+def test_a_random_run_changes_no_tokens(seed: int, depth: int) -> None:
     Day(seed, depth).run(150)
 
 
-def test_the_days_are_eventful(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fuzz is worth something only if all of it happens."""
+def test_the_random_runs_cover_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fuzz is useful only if all of these events happen."""
     kept: list[Request] = []
     changed: list[Request] = []
     keep, refresh = Matching.keep, Matching.refresh

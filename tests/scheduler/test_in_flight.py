@@ -21,7 +21,7 @@ def test_results_belong_to_the_admission_that_was_launched():
     assert len(flights) == 1
 
 
-def test_check_counts_what_each_request_is_owed():
+def test_check_counts_tokens_in_flight_per_request():
     flights, request = InFlight(), running(admission=0, pending=2)
     flights.launch(0, [request])
     with pytest.raises(AssertionError, match="1 tokens are in flight"):
@@ -30,7 +30,7 @@ def test_check_counts_what_each_request_is_owed():
     flights.check([request])
 
 
-def test_check_sees_a_request_admitted_again_too_early():
+def test_check_finds_a_request_admitted_again_too_early():
     flights, request = InFlight(), running(admission=0, pending=1)
     flights.launch(0, [request])
     request.admission = 1
@@ -38,6 +38,6 @@ def test_check_sees_a_request_admitted_again_too_early():
         flights.check([request])
 
 
-def test_a_result_without_a_plan_is_our_mistake():
+def test_a_result_without_a_plan_is_an_assertion_error():
     with pytest.raises(AssertionError, match="no plan is in flight"):
         InFlight().oldest()

@@ -1,6 +1,6 @@
-"""Any order of plans, commits, arrivals, aborts and failures, over any small cache: each gets what it gets alone.
+"""Any order of plans, commits, arrivals, aborts and failures, over any small cache: each request gets its own result.
 
-`test_fuzz.py` runs long days; this looks for short ones, and hypothesis shrinks what fails to a few actions.
+`test_fuzz.py` has long random runs; these are short, and hypothesis shrinks a failure to a few actions.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Story:
         self.bench.scheduler.max_num_tokens = most
 
     def drafts(self, num: int) -> None:
-        """How many the core wants may change with every step."""
+        """The number of drafts may change with every step."""
         if self.bench.executor.drafter is not None:
             self.bench.scheduler.num_drafts = num
 
@@ -105,7 +105,7 @@ class Story:
             self.bench.scheduler.check()
 
     def end(self) -> None:
-        """As the core would go on, until there is nothing left."""
+        """Run as the core would until nothing is left."""
         bench, scheduler = self.bench, self.bench.scheduler
         for _ in range(3000):
             bench.outputs += scheduler.take_failures()
@@ -145,7 +145,7 @@ class Story:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_each_gets_what_it_gets_alone(depth: int) -> None:
+def test_each_request_gets_the_result_it_gets_alone(depth: int) -> None:
     @settings(max_examples=60, deadline=None, derandomize=True, database=None)
     @given(caches, st.lists(actions, min_size=10, max_size=60))
     def a_story(cache: dict[str, Any], told: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""What plan() decides, rule by rule."""
+"""plan(): its decisions, rule by rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_one_request_from_prompt_to_last_token(depth: int):
 
 @DEPTHS
 def test_no_step_is_planned_past_the_last_token(depth: int):
-    """Known and pending tokens together reach the limit, and nothing is launched for it any more."""
+    """Once known and pending tokens reach the limit, nothing more is launched for the request."""
     bench = Bench(depth)
     bench.submit([1, 2], max_tokens=3)
     for _ in range(depth + 5):
@@ -58,8 +58,8 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_after_the_last():
 
 
 @DEPTHS
-def test_nobody_is_asked_for_while_no_page_is_free_for_them(depth: int):
-    """Rows that decode need not wait until a text is encoded that could not be let in."""
+def test_no_refill_while_no_page_is_free(depth: int):
+    """Decoding rows must not wait while a text is tokenized that could not be admitted."""
     bench = Bench(depth, num_pages=14, max_num_seqs=8, prefix_caching=False)
     waiting, num_asked = list(range(30)), 0
 
@@ -102,8 +102,8 @@ def test_rows_of_one_token_come_first():
     assert plan.tokens.tolist() == [3] + [2] * 6 + [4] * 7
 
 
-def test_chunks_leave_decodes_their_tokens():
-    """A request of high priority with a long prompt does not stop the others."""
+def test_chunks_leave_a_token_for_every_decode():
+    """A request of high priority with a long prompt does not stop other requests."""
     bench = Bench(max_num_batched_tokens=6, prefix_caching=False)
     bench.submit([1], max_tokens=20)
     bench.submit([2], max_tokens=20)
@@ -124,7 +124,7 @@ def test_progress_with_fewer_tokens_than_rows():
         bench.check_tokens(request)
 
 
-def test_nobody_overtakes_the_head():
+def test_no_request_overtakes_the_first():
     bench = Bench(num_pages=9, prefix_caching=False)  # eight pages of four
     bench.submit([1] * 20, max_tokens=4)
     bench.step()
@@ -134,7 +134,7 @@ def test_nobody_overtakes_the_head():
     bench.run()
 
 
-def test_priorities_go_first():
+def test_higher_priorities_are_admitted_first():
     bench = Bench(max_num_seqs=1)
     late = bench.submit([1], max_tokens=1, priority=5)[0]
     soon = bench.submit([2], max_tokens=1)[0]
@@ -143,7 +143,7 @@ def test_priorities_go_first():
 
 
 @DEPTHS
-def test_a_row_is_told_free_and_may_be_taken_in_the_same_plan(depth: int):
+def test_a_row_can_be_released_and_reassigned_in_the_same_plan(depth: int):
     bench = Bench(depth, max_num_seqs=1)
     bench.submit([1], max_tokens=2)
     bench.submit([2], max_tokens=2)
@@ -152,7 +152,7 @@ def test_a_row_is_told_free_and_may_be_taken_in_the_same_plan(depth: int):
     assert ([0], [0]) in released
 
 
-def test_releases_ride_on_the_next_plan_when_there_is_none_now():
+def test_releases_are_part_of_the_next_plan():
     bench = Bench()
     bench.submit([1], max_tokens=1)
     bench.run()
@@ -239,7 +239,7 @@ def test_the_lowest_priority_is_preempted_then_the_youngest(depth: int):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_preempted_request_comes_back_only_when_its_tokens_are_known(depth: int):
+def test_a_preempted_request_is_admitted_again_only_when_its_tokens_are_known(depth: int):
     bench = Bench(depth, num_pages=9, prefix_caching=False, max_model_len=32)
     bench.submit([1] * 3, max_tokens=25)
     (victim,) = bench.submit([2] * 3, max_tokens=25)
@@ -253,7 +253,7 @@ def test_a_preempted_request_comes_back_only_when_its_tokens_are_known(depth: in
 
 
 def test_admission_leaves_running_rows_their_next_pages():
-    """Two rows at depth 2 may ask for six pages before anything is seen; nobody takes those."""
+    """Two rows at depth 2 may need six pages before a result is committed; no admission takes them."""
     bench = Bench(depth=2, num_pages=11, prefix_caching=False)
     bench.submit([1] * 4)
     bench.submit([2] * 4)
@@ -287,7 +287,7 @@ def test_admissions_stop_when_the_staging_area_is_full():
     one_at_a_time.run()
 
 
-def test_history_and_stop_ids_go_only_with_those_who_need_them():
+def test_history_and_stop_ids_are_sent_only_for_requests_that_need_them():
     bench = Bench()
     bench.submit([1, 2, 3], stop=[90])
     bench.submit([1, 2, 3], stop=[90], presence_penalty=1.0, min_tokens=2)
@@ -298,7 +298,7 @@ def test_history_and_stop_ids_go_only_with_those_who_need_them():
     assert picky.history is not None and picky.history.tolist() == [1, 2, 3] and picky.stop_ids == (90,)
 
 
-def test_num_logprobs_is_the_most_that_any_sampling_row_wants():
+def test_num_logprobs_is_the_maximum_of_the_sampling_rows():
     bench = Bench(max_num_batched_tokens=6)
     bench.submit([1, 2], max_tokens=1)
     bench.submit([3, 3], max_tokens=2, logprobs=1)
@@ -317,7 +317,7 @@ def test_num_logprobs_is_the_most_that_any_sampling_row_wants():
             assert [rank for _, _, rank in top] == list(range(1, count + 1))
 
 
-def test_plans_are_not_touched_after_they_were_handed_over():
+def test_plans_are_not_changed_after_they_are_returned():
     bench = Bench(depth=2)
     bench.submit([1, 2, 3], max_tokens=12)
     bench.submit([4], max_tokens=12)
@@ -332,7 +332,7 @@ def test_plans_are_not_touched_after_they_were_handed_over():
         assert np.array_equal(plan.num_tokens, num_tokens)
 
 
-def test_refused_at_the_door_with_the_numbers():
+def test_impossible_requests_are_refused_with_the_numbers():
     bench = Bench(num_pages=9, max_model_len=64, max_waiting=2)
     with pytest.raises(InvalidPrompt, match="no tokens"):
         bench.submit([])
@@ -350,7 +350,7 @@ def test_refused_at_the_door_with_the_numbers():
     assert len(bench.outputs) == 4
 
 
-def test_prompts_are_cut_shorter_while_others_decode():
+def test_prefill_chunks_are_shorter_while_rows_decode():
     bench = Bench(max_num_batched_tokens=64)
     bench.scheduler.max_num_tokens = 10
     first = bench.submit(range(1, 30), max_tokens=20)[0]
@@ -364,7 +364,7 @@ def test_prompts_are_cut_shorter_while_others_decode():
     bench.check_tokens(first)
 
 
-def test_every_row_decodes_however_little_prompt_is_wanted():
+def test_every_row_decodes_whatever_the_prefill_limit():
     bench = Bench(max_num_batched_tokens=64)
     for i in range(5):
         bench.submit([1 + i, 2], max_tokens=12)
@@ -376,8 +376,8 @@ def test_every_row_decodes_however_little_prompt_is_wanted():
 
 
 @DEPTHS
-def test_a_caller_with_many_requests_does_not_keep_another_from_a_seat(depth: int):
-    """The second caller comes last and has the next seat that is free, and then every other one."""
+def test_a_caller_with_many_requests_does_not_block_another(depth: int):
+    """The second caller comes last and gets the next free row, and then every other one."""
     bench = Bench(depth, max_num_seqs=2, max_waiting=1000)
     for _ in range(10):
         bench.submit([1, 2], n=10, max_tokens=2, caller="a")

@@ -1,4 +1,4 @@
-"""Pooling requests under a causal model: their prompt alone, no token, and out of the way at once."""
+"""Pooling requests of a causal model: they compute a prompt, draw no token, and free their row at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_one_token_more_is_refused():
 
 
 def test_rows_are_free_with_the_plan_that_computes_the_last_position():
-    """At depth 2 three steps of all rows are on their way before the first result is seen."""
+    """At depth 2 three steps of all rows are in flight before the first result is committed."""
     bench = Bench(depth=2, max_num_seqs=2, max_num_batched_tokens=64)
     requests = [bench.pool([i] * 4) for i in range(6)]
     for _ in range(3):
@@ -39,7 +39,7 @@ def test_rows_are_free_with_the_plan_that_computes_the_last_position():
         bench.check_tokens(request)
 
 
-def test_generation_goes_on_beside_it():
+def test_generation_continues_beside_pooling():
     bench = Bench(depth=1, max_num_batched_tokens=6)
     texts = [bench.submit([1, 2, 3])[0], bench.submit([4] * 9, max_tokens=20)[0]]
     vectors = [bench.pool([7] * 20), bench.pool([8])]
@@ -49,7 +49,7 @@ def test_generation_goes_on_beside_it():
 
 
 @pytest.mark.parametrize(("task", "hits"), [("embed", True), ("token_embed", False)])
-def test_cached_prefixes_are_taken_only_by_tasks_that_need_no_position_but_the_last(task, hits):
+def test_cached_prefixes_are_used_only_by_tasks_that_need_the_last_position(task, hits):
     bench = Bench()
     for _ in range(2):
         bench.pool(range(20), task=task)
@@ -61,8 +61,8 @@ def test_cached_prefixes_are_taken_only_by_tasks_that_need_no_position_but_the_l
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("task", ["embed", "token_embed"])
-def test_one_that_was_preempted_begins_again(task, depth):
-    """Texts that go first grow into the pages that its later pieces would have had."""
+def test_a_preempted_pooling_request_starts_again(task, depth):
+    """Generation requests of higher priority take the pages that its later chunks would need."""
     bench = Bench(num_pages=15, max_num_batched_tokens=4, prefix_caching=False)
     bench.depth = depth  # but the pages kept free are those of depth 0
     texts = [bench.submit([i] * 4, max_tokens=22)[0] for i in range(2)]
@@ -73,7 +73,7 @@ def test_one_that_was_preempted_begins_again(task, depth):
         bench.check_tokens(each)
 
 
-def test_what_is_on_its_way_may_be_aborted():
+def test_a_draining_request_can_be_aborted():
     bench = Bench(depth=2)
     request, other = bench.pool(range(8)), bench.pool(range(9))
     bench.plan()
@@ -82,7 +82,7 @@ def test_what_is_on_its_way_may_be_aborted():
     assert {output.request_id for output in bench.outputs} == {other.id}
 
 
-def test_a_failed_result_is_told_and_its_pages_are_not_found_again():
+def test_a_failed_result_is_reported_and_its_pages_are_unpublished():
     bench = Bench()
     bench.executor.fail = lambda admission, length: admission.number == 0
     bench.pool(range(20))
@@ -94,8 +94,8 @@ def test_a_failed_result_is_told_and_its_pages_are_not_found_again():
     bench.check_tokens(again)
 
 
-def test_documents_of_a_query_are_not_all_taken_in_while_they_cannot_go():
-    """A step that asks for more gets one that must wait: it does not go on asking."""
+def test_waiting_documents_of_a_query_do_not_cause_more_refills():
+    """A refill returns a document that must wait: the step does not refill again."""
     bench = Bench(depth=1, max_num_seqs=8, max_num_batched_tokens=64)
     query = bench.pool([1] * 4, task="token_embed", query_key="q", query_uses=20)
     waiting = list(range(20))

@@ -1,4 +1,4 @@
-"""Prompt logprobs: asked for once, token by token, however the prompt is cut, preempted or shared."""
+"""Prompt logprobs: each token is scored once, whether the prompt is chunked, preempted or shared."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.messages import LOGPROB
 
 
 def scores_of(bench: Bench, request) -> list[float]:
-    """Everything the outputs said about this sample's prompt."""
+    """All prompt logprobs in the outputs of this sample."""
     mine = [o for o in bench.outputs if (o.request_id, o.sample) == (request.id, request.sample)]
     each = 1 + (request.params.prompt_logprobs or 0)
     told = np.frombuffer(b"".join(output.prompt_logprobs or b"" for output in mine), LOGPROB)[::each]
@@ -41,7 +41,7 @@ def test_each_prompt_token_but_the_first_is_scored_once(depth, budget):
     assert told["rank"][1:3].tolist() == [1, 2] and (told["logprob"][1:3] == -told["token"][1:3] - 0.5).all()
 
 
-def test_a_chunk_brings_the_token_after_it():
+def test_a_chunk_scores_the_first_token_of_the_next_one():
     bench = Bench(max_num_batched_tokens=3)
     bench.submit([10, 11, 12, 13, 14, 15], max_tokens=1, prompt_logprobs=0)
     first, second = bench.plan(), bench.plan()
@@ -49,7 +49,7 @@ def test_a_chunk_brings_the_token_after_it():
     assert second.scores.indices.tolist() == [0, 1] and second.scores.tokens.tolist() == [14, 15]
 
 
-def test_places_count_over_all_rows_of_the_step():
+def test_indices_count_over_all_rows_of_the_step():
     bench = Bench()
     bench.submit([1], max_tokens=8)
     bench.step()
@@ -60,7 +60,7 @@ def test_places_count_over_all_rows_of_the_step():
     assert plan.scores.indices.tolist() == [4, 5] and plan.scores.tokens.tolist() == [31, 32]
 
 
-def test_a_cached_prefix_is_not_read_by_those_who_ask():
+def test_scored_prompts_use_no_cached_prefix():
     bench = Bench(page_size=4)
     prompt = list(range(1, 14))
     bench.submit(prompt, max_tokens=1)
@@ -73,7 +73,7 @@ def test_a_cached_prefix_is_not_read_by_those_who_ask():
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_the_samples_of_a_prompt_are_told_once(depth):
+def test_prompt_logprobs_are_reported_for_one_sample_only(depth):
     bench = Bench(depth=depth, max_num_batched_tokens=4)
     samples = bench.submit([1, 2, 3, 4, 5, 6, 7, 8, 9], n=3, prompt_logprobs=1)
     bench.run()
@@ -88,7 +88,7 @@ def test_a_prompt_of_one_token_has_nothing_to_score():
     check(bench, request)
 
 
-def test_a_long_report_comes_in_short_chunks():
+def test_a_wide_report_limits_the_chunk_length():
     bench = Bench(max_num_batched_tokens=64, max_model_len=64)
     (request,) = bench.submit(list(range(40)), max_tokens=1, prompt_logprobs=2**18)
     plan = bench.plan()
@@ -120,7 +120,7 @@ def test_preemption_neither_loses_nor_repeats_a_score(seed):
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_preempted_between_two_chunks_it_goes_on_with_the_score_it_had_come_to(depth):
+def test_preemption_between_two_chunks_continues_with_the_next_score(depth):
     bench = Bench(depth=depth, max_num_batched_tokens=5)
     others = [bench.submit([k] * 4, max_tokens=20)[0] for k in range(4)]
     (slow,) = bench.submit(list(range(30, 50)), max_tokens=4, prompt_logprobs=0, priority=1)

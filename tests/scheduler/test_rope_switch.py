@@ -9,7 +9,7 @@ from slipstream.request import Status
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_request_comes_back_once_it_is_longer_than_the_short_factors_serve(depth: int) -> None:
+def test_a_request_is_admitted_again_when_it_exceeds_the_short_rope_length(depth: int) -> None:
     bench = Bench(depth=depth, short_rope=8)
     bench.submit(list(range(5)), max_tokens=10)
     bench.run()
@@ -23,15 +23,15 @@ def test_a_request_comes_back_once_it_is_longer_than_the_short_factors_serve(dep
 
 
 @pytest.mark.parametrize(("max_tokens", "num_admissions"), [(3, 1), (4, 1), (5, 2)])
-def test_a_request_that_ends_within_the_short_length_stays(max_tokens: int, num_admissions: int) -> None:
-    """The last token of an answer is never computed, so it may lie beyond."""
+def test_a_request_within_the_short_rope_length_keeps_its_row(max_tokens: int, num_admissions: int) -> None:
+    """The last token of an answer is never computed, so it may be beyond the short length."""
     bench = Bench(short_rope=8)
     bench.submit(list(range(5)), max_tokens=max_tokens)
     bench.run()
     assert bench.executor.num_admissions == num_admissions
 
 
-def test_long_requests_find_what_long_requests_left() -> None:
+def test_long_requests_share_the_pages_of_long_requests() -> None:
     bench = Bench(short_rope=16)
     prompt = list(range(20))
     for prompts in ([prompt[:16]], [prompt], [prompt[:16], prompt]):
@@ -41,7 +41,7 @@ def test_long_requests_find_what_long_requests_left() -> None:
     assert [request.num_cached for request in bench.requests] == [0, 0, 12, 16]
 
 
-def test_an_aborted_request_frees_all_between_its_two_admissions() -> None:
+def test_abort_between_two_admissions_frees_everything() -> None:
     bench = Bench(depth=1, short_rope=8)
     bench.submit(list(range(8)), max_tokens=10)
     while len(bench.requests[0].tokens) < 9:

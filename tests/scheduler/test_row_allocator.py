@@ -1,4 +1,4 @@
-"""Who sits where, in which order, and what the device is told of it."""
+"""RowAllocator: which request has which row, in which order, and which releases a plan reports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def seated(rows: RowAllocator, number: int, priority: int = 0, **params: object)
     return request
 
 
-def test_whoever_is_preempted_first_comes_last():
+def test_the_request_to_preempt_first_is_the_last():
     rows = RowAllocator(4)
     old, low, young, high = (seated(rows, n, p) for n, p in ((0, 0), (1, 5), (2, 0), (3, -1)))
     assert rows.running == [high, old, young, low]
@@ -24,12 +24,12 @@ def test_whoever_is_preempted_first_comes_last():
     assert rows.num_free == 0 and sorted(request.row for request in rows.running) == [0, 1, 2, 3]
 
 
-def test_a_newcomer_begins_where_its_cached_positions_end():
+def test_a_new_request_starts_after_its_cached_positions():
     request = seated(RowAllocator(1), 0)
     assert (request.status, request.computed, request.committed, request.num_known) == (Status.RUNNING, 2, 2, 3)
 
 
-def test_a_row_that_was_left_is_free_at_once_and_told_once():
+def test_a_freed_row_is_free_at_once_and_reported_once():
     rows = RowAllocator(1)
     first = seated(rows, 0)
     rows.free(first)
@@ -39,7 +39,7 @@ def test_a_row_that_was_left_is_free_at_once_and_told_once():
     assert rows.take_released() == [0] and rows.take_released() == []
 
 
-def test_those_who_want_logprobs_are_counted_while_they_sit():
+def test_running_requests_with_logprobs_are_counted():
     rows = RowAllocator(3)
     curious, _ = seated(rows, 0, logprobs=2), seated(rows, 1)
     assert rows.num_with_logprobs == 1
@@ -47,7 +47,7 @@ def test_those_who_want_logprobs_are_counted_while_they_sit():
     assert rows.num_with_logprobs == 0
 
 
-def test_a_row_that_is_lost_is_noticed():
+def test_check_finds_a_lost_row():
     rows = RowAllocator(2)
     request = seated(rows, 0)
     rows.check([request])

@@ -49,7 +49,7 @@ def test_siblings_wait_for_the_whole_prompt():
     bench.check_tokens(sibling)
 
 
-def test_samples_go_before_those_who_came_later():
+def test_samples_are_admitted_before_later_requests():
     bench = Bench(max_num_seqs=1)
     samples = bench.submit([1, 2], n=2, max_tokens=2, id="a")
     bench.submit([3], max_tokens=2, id="b")
@@ -61,7 +61,7 @@ def test_samples_go_before_those_who_came_later():
 
 @DEPTHS
 @CACHING
-def test_a_leader_that_ends_at_once_strands_nobody(depth: int, caching: bool):
+def test_siblings_run_when_their_leader_ends_at_once(depth: int, caching: bool):
     bench = Bench(depth, prefix_caching=caching)
     samples = bench.submit(list(range(10)), n=3, max_tokens=1)
     bench.run()
@@ -73,7 +73,7 @@ def test_a_leader_that_ends_at_once_strands_nobody(depth: int, caching: bool):
 @CACHING
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 4])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_abort_of_one_sample_strands_nobody(depth: int, caching: bool, steps: int, which: int):
+def test_abort_of_one_sample_does_not_block_the_others(depth: int, caching: bool, steps: int, which: int):
     bench = Bench(depth, prefix_caching=caching, max_num_batched_tokens=4)
     samples = bench.submit(list(range(10)), n=3, max_tokens=6)
     for _ in range(steps):
@@ -97,8 +97,8 @@ def test_abort_of_the_request_ends_all_its_samples():
 
 @DEPTHS
 @CACHING
-def test_a_preempted_leader_lets_its_siblings_go(depth: int, caching: bool):
-    """The leader is pushed out in the middle of its prompt by one of higher priority."""
+def test_a_preempted_leader_releases_its_siblings(depth: int, caching: bool):
+    """A request of higher priority preempts the leader in the middle of its prompt."""
     bench = Bench(depth, page_size=1, num_pages=45, prefix_caching=caching, max_num_batched_tokens=2, max_model_len=44)
     (first,) = bench.submit([7] * 3, max_tokens=40, priority=-1)
     for _ in range(10):

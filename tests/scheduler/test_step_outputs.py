@@ -1,4 +1,4 @@
-"""Each request gets the logprobs it asked for, whatever its neighbours want."""
+"""Each request gets the logprobs it asked for, whatever other requests want."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def request(**params: object) -> Request:
 @pytest.mark.parametrize(
     "wanted", [[5] * 7, [0], [None, 0, 2, 40, None, 33, 5, 40, 100], [None, 3], [1, 2, 3], [100] * 2 + [0], [40] * 3]
 )
-def test_each_row_gets_as_many_as_it_wants(wanted, dtype):
+def test_each_row_gets_the_logprobs_it_asked_for(wanted, dtype):
     long = [i for i, k in enumerate(wanted) if k is not None and k > MAX_PACKED_LOGPROBS]
     short = max(k or 0 for i, k in enumerate(wanted) if i not in long) if len(long) < len(wanted) else 0
     apart = logprobs_of(len(long), max(wanted[i] for i in long), dtype) if long else None
@@ -58,7 +58,7 @@ def test_each_row_gets_as_many_as_it_wants(wanted, dtype):
         assert np.frombuffer(report, LOGPROB).tolist() == [own, *top]
 
 
-def test_given_ids_follow_without_a_rank():
+def test_requested_ids_follow_without_a_rank():
     asked = [request(logprobs=1, logprob_token_ids=[7]), request(), request(logprob_token_ids=[9, 4, 11])]
     requested = -np.arange(6.0).reshape(2, 3)
     with_top, silent, alone = logprob_reports(asked, step(3, 1, requested=requested))
@@ -67,13 +67,13 @@ def test_given_ids_follow_without_a_rank():
     assert np.frombuffer(alone, LOGPROB).tolist()[1:] == [(-3.0, 9, 0), (-4.0, 4, 0), (-5.0, 11, 0)]
 
 
-def test_a_report_keeps_nothing_of_the_step_alive():
+def test_a_report_holds_no_reference_to_the_step():
     result = step(64, 5)
     for report in logprob_reports([request(logprobs=5)] * 64, result):
         assert type(report) is bytes and len(report) == 6 * LOGPROB.itemsize
 
 
-def test_of_several_drawn_tokens_those_that_are_kept_are_told():
+def test_only_accepted_tokens_are_reported():
     asked = [request(logprobs=1), request(), request(logprobs=2, logprob_token_ids=[4])]
     requested = -np.arange(3.0).reshape(3, 1)
     result = replace(step(7, 2, requested=requested), counts=np.array([2, 1, 2], np.int32))

@@ -27,7 +27,7 @@ def test_lower_priority_numbers_go_first_then_first_come():
     assert drain(queue) == [2, 1, 3, 0]
 
 
-def test_one_that_comes_back_keeps_its_place():
+def test_a_returning_request_keeps_its_place():
     queue = WaitingQueue(10)
     first, second = request(0), request(1)
     queue.push(first)
@@ -38,7 +38,7 @@ def test_one_that_comes_back_keeps_its_place():
     assert len(queue) == 0
 
 
-def test_those_that_wait_for_something_else_are_counted_but_not_taken():
+def test_held_requests_are_counted_but_not_returned():
     queue = WaitingQueue(10)
     held, other = request(0), request(1)
     queue.push(held, WaitFor.PROMPT)
@@ -51,7 +51,7 @@ def test_those_that_wait_for_something_else_are_counted_but_not_taken():
     assert drain(queue) == [1]
 
 
-def test_one_that_waits_for_two_things_needs_both():
+def test_a_request_that_waits_for_two_things_needs_both():
     queue = WaitingQueue(10)
     held = request(0)
     queue.push(held, WaitFor.QUERY | WaitFor.TOKENS)
@@ -63,7 +63,7 @@ def test_one_that_waits_for_two_things_needs_both():
     queue.check()
 
 
-def test_removed_from_the_middle_and_of_those_that_are_held():
+def test_ready_and_held_requests_can_be_removed():
     queue = WaitingQueue(10)
     requests = [request(n) for n in range(5)]
     for each in requests[:4]:
@@ -75,7 +75,7 @@ def test_removed_from_the_middle_and_of_those_that_are_held():
     assert drain(queue) == [0, 1, 3]
 
 
-def test_nothing_is_kept_of_what_was_removed():
+def test_removed_requests_leave_no_entries():
     queue = WaitingQueue(10**6)
     stays = request(0)
     queue.push(stays)
@@ -90,7 +90,7 @@ def test_nothing_is_kept_of_what_was_removed():
     assert drain(queue) == [0]
 
 
-def test_callers_take_turns_within_a_priority():
+def test_callers_alternate_within_a_priority():
     queue = WaitingQueue(100)
     for number in range(6):
         queue.push(request(number, caller="a"))
@@ -117,7 +117,7 @@ def test_a_preempted_request_goes_before_all_that_have_not_begun():
     assert drain(queue) == [5, 9, 0]
 
 
-def test_a_head_that_cannot_be_taken_is_not_overtaken_by_new_callers():
+def test_a_blocked_first_request_is_not_overtaken_by_new_callers():
     queue = WaitingQueue(100)
     for number in range(2):
         queue.push(request(number, caller="a"))

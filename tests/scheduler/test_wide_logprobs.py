@@ -1,4 +1,4 @@
-"""A step reports no more logprobs than it has room for, whoever wants them of it, nor keeps longer lists."""
+"""A step never reports more logprobs, and never keeps longer lists, than it has room for."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS = [(), (), [[1]], [[1, 2]] * 19, [[3] * 30], [[4] * 10] * 19]  # many or l
 
 
 class Counted(Bench):
-    """Notes how many numbers each step reports."""
+    """Records how many numbers each step reports."""
 
     def __init__(self, **options: int) -> None:
         super().__init__(**options)
@@ -51,7 +51,7 @@ class Counted(Bench):
         return plan
 
     def check_words(self) -> None:
-        """Each has a line for every word, and for its last tokens, as long as anybody's longest."""
+        """Each row has a line per bad word and one for its last tokens, all as long as the longest."""
         words = self.words.values()
         most, longest = max(map(len, words), default=0), max((len(one) for own in words for one in own), default=0)
         self.max_words = max(self.max_words, len(words))
@@ -98,7 +98,7 @@ def test_no_step_reports_more_than_it_may(seed):
             assert told == (request.num_prompt - 1) * (1 + params.prompt_logprobs)
 
 
-def test_short_reports_wait_for_nobody():
+def test_narrow_reports_are_admitted_at_once():
     bench = Counted(max_reported=MOST, max_num_seqs=4)
     bench.submit([1], logprobs=399)
     for _ in range(3):
@@ -106,7 +106,7 @@ def test_short_reports_wait_for_nobody():
     assert len(bench.plan().rows) == 4
 
 
-def test_a_prompt_in_one_step_that_could_never_be_told_is_refused():
+def test_a_prompt_whose_report_never_fits_one_step_is_refused():
     bench = Bench(chunked_prefill=False, max_reported=MOST)
     bench.submit([1] * 5, prompt_logprobs=99)
     with pytest.raises(RequestTooLarge, match="500 numbers for 5 tokens.*enable_chunked_prefill"):

@@ -1,4 +1,4 @@
-"""Window groups through the scheduler: pages go back as results are seen, and a long request needs few."""
+"""Window groups in the scheduler: pages are given back as steps are committed, and a long request needs few."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL = dict(windows=(8,), window_pages=6, max_num_batched_tokens=8, max_model_l
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_prompt_much_longer_than_the_cache_runs_without_preemption(depth: int, caching: bool) -> None:
-    """At depth 1 and 2 it must wait for steps in flight, whose pages it will give back."""
+    """At depth 1 and 2 the request must wait for steps in flight, whose pages it will give back."""
     bench = Bench(depth, prefix_caching=caching, **SMALL)  # type: ignore[arg-type]
     request = bench.submit(range(45), max_tokens=12)[0]
     bench.run()
@@ -32,7 +32,7 @@ def test_a_cache_smaller_than_a_window_and_a_step_refuses_long_requests() -> Non
     bench.run()
 
 
-def test_nothing_is_given_back_before_its_step_is_committed() -> None:
+def test_window_pages_are_freed_only_after_commit() -> None:
     bench = Bench(depth=2, windows=(4, 0), max_num_batched_tokens=8)
     request = bench.submit(range(30), max_tokens=4)[0]
     for _ in range(3):
@@ -46,8 +46,8 @@ def test_nothing_is_given_back_before_its_step_is_committed() -> None:
     assert NULL_PAGE not in [page for plan in bench.plans for page in plan.new_pages[1].pages]
 
 
-def test_samples_go_on_without_a_leader_that_forgot_the_prompt() -> None:
-    """One row at a time: the second sample comes when the first is long past the prompt's last window."""
+def test_samples_run_without_a_leader_that_freed_the_prompt() -> None:
+    """One row at a time: the second sample is admitted when the first is far beyond the prompt's last window."""
     bench = Bench(windows=(4, 0), max_num_seqs=1, prefix_caching=False)
     requests = bench.submit(range(14), n=3, max_tokens=20)
     bench.run()

@@ -12,7 +12,7 @@ def test_equal_tokens_have_equal_hashes_as_far_as_they_agree():
     assert one[:2] == two[:2] and one[2] != two[2]
 
 
-def test_a_page_is_named_by_all_before_it():
+def test_a_page_hash_covers_all_pages_before_it():
     assert hashes([1, 1, 1, 1, 5, 6, 7, 8], 2)[1] != hashes([2, 2, 2, 2, 5, 6, 7, 8], 2)[1]
 
 

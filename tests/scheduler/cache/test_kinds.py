@@ -15,7 +15,7 @@ def test_pages_for_a_length(length: int, pages: int):
     assert PagedCache(0, make_spec(1, 8, 4), 8, step_tokens=8).pages_for(length) == pages
 
 
-def test_match_stops_at_the_first_page_that_is_missing_and_asks_no_further():
+def test_match_stops_at_the_first_missing_page():
     group = PagedCache(0, make_spec(1, 8, 4), 8, step_tokens=8)
     pages = group.pool.take(4)
     for index in (0, 1, 3):
@@ -38,11 +38,11 @@ def window_group(window: int, num_pages: int = 16) -> WindowCache:
 @pytest.mark.parametrize(
     ("window", "length", "place"), [(8, 0, 0), (8, 7, 0), (8, 10, 0), (8, 11, 1), (8, 15, 2), (1, 7, 1), (1, 8, 2)]
 )
-def test_the_next_position_of_a_window_needs_pages_from_here(window: int, length: int, place: int):
+def test_first_needed_page_of_a_window(window: int, length: int, place: int):
     assert window_group(window).first_needed(length) == place
 
 
-def test_a_window_holds_no_more_than_it_sees_and_a_step():
+def test_a_window_holds_at_most_its_positions_and_a_step():
     group = window_group(8)
     assert [group.pages_for(n) for n in (1, 4, 5, 16, 1000)] == [1, 1, 2, 4, 5]
     for committed in range(60):  # whatever a step of eight adds
@@ -63,7 +63,7 @@ def test_a_window_holds_no_more_than_it_sees_and_a_step():
         ("11111", 0, ""),
     ],
 )
-def test_a_window_matches_the_longest_prefix_whose_last_window_is_there(there: str, limit: int, expected: str):
+def test_a_window_matches_the_longest_prefix_whose_last_window_is_cached(there: str, limit: int, expected: str):
     group = window_group(8)
     pages = group.pool.take(5)
     for place, published in enumerate(there):

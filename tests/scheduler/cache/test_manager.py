@@ -17,7 +17,7 @@ def request(tokens: list[int], id: str = "a", salt: str = "") -> Request:
 
 
 def admit(cache: CacheManager, req: Request) -> int:
-    """All its known tokens at once; returns how many were found."""
+    """Admit a request with all its known tokens; returns how many were found in the cache."""
     hit = cache.match(req)
     assert cache.admit(req, len(req.tokens), hit) is not None
     req.computed = len(req.tokens)
@@ -76,7 +76,7 @@ def test_reserve_gives_what_is_missing_or_changes_nothing():
     cache.check()
 
 
-def test_reserve_keeps_pages_free_when_told_to():
+def test_admit_keeps_pages_free():
     cache = make(num_pages=5)
     req = request(list(range(8)))
     assert cache.admit(req, 8, cache.match(req), keep_free=3) is None
@@ -85,7 +85,7 @@ def test_reserve_keeps_pages_free_when_told_to():
 
 
 def test_found_pages_that_are_free_are_not_counted_twice():
-    """Three found and free, three to take, five in all: it only looks as if that would fit."""
+    """Three pages found and free, three to take, five in all: the sum of free pages is misleading."""
     cache = make(num_pages=6)
     first = request(list(range(13)), "a")
     admit(cache, first)
@@ -121,7 +121,7 @@ def hashes_of(tokens: list[int], salt: str = "") -> list[bytes]:
 
 @pytest.mark.parametrize("num_groups", [1, 2])
 def test_pages_are_published_under_the_hashes_of_their_own_tokens(num_groups: int):
-    """In several goes, as a chunked prompt and then its output publish them."""
+    """In several calls, as a chunked prompt and then its output publish them."""
     cache = make(num_groups=num_groups)
     req = request(list(range(100, 110)), salt="s")
     cache.admit(req, 24, cache.match(req))
@@ -136,7 +136,7 @@ def test_pages_are_published_under_the_hashes_of_their_own_tokens(num_groups: in
 
 
 def test_a_page_with_pending_tokens_is_published_once_they_are_known_and_under_their_hash():
-    """Six tokens are known, six more are launched; the second page gets its last two, then the third its four."""
+    """Six tokens are known, six more are launched; then the second page gets its last two and the third its four."""
     cache = make()
     req = request([1, 2, 3, 4, 5, 6])
     cache.admit(req, 12, cache.match(req))
@@ -199,7 +199,7 @@ def test_a_first_page_that_output_fills_keeps_its_salt():
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_forgotten_pages_are_not_found_again(held: bool):
+def test_unpublished_pages_are_not_found_again(held: bool):
     cache = make()
     req = request(list(range(10)))
     admit(cache, req)
@@ -231,7 +231,7 @@ def test_a_fork_shares_whole_pages_and_copies_the_last(num_prompt: int, shared: 
     assert cache.num_free == cache.num_usable
 
 
-def test_the_least_recently_used_prompt_is_forgotten_from_its_end():
+def test_the_least_recently_used_prompt_is_evicted_from_its_end():
     cache = make(num_pages=8)  # seven to hand out
     old, new = request([1] * 12, "a"), request([2] * 12, "b")
     admit(cache, old)
@@ -288,7 +288,7 @@ def test_check_finds_an_unpublished_page_held_by_two_requests():
 
 
 def run_to(cache: CacheManager, req: Request, committed: int, launched: int) -> None:
-    """As if it had decoded: tokens known to one past the committed positions, the rest in flight."""
+    """As after some decodes: tokens are known to one past the committed positions, the rest is in flight."""
     req.tokens += range(1000, 1000 + committed + 1 - len(req.tokens))
     req.computed = launched
 
@@ -323,7 +323,7 @@ def test_pages_given_back_make_room_in_the_same_call():
     assert not make(windows=(8,), window_pages=4, step_tokens=4).can_ever_fit(64)
 
 
-def test_a_request_that_waits_for_its_steps_in_flight_knows():
+def test_will_free_pages_is_true_while_steps_in_flight_hold_pages():
     cache = make(windows=(8,))
     req = request(list(range(10)))
     admit(cache, req)
@@ -347,7 +347,7 @@ def test_all_groups_agree_where_a_window_has_what_it_needs():
     assert cache.match(request(list(range(25)), "b")).length == 4
 
 
-def test_a_leader_that_ran_on_cannot_be_forked():
+def test_a_leader_that_freed_its_pages_cannot_be_forked():
     cache = make(windows=(4, 0))
     leader, sibling = request(list(range(10))), request(list(range(10)))
     admit(cache, leader)

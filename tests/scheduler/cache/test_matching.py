@@ -1,4 +1,4 @@
-"""The match of a blocked queue head is kept, and is what matching again would find."""
+"""The match of a blocked request is kept, and equals a new match."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.scheduler.cache.pages import PagePool
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Every hash that a pool is asked for."""
+    """Records every hash that a pool looks up."""
     hashes: list[bytes] = []
     find = PagePool.find
 
@@ -29,7 +29,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 
 def blocked(**config: object) -> tuple[Bench, Request]:
-    """A request with 40 cached pages that waits for one more; rows that run take its cached pages, the last first."""
+    """A request with 40 cached pages waits for one more; running rows take its cached pages, the last first."""
     bench = Bench(page_size=2, num_pages=52, max_model_len=100, max_num_batched_tokens=200, **config)  # type: ignore[arg-type]
     prompt = list(range(81))
     bench.submit(prompt, max_tokens=1)
@@ -44,7 +44,7 @@ def blocked(**config: object) -> tuple[Bench, Request]:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_blocked_head_is_not_matched_again(asked: list[bytes], depth: int):
+def test_a_blocked_request_is_not_matched_again(asked: list[bytes], depth: int):
     bench, request = blocked(depth=depth)
     num = 0
     while request.status is Status.WAITING:
@@ -60,7 +60,7 @@ def test_a_blocked_head_is_not_matched_again(asked: list[bytes], depth: int):
     bench.check_tokens(request)
 
 
-def test_nor_are_its_free_pages_counted_again(monkeypatch: pytest.MonkeyPatch):
+def test_free_pages_of_a_blocked_request_are_not_counted_again(monkeypatch: pytest.MonkeyPatch):
     bench, request = blocked()
     counted: list[int] = []
     num_idle = PagePool.num_idle
@@ -71,7 +71,7 @@ def test_nor_are_its_free_pages_counted_again(monkeypatch: pytest.MonkeyPatch):
     assert not counted
 
 
-def test_a_request_that_ends_while_it_waits_is_let_go():
+def test_a_kept_match_is_dropped_when_its_request_ends():
     bench, request = blocked()
     assert bench.cache._matching is not None and bench.cache._matching.request is request
     bench.scheduler.abort(request.id)
@@ -102,7 +102,7 @@ def keep(cache: CacheManager, tokens: list[int]) -> Request:
 
 
 def fresh(cache: CacheManager, made: Request) -> list[list[int]]:
-    """What matching from the beginning finds."""
+    """The result of a match from the beginning."""
     found = Matching(request(list(made.tokens)), cache.groups, cache._match_order, cache.page_size).pages
     return found if found[0] else [[] for _ in cache.groups]
 
@@ -134,8 +134,8 @@ def test_a_page_published_after_the_match_lengthens_it(asked: list[bytes]):
     assert cache.match(kept).pages == fresh(cache, kept)
 
 
-def test_a_page_that_is_gone_and_published_again_elsewhere_is_seen():
-    """Its hash is in the cache before and after, and the page is another."""
+def test_a_page_published_again_elsewhere_is_found():
+    """Its hash is in the cache before and after, but the page is another."""
     cache = CacheManager(make_config(page_size=2))
     first = compute(cache, list(range(8)))
     assert first is not None
@@ -148,8 +148,8 @@ def test_a_page_that_is_gone_and_published_again_elsewhere_is_seen():
     assert new == second.pages[0] and not set(new) & set(old)
 
 
-def test_tokens_that_came_since_are_matched_too():
-    """Of a request that was preempted: its kept match is of what it knew before."""
+def test_new_tokens_are_matched_too():
+    """Of a preempted request: its kept match covers the tokens it knew before."""
     cache = CacheManager(make_config(page_size=2))
     compute(cache, list(range(8)))
     kept = keep(cache, list(range(5)))
@@ -159,7 +159,7 @@ def test_tokens_that_came_since_are_matched_too():
 
 
 def random_day(seed: int) -> int:
-    """Pages come, go and are forgotten while a match is kept. Returns how often it changed."""
+    """Pages are taken, freed and unpublished while a match is kept. Returns how often the match changed."""
     rng = random.Random(seed)
     windows = rng.choice([(0,), (0, 0), (5,), (0, 5), (3, 0, 9)])
     cache = CacheManager(make_config(page_size=rng.choice([1, 2]), num_pages=40, windows=windows))
@@ -193,12 +193,12 @@ def test_a_kept_match_is_what_matching_again_would_find(seed: int):
     random_day(seed)
 
 
-def test_in_those_days_matches_change():
+def test_kept_matches_change_in_the_random_runs():
     assert sum(random_day(seed) for seed in range(30)) > 300
 
 
 @pytest.mark.parametrize("lost", ["published", "forgotten", "freed"])
-def test_a_change_that_is_not_noted_is_caught(lost: str, monkeypatch: pytest.MonkeyPatch):
+def test_an_unrecorded_change_is_caught(lost: str, monkeypatch: pytest.MonkeyPatch):
     note, release = PagePool._note_change, PagePool.release
 
     def half_deaf(pool: PagePool, page_hash: bytes) -> None:

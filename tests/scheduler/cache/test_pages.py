@@ -3,7 +3,7 @@ import pytest
 from slipstream.scheduler.cache.pages import PagePool
 
 
-def test_the_null_page_is_never_handed_out():
+def test_the_null_page_is_never_taken():
     pool = PagePool(5)
     assert sorted(pool.take(4)) == [1, 2, 3, 4]
     assert pool.num_free == 0
@@ -23,7 +23,7 @@ def test_a_released_page_is_found_until_it_is_taken_again():
     pool.check()
 
 
-def test_a_shared_page_is_free_when_the_last_holder_lets_go():
+def test_a_shared_page_is_free_when_its_last_holder_releases_it():
     pool = PagePool(3)
     pages = pool.take(1)
     pool.share(pages)
@@ -48,7 +48,7 @@ def test_sharing_a_free_page_takes_it_out_of_the_middle():
     pool.check()
 
 
-def test_the_least_recently_used_goes_first_and_later_pages_before_earlier_ones():
+def test_the_least_recently_used_pages_are_reused_first_later_ones_before_earlier():
     pool = PagePool(7)
     old, new = pool.take(3), pool.take(3)
     for page in old + new:
@@ -58,7 +58,7 @@ def test_the_least_recently_used_goes_first_and_later_pages_before_earlier_ones(
     assert pool.take(6) == [old[2], old[1], old[0], new[2], new[1], new[0]]
 
 
-def test_pages_nobody_can_find_go_before_those_that_can_be_found():
+def test_unpublished_pages_are_reused_before_published_ones():
     pool = PagePool(4)
     named, nameless = pool.take(1), pool.take(2)
     pool.publish([named[0]], [b"a"])
@@ -67,7 +67,7 @@ def test_pages_nobody_can_find_go_before_those_that_can_be_found():
     assert named[0] not in pool.take(2)
 
 
-def test_the_first_page_of_a_content_stays_the_one_that_is_found():
+def test_the_first_page_with_some_content_is_the_one_found():
     pool = PagePool(4)
     first, second = pool.take(2)
     pool.publish([first], [b"a"])
@@ -79,7 +79,7 @@ def test_the_first_page_of_a_content_stays_the_one_that_is_found():
     pool.check()
 
 
-def test_a_forgotten_page_is_not_found_but_still_held():
+def test_an_unpublished_page_is_not_found_but_still_held():
     pool = PagePool(4)
     (page,) = pool.take(1)
     pool.publish([page], [b"a"])
@@ -92,7 +92,7 @@ def test_a_forgotten_page_is_not_found_but_still_held():
     assert pool.find(b"a") == other
 
 
-def test_check_sees_a_lost_reference():
+def test_check_finds_a_lost_reference():
     pool = PagePool(4)
     pool.take(1)
     pool.refs[1] = 0

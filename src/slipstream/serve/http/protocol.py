@@ -22,7 +22,7 @@ _HEAD_SECONDS = 30.0
 _REST_SECONDS = 30.0  # for the rest of a body whose response was sent before the body was complete
 
 
-class Admission(Protocol):
+class RequestAdmission(Protocol):
     """Decides by the head of a request whether to refuse it."""
 
     def refusal(
@@ -31,7 +31,7 @@ class Admission(Protocol):
         """Returns the error and the request id of a refusal; None where the request takes the normal path."""
 
 
-def bounded_protocol(max_head: int, admission: Admission) -> type[HttpToolsProtocol]:
+def bounded_protocol(max_head: int, admission: RequestAdmission) -> type[HttpToolsProtocol]:
     """Returns a protocol class with heads of at most `max_head` bytes."""
 
     class BoundedProtocol(HttpToolsProtocol):

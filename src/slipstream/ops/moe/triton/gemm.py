@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from slipstream.ops.moe.reference import Routing
-from slipstream.ops.moe.triton.sort import Tiles, sort_by_expert
+from slipstream.ops.moe.triton.sort import ExpertTiles, sort_by_expert
 
 
 class GroupedTile(NamedTuple):
@@ -59,7 +59,7 @@ def _multiply(
     x: torch.Tensor,
     weight: torch.Tensor,
     out: torch.Tensor,
-    tiles: Tiles,
+    tiles: ExpertTiles,
     pair_weights: torch.Tensor | None,
     top_k: int,
     tile: GroupedTile,

@@ -14,13 +14,13 @@ import triton.language as tl
 _BLOCK = 4096  # pairs that a program looks at at once
 
 
-class Tiles(NamedTuple):
+class ExpertTiles(NamedTuple):
     order: torch.Tensor  # [pairs] pairs by expert, those of one expert in their own order
     table: torch.Tensor  # [3, max tiles] expert (-1: no tile), first place in `order`, end of the expert's run
     size: int  # pairs in a tile
 
 
-def sort_by_expert(ids: torch.Tensor, num_experts: int, size: int) -> Tiles:
+def sort_by_expert(ids: torch.Tensor, num_experts: int, size: int) -> ExpertTiles:
     """The tiles of ids [tokens, top_k]. The number of tiles in the table follows from shapes alone."""
     num_pairs = ids.numel()
     max_tiles = triton.cdiv(num_pairs, size) + min(num_experts, num_pairs)
@@ -38,7 +38,7 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int, size: int) -> Tiles:
         BLOCK=min(_BLOCK, max(triton.next_power_of_2(num_pairs), 32)),
         num_warps=4 if num_pairs <= 1024 else 16,
     )
-    return Tiles(order, table, size)
+    return ExpertTiles(order, table, size)
 
 
 # grid: (experts,): each program finds the pairs of its own expert

@@ -1,4 +1,4 @@
-"""From options to a running core: find the model, settle the configuration, build both halves."""
+"""From options to a running core: locates the model, resolves the configuration, builds scheduler and runner."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from slipstream.scheduler.cache.layout import group_sites
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A model that was found and settled; nothing is loaded yet."""
+    """A model that is located and configured; nothing is loaded yet."""
 
     config: EngineConfig
     facts: ModelDescription
-    file: GgufFile | None  # as long as it is open here, all that ask for it get this one, and its header is read once
+    file: GgufFile | None  # kept open, so that every later open reuses it and its header is read once
 
 
 def open_model(options: Options) -> Opened:
     if seems_cuda(options.device):
-        get_ready()  # meanwhile: it takes as long as all of this
+        get_ready()  # in the background: it takes as long as all of this
     located = locate(options.model, options.revision, options.task)
     file = GgufFile.open(located.path) if located.kind == "gguf" else None
     if file is None and options.load_format != "dummy":
-        require_weights(located.path)  # before anything is settled: nothing else can be said of such a folder
+        require_weights(located.path)  # first: without weights nothing else is worth reporting
     info, defaults = _read(options, located)
     config = settle(options, located, info)
     return Opened(config, ModelDescription.of(options, config, defaults), file)
@@ -65,11 +65,11 @@ def build_lanes(
     device: Device | None = None,
     tell: Callable[[str], None] = lambda name: None,
 ) -> tuple[Lanes, dict[str, Opened]]:
-    """Models on one device, and by name what they are. `opened`: what `open_models` made of the same options. `tell`
-    hears which one is being loaded.
+    """Models on one device, and their descriptions by name. `opened`: the result of `open_models` for the same options.
+    `tell` is called with the name of each model before it is loaded.
 
-    Models without a cache come first and take what they need. Those with one share evenly what is left of the GPU up to
-    `gpu_memory_utilization`, but for those whose options say how large the cache shall be.
+    Models without a cache come first and take what they need. The others share evenly what is left of the GPU up to
+    `gpu_memory_utilization`, except those whose options set the size of their cache.
     """
     names = [each.facts.name for each in opened]
     kinds = {each.config.device.kind for each in opened}
@@ -90,7 +90,7 @@ def build_lanes(
             if place in with_cache and first.device.kind == "cuda":
                 share = (own.gpu_memory_utilization or DEFAULT_SHARE) * (with_cache.index(place) + 1) / len(with_cache)
                 own = msgspec.structs.replace(own, gpu_memory_utilization=share)
-            # settled anew: those before it have taken their memory
+            # configured again: the models before it have taken their memory
             settled = opened[place] if len(opened) == 1 else open_model(own)
             built[names[place]] = settled, build_core(settled, progress=progress, device=device)
     except BaseException:
@@ -120,21 +120,21 @@ def _read(options: Options, located: LocatedModel) -> tuple[ModelInfo, Generatio
 
 
 def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineConfig:
-    """The configuration an engine with these options would have on this machine."""
+    """The configuration of an engine with these options on this machine."""
     machine = device_facts(options.device)
     dtype = resolve_dtype(options, info, machine)
     pooling, info = read_pooling(options, info, located.path)
     groups = group_sites(cache_specs(info, options.page_size, dtype))
     sizes = find_shape(info).sizes(machine.kind == "cpu")
     source = Source(str(located.path), located.kind, located.name, 0, sizes)
-    # at the model's full length: the length itself is settled from what the weights leave
+    # at the model's full length: the actual length depends on what the weights leave
     num_bytes = weight_bytes(model_config(options, info, source, dtype, info.max_positions, pooling), machine.kind)
     source = msgspec.structs.replace(source, num_bytes=num_bytes)
     return resolve(options, info, source, groups, dtype, machine, pooling)
 
 
 def foresee(options: Options) -> tuple[EngineConfig, MemoryPlan]:
-    """What `build` would settle on and the memory it would take. Nothing is loaded."""
+    """The configuration that `build` would choose, and its memory. Nothing is loaded."""
     located = locate(options.model, options.revision, options.task)
     info, _ = _read(options, located)
     config = settle(options, located, info)

@@ -1,4 +1,4 @@
-"""EngineCore: receive, plan, launch, commit. The loop in which the host never makes the device wait."""
+"""EngineCore: the loop submit, plan, launch, commit, in which the host never makes the device wait."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ class EngineCore:
         self.in_flight: deque[Handle] = deque()
         self.account = DeviceTimer()
         self.pace = Pacer(config.scheduler.max_itl)
-        self._causes: deque[str] = deque()  # of the gaps before the steps in flight
-        self._unbooked: deque[tuple[Handle, str]] = deque()  # committed without waiting, so maybe still on the device
+        self._causes: deque[str] = deque()  # causes of the device's idle gaps before the steps in flight
+        self._unbooked: deque[tuple[Handle, str]] = deque()  # committed without waiting: may still run on the device
         self.num_steps = 0
         self._num_submitted = 0
         self._failure: BaseException | None = None
 
     def submit_one(self, message: Submit) -> None:
-        """Take a prompt in, or refuse it with an exception."""
+        """Submit a prompt, or raise an error."""
         if self._failure is not None:
             self._check_alive()
         self._submit(message)
 
     def submit(self, *messages: Submit) -> None:
-        """Take prompts in, or refuse all of them with an exception; nobody else notices."""
+        """Submit prompts, or raise an error and submit none of them."""
         self._check_alive()
         number = self._num_submitted
         for place, message in enumerate(messages):
@@ -75,7 +75,7 @@ class EngineCore:
                 for taken in reversed(messages[:place]):  # documents before their query
                     self.abort(Abort(taken.request_id))
                 self._num_submitted = number
-                # those that are pooled came in an order of the sender's own
+                # pooling prompts are in an order that the sender chose, so their index means nothing to the user
                 if isinstance(error, SlipstreamError) and isinstance(message.params, SamplingParams):
                     named = error.of_prompt(place, len(messages))
                     if named is not error:
@@ -91,38 +91,38 @@ class EngineCore:
         self._num_submitted += 1
 
     def abort(self, message: Abort) -> int:
-        """Returns how many samples this ended: some may just have ended by themselves."""
+        """Returns how many samples this ended. Others may have ended before."""
         ended = self.scheduler.abort(message.request_id, message.sample)
         self.rest_if_unwanted()
-        self._forget_if_idle()
+        self._free_queries_if_idle()
         return len(ended)
 
     def rest_if_unwanted(self) -> None:
-        """Notes that there is nothing to do, if so, for the account of the device's time."""
+        """If nothing is wanted, tell the device timer that the device is idle for lack of work."""
         if not self._is_wanted():
             self.account.rest()
 
     def _is_wanted(self) -> bool:
-        """Whether somebody waits for a result, or has more prompts. What is in flight may be for nobody."""
+        """Whether a caller waits for a result or has more prompts. Steps in flight may be for aborted requests."""
         return self.scheduler.num_live > 0 or self.scheduler.refill is not None
 
     def has_work(self) -> bool:
         return bool(self.in_flight) or self.scheduler.has_work()
 
     def runs_far_ahead(self) -> bool:
-        """Whether enough is on its way already, so that another step is not due."""
+        """Whether enough device time is in flight, so that another step is not due."""
         return bool(self.in_flight) and not self.in_flight[-1].done() and self.pace.is_early()
 
     def step(self) -> list[Output]:
-        """Launch a step if there is one, and commit the oldest once enough are in flight."""
+        """Launch a step if there is one, and commit the oldest step once enough are in flight."""
         self._check_alive()
         self.account.enter()
         try:
             outputs = self._advance()
-            self._forget_if_idle()
+            self._free_queries_if_idle()
             return outputs
         except BaseException as error:
-            self._failure = error  # whatever it was, the halves may disagree now about what was launched
+            self._failure = error  # scheduler and runner may now disagree about what was launched
             if not isinstance(error, Exception):
                 raise
             raise EngineDead(f"the engine failed in step {self.num_steps}: {error}; start a new one") from error
@@ -131,7 +131,7 @@ class EngineCore:
 
     def _advance(self) -> list[Output]:
         if self.runs_far_ahead():
-            # nothing is launched now, but whoever reads need not wait for the next launch
+            # nothing is launched now, but results should not wait for the next launch
             if self.in_flight[0].done():
                 return self._commit()
             self._nap()
@@ -151,7 +151,7 @@ class EngineCore:
         self.account.waited()
 
     def _launch(self, plan: StepPlan) -> None:
-        self._keep_room()  # those who left may have left silent steps behind
+        self._keep_room()  # aborted requests may have left steps without results
         self.executor.launch(plan)
         self._causes.append(self.account.launched())
         handle = self.executor.finish()
@@ -161,7 +161,7 @@ class EngineCore:
         self.num_steps += 1
 
     def _commit(self) -> list[Output]:
-        """Learn the oldest step's result. Here and in `_keep_room`, and nowhere else, the host waits for the device."""
+        """Process the oldest step's result. The host waits for the device only here and in `_keep_room`."""
         handle, cause = self.in_flight.popleft(), self._causes.popleft()
         self._unbooked.append((handle, cause))
         has_no_result = getattr(handle, "has_no_result", False)
@@ -170,7 +170,7 @@ class EngineCore:
         self.account.waited()
         if has_no_result:
             self._keep_room()
-        # what was waited for has ended, and all before it
+        # the step that was waited for has ended, and all before it
         while self._unbooked and (not has_no_result or self._unbooked[0][0].done()):
             self._book()
         return self.scheduler.commit(result)
@@ -187,7 +187,7 @@ class EngineCore:
         handle, cause = self._unbooked.popleft()
         self.pace.committed(self.account.book(_span(handle), cause))
 
-    def _forget_if_idle(self) -> None:
+    def _free_queries_if_idle(self) -> None:
         """The next plan frees queries that no request needs any more. Without work there is no next plan: free now."""
         if not self.has_work() and (freed := self.scheduler.take_freed_queries()):
             self.executor.free_queries(freed)
@@ -204,6 +204,6 @@ class EngineCore:
 
 
 def _span(handle: Handle) -> StepInterval | None:
-    """Where a step is among the device's work, for handles that know."""
+    """The first and the last event of a step, for handles that have them."""
     span: StepInterval | None = getattr(handle, "span", None)
     return span

@@ -1,4 +1,4 @@
-"""Where the device's time goes: busy with steps, or idle, and then for whose sake."""
+"""Device time accounting: busy time per step, idle time per cause."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ Clock = Callable[[], float]
 
 
 class DeviceTime(msgspec.Struct):
-    """Seconds on the device's clock, since the engine's first step."""
+    """Seconds on the device's clock since the engine's first step."""
 
     num_steps: int = 0
     busy: float = 0.0
-    turnaround: float = 0.0  # from one step to the next that was waiting for it
-    host_late: float = 0.0  # the next step was not planned and launched in time
-    output: float = 0.0  # whoever takes the results, or gives the prompts, kept the core from stepping
-    grammar: float = 0.0  # the next tokens' masks were not there yet
+    turnaround: float = 0.0  # between a step and the next one that was launched in time
+    host_late: float = 0.0  # the next step was not launched in time
+    output: float = 0.0  # the caller, which reads results or supplies prompts, delayed the core
+    grammar: float = 0.0  # the masks of the next tokens were not ready
     no_work: float = 0.0
-    host: float = 0.0  # the core's own time, on the host's clock: planning, launching, committing
+    host: float = 0.0  # the core's own time on the host's clock: planning, launching, committing
 
     @property
     def idle(self) -> float:
-        """While there was work."""
+        """Idle seconds while there was work."""
         return self.turnaround + self.host_late + self.output + self.grammar
 
     @property
     def busy_share(self) -> float:
-        """Of the time in which there was work."""
+        """Busy share of the time in which there was work."""
         return self.busy / (self.busy + self.idle) if self.busy else 0.0
 
     def since(self, earlier: DeviceTime) -> DeviceTime:
@@ -42,14 +42,14 @@ class DeviceTime(msgspec.Struct):
 
 
 class Point(Protocol):
-    """A point in the device's work."""
+    """A timed event on the device."""
 
     def done(self) -> bool: ...
     def since(self, earlier: Point) -> float: ...
 
 
 class StepInterval(Protocol):
-    """A step on the device: where it begins and ends."""
+    """The first and the last event of a step on the device."""
 
     @property
     def started(self) -> Point: ...
@@ -58,33 +58,33 @@ class StepInterval(Protocol):
 
 
 class DeviceTimer:
-    """Books every step of a core. Asks the device nothing it has not answered already, and never waits.
+    """Accounts for every step of a core. Reads only events that have passed, and never waits.
 
-    Why a gap came about is settled when the step after it is launched. If the step before is still on the device then,
-    the gap is the device's own. Else the host was late: a core, or whoever called it, by whose part since the launch
-    before was longer. Cores that share a device share its `Timeline`, and a gap begins where any of them left off.
+    The cause of a gap is decided when the step after it is launched. If the step before is still running then, the gap
+    is the device's turnaround. Otherwise the host was late: the core or its caller, whichever used more time since the
+    launch before. Cores that share a device share its `Timeline`, and a gap begins at the last step of any of them.
     """
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self.total = DeviceTime()
         self.timeline = Timeline(clock)
-        self._before: deque[StepInterval | None] = deque()  # what the device did before each of the steps under way
-        self.host_seconds = 0.0  # that was taken from one launch to the last one
+        self._before: deque[StepInterval | None] = deque()  # for each step in flight: the step before it on the device
+        self.host_seconds = 0.0  # host seconds between the last two launches
 
     def enter(self) -> None:
-        """The core begins to step, or goes on."""
+        """The core starts or continues a step."""
         line = self.timeline
         line.outside += line.lap()
         line.working.add(self)
 
     def leave(self, has_work: bool) -> None:
-        """The core gives its caller a turn, maybe in the middle of a step."""
+        """The core returns to its caller, possibly in the middle of a step."""
         self._pause()
         if not has_work:
             self.rest()
 
     def rest(self) -> None:
-        """Nobody wants anything of the core."""
+        """The core has no work."""
         self.timeline.rest(self)
 
     def waits(self) -> None:
@@ -100,7 +100,7 @@ class DeviceTimer:
         self.total.host += seconds
 
     def launched(self) -> str:
-        """A step's first work was queued: under what to book the gap before it."""
+        """The first work of a step was queued. Returns the cause of the gap before it."""
         self._pause()
         line = self.timeline
         if line.last is not None and not line.last.ended.done():
@@ -115,12 +115,12 @@ class DeviceTimer:
         return cause
 
     def follow(self, span: StepInterval | None) -> None:
-        """The step launched last is this one."""
+        """`span` is the step that was launched last."""
         self._before.append(self.timeline.last)
         self.timeline.last = span
 
     def book(self, span: StepInterval | None, cause: str) -> float:
-        """The oldest step has ended. Returns how long it was on the device."""
+        """The oldest step has ended. Returns its seconds on the device."""
         before = self._before.popleft()
         if span is None:
             return 0.0
@@ -128,28 +128,28 @@ class DeviceTimer:
         total.num_steps += 1
         total.busy += busy
         if before is not None:
-            # the clocks' grain may make a gap negative
+            # the resolution of the clock may make a gap negative
             setattr(total, cause, getattr(total, cause) + max(0.0, span.started.since(before.ended)))
         return busy
 
 
 class Timeline:
-    """One device's work in the order of its launches, and what the host did since the last of them."""
+    """One device's steps in the order of their launches, and host times since the last launch."""
 
     def __init__(self, clock: Clock) -> None:
-        self.last: StepInterval | None = None  # launched
-        self.inside = self.outside = 0.0  # of the cores, since the last launch
-        self.ran_dry = True  # since the last launch there was a time with nothing to do
-        self.working: set[DeviceTimer] = set()  # those that have something to do
+        self.last: StepInterval | None = None  # the step launched last
+        self.inside = self.outside = 0.0  # host seconds inside and outside the cores since the last launch
+        self.ran_dry = True  # whether there was a time without work since the last launch
+        self.working: set[DeviceTimer] = set()  # timers of cores with work
         self._clock = clock
         self._mark = clock()
 
     def lap(self) -> float:
-        """Seconds since this was last asked."""
+        """Seconds since the last call."""
         before, self._mark = self._mark, self._clock()
         return self._mark - before
 
     def rest(self, account: DeviceTimer) -> None:
-        """It has nothing to do."""
+        """The core of this timer has no work."""
         self.working.discard(account)
         self.ran_dry |= not self.working

@@ -1,6 +1,6 @@
-"""Garbage collection while thousands of small results are made: only what is new is looked through.
+"""Limits garbage collection to new objects while thousands of small results are created.
 
-Each collection would otherwise walk over all that torch and the model have loaded, which costs more than the results.
+Otherwise each collection would traverse all objects of torch and the model, which costs more than the results.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def frozen_gc() -> Iterator[None]:
-    """What is there now is taken for needed until the block ends. Both ends cost next to nothing."""
+    """Exclude all present objects from garbage collection until the block ends. Both ends cost almost nothing."""
     gc.freeze()
     try:
         yield

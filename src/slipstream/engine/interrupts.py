@@ -1,4 +1,4 @@
-"""Ctrl-C between steps: one that comes in the middle would leave the two halves disagreeing about what was launched."""
+"""Handles Ctrl-C between steps: an interrupt inside a step would leave scheduler and runner in disagreement."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
 class _Hold:
-    """An interrupt that comes inside is raised at the end; one that comes outside, at once.
+    """An interrupt inside the block is raised at its end; one outside is raised at once.
 
-    To change a signal's handler takes longer than what is to be guarded. So the handler stays for a whole call, and
-    looks here.
+    Changing a signal handler takes longer than the guarded code. So the handler is installed for a whole call, and
+    reads this object.
     """
 
     depth = 0
     came = False
-    is_watched = False  # by the handler
+    is_watched = False  # whether the handler is installed
 
     def __enter__(self) -> None:
         self.depth += 1
@@ -34,14 +34,14 @@ class _Hold:
         self.came = True
 
 
-_HOLD = _Hold()  # one for all: only the main thread gets interrupts
+_HOLD = _Hold()  # a single one: only the main thread receives interrupts
 _interrupt = _HOLD.interrupt
 _NO_HOLD = nullcontext()
 
 
 @contextmanager
 def watched() -> Iterator[AbstractContextManager[None]]:
-    """Gives a hold to open as often as there is something that must not be torn."""
+    """Yields a hold, a context manager for code that must not be interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield _NO_HOLD
         return
@@ -49,7 +49,7 @@ def watched() -> Iterator[AbstractContextManager[None]]:
         yield _HOLD
         return
     if signal.getsignal(signal.SIGINT) not in (signal.default_int_handler, _interrupt):
-        yield _NO_HOLD  # somebody handles it in a way of their own
+        yield _NO_HOLD  # the program has a handler of its own
         return
     _HOLD.came = False
     try:
@@ -63,6 +63,6 @@ def watched() -> Iterator[AbstractContextManager[None]]:
 
 @contextmanager
 def held_back() -> Iterator[None]:
-    """An interrupt that comes inside is raised at the end."""
+    """An interrupt inside the block is raised at its end."""
     with watched() as hold, hold:
         yield

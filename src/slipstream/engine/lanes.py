@@ -1,9 +1,9 @@
-"""Lanes: several models under one loop, on one device.
+"""Lanes: several models in one loop, on one device.
 
-Each lane is a core of its own. A step of one is queued behind the steps of the others, so who is stepped next decides
-who gets the device: always the lane that has had the least of it, by device time over weight. Texts that somebody
-reads as they grow weigh more than prompts that are computed once. Nobody saves up: a lane that comes back from having
-nothing to do is set to where the others are. So none starves, and a lane alone gets everything.
+Each lane has a core of its own. The device runs steps in the order of their launches, so the lane that is stepped next
+gets the device: always the one with the least device time divided by its weight. Generation weighs more than pooling.
+Idle lanes earn no credit: a lane that becomes active starts at the current minimum. So no lane starves, and a lane that
+is alone gets the whole device.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from slipstream.scheduler.encoder_scheduler import EncoderScheduler
 from slipstream.scheduler.scheduler import Scheduler
 
 GENERATING, POOLING = 2.0, 1.0
-"""What a lane's wishes count for."""
+"""Weights of lanes."""
 
 
 class Lanes:
-    """To its caller a core like any other. With one lane it is that core, step by step."""
+    """Has the interface of a core. With one lane every step is a step of that core."""
 
     def __init__(self, cores: Mapping[str, EngineCore]) -> None:
         assert cores, "an engine has at least one model"
@@ -30,14 +30,14 @@ class Lanes:
         self._default = next(iter(self._lanes.values()))
         for core in self.cores.values():
             core.account.timeline = self._default.core.account.timeline  # they share a device
-        self._failure: tuple[str, BaseException] | None = None  # of any lane: they share a device
+        self._failure: tuple[str, BaseException] | None = None  # of any lane: all fail together
 
     @property
     def num_steps(self) -> int:
         return sum(core.num_steps for core in self.cores.values())
 
     def submit(self, *messages: Submit) -> None:
-        """Prompts for one model: all of them, or none."""
+        """Submit prompts for one model: all of them, or none."""
         self._check_alive()
         lane = self._find(messages[0].model)
         others = [other.core.scheduler for other in self._lanes.values() if other is not lane]
@@ -47,7 +47,7 @@ class Lanes:
         lane.core.submit(*messages)
 
     def abort(self, message: Abort) -> int:
-        """Returns how many samples this ended. Lanes that do not know the request ignore it."""
+        """Returns how many samples this ended. Lanes without the request ignore it."""
         return sum(core.abort(message) for core in self.cores.values())
 
     def keeps_query(self, request_id: str) -> bool:
@@ -57,7 +57,7 @@ class Lanes:
         return any(lane.core.has_work() for lane in self._lanes.values())
 
     def step(self) -> list[Output]:
-        """One step of the lane whose turn it is."""
+        """One step of the lane that is next."""
         self._check_alive()
         lane = self._next()
         if lane is None:
@@ -73,12 +73,12 @@ class Lanes:
             raise
 
     def take_begun(self) -> list[str]:
-        """Requests that the last step admitted for the first time, of models that continue text."""
+        """Generation requests that the last step admitted for the first time."""
         schedulers = [core.scheduler for core in self.cores.values()]
         return [name for each in schedulers if isinstance(each, Scheduler) for name in each.take_begun()]
 
     def check(self) -> None:
-        """Assert every invariant of every lane; for tests and the end of a process."""
+        """Assert every invariant of every lane. For tests and at the end of a process."""
         for core in self.cores.values():
             core.scheduler.check()
 
@@ -104,7 +104,7 @@ class Lanes:
         busy = [lane for lane in self._lanes.values() if lane.core.has_work()]
         if not busy:
             return None
-        # where the lanes stand that kept working; those that were idle join them there
+        # lanes that were idle start at the minimum of those that kept working
         front = min((lane.used for lane in busy if lane.worked), default=max(lane.used for lane in busy))
         for lane in self._lanes.values():
             is_busy = lane in busy
@@ -120,14 +120,14 @@ class _Lane:
         self.core = core
         self.is_encoder = core.config.scheduler.is_encoder
         self.weight = POOLING if self.is_encoder else GENERATING
-        self.used = 0.0  # seconds of the device, over the weight
-        self.worked = False  # when the last step was given out
+        self.used = 0.0  # device seconds divided by the weight
+        self.worked = False  # whether it had work at the last step
 
     def step(self) -> list[Output]:
         busy, num_launched = self.core.account.total.busy, self.core.num_steps
         outputs = self.core.step()
         used = self.core.account.total.busy - busy
-        # a device that keeps no time: every step counts the same
+        # a device without a clock: every step counts the same
         if not self.core.account.total.busy and self.core.num_steps > num_launched:
             used = 1e-3
         self.used += used / self.weight

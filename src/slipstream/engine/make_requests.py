@@ -1,4 +1,4 @@
-"""A Submit becomes what the scheduler keeps: its defaults settled, a seed for each."""
+"""Makes scheduler requests from Submit messages: applies defaults and derives seeds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.scheduler.encoder_scheduler import EncoderRequest
 
 
 def encoder_request(message: Submit) -> EncoderRequest:
-    """For a model that computes whole prompts."""
+    """For an encoder, which computes whole prompts."""
     params = message.params
     assert isinstance(params, PoolingParams) and params.task is not None, "inputs refuse what this model cannot do"
     return EncoderRequest(
@@ -20,7 +20,7 @@ def encoder_request(message: Submit) -> EncoderRequest:
 
 
 def requests_of(message: Submit, config: EngineConfig, number: int) -> list[Request]:
-    """For a model with a cache: a request for each sample. `number` is the message's place in line."""
+    """For a model with a cache: one request per sample. `number`: of the message, in order of submission."""
     if isinstance(message.params, PoolingParams):
         return [_pooling_request(message, message.params)]
     return _samples(message, message.params, config, number)
@@ -68,7 +68,7 @@ def _samples(message: Submit, params: SamplingParams, config: EngineConfig, numb
 
 
 def _mix(seed: int, number: int) -> int:
-    """A 64-bit seed for a request that brought none: the engine's seed and the request's place in line."""
+    """A 64-bit seed for a request without one, from the engine's seed and the request's number."""
     x = (seed * 0x9E3779B97F4A7C15 + number * 0xD1B54A32D192ED03 + 0x2545F4914F6CDD1D) & (2**64 - 1)
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & (2**64 - 1)

@@ -26,8 +26,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     pooling: PoolingInfo | None = None  # None: it only generates
     dtype: str = "float32"
     max_batch_tokens: int = 0  # of a step
-    max_waiting: int | None = None  # prompts that the core lets wait; None: nobody said
-    max_kept: int | None = None  # tokens of queries that the core keeps for documents; None: nobody said
+    max_waiting: int | None = None  # prompts that may wait in the core; None: unknown
+    max_kept: int | None = None  # tokens of queries that the core stores; None: unknown
 
     @property
     def generates(self) -> bool:
@@ -35,12 +35,12 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def known_ids(self) -> str:
-        """Its token ids, for whoever gave others."""
+        """Its token ids, for error messages about other ids."""
         return f"{self.name} has 0 to {self.vocab_size - 1}"
 
     @property
     def way_out(self) -> str:
-        """For whoever gave a prompt that is too long."""
+        """For error messages about prompts that are too long."""
         raise_it = ", or raise max_model_len" if self.max_model_len < self.max_positions else ""
         return f"shorten it or set truncate_prompt_tokens{raise_it}"
 

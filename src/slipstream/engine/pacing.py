@@ -1,8 +1,7 @@
-"""Pace: how far to run ahead of the device, and how much prompt a step may carry, by what steps took so far.
+"""Pacer: decides how far to run ahead of the device, and how many prefill tokens a step may have, from measured times.
 
-Steps launched ahead hide the host's work, but whoever comes later waits behind them. A short time ahead is enough:
-about twice what the host needs for a step. And while texts are being read, a step with much prompt in it makes their
-readers wait; `max_itl` bounds that.
+Steps launched ahead hide the host's work, but a new request waits behind them. About twice the host time of a step is
+enough. While rows decode, a step with many prefill tokens delays their next tokens; `max_itl` bounds that delay.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from dataclasses import dataclass
 
 from slipstream.step import StepPlan
 
-MIN_AHEAD = 0.005  # seconds: sleeping is no more exact than this
-MAX_NAP = 0.001  # then the caller gets a turn: somebody may have come, or the device is done before its time
+MIN_AHEAD = 0.005  # seconds: sleeping is not more precise than this
+MAX_NAP = 0.001  # seconds; then the caller runs: requests may have arrived, or the device may have finished early
 MIN_NAP = 0.0001
-MIN_CHUNK = 64  # tokens of prompt that a step may have in any case
-_NEWEST = 0.3  # what the newest measurement counts for
+MIN_CHUNK = 64  # prefill tokens that a step may have in any case
+_NEWEST = 0.3  # weight of the newest measurement
 
 
 @dataclass(slots=True)
@@ -43,22 +42,22 @@ class Pacer:
         self._clock = clock
         self._sleep = sleep
         self._steps: deque[_Step] = deque()
-        self._seconds: dict[int, float] = {}  # for each token of a step of some kind
-        self._rested: dict[int, float] = {}  # the same after a rest: a GPU that has cooled is a fifth quicker
-        self._per_token: float | None = None  # of a step with chunks
-        self._host = 0.0  # seconds that the host takes for a step
-        self._freed = 0.0  # when the device was last known to begin with the oldest step in flight
+        self._seconds: dict[int, float] = {}  # device seconds per token, by kind of step
+        self._rested: dict[int, float] = {}  # the same after an idle time: a cooler GPU is a fifth faster
+        self._per_token: float | None = None  # device seconds per token of steps with chunks
+        self._host = 0.0  # host seconds per step
+        self._freed = 0.0  # when the device is last known to have started the oldest step in flight
 
     def is_early(self) -> bool:
-        """Whether launching another step now would only lengthen the queue."""
+        """Whether another step launched now would only make the queue longer."""
         return self.too_early() >= MIN_NAP
 
     def nap(self) -> None:
-        """Sleeps a little, and not past the time when the next step is due."""
+        """Sleep briefly, at most until the next step is due."""
         self._sleep(max(0.0, min(self.too_early(), MAX_NAP)))
 
     def too_early(self) -> float:
-        """Seconds until another step is due; 0 or less: now."""
+        """Seconds until another step is due; 0 or less: it is due now."""
         steps = self._steps
         if not steps:
             return 0.0
@@ -67,13 +66,13 @@ class Pacer:
         return ahead - max(2 * self._host, MIN_AHEAD)
 
     def max_num_tokens(self) -> int | None:
-        """That a step may have while rows decode; None: as many as fit."""
+        """Maximum number of tokens of a step while rows decode; None: no limit."""
         if self.max_itl is None or self._per_token is None:
             return None
         return max(MIN_CHUNK, int(self.max_itl / self._per_token))
 
     def launched(self, plan: StepPlan, host: float) -> None:
-        """A plan is on its way; `host` is what the host took for planning and launching it."""
+        """A plan was launched; `host`: host seconds for planning and launching it."""
         has_chunks = len(plan.tokens) > 0
         num_tokens = plan.total_tokens if has_chunks else len(plan.rows)
         kind = 2 * num_tokens.bit_length() + has_chunks
@@ -81,18 +80,19 @@ class Pacer:
         self._steps.append(_Step(kind, num_tokens, has_chunks, not self._steps, self._clock(), host))
 
     def committed(self, busy: float) -> None:
-        """The oldest step's result is there, after so many seconds on the device; 0: nobody knows."""
+        """The oldest step is committed, after `busy` seconds on the device; 0: unknown."""
         step = self._steps.popleft()
         self._freed = self._clock()
         if busy <= 0:
             return
         each = busy / step.num_tokens
-        # else it waited for the host in its middle, most likely, as one does that is being captured: it took no more
+        # otherwise the step probably waited for the host, as during a capture: `busy` is an upper bound
         is_exact = busy > 2 * step.host
         for known in [self._seconds, self._rested] if step.after_rest else [self._seconds]:
             before = known.get(step.kind, each)
             if is_exact or each < before:
-                # believed at once where it took less: to be early costs newcomers a little, to be late idles the device
+                # Shorter times are used at once: launching early delays new requests a little, launching late idles the
+                # device.
                 known[step.kind] = min(each, before + _NEWEST * (each - before))
         if step.has_chunks and step.num_tokens >= MIN_CHUNK:
             before = each if self._per_token is None else self._per_token

@@ -1,4 +1,4 @@
-"""A bar for a person at a terminal: what is done, and the tokens a second."""
+"""A progress bar for a terminal: finished requests and tokens per second."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress(total: int, what: str, shown: bool = True) -> Iterator[Callable[[int], None]]:
-    """Gives what to call for each that is done, with its number of tokens. Silent where nobody would see it."""
+    """Yields a function to call for each finished request with its number of tokens. No output without a terminal."""
     if not shown or total == 0 or not sys.stderr.isatty():
         yield lambda num_tokens: None
         return
-    from rich.console import Console  # only an interactive terminal pays for the import
+    from rich.console import Console  # imported for interactive terminals only
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     rate = TextColumn("{task.fields[rate]}")

@@ -132,7 +132,7 @@ def test_a_bad_pair_is_named_by_its_place_among_all(folder, monkeypatch):
         call = asyncio.create_task(engine.score(["a", "b", "c", "\ud800"], ["d"] * 4))
         await core.until(lambda: len(core.submits) == 4)
         core.say(*(done(one, 1.0) for one in core.submits))
-        with pytest.raises(InvalidPrompt, match="prompt 4 of 4: a prompt holds half of a surrogate"):
+        with pytest.raises(InvalidPrompt, match="prompt 4 of 4: a prompt has an unpaired surrogate"):
             await call
 
     with_scripted(folder, scenario)

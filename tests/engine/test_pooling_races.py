@@ -121,8 +121,8 @@ def test_a_step_in_which_nobody_ends_is_waited_for_by_nobody(tmp_path, depth, mo
             assert bench.step() == []
         assert core.num_steps == depth + 1 and len(core.in_flight) == depth
         assert core.account.total.num_steps == 0  # it has not ended, so nobody knows how long it took
-        real = StepHandle.end
-        monkeypatch.setattr(StepHandle, "end", lambda handle: (gate.set(), real(handle)))
+        real = StepHandle.wait_until_ended
+        monkeypatch.setattr(StepHandle, "wait_until_ended", lambda handle: (gate.set(), real(handle)))
         bench.step()  # one more is launched, and this is as far ahead as anyone runs
         assert gate.is_set()
         bench.run()

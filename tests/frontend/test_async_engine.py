@@ -105,7 +105,7 @@ def test_a_refusal_reaches_the_reader_of_many_though_one_was_aborted(folder):
     run(folder, scenario, max_waiting=4, max_num_seqs=1)
 
 
-def test_a_mistake_of_ours_is_logged(folder, caplog):
+def test_an_internal_error_is_logged(folder, caplog):
     async def scenario(engine):
         first_core(engine)._submit = lambda message: 1 / 0
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
@@ -170,7 +170,7 @@ def test_long_texts_are_encoded_beside_the_loop(folder, verb, monkeypatch):
     run(folder, scenario)
 
 
-def test_leaving_a_stream_aborts_it_and_others_go_on(folder):
+def test_closing_a_stream_aborts_it_and_others_continue(folder):
     async def scenario(engine):
         async for result in engine.generate([1, 2], PARAMS.with_changes(max_tokens=50), "left"):
             assert not result.finished
@@ -194,7 +194,7 @@ def test_abort_ends_a_stream_with_what_there_is(folder):
     assert result.finished and result.outputs[0].finish_reason == "abort"
 
 
-def test_bad_requests_harm_nobody(folder):
+def test_bad_requests_do_not_affect_others(folder):
     async def scenario(engine):
         good = asyncio.create_task(last(engine.generate([1, 2], PARAMS, "taken")))
         await asyncio.sleep(0)
@@ -207,7 +207,7 @@ def test_bad_requests_harm_nobody(folder):
     assert run(folder, scenario).finished
 
 
-def test_a_dead_core_tells_every_reader(folder):
+def test_every_stream_raises_when_the_core_dies(folder):
     async def scenario(engine):
         first_core(engine).executor.model.logits = None
         tasks = [asyncio.create_task(last(engine.generate([i], PARAMS))) for i in (1, 2)]
@@ -220,7 +220,7 @@ def test_a_dead_core_tells_every_reader(folder):
     run(folder, scenario)
 
 
-def test_a_closed_engine_says_so(folder):
+def test_a_closed_engine_raises(folder):
     async def scenario(engine):
         await engine.close()
         with pytest.raises(EngineClosed):
@@ -243,7 +243,7 @@ def test_stop_strings_in_a_stream_are_never_shown(folder):
     assert all(seen[-1].startswith(text) for text in seen)
 
 
-def test_cancelling_tasks_at_any_moment_harms_nobody(folder):
+def test_cancelling_tasks_at_any_moment_does_not_affect_others(folder):
     async def scenario(engine):
         neighbour = asyncio.create_task(last(engine.generate([1, 2], PARAMS.with_changes(max_tokens=40))))
         for turns in range(12):

@@ -1,4 +1,4 @@
-"""Increments: all of them together are the whole, at any pace of the reader, and cost what is new."""
+"""Increments: together they are the whole output at any pace of the reader, at a cost proportional to the new text."""
 
 from __future__ import annotations
 

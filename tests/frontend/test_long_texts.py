@@ -135,7 +135,7 @@ def test_no_more_texts_are_read_at_once_than_there_are_threads_and_all_are_read(
     assert most <= 2
 
 
-def test_work_that_nobody_waits_for_any_more_is_not_begun():
+def test_cancelled_work_is_not_started():
     begun = []
 
     def hold():
@@ -158,7 +158,7 @@ def test_work_that_nobody_waits_for_any_more_is_not_begun():
     assert not begun
 
 
-def test_memory_is_given_back_after_a_large_text_also_where_it_failed(monkeypatch):
+def test_the_heap_is_trimmed_after_a_large_text_also_after_an_error(monkeypatch):
     given = []
     monkeypatch.setattr(offload, "trim_heap", lambda: given.append(1))
 

@@ -33,7 +33,7 @@ def made(given, prompts, params=None, **how):
     return GenerationPrompts(given, prompts, [params] * len(prompts), lambda: f"r{next(numbers)}", **how)
 
 
-def test_parts_come_in_their_order_one_ahead_and_no_further():
+def test_parts_are_computed_in_order_and_one_ahead():
     begun, go_on = [], threading.Event()
 
     def make(part):
@@ -51,7 +51,7 @@ def test_parts_come_in_their_order_one_ahead_and_no_further():
     assert numbers.is_ready() and list(numbers) == []
 
 
-def test_what_goes_wrong_in_a_part_is_told_in_its_turn():
+def test_an_error_in_a_part_is_raised_when_the_part_is_reached():
     def make(part):
         if part.start == 8:
             raise InvalidPrompt("no")
@@ -101,7 +101,7 @@ def test_every_form_of_prompt_has_a_size():
     assert [size_of(prompt) for prompt, _ in sizes] == [size for _, size in sizes]
 
 
-def test_a_call_says_what_its_prompts_say_one_by_one():
+def test_a_batch_gives_the_messages_of_its_prompts_one_by_one():
     given = inputs()
     prompts = ["abc", [1, 2], {"prompt": "wide", "cache_salt": "s"}, "x" * 30, {"prompt_token_ids": [7], "prompt": "q"}]
     params = SamplingParams(truncate_prompt_tokens=20)
@@ -124,7 +124,7 @@ def test_parts_are_a_steps_worth_and_then_larger(monkeypatch):
 
 
 @pytest.mark.parametrize("bad", [5, [999], {"other": 1}, []])
-def test_what_can_be_refused_at_once_is(bad):
+def test_bad_parameters_are_refused_before_tokenising(bad):
     given = inputs()
     given.tokenizer.encode_batch = None  # nothing is encoded
     with pytest.raises(InvalidPrompt, match="prompt 3 of 3: "):
@@ -164,7 +164,7 @@ def test_a_text_is_refused_when_it_is_encoded_and_named_by_its_place():
         ("x", dict(logprobs=5, prompt_logprobs=5), True),
     ],
 )
-def test_it_is_known_beforehand_which_texts_cannot_be_refused(prompt, params, is_sure):
+def test_texts_that_surely_fit_are_known_before_tokenising(prompt, params, is_sure):
     given = inputs()
     prompts = made(given, ["fine", prompt], SamplingParams(**params))
     assert prompts.is_sure == is_sure

@@ -1,4 +1,4 @@
-"""The desk between readers and a core: what one request does never reaches another."""
+"""RequestRouter: an error of one request does not affect the others."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_an_exception_as_a_request_is_closed_reaches_its_reader(folder, monkeypa
     at_desk(folder, scenario)
 
 
-def test_a_message_that_cannot_be_taken_in_does_not_lose_the_outputs_beside_it(folder, monkeypatch, caplog):
+def test_a_message_that_raises_does_not_lose_the_outputs_beside_it(folder, monkeypatch, caplog):
     async def scenario(engine, core):
         task = asyncio.create_task(last(engine.generate("a", PARAMS)))
         await core.until(lambda: core.submits)
@@ -145,7 +145,7 @@ def test_a_message_that_cannot_be_taken_in_does_not_lose_the_outputs_beside_it(f
     at_desk(folder, scenario)
 
 
-def test_requests_end_where_another_front_end_asks_for_it(folder):
+def test_requests_are_aborted_by_another_front_end(folder):
     async def scenario(engine, core):
         tasks = [asyncio.create_task(last(engine.generate(text, PARAMS))) for text in "ab"]
         await core.until(lambda: len(core.submits) == 2)
@@ -157,7 +157,7 @@ def test_requests_end_where_another_front_end_asks_for_it(folder):
     at_desk(folder, scenario)
 
 
-def test_a_call_to_end_others_waits_for_the_count_or_the_cores_end(folder):
+def test_abort_others_waits_for_the_count_or_the_loss_of_the_core(folder):
     async def scenario(engine, core):
         asking = asyncio.create_task(engine.abort_others())
         await core.until(lambda: core.others)
@@ -205,6 +205,6 @@ SIZES = [
 
 
 @pytest.mark.parametrize(("given", "wanted"), SIZES)
-def test_the_numbers_of_a_result_are_known_before(given, wanted):
+def test_the_size_of_a_result_is_known_before_it_is_computed(given, wanted):
     info = msgspec.structs.replace(EVERY_TASK, embed_size=8, token_size=16, num_labels=3)
     assert num_result_values(info, 304, PoolingParams(**given), 10) == wanted

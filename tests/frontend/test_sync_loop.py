@@ -1,4 +1,4 @@
-"""Drive: when the prompts of a call are taken in, over a scripted device."""
+"""SyncLoop: when the prompts of a call are submitted, with a scripted device."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_prompts_that_are_in_the_cache_do_not_make_small_steps():
     assert [int(plan.num_tokens.sum()) for plan in world.plans] == [8]
 
 
-def test_the_others_are_taken_in_while_a_step_is_not_due(monkeypatch):
+def test_other_prompts_are_submitted_between_steps(monkeypatch):
     world = World(max_num_batched_tokens=16)
     asked = []
 
@@ -115,7 +115,7 @@ def test_the_others_are_taken_in_while_a_step_is_not_due(monkeypatch):
     assert asked[:4] == [many, many + 1, many + 2, many + 3] and world.num_taken[:2] == [2, many + 3]
 
 
-def test_who_waits_has_waited_since_the_call_began():
+def test_queue_time_counts_from_the_start_of_the_call():
     world = World(max_num_batched_tokens=16)
     tracks = world.run([submit(f"r{place}", [place + 1] * 8, max_tokens=1) for place in range(20)])
     assert len({track.submitted for track in tracks}) == 1
@@ -123,7 +123,7 @@ def test_who_waits_has_waited_since_the_call_began():
     assert latencies == sorted(latencies)
 
 
-def test_all_come_first_where_it_matters_who_comes_when():
+def test_all_prompts_are_submitted_first_where_their_order_matters():
     some = list(mixed(3))
     assert World().may_be_late(some)
     assert not World().may_be_late([*some, msgspec.structs.replace(some[0], priority=1)])
@@ -136,7 +136,7 @@ def test_all_come_first_where_it_matters_who_comes_when():
     assert world.may_be_late(some)
 
 
-def test_one_that_can_never_run_is_refused_before_any_runs():
+def test_a_prompt_that_can_never_run_is_refused_before_any_runs():
     world = World(num_pages=9)
     messages = [submit("a", [1] * 8), submit("b", [1] * 40, max_tokens=20)]
     with pytest.raises(RequestTooLarge):
@@ -144,7 +144,7 @@ def test_one_that_can_never_run_is_refused_before_any_runs():
     assert not world.plans and not world.core.has_work()
 
 
-def test_more_samples_than_may_wait_are_refused_where_nobody_else_is():
+def test_more_samples_than_the_queue_holds_are_refused():
     world = World(max_waiting=5)
     with pytest.raises(QueueFull):
         world.run([*mixed(9), submit("z", [1], n=9)])
@@ -167,7 +167,7 @@ class Late(list):
 
 
 @DEPTHS
-def test_what_is_not_ready_is_waited_for_only_where_a_step_has_room(depth):
+def test_a_step_waits_for_a_prompt_only_if_it_has_room(depth):
     """So steps are the same, however long a text takes to be encoded."""
     messages = [submit(f"r{place}", [place + 1] * 8, max_tokens=3) for place in range(20)]
     late, early = (World(depth, max_num_batched_tokens=16, max_num_seqs=4) for _ in range(2))
@@ -204,7 +204,7 @@ def test_prompts_that_are_refused_or_cannot_be_read_end_the_call_and_not_the_eng
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_an_error_that_was_dealt_with_holds_on_to_no_prompts(place):
+def test_a_handled_error_keeps_no_reference_to_prompts(place):
     """Else they are kept until old garbage is collected."""
     world = World(max_num_batched_tokens=16)
 
@@ -225,7 +225,7 @@ def test_an_error_that_was_dealt_with_holds_on_to_no_prompts(place):
         gc.enable()
 
 
-def test_what_fails_in_the_engine_while_a_step_asks_for_prompts_is_not_the_callers(monkeypatch):
+def test_an_engine_failure_during_refill_is_not_a_user_error(monkeypatch):
     world = World(max_num_batched_tokens=16)
     take_in = world.core.submit_one
 
@@ -241,7 +241,7 @@ def test_what_fails_in_the_engine_while_a_step_asks_for_prompts_is_not_the_calle
 
 
 @pytest.mark.parametrize("is_early", [False, True])
-def test_no_more_are_taken_in_than_the_next_steps_can_use(is_early, monkeypatch):
+def test_only_prompts_that_the_next_steps_can_use_are_submitted(is_early, monkeypatch):
     """Each fills a step, and more came with each."""
     world = World(max_num_seqs=4, max_num_batched_tokens=16, max_waiting=200)
     scheduler, num_waiting, num_asked = world.core.scheduler, [], 0
@@ -266,7 +266,7 @@ def test_no_more_are_taken_in_than_the_next_steps_can_use(is_early, monkeypatch)
 
 
 @DEPTHS
-def test_the_wait_for_prompts_is_not_the_cores_time(depth):
+def test_waiting_for_prompts_does_not_count_as_host_time(depth):
     world = World(depth, max_num_batched_tokens=16, max_num_seqs=4)
     now, ended = 0.0, -1.0  # seconds; and when the device was done last
     world.core.account = account = DeviceTimer(lambda: now)
@@ -304,7 +304,7 @@ def test_the_wait_for_prompts_is_not_the_cores_time(depth):
     assert total.output > 5 and total.host_late < 0.001 * num_steps + 1e-9
 
 
-def test_a_call_that_fails_takes_back_what_it_asked_for():
+def test_a_failed_call_aborts_its_requests():
     world = World(max_num_batched_tokens=16)
     world.drive.outputs.process = None  # whoever takes the results fails
     with pytest.raises(TypeError):
@@ -386,7 +386,7 @@ def test_a_stream_dropped_in_another_thread_ends_with_the_next_call():
 
 
 @pytest.mark.usefixtures("interrupts")
-def test_a_second_interrupt_finds_all_of_them_given_up():
+def test_all_requests_are_aborted_despite_a_second_interrupt():
     world = World(max_num_seqs=4)
     abort, step, aborted = world.drive.lanes.abort, world.core.step, []
 

@@ -338,7 +338,7 @@ def test_a_stage_that_cannot_be_captured_is_never_left_out_of_a_replayed_head():
     """A stage without `by_row` must run eagerly: a replayed head without it would ignore the parameter."""
 
     class Everyone:
-        def asks(self, rows):
+        def is_used_by(self, rows):
             return 1 in rows
 
     harness = Harness(4, 20)

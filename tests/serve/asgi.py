@@ -1,4 +1,4 @@
-"""Calls an ASGI app without a server: the test plays uvicorn, and may hang up whenever it likes."""
+"""Calls an ASGI app without a server, with disconnects at any time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU gives, told with a benchmark's figures."""
+"""Measured rates of a GPU."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from slipstream.serve.bench.machine import measure_gpu, rates, sustained
 def test_rates_count_two_operations_a_number_and_bytes_both_ways():
     found = rates(product=2 * 8192**3 / 778e12, copy=2 * machine.COPIED / 4.2e12)
     assert (found.product_tflops, found.copy_tbs) == (pytest.approx(778), pytest.approx(4.2))
-    assert str(found) == "this GPU gives 778 TFLOP/s and 4.20 TB/s"
+    assert str(found) == "this GPU reaches 778 TFLOP/s and 4.20 TB/s"
 
 
 def test_work_is_timed_when_the_clock_has_followed_the_load():
@@ -25,6 +25,6 @@ def test_work_is_timed_when_the_clock_has_followed_the_load():
 
 
 @pytest.mark.cuda
-def test_a_gpu_gives_something():
+def test_the_rates_of_a_gpu_are_positive():
     found = measure_gpu()
     assert 0.1 < found.product_tflops < 10_000 and 0.01 < found.copy_tbs < 100

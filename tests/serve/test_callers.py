@@ -1,4 +1,4 @@
-"""One caller's requests do not keep those of others from being served."""
+"""Fairness among callers: one caller's requests do not block those of others."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_where_there_are_several_keys_a_caller_is_a_key(folder):
     at_door(folder, scenario, api_key=["secret-one", "secret-two"])
 
 
-def test_one_key_for_all_tells_nobody_apart_so_connections_do(folder):
+def test_with_one_key_callers_are_connections(folder):
     async def scenario(door):
         for port in (1, 2):
             door.client = ("10.0.0.1", port)

@@ -4,7 +4,7 @@ from serve.chaos import CHAOS_FLAGS, run_chaos
 from serve.server_process import ServerProcess
 
 
-def test_every_request_of_a_wild_crowd_ends_exactly_once_and_nothing_is_lost(tiny_folder):
+def test_every_request_of_many_clients_ends_exactly_once_and_nothing_leaks(tiny_folder):
     """Few pages, so that requests are preempted too. The core counts pages and rows as it ends."""
     server = ServerProcess(tiny_folder, *CHAOS_FLAGS)
     ends = asyncio.run(run_chaos(server.port, 300, 30, seed=1))
@@ -14,7 +14,7 @@ def test_every_request_of_a_wild_crowd_ends_exactly_once_and_nothing_is_lost(tin
     assert server.stop() == 0, server.lines[-5:]
 
 
-def test_sigterm_in_the_crowd_ends_in_order(tiny_folder):
+def test_sigterm_under_load_ends_in_order(tiny_folder):
     server = ServerProcess(tiny_folder, *CHAOS_FLAGS, "--drain-timeout", "0.5")
 
     async def main():

@@ -76,10 +76,10 @@ def test_sampling_flags_reach_the_sampler(model, capsys):
         (["--concurrency", "0"], "concurrency is 0"),
         (["--temperature", "-1"], "temperature is -1.0"),
         (["--input-len", "2000"], "a request of 2000 + 64 tokens is longer than --max-model-len"),
-        (["--machine"], "--machine is for CUDA GPUs, and this engine runs on cpu; leave it out"),
+        (["--machine"], "--machine is for CUDA GPUs, and this engine runs on cpu; remove it"),
         (["--machine", "--model", "nowhere"], "--machine is for CUDA GPUs"),  # before anything is loaded
-        (["serve", "--url", "http://127.0.0.1:1", "--machine"], "serve measures others; leave it out"),
-        (["startup", "--machine"], "startup measures others; leave it out"),
+        (["serve", "--url", "http://127.0.0.1:1", "--machine"], "serve measures others; remove it"),
+        (["startup", "--machine"], "startup measures others; remove it"),
     ],
 )
 def test_a_mistake_is_one_line(model, capsys, flags, message):
@@ -175,7 +175,7 @@ def test_latency_under_load_comes_at_a_rate_or_at_a_share_of_the_peak(model, cap
     assert " requests/s, best of 2" in bench(capsys, model, flags + " --load 0.9 --repeats 2")
 
 
-def test_a_latency_trial_does_not_live_on_the_cache_of_the_peak(model, capsys):
+def test_a_latency_trial_has_no_prefix_cache_hits_of_the_throughput_trial(model, capsys):
     found = json.loads(bench(capsys, model, "latency --num-prompts 4 --input-len 40 --output-len 3 --load 0.9 --json"))
     assert found["input_tokens"] == 160 and found["cached_tokens"] == 0
 
@@ -217,7 +217,7 @@ def test_shapes_of_any_lengths_are_compared_along_their_texts(model, capsys, sma
 
 def test_steps_show_the_hosts_part(model, capsys):
     out = bench(capsys, model, "step --num-prompts 2 --input-len 4 --output-len 6")
-    assert "us a step: planning, launching, committing" in out
+    assert "us per step: plan, launch, commit" in out
     facts = json.loads(bench(capsys, model, "step --num-prompts 2 --input-len 4 --output-len 6 --json"))
     assert facts["shapes"]["given"]["device"]["host"] > 0
 

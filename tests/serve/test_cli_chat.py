@@ -86,7 +86,7 @@ def test_reset_forgets_but_keeps_the_system_message(terminal):
 
 def test_commands_are_not_sent_to_the_model(terminal):
     _, out, _ = terminal.run("chat", stdin="/help\n/fly away\n/exit\nunread\n", tty=True)
-    assert "/reset   forget" in out and "there is no command /fly" in out
+    assert "/reset   start a new conversation" in out and "there is no command /fly" in out
     assert terminal.llm.conversations == []
 
 
@@ -100,7 +100,7 @@ def test_a_question_that_is_refused_leaves_the_conversation_as_it_was(terminal):
     terminal.kind = Small
     code, out, err = terminal.run("chat", stdin="long\nshort\n", tty=True)
     assert code == 0 and "echo: short" in out
-    assert "prompt has 9 tokens, the limit is 8 (/reset forgets" in err
+    assert "prompt has 9 tokens, the limit is 8 (/reset starts" in err
     assert terminal.llm.conversations == [[{"role": "user", "content": "short"}]]
 
 

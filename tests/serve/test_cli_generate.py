@@ -14,7 +14,7 @@ def test_prompts_as_arguments_come_back_in_order(terminal):
     assert terminal.llm.options == {"model": "m"} and terminal.llm.closed
 
 
-def test_json_lines_tell_everything_of_each_text(terminal):
+def test_json_lines_have_all_fields_of_each_text(terminal):
     _, out, _ = terminal.run("generate", "naïve", "b", "--json", "--n", "2")
     records = [json.loads(line) for line in out.splitlines()]
     assert [(r["index"], r["sample"], r["text"]) for r in records] == [
@@ -81,10 +81,10 @@ def test_a_json_line_that_is_no_prompt_is_named(terminal, line):
     [
         (["generate"], "", True, "there is no prompt"),
         (["generate"], "\n\n", False, "there is no prompt"),
-        (["generate", "a", "--file", "b"], "", True, "choose one"),
+        (["generate", "a", "--file", "b"], "", True, "remove one of them"),
         (["generate", "--file", "no/such/file"], "", True, "cannot read prompts from no/such/file: No such file"),
         (["generate", "a", "--system", "s"], "", True, "--system needs --chat"),
-        (["generate", "--chat"], '{"prompt_token_ids": [1]}', False, "cannot go through a chat template"),
+        (["generate", "--chat"], '{"prompt_token_ids": [1]}', False, "a chat template needs text"),
     ],
 )
 def test_a_mistake_is_named_before_the_model_is_loaded(terminal, argv, stdin, tty, message):

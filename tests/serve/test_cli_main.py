@@ -25,7 +25,7 @@ def test_the_help_of_a_command_shows_its_flags(terminal, command):
     assert out.startswith(f"usage: slipstream {command} [PROMPT")
 
 
-def test_version_is_told_without_a_model(terminal, monkeypatch):
+def test_version_needs_no_model(terminal, monkeypatch):
     monkeypatch.setattr(version, "PACKAGES", ("msgspec", "no-such-package"))
     code, out, _ = terminal.run("version")
     assert code == 0 and terminal.llm is None
@@ -121,7 +121,7 @@ def test_a_reader_that_goes_away_is_no_error():
 
 
 @pytest.mark.parametrize("command", ["chat hi", "generate hi", "embed hi", "plan", "bench", "serve"])
-def test_a_path_that_leads_nowhere_is_told_before_torch_is_loaded(command, tmp_path):
+def test_a_missing_path_is_reported_before_torch_is_loaded(command, tmp_path):
     flags = [*command.split(), "--model", str(tmp_path / "none")]
     code = f"""
 import sys

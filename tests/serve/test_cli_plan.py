@@ -33,7 +33,7 @@ def test_the_settled_configuration_and_its_memory_are_shown(model, capsys):
 
 def test_auto_shows_the_length_it_chose(model, capsys):
     out = plan(capsys, *model, "--max-model-len", "auto", "--num-pages", "10")
-    assert "max_model_len           160         what fits the memory" in out
+    assert "max_model_len           160         what fits into memory" in out
 
 
 def test_json_gives_bytes_that_add_up(model, capsys):
@@ -53,5 +53,5 @@ def test_what_cannot_fit_is_one_line(model, capsys):
 def test_low_bit_weights_are_not_called_float32(tmp_path, capsys, monkeypatch):
     path = write_gguf(write_tiny(tmp_path, "llama"), gguf.GGMLQuantizationType.Q4_1)
     monkeypatch.setattr("slipstream.nn.models.load.find_kernel", lambda: Interleaved())
-    assert "low-bit as in the file, the rest float32" in plan(capsys, "--model", str(path), "--device", "cpu")
-    assert "low-bit" not in plan(capsys, "--model", str(path), "--device", "cpu", "--dequantize")
+    assert "quantised as in the file, the rest float32" in plan(capsys, "--model", str(path), "--device", "cpu")
+    assert "quantised" not in plan(capsys, "--model", str(path), "--device", "cpu", "--dequantize")

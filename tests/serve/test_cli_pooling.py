@@ -69,7 +69,7 @@ def test_mistakes_are_found_before_the_model_is_opened(terminal, tmp_path):
     code, _, err = terminal.run("embed", "a", "--dimensions", "0")
     assert code == 2 and "dimensions is 0" in err and terminal.llm is None
     code, _, err = terminal.run("embed", "a", "--json", "--output", str(tmp_path / "x"))
-    assert code == 2 and "choose one" in err and terminal.llm is None
+    assert code == 2 and "remove one of them" in err and terminal.llm is None
     code, _, err = terminal.run("embed", tty=True)
     assert code == 2 and "there is no prompt" in err
 

@@ -45,7 +45,7 @@ def told(terminal, default_models, monkeypatch):
     return run
 
 
-def test_nothing_said_is_the_default_models_on_loopback(told):
+def test_the_defaults_are_the_default_models_on_loopback(told):
     settings, options = told()
     assert settings == ServerSettings() and settings.host == "127.0.0.1"
     assert options == [Options(), Options(task="embed")]
@@ -174,13 +174,13 @@ def test_a_file_may_give_models_by_name_with_options_of_their_own(told, tmp_path
         ("port: many", "{file}: port is 'many'; it takes a whole number"),
         ("port: true", "{file}: port is True; it takes a whole number"),
         ("api_key: [1]", "{file}: --api-key is [1]; it takes a list of strings"),
-        ("port: 1\nport: 2", "{file} gives port twice"),
-        ("workers: 1\napi-server-count: 2", "gives workers twice"),
-        ("- port", "{file} holds list; give lines like"),
-        ("port: [", "which is no YAML"),
+        ("port: 1\nport: 2", "{file} has port twice"),
+        ("workers: 1\napi-server-count: 2", "has workers twice"),
+        ("- port", "{file} has a list; give lines like"),
+        ("port: [", "which is not valid YAML"),
         ("request_timeout: .nan", "--request-timeout is nan"),
         ("models: {a: {prot: 1}}", "there is no option prot"),
-        ("model: a/b\nmodels: [c/d]", "give one of them"),
+        ("model: a/b\nmodels: [c/d]", "remove one of them"),
         ("uds: /tmp/s\nhost: a", "uds and host are both given"),
     ],
 )
@@ -194,12 +194,14 @@ def test_a_file_that_is_not_there_is_named(told, tmp_path):
     assert "cannot be read" in told("--config", str(tmp_path / "none.yaml"))
 
 
-def test_a_path_that_leads_nowhere_is_told_before_anything_starts(told, tmp_path):
+def test_a_missing_path_is_reported_before_anything_starts(told, tmp_path):
     assert f"there is no {tmp_path}/none here" in told(f"{tmp_path}/none")
     assert "there is no ./no-such-model here" in told("chat=./no-such-model")
     assert "neither config.json nor a .gguf file" in told(str(tmp_path))
     assert "there is no tokenizer at" in told("some/model", "--tokenizer", str(tmp_path / "none.json"))
-    assert "no file we can read" in told("some/model", "--chat-template", str(tmp_path / "none.jinja"))
+    assert "neither a template nor a readable file" in told(
+        "some/model", "--chat-template", str(tmp_path / "none.jinja")
+    )
     (tmp_path / "file.txt").write_text("")
     assert "not a .gguf one" in told(str(tmp_path / "file.txt"))
 
@@ -246,7 +248,7 @@ def test_keys_from_the_environment(told, monkeypatch):
         (("--gpu-memory-utilization", "nan"), "gpu-memory-utilization is nan"),
         (("--api-key", " "), "key is empty"),
         (("=x",), "NAME=MODEL"),
-        (("a", "--model", "b"), "give one of them"),
+        (("a", "--model", "b"), "remove one of them"),
         (("a", "b", "--served-model-name", "c"), "NAME=MODEL"),
         (("--log-level", "loud"), "invalid choice"),
         (("--max-body-bytes", "many"), "whole number"),

@@ -46,7 +46,7 @@ def test_input_that_is_not_utf_8_is_one_line(monkeypatch, capsys, command):
     code, out = run(monkeypatch, command, stdin=stream(b"caf\xe9\n", "utf-8"), stdout=stream())
     assert (code, out) == (2, b"")
     assert capsys.readouterr().err == (
-        "slipstream: standard input is not UTF-8 text: it holds the byte 0xe9; convert it first\n"
+        "slipstream: standard input is not UTF-8 text: it has the byte 0xe9; convert it first\n"
     )
 
 

@@ -1,4 +1,4 @@
-"""Which web pages may ask: what a browser is told before and after."""
+"""CORS headers and preflight requests, by origin."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def ask_first(door, origin=PAGE):
 
 
 @pytest.mark.parametrize("settings", [{"allowed_origins": [PAGE]}, {"allowed_origins": ["*"]}], ids=["one", "all"])
-def test_a_page_that_may_ask_is_told_so_and_gets_its_answer(folder, settings):
+def test_an_allowed_origin_gets_cors_headers_and_its_response(folder, settings):
     async def scenario(door):
         first = await ask_first(door)
         told = first.headers["access-control-allow-origin"]
@@ -53,7 +53,7 @@ def test_a_page_that_may_ask_is_told_so_and_gets_its_answer(folder, settings):
     with_cors(folder, scenario, **settings)
 
 
-def test_another_page_is_told_nothing(folder):
+def test_another_origin_gets_no_cors_headers(folder):
     async def scenario(door):
         first = await ask_first(door, origin="https://evil.example")
         assert first.status == 403 and "--allowed-origins" in first.error
@@ -77,14 +77,14 @@ def test_cookies_go_to_a_named_page_and_what_is_allowed_may_be_less(folder):
     )  # fmt: skip
 
 
-def test_without_origins_a_browser_that_asks_is_not_heard(folder):
+def test_without_origins_a_preflight_is_not_answered(folder):
     async def scenario(door):
         assert (await ask_first(door)).status == 405
 
     at_door(folder, scenario)
 
 
-def test_a_crowd_of_pages_is_refused_where_it_can_be_told_who_may_read_it(folder):
+def test_refusals_to_browsers_have_cors_headers(folder):
     async def scenario(door):
         cors = door.app
         door.state.engine.load.num_queued = 1
@@ -99,7 +99,7 @@ def test_a_crowd_of_pages_is_refused_where_it_can_be_told_who_may_read_it(folder
 
 
 def test_all_pages_with_credentials_are_refused_at_the_start():
-    with pytest.raises(InvalidOption, match="name the origins"):
+    with pytest.raises(InvalidOption, match="list the origins"):
         server_settings({"allowed_origins": ["https://a", "*"], "allow_credentials": True})
     assert server_settings({"allowed_origins": ["https://a"], "allow_credentials": True}).allow_credentials
 
@@ -118,5 +118,5 @@ def test_a_page_of_any_origin_never_gets_another_ones_cookies_allowed(folder):
 def test_the_flags_take_json_lists_as_vllm_does():
     given = {"allowed_origins": ['["https://a", "https://b"]', "https://c"]}
     assert server_settings(given).allowed_origins == ["https://a", "https://b", "https://c"]
-    with pytest.raises(InvalidOption, match="no list in JSON"):
+    with pytest.raises(InvalidOption, match="not a JSON list"):
         server_settings({"allowed_headers": ["[x"]})

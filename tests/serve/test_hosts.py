@@ -83,7 +83,7 @@ def test_the_name_is_checked_before_the_key_and_before_the_queue(folder):
     at_door(folder, scenario, max_queued_requests=1, api_key=["key"])
 
 
-def test_a_page_that_asks_first_is_not_told_yes_under_another_name(folder):
+def test_a_preflight_with_another_host_is_refused(folder):
     async def scenario(door):
         asks = {"origin": "http://evil.example", "access-control-request-method": "POST"}
         pairs = [(name.encode(), value.encode()) for name, value in asks.items()]

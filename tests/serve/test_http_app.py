@@ -1,4 +1,4 @@
-"""The app at the door: keys, limits, errors, and requests that nobody waits for any more."""
+"""App: keys, limits, errors, disconnects and deadlines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def once(folder, method, path, body=None, settings=None, **headers):
     return at_door(folder, scenario, **(settings or {}))
 
 
-def test_health_and_ready_tell_a_start_apart_from_a_trouble(folder):
+def test_health_and_ready_distinguish_a_start_from_a_failure(folder):
     async def scenario(door):
         health, ready = await door.get("/health"), await door.get("/ready")
         assert (health.status, ready.status) == (200, 503)
@@ -162,7 +162,7 @@ def test_admin_routes_want_the_admin_key(folder, settings, key, status):
         ("GET", "/v1/models/other", None, 404, "no model 'other'"),
     ],
 )
-def test_a_mistake_is_told_in_openais_shape_and_reaches_no_engine(folder, method, path, body, status, words):
+def test_a_user_error_has_openais_format_and_reaches_no_engine(folder, method, path, body, status, words):
     async def scenario(door):
         answer = await door.begin(method, path, body).end()
         assert not door.core.submits
@@ -193,7 +193,7 @@ USER = [{"role": "user", "content": "hi"}]
         ("logits_processors", ["os.system"]),
     ],
 )
-def test_what_we_do_not_do_is_refused_by_name(folder, field, value):
+def test_unsupported_fields_are_refused_by_name(folder, field, value):
     answer = once(folder, "POST", "/v1/chat/completions", {"messages": USER, field: value})
     assert answer.status == 400
     assert answer.json()["error"]["param"] == field and answer.json()["error"]["code"] == "unsupported_parameter"
@@ -250,7 +250,7 @@ def test_a_request_id_is_echoed_or_made_and_never_breaks_a_header(folder):
     assert once(folder, "GET", "/health", x_request_id="a\r\nset-cookie: b").headers["x-request-id"].isalnum()
 
 
-def test_a_client_that_hangs_up_is_aborted_and_counted(folder):
+def test_a_client_that_disconnects_is_aborted_and_counted(folder):
     async def scenario(door):
         for count, stream in enumerate((False, True), 1):
             exchange = door.begin("POST", "/v1/completions", ASK | {"stream": stream, "n": 2})
@@ -408,7 +408,7 @@ def test_draining_refuses_new_requests_and_lets_others_end(folder):
     at_door(folder, scenario, answers=False)
 
 
-def test_an_unknown_failure_tells_nothing_of_the_inside(folder, monkeypatch, caplog):
+def test_an_internal_error_reveals_no_details(folder, monkeypatch, caplog):
     def explode(*args, **kwargs):
         raise RuntimeError("secret at /root/0x7f00")
 
@@ -476,7 +476,7 @@ def test_a_stream_may_collect_tokens_for_an_event_after_its_first(folder):
     at_door(folder, scenario, answers=False, stream_interval=3)
 
 
-def test_a_silent_stream_says_that_it_is_alive_and_then_goes_on(folder):
+def test_a_silent_stream_gets_keep_alive_comments(folder):
     async def scenario(door):
         stream = door.begin("POST", "/v1/completions", ASK | {"stream": True})
         await door.core.until(lambda: door.core.submits)

@@ -1,4 +1,4 @@
-"""Bodies that nobody thought of: whatever is sent, the answer is ours, and never a 5xx."""
+"""Random bodies: the response is never a 5xx."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HTTP server under the app: how connections come in, and how a crowd is turned away."""
+"""The HTTP server under the app: accepting connections, and refusals under overload."""
 
 from __future__ import annotations
 

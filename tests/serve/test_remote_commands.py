@@ -28,7 +28,7 @@ def test_chat_talks_to_a_server(terminal, tiny_server, key):
     [
         (("--url", "ftp://x"), 2, "give one like http://"),
         (("--url", "http://127.0.0.1:1"), 1, "cannot be reached"),
-        (("--url", "http://127.0.0.1:1", "--page-size", "8"), 2, "cannot be set from here"),
+        (("--url", "http://127.0.0.1:1", "--page-size", "8"), 2, "cannot be set with --url"),
     ],
 )
 def test_chat_tells_what_is_wrong_with_a_url(terminal, argv, code, words):
@@ -56,7 +56,7 @@ def test_bench_serve_without_a_server_is_one_line(terminal):
     code, _, err = terminal.run("bench", "serve", "--num-prompts", "1")
     assert code == 2 and "--url" in err
     code, _, err = terminal.run("bench", "serve", "--url", "http://127.0.0.1:1", "--num-prompts", "1")
-    assert code == 1 and "no request was answered" in err
+    assert code == 1 and "no request succeeded" in err
 
 
 def test_a_report_tells_refusals_and_broken_streams_apart():
@@ -70,7 +70,7 @@ def test_a_report_tells_refusals_and_broken_streams_apart():
     assert found.statuses == {"200": 2, "429": 1, "broken": 1} and found.num_failed == 1
     assert (found.requests_per_second, found.output_tokens) == (0.25, 2)
     assert found.refused_ms.p50 == pytest.approx(10) and found.itl_ms.mean == pytest.approx(500)
-    assert any("failed after they began" in line for line in found.lines())
+    assert any("failed after they started" in line for line in found.lines())
 
 
 def test_a_histogram_counts_everyone():

@@ -1,4 +1,4 @@
-"""What the log says of each request: who asked, what became of it, and nothing of probes."""
+"""The request log: client, route and status of each request, without probes."""
 
 from __future__ import annotations
 

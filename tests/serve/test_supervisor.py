@@ -1,4 +1,4 @@
-"""Several front ends: one that dies is started again, and what is asked of one reaches all."""
+"""Several front ends: one that dies is restarted, and admin calls reach all of them."""
 
 from __future__ import annotations
 

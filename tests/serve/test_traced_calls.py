@@ -1,4 +1,4 @@
-"""What a request's span says."""
+"""The attributes of a request's span."""
 
 from __future__ import annotations
 

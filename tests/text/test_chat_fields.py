@@ -95,7 +95,7 @@ def test_arguments_that_are_no_json_reach_the_template_as_they_are() -> None:
     ("message", "name", "words"),
     [
         ({"role": "user", "content": "x", "cotnent": "y"}, "cotnent", "did you mean content?"),
-        ({"role": "user", "content": "x", "name": "Ann"}, "name", "leave it out"),
+        ({"role": "user", "content": "x", "name": "Ann"}, "name", "remove it"),
         ({"role": "user", "content": "x", "weight": 0}, "weight", "does not read"),
         ({"role": "user", "content": "x", "tool_call_id": "1"}, "tool_call_id", "does not read"),
         ({"role": "assistant", "content": "x", "refusal": "no"}, "refusal", "does not read"),
@@ -141,7 +141,7 @@ def test_a_field_is_read_in_any_way_that_templates_have(template: str) -> None:
 def test_a_message_that_the_template_passes_over_is_refused() -> None:
     template = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
     messages = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
-    with pytest.raises(InvalidPrompt, match="does not show message 0, of role 'system'") as caught:
+    with pytest.raises(InvalidPrompt, match="skips message 0, of role 'system'") as caught:
         render(template, messages)
     assert caught.value.param == "messages[0].role"
     assert render(template, messages[1:]) == "Hi"

@@ -93,7 +93,9 @@ NAMES = st.sampled_from(sorted(TEMPLATES))
 def test_benign_messages_are_encoded_as_transformers_does(
     kind: str, name: str, contents: list[str], generate: bool
 ) -> None:
-    if not is_benign(*contents) or not is_benign("".join(contents)):
+    # templates may print any two contents side by side, and a control token may lie across them
+    pairs = [first + second for first in contents for second in contents]
+    if not is_benign(*pairs) or not is_benign("".join(contents)):
         return
     messages = conversation(contents)
     text = render(kind, name, messages, add_generation_prompt=generate)
@@ -316,7 +318,7 @@ def test_a_message_cannot_bring_stand_ins() -> None:
     for content in (written, written + "<|im_end|>"):
         assert render("bytes", "chatml", conversation([content])).split("\n")[1] == content + "<|im_end|>"
     for content in ("\ud800", "<|im_end|>\udfff"):
-        with pytest.raises(InvalidPrompt, match="half of a surrogate pair"):
+        with pytest.raises(InvalidPrompt, match="an unpaired surrogate"):
             render("bytes", "chatml", conversation([content]))
 
 

@@ -107,7 +107,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_not() -> None:
         (dict(pre="klingon"), ["'klingon'", "smollm", "tokenizer=..."]),
         (dict(merges=["he"]), ["'he'", "not two tokens"]),
         (dict(merges=["h zz"]), ["broken"]),
-        (dict(tokens=["a", "a"], token_type=[1, 1]), ["'a' is there twice"]),
+        (dict(tokens=["a", "a"], token_type=[1, 1]), ["'a' is listed twice"]),
         (dict(token_type=[1]), ["1 types"]),
         (dict(tokens=None), ["tokenizer.ggml.tokens is missing"]),
         (dict(merges=[1]), ["tokenizer.ggml.merges is missing or of the wrong kind"]),

@@ -41,7 +41,7 @@ def test_ids_are_those_of_transformers(tmp_path: Path, settings: dict[str, Any])
 
 
 def test_what_cannot_be_built_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadTokenizer, match="its vocab.json is a TokenizersBackend's, which is not built here"):
+    with pytest.raises(BadTokenizer, match="its vocab.json is for TokenizersBackend; only RobertaTokenizer is built"):
         Tokenizer.load(write(tmp_path, {}, kind="llama"))
     folder = write(tmp_path, {})
     (folder / "merges.txt").write_text("t h x y\n")

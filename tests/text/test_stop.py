@@ -42,7 +42,7 @@ def test_a_beginning_inside_a_beginning_is_held() -> None:
     assert run(["aab"], ["aa", "ab", "c"]) == (["", "a", "", ""], "aab")
 
 
-def test_the_stop_that_is_complete_first_wins_whatever_the_order_of_the_list() -> None:
+def test_the_stop_that_is_complete_first_wins_in_any_order_of_the_list() -> None:
     for stops in (["late", "xab"], ["xab", "late"]):
         assert run(stops, ["--xab late"]) == (["--", ""], "xab")
 

@@ -62,13 +62,15 @@ def test_words_behind_the_vocabulary(tmp_path: Path) -> None:
     text = "the qqq zz top cat"
     assert mine.encode(text) == theirs(text)["input_ids"] and size + 1 in mine.encode(text)
     (folder / "added_tokens.json").write_text(json.dumps({"qqq": size + 7}))
-    with pytest.raises(BadTokenizer, match=f"'qqq' is token {size + 7}, and behind the vocabulary it is {size}"):
+    with pytest.raises(BadTokenizer, match=f"'qqq' as token {size + 7}, and after the vocabulary it is {size}"):
         Tokenizer.load(folder)
 
 
 def test_what_cannot_be_built_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path, BERT, {"model_type": "bert"}, {"tokenizer_class": "BertJapaneseTokenizer"})
-    with pytest.raises(BadTokenizer, match="its vocab.txt is a BertJapaneseTokenizer's, which is not built here"):
+    with pytest.raises(
+        BadTokenizer, match="its vocab.txt is for BertJapaneseTokenizer; only tokenizers of BERT and MPNet are built"
+    ):
         Tokenizer.load(folder)
     write(tmp_path, BERT[:3], {"model_type": "bert"}, {})
     with pytest.raises(BadTokenizer, match="lacks .SEP., the sep_token of a BertTokenizer"):

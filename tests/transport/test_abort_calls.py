@@ -1,4 +1,4 @@
-"""One front end asks that the requests of all others end, and learns how many did."""
+"""AbortCalls: one front end aborts the requests of all others and gets their number."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def hub():
     return SocketServer("a", "b", "c")
 
 
-def test_all_others_are_told_and_their_counts_are_summed(hub):
+def test_the_call_reaches_all_others_and_counts_are_summed(hub):
     calls = AbortCalls(hub)
     calls.start("a", AbortAll("x"))
     assert hub.sent == [("b", AbortAll("x")), ("c", AbortAll("x"))]
@@ -35,13 +35,13 @@ def test_all_others_are_told_and_their_counts_are_summed(hub):
     assert len(hub.sent) == 3
 
 
-def test_a_front_end_alone_is_answered_at_once():
+def test_a_single_front_end_gets_a_reply_at_once():
     hub = SocketServer("a")
     AbortCalls(hub).start("a", AbortAll("x"))
     assert hub.sent == [("a", AbortedAll("x", 0))]
 
 
-def test_one_that_goes_is_not_waited_for_and_one_that_asked_is_not_answered(hub):
+def test_a_front_end_that_disconnects_is_dropped_from_calls(hub):
     calls = AbortCalls(hub)
     calls.start("a", AbortAll("x"))
     calls.start("b", AbortAll("y"))

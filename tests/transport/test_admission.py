@@ -1,4 +1,4 @@
-"""What becomes of an exception where the core takes a request in."""
+"""Exceptions while the core accepts a request: refusal, internal error, or the end of the core."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class Lanes:
             raise self.disorder
 
 
-def test_a_mistake_of_the_callers_refuses_all_prompts_of_its_message(caplog):
+def test_a_user_error_refuses_all_prompts_of_its_message(caplog):
     assert submit(Lanes(), TWO) == []
     refused = submit(Lanes(PromptTooLong("long")), TWO)
     assert refused == [Refused("a", "PromptTooLong", "long"), Refused("b", "PromptTooLong", "long")]
     assert type(refused[0].error()) is PromptTooLong and not caplog.text
 
 
-def test_a_bug_of_ours_that_changed_nothing_fails_its_request_as_an_internal_error(caplog):
+def test_an_internal_error_without_damage_fails_its_request_only(caplog):
     (refused,) = submit(Lanes(AssertionError("a page has no owner")), ONE)
     assert type(refused.error()) is RuntimeError
     assert "AssertionError: a page has no owner" in caplog.text
 
 
-def test_a_bug_of_ours_that_left_the_core_in_disorder_is_the_cores_end(caplog):
+def test_an_internal_error_that_breaks_an_invariant_ends_the_core(caplog):
     with pytest.raises(EngineDead, match="engine core .2 in the queue, 3 waiting.*KeyError: 'row'"):
         submit(Lanes(KeyError("row"), AssertionError("2 in the queue, 3 waiting")), ONE)
     assert "KeyError" in caplog.text

@@ -1,4 +1,4 @@
-"""A core in a process of its own: the same answers, clear ends, and no child left behind."""
+"""The core process: the same results as in one process, clear failures, and no orphan processes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_two_front_ends_get_what_the_script_api_gives(folder):
     assert got == wanted and streamed == wanted[0][1]
 
 
-def test_models_are_told_apart_by_name(folder, tmp_path):
+def test_requests_choose_models_by_name(folder, tmp_path):
     other = str(write_tiny(tmp_path, "qwen3"))
 
     async def scenario(core, engine):
@@ -90,7 +90,7 @@ def test_models_are_told_apart_by_name(folder, tmp_path):
     assert default == one != two
 
 
-def test_refusals_aborts_and_front_ends_that_go_harm_nobody(folder):
+def test_refusals_aborts_and_disconnects_do_not_affect_others(folder):
     async def scenario(core, one, two):
         steady = asyncio.create_task(last(one.generate([5, 6], LONG)))
         left = [asyncio.create_task(last(two.generate([i, 2], LONG))) for i in range(1, 4)]
@@ -129,7 +129,7 @@ def test_prompts_of_one_reader_begin_together_or_not_at_all(folder):
     assert with_core(scenario, {"model": folder, "max_waiting": 4}) == [True] * 3
 
 
-def test_a_front_end_ends_though_its_core_reads_no_more(folder):
+def test_a_front_end_exits_while_its_core_does_not_read(folder):
     """As a server must whose GPU hangs."""
 
     async def scenario():
@@ -156,14 +156,14 @@ def failed_start(*options):
     return asyncio.run(main())
 
 
-def test_a_start_that_fails_tells_the_root_cause(folder, tmp_path):
+def test_a_failed_start_reports_its_root_cause(folder, tmp_path):
     told, ended = failed_start({"model": str(tmp_path / "nowhere")})
     assert "nowhere" in told and ended == "the engine core ended with exit code 1"
     told, _ = failed_start({"model": folder}, {"model": folder})
     assert "two models are called" in told
 
 
-def test_a_model_that_is_not_there_is_told_before_torch_is_loaded(tmp_path):
+def test_a_missing_model_is_reported_before_torch_is_loaded(tmp_path):
     """Also one that is looked up at the hub, which only a core does."""
 
     class Told:

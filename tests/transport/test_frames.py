@@ -1,4 +1,4 @@
-"""The wire: whatever the bytes are, and however they are cut, messages come out whole or a FrameError does."""
+"""Frames: any bytes, in pieces of any size, decode to whole messages or raise FrameError."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def pooled(name: str, count: int) -> Output:
 
 @given(sizes=st.lists(st.integers(0, 240), max_size=20))
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_more_than_a_frame_holds_goes_in_several_in_order(small_frames, sizes):
+def test_messages_larger_than_a_frame_are_sent_in_several(small_frames, sizes):
     outputs = [pooled(str(place), size) for place, size in enumerate(sizes)]
     parts = list(frames(outputs))
     assert all(len(part) <= 1004 for part in parts)
@@ -103,7 +103,7 @@ def test_more_than_a_frame_holds_goes_in_several_in_order(small_frames, sizes):
     assert [(one.request_id, len(one.pooled.array())) for one in got] == [(str(i), n) for i, n in enumerate(sizes)]
 
 
-def test_an_output_that_no_frame_holds_becomes_the_end_of_its_request_and_the_others_arrive(small_frames):
+def test_an_output_larger_than_a_frame_becomes_an_error_and_the_others_arrive(small_frames):
     outputs = [pooled("a", 10), pooled("b", 300), pooled("c", 10)]
     got = from_core_frames().push(b"".join(frames(outputs, too_large_output)))
     assert [one.request_id for one in got] == ["a", "b", "c"]
@@ -132,7 +132,7 @@ def test_numbers_and_texts_of_other_kinds_are_sent_as_plain_ones():
 
 @given(data=st.binary(max_size=200))
 @settings(max_examples=400, deadline=None)
-def test_any_bytes_give_messages_or_a_wire_error(data):
+def test_any_bytes_give_messages_or_a_frame_error(data):
     for reader in (to_core_frames(), from_core_frames()):
         try:
             reader.push(len(data).to_bytes(4, "little") + data)
@@ -152,7 +152,7 @@ def test_a_changed_byte_never_gives_anything_but_messages(place, byte):
         pass
 
 
-def test_a_frame_that_claims_too_much_is_no_frame():
+def test_a_frame_length_above_the_limit_is_an_error():
     with pytest.raises(FrameError, match="has the length"):
         to_core_frames().push((MAX_FRAME + 1).to_bytes(4, "little"))
 

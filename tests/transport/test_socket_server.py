@@ -1,4 +1,4 @@
-"""The hub: the core's sockets, which never make it wait."""
+"""SocketServer: the core's sockets, which never block it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def line():
     ours.close()
 
 
-def test_messages_come_with_who_sent_them(line):
+def test_messages_are_returned_with_their_connection(line):
     hub, front = line
     assert hub.receive(wait=False) == ([], [])
     front.sendall(frame([Abort("a"), Abort("b")]))
@@ -31,7 +31,7 @@ def test_messages_come_with_who_sent_them(line):
     assert messages == [(hub.connections[0], Abort("a")), (hub.connections[0], Abort("b"))] and not gone
 
 
-def test_a_front_end_that_does_not_read_holds_nobody_and_loses_nothing(line):
+def test_a_front_end_that_does_not_read_blocks_no_other_and_loses_nothing(line):
     hub, front = line
     sent = [Output(f"request-{i}", 0, [i] * 50) for i in range(20_000)]
     for start in range(0, len(sent), 100):
@@ -44,7 +44,7 @@ def test_a_front_end_that_does_not_read_holds_nobody_and_loses_nothing(line):
     assert got == sent and not hub.connections[0].unsent
 
 
-def test_a_front_end_that_has_gone_is_named_once(line):
+def test_a_lost_connection_is_reported_once(line):
     hub, front = line
     connection = hub.connections[0]
     front.close()
@@ -54,14 +54,14 @@ def test_a_front_end_that_has_gone_is_named_once(line):
     assert hub.receive(wait=True) == ([], [])
 
 
-def test_one_that_talks_nonsense_is_dropped(line):
+def test_invalid_data_closes_the_connection(line):
     hub, front = line
     front.sendall(b"GET / HTTP/1.1\r\n\r\n")
     _, gone = hub.receive(wait=True)
     assert len(gone) == 1 and not hub.connections
 
 
-def test_the_last_words_are_sent_before_the_end(line):
+def test_buffered_messages_are_sent_before_close(line):
     hub, front = line
     hub.broadcast(Output("a", 0, [1]))
     hub.close()

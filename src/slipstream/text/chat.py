@@ -1,8 +1,8 @@
-"""Chat templates: a conversation to the text of a prompt, by the Jinja template that the model brings.
+"""Renders a conversation as the text of a prompt, by the model's Jinja chat template.
 
-A template is foreign code: it runs in a sandbox, without files, modules or attributes of Python objects, and with a
-limit on the turns its loops and macros may take. Control tokens that text of the request spells are encoded as text
-(`control_tokens.py`).
+A template is untrusted code: it runs in a sandbox, without files, modules or attributes of Python objects, and with a
+limit on the iterations of its loops and the calls of its macros. Control tokens in the text of the request are encoded
+as text (`control_tokens.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slipstream.text.chat_fields import (
 from slipstream.text.control_tokens import ControlTokens
 
 _WAY_OUT = "pass chat_template=... with a Jinja template or the path of one"
-_MAX_TURNS = 200_000  # of all loops and macros in one rendering
+_MAX_ITERATIONS = 200_000  # of all loops and macro calls in one rendering
 _MAX_REPEATED = 1_000_000  # length of a repeated string or list, digits of a power
 _MARK = "\ue000end of the message to continue\ue000"  # private-use characters: no text has them
 _RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
@@ -50,18 +50,18 @@ def render_chat(
     controls: ControlTokens | None = None,
     **chat_template_kwargs: Any,
 ) -> str:
-    """The prompt's text. It holds its own special tokens: encode it with `add_special_tokens=False`.
+    """Returns the prompt's text. It has the special tokens: encode it with `add_special_tokens=False`.
 
-    With `controls`, only the template writes control tokens; without, text of messages may spell them.
-    With `continue_final_message` it ends exactly where the last message's content ends, for the model to go on.
+    With `controls`, control tokens in the text of messages are encoded as text; without, as control tokens.
+    With `continue_final_message` the text ends where the content of the last message ends, and the model continues it.
     """
     if template is None:
-        raise BadTokenizer(f"the model brings no chat template; {_WAY_OUT}, or give a plain prompt to generate")
+        raise BadTokenizer(f"the model has no chat template; {_WAY_OUT}, or give a plain prompt to generate")
     conversation = [_checked(message, place) for place, message in enumerate(_listed(messages))]
     if continue_final_message:
         if add_generation_prompt:
             raise InvalidPrompt(
-                "a final message cannot be continued and followed by a new one; set add_generation_prompt=False"
+                "continue_final_message and add_generation_prompt are both set; set add_generation_prompt=False"
             )
         _mark_end(conversation[-1])
     _check_arguments(template, chat_template_kwargs)
@@ -86,19 +86,21 @@ def render_chat(
 
 
 def known_roles(template: str) -> frozenset[str]:
-    """Texts that a template names: roles that it knows are among them."""
+    """Returns the string constants of a template, among them the roles that it knows."""
     return texts_of(template, _environment())
 
 
 def load_chat_template(given: str) -> str:
-    """The option `chat_template`: a template itself, or the path of a file that holds one."""
+    """Returns the template of the option `chat_template`, which is a template or the path of a file."""
     template = given
     if "{{" not in given and "{%" not in given:
         try:
             template = Path(given).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise BadTokenizer(f"chat_template={given!r} is no template and no file we can read: {error}") from None
-    _compile(template)  # a mistake in it shows at start, not at the first chat
+            raise BadTokenizer(
+                f"chat_template={given!r} is neither a template nor a readable file: {error}; {_WAY_OUT}"
+            ) from None
+    _compile(template)  # raises at start, not at the first request
     return template
 
 
@@ -113,7 +115,7 @@ def _listed(messages: Any) -> Sequence[Any]:
 
 
 def _checked(message: Any, place: int) -> dict[str, Any]:
-    """A copy with the content as one text, or as parts where it has several."""
+    """Returns a copy of a message, with its content as one text or as several parts."""
     if not isinstance(message, Mapping):
         raise InvalidPrompt(
             f"message {place} is of type {type(message).__name__}; give an object with role and content"
@@ -128,13 +130,13 @@ def _checked(message: Any, place: int) -> dict[str, Any]:
     content = message.get("content")
     if content is None and not calls:
         raise InvalidPrompt(f"message {place} has no content; give a string or a list of text parts")
-    if "content" in message:  # left out, it is undefined to the template
+    if "content" in message:  # else it is undefined in the template
         checked["content"] = _content(content, place)
     return checked
 
 
 class _Parts(list[dict[str, str]]):
-    """The text parts of a message. A template that takes it for a text fails instead of showing a Python list."""
+    """The text parts of a message. A template that prints it as a string fails, instead of printing a Python list."""
 
     def __repr__(self) -> str:
         raise TypeError("the content of a message is a list of parts")
@@ -151,14 +153,12 @@ def _content(content: Any, place: int) -> str | _Parts | None:
     texts = []
     for part in content:
         if isinstance(part, Mapping) and (extra := [name for name in part if name not in ("type", "text")]):
-            raise InvalidPrompt(f"message {place} holds a part with the field {extra[0]!r}; a text has type and text")
+            raise InvalidPrompt(f"message {place} has a part with the field {extra[0]!r}; a text has type and text")
         text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
         if not isinstance(text, str):
-            raise InvalidPrompt(
-                f'message {place} holds the part {part!r}; we take {{"type": "text", "text": ...}} only'
-            )
+            raise InvalidPrompt(f'message {place} has the part {part!r}; give {{"type": "text", "text": ...}}')
         texts.append(text)
-    # one part and its text are the same to a template, and not all templates take lists
+    # a single part is passed as its text, because not all templates take lists
     return "".join(texts) if len(texts) < 2 else _Parts({"type": "text", "text": text} for text in texts)
 
 
@@ -166,7 +166,7 @@ def _render_conversation(template: str, variables: Mapping[str, Any], continue_f
     try:
         text = _render_whole(template, variables)
     except InvalidPrompt:
-        # null beside calls is usual, and some templates that know calls add texts to the content
+        # content is usually null beside tool calls, and some templates concatenate it nevertheless
         conversation = variables["messages"]
         filled = [_without_null(message) for message in conversation]
         if filled == conversation:
@@ -187,8 +187,8 @@ def _without_null(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _render_parts(template: str, variables: Mapping[str, Any]) -> str | None:
-    """Where messages have several parts, what a template makes of them, as transformers leaves it to the template.
-    None if no message has parts, if the template wants texts, or if it would lose a part."""
+    """Returns the rendering with lists of parts, as transformers does. None if no message has several parts, if the
+    template takes only texts, or if it drops a part."""
     parts = [part for message in variables["messages"] if _has_parts(message) for part in message["content"]]
     if not parts:
         return None
@@ -204,7 +204,7 @@ def _has_parts(message: Mapping[str, Any]) -> bool:
 
 
 def _joined(message: dict[str, Any]) -> dict[str, Any]:
-    """With the content as one text."""
+    """Returns the message with its content as one text."""
     if not _has_parts(message):
         return message
     return message | {"content": " ".join(part["text"] for part in message["content"])}
@@ -214,22 +214,22 @@ def _checked_tools(tools: Any) -> list[Mapping[str, Any]] | None:
     if tools is None:
         return None
     if not isinstance(tools, list | tuple) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise InvalidPrompt("tools must be a list of JSON schemas of functions, as the OpenAI API has them")
+        raise InvalidPrompt("tools must be a list of JSON schemas of functions, in the format of the OpenAI API")
     return list(tools) or None
 
 
 def _check_arguments(template: str, given: Mapping[str, Any]) -> None:
-    _compile(template)  # says what is wrong with it
+    _compile(template)  # raises where it is invalid
     known = variables_of(template, _environment())
     for name in given:
         if name in _RESERVED:
             raise InvalidPrompt(
-                f"chat_template_kwargs may not hold {name!r}; give it as an argument of its own",
+                f"chat_template_kwargs cannot have {name!r}; give it as an argument of its own",
                 param="chat_template_kwargs",
             )
         if name not in known:
             raise InvalidPrompt(
-                f"chat_template_kwargs holds {name!r}, which the chat template does not read; leave it out",
+                f"chat_template_kwargs has {name!r}, which the chat template does not read; remove it",
                 param=f"chat_template_kwargs.{name}",
             )
 
@@ -241,31 +241,34 @@ def _mark_end(message: dict[str, Any]) -> None:
         message["content"] += _MARK
     else:
         raise InvalidPrompt(
-            "the final message has no content to continue; give it one or set continue_final_message=False"
+            "the final message has no content to continue; add content or set continue_final_message=False"
         )
 
 
 def _cut_at_mark(text: str) -> str:
     end = text.rfind(_MARK)
     if end < 0:
-        raise InvalidPrompt("the chat template does not show the final message's content, so it cannot be continued")
+        raise InvalidPrompt(
+            "the chat template does not print the content of the final message, so it cannot be continued; set "
+            "continue_final_message=False"
+        )
     return text[:end].replace(_MARK, "")
 
 
 def _render(template: str, variables: Mapping[str, Any]) -> str:
     compiled = _compile(template)
-    token = _turns.set([0])
+    token = _iterations.set([0])
     messages = [NotedMessage(message) for message in variables["messages"]]
     try:
         text = compiled.render({**variables, "messages": messages})
     except jinja2.TemplateError as error:
         raise InvalidPrompt(
-            f"the chat template refused the messages: {error.message or type(error).__name__}"
+            f"the chat template rejected the messages: {error.message or type(error).__name__}"
         ) from None
-    except Exception as error:  # foreign code: an index, a type, a depth of recursion ...
+    except Exception as error:  # untrusted code can raise anything: IndexError, TypeError, RecursionError ...
         raise InvalidPrompt(f"the chat template failed on these messages: {type(error).__name__}: {error}") from None
     finally:
-        _turns.reset(token)
+        _iterations.reset(token)
     check_read(messages)
     return text
 
@@ -275,9 +278,11 @@ def _compile(template: str) -> jinja2.Template:
     try:
         return _environment().from_string(template)
     except jinja2.TemplateSyntaxError as error:
-        raise BadTokenizer(f"the chat template is broken in line {error.lineno}: {error.message}; {_WAY_OUT}") from None
+        raise BadTokenizer(
+            f"the chat template is invalid in line {error.lineno}: {error.message}; {_WAY_OUT}"
+        ) from None
     except RecursionError:
-        raise BadTokenizer(f"the chat template is nested too deep; {_WAY_OUT}") from None
+        raise BadTokenizer(f"the chat template is nested too deeply; {_WAY_OUT}") from None
 
 
 @lru_cache(maxsize=1)
@@ -288,35 +293,36 @@ def _environment() -> _Sandbox:
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    del environment.globals["lipsum"]  # text of any length for one call
+    del environment.globals["lipsum"]  # generates text of any length in one call
     return environment
 
 
-_turns: ContextVar[list[int]] = ContextVar("turns of the rendering now going on")
+_iterations: ContextVar[list[int]] = ContextVar("iterations of the current rendering")
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, and bounds on time and memory: each turn of a loop and each call of a macro is counted."""
+    """Jinja's sandbox with limits on time and memory: counts iterations of loops and calls of macros."""
 
     intercepted_binops = frozenset(("*", "**"))
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for node in list(tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
-            # an attribute and not a call: calls go through the sandbox, which costs more than the loop itself
-            node.body.insert(0, nodes.ExprStmt(nodes.EnvironmentAttribute("one_more_turn")).set_lineno(node.lineno))  # type: ignore[attr-defined]
+            # an attribute and not a call: the sandbox checks calls, which costs more than the loop itself
+            counter = nodes.EnvironmentAttribute("count_iteration")
+            node.body.insert(0, nodes.ExprStmt(counter).set_lineno(node.lineno))  # type: ignore[attr-defined]
         return tree
 
     @property
-    def one_more_turn(self) -> None:
-        turns = _turns.get()
-        turns[0] += 1
-        if turns[0] > _MAX_TURNS:
-            raise jinja2.TemplateRuntimeError(f"its loops took more than {_MAX_TURNS:,} turns")
+    def count_iteration(self) -> None:
+        iterations = _iterations.get()
+        iterations[0] += 1
+        if iterations[0] > _MAX_ITERATIONS:
+            raise jinja2.TemplateRuntimeError(f"its loops have more than {_MAX_ITERATIONS:,} iterations")
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if _size_of(operator, left, right) > _MAX_REPEATED:
-            raise jinja2.TemplateRuntimeError(f"{operator} would make a value of more than {_MAX_REPEATED:,} parts")
+            raise jinja2.TemplateRuntimeError(f"{operator} would make a value of more than {_MAX_REPEATED:,} items")
         return super().call_binop(context, operator, left, right)
 
 
@@ -331,7 +337,7 @@ def _size_of(operator: str, left: Any, right: Any) -> int:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """{% generation %} marks what the model wrote, for training; here it is only its body."""
+    """{% generation %} marks the model's text for training; here only its body is rendered."""
 
     tags = {"generation"}
 
@@ -348,7 +354,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: a prompt is not a web page, so nothing is escaped for HTML."""
+    """JSON without the HTML escapes of Jinja's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

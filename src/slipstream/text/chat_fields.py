@@ -1,7 +1,7 @@
-"""Fields of messages and a chat template: which of them it reads, and calls of tools for templates that know none.
+"""Checks that a chat template reads every field of the messages, and converts tool calls for templates without them.
 
-A template that does not read a field drops it in silence: a mistyped name, a `name` that the model never sees. Messages
-therefore note what is read of them, and what was given and not read is refused after rendering.
+A template silently drops a field that it does not read, such as a mistyped name. So messages record which fields are
+read, and a field that was given and not read is an error after rendering.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import jinja2.nodes as nodes
 
 from slipstream.errors import InvalidPrompt
 
-_OF_TOOLS = ("tool_call_id", "name")  # of an answer of a tool: says which call it answers, where a template cares
+_TOOL_FIELDS = ("tool_call_id", "name")  # of a tool message: name the call, which a template need not read
 
 
 class NotedMessage(dict[str, Any]):
-    """A message that notes which of its fields were read."""
+    """A message that records which of its fields are read."""
 
     def __init__(self, message: Mapping[str, Any]) -> None:
         super().__init__(message)
@@ -70,27 +70,26 @@ class NotedMessage(dict[str, Any]):
 
 
 def check_read(messages: Sequence[NotedMessage]) -> None:
-    """Raises for a field that was given and that the template did not read, and for a message that it passed over."""
+    """Raises for a given field that the template did not read, and for a message that it skipped."""
     shows_content = any("content" not in message.unread() for message in messages)
     for place, message in enumerate(messages):
         role = dict.get(message, "role")
         unread = [name for name in message.unread() if dict.get(message, name) not in (None, "", [], {})]
         unread = [name for name in unread if name != "role" and (name != "content" or shows_content)]
         if role == "tool":
-            unread = [name for name in unread if name not in _OF_TOOLS]
+            unread = [name for name in unread if name not in _TOOL_FIELDS]
         if "content" in unread:
-            # some templates show the calls of a message and not the words beside them
+            # some templates print the tool calls of a message and not its content
             if dict.get(message, "tool_calls") and "tool_calls" not in unread:
                 unread.remove("content")
             else:
                 raise InvalidPrompt(
-                    f"the chat template does not show message {place}, of role {role!r}; leave it out, or give it "
-                    "another role",
+                    f"the chat template skips message {place}, of role {role!r}; remove it, or give it another role",
                     param=f"messages[{place}].role",
                 )
         if unread:
             near = difflib.get_close_matches(unread[0], ("role", "content", "tool_calls", "tool_call_id", "name"), n=1)
-            hint = f"did you mean {near[0]}?" if near and near[0] != unread[0] else "leave it out"
+            hint = f"did you mean {near[0]}?" if near and near[0] != unread[0] else "remove it"
             raise InvalidPrompt(
                 f"message {place} has the field {unread[0]!r}, which the chat template does not read; {hint}",
                 param=f"messages[{place}].{unread[0]}",
@@ -99,20 +98,21 @@ def check_read(messages: Sequence[NotedMessage]) -> None:
 
 @lru_cache(maxsize=16)
 def variables_of(template: str, environment: jinja2.Environment) -> frozenset[str]:
-    """Names that a template reads and does not make itself."""
+    """Returns the variables that a template reads and does not define."""
     return frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
 
 
 @lru_cache(maxsize=16)
 def texts_of(template: str, environment: jinja2.Environment) -> frozenset[str]:
-    """Texts that a template compares with or looks up: the roles that it knows are among them."""
+    """Returns the string constants of a template, among them the roles that it knows."""
     return frozenset(
         node.value for node in environment.parse(template).find_all(nodes.Const) if isinstance(node.value, str)
     )
 
 
 def check_tool_calls(calls: Any, place: int) -> list[Any]:
-    """Calls of tools as OpenAI's API has them. Clients send arguments as JSON in a text, templates want objects."""
+    """Checks tool calls in the format of OpenAI's API, and parses arguments, which clients send as JSON strings and
+    templates take as objects."""
     name = f"messages[{place}].tool_calls"
     if not isinstance(calls, list | tuple):
         raise InvalidPrompt(f"{name} is {type(calls).__name__}; give a list of calls", param=name)
@@ -122,23 +122,23 @@ def check_tool_calls(calls: Any, place: int) -> list[Any]:
 def _checked_call(call: Any, name: str) -> Mapping[str, Any]:
     shape = 'give {"type": "function", "id": ..., "function": {"name": ..., "arguments": ...}}'
     if not isinstance(call, Mapping) or not isinstance(call.get("function", call), Mapping):
-        raise InvalidPrompt(f"{name} is no call of a function; {shape}", param=name)
+        raise InvalidPrompt(f"{name} is not a function call; {shape}", param=name)
     inner = call.get("function", call)
     if not isinstance(inner.get("name"), str):
-        raise InvalidPrompt(f"{name} has no name of a function; {shape}", param=f"{name}.function.name")
+        raise InvalidPrompt(f"{name} has no function name; {shape}", param=f"{name}.function.name")
     arguments = inner.get("arguments")
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except ValueError:
-            return call  # what a model wrote need not be JSON
+            return call  # arguments generated by a model may be invalid JSON
         inner = {**inner, "arguments": arguments}
         return {**call, "function": inner} if "function" in call else inner
     return call
 
 
 def with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
-    """For a template that knows no calls: they follow the content as JSON, so that nothing of the history is lost."""
+    """For a template without tool calls: appends them to the content as JSON, so that the history keeps them."""
     made = dict(message)
     calls = made.pop("tool_calls", None)
     if calls:

@@ -31,10 +31,10 @@ _BARS = ("|", "｜")
 _BRACKETS = ("<>", "[]", "{}", "()")
 _WORDLIKE = "_-/.:"  # occur in control tokens and in ordinary text: not masked
 _TAG = re.compile(r"</?\w[\w-]*>")
-_STAND_INS = range(0xD8C0, 0xDB40)  # half of characters in planes 4 to 13, which have none: JSON never escapes to these
+_STAND_INS = range(0xD8C0, 0xDB40)  # high surrogates of planes 4 to 13, which have no characters: JSON escapes to none
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ESCAPED = re.compile(r"\\u(d[89ab][0-9a-f]{2})")
-_FILLERS = "█▓▒░"  # in place of stand-ins for a tokenizer, which takes no surrogates
+_FILLERS = "█▓▒░"  # replace stand-ins for a tokenizer, which does not accept surrogates
 
 _LONG = 2**20  # characters: of longer prompts only the parts that are needed are searched or encoded
 
@@ -42,7 +42,7 @@ Find = Callable[[str], Iterator[TextSpan]]
 
 
 class ControlTokens:
-    """Of one tokenizer and one template. Threads may share it."""
+    """The control tokens of one tokenizer and one template. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, template: str) -> None:
         added = tokenizer.backend.get_added_tokens_decoder()
@@ -142,7 +142,7 @@ class ControlTokens:
         return masked
 
     def _is_masked(self, character: str) -> bool:
-        """Whether the tokenizer reads a sign in it: "＜" is "<" after NFKC."""
+        """Whether the tokenizer's normalizer makes a sign of the character: NFKC turns "＜" into "<"."""
         if (known := self._masks.get(character)) is None:
             assert self._normalize is not None
             known = self._masks[character] = not self._signs.isdisjoint(character + self._normalize(character))
@@ -154,7 +154,10 @@ class ControlTokens:
         with self._lock:
             if character not in self._stand_ins:
                 if len(self._stand_ins) == len(_STAND_INS):
-                    raise InvalidPrompt("messages spell control tokens in too many ways; leave such characters out")
+                    raise InvalidPrompt(
+                        f"messages have control tokens in more than {len(_STAND_INS)} characters; remove some, or set "
+                        "allow_control_tokens"
+                    )
                 code = _STAND_INS[len(self._stand_ins)]
                 self._originals[code] = character
                 self._stand_ins[character] = chr(code)
@@ -166,13 +169,11 @@ def _check_encodable(text: str) -> None:
         if not text.isascii():
             text.encode()
     except UnicodeEncodeError:
-        raise InvalidPrompt(
-            "a prompt holds half of a surrogate pair, which is no character; give text that is UTF-8"
-        ) from None
+        raise InvalidPrompt("a prompt has an unpaired surrogate, which UTF-8 cannot encode; give valid text") from None
 
 
 def _replaced(text: str, table: Iterable[tuple[str, str]]) -> str:
-    """Faster than `str.translate`, which looks up every character."""
+    """Replaces characters. Faster than `str.translate`, which looks up every character."""
     for old, new in table:
         text = text.replace(old, new)
     return text
@@ -187,13 +188,13 @@ def _is_sign(character: str) -> bool:
 
 
 def _any_of(texts: set[str]) -> re.Pattern[str] | None:
-    """Finds the longest of several texts; with a group, for `split`."""
+    """A pattern that matches the longest of several texts, with a group for `split`."""
     longest = sorted(texts, key=len, reverse=True)
     return re.compile(f"({'|'.join(map(re.escape, longest))})") if texts else None
 
 
 def _by_text(texts: Mapping[int, str], words: frozenset[int], control: frozenset[int]) -> Find:
-    """Finds what the tokenizer finds: the leftmost added token, of several the longest; `words` only as whole words."""
+    """Finds added tokens as the tokenizer does: the leftmost, and the longest of those; `words` as whole words only."""
     id_of = {text: token for token, text in texts.items()}
     # lengths of the tokens that begin with these two characters, the longest first
     lengths = {
@@ -225,7 +226,7 @@ def _is_inside_word(text: str, start: int, end: int) -> bool:
 
 
 def _by_encoding(tokenizer: Tokenizer, control: Mapping[int, str]) -> Find:
-    """Asks the tokenizer, which finds tokens in normalized text: in lower case, for example."""
+    """Finds tokens by encoding, for a tokenizer that searches normalized text, for example in lower case."""
     filler = next(sign for sign in _FILLERS if not any(sign in text for text in control.values()))
 
     def find(text: str) -> Iterator[TextSpan]:

@@ -1,8 +1,8 @@
-"""Detokenizer: token ids to text, in increments that never change afterwards.
+"""Detokenizer: converts token ids to text incrementally; returned text never changes.
 
-A tokenizer turns pieces of its vocabulary into text by a chain of small decoders. Here each of the usual ones has a
-form that takes pieces one by one and gives text as soon as nothing that follows can alter it. All increments together
-are exactly what decoding all ids at once gives, and each token costs the same, however long the output.
+A tokenizer.json decodes pieces of its vocabulary by a chain of decoders. Here each common decoder has an incremental
+form, which returns text as soon as later pieces cannot change it. The increments together equal the text of decoding
+all ids at once, and the cost per token does not depend on the length of the output.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from slipstream.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """The text of one output.
+    """The state of one output.
 
-    Some decoders put a space between tokens. Where special tokens are shown, `spaces_between_special_tokens=False`
-    leaves it out between two of them; byte-level tokenizers never had it.
+    Some decoders put a space between tokens. `spaces_between_special_tokens=False` removes it between two special
+    tokens; byte-level tokenizers have none.
     """
 
     __slots__ = ("_tokenizer", "_skipped", "_steps", "_unmodelled", "_joined", "_last_joined")
@@ -29,15 +29,15 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skipped: frozenset[int] = tokenizer.special_ids if skip_special_tokens else frozenset()
-        # a special token directly after another is written as it is
+        # a special token directly after another is not decoded
         self._joined: frozenset[int] = frozenset() if spaces_between_special_tokens else tokenizer.special_ids
         self._last_joined = False
         self._steps = _steps(tokenizer.decoder_spec)
-        # a decoder that we cannot follow piece by piece decodes once, at the end
+        # a decoder without an incremental form decodes once, at the end
         self._unmodelled: list[int] | None = [] if self._steps is None else None
 
     def push(self, ids: list[int]) -> str:
-        """The text that these ids made certain."""
+        """Adds ids and returns the text that later ids cannot change."""
         kept = [token for token in ids if token not in self._skipped] if self._skipped else ids
         if self._steps is None:
             assert self._unmodelled is not None
@@ -61,15 +61,15 @@ class Detokenizer:
 
     @property
     def is_incremental(self) -> bool:
-        """Whether text comes before the end."""
+        """Whether `push` returns text, and not only `finish`."""
         return self._steps is not None
 
     def num_held(self) -> int:
-        """Characters that bytes held back make already, if those that follow are as they should be."""
+        """The number of characters in the bytes held back, if the bytes that follow are valid."""
         return sum(step.num_held() for step in self._steps or () if isinstance(step, _ByteFallback))
 
     def finish(self) -> str:
-        """No more ids will come: the rest."""
+        """Returns the rest of the text, after the last id."""
         if self._steps is None:
             assert self._unmodelled is not None
             return self._tokenizer.decode(self._unmodelled, skip_special_tokens=False)
@@ -80,19 +80,19 @@ class Detokenizer:
 
 
 class _Step(Protocol):
-    """One decoder of the chain. `push` takes pieces in order and gives those that are certain."""
+    """One decoder of the chain. `push` takes pieces in order and returns those that later ones cannot change."""
 
     def push(self, pieces: Iterable[str]) -> Iterable[str]: ...
     def finish(self) -> Iterable[str]: ...
 
 
 def _steps(spec: dict[str, Any] | None) -> list[_Step] | None:
-    """The chain for a decoder of tokenizer.json, or None if it holds one that is not modelled here."""
+    """Returns the chain for a decoder of tokenizer.json, or None if one of it has no incremental form here."""
     if spec is None:
         return [_Spaced()]
     chain = spec["decoders"] if spec["type"] == "Sequence" else [spec]
     steps: list[_Step] = []
-    is_fused = False  # from here on all pieces count as one
+    is_fused = False  # whether all pieces are one from here on
     for part in chain:
         step = _step(part, is_fused)
         if step is None:
@@ -125,7 +125,7 @@ class _Stateless:
 
 
 class _Fuse(_Stateless):
-    """Joins pieces; the text is the same, only what follows sees it as one."""
+    """Joins pieces into one; the text does not change."""
 
     def push(self, pieces: Iterable[str]) -> Iterable[str]:
         return pieces
@@ -140,7 +140,7 @@ class _Replace(_Stateless):
 
 
 class _Spaced(_Stateless):
-    """No decoder at all: pieces with spaces between."""
+    """Without a decoder: pieces separated by spaces."""
 
     def __init__(self) -> None:
         self.space = ""
@@ -152,7 +152,7 @@ class _Spaced(_Stateless):
 
 
 class _Metaspace(_Stateless):
-    """Marks are spaces; those of the first piece were only put there by encoding."""
+    """Replaces marks by spaces, except in the first piece, where encoding has added them."""
 
     def __init__(self, mark: str, scheme: str) -> None:
         self.mark = mark
@@ -165,7 +165,7 @@ class _Metaspace(_Stateless):
 
 
 class _StripStart(_Stateless):
-    """Takes up to `count` characters from the beginning of the text."""
+    """Removes up to `count` characters at the start of the text."""
 
     def __init__(self, character: str, count: int) -> None:
         self.character, self.count = character, count
@@ -182,7 +182,7 @@ class _StripStart(_Stateless):
 
 
 class _ByteLevel:
-    """Each character of a piece is a byte; a character split over pieces appears when its last byte comes."""
+    """Each character of a piece is a byte. A character that is split over pieces is returned with its last byte."""
 
     def __init__(self) -> None:
         self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -195,7 +195,7 @@ class _ByteLevel:
 
 
 class _ByteFallback:
-    """Pieces like <0xE2> are bytes. A run of them is valid as a whole or not at all, so it is held until it ends."""
+    """Pieces like <0xE2> are bytes. A run of them is decoded as a whole, so it is held back until it ends."""
 
     def __init__(self) -> None:
         self.run = bytearray()

@@ -1,7 +1,7 @@
-"""How byte-level BPE vocabularies of GGUF files split a text before they merge: `tokenizer.ggml.pre` by name.
+"""Pre-tokenizers of byte-level BPE vocabularies in GGUF files, by the name in `tokenizer.ggml.pre`.
 
-A name stands for what the model's own tokenizer.json does. llama.cpp splits some of them by simpler expressions; where
-the two differ (marks and letters outside of Latin, mostly), this is tokenizer.json's way.
+Each follows the model's own tokenizer.json. llama.cpp uses simpler expressions for some; where the two differ (mostly
+marks and letters outside Latin), this follows tokenizer.json.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from tokenizers import Regex, pre_tokenizers
 
 Step = str | Callable[[], pre_tokenizers.PreTokenizer]
-"""An expression whose matches become pieces of their own, or a part of the library."""
+"""A regular expression whose matches become separate pieces, or a pre-tokenizer of the library."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitRule:
     steps: tuple[Step, ...]
-    ignores_merges: bool = False  # a piece that is a token is taken whole, whatever the merges say
-    composes: bool = False  # text is brought to composed form (NFC) first
-    adds_bos: bool = False  # unless the file says otherwise
+    ignores_merges: bool = False  # a piece that is a token is not merged from its parts
+    composes: bool = False  # text is normalised to NFC first
+    adds_bos: bool = False  # unless the file has add_bos_token
 
     def build(self) -> pre_tokenizers.PreTokenizer:
         steps = [_isolate(step) if isinstance(step, str) else step() for step in self.steps]
@@ -59,14 +59,14 @@ _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
 
 
 def _cl100k(digits: str, letters: str = r"\p{L}", not_symbols: str = r"\s\p{L}\p{N}") -> str:
-    """GPT-4's, with its digits in threes; Qwen has them one by one."""
+    """GPT-4's expression, which splits digits in threes; Qwen splits them one by one."""
     return rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?{letters}+|{digits}| ?[^{not_symbols}]+[\r\n]*{_SPACES}"
 
 
 def _o200k(
     digits: str = r"\p{N}{1,3}", endings: str = f"{_ENDINGS}?", tail: str = r"[\r\n/]*", without: str = ""
 ) -> str:
-    """GPT-4o's: a capital letter begins another word."""
+    """GPT-4o's expression, in which a capital letter begins a word."""
     lead, upper, lower = r"[^\r\n\p{L}\p{N}]?", f"[{_UPPER}{without}]", f"[{_LOWER}{without}]"
     words = f"{lead}{upper}*{lower}+{endings}|{lead}{upper}+{lower}*{endings}"
     return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+{tail}{_SPACES}"

@@ -1,8 +1,8 @@
-"""A GGUF's own vocabulary and merges as a `tokenizers.Tokenizer`.
+"""Builds a `tokenizers.Tokenizer` from the vocabulary and merges of a GGUF file.
 
-Three kinds are known: "gpt2", byte-level BPE with merges; "llama", SentencePiece pieces with scores and byte fallback;
-and "bert", WordPiece. A file names its way of splitting text before merging in `tokenizer.ggml.pre`; an unknown one is
-refused, because a wrong split gives wrong tokens in silence.
+Three kinds are supported: "gpt2", byte-level BPE with merges; "llama", SentencePiece pieces with scores and byte
+fallback; and "bert", WordPiece. `tokenizer.ggml.pre` names the pre-tokenizer; an unknown name is an error, because a
+wrong split would silently give wrong tokens.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
 
 def gguf_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
-    """Build it from the fields `tokenizer.ggml.*`; special tokens in a text are recognised."""
+    """Builds a tokenizer from the fields `tokenizer.ggml.*`. It recognises special tokens in a text."""
     kind = fields.get("tokenizer.ggml.model")
     build = {"gpt2": _byte_level, "llama": _sentence_piece, "bert": _word_piece}.get(str(kind))
     if build is None:
-        raise BadTokenizer(f"the GGUF's vocabulary is of kind {kind!r}, we read 'gpt2', 'llama' and 'bert'; {_WAY_OUT}")
+        raise BadTokenizer(
+            f"the GGUF's vocabulary is of kind {kind!r}; supported are 'gpt2', 'llama' and 'bert'; {_WAY_OUT}"
+        )
     tokens = _list(fields, "tokens", str)
     types = _list(fields, "token_type", int) if "tokenizer.ggml.token_type" in fields else [1] * len(tokens)
     if len(types) != len(tokens):
@@ -35,16 +37,16 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
         tokenizer = build(fields, tokens, types)
     except BadTokenizer:
         raise
-    except Exception as error:  # the library raises plain Exceptions, for example on a merge it cannot look up
+    except Exception as error:  # the library raises plain Exceptions, for example for a merge of an unknown token
         raise _broken(str(error)) from None
     _add_marked_tokens(tokenizer, tokens, types)
-    if kind != "bert":  # which has its own
+    if kind != "bert":  # which adds its own
         _add_ends(tokenizer, fields, tokens)
     return tokenizer
 
 
 def special_token(fields: Mapping[str, Any], name: str) -> tuple[str, int] | None:
-    """The text and id of `bos`, `eos` ... as the file names it."""
+    """Returns the text and id of a special token of the file: bos, eos and so on."""
     number = fields.get(f"tokenizer.ggml.{name}_token_id")
     tokens = fields.get("tokenizer.ggml.tokens") or []
     if not isinstance(number, int) or isinstance(number, bool) or not 0 <= number < len(tokens):
@@ -67,7 +69,7 @@ def _byte_level(fields: Mapping[str, Any], tokens: list[str], types: list[int]) 
 
 
 def _sentence_piece(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
-    """Neighbours merge into the piece with the best score; what no piece covers falls back to bytes."""
+    """Merges neighbours into the piece with the best score; characters without a piece become bytes."""
     scores = _list(fields, "scores", float)
     if len(scores) != len(tokens):
         raise _broken(f"{len(tokens)} tokens have {len(scores)} scores")
@@ -76,7 +78,7 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: list[str], types: list[in
         i for i, kind in enumerate(types) if kind not in (_UNKNOWN, _CONTROL, _USER_DEFINED) and len(tokens[i]) > 1
     ]
     merges: list[tuple[str, str]] = []
-    for i in sorted(normal, key=lambda i: -scores[i]):  # stable: of equal scores the lower id merges first
+    for i in sorted(normal, key=lambda i: -scores[i]):  # stable: equal scores merge by ascending id
         token = tokens[i]
         halves = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         merges.extend((left, right) for left, right in halves if left in vocab and right in vocab)
@@ -100,8 +102,8 @@ def _sentence_piece(fields: Mapping[str, Any], tokens: list[str], types: list[in
 
 
 def _word_piece(fields: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
-    """A file marks the pieces that begin a word, where BERT marks those that do not. It says nothing of case: a
-    vocabulary without capital letters is for texts without them, and then without accents."""
+    """A GGUF marks the pieces that begin a word, BERT those that do not. The file has no field for case: a vocabulary
+    without capital letters is for texts in lower case, without accents."""
     words = [
         token if kind in (_UNKNOWN, _CONTROL) or (token[:1] == "[" and token[-1:] == "]")
         else token[1:] if token.startswith("▁")
@@ -131,7 +133,7 @@ def _word_piece(fields: Mapping[str, Any], tokens: list[str], types: list[int]) 
 
 
 def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
-    """Control tokens are special; user-defined ones are found whole in a text but are text themselves."""
+    """Adds control tokens as special tokens, and user-defined ones as ordinary added tokens."""
     special = [tokens[i] for i, kind in enumerate(types) if kind in (_UNKNOWN, _CONTROL)]
     plain = [tokens[i] for i, kind in enumerate(types) if kind == _USER_DEFINED]
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special if text])
@@ -139,8 +141,8 @@ def _add_marked_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]
 
 
 def _add_ends(tokenizer: Tokenizer, fields: Mapping[str, Any], tokens: list[str]) -> None:
-    """The tokens that an encoded text begins and ends with, if the file asks for them."""
-    # files that do not say: SentencePiece models begin every text with bos, and some of byte-level BPE do
+    """Adds the bos and eos tokens around a text where the file asks for them."""
+    # the default of files without the field: SentencePiece models and some byte-level BPE models add bos
     kind, rule = fields.get("tokenizer.ggml.model"), SPLIT_RULES.get(str(fields.get("tokenizer.ggml.pre")))
     usual = kind == "llama" or (rule is not None and rule.adds_bos)
     begins = fields.get("tokenizer.ggml.add_bos_token", usual)
@@ -157,7 +159,7 @@ def _numbered(tokens: list[str]) -> dict[str, int]:
     vocab = {text: i for i, text in enumerate(tokens)}
     if len(vocab) != len(tokens):
         twice = next(text for i, text in enumerate(tokens) if vocab[text] != i)
-        raise _broken(f"the token {twice!r} is there twice")
+        raise _broken(f"the token {twice!r} is listed twice")
     return vocab
 
 

@@ -1,4 +1,4 @@
-"""Guarded: a prompt in which some control tokens are only spelled, and how to encode it.
+"""Guarded: a prompt in which the characters of some control tokens are ordinary text, and its encoding.
 
 Control tokens at the given spans become their ids. The same characters elsewhere are encoded as ordinary text, and the
 rest of the prompt exactly as the tokenizer encodes it.
@@ -16,11 +16,11 @@ from tokenizers import Tokenizer as Backend
 
 from slipstream.errors import InvalidPrompt
 
-_TRIES = 8  # to keep the vocabulary of the model (Unigram, for example) from merging the characters of a control token
+_TRIES = 8  # attempts to keep the model (for example Unigram) from merging characters into a control token
 
 
 class TextSpan(NamedTuple):
-    """Where a text has a control token."""
+    """The position of a control token in a text."""
 
     start: int
     end: int
@@ -44,7 +44,7 @@ class Guarded(str):
         return self.encoder.encode(self)
 
     def __getitem__(self, key: SupportsIndex | slice) -> str:
-        """A part is guarded too; a control token of which only a part is left is text."""
+        """A slice is guarded too; a control token that is cut becomes text."""
         part = str.__getitem__(self, key)
         if not isinstance(key, slice):
             return part
@@ -61,13 +61,13 @@ class Guarded(str):
 
 
 def plain(text: str) -> str:
-    """The text alone."""
+    """Returns a plain str of the text."""
     return str.__str__(text)
 
 
 def is_spelled(backend: Backend, token: str, text: str) -> bool:
-    """Whether this text contains the token, before or after normalization. False for an unknown character, which also
-    becomes a special token."""
+    """Whether this text contains the token, before or after normalization. False for an unknown character, whose id is
+    a special token as well."""
     if token in text or backend.normalizer is None:
         return token in text
     change = backend.normalizer.normalize_str
@@ -75,17 +75,17 @@ def is_spelled(backend: Backend, token: str, text: str) -> bool:
 
 
 class GuardedEncoder:
-    """A copy of a tokenizer in which each control token is known by a random name that no text can spell."""
+    """A copy of a tokenizer in which each control token has a random name that no text contains."""
 
     def __init__(self, backend: Backend, control: Mapping[int, str]) -> None:
         """`control`: texts of the control tokens, by id."""
         self._control = dict(control)
         self._lock = threading.Lock()
         self._original = backend
-        self._copy: Backend | None = None  # made when first needed
+        self._copy: Backend | None = None  # built at first use
         self._names: dict[int, str] = {}
         self._id_of: dict[int, int] = {}  # ids of added tokens in the original, by their id in the copy
-        self._break = ""  # name of a token without an id: it keeps its neighbours from being merged
+        self._break = ""  # name of a token that is removed from the ids: it keeps its neighbours from being merged
 
     def encode(self, text: Guarded) -> list[int]:
         copy = self._made()
@@ -108,7 +108,7 @@ class GuardedEncoder:
                 written = written[:start] + self._break + written[start:]
         else:
             raise InvalidPrompt(
-                "the text of a message spells control tokens that this vocabulary cannot encode as text; leave them out"
+                "the text of a message has control tokens that this vocabulary cannot encode as text; remove them"
             )
         ids = (self._id_of.get(token, token) for token in found.ids)
         return [token for token in ids if token >= 0]

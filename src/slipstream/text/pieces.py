@@ -1,6 +1,6 @@
-"""Texts to the token ids that a pooling model reads: cut to a length, alone or in pairs, and no more read than needed.
+"""Encodes texts and pairs for pooling models, truncated to a length, and tokenises no more of a text than needed.
 
-Special tokens stay when a text is cut: the tokens that begin and end it are the model's, not the text's.
+Truncation keeps the special tokens at the start and the end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Pieces:
         self._num_in_pair: int = tokenizer.backend.num_special_tokens_to_add(is_pair=True)
 
     def texts(self, texts: Sequence[str], limit: int | None, *, side: str = "right") -> list[list[int]]:
-        """Ids of each text, at most `limit` of them; `side` is where others are cut off."""
+        """Returns the ids of each text, at most `limit`; `side`: the end that is truncated."""
         if limit is None:
             return self.tokenizer.encode_batch(texts)
         if side == "left":
@@ -41,9 +41,9 @@ class Pieces:
     def pairs(
         self, pairs: Sequence[tuple[str, str]], limit: int | None, *, side: str = "right"
     ) -> list[tuple[list[int], int | None]]:
-        """Ids of two texts as one prompt, and where token type 1 begins; None where all have type 0.
+        """Returns the ids of two texts as one prompt, and where token type 1 begins; None where all have type 0.
 
-        A pair that is too long loses tokens of its longer text first.
+        In a pair that is too long, the longer text is truncated first.
         """
         short = pairs
         if limit is not None:
@@ -74,7 +74,7 @@ class Pieces:
         return self.tokenizer.backend.post_process(parts[0], parts[1], add_special_tokens=True)
 
     def _beginning(self, text: str, limit: int) -> str:
-        """About as much of it as `limit` tokens come from; enough where there is no space to end at."""
+        """Returns a beginning of a text that usually has `limit` tokens; always, where there is no space to end at."""
         size = first_size(limit)
         if len(text) <= size:
             return text
@@ -83,17 +83,17 @@ class Pieces:
 
 
 def type_start(types: Sequence[int]) -> int | None:
-    """Token types as one number: the first place of type 1. Whoever calls has types that are 0 first and then 1."""
+    """Returns the first index of type 1, for types that are zeros followed by ones."""
     ones = sum(types)
     return len(types) - ones if ones else None
 
 
 def _share(first: int, second: int, room: int) -> tuple[int, int]:
-    """How many tokens each of two texts keeps: the shorter all of its own while that is at most half."""
+    """The number of tokens that each text keeps. The shorter keeps all of its tokens if they are at most half."""
     if first + second <= room:
         return first, second
     half = room // 2
     if min(first, second) <= half:
         return (first, room - first) if first <= second else (room - second, second)
-    # an odd one goes to the longer; to the second where both would fill the room, and how much longer is not known
+    # an odd token goes to the longer text; to the second where each alone fills the room
     return (room - half, half) if first > second < room else (half, room - half)

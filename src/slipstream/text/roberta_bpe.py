@@ -1,4 +1,4 @@
-"""RoBERTa's byte-level BPE from a folder that has only vocab.json and merges.txt, as its older checkpoints do."""
+"""Builds RoBERTa's byte-level BPE from vocab.json and merges.txt, for older checkpoints without tokenizer.json."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SPECIAL = {
 def roberta_tokenizer(
     folder: Path, settings: Mapping[str, Any], given: Mapping[str, str]
 ) -> tuple[Backend, dict[str, str]]:
-    """The tokenizer and its special tokens by role. `settings` are tokenizer_config.json's, `given` the special tokens
-    that the folder's files name."""
+    """Returns the tokenizer and its special tokens by role. `settings`: tokenizer_config.json; `given`: the special
+    tokens in the folder's files."""
     kind = tokenizer_class(dict(settings), read_object(folder / "config.json"))
     if kind != _KIND:
         raise BadTokenizer(
-            f"{folder} has no tokenizer.json, and its vocab.json is a {kind}'s, which is not built here; RoBERTa's is: "
-            "save the tokenizer once with transformers, so that the folder has tokenizer.json"
+            f"{folder} has no tokenizer.json, and its vocab.json is for {kind}; only RobertaTokenizer is built from "
+            "that file: save the tokenizer once with transformers, so that the folder has tokenizer.json"
         )
     special = {**_SPECIAL, **given}
     try:

@@ -1,7 +1,7 @@
-"""StopMatcher: stop strings in a text that arrives in increments.
+"""StopMatcher: finds stop strings in a text that arrives in increments.
 
-The stop that is complete first ends the text, and of two that end together the longer. So the result does not depend on
-how the text was cut into increments.
+The stop string that is complete first ends the text, and of two that end at the same place the longer. So the result
+does not depend on the increments.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Text that may be the beginning of a stop string is held back until it is known not to be."""
+    """Holds back text that may be the beginning of a stop string."""
 
     __slots__ = ("matched", "_stops", "_include", "_held")
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         assert all(stops), f"an empty stop string would match everywhere: {stops}"
-        self.matched: str | None = None  # the stop string that was met
+        self.matched: str | None = None  # the stop string that was found
         self._stops = tuple(dict.fromkeys(stops))
         self._include = include_stop
         self._held = ""
 
     def push(self, text: str) -> str:
-        """The text that is now certain. After a match: nothing, whatever comes."""
+        """Adds text and returns what cannot be part of a stop string. Returns nothing after a match."""
         if self.matched is not None:
             return ""
         if not self._stops:
@@ -37,12 +37,13 @@ class StopMatcher:
         return text[:certain]
 
     def finish(self) -> str:
-        """No more text will come: what was held back."""
+        """Returns the text that was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
     def _first_complete(self, text: str) -> tuple[int, str | None]:
-        """Where the first complete stop ends. It begins within `text`: all that could begin one was held."""
+        """Returns the end of the first complete stop string, and the string. It begins in `text`, which includes the
+        text held back."""
         first, found = len(text) + 1, ""
         for stop in self._stops:
             place = text.find(stop)
@@ -51,7 +52,7 @@ class StopMatcher:
         return first, found or None
 
     def _num_open(self, text: str) -> int:
-        """Length of the longest end of `text` that begins some stop."""
+        """The length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = 0
         for stop in self._stops:
             place = text.find(stop[0], max(0, len(text) - len(stop) + 1))

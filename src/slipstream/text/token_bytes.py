@@ -1,7 +1,7 @@
-"""The bytes that a token of the vocabulary stands for.
+"""The bytes of a token of the vocabulary.
 
-A token may hold a part of a character, so it has bytes where it has no text of its own. Byte-level vocabularies write
-each byte as a letter; SentencePiece vocabularies have tokens like <0xE2> for bytes that no piece covers.
+A token may be a part of a character, which has bytes but no text. Byte-level vocabularies write each byte as a letter;
+SentencePiece vocabularies have tokens like <0xE2> for bytes without a piece.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Any
 
 
 def token_bytes(decoder: dict[str, Any] | None, piece: str) -> bytes | None:
-    """What a piece adds in the middle of a text, by the decoder of tokenizer.json; None if that decoder is not known.
+    """The bytes of a piece inside a text, by the decoder of tokenizer.json; None if that decoder is not supported.
 
-    At the very beginning of a text some decoders leave out a space; that is not considered here.
+    At the start of a text some decoders remove a space, which is not considered here.
     """
     if decoder is None:
         return piece.encode()
@@ -36,18 +36,18 @@ def token_bytes(decoder: dict[str, Any] | None, piece: str) -> bytes | None:
     return piece.encode()
 
 
-_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # the library's number parser lets a plus sign through
+_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2}|\+[0-9A-Fa-f])>")  # the library's parser accepts a plus sign
 
 
 def fallback_byte(piece: str) -> int | None:
-    """The byte of a piece like <0xE2>; None for all other pieces."""
+    """The byte of a piece like <0xE2>; None for other pieces."""
     found = _FALLBACK.fullmatch(piece) if len(piece) == 6 else None
     return int(found[1], 16) if found else None
 
 
 @lru_cache(maxsize=65_536)
 def letter_bytes(piece: str) -> bytes:
-    """A piece that is not wholly in byte letters (an added token) stands for its own text."""
+    """The bytes of a piece in byte letters. A piece with other characters (an added token) is its own text."""
     try:
         return bytes(_BYTES[character] for character in piece)
     except KeyError:

@@ -1,8 +1,7 @@
-"""TokenStarts: where each token begins in the text that it became part of.
+"""TokenStarts: the offset of each token in the detokenised text.
 
-The offsets slice the text: from one token's start to the next one's is what the token added. A token that ends within a
-character adds nothing, and the character belongs to the token that completes it. Special tokens that the text leaves
-out add nothing either.
+The text of a token is from its start to the next start. A token that ends within a character adds nothing, and the
+character belongs to the token that completes it. Special tokens that are not part of the text add nothing either.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from collections.abc import Sequence
 from slipstream.text.detokenizer import Detokenizer
 from slipstream.text.tokenizer import Tokenizer
 
-_CONTEXT = 8  # tokens before one that tell what it adds, where a decoder cannot be followed token by token
+_CONTEXT = 8  # preceding tokens that determine the text of a token, for decoders without an incremental form
 
 
 class TokenStarts:
-    """Of a text whose tokens come in increments. Each token costs the same, however long the text."""
+    """The offsets of tokens that arrive in increments. The cost per token does not depend on the length of the text."""
 
     def __init__(
         self,
@@ -26,7 +25,7 @@ class TokenStarts:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> None:
-        """`start`: the length of what stands before the text."""
+        """`start`: the length of the text before the first token."""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens, spaces_between_special_tokens)
@@ -34,7 +33,7 @@ class TokenStarts:
         self._recent: list[int] = []
 
     def push(self, ids: Sequence[int]) -> list[int]:
-        """The starts of the next tokens."""
+        """Returns the offsets of the next tokens."""
         return [self._push(token) for token in ids]
 
     def _push(self, token: int) -> int:
@@ -53,20 +52,20 @@ class TokenStarts:
 
 
 def prompt_starts(tokenizer: Tokenizer, ids: list[int], text: str, *, add_special_tokens: bool) -> list[int]:
-    """Where a prompt's tokens begin in its text, which was given or decoded from them."""
+    """Returns the offsets of a prompt's tokens in its text, which was given or is decoded from them."""
     starts = TokenStarts(tokenizer).push(ids)
     if tokenizer.decode(ids) == text:
         return starts
-    # the tokenizer changed the text, or the text spells special tokens: it knows where each token came from
+    # the tokenizer normalised the text, or the text has special tokens: use the offsets of its encoding
     (encoding,) = tokenizer.encodings([text], add_special_tokens, words=True)
     if encoding.ids == ids:
         starts, end = [], 0
         for first, last in encoding.offsets:
-            if last == first:  # added around the text
+            if last == first:  # a special token that was added
                 starts.append(end)
                 continue
             while first > end and text[first - 1].isspace():
-                first -= 1  # spaces that belong to no token go with the one after them
+                first -= 1  # spaces without a token belong to the token after them
             starts.append(max(first, starts[-1]) if starts else first)
             end = max(end, last)
     return [min(start, len(text)) for start in starts]

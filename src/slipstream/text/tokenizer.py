@@ -1,10 +1,9 @@
-"""Tokenizer: text to token ids and back, over the `tokenizers` library.
+"""Tokenizer: encodes text to token ids and decodes it, with the `tokenizers` library.
 
-Loaded from a folder in Hugging Face layout (tokenizer.json, or the older files of BERT or RoBERTa), a tokenizer.json,
-or a GGUF's own vocabulary. It does to a text what the model's makers did: special tokens in the text are recognised,
-and the tokens that begin or end a text are added where the file's post-processor says so (add_bos_token in
-tokenizer_config.json is a leftover that transformers ignores too). The text of a chat template brings its own: encode
-it with `add_special_tokens=False`.
+It is loaded from a folder in Hugging Face's layout (tokenizer.json, or the older files of BERT or RoBERTa), from a
+tokenizer.json, or from a GGUF file. Special tokens in a text are recognised, and those at the start and the end are
+added as the file's post-processor says (add_bos_token in tokenizer_config.json is ignored, as in transformers). The
+text of a chat template has its special tokens: encode it with `add_special_tokens=False`.
 """
 
 from __future__ import annotations
@@ -38,26 +37,26 @@ class Tokenizer:
         special_tokens: Mapping[str, str] | None = None,
         chat_templates: Mapping[str, str] | None = None,
     ) -> None:
-        # whatever was baked in: the engine itself decides on lengths
+        # disables settings of tokenizer.json: the engine truncates and pads itself
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
-        self.special_tokens = dict(special_tokens or {})  # bos_token, eos_token ... as templates name them
+        self.special_tokens = dict(special_tokens or {})  # by the names in templates: bos_token, eos_token ...
         self.chat_templates = dict(chat_templates or {})
         _make_special(backend, self.special_tokens.values())
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
-        # how pieces become text, in the words of tokenizer.json; None joins them by spaces
+        # the decoder in the format of tokenizer.json; None joins pieces by spaces
         self.decoder_spec: dict[str, Any] | None = backend.decoder and json.loads(backend.decoder.__getstate__())
-        self._texts: dict[int, str] = {}  # of tokens asked for one by one
-        self._bytes: dict[int, bytes] = {}  # likewise
+        self._texts: dict[int, str] = {}  # cache of `text_of`
+        self._bytes: dict[int, bytes] = {}  # cache of `bytes_of`
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
-        """From a folder, a tokenizer.json or a .gguf file."""
+        """Loads a tokenizer from a folder, a tokenizer.json or a .gguf file."""
         path = Path(path).expanduser()
         if path.is_dir():
             return cls.from_folder(path)
@@ -82,7 +81,7 @@ class Tokenizer:
 
     @classmethod
     def from_file(cls, path: Path) -> Tokenizer:
-        """A lone tokenizer.json: the files that belong to it are looked for beside it."""
+        """Loads a tokenizer.json, with the other files of its folder."""
         if path.name == "tokenizer.json":
             return cls.from_folder(path.parent)
         return cls(_read_backend(path))
@@ -120,7 +119,7 @@ class Tokenizer:
         return ids
 
     def num_added(self) -> tuple[int, int]:
-        """Special tokens that are put before and after a text."""
+        """The number of special tokens that are added before and after a text."""
         bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
         for before in range(len(whole) - len(bare) + 1):
             if whole[before : before + len(bare)] == bare:
@@ -130,7 +129,7 @@ class Tokenizer:
     def encodings(
         self, texts: Sequence[str] | Sequence[tuple[str, str]], add_special_tokens: bool = True, *, words: bool = False
     ) -> list[Any]:
-        """The library's own results, for texts or for pairs of them: ids and type_ids; with `words` also word_ids."""
+        """The library's encodings of texts or pairs: ids and type_ids; with `words` also word_ids and offsets."""
         encode = self.backend.encode_batch if words else self.backend.encode_batch_fast
         try:
             return encode(list(texts), add_special_tokens=add_special_tokens)
@@ -138,12 +137,12 @@ class Tokenizer:
             characters = (character for text in texts for part in text for character in part)
             if any("\ud800" <= character <= "\udfff" for character in characters):
                 raise InvalidPrompt(
-                    "a prompt holds half of a surrogate pair, which is no character; give text that is UTF-8"
+                    "a prompt has an unpaired surrogate, which UTF-8 cannot encode; give valid text"
                 ) from None
-            raise InvalidPrompt(f"the tokenizer refused a prompt: {error}; change its text") from None
+            raise InvalidPrompt(f"the tokenizer cannot encode a prompt: {error}; change its text") from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Ids that have no token are passed over."""
+        """Returns the text of token ids. Unknown ids are skipped."""
         text: str = self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -155,7 +154,7 @@ class Tokenizer:
         return text
 
     def bytes_of(self, token: int) -> bytes:
-        """What one token adds in the middle of a text, for some a part of a character; nothing for an unknown id."""
+        """The bytes of one token inside a text, which may be a part of a character; empty for an unknown id."""
         found = self._bytes.get(token)
         if found is None:
             piece = self.piece(token)
@@ -167,12 +166,12 @@ class Tokenizer:
         return token in self.special_ids
 
     def piece(self, token: int) -> str | None:
-        """The token as the vocabulary writes it, before decoding; None if there is no such token."""
+        """The token as in the vocabulary, before decoding; None for an unknown id."""
         piece: str | None = self.backend.id_to_token(token)
         return piece
 
     def chat_template(self, with_tools: bool = False) -> str | None:
-        """A few models have one for requests that bring tools."""
+        """Returns the chat template; some models have another one for requests with tools."""
         default = self.chat_templates.get("default")
         return self.chat_templates.get("tool_use", default) if with_tools else default
 
@@ -181,7 +180,7 @@ class Tokenizer:
         return None if text is None else self.backend.token_to_id(text)
 
 
-_GGUF_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}  # spelt so there
+_GGUF_NAMES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator"}  # GGUF's spelling
 
 
 def _read_backend(path: Path) -> Backend:
@@ -192,7 +191,7 @@ def _read_backend(path: Path) -> Backend:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; an absent file is an empty one."""
+    """Reads a JSON object; a missing file is an empty object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -200,12 +199,12 @@ def _read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise BadTokenizer(f"{path} cannot be read: {error}; download it again, or {_WAY_OUT}") from None
     if not isinstance(value, dict):
-        raise BadTokenizer(f"{path} does not hold an object; download it again, or {_WAY_OUT}")
+        raise BadTokenizer(f"{path} is not a JSON object; download it again, or {_WAY_OUT}")
     return value
 
 
 def _special_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """bos_token and its like: a text, or an object with the text as content."""
+    """Returns bos_token and the others; each is a text, or an object with the text as content."""
     texts = {}
     for name in _NAMES:
         token = config.get(name)
@@ -216,7 +215,7 @@ def _special_texts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _declare_added(backend: Backend, declared: Any) -> None:
-    """tokenizer_config.json may mark tokens that tokenizer.json does not; their ids must be what both mean."""
+    """Adds the tokens that tokenizer_config.json declares and tokenizer.json does not."""
     if not isinstance(declared, dict):
         return
     known = backend.get_added_tokens_decoder()
@@ -237,14 +236,14 @@ def _declare_added(backend: Backend, declared: Any) -> None:
 
 
 def _make_special(backend: Backend, texts: Any) -> None:
-    """Tokens with a role are special even where tokenizer.json forgot to say so. None is invented."""
+    """Marks tokens with a role as special, also where tokenizer.json does not. Adds no new tokens."""
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     missing = [text for text in dict.fromkeys(texts) if text not in special and backend.token_to_id(text) is not None]
     backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in missing])
 
 
 def _chat_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """By name. Files of their own count more than tokenizer_config.json."""
+    """Returns the chat templates by name. Separate files override tokenizer_config.json."""
     whole = folder / "chat_template.jinja"
     paths = {"default": whole} if whole.is_file() else {}
     paths |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}

@@ -1,4 +1,4 @@
-"""What tokenizers from a bare vocabulary share: words behind it, special tokens, and the JSON files beside it."""
+"""Shared by the tokenizers built from a vocabulary file: added tokens, special tokens, and the JSON files beside it."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from slipstream.errors import BadTokenizer
 
 
 def add_tokens(folder: Path, backend: Backend, special: Mapping[str, str], *, mask_eats_space: bool = False) -> None:
-    """added_tokens.json has words behind the vocabulary; then the special tokens, which are never split. Before some
-    mask tokens a space belongs to them."""
+    """Adds the tokens of added_tokens.json, whose ids follow the vocabulary, and the special tokens.
+
+    `mask_eats_space`: the space before a mask token belongs to the token.
+    """
     roles = set(special.values())
     added = read_object(folder / "added_tokens.json")
     if not all(isinstance(number, int) for number in added.values()):
-        raise BadTokenizer(f"{folder / 'added_tokens.json'} does not map words to numbers; download it again")
+        raise BadTokenizer(f"{folder / 'added_tokens.json'} does not map tokens to ids; download it again")
     for word, number in sorted(added.items(), key=lambda item: int(item[1])):
         is_special = word in roles
         backend.add_tokens([AddedToken(word, special=is_special, normalized=not is_special)])
         if backend.token_to_id(word) != number:
             raise BadTokenizer(
-                f"{folder / 'added_tokens.json'} says that {word!r} is token {number}, and behind the vocabulary it is "
+                f"{folder / 'added_tokens.json'} has {word!r} as token {number}, and after the vocabulary it is "
                 f"{backend.token_to_id(word)}; download both files again"
             )
     for role, word in special.items():
@@ -35,7 +37,7 @@ def add_tokens(folder: Path, backend: Backend, special: Mapping[str, str], *, ma
 
 
 def require_token(folder: Path, backend: Backend, special: Mapping[str, str], role: str, kind: str) -> tuple[str, int]:
-    """A special token and its number. Raises BadTokenizer where the vocabulary lacks it."""
+    """Returns a special token and its id. Raises BadTokenizer where the vocabulary lacks it."""
     number = backend.token_to_id(special[role])
     if number is None:
         raise BadTokenizer(
@@ -46,7 +48,7 @@ def require_token(folder: Path, backend: Backend, special: Mapping[str, str], ro
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object; an absent file is an empty one."""
+    """Reads a JSON object; a missing file is an empty object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

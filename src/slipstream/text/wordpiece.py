@@ -1,7 +1,7 @@
-"""WordPiece tokenizers from a folder that has only vocab.txt, as BERT's and MPNet's older checkpoints do.
+"""Builds WordPiece tokenizers from vocab.txt, for older checkpoints of BERT and MPNet without tokenizer.json.
 
-The parts are those that transformers makes of the same files: BERT's normalizer, which tokenizer_config.json may tell
-to keep case or accents, BERT's way to split words, and the special tokens that begin and end a text.
+The components are those that transformers builds from the same files: BERT's normalizer with the settings of
+tokenizer_config.json for case and accents, BERT's pre-tokenizer, and the special tokens around a text.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _SPECIAL: dict[str, Mapping[str, str]] = {
 def wordpiece_tokenizer(
     folder: Path, settings: Mapping[str, Any], given: Mapping[str, str]
 ) -> tuple[Backend, dict[str, str]]:
-    """The tokenizer and its special tokens by role. `settings` are tokenizer_config.json's, `given` the special tokens
-    that the folder's files name."""
+    """Returns the tokenizer and its special tokens by role. `settings`: tokenizer_config.json; `given`: the special
+    tokens in the folder's files."""
     kind = tokenizer_class(dict(settings), read_object(folder / "config.json"))
     if kind not in _SPECIAL:
         raise BadTokenizer(
-            f"{folder} has no tokenizer.json, and its vocab.txt is a {kind}'s, which is not built here; BERT's and "
-            "MPNet's are: save the tokenizer once with transformers, so that the folder has tokenizer.json"
+            f"{folder} has no tokenizer.json, and its vocab.txt is for {kind}; only tokenizers of BERT and MPNet are "
+            "built from that file: save the tokenizer once with transformers, so that the folder has tokenizer.json"
         )
     special = {**_SPECIAL[kind], **given}
     vocabulary = read_vocabulary_lines(folder / "vocab.txt")

@@ -145,7 +145,7 @@ def test_queries_are_filled_up():
     assert list(seen.ids) == [*ids_of("ab"), 4, 4] and seen.num_seen is None
 
 
-def test_which_of_many_is_said():
+def test_errors_name_the_prompt_by_its_index():
     with pytest.raises(InvalidPrompt, match="prompt 71 of 72: the prompt has no tokens"):
         prepared(inputs(), ["a"] * 70 + [[], "b"])
 
@@ -214,12 +214,12 @@ def test_lower_case_and_markers():
         ("embed", "pooling_params is str"),
     ],
 )
-def test_parameters_the_model_cannot_honour(params, words):
+def test_parameters_that_the_model_does_not_support(params, words):
     with pytest.raises(InvalidParams, match=words):
         inputs(matryoshka=(2, 4)).resolve(params)
 
 
-def test_a_norm_is_of_vectors():
+def test_normalize_is_for_vector_tasks():
     for task, pooling in (("classify", CROSS), ("sparse", msgspec.structs.replace(EMBEDDER, tasks=("sparse",)))):
         with pytest.raises(InvalidParams, match=f"normalize is True and the task {task}, which has no vectors"):
             inputs(pooling).resolve(PoolingParams(normalize=True), None)
@@ -227,7 +227,7 @@ def test_a_norm_is_of_vectors():
     assert inputs().resolve(PoolingParams(normalize=False), "token_embed").normalize is False
 
 
-def test_dimensions_are_of_vectors():
+def test_dimensions_are_for_vector_tasks():
     with pytest.raises(InvalidParams, match="the task classify, which has no vectors"):
         inputs(CROSS).resolve(PoolingParams(dimensions=1))
     with pytest.raises(InvalidParams, match="not trained for shorter vectors"):
@@ -275,7 +275,7 @@ def test_equal_tokens_are_not_equal_prompts_when_anything_else_differs():
         assert len(sent) == 3 == len({(message.type_start, message.params) for message in sent})
 
 
-def test_texts_of_equal_tokens_keep_their_own_words():
+def test_texts_with_equal_tokens_keep_their_own_text():
     feed = PoolingPrompts(
         inputs(lower_case=True), [PoolingBatch(["Ab", "aB", "c"], EMBED)], iter(map(str, range(99))).__next__
     )
@@ -393,7 +393,7 @@ def test_reranking_wants_documents():
     assert end.value.value == []
 
 
-def test_what_could_not_be_computed_spoils_its_own_pairs_alone():
+def test_a_missing_result_fails_only_its_own_pairs():
     def one(*numbers):
         if not numbers:
             return PoolingRequestOutput("x", None, [1], error="not made of numbers")

@@ -1,4 +1,4 @@
-"""What a GPU itself gives at this moment: those of one kind differ by some percent, and so do a benchmark's figures."""
+"""Measures a GPU's current GEMM and copy rates, by which GPUs of one type differ by some percent."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import msgspec
 from slipstream.errors import InvalidOption
 
 SIZE = 8192
-"""Of a product: so many rows, outputs and inputs."""
+"""m, n and k of the GEMM."""
 COPIED = 1 << 28
-"""Bytes of a copy: more than a GPU's cache holds, and little enough to find room beside an engine."""
+"""Bytes of a copy: more than the L2 cache, and small enough to fit beside an engine."""
 LOAD = 1.0
-"""Seconds of products before they are timed: the clock follows the power that they draw."""
+"""Seconds of GEMMs before the timing, since the clock follows the power draw."""
 TIMED = 0.2
-"""Seconds, of either."""
+"""Seconds of each timing."""
 
 Work = Callable[[], object]
 Clock = Callable[[Work, int], float]
-"""Seconds that so many in a row take the device."""
+"""Returns the device seconds of `count` calls in a row."""
 
 
 class GpuRates(msgspec.Struct, frozen=True):
-    product_tflops: float  # sustained, bfloat16, random numbers
+    product_tflops: float  # sustained, bfloat16, random values
     copy_tbs: float  # TB/s, read and written together
 
     def __str__(self) -> str:
-        return f"this GPU gives {self.product_tflops:.0f} TFLOP/s and {self.copy_tbs:.2f} TB/s"
+        return f"this GPU reaches {self.product_tflops:.0f} TFLOP/s and {self.copy_tbs:.2f} TB/s"
 
 
 def check_gpu(device: str) -> None:
-    """Refuses what is not one, before anything is loaded for it."""
-    from slipstream.device.device import device_facts  # brings torch
+    """Raises where the device is not a CUDA GPU, before a model is loaded."""
+    from slipstream.device.device import device_facts  # imports torch
 
     if (kind := device_facts(device).kind) != "cuda":
-        raise InvalidOption(f"--machine is for CUDA GPUs, and this engine runs on {kind}; leave it out")
+        raise InvalidOption(f"--machine is for CUDA GPUs, and this engine runs on {kind}; remove it")
 
 
 def measure_gpu() -> GpuRates:
-    """The host waits for it, about 1.5 s."""
-    import torch  # not needed for help
+    """Runs the measurements, about 1.5 s, and waits for them."""
+    import torch  # not needed for --help
 
     def clock(work: Work, count: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -60,13 +60,13 @@ def measure_gpu() -> GpuRates:
 
 
 def rates(product: float, copy: float) -> GpuRates:
-    """From the seconds of one."""
+    """Computes the rates from the seconds of one GEMM and one copy."""
     return GpuRates(2 * SIZE**3 / product / 1e12, 2 * COPIED / copy / 1e12)
 
 
 def sustained(work: Work, load: float, clock: Clock) -> float:
-    """Seconds of one, over `TIMED` seconds of them after `load` seconds of them."""
-    clock(work, 1)  # what comes once: libraries are loaded
+    """Returns the mean seconds of one call, over `TIMED` seconds after `load` seconds of calls."""
+    clock(work, 1)  # first-use costs: libraries are loaded
     once = clock(work, 4) / 4
     clock(work, math.ceil(load / once))
     count = math.ceil(TIMED / once)

@@ -1,7 +1,7 @@
-"""Runs a workload on an engine and counts: what `slipstream bench` and benchmarks/offline.py report.
+"""Runs a workload on an engine and measures it, for `slipstream bench` and benchmarks/offline.py.
 
-The loop is that of `LLM.generate`, with a look at the clock after each step. The clock runs from the first prompt's
-checks to the last result, text included when it is wanted.
+The loop is that of `LLM.generate`, with a time stamp after each step. The time is from the check of the first prompt to
+the last result, with detokenising if requested.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from slipstream.llm import LLM
 
 Advance = Callable[[int], None]
-"""Told after each request that finished how many tokens it gave."""
+"""Called with the number of generated tokens of each finished request."""
 
 
 class Spread(msgspec.Struct, frozen=True):
@@ -44,11 +44,11 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     input_tokens: int
     output_tokens: int
     cached_tokens: int  # of the prompts, found in the prefix cache
-    ttft_ms: Spread  # from a request's submission to its first token
-    itl_ms: Spread | None  # between neighbouring tokens of one text; None when all texts have one token
+    ttft_ms: Spread  # time to first token, from submission
+    itl_ms: Spread | None  # inter-token latency; None if all outputs have one token
     request_ms: Spread  # from submission to the last token
-    device: DeviceTime  # where its time went
-    itl_at_ms: dict[int, float]  # between tokens around the 500th, the 1000th and so on, as far as texts go
+    device: DeviceTime  # busy and idle time
+    itl_at_ms: dict[int, float]  # inter-token latency around positions 500, 1000 and so on
 
     @property
     def requests_per_second(self) -> float:
@@ -85,9 +85,9 @@ def measure(
     detokenize: bool = False,
     advance: Advance = lambda tokens: None,
 ) -> list[Trial]:
-    """`repeats` trials, best first. A warm-up of one short request lets first-use costs fall outside them.
+    """Returns `repeats` trials, fastest first. The warm-up is one short request, which takes the first-use costs.
 
-    `rate`: requests come one by one, so many a second on average, as independent people would send them.
+    `rate`: mean arrivals per second of a Poisson process; without it all requests arrive at the start.
     """
     limit = llm.config.scheduler.max_model_len
     if workload.longest > limit:
@@ -99,7 +99,7 @@ def measure(
     if warmup:
         first = workload.items(vocab_size, -1)[0]
         _run(llm, [Item(first.prompt, min(first.output_len, 4))], params, None, None, detokenize, lambda tokens: None)
-    # those at a rate have prompts of their own: they come after trials that found out what rate is possible
+    # trials at a rate have other prompts than those before, which measured the possible rate: no prefix cache hits
     numbers = range(repeats) if rate is None else range(repeats, 2 * repeats)
     trials = [
         _run(
@@ -125,7 +125,7 @@ def _run(
     detokenize: bool,
     advance: Advance,
 ) -> Trial:
-    from slipstream.frontend.request_state import OutputProcessor  # not needed for help, and not light
+    from slipstream.frontend.request_state import OutputProcessor  # slow to import, and not needed for --help
 
     core, clock = llm.core, time.perf_counter
     outputs = OutputProcessor(llm.tokenizer if detokenize else None)
@@ -147,7 +147,7 @@ def _run(
             number, item = entry
             own = params.with_changes(max_tokens=item.output_len)
             message, text = llm.inputs.submit(f"bench-{number}", item.prompt, own)
-            # a request that came while a step was under way has waited since
+            # a request that arrived during a step counts from its arrival
             submitted[message.request_id] = clock() if arrivals is None else begin + arrivals[number]
             token_times[message.request_id] = []
             core.submit(message)
@@ -157,10 +157,10 @@ def _run(
         now = clock()
         for output in step_outputs:
             token_times[output.request_id] += [now] * len(output.token_ids)
-        moved, aborts = outputs.process(step_outputs)
+        updated, aborts = outputs.process(step_outputs)
         for abort in aborts:
             core.abort(abort)
-        for state in moved:
+        for state in updated:
             if state.finished:
                 active -= 1
                 advance(len(token_times[state.id]))
@@ -183,7 +183,7 @@ def _run(
 
 
 def _gaps_along(token_times: Sequence[Sequence[float]]) -> dict[int, float]:
-    """Milliseconds from token to token, averaged over 100 tokens around some places that all texts reach."""
+    """Returns the inter-token latency in milliseconds, averaged over 100 tokens around positions of all outputs."""
     shortest = min(map(len, token_times))
     found = {}
     for place in (500, 1000, 2000, 4000, 8000, 16000):
@@ -198,7 +198,7 @@ def spread(seconds: Sequence[float]) -> Spread:
     ordered = sorted(1000 * value for value in seconds)
 
     def at(share: float) -> float:
-        """Between the two nearest, as most tools count."""
+        """Linear interpolation between the two nearest values."""
         place = share * (len(ordered) - 1)
         low = int(place)
         high = min(low + 1, len(ordered) - 1)

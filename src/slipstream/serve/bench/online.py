@@ -1,6 +1,6 @@
-"""Load for a running server: streamed completions, so many at once or so many a second, and how long each took.
+"""Load generator for a running server: streamed completions at a concurrency or a rate, with the times of each.
 
-It speaks HTTP over plain sockets: a client library would cost more than many a server it is to measure.
+It uses HTTP over plain sockets, because a client library would need more CPU time than the server that is measured.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from slipstream.errors import InvalidOption
 from slipstream.serve.bench.measure import Spread, spread
 from slipstream.serve.bench.workload import Item, Workload
 
-VOCAB = range(3, 256)  # every vocabulary has these ids
-_AT_THE_DOOR = 16  # connections being made at a time
+VOCAB = range(3, 256)  # token ids of every vocabulary
+_MAX_CONNECTING = 16  # connections that are opened at the same time
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -39,35 +39,35 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct):
-    """What became of one request."""
+    """The result of one request."""
 
-    status: int = 0  # 0: the connection broke
+    status: int = 0  # 0: the connection failed
     sent: float = 0.0
-    times: list[float] = []  # of each event that brought text
+    times: list[float] = []  # of each event with text
     end: float = 0.0
     num_tokens: int = 0
-    error: str | None = None  # in a stream that had begun
+    error: str | None = None  # in a stream that had started
 
 
 class BenchReport(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     num_requests: int
     statuses: dict[str, int]
-    num_failed: int  # begun and not ended well
+    num_failed: int  # streams that started and failed
     output_tokens: int
-    requests_per_second: float  # that ended well
+    requests_per_second: float  # successful ones
     tokens_per_second: float
     ttft_ms: Spread | None
-    itl_ms: Spread | None  # between events, each of which may bring several tokens
+    itl_ms: Spread | None  # between events, which may have several tokens
     request_ms: Spread | None
-    refused_ms: Spread | None  # until a 429 came back
+    refused_ms: Spread | None  # until the 429
 
     def lines(self) -> list[str]:
         statuses = ", ".join(f"{count} x {status}" for status, count in sorted(self.statuses.items()))
         lines = [
             f"  {'time':<18}{self.seconds:.2f} s",
             f"  {'answers':<18}{statuses}"
-            + (f"; {self.num_failed} failed after they began" if self.num_failed else ""),
+            + (f"; {self.num_failed} failed after they started" if self.num_failed else ""),
             f"  {'requests':<18}{self.requests_per_second:.2f} /s",
             f"  {'output tokens':<18}{self.tokens_per_second:.1f} /s",
             f"  {'ms':<18}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}",
@@ -93,9 +93,9 @@ def run_online(
     concurrency: int | None,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> tuple[BenchReport, list[Answer]]:
-    """With a `rate` requests come whether or not others have ended, at random moments; else `concurrency` at once."""
+    """Runs with Poisson arrivals at `rate`, independent of the responses, or with `concurrency` concurrent requests."""
     if rate is not None and not 0 < rate < math.inf:
-        raise InvalidOption(f"rate is {rate}; give requests a second, a finite number above 0")
+        raise InvalidOption(f"rate is {rate}; give requests per second, a finite number above 0")
     requests = [_request(target, item, params) for item in workload.items(len(VOCAB))]
     start = time.perf_counter()
     answers = asyncio.run(_run(target, requests, rate, concurrency, workload.seed, advance))
@@ -111,13 +111,13 @@ async def _run(
     advance: Callable[[int], None],
 ) -> list[Answer]:
     gate = asyncio.Semaphore(concurrency or len(requests))
-    # those at the door one after another: if all knocked at once, the first would be heard after the last has knocked
-    door = asyncio.Semaphore(_AT_THE_DOOR)
+    # few at a time: if all connected at once, the first would send its request after the last has connected
+    connecting = asyncio.Semaphore(_MAX_CONNECTING)
     draw = random.Random(seed)
 
     async def one(request: bytes) -> Answer:
         async with gate:
-            answer = await ask(target, request, door)
+            answer = await send_request(target, request, connecting)
         advance(answer.num_tokens)
         return answer
 
@@ -129,10 +129,10 @@ async def _run(
     return await asyncio.gather(*tasks)
 
 
-async def ask(target: Target, request: bytes, door: asyncio.Semaphore) -> Answer:
+async def send_request(target: Target, request: bytes, connecting: asyncio.Semaphore) -> Answer:
     answer = Answer(sent=time.perf_counter(), times=[])
     try:
-        async with door:
+        async with connecting:
             reader, writer = await asyncio.open_connection(target.host, target.port)
             writer.write(request)
     except OSError as error:
@@ -174,7 +174,7 @@ def _request(target: Target, item: Item, params: dict[str, Any]) -> bytes:
 async def _read(reader: asyncio.StreamReader, answer: Answer) -> None:
     head = await reader.readuntil(b"\r\n\r\n")
     answer.status = int(head.split(b" ", 2)[1])
-    while line := await reader.readline():  # chunk sizes and empty lines between events are passed over
+    while line := await reader.readline():  # skips chunk sizes and empty lines between events
         if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
             continue
         event = msgspec.json.decode(line[6:])
@@ -211,7 +211,7 @@ def _spread(seconds: list[float]) -> Spread | None:
 
 
 def histogram(values: Sequence[float], title: str, *, rows: int = 12, width: int = 50) -> list[str]:
-    """A plot in text: how many requests took how many milliseconds."""
+    """Returns the lines of a text histogram in milliseconds."""
     if not values:
         return []
     low, high = min(values), max(values)

@@ -1,4 +1,4 @@
-"""What a benchmark found, as lines for a terminal."""
+"""Formats benchmark results as text for a terminal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = (
 
 
 def show(text: str, *, beside_json: bool) -> None:
-    """Where standard output is for JSON, a reader finds the table on the other."""
+    """Prints to standard output, or to standard error where standard output has JSON."""
     print(text, file=sys.stderr if beside_json else sys.stdout, flush=True)
 
 
@@ -34,7 +34,7 @@ def shape_line(workload: Workload) -> str:
 
 
 def trial_line(name: str, best: Trial) -> str:
-    """ms/token is the whole call's time over the tokens of one text; busy the device's share of it."""
+    """One row of the table. ms/token: the call's time divided by the tokens of one output; busy: device busy share."""
     per_token = 1000 * best.seconds * best.num_requests / best.output_tokens
     gaps = best.itl_ms
     between = f"{gaps.p50:>9.2f}{gaps.p99:>8.2f}" if gaps else " " * 17
@@ -66,7 +66,7 @@ def trial_table(best: Trial, startup: float) -> str:
 
 
 def device_line(time: DeviceTime) -> str:
-    """How busy the device was while there was work, and for whose sake it was not."""
+    """The device's busy share while there was work, and idle time by cause."""
     total = time.busy + time.idle
     if not total:
         return "no step was timed"
@@ -86,8 +86,8 @@ def step_table(time: DeviceTime) -> str:
         f"  {name:<18}{value}"
         for name, value in (
             ("steps", f"{time.num_steps}"),
-            ("host", f"{1e6 * time.host / num:.0f} us a step: planning, launching, committing"),
-            ("device", f"{1e6 * time.busy / num:.0f} us a step, {device_line(time)}"),
+            ("host", f"{1e6 * time.host / num:.0f} us per step: plan, launch, commit"),
+            ("device", f"{1e6 * time.busy / num:.0f} us per step, {device_line(time)}"),
         )
     )
 
@@ -96,7 +96,7 @@ def long_table(trials: dict[str, Trial]) -> str:
     places = sorted({place for trial in trials.values() for place in trial.itl_at_ms})
     lines = [f"  {'':<12}{'out/s':>10}" + "".join(f"{f'at {place}':>12}" for place in places) + "   ms between tokens"]
     if not places:
-        lines = [f"  {'':<12}{'out/s':>10}   texts too short to compare the time between tokens along them"]
+        lines = [f"  {'':<12}{'out/s':>10}   outputs are too short to compare inter-token latency by position"]
     for name, trial in trials.items():
         gaps = [trial.itl_at_ms.get(place) for place in places]
         times = "".join(f"{'-':>12}" if gap is None else f"{gap:>12.3f}" for gap in gaps)

@@ -1,4 +1,4 @@
-"""Shapes with a name: what people compare engines by. docs/performance.md has our figures and a peer's."""
+"""Named benchmark shapes. docs/performance.md has their figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slipstream.serve.bench.workload import Workload
 
 class Shape(msgspec.Struct, frozen=True):
     workload: Workload
-    params: dict[str, Any] = {}  # what is not greedy about it
+    params: dict[str, Any] = {}  # sampling parameters that differ from greedy
 
 
 def _shape(num_prompts: int, input_len: int, output_len: int, range_ratio: float = 1.0, **params: Any) -> Shape:

@@ -1,7 +1,7 @@
-"""How long an engine takes from nothing to its first answer: import, start, answer; in a new process each time.
+"""Measures start-up time in new processes: import, start, and first answer.
 
-Cold means that no kernel was ever compiled: the caches of Triton and of our C kernels are empty folders. The files of
-the model and of the libraries are as warm as the machine has them.
+A cold start has no compiled kernels: the caches of Triton and of our C kernels are empty folders. The page cache of the
+operating system is not dropped.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ llm.close()
 
 
 class Startup(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds."""
+    """Times in seconds."""
 
     cold: bool
     import_seconds: float
-    start_seconds: float  # to ready
-    answer: str  # what it was asked for
+    start_seconds: float  # until ready
+    answer: str  # describes the first answer
     answer_seconds: float
 
     @property
@@ -53,8 +53,8 @@ class Startup(msgspec.Struct, frozen=True, kw_only=True):
         return self.import_seconds + self.start_seconds + self.answer_seconds
 
 
-def measure_startup(options: dict[str, Any], tell: Callable[[str], None] = lambda text: None) -> list[Startup]:
-    """A cold start, then a warm one on what it left."""
+def measure_startup(options: dict[str, Any], notify: Callable[[str], None] = lambda text: None) -> list[Startup]:
+    """Measures a cold start, then a warm one with the caches that it filled."""
     with tempfile.TemporaryDirectory() as folder:
         env = child_environment() | {
             "TRITON_CACHE_DIR": os.path.join(folder, "triton"),
@@ -62,7 +62,7 @@ def measure_startup(options: dict[str, Any], tell: Callable[[str], None] = lambd
         }
         found = []
         for cold in (True, False):
-            tell("cold start" if cold else "warm start")
+            notify("cold start" if cold else "warm start")
             done = subprocess.run(
                 [sys.executable, "-c", _PROGRAM, json.dumps(options)], env=env, capture_output=True, encoding="utf-8"
             )

@@ -1,4 +1,4 @@
-"""Workload: random prompts of chosen lengths, the same for the same seed."""
+"""Workload: random prompts of given lengths, determined by a seed."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ class Item(msgspec.Struct, frozen=True):
 
 
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
-    """So many prompts of so many random tokens, each to be answered with so many."""
+    """`num_prompts` prompts of `input_len` random tokens, with `output_len` tokens to generate each."""
 
     num_prompts: int
     input_len: int
     output_len: int
-    range_ratio: float = 1.0  # lengths are spread evenly from this share of the full length up to it
+    range_ratio: float = 1.0  # lengths are uniform from this fraction of the full length up to it
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "input_len", "output_len"):
             if (value := getattr(self, name)) < 1:
-                raise InvalidOption(f"{name} is {value}; give a whole number from 1 up")
+                raise InvalidOption(f"{name} is {value}; give an integer from 1 up")
         if not 0 < self.range_ratio <= 1:
             raise InvalidOption(
-                f"range_ratio is {self.range_ratio}; give more than 0 and at most 1, where 1 is no spread"
+                f"range_ratio is {self.range_ratio}; give a fraction above 0 and up to 1, where 1 is full length"
             )
 
     @property
@@ -39,8 +39,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         return self.input_len + self.output_len
 
     def items(self, vocab_size: int, trial: int = 0) -> list[Item]:
-        """Other trials have the same lengths and other tokens, and so have other workloads: none lives on another's
-        cache."""
+        """Returns the requests of a trial. Trials have the same lengths and different tokens, so that none gets prefix
+        cache hits of another."""
         lengths = random.Random(self.seed)
         tokens = random.Random(f"{self.seed} {trial} {self.num_prompts} {self.input_len} {self.output_len}")
         ids = range(vocab_size)
@@ -50,9 +50,9 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def arrivals(self, rate: float, trial: int = 0) -> list[float]:
-        """Seconds from the start at which the prompts come, `rate` of them a second on average (a Poisson process)."""
+        """Returns the arrival times in seconds of a Poisson process with `rate` requests per second."""
         if not rate > 0:
-            raise InvalidOption(f"rate is {rate}; give requests a second, more than 0")
+            raise InvalidOption(f"rate is {rate}; give requests per second, above 0")
         draw = random.Random(f"{self.seed} {trial} arrivals")
         times, now = [], 0.0
         for _ in range(self.num_prompts):

@@ -1,4 +1,4 @@
-"""`slipstream bench`: how fast a model runs here, on random prompts of chosen lengths."""
+"""`slipstream bench`: measures throughput and latency of a model, with random prompts of given lengths."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 KINDS = {
-    "throughput": "all prompts at once (the default)",
-    "latency": "prompts come one by one, as from many people, at --rate or at --load of the peak",
-    "long": "long texts with and without penalties, and the time between tokens along them",
-    "step": "the host's and the device's time for a step",
-    "serve": "a server at --url, with --concurrency requests at once or --rate of them a second",
+    "throughput": "all prompts at the same time (the default)",
+    "latency": "Poisson arrivals, at --rate or at --load of the maximum throughput",
+    "long": "long outputs with and without penalties, with the inter-token latency by position",
+    "step": "host and device time per step",
+    "serve": "a server at --url, with --concurrency concurrent requests or --rate requests per second",
     "startup": "import, start and first tokens of new processes, with and without compiled kernels",
 }
-MACHINE_HELP = "first tell what this GPU gives at the moment: TFLOP/s of a large product, TB/s of a copy (1.5 s)"
+MACHINE_HELP = "first measure this GPU: TFLOP/s of a large GEMM, TB/s of a copy (1.5 s)"
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "bench",
         help="measure throughput and latency",
-        description="Runs random prompts and reports throughput, time to the first token, and time between tokens. "
-        "Any model folder will do, also without weights (--load-format dummy) or a tokenizer. Drawing is greedy unless "
-        "a sampling flag says otherwise, and texts go on past the end token. What is measured: "
+        description="Runs random prompts and reports throughput, time to first token, and inter-token latency. "
+        "Works with any model folder, also without weights (--load-format dummy) or a tokenizer. Sampling is greedy "
+        "by default, and generation continues past the end token. Kinds: "
         + "; ".join(f"{name}: {text}" for name, text in KINDS.items())
         + ".",
         usage="slipstream bench [throughput|latency|long|step|serve|startup] [flags]",
@@ -59,34 +59,44 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         nargs="+",
         choices=[*SHAPES, "all"],
         metavar="NAME",
-        help=f"shapes by name instead of by lengths: {', '.join(SHAPES)}, or all",
+        help=f"named shapes instead of lengths: {', '.join(SHAPES)}, or all",
     )
-    command.add_argument("--num-prompts", type=int, default=32, metavar="N", help="requests (default: 32)")
-    command.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens of a prompt (default: 128)")
-    command.add_argument("--output-len", type=int, default=64, metavar="N", help="tokens of an answer (default: 64)")
+    command.add_argument("--num-prompts", type=int, default=32, metavar="N", help="number of requests (default: 32)")
+    command.add_argument("--input-len", type=int, default=128, metavar="N", help="tokens per prompt (default: 128)")
+    command.add_argument(
+        "--output-len", type=int, default=64, metavar="N", help="tokens to generate per prompt (default: 64)"
+    )
     command.add_argument(
         "--range-ratio",
         type=float,
         default=1.0,
         metavar="X",
-        help="spread lengths evenly from this share of the full length up to it (default: 1, all of them full)",
+        help="distribute lengths uniformly from this fraction of the full length up to it (default: 1)",
     )
-    command.add_argument("--random-seed", type=int, default=0, metavar="N", help="of lengths and tokens (default: 0)")
-    command.add_argument("--concurrency", type=int, metavar="N", help="requests under way at once (default: all)")
-    command.add_argument("--rate", type=float, metavar="X", help="of latency and serve: requests a second")
+    command.add_argument(
+        "--random-seed", type=int, default=0, metavar="N", help="seed of lengths and tokens (default: 0)"
+    )
+    command.add_argument("--concurrency", type=int, metavar="N", help="maximum concurrent requests (default: all)")
+    command.add_argument("--rate", type=float, metavar="X", help="for latency and serve: requests per second")
     command.add_argument(
         "--load",
         type=float,
         default=0.7,
         metavar="X",
-        help="of latency without --rate: share of the peak (default: 0.7)",
+        help="for latency without --rate: fraction of the maximum throughput (default: 0.7)",
     )
-    command.add_argument("--repeats", type=int, default=1, metavar="N", help="trials; the best counts (default: 1)")
-    command.add_argument("--no-warmup", action="store_true", help="let the first trial pay for first uses")
-    command.add_argument("--detokenize", action="store_true", help="make text too; needs the model's tokenizer")
-    command.add_argument("--logprobs", type=int, metavar="N", help="likeliest tokens to report with each token")
+    command.add_argument(
+        "--repeats",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of trials, of which the best is reported (default: 1)",
+    )
+    command.add_argument("--no-warmup", action="store_true", help="include first-use costs in the first trial")
+    command.add_argument("--detokenize", action="store_true", help="also detokenise; needs the model's tokenizer")
+    command.add_argument("--logprobs", type=int, metavar="N", help="number of top logprobs per token")
     command.add_argument("--machine", action="store_true", help=MACHINE_HELP)
-    command.add_argument("--json", action="store_true", help="print one JSON object, and the table to standard error")
+    command.add_argument("--json", action="store_true", help="print a JSON object, and the table to standard error")
     bench_serve.add_flags(command)
     add_sampling_flags(command, max_tokens=None, names=SAMPLING)
     add_engine_flags(command)
@@ -96,12 +106,12 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     for name in ("concurrency", "repeats"):
         if (value := getattr(args, name)) is not None and value < 1:
-            raise InvalidOption(f"{name} is {value}; give a whole number from 1 up")
+            raise InvalidOption(f"{name} is {value}; give an integer from 1 up")
     options = bench_options(engine_options(args), detokenize=args.detokenize)
     if args.machine:
         if args.kind in ("serve", "startup"):
             raise InvalidOption(
-                f"--machine is for an engine in this process, and {args.kind} measures others; leave it out, or "
+                f"--machine is for an engine in this process, and {args.kind} measures others; remove it, or "
                 "measure throughput with it first"
             )
         check_gpu(options.get("device", "auto"))
@@ -121,9 +131,9 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     if args.shape:
         shapes = {name: SHAPES[name] for name in (SHAPES if "all" in args.shape else args.shape)}
     for shape in shapes.values():
-        bench_params(**shape.params)  # a mistake is told before anything is loaded
+        bench_params(**shape.params)  # raises before the model is loaded
     if args.kind == "latency":
-        options.setdefault("max_itl", None)  # somebody reads along: as a server has it
+        options.setdefault("max_itl", None)  # the server's default
     start = time.perf_counter()
     llm = opener(**options)
     startup = time.perf_counter() - start
@@ -136,7 +146,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
 
 
 class _Bench:
-    """One engine, measured in one way or another. Each way prints what it found."""
+    """The measurements of one engine. Each method prints its results."""
 
     def __init__(self, llm: LLM, args: argparse.Namespace, startup: float) -> None:
         self.llm = llm
@@ -146,7 +156,7 @@ class _Bench:
         if args.machine:
             rates = measure_gpu()
             self.facts["machine"] = msgspec.to_builtins(rates)
-            self._tell(str(rates))
+            self._show(str(rates))
 
     def throughput(self, shapes: dict[str, Shape]) -> None:
         if list(shapes) == [""]:
@@ -157,13 +167,13 @@ class _Bench:
         self._print_header(report.COLUMNS)
         found: dict[str, Any] = {}
         for name, best in self._each(shapes, found):
-            self._tell(report.trial_line(name, best))
+            self._show(report.trial_line(name, best))
             found[name] = shape_facts(shapes[name]) | best.facts()
         self._print_json({"shapes": found})
 
     def latency(self, shapes: dict[str, Shape]) -> None:
         if self.args.rate is None and not 0 < self.args.load <= 1:
-            raise InvalidOption(f"load is {self.args.load}; give a share of the peak, over 0 and up to 1")
+            raise InvalidOption(f"load is {self.args.load}; give a fraction above 0 and up to 1")
         if list(shapes) == [""]:
             shape = shapes[""]
             rate = self._rate(shape)
@@ -173,12 +183,12 @@ class _Bench:
         found: dict[str, Any] = {}
         rates: dict[str, float] = {}
         for name, best in self._each(shapes, found, rates):
-            self._tell(report.trial_line(name, best) + f"  at {rates[name]:.2f} requests/s")
+            self._show(report.trial_line(name, best) + f"  at {rates[name]:.2f} requests/s")
             found[name] = shape_facts(shapes[name]) | {"rate": rates[name]} | best.facts()
         self._print_json({"shapes": found})
 
     def long(self, shapes: dict[str, Shape]) -> None:
-        """Penalties must cost the same at every length."""
+        """Compares outputs with and without penalties, whose cost must not grow with the length."""
         if list(shapes) == [""]:
             plain = shapes[""]
             penalised = Shape(plain.workload, plain.params | SHAPES["longpen"].params)
@@ -201,8 +211,8 @@ class _Bench:
     def _each(
         self, shapes: dict[str, Shape], found: dict[str, Any], rates: dict[str, float] | None = None
     ) -> Iterator[tuple[str, Trial]]:
-        """The best trial of each shape, where `rates` is given at the rate that goes in there. One that is too long for
-        this engine is told of, in `found` too, and the others are measured; an error if all are."""
+        """Yields the best trial of each shape. With `rates`, trials have a request rate, which is stored there. A shape
+        that is too long for this engine is reported, also in `found`, and skipped; raises where all are."""
         refused: InvalidOption | None = None
         for name, shape in shapes.items():
             try:
@@ -211,7 +221,7 @@ class _Bench:
             except InvalidOption as error:
                 refused = error
                 found[name] = {"error": str(error)}
-                self._tell(f"{name:<10}{error}")
+                self._show(f"{name:<10}{error}")
                 continue
             if rates is not None and rate is not None:
                 rates[name] = rate
@@ -220,7 +230,7 @@ class _Bench:
             raise refused
 
     def _rate(self, shape: Shape) -> float:
-        """Of latency: as told, or a share of the peak."""
+        """The request rate for latency: --rate, or --load of the measured throughput."""
         if self.args.rate is not None:
             return float(self.args.rate)
         return float(self.args.load * self._measure(shape)[0].requests_per_second)
@@ -241,20 +251,20 @@ class _Bench:
             )
 
     def _print(self, workload: dict[str, Any], trials: list[Trial], note: str) -> None:
-        """One workload in full."""
+        """Prints the table of one workload."""
         seconds = [trial.seconds for trial in trials]
         shown = {name: value for name, value in workload.items() if name != "rate"}
         best_of = f", best of {len(trials)}" if len(trials) > 1 else ""
-        self._tell(
+        self._show(
             f"{report.engine_line(self.llm.config)}: {report.shape_line(Workload(**shown))}{note}{best_of}\n"
             + report.trial_table(trials[0], self.startup)
         )
         self._print_json({"workload": workload} | trials[0].facts() | {"trial_seconds": seconds})
 
     def _print_header(self, columns: str) -> None:
-        self._tell(f"{report.engine_line(self.llm.config)}, start-up {self.startup:.2f} s\n{columns}")
+        self._show(f"{report.engine_line(self.llm.config)}, start-up {self.startup:.2f} s\n{columns}")
 
-    def _tell(self, text: str) -> None:
+    def _show(self, text: str) -> None:
         report.show(text, beside_json=self.args.json)
 
     def _print_json(self, found: dict[str, Any]) -> None:
@@ -263,11 +273,11 @@ class _Bench:
 
 
 def _run_startup(options: dict[str, Any], args: argparse.Namespace) -> int:
-    def tell(text: str) -> None:
+    def notify(text: str) -> None:
         if sys.stderr.isatty():
             print(text, file=sys.stderr)
 
-    starts = measure_startup(options, tell)
+    starts = measure_startup(options, notify)
     report.show(report.startup_table(starts), beside_json=args.json)
     if args.json:
         print(json.dumps({"options": options, "starts": msgspec.to_builtins(starts)}))
@@ -279,12 +289,12 @@ def shape_facts(shape: Shape) -> dict[str, Any]:
 
 
 def bench_params(**changes: Any) -> SamplingParams:
-    """Greedy and past the end token unless told otherwise, so that lengths are what was asked for."""
+    """Greedy sampling past the end token by default, so that outputs have the requested lengths."""
     return SamplingParams(**({"temperature": 0.0, "ignore_eos": True} | changes))
 
 
 def bench_options(given: dict[str, Any], *, detokenize: bool) -> dict[str, Any]:
-    """Token ids alone unless text is wanted, and as long a context as fits."""
+    """Engine options: without a tokenizer unless `detokenize`, and with the longest context that fits."""
     return {"skip_tokenizer_init": not detokenize, "max_model_len": "auto"} | given
 
 

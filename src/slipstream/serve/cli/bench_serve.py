@@ -1,4 +1,4 @@
-"""`slipstream bench serve`: requests to a server that runs elsewhere."""
+"""`slipstream bench serve`: measures a running server."""
 
 from __future__ import annotations
 
@@ -17,13 +17,17 @@ from slipstream.serve.bench.workload import Workload
 
 def add_flags(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("bench serve")
-    group.add_argument("--url", metavar="URL", help="of the server, for example http://127.0.0.1:8000")
-    group.add_argument("--api-key", metavar="KEY", help="default: SLIPSTREAM_API_KEY")
-    group.add_argument("--plot", action="store_true", help="show how the times are spread")
+    group.add_argument("--url", metavar="URL", help="URL of the server, for example http://127.0.0.1:8000")
+    group.add_argument("--api-key", metavar="KEY", help="API key of the server (default: SLIPSTREAM_API_KEY)")
+    group.add_argument("--plot", action="store_true", help="print histograms of the times")
 
 
 def run_serve(args: argparse.Namespace, workload: Workload, changes: dict[str, Any]) -> int:
-    from slipstream.serve.bench.online import Target, histogram, run_online  # asyncio, which help need not wait for
+    from slipstream.serve.bench.online import (
+        Target,
+        histogram,
+        run_online,
+    )  # imports asyncio, which --help does not need
 
     if args.url is None:
         raise InvalidOption("bench serve needs --url; give one like http://127.0.0.1:8000")
@@ -34,7 +38,7 @@ def run_serve(args: argparse.Namespace, workload: Workload, changes: dict[str, A
         report, answers = run_online(
             target, workload, params, rate=args.rate, concurrency=args.concurrency, advance=advance
         )
-    how = f"{args.rate:g} requests a second" if args.rate else f"{args.concurrency or workload.num_prompts} at once"
+    how = f"{args.rate:g} requests/s" if args.rate else f"{args.concurrency or workload.num_prompts} concurrent"
     lines = [f"{args.url}: {workload.num_prompts} x {workload.input_len} -> {workload.output_len}, {how}"]
     lines += report.lines()
     if args.plot:
@@ -45,5 +49,5 @@ def run_serve(args: argparse.Namespace, workload: Workload, changes: dict[str, A
     if args.json:
         print(json.dumps({"workload": workload.facts(), "report": msgspec.to_builtins(report)}))
     if not report.statuses.get("200"):
-        raise EngineDead(f"no request was answered: {next((a.error for a in answers if a.error), report.statuses)}")
+        raise EngineDead(f"no request succeeded: {next((a.error for a in answers if a.error), report.statuses)}")
     return 0

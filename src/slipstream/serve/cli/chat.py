@@ -1,4 +1,4 @@
-"""`slipstream chat`: one answer, or a conversation in the terminal."""
+"""`slipstream chat`: answers one prompt, or runs a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 HELP = """\
-/help    this list
-/reset   forget the conversation
-/exit    leave; so does Ctrl-D
+/help    show this list
+/reset   start a new conversation
+/exit    exit, as Ctrl-D does
 Ctrl-C stops an answer."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "chat",
-        help="answer a prompt, or talk in the terminal",
-        description="Answers a prompt, streaming. Without one it reads standard input when that is a pipe, "
-        "and opens a conversation when it is a terminal.",
+        help="answer a prompt, or chat in the terminal",
+        description="Answers a prompt and streams the answer. Without a prompt it reads standard input if that is a "
+        "pipe, and starts a conversation if it is a terminal.",
         usage="slipstream chat [PROMPT] [flags]",
         allow_abbrev=False,
     )
-    command.add_argument("prompt", nargs="?", metavar="PROMPT", help="what to ask")
-    command.add_argument("--system", metavar="TEXT", help="the system message, which tells the model how to behave")
-    command.add_argument("--url", metavar="URL", help="talk to a server there; --model is then a name that it serves")
-    command.add_argument("--api-key", metavar="KEY", help="of that server (default: SLIPSTREAM_API_KEY)")
+    command.add_argument("prompt", nargs="?", metavar="PROMPT", help="the user message")
+    command.add_argument("--system", metavar="TEXT", help="the system message")
+    command.add_argument(
+        "--url", metavar="URL", help="use a server at this URL; --model is then the name of one of its models"
+    )
+    command.add_argument("--api-key", metavar="KEY", help="API key of that server (default: SLIPSTREAM_API_KEY)")
     add_sampling_flags(command, max_tokens=1024)
     add_engine_flags(command)
     command.set_defaults(run=run)
@@ -67,8 +69,10 @@ def open_remote(args: argparse.Namespace) -> tuple[RemoteChat, SamplingParams]:
     from slipstream.params import SamplingParams
     from slipstream.serve.remote_chat import RemoteChat
 
-    if useless := sorted(set(engine_options(args)) - {"model"}):
-        raise InvalidOption(f"with --url the server has the model; {', '.join(useless)} cannot be set from here")
+    if unused := sorted(set(engine_options(args)) - {"model"}):
+        raise InvalidOption(
+            f"{', '.join(unused)} cannot be set with --url: they are options of the server; remove them"
+        )
     changes = sampling_changes(args)
     params = SamplingParams(**changes)
     key = args.api_key or os.environ.get("SLIPSTREAM_API_KEY", "").split(",")[0] or None
@@ -76,7 +80,7 @@ def open_remote(args: argparse.Namespace) -> tuple[RemoteChat, SamplingParams]:
 
 
 class Conversation:
-    """The messages so far. A question that fails leaves no trace in them."""
+    """A conversation. A message that fails is not added to it."""
 
     def __init__(self, llm: LLM | RemoteChat, params: SamplingParams, system: str | None) -> None:
         self.llm = llm
@@ -85,9 +89,9 @@ class Conversation:
         self.messages = list(self.opening)
 
     def talk(self) -> None:
-        """Questions from the terminal until the user leaves."""
+        """Reads messages from the terminal until the user exits."""
         _edit_lines()
-        print("Ask away; /help lists the commands.", file=sys.stderr)
+        print("Type a message; /help lists the commands.", file=sys.stderr)
         while True:
             try:
                 line = input("> ").strip()
@@ -101,16 +105,16 @@ class Conversation:
             elif line == "/help":
                 print(HELP)
             elif line.startswith("/"):
-                print(f"there is no command {line.split()[0]}; /help lists them")
+                print(f"there is no command {line.split()[0]}; /help lists the commands")
             elif line:
                 try:
-                    with _interrupts() as asked:
-                        self.ask(line, asked)
-                except UserError as error:  # too long, say: the conversation goes on
-                    print(f"{error} (/reset forgets the conversation)", file=sys.stderr)
+                    with _interrupts() as interrupted:
+                        self.ask(line, interrupted)
+                except UserError as error:  # for example too long: the conversation continues
+                    print(f"{error} (/reset starts a new conversation)", file=sys.stderr)
 
     def ask(self, question: str, interrupted: list[bool] | None = None) -> None:
-        """Prints the answer as it comes. It ends early once `interrupted` holds something."""
+        """Prints the answer as it is generated. Stops when `interrupted` is not empty."""
         messages = [*self.messages, {"role": "user", "content": question}]
         shown = ""
         reason = None
@@ -120,7 +124,7 @@ class Conversation:
             sys.stdout.flush()
             shown, reason = answer.text, answer.finish_reason
             if interrupted:
-                break  # leaving the loop aborts the request
+                break  # aborts the request
         print(flush=True)
         if reason == "length":
             print(f"[cut off at the length limit; --max-tokens is {self.params.max_tokens}]", file=sys.stderr)
@@ -129,24 +133,24 @@ class Conversation:
 
 @contextmanager
 def _interrupts() -> Iterator[list[bool]]:
-    """Collects Ctrl-C instead of raising it anywhere, which could leave a step half done. A second one raises."""
-    asked: list[bool] = []
+    """Records the first Ctrl-C instead of raising it, which could interrupt a step. The second raises."""
+    interrupted: list[bool] = []
 
-    def note(number: int, frame: object) -> None:
-        if asked:
+    def on_signal(number: int, frame: object) -> None:
+        if interrupted:
             raise KeyboardInterrupt
-        asked.append(True)
+        interrupted.append(True)
 
-    before = signal.signal(signal.SIGINT, note)
+    before = signal.signal(signal.SIGINT, on_signal)
     try:
-        yield asked
+        yield interrupted
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def _edit_lines() -> None:
-    """Arrow keys and line history in `input`, where the platform has them."""
+    """Enables arrow keys and line history in `input`, where the platform has readline."""
     try:
-        import readline  # noqa: F401  # importing it is what does it
+        import readline  # noqa: F401  # the import has this effect
     except ImportError:
         pass

@@ -1,5 +1,4 @@
-"""`slipstream rerank` and `slipstream score`: one text beside others; in the order in which they go with it, or as they
-came."""
+"""`slipstream rerank` and `slipstream score`: compare one text with others, sorted by score or in the given order."""
 
 from __future__ import annotations
 
@@ -20,24 +19,24 @@ from slipstream.serve.cli.run import OpenLLM
 if TYPE_CHECKING:
     from slipstream.llm import LLM
 
-_WHENCE = 'arguments, from --file, or from standard input: one a line, or JSON lines with a "text" each.'
-_WHO = "of an embedder, as all-MiniLM-L6-v2, which runs without --model, vectors are compared."
+_SOURCES = 'arguments, from --file, or from standard input: one per line, or JSON lines with a field "text".'
+_MODELS = "with an embedder, such as all-MiniLM-L6-v2 (the default), vectors are compared."
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     rerank = _add(
-        commands, "rerank", "order documents by how well they answer a query",
-        f"Orders documents by how well they answer a query, the best first: score, number and text. They come as "
-        f"{_WHENCE} A cross-encoder reads query and document together; {_WHO}",
-        ("query", "what is looked for"), ("document", "text to be ranked"),
+        commands, "rerank", "sort documents by relevance to a query",
+        f"Sorts documents by relevance to a query, best first, and prints score, index and text. Documents are "
+        f"{_SOURCES} A cross-encoder reads query and document together; {_MODELS}",
+        ("query", "the query"), ("document", "a document to rank"),
     )  # fmt: skip
-    rerank.add_argument("--top-n", type=int, metavar="N", help="show only the best N")
+    rerank.add_argument("--top-n", type=int, metavar="N", help="print only the best N")
     rerank.set_defaults(run=lambda args, opener: _run(args, opener, "rerank", _ranked))
     score = _add(
-        commands, "score", "tell how well texts go together",
-        f"Tells how well a text goes together with one or more others, a number a line. The others come as {_WHENCE} "
-        f"A cross-encoder reads both texts at once; {_WHO}",
-        ("text", "what the others are compared with"), ("other", "text to compare"),
+        commands, "score", "score pairs of texts",
+        f"Scores a text with one or more others, one number per line. The others are {_SOURCES} "
+        f"A cross-encoder reads both texts together; {_MODELS}",
+        ("text", "the text to compare the others with"), ("other", "a text to compare"),
     )  # fmt: skip
     score.set_defaults(run=lambda args, opener: _run(args, opener, "score", _scored))
 
@@ -60,15 +59,15 @@ def _add(
     command.add_argument("one", metavar=one[0].upper(), help=one[1])
     command.add_argument("others", nargs="*", metavar=other[0].upper(), help=other[1])
     command.add_argument("--file", metavar="PATH", help=f"read {other[0]}s from a file; - is standard input")
-    command.add_argument("--json", action="store_true", help=f"print one JSON object a line for each {other[0]}")
-    command.add_argument("--instruction", metavar="TEXT", help="what to go by, where the model takes one")
+    command.add_argument("--json", action="store_true", help=f"print one JSON object per line for each {other[0]}")
+    command.add_argument("--instruction", metavar="TEXT", help="instruction for models that take one")
     add_pooling_flags(command)
     add_engine_flags(command)
     return command
 
 
 Line = tuple[str, dict[str, Any]]
-"""Of one text: for people, and for programs."""
+"""The output for one text: as a line, and as a JSON object."""
 
 
 def _run(
@@ -116,5 +115,5 @@ def _scored(
 def _read_texts(arguments: list[str], file: str | None) -> list[str]:
     texts = read_prompts(arguments, file)
     if not all(isinstance(text, str) for text in texts):
-        raise UserError("prompt_token_ids cannot be compared; give texts")
+        raise UserError("rerank and score compare texts, and prompt_token_ids are given; give texts")
     return texts  # type: ignore[return-value]

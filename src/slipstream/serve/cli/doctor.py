@@ -1,4 +1,4 @@
-"""`slipstream doctor`: what is here, what is missing and the line that installs it, and where a short run waits."""
+"""`slipstream doctor`: checks packages and hardware, and finds host waits in a short run."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 # package -> what it is for; all of them come with `pip install slipstream`
 NEEDED = {
     "torch": "runs models",
-    "numpy": "the host's numbers",
-    "msgspec": "plain data",
+    "numpy": "arrays on the host",
+    "msgspec": "messages and JSON",
     "tokenizers": "text to token ids",
     "safetensors": "reads checkpoints",
-    "gguf": "reads low-bit files",
+    "gguf": "reads quantised GGUF files",
     "jinja2": "chat templates",
     "rich": "progress bars",
 }
@@ -41,7 +41,7 @@ OPTIONAL = {
     "triton": ("kernels on a GPU", "pip install triton"),
     "huggingface_hub": ("models by hub name", "pip install huggingface_hub"),
 }
-# what the short run asks for, so that every stage of sampling has its turn
+# the requests of the short run, which together use every sampling stage
 RUN = (
     dict(temperature=0.0),
     dict(temperature=0.8, top_p=0.9, top_k=40, min_p=0.02, seed=1),
@@ -64,29 +64,29 @@ SMALL = {
 class Finding(msgspec.Struct, frozen=True):
     name: str
     found: str
-    fix: str | None = None  # the line to run, where something is missing
-    needed: bool = True  # whether Slipstream cannot do without
+    fix: str | None = None  # the command that installs what is missing
+    needed: bool = True  # whether Slipstream cannot run without it
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "doctor",
-        help="check this machine, and a short run for waits",
-        description="Tells what is here, what is missing and the line that installs it. Then runs a few prompts and "
-        "reports each place where the host waited for the device, with its stack. On the CPU it sees operations that "
-        "read a value; plain memory reads are no operation there and stay unseen. On CUDA it sees copies and the "
-        "driver's synchronising calls too.",
+        help="check this machine, and find host waits in a short run",
+        description="Lists what is installed, what is missing, and the command that installs it. Then runs a few "
+        "prompts and reports each place where the host waited for the device, with its stack. On the CPU it detects "
+        "operations that read a value, but not plain memory reads. On CUDA it also detects copies and the driver's "
+        "synchronising calls.",
         usage="slipstream doctor [flags]",
         allow_abbrev=False,
     )
-    command.add_argument("--no-run", action="store_true", help="leave out the short run")
-    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument("--no-run", action="store_true", help="skip the short run")
+    command.add_argument("--json", action="store_true", help="print a JSON object")
     add_engine_flags(command, leave_out=("model",))
     command.add_argument(
         "--model",
         metavar="TEXT",
         default=argparse.SUPPRESS,
-        help="folder, .gguf file or hub name to run; left out, a small model with random weights",
+        help="folder, .gguf file or hub name to run (default: a small model with random weights)",
     )
     command.set_defaults(run=run)
 
@@ -128,13 +128,13 @@ def check_packages() -> Iterator[Finding]:
         yield Finding(name, version or f"missing ({purpose})", None if version else f"pip install {name}")
     for name, (purpose, line) in OPTIONAL.items():
         version = installed(name)
-        yield Finding(name, version or f"not here ({purpose})", None if version else line, needed=False)
+        yield Finding(name, version or f"not installed ({purpose})", None if version else line, needed=False)
 
 
 def check_machine() -> Iterator[Finding]:
     import torch
 
-    from slipstream.device.device import device_facts  # brings torch
+    from slipstream.device.device import device_facts  # imports torch
 
     facts = device_facts("auto")
     gib = f"{facts.free_memory / 2**30:.1f} of {facts.total_memory / 2**30:.1f} GiB free"
@@ -148,13 +148,13 @@ def check_machine() -> Iterator[Finding]:
 
     yield Finding("C kernels", native.state())
     kernel = find_kernel()
-    yield Finding("low-bit products", kernel.name if kernel else "none for this machine: low-bit files run dequantised")
+    yield Finding("low-bit GEMM", kernel.name if kernel else "none for this machine: quantised files run dequantised")
 
 
 def check_tools() -> Iterator[Finding]:
     compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
     yield Finding(
-        "compiler", compiler or "none (kernels compiled here)", None if compiler else "install g++", needed=False
+        "compiler", compiler or "none (compiles C++ kernels)", None if compiler else "install g++", needed=False
     )
     try:
         yield Finding("default model", str(locate(None).path))
@@ -167,14 +167,14 @@ def check_tools() -> Iterator[Finding]:
 
 
 def short_run(options: dict[str, Any], opener: OpenLLM) -> list[Sync]:
-    """The syncs of a few prompts, the loading of the model not counted."""
-    from slipstream.device.sync_check import watch  # brings torch
+    """Returns the host waits of a few prompts, without those of loading the model."""
+    from slipstream.device.sync_check import watch  # imports torch
 
     with tempfile.TemporaryDirectory() as folder:
         if "model" not in options:
             (Path(folder) / "config.json").write_text(json.dumps(SMALL), encoding="utf-8")
             options = {"model": folder, "load_format": "dummy"} | options
-        # inline on the CPU: what runs in a thread of its own cannot be watched from here
+        # depth 0 on the CPU: steps in another thread cannot be watched from here
         usual = {"skip_tokenizer_init": True, "max_model_len": "auto", "max_num_batched_tokens": 16, "max_num_seqs": 8}
         on_cpu = options.get("device") == "cpu" or not _has_cuda()
         if on_cpu:

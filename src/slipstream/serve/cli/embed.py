@@ -1,4 +1,4 @@
-"""`slipstream embed`: a vector for each text, as lines of numbers, JSON lines or a .npy file."""
+"""`slipstream embed`: embeds texts; prints lines of numbers or JSON lines, or writes a .npy file."""
 
 from __future__ import annotations
 
@@ -19,28 +19,30 @@ from slipstream.serve.cli.run import OpenLLM
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "embed",
-        help="turn texts into vectors",
-        description="Turns texts into vectors. They come as arguments, from --file or from standard input: one a line, "
-        'or JSON lines with a "text" or "prompt_token_ids" each. Without --model it runs all-MiniLM-L6-v2.',
+        help="embed texts",
+        description="Embeds texts. Texts are arguments, from --file, or from standard input: one per line, or JSON "
+        'lines with a field "text" or "prompt_token_ids". The default model is all-MiniLM-L6-v2.',
         usage="slipstream embed [TEXT ...] [flags]",
         allow_abbrev=False,
     )
     command.add_argument("prompts", nargs="*", metavar="TEXT", help="text to embed")
     command.add_argument("--file", metavar="PATH", help="read texts from a file; - is standard input")
     command.add_argument(
-        "--output", metavar="PATH", help="write there: .npy is a matrix with a line for each text, others JSON lines"
+        "--output",
+        metavar="PATH",
+        help="write to this file: .npy has a matrix with one row per text, others have JSON lines",
     )
-    command.add_argument("--json", action="store_true", help="print one JSON object a line for each text")
+    command.add_argument("--json", action="store_true", help="print one JSON object per line for each text")
     add_pooling_flags(command)
-    command.add_argument("--prompt-name", metavar="NAME", help="put the model's prompt of this name before each text")
-    command.add_argument("--dimensions", type=int, metavar="N", help="cut vectors to this many numbers")
+    command.add_argument("--prompt-name", metavar="NAME", help="name of a prompt of the model, put before each text")
+    command.add_argument("--dimensions", type=int, metavar="N", help="truncate vectors to this size (Matryoshka)")
     add_engine_flags(command)
     command.set_defaults(run=run)
 
 
 def add_pooling_flags(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--truncate-prompt-tokens", type=int, metavar="N", help="cut texts to N tokens; -1 is what the model takes"
+        "--truncate-prompt-tokens", type=int, metavar="N", help="truncate texts to N tokens; -1: the model's limit"
     )
 
 
@@ -50,19 +52,19 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     texts = read_prompts(args.prompts, args.file)
     output = None if args.output is None else Path(args.output)
     if output is not None and args.json:
-        raise UserError("--json is for the terminal and --output says where else to; choose one")
-    if output is not None and not output.parent.is_dir():  # better now than when the work is done
-        raise UserError(f"cannot write {output}: there is no folder {output.parent}; make it first")
+        raise UserError("--json prints to standard output and --output writes a file; remove one of them")
+    if output is not None and not output.parent.is_dir():  # checked before the work
+        raise UserError(f"cannot write {output}: there is no folder {output.parent}; create it first")
     params = PoolingParams(
         task="embed", dimensions=args.dimensions, truncate_prompt_tokens=args.truncate_prompt_tokens
-    )  # a bad flag is found before the model is loaded
+    )  # raises before the model is loaded
     given: list[Any] = [text if isinstance(text, str) else {"prompt_token_ids": text} for text in texts]
     llm = opener(**({"task": "embed"} | engine_options(args)))
     with closing(llm):
         found = llm.embed(given, params, prompt_name=args.prompt_name, use_tqdm=sys.stderr.isatty())
     vectors = [one.outputs.data for one in found]
     if output is not None and output.suffix == ".npy":
-        import numpy as np  # here already, by way of the model
+        import numpy as np  # already loaded with the model
 
         with _writing(output, "wb") as file:
             np.save(file, np.stack(vectors))
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
 def _json_lines(texts: list[Any], vectors: list[Any]) -> Iterator[str]:
     for index, (text, vector) in enumerate(zip(texts, vectors, strict=True)):
         named = {"text": text} if isinstance(text, str) else {"prompt_token_ids": text}
-        numbers = [float(f"{number:.9g}") for number in vector]  # enough to read the same float32 back
+        numbers = [float(f"{number:.9g}") for number in vector]  # exact for float32
         yield json.dumps({"index": index, **named, "embedding": numbers}, ensure_ascii=False)
 
 

@@ -1,6 +1,6 @@
-"""How a command ends that fails: one line on standard error, as text or as JSON, and an exit code.
+"""Reports the failure of a command: one line on standard error, as text or JSON, and an exit code.
 
-A mistake of the user ends with 2, an engine that failed with 1.
+The exit code is 2 for a user error and 1 for a failure of the engine.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from slipstream.serve.cli.wording import in_flags
 log = logging.getLogger("slipstream.status")
 
 
-def tell_failure(error: BaseException, *, as_json: bool = False) -> int:
-    """Writes the line, and returns the exit code."""
+def report_failure(error: BaseException, *, as_json: bool = False) -> int:
+    """Writes the line and returns the exit code."""
     text = one_line(error)
     if as_json:
         set_up_log("error", "json")
@@ -27,8 +27,7 @@ def tell_failure(error: BaseException, *, as_json: bool = False) -> int:
 
 
 def one_line(error: BaseException) -> str:
-    """An error without line breaks, options named as flags. That the engine died says nothing without its cause; other
-    errors say it all."""
+    """Returns the error's text without line breaks and with options as flags. EngineDead includes its cause."""
     text = str(error) or type(error).__name__
     if isinstance(error, EngineDead) and error.__cause__ is not None:
         text += f" ({type(error.__cause__).__name__}: {error.__cause__})"

@@ -1,6 +1,6 @@
-"""Command-line flags made from `Options` and `SamplingParams`, so that a knob is described in one place.
+"""Generates command-line flags from `Options` and `SamplingParams`, so that an option is described in one place.
 
-A flag that was not given is absent from the result: defaults stay where they are settled.
+A flag that is not given is absent from the result, so that `config/resolve.py` sets its default.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SAMPLING_HELP = {
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, *, leave_out: Iterable[str] = ()) -> None:
-    """A flag for every field of Options."""
+    """Adds a flag for every field of Options."""
     add_struct_flags(parser, "engine", Options, leave_out=leave_out)
 
 
@@ -44,7 +44,7 @@ def add_struct_flags(
     aliases: Mapping[str, str] = {},
     leave_out: Iterable[str] = (),
 ) -> None:
-    """A flag for every field, from its annotation. `aliases`: what other programs call some of them."""
+    """Adds a flag for every field, from its annotation. `aliases`: names of some of them in other programs."""
     group = parser.add_argument_group(title)
     hints = get_type_hints(struct, include_extras=True)
     for field in msgspec.structs.fields(struct):
@@ -56,15 +56,15 @@ def add_struct_flags(
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The engine options that were given."""
+    """Returns the engine options that are given."""
     return _given(args, Options.__struct_fields__)
 
 
 def add_sampling_flags(
     parser: argparse.ArgumentParser, *, max_tokens: int | None, names: Iterable[str] = tuple(SAMPLING_HELP)
 ) -> None:
-    """Flags for these fields. Without `max_tokens` there is no default for it."""
-    group = parser.add_argument_group("sampling", "What is not given follows the model's generation config.")
+    """Adds flags for these fields. Without `max_tokens` there is no default for it."""
+    group = parser.add_argument_group("sampling", "Defaults are those of the model's generation_config.json.")
     hints = get_type_hints(SamplingParams)
     for name in names:
         text = SAMPLING_HELP[name]
@@ -77,7 +77,7 @@ def add_sampling_flags(
 
 
 def sampling_changes(args: argparse.Namespace) -> dict[str, Any]:
-    """What was said about sampling, to be laid over the model's own defaults."""
+    """Returns the sampling parameters that are given, which override the model's defaults."""
     return _given(args, (*SAMPLING_HELP, "n"))
 
 
@@ -100,13 +100,13 @@ def _add_flag(
 
 
 def alternatives(kind: Any) -> list[Any]:
-    """The members of a union, None left out: not giving the flag says that."""
+    """Returns the members of a union without None, which is the absence of the flag."""
     members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
     return [member for member in members if member is not NoneType]
 
 
 def _reader(kind: Any) -> Callable[[str], Any]:
-    """Turns a flag's text into the first member of the union that takes it."""
+    """Returns a parser of a flag's text, with an error that lists what it takes."""
 
     def read(text: str) -> Any:
         try:
@@ -119,7 +119,7 @@ def _reader(kind: Any) -> Callable[[str], Any]:
 
 
 def read_text(kind: Any, text: str) -> Any:
-    """The text as the first member of the union that takes it. Raises ValueError where none does."""
+    """Converts a text to the first member of the union that accepts it. Raises ValueError where none does."""
     for member in alternatives(kind):
         if get_origin(member) is Literal:
             if text in get_args(member):

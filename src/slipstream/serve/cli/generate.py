@@ -1,4 +1,4 @@
-"""`slipstream generate`: many prompts at once, as text or as JSON lines."""
+"""`slipstream generate`: completes prompts in one batch; prints texts or JSON lines."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command = commands.add_parser(
         "generate",
         help="complete prompts",
-        description="Completes prompts, all of them batched. They come as arguments, from --file, or from standard "
-        'input: one a line, or JSON lines with a "prompt" or "prompt_token_ids" each.',
+        description="Completes prompts in one batch. Prompts are arguments, from --file, or from standard input: one "
+        'per line, or JSON lines with a field "prompt" or "prompt_token_ids".',
         usage="slipstream generate [PROMPT ...] [flags]",
         allow_abbrev=False,
     )
-    command.add_argument("prompts", nargs="*", metavar="PROMPT", help="text to continue")
+    command.add_argument("prompts", nargs="*", metavar="PROMPT", help="a text to complete")
     command.add_argument("--file", metavar="PATH", help="read prompts from a file; - is standard input")
-    command.add_argument("--json", action="store_true", help="print one JSON object a line for each text")
-    command.add_argument("--chat", action="store_true", help="put each prompt through the model's chat template")
-    command.add_argument("--system", metavar="TEXT", help="with --chat, the system message")
-    command.add_argument("--n", type=int, metavar="N", default=1, help="texts for each prompt (default: 1)")
+    command.add_argument("--json", action="store_true", help="print one JSON object per line for each text")
+    command.add_argument("--chat", action="store_true", help="apply the model's chat template to each prompt")
+    command.add_argument("--system", metavar="TEXT", help="the system message, with --chat")
+    command.add_argument("--n", type=int, metavar="N", default=1, help="samples per prompt (default: 1)")
     add_sampling_flags(command, max_tokens=256)
     add_engine_flags(command)
     command.set_defaults(run=run)
@@ -42,7 +42,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     if args.system is not None and not args.chat:
-        raise UserError("--system needs --chat: a plain prompt has no system message")
+        raise UserError("--system needs --chat: a plain prompt has no system message; add --chat or remove it")
     prompts = read_prompts(args.prompts, args.file)
     conversations = [_conversation(prompt, args.system) for prompt in prompts] if args.chat else None
     llm, params = open_with(args, opener)
@@ -61,9 +61,9 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
 
 
 def read_prompts(arguments: list[str], file: str | None) -> list[Prompt]:
-    """From the arguments, else the file, else standard input."""
+    """Returns the prompts of the arguments, else of the file, else of standard input."""
     if arguments and file is not None:
-        raise UserError("prompts were given as arguments and with --file; choose one")
+        raise UserError("prompts are given as arguments and with --file; remove one of them")
     prompts: list[Prompt]
     if arguments:
         prompts = list(arguments)
@@ -77,7 +77,7 @@ def read_prompts(arguments: list[str], file: str | None) -> list[Prompt]:
 
 
 def parse_prompts(text: str, source: str) -> list[Prompt]:
-    """One prompt a line. When the first line is a JSON object, all are; empty lines are passed over."""
+    """Parses one prompt per line. If the first line is a JSON object, all must be. Empty lines are skipped."""
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines or not isinstance(_json_or_none(lines[0][1]), dict):
         return [line.rstrip("\r") for _, line in lines]
@@ -85,7 +85,7 @@ def parse_prompts(text: str, source: str) -> list[Prompt]:
 
 
 def print_text(outputs: list[RequestOutput]) -> None:
-    """Texts in the order of their prompts, an empty line between two."""
+    """Prints texts in the order of their prompts, separated by an empty line."""
     print("\n\n".join(completion.text for output in outputs for completion in output.outputs))
 
 
@@ -108,7 +108,7 @@ def print_json(prompts: list[Prompt], outputs: list[RequestOutput]) -> None:
 
 def _conversation(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
     if not isinstance(prompt, str):
-        raise InvalidPrompt("prompt_token_ids cannot go through a chat template; leave out --chat or give text")
+        raise InvalidPrompt("a chat template needs text, and prompt_token_ids are given; remove --chat or give text")
     opening = [] if system is None else [{"role": "system", "content": system}]
     return [*opening, {"role": "user", "content": prompt}]
 

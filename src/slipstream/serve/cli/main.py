@@ -1,7 +1,7 @@
-"""The `slipstream` command: its subcommands, and what a mistake looks like.
+"""The `slipstream` command: its subcommands, and the reporting of errors.
 
-A mistake of the user is one line on stderr and exit code 2; an engine that failed is one line and exit code 1.
-Nothing heavy is imported until a subcommand needs it: help comes at once and without torch.
+An error is one line on stderr: exit code 2 for a user error, 1 for a failure of the engine. Slow imports such as torch
+happen only where a subcommand needs them, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from collections.abc import Sequence
 
 from slipstream.errors import SlipstreamError
 from slipstream.serve.cli import bench, chat, compare, doctor, embed, generate, plan, serve, version
-from slipstream.serve.cli.failure import tell_failure
+from slipstream.serve.cli.failure import report_failure
 from slipstream.serve.cli.run import OpenLLM, open_llm
-from slipstream.serve.cli.standard import settle_streams
+from slipstream.serve.cli.standard import set_up_streams
 from slipstream.serve.cli.wording import Parser, asks_for_json
 
-INTERRUPTED = 130  # as a shell reports a process that ended by SIGINT
-BROKEN_PIPE = 141  # and by SIGPIPE
+INTERRUPTED = 130  # a shell's exit code for SIGINT
+BROKEN_PIPE = 141  # and for SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None, opener: OpenLLM = open_llm) -> int:
-    """Runs one command and returns its exit code. `opener` makes the LLM; tests bring their own."""
-    settle_streams()
+    """Runs one command and returns its exit code. `opener` creates the LLM; tests replace it."""
+    set_up_streams()
     try:
         code = _run(argv, opener)
         sys.stdout.flush()
@@ -35,17 +35,17 @@ def main(argv: Sequence[str] | None = None, opener: OpenLLM = open_llm) -> int:
     except BrokenPipeError:
         _discard_stdout()
         return BROKEN_PIPE
-    except OSError as error:  # a disk that is full, say
+    except OSError as error:  # for example a full disk
         _discard_stdout()
-        return tell_failure(error, as_json=_logs_json(argv))
+        return report_failure(error, as_json=_logs_json(argv))
     except SlipstreamError as error:
-        return tell_failure(error, as_json=_logs_json(argv))
+        return report_failure(error, as_json=_logs_json(argv))
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="slipstream",
-        description="Runs language models. `slipstream COMMAND --help` tells more of each command.",
+        description="Runs language models. `slipstream COMMAND --help` describes a command.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=version.slipstream_line())
@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
 def _run(argv: Sequence[str] | None, opener: OpenLLM) -> int:
     try:
         args = make_parser().parse_args(argv)
-    except SystemExit as end:  # help was shown, or a flag is wrong; argparse has said so
+    except SystemExit as end:  # argparse has printed the help or an error
         return int(end.code or 0)
     code: int = args.run(args, opener)
     return code
@@ -85,7 +85,7 @@ def _show_help(parser: argparse.ArgumentParser) -> int:
 
 
 def _discard_stdout() -> None:
-    """The reader has gone. What is still buffered would raise again when the interpreter ends."""
+    """Discards buffered output, which would raise again when the interpreter exits: the reader has closed the pipe."""
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (OSError, ValueError):  # stdout is not a file

@@ -1,4 +1,4 @@
-"""Paths in options that lead nowhere, found before anything heavy is loaded."""
+"""Checks the paths in options before torch is imported."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slipstream.errors import BadTokenizer
 
 
 def check_paths(options: Options, *, look_up: bool = False) -> None:
-    """Raises for a model, a tokenizer or a chat template that is not there.
+    """Raises for a model, a tokenizer or a chat template that does not exist.
 
-    A name of the hub is believed to be one, unless it is to be looked up, which may take as long as a download.
+    A hub name is not checked unless `look_up`, which may download the model.
     """
     if look_up:
         locate(options.model, options.revision, options.task)
@@ -21,6 +21,6 @@ def check_paths(options: Options, *, look_up: bool = False) -> None:
     if options.tokenizer is not None and not Path(options.tokenizer).expanduser().exists():
         raise BadTokenizer(f"there is no tokenizer at {options.tokenizer}; give a folder or a tokenizer.json")
     if options.chat_template is not None:
-        from slipstream.text.chat import load_chat_template  # brings jinja2
+        from slipstream.text.chat import load_chat_template  # imports jinja2
 
         load_chat_template(options.chat_template)

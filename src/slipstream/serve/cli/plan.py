@@ -1,4 +1,4 @@
-"""`slipstream plan`: the settled configuration and its memory, to the MiB, before anything is loaded."""
+"""`slipstream plan`: shows the resolved configuration and its memory without loading the model."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MIB = 2**20
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     command = commands.add_parser(
         "plan",
-        help="show the configuration and memory a model would get",
-        description="Shows what every default comes to on this machine, and the memory the engine would take, without "
-        "loading the model. Python and torch come on top, with a few hundred MiB of the host's memory.",
+        help="show the configuration and memory of a model",
+        description="Shows the resolved value of every option on this machine, and the memory that the engine would "
+        "use, without loading the model. Python and torch need a few hundred MiB of host memory in addition.",
         usage="slipstream plan [flags]",
         allow_abbrev=False,
     )
-    command.add_argument("--json", action="store_true", help="print one JSON object, sizes in bytes")
+    command.add_argument("--json", action="store_true", help="print a JSON object, with sizes in bytes")
     add_engine_flags(command)
     command.set_defaults(run=run)
 
@@ -37,14 +37,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     options = make_options(**engine_options(args))
     check_paths(options, look_up=True)
-    from slipstream.engine.build import foresee  # brings torch, which help and a mistaken flag need not wait for
+    from slipstream.engine.build import foresee  # imports torch, which --help and errors do not need
 
     config, memory = foresee(options)
     if args.json:
         print(json.dumps({"config": config_facts(config), "memory": memory_facts(memory)}))
     else:
         chosen = options.max_model_len in ("auto", -1)
-        print_config(config, length_note="what fits the memory" if chosen else "")
+        print_config(config, length_note="what fits into memory" if chosen else "")
         print()
         print_memory(config, memory)
     return 0
@@ -77,7 +77,7 @@ def memory_facts(memory: MemoryPlan) -> dict[str, int]:
 
 def print_config(config: EngineConfig, length_note: str) -> None:
     notes = {
-        "max_model_len": length_note or f"the model was made for {config.model.info.max_positions}",
+        "max_model_len": length_note or f"the model was trained for {config.model.info.max_positions}",
         "num_pages": f"{(config.cache.num_pages - 1) * config.cache.page_size} positions for all requests together",
         "depth": "synchronous" if config.scheduler.depth == 0 else "steps launched ahead",
     }
@@ -91,27 +91,31 @@ def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
     body = memory.hidden + memory.attention
     pages = f"{config.cache.num_pages} pages, one of them the null page"
     if config.device.keep_free is not None:
-        pages = f"about: settled when the rest was measured, so that {_mib(config.device.keep_free)} stay free"
-    grown, head = "what results of tokens take more", "to pooled results"
-    features = "queries kept for documents to come"
+        pages = f"an estimate: set after the rest is measured, so that {_mib(config.device.keep_free)} stay free"
+    grown, head = "growth of results of token tasks", "pooled results"
+    features = "late-interaction queries kept for their documents"
     if config.model.generates:
-        grown = "what whole vocabularies of logprobs take more, and ids given for them, to stop at, or as bad words"
-        head = f"logits of {scheduler.max_num_seqs} rows, every sampling feature in use"
-        features = "penalties and biases, when every row asks for them; nothing when none does"
+        grown = "growth for logprobs of the whole vocabulary, and for lists of token ids and bad words"
+        head = f"logits of {scheduler.max_num_seqs} rows, with every sampling feature in use"
+        features = "penalties and biases, if every row uses them; none if no row does"
     rows = [
-        ("weights", memory.weights, f"{_weight_kind(config)}, rope table included"),
+        ("weights", memory.weights, f"{_weight_kind(config)}, with the rope table"),
         ("cache", memory.cache, pages),
-        ("tables", memory.tables, f"of {scheduler.max_num_seqs} rows"),
+        ("tables", memory.tables, f"page tables and state of {scheduler.max_num_seqs} rows"),
         ("features", memory.features, features),
-        ("staging", memory.staging + memory.staging_host, f"{scheduler.depth + 2} slots of the host and an arena"),
-        ("results", memory.results + memory.results_host, f"{scheduler.depth + 2} slots on each side"),
+        (
+            "staging",
+            memory.staging + memory.staging_host,
+            f"{scheduler.depth + 2} pinned slots and an arena on the device",
+        ),
+        ("results", memory.results + memory.results_host, f"{scheduler.depth + 2} slots on host and device"),
         ("reports", memory.reports + memory.reports_host, grown),
-        ("activations", memory.activations, "of the largest step: the larger of the next two, and what follows them"),
-        ("  body", body, f"{scheduler.max_num_batched_tokens} tokens; {_mib(memory.attention)} of it attention's own"),
+        ("activations", memory.activations, "of the largest step: the larger of body and head, and tokens"),
+        ("  body", body, f"{scheduler.max_num_batched_tokens} tokens; {_mib(memory.attention)} of it for attention"),
         ("  head", memory.logits, head),
-        ("  tokens", memory.unread, "more in steps that tell of each token"),
-        ("graphs", memory.graphs, "captured steps work in memory of their own"),
-        ("total", memory.total, "at most"),
+        ("  tokens", memory.unread, "in addition, in steps with results per token"),
+        ("graphs", memory.graphs, "memory of captured steps"),
+        ("total", memory.total, "upper bound"),
     ]
     if not memory.graphs:
         rows = [row for row in rows if row[0] != "graphs"]
@@ -121,10 +125,10 @@ def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
 
 
 def _weight_kind(config: EngineConfig) -> str:
-    from slipstream.nn.models.load import stays_low_bit  # brings torch, which is here by now
+    from slipstream.nn.models.load import stays_low_bit  # imports torch, which is loaded already
 
     low_bit = stays_low_bit(config.model, config.device.kind)
-    return f"low-bit as in the file, the rest {config.model.dtype}" if low_bit else config.model.dtype
+    return f"quantised as in the file, the rest {config.model.dtype}" if low_bit else config.model.dtype
 
 
 def _mib(num_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""What `chat` and `generate` share: opening the model they were told to run, and its sampling parameters."""
+"""What `chat` and `generate` share: opening the model, and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
 
 
 class OpenLLM(Protocol):
-    """Makes an LLM from the options that were given."""
+    """Creates an LLM from options."""
 
     def __call__(self, **options: Any) -> LLM: ...
 
 
 def open_llm(**options: Any) -> LLM:
     check_paths(make_options(**options), look_up=True)
-    from slipstream.llm import LLM  # brings torch, which help and a mistaken flag need not wait for
+    from slipstream.llm import LLM  # imports torch, which --help and errors do not need
 
     return LLM(**options)
 
 
 def open_with(args: argparse.Namespace, opener: OpenLLM) -> tuple[LLM, SamplingParams]:
-    """The model, and how to draw from it. A bad sampling flag is found before the model is loaded."""
+    """Returns the model and the sampling parameters, which are checked before the model is loaded."""
     from slipstream.params import SamplingParams
 
     changes = sampling_changes(args)

@@ -1,4 +1,4 @@
-"""`slipstream serve`: models behind an OpenAI-compatible HTTP server."""
+"""`slipstream serve`: serves models over an OpenAI-compatible HTTP API."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slipstream.config.options import Options, make_options, options_of
 from slipstream.errors import InvalidOption, ModelNotFound
 from slipstream.log import set_up_log
 from slipstream.metrics.traces import check_tracing
-from slipstream.serve.cli.failure import tell_failure
+from slipstream.serve.cli.failure import report_failure
 from slipstream.serve.cli.flags import add_engine_flags, add_struct_flags
 from slipstream.serve.cli.paths import check_paths
 from slipstream.serve.cli.sources import Sources
@@ -25,7 +25,7 @@ from slipstream.serve.http.settings import ServerSettings
 if TYPE_CHECKING:
     from slipstream.serve.cli.run import OpenLLM
 
-# what vLLM calls some of ours
+# vLLM's names of some options
 ALIASES = {
     "workers": "api-server-count",
     "max_queued_requests": "max-num-queued-reqs",
@@ -46,15 +46,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command = commands.add_parser(
         "serve",
         help="serve models over HTTP",
-        description="Serves models over HTTP, in OpenAI's words. Several models are told apart by name: NAME=PATH "
-        "gives one. With no model it serves the default chat model and the default embedder. Each flag may also be "
-        "given by the environment (SLIPSTREAM_API_KEY, with commas between several), where other users of the machine "
-        "cannot read it, and by a YAML file (--config). Flags count most, then the environment, then the file.",
+        description="Serves models over an OpenAI-compatible HTTP API. Requests choose a model by name, which "
+        "NAME=PATH sets. Without a model it serves the default chat model and the default embedder. Each flag can also "
+        "be set in the environment (SLIPSTREAM_API_KEY, separated by commas), where other users of the machine cannot "
+        "read it, or in a YAML file (--config). Flags override the environment, which overrides the file.",
         usage="slipstream serve [MODEL ...] [flags]",
         allow_abbrev=False,
     )
-    command.add_argument("models", nargs="*", metavar="MODEL", help="as --model, or NAME=MODEL; several if you like")
-    command.add_argument("--config", metavar="FILE", help="a YAML file of options: max-model-len: 8192 and the like")
+    command.add_argument("models", nargs="*", metavar="MODEL", help="a model as for --model, or NAME=MODEL; repeatable")
+    command.add_argument("--config", metavar="FILE", help="YAML file of options, for example max-model-len: 8192")
     add_struct_flags(command, "server", ServerSettings, aliases=ALIASES)
     add_engine_flags(command)
     command.set_defaults(run=run)
@@ -70,14 +70,14 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         options = model_options(given.pop("models", []), given)
         for each in options:
             check_paths(each)
-        from slipstream.serve.http.launch import launch  # help and mistakes need not wait for it
+        from slipstream.serve.http.launch import launch  # not needed for --help and errors
 
         set_up_log(settings.log_level, settings.log_format)
         launch(settings, options)
     except Exception as error:
         if not as_json:
             raise
-        return tell_failure(error, as_json=True)
+        return report_failure(error, as_json=True)
     return 0
 
 
@@ -94,45 +94,45 @@ def server_settings(given: dict[str, Any]) -> ServerSettings:
         if (value := getattr(settings, name)) < least:
             raise InvalidOption(f"{name} is {value}; give {least} or more")
     if settings.request_timeout is not None and settings.request_timeout <= 0:
-        raise InvalidOption(f"request_timeout is {settings.request_timeout}; give more than 0, or leave it out")
+        raise InvalidOption(f"request_timeout is {settings.request_timeout}; give more than 0, or remove it")
     check_hosts(settings.allowed_hosts)
     if settings.ssl_certfile or settings.ssl_keyfile:
-        from slipstream.serve.http.tls import server_context  # brings OpenSSL
+        from slipstream.serve.http.tls import server_context  # imports OpenSSL
 
         server_context(settings)
     if settings.allow_credentials and "*" in settings.allowed_origins:
         raise InvalidOption(
-            "allowed_origins is * and allow_credentials is on, so every web page could act with its reader's cookies; "
-            "name the origins, or leave allow_credentials out"
+            "allowed_origins is * and allow_credentials is set, so that every web page could use its visitor's "
+            "cookies; list the origins, or remove allow_credentials"
         )
     if settings.port > 65535:
         raise InvalidOption(f"port is {settings.port}; give 0 to 65535")
     if settings.otlp_traces_endpoint is not None:
         check_tracing(settings.otlp_traces_endpoint)
     if any(not key.strip() for key in (*settings.api_key, settings.admin_key or "-")):
-        raise InvalidOption("a key is empty; give one that is not, or leave it out")
+        raise InvalidOption("an API key is empty; give a key, or remove it")
     return settings
 
 
 def _listed(name: str, text: str) -> list[str]:
-    """One entry, or several as a JSON list, which is how vLLM takes them."""
+    """Returns one entry, or those of a JSON list, which is vLLM's format."""
     if not text.startswith("["):
         return [text]
     try:
         return msgspec.json.decode(text, type=list[str])
     except msgspec.MsgspecError:
-        raise InvalidOption(f'{name} is {text!r}, which is no list in JSON; write ["a", "b"]') from None
+        raise InvalidOption(f'{name} is {text!r}, which is not a JSON list; write ["a", "b"]') from None
 
 
 def model_options(models: list[str] | dict[str, Any], given: dict[str, Any]) -> list[Options]:
-    """One set of options for each model; they differ in the model and its name, and from a file in what it says."""
+    """Returns one set of options per model. They differ in model and name, and in a file's options of each model."""
     if isinstance(models, dict):
         if "model" in given or "served_model_name" in given:
-            raise InvalidOption("models are given by name, and model or served_model_name too; leave one of them out")
+            raise InvalidOption("models is given with model or served_model_name; remove one of them")
         return options_of(None, models, given)
     if "model" in given:
         if models:
-            raise InvalidOption(f"both MODEL {models[0]} and --model {given['model']} were given; give one of them")
+            raise InvalidOption(f"MODEL {models[0]} and --model {given['model']} are both given; remove one of them")
         models = [given.pop("model")]
     if not models:
         return _default_models(given)
@@ -141,21 +141,21 @@ def model_options(models: list[str] | dict[str, Any], given: dict[str, Any]) -> 
     return [make_options(**{**given, **_named(model)}) for model in models]
 
 
-# of all that may be said, what is about the machine: the rest is meant for the chat model
-_OF_THE_MACHINE = (
+# options that apply to both default models; the others are for the chat model
+_SHARED_OPTIONS = (
     "device", "dtype", "num_threads", "depth", "max_itl", "enforce_eager", "deterministic", "max_waiting", "seed",
 )  # fmt: skip
 
 
 def _default_models(given: dict[str, Any]) -> list[Options]:
-    """The chat model and the embedder. Where a task is named, it is the model for that alone."""
+    """Returns the options of the default chat model and embedder, or of the default model for the given task."""
     options = [make_options(**given)]
     if given.get("task", "auto") == "auto":
         try:
             default_embedder()
         except ModelNotFound:
-            return options  # then there is only the one
-        own = {name: given[name] for name in _OF_THE_MACHINE if name in given}
+            return options  # the embedder is not installed
+        own = {name: given[name] for name in _SHARED_OPTIONS if name in given}
         options.append(make_options(task="embed", **own))
     return options
 
@@ -165,5 +165,5 @@ def _named(model: str) -> dict[str, Any]:
     if not equals or Path(model).exists():
         return {"model": model}
     if not name or not path:
-        raise InvalidOption(f"{model!r} names no model; give MODEL or NAME=MODEL")
+        raise InvalidOption(f"{model!r} has no model; give MODEL or NAME=MODEL")
     return {"model": path, "served_model_name": name}

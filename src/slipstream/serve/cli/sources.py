@@ -1,7 +1,7 @@
-"""Where the options of `serve` come from: flags, then the environment, then a file, then defaults.
+"""The sources of the options of `serve`: flags, then the environment, then a file, then defaults.
 
-Every flag has the same name in all three: --max-model-len, SLIPSTREAM_MAX_MODEL_LEN, `max_model_len:` (or
-`max-model-len:`) in the file that --config names. A name that means nothing is refused, whichever it came from.
+An option has the same name in all of them: --max-model-len, SLIPSTREAM_MAX_MODEL_LEN, `max_model_len:` (or
+`max-model-len:`) in the file of --config. An unknown name is an error in each of them.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from slipstream.errors import InvalidOption
 from slipstream.serve.cli.flags import alternatives, read_text
 
 PREFIX = "SLIPSTREAM_"
-_ELSEWHERE = {"CONFIG", "NATIVE", "SYNC_CHECK", "PARENT_PID"}  # read where they count
-# what Kubernetes puts into every container of a namespace that has a service called slipstream
+_OTHER_VARIABLES = {"CONFIG", "NATIVE", "SYNC_CHECK", "PARENT_PID"}  # not options of `serve`
+# variables that Kubernetes sets in every container of a namespace with a service called slipstream
 _FROM_KUBERNETES = re.compile(r"SERVICE_(HOST|PORT)(_.*)?|PORT_\d+_(TCP|UDP|SCTP)(_.*)?")
 _TRUTH = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-# where a source gives one of the first, what later ones say of the second no longer counts
+# if a source has one of the first options, later sources cannot set the second ones
 _EXCLUSIVE = (({"model", "models"}, {"model", "models"}), ({"uds"}, {"host", "port"}), ({"host", "port"}, {"uds"}))
 
 
 class Sources:
-    """Options that may be given, with their types, and where to look for them."""
+    """Reads options with their types from all sources."""
 
     def __init__(self, structs: Sequence[type[msgspec.Struct]], aliases: Mapping[str, str]) -> None:
-        """`aliases`: other names of some options, as flags write them."""
+        """`aliases`: other names of some options, in the spelling of flags."""
         self._kinds: dict[str, Any] = {"models": list[str] | dict[str, Any]}
         for struct in structs:
             for name, hint in get_type_hints(struct, include_extras=True).items():
@@ -42,7 +42,7 @@ class Sources:
         self._aliases = {alias.replace("-", "_"): name for name, alias in aliases.items()}
 
     def gather(self, args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
-        """What was given, each option from the first source that has it. `models` is there where models were named."""
+        """Returns the given options, each from the first source that has it. `models` has the named models."""
         flags = {name: getattr(args, name) for name in self._kinds if hasattr(args, name)}
         if not flags["models"]:
             del flags["models"]
@@ -58,14 +58,14 @@ class Sources:
         return found
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, Any]:
-        """An empty variable counts as none."""
+        """Reads environment variables. An empty one counts as unset."""
         found: dict[str, Any] = {}
         for key, text in environ.items():
             short = key.removeprefix(PREFIX)
-            if short == key or not text or short in _ELSEWHERE or _FROM_KUBERNETES.fullmatch(short):
+            if short == key or not text or short in _OTHER_VARIABLES or _FROM_KUBERNETES.fullmatch(short):
                 continue
             if short == "PORT" and text.startswith("tcp://"):
-                continue  # Kubernetes again
+                continue  # set by Kubernetes
             name = self._known(short.lower(), key, lambda near: PREFIX + near.upper())
             found[name] = self._read(name, key, text)
         return found
@@ -78,7 +78,7 @@ class Sources:
                 raise InvalidOption(f"{path} has the key {key!r}; give names of options")
             name = self._known(key.replace("-", "_"), f"{key} in {path}", str)
             if name in found:
-                raise InvalidOption(f"{path} gives {name} twice, under two names; leave one out")
+                raise InvalidOption(f"{path} has {name} twice, under two names; remove one")
             if value is not None:
                 found[name] = self._convert(name, f"{path}: {key}", value)
         return found
@@ -92,7 +92,7 @@ class Sources:
         return name
 
     def _read(self, name: str, key: str, text: str) -> Any:
-        """A variable's text as the option's type: several of a list with commas between, or as a JSON list."""
+        """Converts a variable's text to the option's type. A list is separated by commas, or is a JSON list."""
         kinds = alternatives(self._kinds[name])
         if list[str] in kinds:
             return _listed(text)
@@ -124,32 +124,32 @@ def _listed(text: str) -> list[str]:
         try:
             return msgspec.json.decode(text, type=list[str])
         except msgspec.MsgspecError:
-            pass  # a key may begin so
+            pass  # an API key may begin with a bracket
     return [each for each in text.split(",") if each]
 
 
 def _with_names(given: Any) -> Any:
-    """Options of one model, under names as Python writes them."""
+    """The options of one model, with underscores in their names."""
     return {str(name).replace("-", "_"): value for name, value in given.items()} if isinstance(given, dict) else given
 
 
 def _check_place(source: Mapping[str, Any]) -> None:
     for name in ("host", "port"):
         if "uds" in source and name in source:
-            raise InvalidOption(f"uds and {name} are both given; a server listens on a unix socket or on a port")
+            raise InvalidOption(f"uds and {name} are both given; remove one: a server has a unix socket or a port")
 
 
 def _load(path: str) -> dict[Any, Any]:
-    import yaml  # type: ignore[import-untyped]  # help need not wait for it
+    import yaml  # type: ignore[import-untyped]  # not needed for --help
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """PyYAML lets the last of several equal keys win."""
+        """Raises for duplicate keys, of which PyYAML would take the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             keys = [self.construct_object(key, deep=True) for key, _ in node.value]
             for key in keys:
                 if keys.count(key) > 1:
-                    raise InvalidOption(f"{path} gives {key} twice; leave one out")
+                    raise InvalidOption(f"{path} has {key} twice; remove one")
             found: dict[Any, Any] = super().construct_mapping(node, deep)
             return found
 
@@ -158,9 +158,9 @@ def _load(path: str) -> dict[Any, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidOption(f"config is {path}, which cannot be read: {error}; give a YAML file") from None
     except yaml.YAMLError as error:
-        raise InvalidOption(f"config is {path}, which is no YAML: {' '.join(str(error).split())}") from None
+        raise InvalidOption(f"config is {path}, which is not valid YAML: {' '.join(str(error).split())}") from None
     if given is None:
         return {}
     if not isinstance(given, dict):
-        raise InvalidOption(f"{path} holds {type(given).__name__}; give lines like port: 8000")
+        raise InvalidOption(f"{path} has a {type(given).__name__}; give lines like port: 8000")
     return given

@@ -1,4 +1,4 @@
-"""Standard streams of a command: they are open, and pipes and files carry UTF-8 whatever the locale."""
+"""Sets up the standard streams: all are open, and pipes and files use UTF-8 in any locale."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import IO
 from slipstream.errors import UserError
 
 
-def settle_streams() -> None:
-    """A closed stream becomes the null device, so that no socket or file gets its number. Output into a pipe or a file
-    is UTF-8; a terminal keeps its encoding and shows an escape for a character that it lacks."""
+def set_up_streams() -> None:
+    """Replaces a closed stream by the null device, so that no socket or file gets its descriptor. Output to a pipe or a
+    file is UTF-8; a terminal keeps its encoding, with escapes for characters that it lacks."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, _null(number, mode))
@@ -27,7 +27,7 @@ def settle_streams() -> None:
 def _null(number: int, mode: str) -> IO[str]:
     try:
         os.fstat(number)
-    except OSError:  # still free
+    except OSError:  # the descriptor is free
         opened = os.open(os.devnull, os.O_RDWR)
         if opened != number:
             os.dup2(opened, number)
@@ -37,7 +37,7 @@ def _null(number: int, mode: str) -> IO[str]:
 
 
 def read_stdin(*, of_terminal: bool = False) -> str | None:
-    """The text on standard input. None if it is a terminal, unless `of_terminal`."""
+    """Returns the text of standard input; None if that is a terminal, unless `of_terminal`."""
     source = sys.stdin
     if source.isatty():
         return source.read() if of_terminal else None
@@ -47,4 +47,4 @@ def read_stdin(*, of_terminal: bool = False) -> str | None:
         return source.read()
     except UnicodeDecodeError as error:
         wrong = error.object[error.start]
-        raise UserError(f"standard input is not UTF-8 text: it holds the byte {wrong:#04x}; convert it first") from None
+        raise UserError(f"standard input is not UTF-8 text: it has the byte {wrong:#04x}; convert it first") from None

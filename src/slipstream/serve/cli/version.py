@@ -1,4 +1,4 @@
-"""`slipstream version`: what is installed here. Asks the installed packages, so torch is not loaded."""
+"""`slipstream version`: shows installed versions, from package metadata, without importing torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ PACKAGES = ("torch", "triton", "numpy", "tokenizers", "safetensors", "gguf")
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    command = commands.add_parser("version", help="show versions", description="Shows what is installed here.")
+    command = commands.add_parser(
+        "version", help="show versions", description="Shows the versions of Slipstream, Python and its packages."
+    )
     command.set_defaults(run=run)
 
 
@@ -33,8 +35,8 @@ def slipstream_line() -> str:
 
 
 def installed(name: str) -> str | None:
-    """The version of a package, without importing it."""
-    from importlib import metadata  # a quarter of the time help takes, and only needed here
+    """Returns the version of a package without importing it."""
+    from importlib import metadata  # slow to import, and only needed here
 
     try:
         return metadata.version(name)

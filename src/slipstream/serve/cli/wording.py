@@ -1,4 +1,4 @@
-"""What the command line says of a mistake: in its own words, and with the flag that was probably meant."""
+"""Errors of the command line: options as flags, and suggestions for unknown flags."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slipstream.serve.wording import Flags
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the nearest flag for one it does not know, and knows which command it was given to."""
+    """Suggests the nearest flag for an unknown one, in the subcommand where it was given."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         self._given = list(sys.argv[1:] if args is None else args)
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if self.prog.endswith(" serve") and asks_for_json(self._given, os.environ):
-            raise InvalidOption(message)  # without the usage, which is several lines
+            raise InvalidOption(message)  # without argparse's usage, which has several lines
         super().error(message)
 
     def refuse(self, unknown: list[str]) -> NoReturn:
@@ -42,7 +42,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def asks_for_json(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Whether `serve` was told, by a flag or else by the environment, that its log is JSON."""
+    """Whether a flag or the environment sets the log format of `serve` to JSON."""
     style = environ.get(FORMAT)
     for flag, value in zip(argv, [*argv[1:], ""], strict=True):
         if flag == "--log-format":

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 
 
 def oracle(folder: Path, dtype: torch.dtype, prompts: dict[str, list[int]]) -> dict[str, torch.Tensor]:
-    # its fused attention leaves out bounds on scores
-    how = "eager" if '"attn_logit_softcapping"' in (folder / "config.json").read_text() else "sdpa"
+    # its fused attention leaves out bounds on scores and sinks
+    config = (folder / "config.json").read_text()
+    how = "eager" if '"attn_logit_softcapping"' in config or '"gpt_oss"' in config else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=how).eval()
     if dtype is torch.float64:
         norm_in_float64(model)

@@ -16,10 +16,11 @@ def make_spec(
     dtype: str | torch.dtype = "float32",
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: bool = False,
 ) -> CacheSpec:
     facts = dict(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=str(dtype).removeprefix("torch."),
-        page_size=page_size, soft_cap=soft_cap,
+        page_size=page_size, soft_cap=soft_cap, sinks=sinks,
     )  # fmt: skip
     return WindowSpec(**facts, window=window) if window else PagedSpec(**facts)
 

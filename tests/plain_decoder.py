@@ -80,7 +80,12 @@ class Plain:
         hidden = ahead > 0
         if shape.window:
             hidden |= ahead <= -shape.window
-        mixed = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value
+        scores = scores.masked_fill(hidden, -torch.inf)
+        if shape.sinks:
+            sinks = self.weights[f"{name}.sinks"].view(-1, 1, 1).expand(-1, len(x), 1)
+            scores = torch.cat([sinks, scores], -1)
+        weights = scores.softmax(-1)[..., int(shape.sinks) :]
+        mixed = weights @ value
         return mixed.transpose(0, 1).flatten(1) @ self.weights[f"{name}.output.weight.data"].T
 
     def rope(self, x: torch.Tensor, shape: AttentionShape) -> torch.Tensor:

@@ -93,6 +93,14 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5, "attention_bias": True,
         "use_qk_norm": True, "partial_rotary_factor": 0.5,
     },
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"], "head_dim": 16, "rms_norm_eps": 1e-5, "num_local_experts": 6,
+        "num_experts_per_tok": 3, "sliding_window": 8, "attention_bias": True,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1500.0, "factor": 8.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 128,
+        },
+    },
 }  # fmt: skip
 
 
@@ -149,7 +157,12 @@ def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0
         if is_sparse(config, layer):
             for name in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
                 del products[name]
-            products |= {name: (*shape, False) for name, shape in _experts(config, family).items()}
+            if family == "GptOss":
+                weights |= {f"{prefix}.{name}": random(*shape) for name, shape in _stacked_experts(config).items()}
+                # wide enough that gates and ups are clamped
+                weights[f"{prefix}.mlp.experts.gate_up_proj_bias"] *= 40
+            else:
+                products |= {name: (*shape, False) for name, shape in _experts(config, family).items()}
             if family == "Glm4Moe":
                 weights[f"{prefix}.mlp.gate.e_score_correction_bias"] = random(config["n_routed_experts"])
         for name, (num_rows, num_columns, bias) in products.items():
@@ -201,6 +214,20 @@ def _experts(config: dict[str, Any], family: str) -> dict[str, tuple[int, int]]:
     if family == "Qwen2Moe":
         found["mlp.shared_expert_gate"] = (1, hidden)
     return found
+
+
+def _stacked_experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a layer of gpt-oss: transposed, and gate and up interleaved."""
+    count, hidden, size = config["num_local_experts"], config["hidden_size"], config["intermediate_size"]
+    return {
+        "self_attn.sinks": (config["num_attention_heads"],),
+        "mlp.router.weight": (count, hidden),
+        "mlp.router.bias": (count,),
+        "mlp.experts.gate_up_proj": (count, hidden, 2 * size),
+        "mlp.experts.gate_up_proj_bias": (count, 2 * size),
+        "mlp.experts.down_proj": (count, size, hidden),
+        "mlp.experts.down_proj_bias": (count, hidden),
+    }
 
 
 def write_weights(folder: Path, weights: dict[str, torch.Tensor], shards: int = 1) -> None:

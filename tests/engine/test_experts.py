@@ -13,7 +13,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from tiny import write_tiny, write_weights
 
-FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe"]
+FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "gpt_oss"]
 PROMPTS = [[5, 9, 17, 40, 41, 42, 43], [7] * 19, [100, 3], list(range(30, 61)), [5, 9, 17, 40, 41, 42, 43, 44]]
 PARAMS = [
     SamplingParams(max_tokens=9, temperature=0, ignore_eos=True, logprobs=2),
@@ -75,6 +75,14 @@ def change(folder: Path, **facts) -> Path:
     ("family", "facts", "error", "words"),
     [
         ("olmoe", {"clip_qkv": 8.0}, UnsupportedModel, "clip_qkv"),
+        (
+            "gpt_oss",
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            UnsupportedModel,
+            "mxfp4.*copy of it in bfloat16",
+        ),
+        ("gpt_oss", {"swiglu_limit": 5.0}, UnsupportedModel, "swiglu_limit of 5.0"),
+        ("gpt_oss", {"is_causal": False}, UnsupportedModel, "sinks are built for causal attention only"),
         ("qwen3_moe", {"hidden_act": "gelu"}, UnsupportedModel, "only silu"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, BadCheckpoint, "8 experts and takes 9"),
         ("qwen3_moe", {"moe_intermediate_size": None}, BadCheckpoint, "no moe_intermediate_size"),

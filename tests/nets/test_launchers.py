@@ -19,7 +19,7 @@ from nets.host_reads import HostRead, no_host_reads, replace_kernels  # noqa: E4
 from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
 from slipstream.ops.linear.triton import Norm  # noqa: E402
-from slipstream.ops.moe import RouterRule, Routing  # noqa: E402
+from slipstream.ops.moe import ExpertBiases, RouterRule, Routing  # noqa: E402
 from slipstream.ops.paged_attention import work_list as work_module  # noqa: E402
 from slipstream.ops.sample.reference import Penalty  # noqa: E402
 from slipstream.ops.step_inputs import StepRows  # noqa: E402
@@ -113,6 +113,9 @@ def experts() -> dict[str, Callable[[], Any]]:
     return {
         "route": lambda: get("moe.triton.route")(half(3, 8), RouterRule(2), None),
         "expert_mlp": lambda: get("moe.triton.expert_mlp")(half(3, 32), routing, half(8, 96, 32), half(8, 32, 48)),
+        "expert_mlp with biases": lambda: get("moe.triton.expert_mlp")(
+            half(3, 32), routing, half(8, 96, 32), half(8, 32, 48), False, ExpertBiases(half(8, 96), half(8, 32))
+        ),
     }
 
 
@@ -178,7 +181,8 @@ def attend(chunked: bool, one_kernel: bool = False, **facts: Any) -> None:
     caches = [(half(9, 16, 2, 64), half(9, 16, 2, 64))]
     context = ForwardContext(view, backend, backend.plan(view), caches, (0,))
     query = half(len(view.ids), 8, 64)
-    backend.forward(query, None, query, 0, 0.125, context)
+    sinks = half(8) if facts.get("sinks") else None
+    backend.forward(query, None, query, 0, 0.125, context, sinks)
 
 
 def attend_on_hopper(patch: pytest.MonkeyPatch, chunked: bool) -> None:
@@ -200,6 +204,7 @@ def attention(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
         "decode": lambda: attend(False),
         "chunks": lambda: attend(True),
         "a window": lambda: attend(True, window=16, soft_cap=30.0),
+        "sinks": lambda: attend(True, sinks=True),
         "one kernel": lambda: attend(False, one_kernel=True),
         "decode on Hopper": lambda: attend_on_hopper(patch, False),
         "chunks on Hopper": lambda: attend_on_hopper(patch, True),

@@ -20,7 +20,7 @@ LAYER = LayerShape(mixers=(ATTENTION,), feed=MlpShape(size=96, activation="silu"
 def test_a_dense_model() -> None:
     found = sizes_of((LAYER,) * 3, 64, on_cpu=True)
     assert (found.widest, found.rotary, found.split_sums, found.keys) == (OF_ATTENTION, 48, 64 + 8, 32)
-    assert (found.capped_heads, found.relative_heads, found.relative_terms) == (0, 0, 0)
+    assert (found.scored_heads, found.relative_heads, found.relative_terms) == (0, 0, 0)
     wide = replace(LAYER, feed=MlpShape(size=500, activation="silu"))
     assert sizes_of((LAYER, wide), 64, on_cpu=True).widest == 1500
 
@@ -32,7 +32,7 @@ def test_every_group_has_sums_and_the_largest_heads_count() -> None:
     layers = tuple(replace(LAYER, mixers=(mixer,)) for mixer in (ATTENTION, larger, windowed, shared))
     found = sizes_of(layers, 64, on_cpu=True)
     assert found.split_sums == (64 + 8) + (96 + 4) + (64 + 8)
-    assert (found.keys, found.capped_heads, found.rotary) == (48, 2, 3 * (16 + 48))
+    assert (found.keys, found.scored_heads, found.rotary) == (48, 2, 3 * (16 + 48))
 
 
 def test_mixers_side_by_side_are_there_at_once() -> None:

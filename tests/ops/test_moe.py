@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from slipstream.ops.moe import RouterRule, Routing, host, reference
+from slipstream.ops.moe import ExpertBiases, Gate, RouterRule, Routing, host, reference
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -142,10 +142,46 @@ def test_expert_mlps_are_the_definition(shape, skewed, version):
     torch.testing.assert_close(found.double(), by_hand(x, *rest), rtol=1e-4, atol=1e-5)
 
 
-def test_versions_agree_in_float64():
+def gated_by_hand(gate: float, up: float, kind: Gate) -> float:
+    """The definitions."""
+    if kind == "clamped_swiglu":
+        gate, up = min(gate, 7.0), min(max(up, -7.0), 7.0)
+        return (up + 1) * gate / (1 + math.exp(-1.702 * gate))
+    if kind == "gelu_tanh":
+        return gate * 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+    return gate / (1 + math.exp(-gate)) * up
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "clamped_swiglu"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("version", ["reference", "host", "kernel"])
+def test_gates_and_biases_are_the_definition(kind, biased, version):
+    if version == "host" and CUDA:
+        pytest.skip("the CPU's")
+    x, routing, gate_up, down = make(11, 30, 24, 5, 2)
+    gate_up *= 6  # beyond the limit of the clamp
+    biases = ExpertBiases(torch.randn(5, 48, device=DEVICE), torch.randn(5, 30, device=DEVICE)) if biased else None
+    module = {"reference": reference, "host": host}.get(version) or kernels()
+    found = module.expert_mlp(x, routing, gate_up, down, False, biases, kind)
+    expected = torch.zeros(x.shape, dtype=torch.float64)
+    for token, (ids, weights) in enumerate(zip(routing.ids.tolist(), routing.weights.tolist(), strict=True)):
+        for expert, weight in zip(ids, weights, strict=True):
+            made = gate_up[expert].double() @ x[token].double() + (biases.gate_up[expert].double() if biases else 0)
+            gate, up = made.cpu().chunk(2)
+            inner = [gated_by_hand(*pair, kind) for pair in zip(gate.tolist(), up.tolist(), strict=True)]
+            out = down[expert].cpu().double() @ torch.tensor(inner, dtype=torch.float64)
+            expected[token] += weight * (out + (biases.down[expert].cpu().double() if biases else 0))
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", ["silu", "clamped_swiglu"])
+def test_versions_agree_in_float64(kind):
     x, routing, gate_up, down = make(9, 64, 32, 8, 2)
     args = x.double(), Routing(routing.ids, routing.weights.double()), gate_up.double(), down.double()
-    torch.testing.assert_close(host.expert_mlp(*args), reference.expert_mlp(*args), rtol=1e-13, atol=1e-13)
+    more = dict(biases=ExpertBiases(gate_up[:, :, 0].double(), down[:, :, 0].double()), gate=kind)
+    torch.testing.assert_close(
+        host.expert_mlp(*args, **more), reference.expert_mlp(*args, **more), rtol=1e-13, atol=1e-13
+    )
 
 
 def test_no_tokens_are_no_rows():

@@ -55,6 +55,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     window: int = 0
     soft_cap: float = 0.0
+    has_sinks: bool = False
     loose: int = 0  # tokens of no row at the end
     slack: int = 0  # how far the host's upper bounds lie above the truth
     seed: int = 0
@@ -97,6 +98,7 @@ class Case:
                 begin, end = self.starts[row], self.starts[row + 1]
                 fused[begin:end, self.heads : self.heads + self.kv_heads] = pair[0][-self.counts[row] :]
                 fused[begin:end, self.heads + self.kv_heads :] = pair[1][-self.counts[row] :]
+        self.sinks = 4 + 2 * self.draw(random, self.heads) if self.has_sinks else None
         self.query, self.key, self.value = fused.split([self.heads, self.kv_heads, self.kv_heads], 1)
         single = next((row for row, count in enumerate(self.counts) if count != 1), len(self.counts))
         self.batch = BatchView(
@@ -124,18 +126,21 @@ class Case:
                 dtype=self.dtype,
                 window=self.window,
                 soft_cap=self.soft_cap,
+                sinks=self.has_sinks,
             ),
             self.dtype,
         )
         context = ForwardContext(self.batch, backend, backend.plan(self.batch), [self.cache], (0,))
-        return backend.forward(self.query, self.key, self.value, 0, self.scale, context)
+        return backend.forward(self.query, self.key, self.value, 0, self.scale, context, self.sinks)
 
     def expected(self) -> torch.Tensor:
         out = torch.zeros(self.query.shape, dtype=torch.float64, device=DEVICE)
         for row, pair in enumerate(self.rows):
             if pair is not None:
                 begin, end = int(self.starts[row]), int(self.starts[row + 1])
-                out[begin:end] = attend(self.query[begin:end], *pair, self.scale, self.window, self.soft_cap)
+                out[begin:end] = attend(
+                    self.query[begin:end], *pair, self.scale, self.window, self.soft_cap, self.sinks
+                )
         return out
 
     def check(self) -> None:
@@ -146,7 +151,7 @@ class Case:
         assert ((out - expected).abs().amax((1, 2)) <= 20 * TOLERANCE[self.dtype]).all()
 
 
-def attend(query, key, value, scale, window=0, soft_cap=0.0) -> torch.Tensor:
+def attend(query, key, value, scale, window=0, soft_cap=0.0, sinks=None) -> torch.Tensor:
     """The last tokens of one row over all its keys, in float64."""
     count, heads, _ = query.shape
     key, value = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (key, value))
@@ -158,7 +163,10 @@ def attend(query, key, value, scale, window=0, soft_cap=0.0) -> torch.Tensor:
     hidden = places > last
     if window:
         hidden |= places <= last - window
-    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, count, 1)], -1)
+    weights = scores.softmax(-1)[..., : len(key)]
     return torch.einsum("hqk,khd->qhd", weights, value)
 
 
@@ -224,6 +232,16 @@ def test_window_may_have_lost_its_first_pages():
 def test_soft_cap(soft_cap):
     case = Case([100, 257, 90], [1, 1, 50], soft_cap=soft_cap)
     case.query *= 30  # scores far beyond the cap
+    case.check()
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_sinks(window):
+    """In rows of one token cut into several splits, in chunks, in padding and in tokens of no row."""
+    case = Case([700, 100, 257, 0, 90], [1, 1, 1, 1, 50], has_sinks=True, window=window, loose=3)
+    without = dataclasses.replace(case, has_sinks=False)
+    assert (case.expected() - without.expected()).norm() > 0.1 * case.expected().norm()  # they are felt
+    case.sinks[0] = -60  # smaller than all scores
     case.check()
 
 
@@ -482,6 +500,13 @@ def test_any_group_of_heads_and_any_page(heads, page_size):
 def test_window_and_soft_cap_at_real_size(window, soft_cap):
     lengths, counts = [*ragged(30, 4096), 3000, 900], [1] * 30 + [700, 900]
     Case(lengths, counts, 8, 4, 256, dtype=torch.bfloat16, window=window, soft_cap=soft_cap).check()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("window", [0, 128])
+def test_sinks_at_the_size_of_gpt_oss(window):
+    lengths, counts = [*ragged(30, 4096), 3000, 900], [1] * 30 + [700, 900]
+    Case(lengths, counts, 64, 8, 64, dtype=torch.bfloat16, window=window, has_sinks=True).check()
 
 
 @pytest.mark.cuda

@@ -197,7 +197,7 @@ def activation_bytes(
         masked = groups * (rows + tokens) * length  # a mask for each single row and for each token of chunks
         slots = groups * rows * length  # int64 slots of those keys, with and without the unseen ones
         attention = 2 * gathered * sizes.keys * size + masked * (size + 1) + 2 * slots * 8
-        attention += 3 * sizes.capped_heads * max(tokens * length, gathered) * size
+        attention += 3 * sizes.scored_heads * max(tokens * length, gathered) * size
     # the product, its copy in the logits' dtype, one kept for logprobs, one edited, noise, two sorted or masked
     per_logit = size + 6 * real + SORTED_BYTES + PENALTY_BYTES
     logits = min(rows, tokens) * (info.vocab_size * per_logit + info.hidden_size * size)

@@ -86,6 +86,21 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "Gemma3Text": _GEMMA3,
     "Phi3": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "Olmo2": {"rms_norm_eps": 1e-5},
+    "GptOss": {
+        "head_dim": 64,
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "rope_theta": 150_000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
 }
 _BERT = {
     "layer_norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2, "max_position_embeddings": 512,
@@ -131,9 +146,8 @@ def _refuse_quantised(config: dict[str, Any]) -> None:
     for name in ("quantization_config", "compression_config"):
         if (method := config.get(name)) is not None:
             kind = method.get("quant_method", "an unnamed method") if isinstance(method, dict) else method
-            raise UnsupportedModel(
-                f"the checkpoint is quantised by {kind}, which we do not run; give the plain checkpoint or a GGUF file"
-            )
+            instead = "a copy of it in bfloat16" if kind == "mxfp4" else "the plain checkpoint or a GGUF file"
+            raise UnsupportedModel(f"the checkpoint is quantised by {kind}, which we do not run; give {instead}")
 
 
 def model_info_from_config(config: dict[str, Any]) -> ModelInfo:

@@ -15,6 +15,6 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     rotary: int = 0  # per token: rows of the rope tables and their index
     split_sums: int = 0  # per row and split of its keys, over all cache groups: partial sums of attention
     keys: int = 0  # per position: keys of the site that has the most, and as many values
-    capped_heads: int = 0  # heads of attention with capped scores, which torch computes in full; 0: none
+    scored_heads: int = 0  # heads with capped scores or sinks, whose scores torch computes in full; 0: none
     relative_heads: int = 0  # heads whose scores depend on a vector for each distance; 0: none
     relative_terms: int = 0  # of such scores: 1 of the query, 2 of query and key

@@ -74,9 +74,11 @@ class AttentionBackend(Protocol):
         site: int,
         scale: float,
         context: ForwardContext,
+        sinks: torch.Tensor | None = None,  # [heads]
     ) -> torch.Tensor:
         """Attention over the pages of a cache site, which hold the keys and values of this step already. Those of the
-        step are passed as well if the caller has them. Returns [T, heads, head dim]."""
+        step are passed as well if the caller has them. `sinks` are one more score of each softmax, without a value; the
+        site's spec says whether there are any. Returns [T, heads, head dim]."""
 
     def bidirectional(
         self,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slipstream.config.model_sizes import ModelSizes
-from slipstream.ops.moe.reference import RouterRule
+from slipstream.ops.moe.reference import Gate, RouterRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,7 @@ class AttentionShape:
     causal: bool = True
     window: int = 0  # causal: positions that a token sees, itself included; otherwise tokens to each side. 0: all
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they stay as they are
+    sinks: bool = False  # each head has a learned score that takes part in the softmax, without a value (gpt-oss)
     rope: int = 0  # index into the model's ropes
     kv_source: int | None = None  # the layer whose keys and values are read, from its first mixer; None: its own
 
@@ -64,12 +65,15 @@ MixerShape = AttentionShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertShape:
-    """A feed of gated MLPs with SiLU, of which a router chooses some for each token."""
+    """A feed of gated MLPs, of which a router chooses some for each token."""
 
     num_experts: int
     size: int  # of one expert
     router: RouterRule
     name: str = "mlp"
+    gate: Gate = "silu"  # how gate and up are combined
+    bias: bool = False  # of each expert's gate, up and down
+    router_bias: bool = False
     correction_bias: bool = False  # the checkpoint has a bias that changes which experts are chosen
     shared: MlpShape | None = None  # an MLP that every token passes
     shared_gate: bool = False  # a sigmoid gate scales its output
@@ -105,16 +109,16 @@ def sizes_of(layers: tuple[LayerShape, ...], hidden_size: int, on_cpu: bool) -> 
     widths += [3 * feed.size for feed in feeds if isinstance(feed, MlpShape)]  # gate and up, and their product
     experts = [_expert_numbers(feed, hidden_size, on_cpu) for feed in feeds if isinstance(feed, ExpertShape)]
     groups = {
-        (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.window, mixer.soft_cap)
+        (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.window, mixer.soft_cap, mixer.sinks)
         for mixer in mixers
         if mixer.has_own_site
     }
     return ModelSizes(
         widest=max(widths, default=0) + max(experts, default=0),
         rotary=3 * sum({mixer.rope: mixer.head_dim for mixer in mixers}.values()),
-        split_sums=sum(num_heads * head_dim + 2 * num_heads for num_heads, _, head_dim, _, _ in groups),
+        split_sums=sum(num_heads * head_dim + 2 * num_heads for num_heads, _, head_dim, *_ in groups),
         keys=max((mixer.num_kv_heads * mixer.head_dim for mixer in mixers), default=0),
-        capped_heads=max((mixer.num_heads for mixer in mixers if mixer.soft_cap), default=0),
+        scored_heads=max((mixer.num_heads for mixer in mixers if mixer.soft_cap or mixer.sinks), default=0),
     )
 
 

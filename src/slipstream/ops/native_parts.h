@@ -20,6 +20,7 @@ typedef struct {
     int64_t group, dim, query_stride, out_stride;  // heads that share a head of keys; strides from token to token
     int64_t window;                                // keys that a token sees, itself among them; 0: all
     float scale, cap;                              // cap: scores are bounded to it by tanh; 0: they are not
+    const float *sinks;                            // scores of a column without a value, by head; NULL: none
 } SlipHeads;
 
 typedef struct {

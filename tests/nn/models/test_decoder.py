@@ -58,6 +58,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {}),
     "glm4 moe": ("glm4_moe", {}),
     "glm4 moe groups": ("glm4_moe", {"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "use_qk_norm": False}),
+    "gpt oss": ("gpt_oss", {}),
+    "gpt oss other layers": ("gpt_oss", {"layer_types": ["full_attention"] * 2, "num_experts_per_tok": 1}),
     "relu": ("llama", {"hidden_act": "relu"}),
     "gelu_fast": ("llama", {"hidden_act": "gelu_fast"}),
     "quick_gelu": ("olmo2", {"hidden_act": "quick_gelu"}),

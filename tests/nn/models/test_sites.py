@@ -25,6 +25,7 @@ from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.models.llama import llama_rules, llama_shape
 from slipstream.nn.models.registry import Family
 from slipstream.nn.shapes import AttentionShape
+from slipstream.nn.weights.rules import Rules
 from slipstream.ops import native
 from slipstream.scheduler.cache.layout import group_sites
 from tiny import write_tiny, write_weights
@@ -58,6 +59,20 @@ def mixed(info: ModelInfo) -> DecoderShape:
     return replace(change_mixers(info, change), ropes=alternating(info).ropes)
 
 
+def with_sinks(info: ModelInfo) -> DecoderShape:
+    """Sinks in all layers, a window in every second, and the last layer reads the site of layer 1."""
+
+    def change(layer: int, mixer: AttentionShape) -> AttentionShape:
+        source = 1 if layer == 3 else None
+        return replace(mixer, sinks=True, window=0 if layer % 2 else 6, kv_source=source)
+
+    return change_mixers(info, change)
+
+
+def rules(shape: DecoderShape) -> Rules:
+    return llama_rules(shape, {"model.layers.{n}.self_attn.sinks": "layers.{n}.attention.sinks"})
+
+
 def change_mixers(info: ModelInfo, change: Callable[[int, AttentionShape], AttentionShape]) -> DecoderShape:
     shape = llama_shape(info)
     layers = (
@@ -67,14 +82,14 @@ def change_mixers(info: ModelInfo, change: Callable[[int, AttentionShape], Atten
     return replace(shape, layers=tuple(layers))
 
 
-MODELS = {"shared": shared, "alternating": alternating, "mixed": mixed}
+MODELS = {"shared": shared, "alternating": alternating, "mixed": mixed, "sinks": with_sinks}
 
 
 @pytest.fixture(params=MODELS)
 def folder(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkpoint of a family that is known for one test, with tensors of Llama's names."""
     make_shape = MODELS[request.param]
-    monkeypatch.setitem(registry.DECODERS, "Sites", Family(make_shape, llama_rules))
+    monkeypatch.setitem(registry.DECODERS, "Sites", Family(make_shape, rules))
     write_tiny(tmp_path, "llama", num_hidden_layers=4)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["SitesForCausalLM"]}))
@@ -101,6 +116,8 @@ def weights(shape: DecoderShape) -> dict[str, torch.Tensor]:
         own = {} if mixer.kv_source is not None else {"k": keys, "v": keys}
         for part, size in ({"q": queries} | own).items():
             made[f"{prefix}.self_attn.{part}_proj.weight"] = random_tensor(size, hidden)
+        if mixer.sinks:
+            made[f"{prefix}.self_attn.sinks"] = random_tensor(mixer.num_heads) * 10
         made[f"{prefix}.self_attn.o_proj.weight"] = random_tensor(hidden, queries)
         for part in ("gate", "up"):
             made[f"{prefix}.mlp.{part}_proj.weight"] = random_tensor(feed.size, hidden)

@@ -124,7 +124,7 @@ class SdpaAttention:
         for row in range(single, len(widths)):
             num_tokens, length = int(batch.num_tokens[row]), int(batch.max_lengths[row])
             stop = start + num_tokens
-            if num_tokens == length and not (window and num_tokens > window) and not group.spec.soft_cap:
+            if num_tokens == length and not (window and num_tokens > window) and not _is_stepwise(group):
                 tokens = slice(start, stop)
                 parts.append(_Chunk(tokens, tokens, written[tokens], None, None, True))
             else:
@@ -177,6 +177,7 @@ class SdpaAttention:
         site: int,
         scale: float,
         context: ForwardContext,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = context.caches[site]
         group = context.group_of_site[site]
@@ -186,9 +187,11 @@ class SdpaAttention:
         for part in plan.groups[group]:
             mine = query[part.tokens]
             if isinstance(part, _Singles):
-                out = attend_single(mine, keys, values, part.slots, part.mask, scale, cap)
+                out = attend_single(mine, keys, values, part.slots, part.mask, scale, cap, sinks)
             elif isinstance(part, _InPlace):
-                out = attend_in_place(mine, keys, values, part.table, part.lengths, part.tiles, scale, cap, part.window)
+                out = attend_in_place(
+                    mine, keys, values, part.table, part.lengths, part.tiles, scale, cap, part.window, sinks
+                )
             elif part.slots is None or part.mask is None:
                 if key is None or value is None:
                     own_keys = keys.flatten(0, 1).index_select(0, part.written)
@@ -197,7 +200,7 @@ class SdpaAttention:
                     own_keys, own_values = key[part.own], value[part.own]
                 out = attend_chunk(mine, own_keys, own_values, scale)
             else:
-                out = attend_pages(mine, keys, values, part.slots, part.mask, scale, cap)
+                out = attend_pages(mine, keys, values, part.slots, part.mask, scale, cap, sinks)
             outs.append(out)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
@@ -216,6 +219,11 @@ class SdpaAttention:
         assert plan.bidirectional is not None, "bidirectional attention is for models without a cache"
         of_queries, of_keys = (None, None) if relative is None else (relative.of_queries, relative.of_keys)
         return attend_bidirectional(query, key, value, scale, plan.bidirectional, reach, bias, of_queries, of_keys)
+
+
+def _is_stepwise(group: CacheGroup) -> bool:
+    """Whether scores are needed, which torch's scaled dot product does not show."""
+    return bool(group.spec.soft_cap) or group.spec.sinks
 
 
 def _touched(page_size: int, window: int, num_tokens: int) -> int:

@@ -87,8 +87,7 @@ class TritonAttention:
             spec.head_dim,
             spec.page_size,
             num_rows,
-            group.window,
-            spec.soft_cap,
+            is_plain=not group.window and not spec.soft_cap and not spec.sinks,
         )
         tile = query_tile(spec.head_dim, self.dtype.itemsize)
         work = build_work_list(
@@ -116,6 +115,7 @@ class TritonAttention:
         site: int,
         scale: float,
         context: ForwardContext,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         keys, values = context.caches[site]
         group = context.group_of_site[site]
@@ -125,13 +125,13 @@ class TritonAttention:
         cap = mine.soft_cap
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         if plan.has_single:
-            attend_splits(out, query, keys, values, pages, mine.work, mine.partials, scale, mine.window, cap)
+            attend_splits(out, query, keys, values, pages, mine.work, mine.partials, scale, mine.window, cap, sinks)
         if plan.has_chunks:
             shape, window = None, mine.window
             if self.one_kernel:
                 # otherwise keys that all queries of a tile see are computed without a mask, which depends on the chunk
                 shape, window = batch_invariant_shape(keys), window or _ENDLESS
-            attend_tiles(out, query, keys, values, pages, mine.work, scale, window, cap, shape)
+            attend_tiles(out, query, keys, values, pages, mine.work, scale, window, cap, sinks, shape)
         return out
 
     def bidirectional(

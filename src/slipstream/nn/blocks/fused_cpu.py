@@ -76,9 +76,10 @@ def _pair(block: DecoderBlock) -> Pair | None:
     attention, feed = parts
     if not isinstance(attention.products.shape, AttentionShape) or not isinstance(feed.products.shape, MlpShape):
         return None
-    knows_norm = attention.products.shape.qk_norm != "whole"
+    shape = attention.products.shape
+    knows_attention = shape.has_own_site and shape.qk_norm != "whole" and not shape.sinks
     knows_activation = feed.products.activation in (silu_and_mul, gelu_tanh_and_mul)
-    return (attention, feed) if attention.products.shape.has_own_site and knows_norm and knows_activation else None
+    return (attention, feed) if knows_attention and knows_activation else None
 
 
 def _site(pair: Pair) -> int:

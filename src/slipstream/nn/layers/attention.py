@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from slipstream.nn.context import ForwardContext, LastTokens
@@ -11,6 +13,7 @@ from slipstream.nn.layers.norm import AllHeadsNorm, NoNorm, PerHeadNorm, RMSNorm
 from slipstream.nn.layers.position_embedding import RelativeKeys
 from slipstream.nn.layers.products import Products
 from slipstream.nn.shapes import AttentionShape, NormShape
+from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
 from slipstream.ops.rope import norm_rope, rope_and_write_cache
 
 
@@ -42,6 +45,7 @@ class Attention(Layer):
         self.output = Linear(queries, {"": hidden_size}, shape.output_bias, format_of(f"{name}.output"), dtype)
         self.norm = _qk_norm(shape, norm, dtype)
         self.relative = relative
+        self.sinks = new_parameter(shape.num_heads, dtype=dtype) if shape.sinks else None
 
     def forward(
         self,
@@ -97,7 +101,7 @@ class Attention(Layer):
             query, kept = rope_and_write_cache(query_key, value, weight, eps, rotary, keys, values, slots)
             if last is not None:
                 query, context = last.of(query), last.context
-            out = context.attention.forward(query, kept, value, self.site, shape.scale, context)
+            out = context.attention.forward(query, kept, value, self.site, shape.scale, context, self.sinks)
         else:
             if context.rotary:
                 query_key = norm_rope(query_key, weight, eps, context.rotary[shape.rope])
@@ -114,7 +118,16 @@ class Attention(Layer):
         query = norm_rope(query, weight, eps, context.rotary[shape.rope])
         if last is not None:
             query, context = last.of(query), last.context
-        return context.attention.forward(query, None, None, self.site, shape.scale, context).flatten(1)
+        return context.attention.forward(query, None, None, self.site, shape.scale, context, self.sinks).flatten(1)
+
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+        """The attention's own parameter; its projections and norms name theirs."""
+        if self.sinks is not None:
+            yield "sinks", WeightSlot((self.shape.num_heads,), self._fill_sinks)
+
+    def _fill_sinks(self, piece: CheckpointTensor) -> None:
+        assert self.sinks is not None
+        piece.write_to(self.sinks)
 
     def _head_norm(self, heads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, float]:
         """The heads, and weight and eps of a norm per head, which is left to the kernel that applies the rope."""

@@ -14,11 +14,11 @@ from slipstream.nn.layers.mlp import Mlp, of_last
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.shapes import ExpertShape
 from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightSlot, new_parameter
-from slipstream.ops.moe import expert_mlp, route
+from slipstream.ops.moe import ExpertBiases, expert_mlp, route
 
 
 class Experts(Layer):
-    """sum of weight * down(silu(gate(x)) * up(x)) over a token's experts, plus the shared expert if there is one.
+    """sum of weight * down(gate and up of x, combined) over a token's experts, plus the shared expert if there is one.
 
     Weights of all experts are stacked: [experts, 2 * size, hidden] and [experts, hidden, size], in the model's dtype.
     """
@@ -30,16 +30,21 @@ class Experts(Layer):
         format = layout.format_of(name)
         self.batch_invariant = format.batch_invariant
         plain = format if self.batch_invariant else Unquantized(dtype)
-        self.router = Linear(hidden, {"": shape.num_experts}, False, plain, dtype)
+        self.router = Linear(hidden, {"": shape.num_experts}, shape.router_bias, plain, dtype)
         self.correction_bias = new_parameter(shape.num_experts, dtype=_wide(dtype)) if shape.correction_bias else None
         self.gate_up = new_parameter(shape.num_experts, 2 * shape.size, hidden, dtype=dtype)
         self.down = new_parameter(shape.num_experts, hidden, shape.size, dtype=dtype)
+        self.gate_up_bias = new_parameter(shape.num_experts, 2 * shape.size, dtype=dtype) if shape.bias else None
+        self.down_bias = new_parameter(shape.num_experts, hidden, dtype=dtype) if shape.bias else None
         self.shared = None if shape.shared is None else Mlp(f"{name}.shared", shape.shared, layout)
         self.shared_gate = Linear(hidden, {"": 1}, False, plain, dtype) if shape.shared_gate else None
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         routing = route(self.router(x, context), self.shape.router, self.correction_bias)
-        out = expert_mlp(x, routing, self.gate_up, self.down, self.batch_invariant)
+        biases = None
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            biases = ExpertBiases(self.gate_up_bias, self.down_bias)
+        out = expert_mlp(x, routing, self.gate_up, self.down, self.batch_invariant, biases, self.shape.gate)
         if self.shared is None:
             return out
         shared = self.shared(x, context)
@@ -63,23 +68,28 @@ class Experts(Layer):
         return None
 
     def places(self) -> Iterator[tuple[str, WeightSlot]]:
-        """Per expert "experts.3.gate.weight", "experts.3.up.weight" and "experts.3.down.weight"."""
-        shape, hidden = self.shape, self.down.shape[1]
-        for expert in range(shape.num_experts):
-            for part, first in (("gate", 0), ("up", shape.size)):
-                fill = partial(self._fill_gate_up, expert, first)
-                yield f"experts.{expert}.{part}.weight", WeightSlot((shape.size, hidden), fill)
-            yield f"experts.{expert}.down.weight", WeightSlot((hidden, shape.size), partial(self._fill_down, expert))
+        """Per expert "experts.3.gate.weight", "experts.3.up.weight", "experts.3.down.weight", and biases likewise."""
+        kinds = {"weight": ("gate_up", "down")} | ({"bias": ("gate_up_bias", "down_bias")} if self.shape.bias else {})
+        for expert in range(self.shape.num_experts):
+            for kind, (gate_up, down) in kinds.items():
+                for part, first in (("gate", 0), ("up", self.shape.size)):
+                    yield f"experts.{expert}.{part}.{kind}", self._slot(gate_up, expert, first, self.shape.size)
+                yield f"experts.{expert}.down.{kind}", self._slot(down, expert)
         if self.correction_bias is not None:
-            yield "correction_bias", WeightSlot((shape.num_experts,), self._fill_bias)
+            yield "correction_bias", WeightSlot((self.shape.num_experts,), self._fill_correction)
 
-    def _fill_gate_up(self, expert: int, first: int, piece: CheckpointTensor) -> None:
-        piece.write_to(self.gate_up[expert, first : first + self.shape.size])
+    def _slot(self, name: str, expert: int, first: int = 0, num_rows: int | None = None) -> WeightSlot:
+        """Some rows, or all, of one expert's part of a stacked parameter."""
+        whole: torch.Tensor = getattr(self, name)
+        shape = tuple(whole.shape[1:])
+        rows = shape[0] if num_rows is None else num_rows
+        return WeightSlot((rows, *shape[1:]), partial(self._fill, name, expert, first, rows))
 
-    def _fill_down(self, expert: int, piece: CheckpointTensor) -> None:
-        piece.write_to(self.down[expert])
+    def _fill(self, name: str, expert: int, first: int, num_rows: int, piece: CheckpointTensor) -> None:
+        whole: torch.Tensor = getattr(self, name)  # read now: the parameter is replaced when it gets memory
+        piece.write_to(whole[expert, first : first + num_rows])
 
-    def _fill_bias(self, piece: CheckpointTensor) -> None:
+    def _fill_correction(self, piece: CheckpointTensor) -> None:
         assert self.correction_bias is not None
         piece.write_to(self.correction_bias)
 

@@ -33,6 +33,7 @@ class DecoderShape:
     tied: bool  # the embedding is also the projection to tokens
     logit_cap: float = 0.0  # logits become logit_cap * tanh(logit / logit_cap); 0: they stay as they are
     embedding_scale: float = 1.0
+    transposed_experts: bool = False  # stacked experts of the checkpoint are [experts, inputs, outputs]
     headless: bool = False  # the checkpoint has no projection to tokens: it gives vectors or scores
 
     @property
@@ -83,7 +84,7 @@ class DecoderShape:
         if _cache_spec(found[0], 1, "float32") != _cache_spec(mixer, 1, "float32"):
             raise UnsupportedModel(
                 f"layer {number} reads the keys and values of layer {source}, "
-                "which has other heads, another window or another soft cap; they must be the same"
+                "which has other heads, another window, another soft cap or other sinks; they must be the same"
             )
 
 
@@ -95,5 +96,6 @@ def _cache_spec(mixer: MixerShape, page_size: int, dtype: str) -> CacheSpec:
         dtype=dtype,
         page_size=page_size,
         soft_cap=mixer.soft_cap,
+        sinks=mixer.sinks,
     )
     return WindowSpec(**msgspec.structs.asdict(spec), window=mixer.window) if mixer.window else spec

@@ -114,7 +114,7 @@ def find_tensors(
     """The checkpoint's tensor for each place, and the names of those that are left out; nothing is read."""
     if config.load_format == "dummy":
         return match_places(DummySource(places, config.seed, device), None, places)
-    source, rules = _open(config), find_rules(config.info, model.shape)
+    source, rules = _open(config, model), find_rules(config.info, model.shape)
     others = [] if config.load_format == "gguf" else list(_beside(config, model.heads))
     if isinstance(model, Decoder) and model.shape.tied and not find_named(source, rules, (EMBEDDING,)):
         rules = Rules({"lm_head.weight": EMBEDDING}) | rules  # the one of the two that is there serves as both
@@ -162,7 +162,8 @@ def choose_formats(config: ModelConfig, device: torch.device, *, is_encoder: boo
     return lambda name: format
 
 
-def _open(config: ModelConfig) -> WeightSource:
+def _open(config: ModelConfig, model: Decoder | Encoder) -> WeightSource:
     if config.load_format == "gguf":
         return GgufSource(GgufFile.open(config.path), config.info.num_heads, config.info.num_kv_heads)
-    return UnstackedSource(open_folder(Path(config.path)))
+    transposed = isinstance(model, Decoder) and model.shape.transposed_experts
+    return UnstackedSource(open_folder(Path(config.path)), transposed)

@@ -17,37 +17,37 @@ from slipstream.ops.moe.reference import RouterRule
 
 
 def mixtral_shape(info: ModelInfo) -> DecoderShape:
-    feed = _experts(info, info.ffn_size, RouterRule(_number(info, "num_experts_per_tok")))
-    return _with_feeds(llama_shape(info, windows=mistral_windows(info)), lambda layer: feed)
+    feed = expert_shape(info, info.ffn_size, RouterRule(needed_number(info, "num_experts_per_tok")))
+    return with_feeds(llama_shape(info, windows=mistral_windows(info)), lambda layer: feed)
 
 
 def olmoe_shape(info: ModelInfo) -> DecoderShape:
     if info.extra.get("clip_qkv") is not None:
         raise UnsupportedModel(f"{info.architecture} clips q, k and v (clip_qkv), which is not built")
-    feed = _experts(info, info.ffn_size, _softmax_rule(info))
+    feed = expert_shape(info, info.ffn_size, _softmax_rule(info))
     attention = replace(llama_attention(info), qk_norm="whole")
-    return _with_feeds(llama_shape(info, attention), lambda layer: feed)
+    return with_feeds(llama_shape(info, attention), lambda layer: feed)
 
 
 def qwen2_moe_shape(info: ModelInfo) -> DecoderShape:
-    shared = replace(llama_mlp(info), size=_number(info, "shared_expert_intermediate_size"))
-    feed = _experts(info, _number(info, "moe_intermediate_size"), _softmax_rule(info))
+    shared = replace(llama_mlp(info), size=needed_number(info, "shared_expert_intermediate_size"))
+    feed = expert_shape(info, needed_number(info, "moe_intermediate_size"), _softmax_rule(info))
     feed = replace(feed, shared=shared, shared_gate=True)
-    return _with_feeds(qwen2_shape(info), _where_sparse(info, feed))
+    return with_feeds(qwen2_shape(info), _where_sparse(info, feed))
 
 
 def qwen3_moe_shape(info: ModelInfo) -> DecoderShape:
-    feed = _experts(info, _number(info, "moe_intermediate_size"), _softmax_rule(info))
+    feed = expert_shape(info, needed_number(info, "moe_intermediate_size"), _softmax_rule(info))
     window = int(info.extra.get("sliding_window") or 0) if info.extra.get("use_sliding_window") else 0
     attention = replace(llama_attention(info), qk_norm="heads", output_bias=info.attention_bias)
-    return _with_feeds(llama_shape(info, attention, windows=(window,) * info.num_layers), _where_sparse(info, feed))
+    return with_feeds(llama_shape(info, attention, windows=(window,) * info.num_layers), _where_sparse(info, feed))
 
 
 def glm4_moe_shape(info: ModelInfo) -> DecoderShape:
     """Layers before `first_k_dense_replace` are dense; the router is DeepSeek-V3's."""
-    size, extra = _number(info, "moe_intermediate_size"), info.extra
+    size, extra = needed_number(info, "moe_intermediate_size"), info.extra
     rule = RouterRule(
-        _number(info, "num_experts_per_tok"),
+        needed_number(info, "num_experts_per_tok"),
         "sigmoid",
         bool(extra.get("norm_topk_prob", True)),
         float(extra.get("routed_scaling_factor", 1.0)),
@@ -56,12 +56,12 @@ def glm4_moe_shape(info: ModelInfo) -> DecoderShape:
         "top2",
     )
     shared = replace(llama_mlp(info), size=size * int(extra.get("n_shared_experts", 1)))
-    feed = replace(_experts(info, size, rule), correction_bias=True, shared=shared)
+    feed = replace(expert_shape(info, size, rule), correction_bias=True, shared=shared)
     dense, first = llama_mlp(info), int(extra.get("first_k_dense_replace", 1))
     attention = replace(llama_attention(info), output_bias=False)
     if extra.get("use_qk_norm"):
         attention = replace(attention, qk_norm="heads")
-    return _with_feeds(llama_shape(info, attention), lambda layer: dense if layer < first else feed)
+    return with_feeds(llama_shape(info, attention), lambda layer: dense if layer < first else feed)
 
 
 def moe_rules(shape: DecoderShape) -> Rules:
@@ -93,7 +93,7 @@ def mixtral_rules(shape: DecoderShape) -> Rules:
     return Rules({**own, **stacked, **gate}) | moe_rules(shape)
 
 
-def _with_feeds(shape: DecoderShape, feed_of: Callable[[int], FeedShape]) -> DecoderShape:
+def with_feeds(shape: DecoderShape, feed_of: Callable[[int], FeedShape]) -> DecoderShape:
     layers = (replace(layer, feed=feed_of(number)) for number, layer in enumerate(shape.layers))
     return replace(shape, layers=tuple(layers))
 
@@ -106,10 +106,11 @@ def _where_sparse(info: ModelInfo, feed: ExpertShape) -> Callable[[int], FeedSha
 
 
 def _softmax_rule(info: ModelInfo) -> RouterRule:
-    return RouterRule(_number(info, "num_experts_per_tok"), renormalize=bool(info.extra.get("norm_topk_prob", False)))
+    renormalize = bool(info.extra.get("norm_topk_prob", False))
+    return RouterRule(needed_number(info, "num_experts_per_tok"), renormalize=renormalize)
 
 
-def _experts(info: ModelInfo, size: int, rule: RouterRule) -> ExpertShape:
+def expert_shape(info: ModelInfo, size: int, rule: RouterRule) -> ExpertShape:
     count = info.num_experts
     if count < rule.top_k:
         names = ", ".join(EXPERT_COUNTS)
@@ -119,7 +120,7 @@ def _experts(info: ModelInfo, size: int, rule: RouterRule) -> ExpertShape:
     return ExpertShape(num_experts=count, size=size, router=rule)
 
 
-def _number(info: ModelInfo, name: str) -> int:
+def needed_number(info: ModelInfo, name: str) -> int:
     value: Any = info.extra.get(name)
     if not isinstance(value, int) or value < 1:
         raise BadCheckpoint(f"config.json has no {name}, which {info.architecture} needs; it is {value!r}")

@@ -19,6 +19,7 @@ from slipstream.nn.models.bert import (
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.gemma import gemma2_shape, gemma3_shape, gemma_rules, gemma_text_rules
+from slipstream.nn.models.gpt_oss import gpt_oss_rules, gpt_oss_shape
 from slipstream.nn.models.llama import llama_rules, llama_shape, mistral_shape
 from slipstream.nn.models.modernbert import modernbert_heads, modernbert_rules, modernbert_shape
 from slipstream.nn.models.moe import (
@@ -70,6 +71,7 @@ DECODERS = {
     "Qwen3Moe": Family(qwen3_moe_shape, moe_rules),
     "Olmoe": Family(olmoe_shape, moe_rules),
     "Glm4Moe": Family(glm4_moe_shape, moe_rules),
+    "GptOss": Family(gpt_oss_shape, gpt_oss_rules),
 }
 """By how their architectures' names begin."""
 DECODER_ENDINGS = (
@@ -122,12 +124,21 @@ def find_shape(info: ModelInfo) -> DecoderShape | EncoderShape:
         return shape
     continues = info.architecture.endswith(("ForCausalLM", "ForConditionalGeneration"))
     if not info.is_causal:
+        _check_bidirectional(info, shape)
         is_gemma = family_name(info.architecture).startswith("Gemma")  # whose windows are those of one side already
         # a window that ends at a token becomes one to each side of it
         shape = shape.map_mixers(
             lambda mixer: replace(mixer, causal=False, window=mixer.window if is_gemma else max(mixer.window - 1, 0))
         )
     return replace(shape, headless=not continues or not info.has_lm_head)
+
+
+def _check_bidirectional(info: ModelInfo, shape: DecoderShape) -> None:
+    """Raises UnsupportedModel for what bidirectional attention does not have."""
+    if any(mixer.sinks for mixer in shape.mixers):
+        raise UnsupportedModel(
+            f"{info.architecture} attends in both directions; sinks are built for causal attention only"
+        )
 
 
 def find_heads(info: ModelInfo) -> HeadShape:

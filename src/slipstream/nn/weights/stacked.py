@@ -1,7 +1,8 @@
 """Experts that a checkpoint stores as one stacked tensor, as if each expert had tensors of its own.
 
 Hub checkpoints have `experts.3.gate_proj.weight`; transformers 5 can also save `experts.gate_up_proj`
-[experts, 2 * size, hidden] and `experts.down_proj` [experts, hidden, size].
+[experts, 2 * size, hidden] and `experts.down_proj` [experts, hidden, size]. gpt-oss stores the transposed matrices,
+[experts, hidden, 2 * size] with gate and up interleaved, and stacks the biases too (`experts.gate_up_proj_bias`).
 """
 
 from __future__ import annotations
@@ -14,18 +15,38 @@ import torch
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+_BIAS = "_bias"
 
 
 class UnstackedSource:
-    def __init__(self, source: WeightSource) -> None:
-        self.source = source
+    def __init__(self, source: WeightSource, transposed: bool = False) -> None:
+        """`transposed`: the layout of gpt-oss."""
+        self.source, self.transposed = source, transposed
 
     def __iter__(self) -> Iterator[SourceTensor]:
         for tensor in self.source:
-            if len(tensor.shape) == 3 and tensor.name.endswith((_GATE_UP, _DOWN)):
+            is_bias = tensor.name.endswith(_BIAS)
+            if not tensor.name.removesuffix(_BIAS).endswith((_GATE_UP, _DOWN)):
+                yield tensor
+            elif self.transposed and len(tensor.shape) == 3 - is_bias:
+                yield from _transposed_experts(tensor, is_bias)
+            elif len(tensor.shape) == 3 and not is_bias:
                 yield from _experts(tensor)
             else:
                 yield tensor
+
+
+def _transposed_experts(tensor: SourceTensor, is_bias: bool) -> Iterator[SourceTensor]:
+    root, _, last = tensor.name.rpartition(".")
+    names = ("gate", "up") if last.startswith("gate_up") else ("down",)
+    num_experts, *inputs, num_rows = tensor.shape
+    kind = "bias" if is_bias else "weight"
+    stack = _Stack(tensor, num_experts * len(names))
+    for expert in range(num_experts):
+        for part, name in enumerate(names):
+            read = _Interleaved(stack, expert, part, len(names))
+            shape = (num_rows // len(names), *inputs)
+            yield SourceTensor(f"{root}.{expert}.{name}_proj.{kind}", shape, tensor.kind, read, make=read.write_to)
 
 
 def _experts(tensor: SourceTensor) -> Iterator[SourceTensor]:
@@ -63,3 +84,23 @@ class _Part:
 
     def __call__(self) -> torch.Tensor:
         return self.stack.take()[self.expert, self.first : self.first + self.size]
+
+
+@dataclass(frozen=True, slots=True)
+class _Interleaved:
+    """Every `step`th column of a transposed matrix, as rows; or every `step`th number of a bias."""
+
+    stack: _Stack
+    expert: int
+    first: int
+    step: int
+
+    def __call__(self) -> torch.Tensor:
+        return self._select(self.stack.take()[self.expert])
+
+    def write_to(self, target: torch.Tensor) -> None:
+        """The whole matrix of the expert goes to the target's device and is transposed there."""
+        target.copy_(self._select(self.stack.take()[self.expert].to(target.device)))
+
+    def _select(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole[..., self.first :: self.step].t()

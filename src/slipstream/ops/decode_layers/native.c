@@ -163,7 +163,7 @@ static void attend(const Step *step, const Layer *layer) {
     const Model *m = step->model;
     const Space *s = &step->space;
     int64_t dim = m->dim, heads = m->num_heads, kv_heads = m->num_kv_heads, group = heads / kv_heads;
-    SlipHeads shape = {group, dim, 0, 0, layer->window, m->scale, m->cap};
+    SlipHeads shape = {group, dim, 0, 0, layer->window, m->scale, m->cap, NULL};
     for (int64_t piece = take(step); piece < step->num_rows * kv_heads; piece = take(step)) {
         int64_t row = piece / kv_heads, head = piece % kv_heads;
         SlipPages pages = {layer->keys + head * dim, layer->values + head * dim,

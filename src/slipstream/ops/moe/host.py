@@ -6,17 +6,25 @@ import torch
 import torch.nn.functional as F
 
 from slipstream.device.sync_check import sync_allowed
-from slipstream.ops.activation import silu_and_mul
+from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.moe import reference
-from slipstream.ops.moe.reference import Routing
+from slipstream.ops.moe.reference import ExpertBiases, Gate, Routing
+
+_GATES = reference.GATES | {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 
 
 def expert_mlp(
-    x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor, batch_invariant: bool = False
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    batch_invariant: bool = False,
+    biases: ExpertBiases | None = None,
+    gate: Gate = "silu",
 ) -> torch.Tensor:
     """As the reference. A token's experts are added by descending score, so the sum does not depend on the batch."""
     if x.is_cuda:  # float64, which must not read counts
-        return reference.expert_mlp(x, routing, gate_up, down)
+        return reference.expert_mlp(x, routing, gate_up, down, batch_invariant, biases, gate)
     top_k = routing.ids.shape[1]
     flat = routing.ids.flatten().to(torch.int64)
     order = flat.argsort(stable=True)
@@ -29,8 +37,9 @@ def expert_mlp(
         if not count:
             continue
         end = begin + count
-        inner = silu_and_mul(F.linear(rows[begin:end], gate_up[expert]))
-        made[begin:end] = F.linear(inner, down[expert])
+        into_bias, out_bias = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
+        inner = _GATES[gate](F.linear(rows[begin:end], gate_up[expert], into_bias))
+        made[begin:end] = F.linear(inner, down[expert], out_bias)
         begin = end
     by_choice = torch.empty_like(made).index_copy_(0, order, made).unflatten(0, (-1, top_k))
     return (by_choice * routing.weights.unsqueeze(-1)).sum(1).to(x.dtype)

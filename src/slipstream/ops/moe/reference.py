@@ -6,8 +6,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from slipstream.ops.activation.reference import silu_and_mul
+from slipstream.ops.activation.reference import gelu_tanh_and_mul, silu_and_mul
+
+Gate = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""How an expert combines gate and up."""
+CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0  # of gpt-oss
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +52,31 @@ def route(logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None = No
     return Routing(ids.to(torch.int32), weights * rule.scale)
 
 
+class ExpertBiases(NamedTuple):
+    gate_up: torch.Tensor  # [experts, 2 * inner], gates first
+    down: torch.Tensor  # [experts, hidden]
+
+
+def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), with gate and up clamped first: gpt-oss."""
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * CLAMP_ALPHA))
+
+
+GATES = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "clamped_swiglu": clamped_swiglu}
+
+
 def expert_mlp(
-    x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor, batch_invariant: bool = False
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    batch_invariant: bool = False,
+    biases: ExpertBiases | None = None,
+    gate: Gate = "silu",
 ) -> torch.Tensor:
-    """Sum over a token's experts of weight * down(silu(gate(x)) * up(x)).
+    """Sum over a token's experts of weight * down(gate(gate and up of x)).
 
     x [tokens, hidden]; gate_up [experts, 2 * inner, hidden], gates first; down [experts, hidden, inner]. Computes every
     expert for every token, so no shape depends on values. `batch_invariant`: kernels use one tile size for all batches.
@@ -58,6 +84,6 @@ def expert_mlp(
     total = torch.zeros(x.shape, dtype=routing.weights.dtype, device=x.device)
     for expert, (into, out) in enumerate(zip(gate_up, down, strict=True)):
         weight = torch.where(routing.ids == expert, routing.weights, 0.0).sum(1, keepdim=True)
-        made = silu_and_mul(x @ into.t()) @ out.t()
-        total += weight * made
+        into_bias, out_bias = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
+        total += weight * F.linear(GATES[gate](F.linear(x, into, into_bias)), out, out_bias)
     return total.to(x.dtype)

@@ -29,6 +29,7 @@ typedef struct {
     const float *query;
     float *out;
     int64_t first, length;  // sees the positions [first, length)
+    float sink;             // score of a column that has no value; -INFINITY: there is none
 } Query;
 typedef float Stretch[STRETCH];  // a number for each key
 
@@ -207,8 +208,8 @@ static void attend_tile(const Query *queries, int num, const SlipPages *pages, i
     for (int r = 0; r < num; r++) {
         first = queries[r].first < first ? queries[r].first : first;
         length = queries[r].length > length ? queries[r].length : length;
-        best[r] = -INFINITY;
-        total[r] = 0;
+        best[r] = queries[r].sink;
+        total[r] = best[r] == -INFINITY ? 0 : 1;
         memset(scores[r], 0, sizeof scores[r]);
         memset(queries[r].out, 0, dim * sizeof(float));
     }
@@ -245,7 +246,7 @@ void slip_attend_tokens(const SlipHeads *heads, const SlipPages *pages, const fl
             int64_t length = lengths[token], window = heads->window;
             queries[num++] = (Query){
                 query + token * heads->query_stride + g * heads->dim, out + token * heads->out_stride + g * heads->dim,
-                window && length > window ? length - window : 0, length};
+                window && length > window ? length - window : 0, length, heads->sinks ? heads->sinks[g] : -INFINITY};
             if (num == QUERIES || (token + 1 == num_tokens && g + 1 == heads->group)) {
                 attend_tile(queries, num, pages, heads->dim, heads->scale, heads->cap);
                 num = 0;
@@ -255,16 +256,17 @@ void slip_attend_tokens(const SlipHeads *heads, const SlipPages *pages, const fl
 
 // query [tokens, heads, dim] with a stride between tokens; keys, values [pages, page_size, kv heads, dim]; tables
 // [rows, table_stride]; lengths [tokens]: how many positions each token sees. Tiles [tiles, 3]: row, first token, number of
-// tokens; without them each token is a row. window: how many keys are seen, 0 for all; cap: bound of the scores, 0 for none
+// tokens; without them each token is a row. sinks [heads] or NULL. window: how many keys are seen, 0 for all; cap: bound of the scores, 0 for none
 void slip_attend(const float *query, float *out, const float *keys, const float *values, const int64_t *tables,
-                 const int64_t *lengths, const int64_t *tiles, float scale, float cap, int64_t window, int64_t num_tiles,
-                 int64_t num_heads, int64_t num_kv_heads, int64_t dim, int64_t page_size, int64_t query_stride,
-                 int64_t table_stride) {
+                 const int64_t *lengths, const int64_t *tiles, const float *sinks, float scale, float cap,
+                 int64_t window, int64_t num_tiles, int64_t num_heads, int64_t num_kv_heads, int64_t dim,
+                 int64_t page_size, int64_t query_stride, int64_t table_stride) {
     int64_t group = num_heads / num_kv_heads;
-    SlipHeads heads = {group, dim, query_stride, num_heads * dim, window, scale, cap};
 #pragma omp parallel for collapse(2) schedule(dynamic, 1)
     for (int64_t tile = 0; tile < num_tiles; tile++)
         for (int64_t head = 0; head < num_kv_heads; head++) {
+            SlipHeads heads = {group, dim, query_stride, num_heads * dim, window, scale, cap,
+                               sinks ? sinks + head * group : NULL};
             int64_t row = tiles ? tiles[tile * 3] : tile, token = tiles ? tiles[tile * 3 + 1] : tile;
             SlipPages pages = {keys + head * dim, values + head * dim, tables + row * table_stride, page_size,
                                num_kv_heads * dim};

@@ -42,6 +42,7 @@ def attend_in_place(
     scale: float,
     score_cap: float,  # 0: none
     window: int,  # keys that are seen, the token's own among them; 0: all
+    sinks: torch.Tensor | None = None,  # [heads]: scores of a column that has no value
 ) -> torch.Tensor:
     """Returns [T, heads, dim]. A token's result has the same bits whatever tile, chunk or batch it is in."""
     library = native.library()
@@ -49,6 +50,7 @@ def attend_in_place(
     num_tokens, num_heads, dim = query.shape
     assert query.stride()[1:] == (dim, 1) and keys.is_contiguous() and values.is_contiguous()
     assert table.stride(1) == 1 and lengths.is_contiguous() and len(lengths) == num_tokens
+    assert sinks is None or (sinks.is_contiguous() and sinks.dtype is torch.float32)
     out = torch.empty(num_tokens, num_heads, dim)
     library.slip_attend(
         query.data_ptr(),
@@ -58,6 +60,7 @@ def attend_in_place(
         table.data_ptr(),
         lengths.data_ptr(),
         None if tiles is None else tiles.data_ptr(),
+        None if sinks is None else sinks.data_ptr(),
         scale,
         score_cap,
         window,

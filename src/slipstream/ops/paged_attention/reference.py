@@ -1,4 +1,4 @@
-"""Attention over pages by torch's scaled dot product, or step by step where scores are bounded.
+"""Attention over pages by torch's scaled dot product, or step by step for bounded scores and for sinks.
 
 Slots are gathered into one stretch of keys a row. Masks are added to the scores, in the query's dtype: 0 where a key is
 seen, minus infinity where not. The weight of a masked slot is exactly 0, and 0 times NaN is NaN: so a row is given
@@ -19,6 +19,7 @@ def attend_single(
     mask: torch.Tensor,  # [B, 1, 1, K]
     scale: float,
     score_cap: float = 0.0,  # scores are bounded to this by tanh; 0: they are not
+    sinks: torch.Tensor | None = None,  # [heads]: one more score of each softmax, for which there is no value
 ) -> torch.Tensor:
     """One token of each row over its keys. Returns [B, heads, dim]."""
     num_rows, num_heads, dim = query.shape
@@ -26,8 +27,9 @@ def attend_single(
     # heads that share keys stand in for a sequence of queries: each key is read once, and nothing is repeated
     grouped = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
     found, worth = _gather(keys, slots, num_rows), _gather(values, slots, num_rows)
-    if score_cap:
-        out = _attend_bounded(grouped, found, worth, mask, scale, score_cap)
+    if score_cap or sinks is not None:
+        columns = None if sinks is None else sinks.view(num_kv_heads, -1, 1)
+        out = _attend_stepwise(grouped, found, worth, mask, scale, score_cap, columns)
     else:
         out = F.scaled_dot_product_attention(grouped, found, worth, attn_mask=mask, scale=scale)
     return out.reshape(num_rows, num_heads, dim)
@@ -41,14 +43,16 @@ def attend_pages(
     mask: torch.Tensor,  # [T, K]
     scale: float,
     score_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Several tokens of one row over its pages. Returns [T, heads, dim]."""
-    if score_cap:
+    if score_cap or sinks is not None:
         num_tokens, num_heads, dim = query.shape
         # the heads that share a key head are one more dimension: [kv heads, sharing, T, dim]
         grouped = query.view(num_tokens, keys.shape[2], -1, dim).permute(1, 2, 0, 3)
         found, worth = _gather(keys, slots, 1)[0].unsqueeze(1), _gather(values, slots, 1)[0].unsqueeze(1)
-        out = _attend_bounded(grouped, found, worth, mask, scale, score_cap)
+        columns = None if sinks is None else sinks.view(keys.shape[2], -1, 1, 1)
+        out = _attend_stepwise(grouped, found, worth, mask, scale, score_cap, columns)
         return out.permute(2, 0, 1, 3).reshape(num_tokens, num_heads, dim)
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1).unsqueeze(0),
@@ -70,13 +74,26 @@ def attend_chunk(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sc
     return out.squeeze(0).transpose(0, 1)
 
 
-def _attend_bounded(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float, score_cap: float
+def _attend_stepwise(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    score_cap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """score_cap * tanh(score / score_cap) for each score, then as ever. [..., Q, dim] by [..., K, dim]."""
-    scores = (query @ key.transpose(-1, -2)).mul_(scale / score_cap).tanh_().mul_(score_cap).add_(mask)
+    """[..., Q, dim] by [..., K, dim]. Scores are bounded by tanh if there is a cap. `sinks`, broadcast to [..., Q, 1],
+    are one more column of the softmax, which is dropped afterwards."""
+    scores = query @ key.transpose(-1, -2)
+    if score_cap:
+        scores = scores.mul_(scale / score_cap).tanh_().mul_(score_cap).add_(mask)
+    else:
+        scores = scores.mul_(scale).add_(mask)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)], -1)
     weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(value.dtype)
-    return weights @ value
+    return (weights if sinks is None else weights[..., :-1]) @ value
 
 
 def _gather(cache: torch.Tensor, slots: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.moe.reference import Routing
+from slipstream.ops.moe.reference import CLAMP_ALPHA, CLAMP_LIMIT, ExpertBiases, Gate, Routing
 from slipstream.ops.moe.triton.sort import ExpertTiles, sort_by_expert
 
 
@@ -26,10 +26,18 @@ class GroupedTile(NamedTuple):
 
 
 BATCH_INVARIANT = GroupedTile(64, 64, 64, 4, 4)
+_GATES: tuple[Gate, ...] = ("silu", "gelu_tanh", "clamped_swiglu")  # by number, as the kernel knows them
+ALPHA, LIMIT = tl.constexpr(CLAMP_ALPHA), tl.constexpr(CLAMP_LIMIT)
 
 
 def expert_mlp(
-    x: torch.Tensor, routing: Routing, gate_up: torch.Tensor, down: torch.Tensor, batch_invariant: bool = False
+    x: torch.Tensor,
+    routing: Routing,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    batch_invariant: bool = False,
+    biases: ExpertBiases | None = None,
+    gate: Gate = "silu",
 ) -> torch.Tensor:
     """As the reference."""
     num_tokens, top_k = routing.ids.shape
@@ -40,9 +48,10 @@ def expert_mlp(
     tile = BATCH_INVARIANT if batch_invariant else grouped_tile(each)
     tiles = sort_by_expert(routing.ids, len(gate_up), tile.pairs)
     hidden = torch.empty(num_tokens * top_k, inner, dtype=x.dtype, device=x.device)
-    _multiply(x, gate_up, hidden, tiles, None, top_k, tile)
+    gate_up_bias, down_bias = (None, None) if biases is None else biases
+    _multiply(x, gate_up, gate_up_bias, hidden, tiles, None, top_k, tile, gate)
     made = torch.empty(num_tokens * top_k, x.shape[1], dtype=x.dtype, device=x.device)
-    _multiply(hidden, down, made, tiles, routing.weights, 1, tile)
+    _multiply(hidden, down, down_bias, made, tiles, routing.weights, 1, tile)
     return made.view(num_tokens, top_k, -1).sum(1)
 
 
@@ -58,11 +67,13 @@ def grouped_tile(each: float) -> GroupedTile:
 def _multiply(
     x: torch.Tensor,
     weight: torch.Tensor,
+    bias: torch.Tensor | None,
     out: torch.Tensor,
     tiles: ExpertTiles,
     pair_weights: torch.Tensor | None,
     top_k: int,
     tile: GroupedTile,
+    gate: Gate = "silu",
 ) -> None:
     """`pair_weights` None: gate and up, from tokens into sorted rows; else from sorted rows to pairs, weighted."""
     num_out, num_in = out.shape[1], x.shape[1]
@@ -71,6 +82,7 @@ def _multiply(
     _grouped_kernel[grid](
         x,
         weight,
+        bias,
         out,
         tiles.order,
         tiles.table,
@@ -83,6 +95,7 @@ def _multiply(
         weight.stride(1),
         TOP_K=top_k,
         GATED=pair_weights is None,
+        GATE=_GATES.index(gate),
         PAIRS=tile.pairs,
         OUTPUTS=tile.outputs,
         INPUTS=tile.inputs,
@@ -97,6 +110,7 @@ def _multiply(
 def _grouped_kernel(
     x,
     weight,
+    bias,
     out,
     order,
     table,
@@ -109,6 +123,7 @@ def _grouped_kernel(
     weight_stride,
     TOP_K: tl.constexpr,
     GATED: tl.constexpr,
+    GATE: tl.constexpr,
     PAIRS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
@@ -139,17 +154,31 @@ def _grouped_kernel(
             right = tl.load(columns + first, mask=(first + k < num_in)[:, None], other=0.0)
         total = tl.dot(left, right, total, input_precision="ieee")
         if GATED:
-            up = columns + num_out.to(tl.int64) * weight_stride
+            below = columns + num_out.to(tl.int64) * weight_stride  # the rows of up
             if EVEN:
-                right = tl.load(up + first)
+                right = tl.load(below + first)
             else:
-                right = tl.load(up + first, mask=(first + k < num_in)[:, None], other=0.0)
+                right = tl.load(below + first, mask=(first + k < num_in)[:, None], other=0.0)
             ups = tl.dot(left, right, ups, input_precision="ieee")
+    if bias is not None:
+        biases = bias + expert.to(tl.int64) * (2 * num_out if GATED else num_out) + output
+        total += tl.load(biases, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            ups += tl.load(biases + num_out, mask=inside, other=0.0).to(tl.float32)[None, :]
     if GATED:
         # rounded as a product of its own would be
         gate = total.to(out.dtype.element_ty).to(tl.float32)
-        total = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
-        total *= ups.to(out.dtype.element_ty).to(tl.float32)
+        up = ups.to(out.dtype.element_ty).to(tl.float32)
+        if GATE == 2:
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+            gate = gate * tl.sigmoid(gate * ALPHA)
+        elif GATE == 1:
+            # 0.5 * (1 + tanh(y)) is sigmoid(2 y)
+            gate = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+        else:
+            gate = gate * tl.sigmoid(gate)
+        total = gate.to(out.dtype.element_ty).to(tl.float32) * up
         target = place
     else:
         total *= tl.load(pair_weights + pair, mask=there, other=0.0)[:, None]

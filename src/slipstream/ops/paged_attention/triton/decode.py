@@ -21,7 +21,7 @@ from slipstream.ops.paged_attention.triton.launch import (
     launch_strides,
     pad_dim,
 )
-from slipstream.ops.paged_attention.triton.online_softmax import attend_keys
+from slipstream.ops.paged_attention.triton.online_softmax import LOG2E, attend_keys
 from slipstream.ops.paged_attention.triton.split_schedule import read_single, splits_of_program
 from slipstream.ops.paged_attention.work_list import FEW_ROWS, WorkList
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
@@ -56,6 +56,7 @@ def attend_splits(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [heads]
     shape: KernelShape | None = None,
 ) -> None:
     """Rows of one token. Tokens of other rows are left alone. A `shape` asks for the kernel in this file."""
@@ -63,7 +64,8 @@ def attend_splits(
     page_size, num_kv_heads = keys.shape[1:3]
     check_layout(out, query, keys, values)
     group = num_heads // num_kv_heads
-    if shape is None and _uses_hopper(out.device, keys.dtype, group, dim, page_size, window, soft_cap):
+    is_plain = not window and not soft_cap and sinks is None
+    if shape is None and is_plain and _uses_hopper(out.device, keys.dtype, group, dim, page_size):
         from slipstream.ops.paged_attention.triton import hopper_decode
 
         hopper_decode.attend_splits(out, query, keys, values, page_table, work, partials.sums, partials.stats, scale)
@@ -80,6 +82,7 @@ def attend_splits(
         work.arrived,
         partials.sums,
         partials.stats,
+        sinks,
         scale,
         soft_cap,
         *launch_strides(out, query, page_table),
@@ -104,21 +107,19 @@ def num_split_programs(
     head_dim: int,
     page_size: int,
     num_rows: int,
-    window: int = 0,
-    soft_cap: float = 0.0,
+    is_plain: bool = True,
 ) -> int:
-    """Into how many shares the splits of a step should go: as many as programs of the kernel run at once."""
-    if _uses_hopper(device, dtype, num_heads // num_kv_heads, head_dim, page_size, window, soft_cap):
+    """Into how many shares the splits of a step should go: as many as programs of the kernel run at once. `is_plain`:
+    without a window, a soft cap and sinks."""
+    if is_plain and _uses_hopper(device, dtype, num_heads // num_kv_heads, head_dim, page_size):
         programs_per_sm = 1 if num_rows <= FEW_ROWS else 2  # with few rows each has larger blocks
     else:
         programs_per_sm = decode_shape(head_dim, dtype.itemsize).programs_per_sm
     return max(1, programs_per_sm * device_facts(device)[0] // num_kv_heads)
 
 
-def _uses_hopper(
-    device: torch.device, dtype: torch.dtype, group: int, dim: int, page_size: int, window: int, soft_cap: float
-) -> bool:
-    return not window and not soft_cap and group <= HOPPER_HEADS and hopper_serves(device, dtype, dim, page_size)
+def _uses_hopper(device: torch.device, dtype: torch.dtype, group: int, dim: int, page_size: int) -> bool:
+    return group <= HOPPER_HEADS and hopper_serves(device, dtype, dim, page_size)
 
 
 def decode_shape(head_dim: int, itemsize: int) -> KernelShape:
@@ -142,6 +143,7 @@ def _split_kernel(
     arrived,
     sums,
     stats,
+    sinks,
     scale,
     soft_cap,
     table_stride,
@@ -182,6 +184,11 @@ def _split_kernel(
             q = tl.load(query + token * query_token + head[:, None] * query_head + dim[None, :], mask=mask, other=0.0)
             top = tl.full([TILE], float("-inf"), tl.float32)
             total = tl.zeros([TILE], tl.float32)
+            if sinks is not None:
+                # the first split of a row begins with the sink, which has no value
+                sink = tl.load(sinks + head, mask=lane < GROUP, other=0.0).to(tl.float32) * LOG2E
+                top = tl.where(index == 0, sink, top)
+                total = tl.where(index == 0, 1.0, total)
             acc = tl.zeros([TILE, BLOCK_D], tl.float32)
             key = begin + index * size
             key_end = tl.minimum(key + size, length)

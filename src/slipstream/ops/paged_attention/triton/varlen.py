@@ -19,7 +19,7 @@ from slipstream.ops.paged_attention.triton.launch import (
     num_programs,
     pad_dim,
 )
-from slipstream.ops.paged_attention.triton.online_softmax import attend_keys
+from slipstream.ops.paged_attention.triton.online_softmax import LOG2E, attend_keys
 from slipstream.ops.paged_attention.work_list import RECORD, WorkList
 
 
@@ -33,6 +33,7 @@ def attend_tiles(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,  # [heads]
     shape: KernelShape | None = None,
 ) -> None:
     """Rows of several tokens, each seeing the keys up to its own; and zeros for tokens of no row. A `shape` asks for
@@ -40,7 +41,7 @@ def attend_tiles(
     dim = query.shape[2]
     page_size, num_kv_heads = keys.shape[1:3]
     check_layout(out, query, keys, values)
-    plain = not window and not soft_cap
+    plain = not window and not soft_cap and sinks is None
     if shape is None and plain and hopper_serves(out.device, keys.dtype, dim, page_size):
         from slipstream.ops.paged_attention.triton import hopper_varlen
 
@@ -56,6 +57,7 @@ def attend_tiles(
         page_table,
         work.tiles,
         work.totals,
+        sinks,
         scale,
         soft_cap,
         *launch_strides(out, query, page_table),
@@ -106,6 +108,7 @@ def _tile_kernel(
     table,
     work,
     totals,
+    sinks,
     scale,
     soft_cap,
     table_stride,
@@ -155,6 +158,9 @@ def _tile_kernel(
             end = tl.minimum(length, before + (first + TILE - 1) // GROUP + 1)
             top = tl.full([TILE], float("-inf"), tl.float32)
             total = tl.zeros([TILE], tl.float32)
+            if sinks is not None:
+                top = tl.load(sinks + head).to(tl.float32) * LOG2E
+                total = total + 1.0
             acc = tl.zeros([TILE, BLOCK_D], tl.float32)
             sums = (acc, top, total)
             queries = (q, position, scale, soft_cap)

@@ -111,8 +111,8 @@ class PaddedAttention(SdpaAttention):
         )
         return super().plan(real)
 
-    def forward(self, query, key, value, layer, scale, context):
-        out = super().forward(query, key, value, layer, scale, context)
+    def forward(self, query, key, value, site, scale, context, sinks=None):
+        out = super().forward(query, key, value, site, scale, context, sinks)
         return torch.cat([out, out.new_zeros(len(query) - len(out), *out.shape[1:])])
 
 

@@ -2,7 +2,7 @@
 
 `BatchView` holds the inputs that `runner/batch/input_batch.py` gathered; `ForwardContext` adds the caches, the
 attention backend and its plan. If only the last hidden state of each row is read, most of the last layer runs for
-`LastTokens`.
+`LastTokens`, and so do all trailing layers that store nothing in the cache.
 """
 
 from __future__ import annotations
@@ -118,7 +118,8 @@ class ForwardContext:
         assert starts is not None, "with one token per row every token is the last"
         return starts[1:] - 1
 
-    def last_tokens(self) -> LastTokens:
+    def last_tokens(self, with_rotary: bool = False) -> LastTokens:
+        """`with_rotary`: whole layers run for the last tokens, so they need rows of the rope tables."""
         batch, places = self.batch, self.last_places()
         num_rows = len(batch.lengths)
         alone = BatchView(
@@ -132,7 +133,10 @@ class ForwardContext:
             num_single=num_rows,
         )
         plan = self.attention.plan(alone, after=self.plan)
-        return LastTokens(places, ForwardContext(alone, self.attention, plan, self.caches, self.group_of_site))
+        context = ForwardContext(alone, self.attention, plan, self.caches, self.group_of_site)
+        if with_rotary:
+            context = context.with_rotary(tuple(rows.index_select(0, places) for rows in self.rotary))
+        return LastTokens(places, context)
 
 
 @dataclass(frozen=True, slots=True)

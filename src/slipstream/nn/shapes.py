@@ -6,6 +6,7 @@ by itself. Shapes are frozen and comparable: two layers of equal shape launch th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -96,8 +97,21 @@ class LayerShape:
     norm_before: bool = True  # of the input of mixers and feed
     norm_after: bool = False  # of the output of mixers and feed
 
+    @property
+    def stores_nothing(self) -> bool:
+        """Whether no later step reads what this layer computes: its mixers only read cache sites of earlier layers."""
+        return all(isinstance(mixer, AttentionShape) and mixer.kv_source is not None for mixer in self.mixers)
+
     def __post_init__(self) -> None:
         assert self.mixers or self.feed is not None, "a layer has a mixer or a feed"
+
+
+def tail_of(layers: Sequence[LayerShape]) -> int:
+    """The first of the trailing layers that store nothing; `len(layers)` if the last one stores something."""
+    tail = len(layers)
+    while tail > 0 and layers[tail - 1].stores_nothing:
+        tail -= 1
+    return tail
 
 
 def sizes_of(layers: tuple[LayerShape, ...], hidden_size: int, on_cpu: bool) -> ModelSizes:

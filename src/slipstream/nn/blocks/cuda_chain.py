@@ -13,15 +13,18 @@ import torch
 from slipstream.nn.blocks.block import DecoderBlock, SublayerParts
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.norm import RMSNorm
+from slipstream.nn.shapes import tail_of
 from slipstream.ops.linear.unnormalized import Chain
 
 
 class CudaChain:
-    def __init__(self, parts: Sequence[Sequence[SublayerParts]], norm: RMSNorm) -> None:
-        """`parts`: of each block; `norm`: of the last hidden states."""
+    def __init__(self, parts: Sequence[Sequence[SublayerParts]], norm: RMSNorm, has_tail: bool) -> None:
+        """`parts`: of each block; `norm`: of the last hidden states; `has_tail`: trailing blocks store nothing, so the
+        reference runs them for last tokens only."""
         self.parts = [part for block in parts for part in block]
         self.last_block = len(self.parts) - len(parts[-1])  # its first sublayer
         self.norm = norm
+        self.has_tail = has_tail
         # products of one size are served alike, so one of each is asked
         linears = [linear for part in self.parts for linear in (part.products.first, part.products.last)]
         self.linears = list({(linear.num_outputs, linear.num_inputs): linear for linear in linears}.values())
@@ -31,12 +34,14 @@ class CudaChain:
         """None if a block has a part that chains do not run."""
         parts = [block.chain_parts() for block in blocks]
         found = [block for block in parts if block is not None and all(map(_is_plain, block))]
-        return cls(found, norm) if found and len(found) == len(parts) else None
+        if not found or len(found) != len(parts):
+            return None
+        return cls(found, norm, tail_of([block.shape for block in blocks]) < len(blocks))
 
     def run(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor | None:
         """x [T, hidden], which is overwritten, to the normed hidden states; None: the reference is faster."""
         chain = self.choose(x)
-        if not chain:
+        if not chain or (chain == "library" and context.only_last and self.has_tail):
             return None
         last = None
         part = self.parts[0]

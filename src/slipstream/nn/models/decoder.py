@@ -8,7 +8,7 @@ from torch import nn
 from slipstream.cache_spec import CacheSpec
 from slipstream.nn.blocks.block import DecoderBlock
 from slipstream.nn.blocks.choose import Implementation, choose_implementations
-from slipstream.nn.context import ForwardContext
+from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.linear import Linear
@@ -16,6 +16,7 @@ from slipstream.nn.layers.norm import RMSNorm
 from slipstream.nn.layers.rope import Rope
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.pooling_heads import Heads
+from slipstream.nn.shapes import tail_of
 from slipstream.nn.weight_format import FormatOf, UnquantizedWeight, take_memory
 from slipstream.ops.embedding_lookup import lookup_embedding_and_rope
 
@@ -45,6 +46,7 @@ class Decoder(nn.Module):
             self.head: Linear | None = None
             if not shape.tied and not shape.headless:
                 self.head = Linear(shape.hidden_size, {"": shape.vocab_size}, False, format_of("head"), dtype)
+        self.tail = tail_of(shape.layers)
         self.implementations: tuple[Implementation, ...] = ()
         self.eval()
 
@@ -60,6 +62,7 @@ class Decoder(nn.Module):
     def use_layers(self, layers: nn.ModuleList) -> None:
         """Run these layers from now on, by the implementations that can."""
         self.layers = layers
+        self.tail = tail_of([block.shape for block in layers])  # type: ignore[misc]
         self.implementations = choose_implementations(list(layers), self.norm)  # type: ignore[arg-type]
 
     def forward(self, context: ForwardContext) -> torch.Tensor:
@@ -79,8 +82,12 @@ class Decoder(nn.Module):
             if found is not None:
                 return found
         residual = last = None
-        for block in self.layers:
-            if context.only_last and block is self.layers[-1]:
+        for number, block in enumerate(self.layers):
+            if context.only_last and number == self.tail:
+                # from here on no layer stores keys or values of the other tokens
+                chosen = context.last_tokens(with_rotary=True)
+                x, residual, context = chosen.of(x), _of(chosen, residual), chosen.context
+            elif context.only_last and number == len(self.layers) - 1:
                 last = context.last_tokens()
             x, residual = block(x, residual, context, last)
         hidden: torch.Tensor = self.norm(x, residual)[0]
@@ -99,3 +106,7 @@ class Decoder(nn.Module):
 
     def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
         return self.shape.cache_specs(page_size, dtype)
+
+
+def _of(last: LastTokens, x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else last.of(x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,29 @@ _FAMILIES: dict[str, dict[str, Any]] = {
             "truncate": False, "original_max_position_embeddings": 128,
         },
     },
+    # two kinds of layers before and among those that share, windows of two pages, gates that are mostly cut
+    "gemma3n": {
+        "architectures": ["Gemma3nForCausalLM"], "head_dim": 16, "sliding_window": 8, "num_hidden_layers": 5,
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
+        "num_kv_shared_layers": 2, "intermediate_size": [96, 80, 96, 96, 64], "final_logit_softcapping": 5.0,
+        "activation_sparsity_pattern": [0.6, 0.0, 0.9, 0.0, 0.0], "altup_num_inputs": 3, "laurel_rank": 8,
+        "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 300, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 50_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "gemma4": {
+        "architectures": ["Gemma4ForCausalLM"], "head_dim": 16, "global_head_dim": 32, "sliding_window": 8,
+        "num_hidden_layers": 5, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 300,
+        "tie_word_embeddings": True, "use_double_wide_mlp": True, "final_logit_softcapping": 5.0,
+    },
 }  # fmt: skip
+_OF_TRANSFORMERS = ("gemma3n_text", "gemma4_text")
+"""Model types whose tensors are those of the library's own model."""
+_CONFIGS = {"gemma3": "Gemma3TextConfig", "gemma3n": "Gemma3nTextConfig", "gemma4": "Gemma4TextConfig"}
 
 
 def write_tiny(
@@ -129,6 +152,8 @@ def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0
     def random(*shape: int, spread: float = 0.15, middle: float = 0.0) -> torch.Tensor:
         return (torch.randn(shape, generator=generator, dtype=torch.float64) * spread + middle).to(dtype)
 
+    if config["model_type"] in _OF_TRANSFORMERS:
+        return _library_weights(folder, random)
     hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
@@ -184,6 +209,23 @@ def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0
     weights["model.norm.weight"] = random(hidden, middle=0.0 if gemma else 1.0)
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = random(vocab, hidden, spread=0.3)
+    return weights
+
+
+def _library_weights(folder: Path, random: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of the library's model, in its own order: norms and scales around 1, the rest around 0."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        is_factor = "norm" in name or name.endswith(("scale", "scalar"))
+        spread = 0.3 if "embed" in name or "lm_head" in name else 0.15
+        weights[name] = random(*tensor.shape, spread=spread, middle=1.0 if is_factor else 0.0)
     return weights
 
 
@@ -248,7 +290,7 @@ def _write_config(folder: Path, family: str, settings: dict[str, Any], dtype: to
     """Through the library's own classes, so that the file looks as real ones do."""
     import transformers
 
-    name = "Gemma3TextConfig" if family == "gemma3" else f"{family.title().replace('_', '')}Config"
+    name = _CONFIGS.get(family) or f"{family.title().replace('_', '')}Config"
     config = getattr(transformers, name)(**settings)
     config.dtype = str(dtype).removeprefix("torch.")
     config.save_pretrained(folder)

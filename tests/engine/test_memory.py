@@ -55,7 +55,8 @@ def check_buffers(llm, memory):
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "depth"), [("llama", "float32", 0), ("llama", "float64", 2), ("qwen3", "bfloat16", 1)]
+    ("family", "dtype", "depth"),
+    [("llama", "float32", 0), ("llama", "float64", 2), ("qwen3", "bfloat16", 1), ("gemma4", "bfloat16", 1)],
 )
 def test_weights_cache_and_rings_are_foretold_to_the_byte(tmp_path, family, dtype, depth):
     folder = write_tiny(tmp_path, family, tie_word_embeddings=depth == 0)
@@ -186,6 +187,17 @@ def test_the_body_stays_within_the_bound(tmp_path, shape, tokens, gathers, monke
     )
     assert peak <= memory.activations
     assert not gathers or peak > 0.2 * memory.activations, "the bound is far above what is used"
+
+
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4", "gpt_oss"])
+def test_bodies_of_other_kinds_stay_within_the_bound(tmp_path, family, monkeypatch):
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(native, "build_in_background", lambda: None)
+    peak, memory = peak_of_run(
+        str(write_tiny(tmp_path, family)), FEATURES["greedy"], max_model_len=256, max_num_seqs=4, num_pages=4 * 64,
+        max_num_batched_tokens=256,
+    )  # fmt: skip
+    assert 0.1 * memory.activations < peak <= memory.activations
 
 
 @pytest.mark.parametrize("page_size", [4, 16])

@@ -77,6 +77,23 @@ _GEMMA2 = {
     "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
     "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
 }  # fmt: skip
+_GEMMA3N = {
+    "vocab_size": 262_400, "hidden_size": 2048, "intermediate_size": 16_384, "num_hidden_layers": 35,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 32_768, "sliding_window": 512, "final_logit_softcapping": 30.0,
+    "vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256, "altup_num_inputs": 4,
+    "num_kv_shared_layers": 15, "laurel_rank": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+_GEMMA4 = {
+    "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072, "sliding_window": 512, "vocab_size_per_layer_input": 262_144,
+    "hidden_size_per_layer_input": 256, "tie_word_embeddings": True,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+}  # fmt: skip
 _DECODERS: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 4096},
     "Qwen2": {"sliding_window": 4096},
@@ -84,6 +101,10 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "Gemma2": _GEMMA2,
     "Gemma3": _GEMMA3,
     "Gemma3Text": _GEMMA3,
+    "Gemma3n": _GEMMA3N,
+    "Gemma3nText": _GEMMA3N,
+    "Gemma4": _GEMMA4,
+    "Gemma4Text": _GEMMA4,
     "Phi3": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "Olmo2": {"rms_norm_eps": 1e-5},
     "GptOss": {
@@ -171,7 +192,7 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
             num_heads=heads,
             num_kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
-            ffn_size=int(config["intermediate_size"]),
+            ffn_size=_ffn_size(config["intermediate_size"]),
             max_positions=int(config["max_position_embeddings"]) - offset,
             norm_eps=float(next((config[name] for name in _NORM_EPS if config.get(name) is not None), 1e-6)),
             activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
@@ -199,8 +220,14 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
 
 def _sees_both_ways(architecture: str, config: dict[str, Any]) -> bool:
     """Decoders that were trained further as embedders: their config or their name says so."""
-    both = config.get("is_causal") is False or bool(config.get("use_bidirectional_attention"))
+    # "vision": tokens of an image see each other, those of a text do not (Gemma 4)
+    both = config.get("is_causal") is False or config.get("use_bidirectional_attention") not in (None, False, "vision")
     return both or "Bidirectional" in architecture
+
+
+def _ffn_size(value: Any) -> int:
+    """Gemma 3n lists a size per layer; this is the largest."""
+    return max(map(int, value)) if isinstance(value, list) else int(value)
 
 
 def _rename(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """RopeInfo: rotary position embeddings as in config.json, by the rules of transformers 5.
 
 Older configs have `rope_theta` and `rope_scaling`, newer ones `rope_parameters` with both. If a file has both,
-`rope_scaling` is used. Gemma 3 and ModernBERT have an object per kind of layer, which `rope_scaling` changes.
+`rope_scaling` is used. Gemma 3, 3n and 4 and ModernBERT have an object per kind of layer, which `rope_scaling` changes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ _DEFAULT_THETA = 10_000.0
 _BY_LAYER = {
     "Gemma3": (("rope_theta", 1_000_000.0), ("rope_local_base_freq", 10_000.0)),
     "Gemma3Text": (("rope_theta", 1_000_000.0), ("rope_local_base_freq", 10_000.0)),
+    "Gemma3n": (("rope_theta", 1_000_000.0), ("rope_local_base_freq", 10_000.0)),
+    "Gemma3nText": (("rope_theta", 1_000_000.0), ("rope_local_base_freq", 10_000.0)),
+    "Gemma4": (("rope_theta", 1_000_000.0), ("rope_local_base_freq", 10_000.0)),
+    "Gemma4Text": (("rope_theta", 1_000_000.0), ("rope_local_base_freq", 10_000.0)),
     "ModernBert": (("global_rope_theta", 160_000.0), ("local_rope_theta", 10_000.0)),
 }
 _SCALED = ("llama3", "yarn", "longrope")  # kinds that depend on the original training length

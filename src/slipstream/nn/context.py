@@ -7,7 +7,7 @@ attention backend and its plan. If only the last hidden state of each row is rea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -106,6 +106,7 @@ class ForwardContext:
     group_of_site: tuple[int, ...]
     only_last: bool = False  # the model returns the hidden state of each row's last token, [B, hidden]
     rotary: tuple[torch.Tensor, ...] = ()  # per rope of the model: table rows of the step's tokens; set by the model
+    layer_inputs: torch.Tensor | None = None  # [T, layers, size], of models with per-layer inputs; set by the model
 
     def with_rotary(self, rotary: tuple[torch.Tensor, ...]) -> ForwardContext:
         return ForwardContext(
@@ -136,6 +137,8 @@ class ForwardContext:
         context = ForwardContext(alone, self.attention, plan, self.caches, self.group_of_site)
         if with_rotary:
             context = context.with_rotary(tuple(rows.index_select(0, places) for rows in self.rotary))
+        if self.layer_inputs is not None:
+            context = replace(context, layer_inputs=self.layer_inputs.index_select(0, places))
         return LastTokens(places, context)
 
 

@@ -38,6 +38,8 @@ class AttentionShape:
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they stay as they are
     sinks: bool = False  # each head has a learned score that takes part in the softmax, without a value (gpt-oss)
     rope: int = 0  # index into the model's ropes
+    value_norm: bool = False  # values are normed per head, without weights
+    key_is_value: bool = False  # the projection of keys, before their norm, gives the values too
     kv_source: int | None = None  # the layer whose keys and values are read, from its first mixer; None: its own
 
     @property
@@ -56,6 +58,7 @@ class MlpShape:
     gated: bool = True
     bias: bool = False
     down_bias: bool = False
+    sparsity: float = 0.0  # the share of gates that become 0, as if they were spread normally (Gemma 3n); 0: none
     fused: bool = False  # the checkpoint stores gate and up as one tensor
     up_first: bool = False  # with up in its first half
 
@@ -80,8 +83,47 @@ class ExpertShape:
     shared_gate: bool = False  # a sigmoid gate scales its output
 
 
-FeedShape = MlpShape | ExpertShape
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DenseAndExpertsShape:
+    """A feed of an MLP beside experts (Gemma 4)."""
+
+    mlp: MlpShape
+    experts: ExpertShape
+    norm: NormShape  # before and after the experts, and after the MLP
+    name: str = "mlp"
+
+
+FeedShape = MlpShape | ExpertShape | DenseAndExpertsShape
 """Any feed. A new kind joins this union and `new_feed` of `nn/blocks/block.py`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputsShape:
+    """Vectors per token and layer, beside the hidden states (Gemma 3n, Gemma 4)."""
+
+    vocab_size: int
+    num_layers: int
+    size: int
+    rounded: bool = False  # the factor 1 / sqrt(2) is rounded to the weights' dtype, as in training
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputShape:
+    """A sublayer that adds the layer's own input to the hidden state."""
+
+    size: int
+    activation: str
+    name: str = "layer_input"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AltUpShape:
+    """Several hidden states per token, of which a layer computes one (Gemma 3n)."""
+
+    num_streams: int
+    active: int  # the one that is computed
+    scaled: bool  # a learned scale before the layer's own input is added
+    laurel_rank: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +138,9 @@ class LayerShape:
     norm: NormShape
     norm_before: bool = True  # of the input of mixers and feed
     norm_after: bool = False  # of the output of mixers and feed
+    layer_input: LayerInputShape | None = None
+    altup: AltUpShape | None = None
+    output_scale: bool = False  # a learned number multiplies the layer's output
 
     @property
     def stores_nothing(self) -> bool:
@@ -117,10 +162,11 @@ def tail_of(layers: Sequence[LayerShape]) -> int:
 def sizes_of(layers: tuple[LayerShape, ...], hidden_size: int, on_cpu: bool) -> ModelSizes:
     """An upper bound of what these layers take beside the hidden states."""
     mixers = [mixer for layer in layers for mixer in layer.mixers]
-    feeds = [layer.feed for layer in layers if layer.feed is not None]
+    feeds = [feed for layer in layers for feed in _feeds(layer.feed)]
     # mixers side by side hold their projections at once
     widths = [sum(map(_attention_numbers, layer.mixers)) for layer in layers]
-    widths += [3 * feed.size for feed in feeds if isinstance(feed, MlpShape)]  # gate and up, and their product
+    # gate and up, and their product; a sparse gate has copies of its own
+    widths += [(7 if feed.sparsity else 3) * feed.size for feed in feeds if isinstance(feed, MlpShape)]
     experts = [_expert_numbers(feed, hidden_size, on_cpu) for feed in feeds if isinstance(feed, ExpertShape)]
     groups = {
         (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mixer.window, mixer.soft_cap, mixer.sinks)
@@ -128,12 +174,26 @@ def sizes_of(layers: tuple[LayerShape, ...], hidden_size: int, on_cpu: bool) -> 
         if mixer.has_own_site
     }
     return ModelSizes(
-        widest=max(widths, default=0) + max(experts, default=0),
+        widest=max(widths, default=0) + max(experts, default=0) + _beside(layers, hidden_size),
         rotary=3 * sum({mixer.rope: mixer.head_dim for mixer in mixers}.values()),
         split_sums=sum(num_heads * head_dim + 2 * num_heads for num_heads, _, head_dim, *_ in groups),
         keys=max((mixer.num_kv_heads * mixer.head_dim for mixer in mixers), default=0),
         scored_heads=max((mixer.num_heads for mixer in mixers if mixer.soft_cap or mixer.sinks), default=0),
     )
+
+
+def _feeds(feed: FeedShape | None) -> tuple[MlpShape | ExpertShape, ...]:
+    if isinstance(feed, DenseAndExpertsShape):
+        return (feed.mlp, feed.experts)
+    return () if feed is None else (feed,)
+
+
+def _beside(layers: tuple[LayerShape, ...], hidden_size: int) -> int:
+    """Numbers of a token that stay while all layers run: its inputs of each layer, and its other streams."""
+    inputs = sum(layer.layer_input.size for layer in layers if layer.layer_input is not None)
+    streams = max((layer.altup.num_streams for layer in layers if layer.altup is not None), default=0)
+    # inputs are a sum of two, of which each has a copy; streams are predicted, corrected and held
+    return 4 * inputs + 5 * streams * hidden_size
 
 
 def _attention_numbers(mixer: MixerShape) -> int:

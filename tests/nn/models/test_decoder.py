@@ -18,6 +18,7 @@ from slipstream.nn.layers.linear import Linear
 from tiny import LLAMA3_ROPE, LONG_ROPE, write_tiny
 
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 40}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mha": ("llama", {"num_key_value_heads": 4}),
     "gqa": ("llama", {}),
@@ -60,6 +61,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4 moe groups": ("glm4_moe", {"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "use_qk_norm": False}),
     "gpt oss": ("gpt_oss", {}),
     "gpt oss other layers": ("gpt_oss", {"layer_types": ["full_attention"] * 2, "num_experts_per_tok": 1}),
+    "gemma3n": ("gemma3n", {}),
+    "gemma3n unshared": ("gemma3n", {"num_kv_shared_layers": 0, "altup_active_idx": 1, "altup_correct_scale": False}),
+    "gemma3n dense": ("gemma3n", {"activation_sparsity_pattern": [0.0] * 5, "num_kv_shared_layers": 3}),
+    "gemma4": ("gemma4", {}),
+    "gemma4 unshared": ("gemma4", {"num_kv_shared_layers": 0, "attention_k_eq_v": False}),
+    "gemma4 plain": ("gemma4", {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
+    "gemma4 experts": ("gemma4", EXPERTS),
     "relu": ("llama", {"hidden_act": "relu"}),
     "gelu_fast": ("llama", {"hidden_act": "gelu_fast"}),
     "quick_gelu": ("olmo2", {"hidden_act": "quick_gelu"}),

@@ -138,16 +138,34 @@ def test_what_we_do_not_run_is_named() -> None:
         model_info_from_config({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}})
 
 
-@pytest.mark.parametrize("root", ["language_model.model", "model.language_model"])
-def test_the_text_of_a_gemma_3_that_sees_pictures(root: str, tmp_path: Path) -> None:
-    folder = write_tiny(tmp_path, "gemma3")
+@pytest.mark.parametrize(
+    ("family", "root"),
+    [
+        ("gemma3", "language_model.model"),
+        ("gemma3", "model.language_model"),
+        ("gemma3n", "model.language_model"),
+        ("gemma4", "model.language_model"),
+    ],
+)
+def test_the_text_of_a_gemma_that_sees_pictures(family: str, root: str, tmp_path: Path) -> None:
+    folder = write_tiny(tmp_path, family)
     text = {"a": list(range(3, 40))}
     expected = HandRunner(load(folder)).run(text)["a"]
     config = json.loads((folder / "config.json").read_text())
-    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": config, "vision_config": {}}
+    name = f"{family.title().replace('N', 'n')}ForConditionalGeneration"
+    whole = {"architectures": [name], "text_config": config, "vision_config": {}, "audio_config": {}}
     (folder / "config.json").write_text(json.dumps(whole))
     weights = {name.replace("model", root, 1): x for name, x in load_file(folder / "model.safetensors").items()}
     prefix = "" if root.startswith("language") else "model."
-    pictures = ("vision_tower.vision_model.embeddings.patch_embedding.weight", "multi_modal_projector.mm_soft_emb_norm")
+    pictures = ["vision_tower.vision_model.embeddings.patch_embedding.weight", "multi_modal_projector.mm_soft_emb_norm"]
+    if family != "gemma3":
+        pictures += [
+            "audio_tower.layers.0.norm.weight",
+            "embed_vision.embedding.weight",
+            "embed_audio.embedding.weight",
+        ]
+        # as published: keys and values also in layers that share those of others
+        for part in ("k_proj", "v_proj", "k_norm"):
+            weights[f"{root}.layers.4.self_attn.{part}.weight"] = torch.zeros(3)
     write_weights(folder, weights | {prefix + name: torch.zeros(3) for name in pictures})
     assert HandRunner(load(folder)).run(text)["a"].equal(expected)

@@ -6,7 +6,7 @@ and added inside the norm of the next sublayer.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,12 +14,15 @@ import torch
 
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.attention import Attention
+from slipstream.nn.layers.dense_and_experts import DenseAndExperts
 from slipstream.nn.layers.experts import Experts
 from slipstream.nn.layers.layer import Layer, Layout
+from slipstream.nn.layers.layer_inputs import LayerInput
 from slipstream.nn.layers.mlp import Mlp, PlainMlp
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.layers.products import Products
-from slipstream.nn.shapes import ExpertShape, FeedShape, LayerShape, MixerShape
+from slipstream.nn.shapes import DenseAndExpertsShape, ExpertShape, FeedShape, LayerShape, MixerShape
+from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
 
 
 class Body(Protocol):
@@ -78,10 +81,11 @@ class SublayerParts:
 class DecoderBlock(Layer):
     """Modules are registered under the names of their shapes: `attention`, `attention_norm`, `mlp`, `mlp_out_norm`."""
 
-    def __init__(self, name: str, shape: LayerShape, sites: Sequence[int | None], layout: Layout) -> None:
-        """`sites`: the cache site of each mixer; None: it has no cache."""
+    def __init__(self, number: int, shape: LayerShape, sites: Sequence[int | None], layout: Layout) -> None:
+        """`number` of the layer; `sites`: the cache site of each mixer; None: it has no cache."""
         super().__init__()
         self.shape = shape
+        name = f"layers.{number}"
         sublayers = []
         if shape.mixers:
             mixers = [
@@ -96,15 +100,20 @@ class DecoderBlock(Layer):
             feed = new_feed(name, shape.feed, layout)
             self.add_module(shape.feed.name, feed)
             sublayers.append(self._sublayer(shape.feed.name, feed, layout))
+        if shape.layer_input is not None:
+            own = LayerInput(f"{name}.{shape.layer_input.name}", shape.layer_input, number, layout)
+            self.add_module(shape.layer_input.name, own)
+            sublayers.append(self._sublayer(shape.layer_input.name, own, layout, norm_before=False))
         self.sublayers = tuple(sublayers)
+        self.output_scale = new_parameter(1, dtype=layout.dtype) if shape.output_scale else None
 
-    def _sublayer(self, name: str, body: Body, layout: Layout) -> Sublayer:
+    def _sublayer(self, name: str, body: Body, layout: Layout, norm_before: bool = True) -> Sublayer:
         shape = self.shape
 
         def new_norm() -> RMSNorm:
             return RMSNorm(layout.hidden_size, shape.norm.eps, layout.dtype, shape.norm.offset)
 
-        before = new_norm() if shape.norm_before else NoNorm()
+        before = new_norm() if shape.norm_before and norm_before else NoNorm()
         after = new_norm() if shape.norm_after else None
         self.add_module(f"{name}_norm", before)
         if after is not None:
@@ -121,14 +130,28 @@ class DecoderBlock(Layer):
         """x and residual [T, hidden]; with `last` the results are those of the last tokens, [B, hidden]."""
         for sublayer in self.sublayers:
             x, residual = sublayer.run(x, residual, context, last)
-            last = None  # the first sublayer has selected them
+            if last is not None:  # the first sublayer has selected them
+                context, last = last.context, None
+        if self.output_scale is not None:
+            x, residual = x * self.output_scale, None if residual is None else residual * self.output_scale
         return x, residual
 
     def chain_parts(self) -> tuple[SublayerParts, ...] | None:
         """The parts of all sublayers, for implementations other than this reference; None: there is no other."""
+        if self.output_scale is not None:
+            return None
         parts = [sublayer.parts() for sublayer in self.sublayers]
         found = tuple(part for part in parts if part is not None)
         return found if len(found) == len(parts) else None
+
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+        """The block's own parameter; its modules name theirs."""
+        if self.output_scale is not None:
+            yield "output_scale", WeightSlot((1,), self._fill_scale)
+
+    def _fill_scale(self, piece: CheckpointTensor) -> None:
+        assert self.output_scale is not None
+        piece.write_to(self.output_scale)
 
 
 class Parallel:
@@ -159,7 +182,9 @@ def new_mixer(name: str, mixer: MixerShape, layer: LayerShape, site: int | None,
     return Attention(f"{name}.{mixer.name}", mixer, layer.norm, site, layout)
 
 
-def new_feed(name: str, feed: FeedShape, layout: Layout) -> Mlp | PlainMlp | Experts:
+def new_feed(name: str, feed: FeedShape, layout: Layout) -> Mlp | PlainMlp | Experts | DenseAndExperts:
+    if isinstance(feed, DenseAndExpertsShape):
+        return DenseAndExperts(f"{name}.{feed.name}", feed, layout)
     if isinstance(feed, ExpertShape):
         return Experts(f"{name}.{feed.name}", feed, layout)
     kind = Mlp if feed.gated else PlainMlp

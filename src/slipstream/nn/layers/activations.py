@@ -6,6 +6,7 @@ Those of single numbers are torch's functions, which run on every device. Gates 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -96,6 +97,21 @@ def find_gated(name: str) -> Activation:
 def _gate_by(activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
     return activation(gate) * up
+
+
+def sparse_gated(name: str, sparsity: float, dtype: torch.dtype) -> Activation:
+    """As `find_gated`, of gates from which a cutoff was subtracted and negative ones removed. If a token's gates were
+    spread normally, a share `sparsity` of them would be removed."""
+    with torch.device("cpu"):  # models are laid out on the meta device
+        quantile = torch.erfinv(2 * torch.tensor(sparsity) - 1) * math.sqrt(2)
+        deviations = float(quantile.to(dtype))
+    return partial(_gate_sparsely, find_activation(name), deviations)
+
+
+def _gate_sparsely(activation: Activation, deviations: float, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    cutoff = gate.mean(-1, keepdim=True) + gate.std(-1, keepdim=True, unbiased=False) * deviations
+    return activation(F.relu(gate - cutoff)) * up
 
 
 def torch_activation(name: str) -> Activation:

@@ -9,7 +9,7 @@ import torch
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import AllHeadsNorm, NoNorm, PerHeadNorm, RMSNorm
+from slipstream.nn.layers.norm import AllHeadsNorm, NoNorm, PerHeadNorm, RMSNorm, UnweightedNorm
 from slipstream.nn.layers.position_embedding import RelativeKeys
 from slipstream.nn.layers.products import Products
 from slipstream.nn.shapes import AttentionShape, NormShape
@@ -37,13 +37,17 @@ class Attention(Layer):
         self.shape = shape
         self.site = site  # of the cache; None: bidirectional
         queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        parts = {"q": queries} if shape.kv_source is not None else {"q": queries, "k": keys, "v": keys}
+        parts = {"q": queries}
+        if shape.kv_source is None:
+            parts |= {"k": keys} if shape.key_is_value else {"k": keys, "v": keys}
         if shape.fused:
             parts = {"": sum(parts.values())}
         format_of, dtype, hidden_size = layout.format_of, layout.dtype, layout.hidden_size
         self.qkv = Linear(hidden_size, parts, shape.qkv_bias, format_of(f"{name}.qkv"), dtype)
         self.output = Linear(queries, {"": hidden_size}, shape.output_bias, format_of(f"{name}.output"), dtype)
         self.norm = _qk_norm(shape, norm, dtype)
+        has_value_norm = shape.value_norm and shape.kv_source is None
+        self.value_norm = UnweightedNorm(shape.head_dim, norm.eps, dtype) if has_value_norm else None
         self.relative = relative
         self.sinks = new_parameter(shape.num_heads, dtype=dtype) if shape.sinks else None
 
@@ -89,10 +93,12 @@ class Attention(Layer):
         if shape.kv_source is not None:
             return self._mix_shared(qkv, context, last)
         num_heads, num_kv_heads = shape.num_heads, shape.num_kv_heads
-        heads = qkv.view(-1, num_heads + 2 * num_kv_heads, shape.head_dim)
+        heads = qkv.view(len(qkv), -1, shape.head_dim)
         # norm and rope treat queries and keys alike, so one call takes both
         query_key = heads.narrow(1, 0, num_heads + num_kv_heads)
-        value = heads.narrow(1, num_heads + num_kv_heads, num_kv_heads)
+        value = heads.narrow(1, heads.shape[1] - num_kv_heads, num_kv_heads)
+        if self.value_norm is not None:
+            value = self.value_norm(value)
         query_key, weight, eps = self._head_norm(query_key)
         if self.site is not None:
             keys, values = context.caches[self.site]

@@ -14,7 +14,7 @@ from slipstream.nn.layers.mlp import Mlp, of_last
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.shapes import ExpertShape
 from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightSlot, new_parameter
-from slipstream.ops.moe import ExpertBiases, expert_mlp, route
+from slipstream.ops.moe import ExpertBiases, Routing, expert_mlp, route
 
 
 class Experts(Layer):
@@ -40,17 +40,24 @@ class Experts(Layer):
         self.shared_gate = Linear(hidden, {"": 1}, False, plain, dtype) if shape.shared_gate else None
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        routing = route(self.router(x, context), self.shape.router, self.correction_bias)
-        biases = None
-        if self.gate_up_bias is not None and self.down_bias is not None:
-            biases = ExpertBiases(self.gate_up_bias, self.down_bias)
-        out = expert_mlp(x, routing, self.gate_up, self.down, self.batch_invariant, biases, self.shape.gate)
+        out = self.run(x, self.choose(self.router(x, context)))
         if self.shared is None:
             return out
         shared = self.shared(x, context)
         if self.shared_gate is not None:
             shared = torch.sigmoid(self.shared_gate(x, context)) * shared
         return out + shared
+
+    def choose(self, logits: torch.Tensor) -> Routing:
+        """Experts of each token from router logits [T, experts]."""
+        return route(logits, self.shape.router, self.correction_bias)
+
+    def run(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """The routed experts alone."""
+        biases = None
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            biases = ExpertBiases(self.gate_up_bias, self.down_bias)
+        return expert_mlp(x, routing, self.gate_up, self.down, self.batch_invariant, biases, self.shape.gate)
 
     def after_norm(
         self,

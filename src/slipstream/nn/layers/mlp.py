@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from slipstream.nn.context import ForwardContext, LastTokens
-from slipstream.nn.layers.activations import find_activation, find_gated
+from slipstream.nn.layers.activations import find_activation, find_gated, sparse_gated
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
@@ -24,6 +24,8 @@ class Mlp(Layer):
         super().__init__()
         self.shape = shape
         self.activation = find_gated(shape.activation)
+        if shape.sparsity:
+            self.activation = sparse_gated(shape.activation, shape.sparsity, layout.dtype)
         hidden_size, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
         gate_up = {"": 2 * shape.size} if shape.fused else {"gate": shape.size, "up": shape.size}
         kind = _UpGate if shape.up_first else Linear

@@ -34,6 +34,24 @@ class RMSNorm(Layer):
         self.weight.copy_(_shifted(piece, self.offset))
 
 
+class UnweightedNorm(Layer):
+    """x over its root mean square, without weights. Kernels have weights, so these are ones."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("ones", torch.empty(size, dtype=dtype))
+
+    ones: torch.Tensor
+
+    def fill_buffers(self) -> None:
+        """To be called once the module has memory."""
+        self.ones.fill_(1.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, self.ones, self.eps)
+
+
 class NoNorm(Layer):
     """In place of a norm in families without one: returns the sum twice."""
 

@@ -65,7 +65,8 @@ def rope_frequencies(info: RopeInfo, head_dim: int, max_positions: int, num_posi
     if info.kind not in KINDS:
         raise UnsupportedModel(f"rope scaling of kind {info.kind} is not one we have: {', '.join(KINDS)}")
     try:
-        rotary_dim = int(head_dim * float(info.factors.get("partial_rotary_factor", 1.0)))
+        share = float(info.factors.get("partial_rotary_factor", 1.0))
+        rotary_dim = head_dim if info.kind == "proportional" else int(head_dim * share)
         if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
             raise BadCheckpoint(f"rope rotates {rotary_dim} of {head_dim} values of a head; it must be an even number")
         # on the host even while a model is being laid out on the meta device: a few numbers, needed at once
@@ -96,6 +97,13 @@ def _dynamic(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positi
 def _linear(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
     """Positions squeezed together by one factor."""
     return plain / info.factors["factor"], 1.0
+
+
+def _proportional(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
+    """A share of the frequencies of the whole head; dimensions beyond it do not turn."""
+    turning = int(float(info.factors.get("partial_rotary_factor", 1.0)) * len(plain))
+    kept = torch.where(torch.arange(len(plain)) < turning, plain, 0.0)
+    return kept / float(info.factors.get("factor", 1.0)), 1.0
 
 
 def _ntk(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
@@ -175,6 +183,7 @@ KINDS: dict[str, Callable[[torch.Tensor, RopeInfo, int, int], Frequencies]] = {
     "default": _default,
     "dynamic": _dynamic,
     "linear": _linear,
+    "proportional": _proportional,
     "ntk": _ntk,
     "llama3": _llama3,
     "yarn": _yarn,

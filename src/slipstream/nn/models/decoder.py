@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
 from slipstream.cache_spec import CacheSpec
+from slipstream.nn.blocks.altup_block import AltUpBlock
 from slipstream.nn.blocks.block import DecoderBlock
 from slipstream.nn.blocks.choose import Implementation, choose_implementations
 from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.layers.altup import Streams
 from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.layer import Layout
+from slipstream.nn.layers.layer_inputs import LayerInputs
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import RMSNorm
+from slipstream.nn.layers.norm import RMSNorm, UnweightedNorm
 from slipstream.nn.layers.rope import Rope
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.pooling_heads import Heads
@@ -30,7 +35,7 @@ class Decoder(nn.Module):
         self.shape = shape
         self.heads: Heads | None = None  # pooling heads of the checkpoint; set by `load.py`
         # rounded to the weights' dtype, as in training
-        self.embedding_scale = float(torch.tensor(shape.embedding_scale).to(dtype))
+        self.embedding_scale = float(torch.tensor(shape.embedding_scale, dtype=dtype))
         layout = Layout(shape.hidden_size, dtype, format_of)
         with torch.device("meta"):
             self.embedding = Embedding(shape.vocab_size, shape.hidden_size, format_of("embedding"))
@@ -39,9 +44,13 @@ class Decoder(nn.Module):
                 for rope in shape.ropes
             )
             self.layers = nn.ModuleList(
-                DecoderBlock(f"layers.{number}", layer, sites, layout)
+                (DecoderBlock if layer.altup is None else AltUpBlock)(number, layer, sites, layout)
                 for number, (layer, sites) in enumerate(zip(shape.layers, shape.sites, strict=True))
             )
+            self.layer_inputs: LayerInputs | None = None
+            if shape.layer_inputs is not None:
+                self.layer_inputs = LayerInputs("layer_inputs", shape.layer_inputs, shape.norm, layout)
+            self.streams = Streams("streams", shape.num_streams, layout) if shape.num_streams > 1 else None
             self.norm = RMSNorm(shape.hidden_size, shape.norm.eps, dtype, shape.norm.offset)
             self.head: Linear | None = None
             if not shape.tied and not shape.headless:
@@ -55,6 +64,9 @@ class Decoder(nn.Module):
         take_memory(self, device)
         for rope in self.ropes:
             rope.fill()
+        for module in self.modules():
+            if isinstance(module, UnweightedNorm):
+                module.fill_buffers()
         if self.heads is not None:
             self.heads.fill_buffers()
         self.use_layers(self.layers)
@@ -77,6 +89,10 @@ class Decoder(nn.Module):
             x = x if scale == 1.0 else x * scale
         rows = (rope_rows if rope.switches else batch.positions for rope in others)
         context = context.with_rotary((rotary, *(rope(row) for rope, row in zip(others, rows, strict=True))))
+        if self.layer_inputs is not None:
+            context = replace(context, layer_inputs=self.layer_inputs(batch.ids, x, context))
+        if self.streams is not None:
+            x = self.streams.split(x, context)
         for implementation in self.implementations:
             found = implementation.run(x, context)
             if found is not None:
@@ -90,6 +106,8 @@ class Decoder(nn.Module):
             elif context.only_last and number == len(self.layers) - 1:
                 last = context.last_tokens()
             x, residual = block(x, residual, context, last)
+        if self.streams is not None:
+            x = self.streams.join(x, context)
         hidden: torch.Tensor = self.norm(x, residual)[0]
         return hidden
 

@@ -12,7 +12,7 @@ from slipstream.cache_spec import CacheSpec, PagedSpec, WindowSpec
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.rope_info import RopeInfo
 from slipstream.errors import UnsupportedModel
-from slipstream.nn.shapes import LayerShape, MixerShape, NormShape, sizes_of
+from slipstream.nn.shapes import LayerInputsShape, LayerShape, MixerShape, NormShape, sizes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ class DecoderShape:
     norm: NormShape  # of the last hidden states
     max_positions: int  # that the model was trained for
     tied: bool  # the embedding is also the projection to tokens
+    layer_inputs: LayerInputsShape | None = None
     logit_cap: float = 0.0  # logits become logit_cap * tanh(logit / logit_cap); 0: they stay as they are
     embedding_scale: float = 1.0
     transposed_experts: bool = False  # stacked experts of the checkpoint are [experts, inputs, outputs]
@@ -40,6 +41,11 @@ class DecoderShape:
     def mixers(self) -> tuple[MixerShape, ...]:
         """The mixers of all layers, in order."""
         return tuple(mixer for layer in self.layers for mixer in layer.mixers)
+
+    @property
+    def num_streams(self) -> int:
+        """Hidden states of a token between layers."""
+        return max((layer.altup.num_streams for layer in self.layers if layer.altup is not None), default=1)
 
     @property
     def causal(self) -> bool:

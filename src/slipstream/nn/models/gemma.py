@@ -52,7 +52,7 @@ def _gemma_shape(
     )
 
 
-_NORMS: dict[str, str | None] = {
+GEMMA_NORMS: dict[str, str | None] = {
     "model.layers.{n}.post_attention_layernorm.weight": "layers.{n}.attention_out_norm.weight",
     "model.layers.{n}.pre_feedforward_layernorm.weight": "layers.{n}.mlp_norm.weight",
     "model.layers.{n}.post_feedforward_layernorm.weight": "layers.{n}.mlp_out_norm.weight",
@@ -60,13 +60,13 @@ _NORMS: dict[str, str | None] = {
 
 
 def gemma_rules(shape: DecoderShape) -> Rules:
-    return llama_rules(shape, _NORMS)
+    return llama_rules(shape, GEMMA_NORMS)
 
 
 def gemma_text_rules(shape: DecoderShape) -> Rules:
     """For a checkpoint with an image encoder: the text part, as older and newer releases name it."""
     parts = ("vision_tower", "multi_modal_projector")
     pictures = {f"{root}{part}.*": None for root in ("", "model.") for part in parts}
-    text = llama_rules(shape, _NORMS, roots=("language_model.model", "model.language_model"))
+    text = llama_rules(shape, GEMMA_NORMS, roots=("language_model.model", "model.language_model"))
     head = {"language_model.lm_head.weight": None if shape.tied else "head.weight"}
     return Rules(pictures | head) | text

@@ -19,6 +19,8 @@ from slipstream.nn.models.bert import (
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.gemma import gemma2_shape, gemma3_shape, gemma_rules, gemma_text_rules
+from slipstream.nn.models.gemma3n import gemma3n_rules, gemma3n_shape, gemma3n_text_rules
+from slipstream.nn.models.gemma4 import gemma4_rules, gemma4_shape, gemma4_text_rules
 from slipstream.nn.models.gpt_oss import gpt_oss_rules, gpt_oss_shape
 from slipstream.nn.models.llama import llama_rules, llama_shape, mistral_shape
 from slipstream.nn.models.modernbert import modernbert_heads, modernbert_rules, modernbert_shape
@@ -63,6 +65,10 @@ DECODERS = {
     "Gemma2": Family(gemma2_shape, gemma_rules),
     "Gemma3": Family(gemma3_shape, gemma_rules),
     "Gemma3Text": Family(gemma3_shape, gemma_rules),
+    "Gemma3n": Family(gemma3n_shape, gemma3n_rules),
+    "Gemma3nText": Family(gemma3n_shape, gemma3n_rules),
+    "Gemma4": Family(gemma4_shape, gemma4_rules),
+    "Gemma4Text": Family(gemma4_shape, gemma4_rules),
     "Phi3": Family(phi3_shape, phi3_rules),
     "Olmo2": Family(olmo2_shape, olmo2_rules),
     "LlamaBidirectional": Family(llama_shape, llama_rules),
@@ -78,7 +84,11 @@ DECODER_ENDINGS = (
     "ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification", "ForRewardModel",
     "ForProcessRewardModel",
 )  # fmt: skip
-PICTURES = {"Gemma3ForConditionalGeneration": Family(gemma3_shape, gemma_text_rules)}
+PICTURES = {
+    "Gemma3ForConditionalGeneration": Family(gemma3_shape, gemma_text_rules),
+    "Gemma3nForConditionalGeneration": Family(gemma3n_shape, gemma3n_text_rules),
+    "Gemma4ForConditionalGeneration": Family(gemma4_shape, gemma4_text_rules),
+}
 """Of which we run the text."""
 
 ENCODER_FAMILIES = {
@@ -138,6 +148,10 @@ def _check_bidirectional(info: ModelInfo, shape: DecoderShape) -> None:
     if any(mixer.sinks for mixer in shape.mixers):
         raise UnsupportedModel(
             f"{info.architecture} attends in both directions; sinks are built for causal attention only"
+        )
+    if any(mixer.kv_source is not None for mixer in shape.mixers):
+        raise UnsupportedModel(
+            f"{info.architecture} attends in both directions; shared KV caches are built for causal attention only"
         )
 
 

@@ -1,0 +1,104 @@
+"""AltUp of Gemma 3n: a token has several hidden states ("streams"), of which a layer computes one.
+
+Before a layer runs, all streams are predicted from each other; afterwards the difference between the computed stream
+and its prediction corrects all of them. Streams lie token by token: [T, streams, hidden].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from slipstream.nn.context import ForwardContext
+from slipstream.nn.layers.layer import Layer, Layout
+from slipstream.nn.layers.linear import Linear
+from slipstream.nn.layers.norm import RMSNorm
+from slipstream.nn.shapes import AltUpShape, NormShape
+from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
+
+
+class AltUp(Layer):
+    """The predictions and corrections around one layer."""
+
+    def __init__(self, name: str, shape: AltUpShape, norm: NormShape, layout: Layout) -> None:
+        super().__init__()
+        self.shape = shape
+        num, hidden, dtype, format_of = shape.num_streams, layout.hidden_size, layout.dtype, layout.format_of
+        self.router = Linear(hidden, {"": num}, False, format_of(f"{name}.router"), dtype)
+        self.norm = RMSNorm(hidden, norm.eps, dtype, norm.offset)
+        self.prediction = Linear(num, {"": num * num}, False, format_of(f"{name}.prediction"), dtype)
+        self.correction = Linear(num, {"": num}, False, format_of(f"{name}.correction"), dtype)
+        self.output_scale = new_parameter(hidden, dtype=dtype)
+        self.router_scale = 1.0 / hidden
+
+    def predict(self, streams: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        num = self.shape.num_streams
+        weights = self.prediction(self._route(streams[:, self.shape.active].contiguous(), context), context)
+        return torch.baddbmm(streams, weights.view(-1, num, num), streams)
+
+    def correct(self, predicted: torch.Tensor, made: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """`made` [T, hidden] is what the layer computed."""
+        weights = self.correction(self._route(made, context), context) + 1.0
+        error = made - predicted[:, self.shape.active]
+        return predicted + error.unsqueeze(1) * weights.unsqueeze(2)
+
+    def scaled(self, corrected: torch.Tensor) -> torch.Tensor:
+        """The active stream, [T, hidden], as per-layer inputs see it."""
+        active = corrected[:, self.shape.active]
+        return active * self.output_scale if self.shape.scaled else active.contiguous()
+
+    def _route(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[T, streams] between -1 and 1."""
+        routed = self.router(self.norm(x)[0] * self.router_scale, context)
+        return torch.tanh(routed.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+        yield "output_scale", WeightSlot(tuple(self.output_scale.shape), self._fill)
+
+    def _fill(self, piece: CheckpointTensor) -> None:
+        piece.write_to(self.output_scale)
+
+
+class Laurel(Layer):
+    """A low-rank addition to the residual: norm(right(left(x)))."""
+
+    def __init__(self, name: str, rank: int, norm: NormShape, layout: Layout) -> None:
+        super().__init__()
+        hidden, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
+        self.left = Linear(hidden, {"": rank}, False, format_of(f"{name}.left"), dtype)
+        self.right = Linear(rank, {"": hidden}, False, format_of(f"{name}.right"), dtype)
+        self.norm = RMSNorm(hidden, norm.eps, dtype, norm.offset)
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        normed: torch.Tensor = self.norm(self.right(self.left(x, context), context))[0]
+        return normed
+
+
+class Streams(Layer):
+    """Embeddings to streams, and streams to one hidden state. Projected streams get the length of the first."""
+
+    def __init__(self, name: str, num: int, layout: Layout) -> None:
+        super().__init__()
+        hidden, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
+        others = [str(number) for number in range(num - 1)]
+        self.into = Linear(hidden, dict.fromkeys(others, hidden), False, format_of(f"{name}.into"), dtype)
+        self.out_of = torch.nn.ModuleList(
+            Linear(hidden, {"": hidden}, False, format_of(f"{name}.out_of.{number}"), dtype) for number in others
+        )
+
+    def split(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """x [T, hidden] to [T, streams, hidden]."""
+        others = self.into(x, context).unflatten(1, (-1, x.shape[1]))
+        return torch.cat([x.unsqueeze(1), _of_length(others, x.unsqueeze(1))], 1)
+
+    def join(self, streams: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """[T, streams, hidden] to their mean, [T, hidden]."""
+        first = streams[:, :1]
+        others = [product(streams[:, 1 + n].contiguous(), context) for n, product in enumerate(self.out_of)]
+        return torch.cat([first, _of_length(torch.stack(others, 1), first)], 1).mean(1)
+
+
+def _of_length(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    wanted, found = like.square().mean(-1, keepdim=True).sqrt(), x.square().mean(-1, keepdim=True)
+    return x * wanted / found.clamp(min=1e-5).sqrt()

@@ -1,0 +1,81 @@
+"""Per-layer inputs of Gemma 3n and Gemma 4: a small vector per token and layer, which each layer adds to its output.
+
+`LayerInputs` makes them once per step from the token ids and their embeddings; `LayerInput` is the sublayer that uses
+those of its layer, which it finds in the context.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.layers.activations import find_activation
+from slipstream.nn.layers.embedding import Embedding
+from slipstream.nn.layers.layer import Layer, Layout
+from slipstream.nn.layers.linear import Linear
+from slipstream.nn.layers.mlp import of_last
+from slipstream.nn.layers.norm import NoNorm, RMSNorm
+from slipstream.nn.shapes import LayerInputShape, LayerInputsShape, NormShape
+
+
+class LayerInputs(Layer):
+    """(embedding of the token for all layers + norm(projection of its hidden state)) / sqrt(2)."""
+
+    def __init__(self, name: str, shape: LayerInputsShape, norm: NormShape, layout: Layout) -> None:
+        super().__init__()
+        self.shape = shape
+        size = shape.num_layers * shape.size
+        self.embedding = Embedding(shape.vocab_size, size, layout.format_of(f"{name}.embedding"))
+        self.projection = Linear(
+            layout.hidden_size, {"": size}, False, layout.format_of(f"{name}.projection"), layout.dtype
+        )
+        self.norm = RMSNorm(shape.size, norm.eps, layout.dtype, norm.offset)
+        # rounded to the weights' dtype, as in training
+        with torch.device("cpu"):
+            self.embedding_scale = float(torch.tensor(shape.size**0.5, dtype=layout.dtype))
+            self.scale = float(torch.tensor(2.0, dtype=layout.dtype).rsqrt()) if shape.rounded else 2**-0.5
+        self.projection_scale = layout.hidden_size**-0.5
+
+    def forward(self, ids: torch.Tensor, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """ids [T] and their scaled embeddings [T, hidden] to [T, layers, size]. Ids beyond this vocabulary, those of
+        other modalities, have the vector of id 0."""
+        by_layer = (self.shape.num_layers, self.shape.size)
+        projected = self.projection(x, context).mul_(self.projection_scale).unflatten(1, by_layer)
+        known = torch.where(ids < self.shape.vocab_size, ids, 0)
+        embedded = self.embedding(known).unflatten(1, by_layer) * self.embedding_scale
+        made: torch.Tensor = (self.norm(projected)[0] + embedded) * self.scale
+        return made
+
+
+class LayerInput(Layer):
+    """projection(activation(gate(x)) * input of this layer); its norm is the sublayer's."""
+
+    def __init__(self, name: str, shape: LayerInputShape, number: int, layout: Layout) -> None:
+        """`number` of the layer, by which its inputs are found."""
+        super().__init__()
+        self.number = number
+        self.activation = find_activation(shape.activation)
+        format_of, hidden_size, dtype = layout.format_of, layout.hidden_size, layout.dtype
+        self.gate = Linear(hidden_size, {"": shape.size}, False, format_of(f"{name}.gate"), dtype)
+        self.projection = Linear(shape.size, {"": hidden_size}, False, format_of(f"{name}.projection"), dtype)
+
+    def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        assert context.layer_inputs is not None, "the decoder makes them before its layers run"
+        gated = self.gate.activated(x, self.activation, context) * context.layer_inputs[:, self.number]
+        projected: torch.Tensor = self.projection(gated, context)
+        return projected
+
+    def after_norm(
+        self,
+        norm: RMSNorm | NoNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        context: ForwardContext,
+        last: LastTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Body.after_norm`."""
+        normed, total = norm(*of_last(x, residual, last))
+        return self(normed, context if last is None else last.context), total
+
+    def products(self) -> None:
+        return None

@@ -1,0 +1,120 @@
+"""Gemma 4, text part: other heads in layers without a window, keys that are values, per-layer inputs, experts, and
+trailing layers that share KV caches. What a model does not have its config.json sets to 0 or leaves out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from slipstream.config.model_info import ModelInfo
+from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.nn.models.decoder_shape import DecoderShape
+from slipstream.nn.models.gemma import GEMMA_NORMS
+from slipstream.nn.models.gemma3n import (
+    LAYER_INPUT_NAMES,
+    kv_sources,
+    other_modalities,
+    unused_sources,
+    with_gemma_ends,
+)
+from slipstream.nn.models.llama import llama_attention, llama_mlp, llama_rules, llama_shape
+from slipstream.nn.models.moe import needed_number
+from slipstream.nn.models.windows import layer_windows
+from slipstream.nn.shapes import (
+    AttentionShape,
+    DenseAndExpertsShape,
+    ExpertShape,
+    FeedShape,
+    LayerInputShape,
+    MlpShape,
+    NormShape,
+)
+from slipstream.nn.weights.rules import Rules
+from slipstream.ops.moe.reference import RouterRule
+
+_NAMES: dict[str, str | None] = {
+    "model.layers.{n}.layer_scalar": "layers.{n}.output_scale",
+    "model.layers.{n}.router.scale": "layers.{n}.mlp.router_norm.weight",
+    "model.layers.{n}.router.per_expert_scale": "layers.{n}.mlp.expert_scale",
+    "model.layers.{n}.router.proj.weight": "layers.{n}.mlp.routed.router.weight",
+    "model.layers.{n}.experts.{e}.{part}_proj.weight": "layers.{n}.mlp.routed.experts.{e}.{part}.weight",
+    "model.layers.{n}.post_feedforward_layernorm_1.weight": "layers.{n}.mlp.dense_out_norm.weight",
+    "model.layers.{n}.post_feedforward_layernorm_2.weight": "layers.{n}.mlp.routed_out_norm.weight",
+    "model.layers.{n}.pre_feedforward_layernorm_2.weight": "layers.{n}.mlp.routed_norm.weight",
+}
+
+
+def gemma4_shape(info: ModelInfo) -> DecoderShape:
+    windows = layer_windows(info, lambda layer: (layer + 1) % 6 != 0)
+    if windows[-1]:
+        raise BadCheckpoint("the last layer of Gemma 4 sees all positions; layer_types of config.json says otherwise")
+    local = replace(llama_attention(info), scale=1.0, qk_norm="heads", value_norm=True, rope=1)
+    whole = _global_attention(info, windows)
+    mlp = llama_mlp(info)
+    size = int(info.extra.get("hidden_size_per_layer_input") or 0)
+    shape = llama_shape(info, local, mlp, windows=windows, norm_after=True)
+    layers = []
+    for layer, window, source in zip(shape.layers, windows, kv_sources(info, windows), strict=True):
+        is_wide = source is not None and bool(info.extra.get("use_double_wide_mlp"))
+        mixer = replace(local if window else whole, window=window, kv_source=source)
+        feed = _feed(info, replace(mlp, size=mlp.size * (2 if is_wide else 1)))
+        own = LayerInputShape(size=size, activation=info.activation) if size else None
+        layers.append(replace(layer, mixers=(mixer,), feed=feed, layer_input=own, output_scale=True))
+    return with_gemma_ends(replace(shape, layers=tuple(layers)), info, size, whole.head_dim)
+
+
+def _global_attention(info: ModelInfo, windows: Sequence[int]) -> AttentionShape:
+    """Of layers without a window. Newer configs list what differs by layer, older ones say it once."""
+    extra = info.extra
+    is_value = bool(extra.get("attention_k_eq_v"))
+    facts: dict[str, Any] = {"head_dim": extra.get("global_head_dim") or 512}
+    if is_value and extra.get("num_global_key_value_heads"):
+        facts["num_key_value_heads"] = extra["num_global_key_value_heads"]
+    listed = extra.get("per_layer_config")
+    if listed is not None:
+        wide = [number for number, window in enumerate(windows) if not window]
+        if {int(number) for number in listed} != {*wide} or any(
+            facts != listed[str(wide[0])] for facts in listed.values()
+        ):
+            raise UnsupportedModel(
+                "per_layer_config of config.json changes other layers than those without a window, "
+                "or not all of them alike, which is not built"
+            )
+        facts = listed[str(wide[0])]
+    head_dim, num_kv_heads = int(facts["head_dim"]), int(facts.get("num_key_value_heads") or info.num_kv_heads)
+    if set(facts) - {"head_dim", "num_key_value_heads"}:
+        raise UnsupportedModel(f"per_layer_config of config.json changes {sorted(facts)}; only heads are built")
+    return replace(
+        llama_attention(info), head_dim=head_dim, num_kv_heads=num_kv_heads, scale=1.0, qk_norm="heads",
+        value_norm=True, key_is_value=is_value,
+    )  # fmt: skip
+
+
+def _feed(info: ModelInfo, mlp: MlpShape) -> FeedShape:
+    if not info.extra.get("enable_moe_block"):
+        return mlp
+    if info.activation != "gelu_pytorch_tanh":
+        raise UnsupportedModel(f"Gemma 4 with experts of {info.activation} is not built; only gelu_pytorch_tanh is")
+    experts = ExpertShape(
+        num_experts=needed_number(info, "num_experts"),
+        size=needed_number(info, "moe_intermediate_size"),
+        router=RouterRule(needed_number(info, "top_k_experts")),
+        gate="gelu_tanh",
+    )
+    return DenseAndExpertsShape(mlp=mlp, experts=experts, norm=NormShape(eps=info.norm_eps))
+
+
+def gemma4_rules(shape: DecoderShape, roots: Sequence[str] = ("model", "")) -> Rules:
+    names = unused_sources(shape) | GEMMA_NORMS | LAYER_INPUT_NAMES | _NAMES
+    if any(isinstance(layer.feed, DenseAndExpertsShape) for layer in shape.layers):
+        names |= {
+            "model.layers.{n}.mlp.down_proj.weight": "layers.{n}.mlp.dense.down.weight",
+            "model.layers.{n}.mlp.{part}_proj.weight": "layers.{n}.mlp.dense.gate_up.{part}.weight",
+        }
+    return llama_rules(shape, names, roots)
+
+
+def gemma4_text_rules(shape: DecoderShape) -> Rules:
+    """For checkpoints with image and audio encoders, which are left out."""
+    return other_modalities(shape) | gemma4_rules(shape, ("model.language_model", "language_model.model"))

@@ -9,6 +9,7 @@ from slipstream.params import SamplingParams
 from slipstream.runner.sampling.bad_words import BadWords
 from slipstream.runner.sampling.bias import LogitBias
 from slipstream.runner.sampling.min_tokens import MinTokens
+from slipstream.runner.sampling.penalties import Penalties
 
 
 def stage_of(harness, kind):
@@ -291,9 +292,9 @@ def test_bad_words_stay_within_their_bound():
 @pytest.mark.parametrize(
     ("params", "table"),
     [
-        (GREEDY.with_changes(logit_bias={3: 1.0}), lambda sampler: sampler._bias.table),
-        (GREEDY.with_changes(repetition_penalty=1.2), lambda sampler: sampler._penalties.counts),
-        (GREEDY.with_changes(min_tokens=5), lambda sampler: sampler._min_tokens.ids),
+        (GREEDY.with_changes(logit_bias={3: 1.0}), lambda harness: stage_of(harness, LogitBias).table),
+        (GREEDY.with_changes(repetition_penalty=1.2), lambda harness: stage_of(harness, Penalties).counts),
+        (GREEDY.with_changes(min_tokens=5), lambda harness: stage_of(harness, MinTokens).ids),
     ],
 )
 def test_work_captured_with_one_table_is_not_replayed_with_another(params, table):
@@ -303,7 +304,7 @@ def test_work_captured_with_one_table_is_not_replayed_with_another(params, table
         come = admission(row, params, stop_ids=range(2 + row))
         harness.step([row], [2], np.zeros((1, 50)), [come])
         replayed = harness.sampler.prepare_by_row(make_plan([row]))
-        tensor = table(harness.sampler).tensor
+        tensor = table(harness).tensor
         assert known.setdefault(replayed.key, tensor) is tensor
     assert len(known) > 1
 
@@ -316,7 +317,7 @@ def test_alternating_list_sizes_make_few_tables():
         come = [admission(row, params, stop_ids=range(200 if turn % 2 else 3)) for row in rows]
         harness.step(rows, [2] * len(rows), np.zeros((len(rows), 300)), come)
         harness.sampler.apply(make_plan([], released=rows))
-    assert harness.sampler._min_tokens.ids.number <= 2
+    assert stage_of(harness, MinTokens).ids.number <= 2
 
 
 def test_lists_that_come_to_the_bound_are_not_captured():
@@ -332,13 +333,13 @@ def test_lists_that_come_to_the_bound_are_not_captured():
         admitted = [admission(row, params, stop_ids=guests.here[row].tolist()) for row in came]
         rows = sorted(guests.here) or [15]
         harness.step(rows, [2] * len(rows), np.zeros((len(rows), vocab)), admitted, released)
-        missing = harness.sampler._min_tokens.missing.copy()
+        missing = stage_of(harness, MinTokens).missing.copy()
         replayed = harness.sampler.prepare_by_row(make_plan(rows))
         if replayed is not None:
             keys.add(replayed.key)
         else:
             eager += 1
-            assert np.array_equal(harness.sampler._min_tokens.missing, missing), "a draw is counted once"
+            assert np.array_equal(stage_of(harness, MinTokens).missing, missing), "a draw is counted once"
     assert eager > 50 and len(keys) <= 33
 
 
@@ -349,7 +350,7 @@ def test_captured_work_uses_no_lines_beyond_the_bound():
         admission(row, GREEDY.with_changes(min_tokens=5 if row == 0 else 0), stop_ids=range(250)) for row in range(9)
     ]
     harness.step(range(9), [2] * 9, np.zeros((9, 300)), come)
-    assert harness.sampler._min_tokens.ids.shape == (4, 256)
+    assert stage_of(harness, MinTokens).ids.shape == (4, 256)
     assert harness.sampler.prepare_by_row(make_plan([0, 1, 2])) is not None
     assert harness.sampler.prepare_by_row(make_plan(range(8))) is None
     assert harness.sampler.prepare_by_row(make_plan(range(1, 9))) is not None, "who has none asks for none"

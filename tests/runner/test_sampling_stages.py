@@ -8,6 +8,7 @@ from sampling_harness import GREEDY, Harness, admission, make_plan, penalized, t
 from slipstream.params import SamplingParams
 from slipstream.runner.sampling.min_tokens import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
+from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
 
 VOCABULARIES = [7, 100, 1000]
 NULL = 5  # the last of six rows
@@ -337,12 +338,46 @@ def test_pooling_rows_do_not_change_the_sampler():
 def test_a_stage_that_cannot_be_captured_is_never_left_out_of_a_replayed_head():
     """A stage without `by_row` must run eagerly: a replayed head without it would ignore the parameter."""
 
-    class Everyone:
+    class UsedByRow1(Stage):
+        def prepare(self, rows, upload):
+            raise AssertionError("a captured step does not call it")
+
         def is_used_by(self, rows):
             return 1 in rows
 
     harness = Harness(4, 20)
     harness.step([0, 1], [2, 2], np.zeros((2, 20)), [admission(0, GREEDY), admission(1, GREEDY)])
-    harness.sampler.stages.append(Everyone())
+    harness.sampler.stages.append(UsedByRow1())
     assert harness.sampler.prepare_by_row(make_plan([0])) is not None
     assert harness.sampler.prepare_by_row(make_plan([0, 1])) is None
+
+
+def test_a_stage_that_can_be_captured_needs_no_change_of_the_sampler():
+    class Forbid7(Stage):
+        def prepare(self, rows, upload):
+            raise AssertionError("a captured step does not call it")
+
+        def is_used_by(self, rows):
+            return 1 in rows
+
+        def can_capture(self, rows):
+            return len(rows) < 3
+
+        def by_row(self, rows):
+            edit = lambda logits, batch: logits[:, 7].fill_(-torch.inf)  # noqa: E731
+            return ByRow("forbid 7", StageWork(edit), needs_sampling_dtype=True)
+
+    harness = Harness(4, 20)
+    harness.step([0, 1], [2, 2], np.zeros((2, 20)), [admission(0, GREEDY), admission(1, GREEDY)])
+    plain = harness.sampler.prepare_by_row(make_plan([0, 1]))
+    harness.sampler.stages.append(Forbid7())
+    replayed = harness.sampler.prepare_by_row(make_plan([0, 1]))
+    assert replayed.key == (*plain.key, "forbid 7") and replayed.needs_sampling_dtype
+    assert not plain.needs_sampling_dtype
+    logits = torch.zeros(2, 20)
+    logits[:, 7], logits[:, 3] = 2, 1
+    batch = SampleBatch(torch.tensor([0, 1]), torch.tensor([3, 3]))
+    assert plain.sample(logits.clone(), batch).tokens.tolist() == [7, 7]
+    assert replayed.sample(logits.clone(), batch).tokens.tolist() == [3, 3]
+    assert harness.sampler.prepare_by_row(make_plan([0, 2])).key == plain.key
+    assert harness.sampler.prepare_by_row(make_plan([0, 1, 2])) is None

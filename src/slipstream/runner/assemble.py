@@ -157,8 +157,8 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
         row_states += [rows, tables] if rope_rows is None else [rows, tables, rope_rows]
         if config.model.generates:
             sampler = Sampler(num_rows, info.vocab_size, device, logit_dtype, scheduler.max_reported)
-            steady = config.model.deterministic
-            heads.append(GenerateHead(model, rows, sampler, results, logit_dtype, graphs, steady=steady))
+            invariant = config.model.deterministic
+            heads.append(GenerateHead(model, rows, sampler, results, logit_dtype, graphs, batch_invariant=invariant))
             row_states.append(sampler)
     if pooling is not None:
         chunks = ChunkState(pooling.methods, 0 if scheduler.is_encoder else num_rows, info.hidden_size, dtype, device)

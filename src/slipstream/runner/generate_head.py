@@ -31,16 +31,16 @@ class GenerateHead:
         logit_dtype: torch.dtype,
         graphs: GraphPool,
         *,
-        steady: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
-        """`steady`: batch-invariant, a row's results have the same bits whatever the rest of the batch is."""
+        """`batch_invariant`: a row's results have the same bits whatever the rest of the batch is."""
         self.model = model
         self.rows = rows
         self.sampler = sampler
         self.results = results
         self.graphs = graphs
         self.logit_dtype = logit_dtype
-        self._steady = steady
+        self._batch_invariant = batch_invariant
         self._picked = _Picked(graphs.max_rows)
         self._numpy_dtype = np.float64 if logit_dtype is torch.float64 else np.float32
 
@@ -62,8 +62,8 @@ class GenerateHead:
             if not num_samples and scores is None:
                 return None
             if num_samples < plan.total_tokens:
-                places = which if only_last else np.cumsum(plan.num_tokens)[which] - 1
-                pick = np.stack([places, which, plan.rows[which]]).astype(np.int64)
+                indices = which if only_last else np.cumsum(plan.num_tokens)[which] - 1
+                pick = np.stack([indices, which, plan.rows[which]]).astype(np.int64)
         if scores is None and (pick is not None or (size is not None and size.is_single)):
             replayed = self._prepare_replayed(plan, num_samples, pick, upload)
             if replayed is not None:
@@ -91,9 +91,9 @@ class GenerateHead:
                 if is_padded:
                     hidden, rows, positions = hidden[:num_rows], rows[:num_rows], positions[:num_rows]
                 if picked is not None:
-                    own, places, rows = upload.tensor(picked).unbind(0)
+                    own, indices, rows = upload.tensor(picked).unbind(0)
                     hidden = hidden.index_select(0, own)
-                    positions = positions.index_select(0, places)
+                    positions = positions.index_select(0, indices)
                 drawn = sample(self._logits(hidden), SampleBatch(rows, positions))
                 self.rows.draw(rows, drawn.tokens)
                 results["tokens"], results["failed"] = drawn.tokens, drawn.failed
@@ -139,10 +139,10 @@ class GenerateHead:
 
     def _draw(self, hidden: torch.Tensor, rows: SampleBatch, replayed: Replayed, shape: ResultShape) -> torch.Tensor:
         """Device: draw a token for every row, padding included, and pack the results."""
-        # Kernels convert what they read, so only logits that a stage adds to must have the sampling dtype. With
-        # `steady` they always have it: the order of sums depends on the dtype, and must not depend on other rows'
-        # parameters.
-        wide = replayed.adds or self._steady
+        # Kernels convert what they read, so only logits that a stage computes with must have the sampling dtype.
+        # Batch-invariant logits always have it: the order of sums depends on the dtype, and must not depend on the
+        # parameters of other rows.
+        wide = replayed.needs_sampling_dtype or self._batch_invariant
         logits = self._logits(hidden) if wide else self.model.logits(hidden)
         drawn = replayed.sample(logits, rows)
         self.rows.draw(rows.rows, drawn.tokens)
@@ -168,10 +168,10 @@ class _Picked:
         if self._buffers is None:
             ids = torch.zeros(2, self._num_rows, dtype=torch.int64, device=hidden.device)
             self._buffers = hidden.new_zeros(self._num_rows, hidden.shape[1]), ids[0], ids[1]
-        lines, places, own_rows = pick.unbind(0)
-        own_hidden, own, positions = (buffer[: len(lines)] for buffer in self._buffers)
-        torch.index_select(hidden, 0, lines, out=own_hidden)
-        torch.index_select(rows.positions, 0, places, out=positions)
+        tokens, indices, own_rows = pick.unbind(0)
+        own_hidden, own, positions = (buffer[: len(tokens)] for buffer in self._buffers)
+        torch.index_select(hidden, 0, tokens, out=own_hidden)
+        torch.index_select(rows.positions, 0, indices, out=positions)
         own.copy_(own_rows)
         return own_hidden, SampleBatch(own, positions)
 

@@ -12,14 +12,15 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import forbid_matched_, match_words
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.feature_rows import LineAllocator, ListTable
-from slipstream.runner.sampling.stage import SampleBatch, StageWork
+from slipstream.runner.sampling.line_allocator import LineAllocator
+from slipstream.runner.sampling.line_tables import ListTable
+from slipstream.runner.sampling.stage import SampleBatch, Stage, StageWork
 from slipstream.step import Admission, Ints, StepPlan
 
 _NO_TOKEN = -1  # in a word: matches every token; in a tail: matches no token
 
 
-class BadWords:
+class BadWords(Stage):
     """Words and tails are stored in reverse, so that a longer word of a later row only adds columns."""
 
     def __init__(self, num_rows: int, device: Device, max_ids: int) -> None:
@@ -30,10 +31,10 @@ class BadWords:
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.released:
-            self.words.release(row)
+            self.words.free(row)
         for admission in plan.admitted:
             if words := admission.bad_words:
-                self.words.take(admission.row, 1 + len(words), max(map(len, words)))
+                self.words.assign(admission.row, 1 + len(words), max(map(len, words)))
                 self._new.append(admission)
 
     def flush(self, upload: Upload) -> None:
@@ -56,12 +57,12 @@ class BadWords:
         from_end = np.repeat(lengths, lengths) - 1 - within
         from_end[: len(tail)] = within[: len(tail)]
         lines = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-        place_span = upload.put((lines * longest + from_end).astype(np.int32))
+        index_span = upload.put((lines * longest + from_end).astype(np.int32))
         id_span = upload.put(np.array([*tail, *(token for word in bad_words for token in word)], np.int32))
 
         def write() -> None:
             words.tensor[line].fill_(_NO_TOKEN).view(-1).index_copy_(
-                0, upload.tensor(place_span).long(), upload.tensor(id_span)
+                0, upload.tensor(index_span).long(), upload.tensor(id_span)
             )
 
         upload.then(write)

@@ -1,4 +1,4 @@
-"""LogitBias: allowed ids and logit bias, as one number to add to the logit of each token."""
+"""LogitBias: allowed ids and logit bias, as one value to add to the logit of each token."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import add_lines_
 from slipstream.params import SamplingParams
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.feature_rows import LineTable, StagedLines
-from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
+from slipstream.runner.sampling.line_allocator import StagedLines
+from slipstream.runner.sampling.line_tables import LineTable
+from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
 from slipstream.step import Ints, StepPlan
 
 
-class LogitBias:
+class LogitBias(Stage):
     """A row that uses it has a line of the table: -inf for tokens that are not allowed, else the bias or 0."""
 
     def __init__(
@@ -30,11 +31,11 @@ class LogitBias:
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.released:
-            self.lines.release(row)
+            self.lines.free(row)
         for admission in plan.admitted:
             params = admission.params
             if params.allowed_token_ids is not None or params.logit_bias is not None:
-                self._new.append((self.lines.take(admission.row), params))
+                self._new.append((self.lines.assign(admission.row), params))
 
     def flush(self, upload: Upload) -> None:
         self.lines.flush(upload)
@@ -77,10 +78,13 @@ class LogitBias:
     def is_used_by(self, rows: Ints) -> bool:
         return self.lines.is_used_by(rows)
 
+    def can_capture(self, rows: Ints) -> bool:
+        return True
+
     def by_row(self, rows: Ints) -> ByRow:
         table, lines = self.table, self.lines.staged.device
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
             add_lines_(logits, table.tensor, lines.index_select(0, batch.rows))
 
-        return ByRow(("bias", table.shape), StageWork(edit))
+        return ByRow(("bias", table.shape), StageWork(edit), needs_sampling_dtype=True)

@@ -8,18 +8,14 @@ import numpy as np
 import torch
 
 from slipstream.device.device import Device
-from slipstream.ops.sample import DRAW, Choice, Penalty, argmax_rows, draw, row_key, step_keys
+from slipstream.ops.sample import DRAW, Choice, argmax_rows, draw, row_key, step_keys
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.scale import Scale
-from slipstream.runner.sampling.stage import SampleBatch
-from slipstream.runner.sampling.truncate import Truncate
+from slipstream.runner.sampling.stage import PenaltyOf, SampleBatch
 from slipstream.step import Ints, StepPlan
 
 DrawWork = Callable[[torch.Tensor, SampleBatch], Choice]
 """Device: logits [S, V] to tokens [S]."""
-
-PenaltyOf = Callable[[SampleBatch], Penalty | None]
-"""Device: the penalty that is applied as logits are read."""
 
 
 class Draw:
@@ -72,18 +68,18 @@ class Draw:
 
         return mixed
 
-    def by_row(self, scale: Scale, truncate: Truncate | None, penalty_of: PenaltyOf) -> DrawWork:
-        """Host: the same for any rows; penalties, temperature and truncation are applied as the logits are read.
-        `truncate`: None if no row truncates."""
+    def by_row(self, scale: Scale, limits: torch.Tensor | None, penalty_of: PenaltyOf | None) -> DrawWork:
+        """Host: work that is the same for any rows. Penalties, temperature and then limits are applied as the logits
+        are read. `limits`: [rows, 3] as `find_floor` takes them; None if no row truncates."""
         keys, random, temperatures = self.keys.device, self.is_random.device, scale.staged.device
-        limits = None if truncate is None else truncate.limits.device
 
         def drawn(logits: torch.Tensor, batch: SampleBatch) -> Choice:
             rows = batch.rows
             own = _keys(keys, rows, batch.positions)
             cuts = None if limits is None else limits.index_select(0, rows)
             scales = temperatures.index_select(0, rows)
-            return draw(logits, own, random.index_select(0, rows), scales, cuts, penalty_of(batch))
+            penalty = None if penalty_of is None else penalty_of(batch)
+            return draw(logits, own, random.index_select(0, rows), scales, cuts, penalty)
 
         return drawn
 
@@ -92,12 +88,11 @@ def greedy(logits: torch.Tensor, batch: SampleBatch) -> Choice:
     return argmax_rows(logits)
 
 
-def greedy_by_row(penalty_of: PenaltyOf) -> DrawWork:
+def greedy_by_row(penalty_of: PenaltyOf | None) -> DrawWork:
+    """Host: the captured draw of greedy rows."""
+    if penalty_of is None:
+        return greedy
     return lambda logits, batch: argmax_rows(logits, penalty_of(batch))
-
-
-def no_penalty(batch: SampleBatch) -> None:
-    return None
 
 
 def _keys(keys: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import TopLogprobs, logprobs_of, top_logprobs
 from slipstream.params import MAX_PACKED_LOGPROBS
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.sampling.feature_rows import LineAllocator, ListTable
+from slipstream.runner.sampling.line_allocator import LineAllocator
+from slipstream.runner.sampling.line_tables import ListTable
 from slipstream.step import Ints, PromptScores, StepPlan
 
 
@@ -51,10 +52,10 @@ class RequestedLogprobs:
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.released:
-            self.ids.release(row)
+            self.ids.free(row)
         for admission in plan.admitted:
             if ids := admission.params.requested_ids:
-                self.ids.take(admission.row, len(ids))
+                self.ids.assign(admission.row, len(ids))
                 self._new.append((admission.row, ids))
 
     def flush(self, upload: Upload) -> None:
@@ -132,14 +133,14 @@ def prepare_scores(
     scores: PromptScores, logits_of: Callable[[torch.Tensor], torch.Tensor], upload: Upload
 ) -> Callable[[torch.Tensor], TopLogprobs]:
     """Host: the work that computes logprobs of prompt tokens from a step's hidden states [T, hidden]."""
-    place_span, token_span = upload.put(scores.indices.astype(np.int64)), upload.put(scores.tokens.astype(np.int64))
+    index_span, token_span = upload.put(scores.indices.astype(np.int64)), upload.put(scores.tokens.astype(np.int64))
     k = scores.num_logprobs
 
     def score(hidden: torch.Tensor) -> TopLogprobs:
-        places, tokens = upload.tensor(place_span), upload.tensor(token_span)
+        indices, tokens = upload.tensor(index_span), upload.tensor(token_span)
         parts = [
             top_logprobs(logits_of(hidden.index_select(0, some)), own, k)
-            for some, own in zip(places.split(SCORED_AT_ONCE), tokens.split(SCORED_AT_ONCE), strict=True)
+            for some, own in zip(indices.split(SCORED_AT_ONCE), tokens.split(SCORED_AT_ONCE), strict=True)
         ]
         return TopLogprobs(*map(torch.cat, zip(*parts, strict=True)))
 

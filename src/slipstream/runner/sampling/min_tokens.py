@@ -8,12 +8,13 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import forbid_
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.feature_rows import ListTable, StagedLines
-from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
+from slipstream.runner.sampling.line_allocator import StagedLines
+from slipstream.runner.sampling.line_tables import ListTable
+from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
 from slipstream.step import Ints, StepPlan
 
 
-class MinTokens:
+class MinTokens(Stage):
     """Sets stop ids to -inf while the drawn position is below the row's limit.
 
     The device compares the position, since only the device knows it once drafts are accepted. The host counts draws and
@@ -32,7 +33,7 @@ class MinTokens:
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.released:
-            self.ids.release(row)
+            self.ids.free(row)
             self.missing[row] = 0
             if self.limit[row]:
                 self.limit[row] = 0
@@ -46,7 +47,7 @@ class MinTokens:
             self.missing[admission.row] = limit - admission.num_known
             self.limit[admission.row] = limit
             self.staged_limit.write(admission.row, limit)
-            self.ids.take(admission.row, len(ids))
+            self.ids.assign(admission.row, len(ids))
             self._new.append((admission.row, ids))
 
     def flush(self, upload: Upload) -> None:
@@ -62,9 +63,9 @@ class MinTokens:
         table, span, num = self.ids, upload.put(ids), len(ids)
 
         def write() -> None:
-            own, place = upload.tensor(span), table.tensor[line]
-            place[:num].copy_(own)
-            place[num:].copy_(own[:1].expand(place.shape[0] - num))
+            own, ids = upload.tensor(span), table.tensor[line]
+            ids[:num].copy_(own)
+            ids[num:].copy_(own[:1].expand(ids.shape[0] - num))
 
         upload.then(write)
 
@@ -77,13 +78,13 @@ class MinTokens:
         users = rows[index]
         self.missing[users] -= 1
         table = self.ids
-        index_span, slot_span = upload.put(index), upload.put(self.lines.of_row[users])
+        index_span, line_span = upload.put(index), upload.put(self.lines.of_row[users])
         limit_span = upload.put(self.limit[users])
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
             index = upload.tensor(index_span)
             too_early = batch.positions.index_select(0, index) < upload.tensor(limit_span)
-            forbid_(logits, index, table.tensor.index_select(0, upload.tensor(slot_span)), too_early)
+            forbid_(logits, index, table.tensor.index_select(0, upload.tensor(line_span)), too_early)
 
         return StageWork(edit)
 
@@ -91,7 +92,7 @@ class MinTokens:
         return len(self.lines) > 0 and bool((self.missing[rows] > 0).any())
 
     def can_capture(self, rows: Ints) -> bool:
-        """Whether `by_row` can be used: every row has a line, as long as the longest."""
+        """Only if the ids that `by_row` gathers, a line of the table for each row, stay within the bound."""
         return self.ids.is_roomy and len(rows) * self.ids.shape[1] <= self.max_ids
 
     def by_row(self, rows: Ints) -> ByRow:

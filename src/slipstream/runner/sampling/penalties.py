@@ -10,12 +10,13 @@ import torch
 from slipstream.device.device import Device
 from slipstream.ops.sample import IN_OUTPUT, IN_PROMPT, Penalty, count_, penalize_
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.feature_rows import LineTable, StagedLines
-from slipstream.runner.sampling.stage import ByRow, SampleBatch, StageWork
+from slipstream.runner.sampling.line_allocator import StagedLines
+from slipstream.runner.sampling.line_tables import LineTable
+from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
 from slipstream.step import Admission, Ints, StepPlan
 
 
-class Penalties:
+class Penalties(Stage):
     """A line per penalised row: flags for tokens of prompt and output, counts for tokens of the output.
 
     The history is uploaded at admission; after that, each token is counted on the device when it is drawn.
@@ -31,13 +32,13 @@ class Penalties:
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.released:
-            self.lines.release(row)
+            self.lines.free(row)
         for admission in plan.admitted:
             params = admission.params
             if params.has_penalties:
                 values = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
                 self.values.write(admission.row, values)
-                self._new.append((self.lines.take(admission.row), admission))
+                self._new.append((self.lines.assign(admission.row), admission))
 
     def flush(self, upload: Upload) -> None:
         self.values.flush(upload)
@@ -85,6 +86,9 @@ class Penalties:
     def is_used_by(self, rows: Ints) -> bool:
         return self.lines.is_used_by(rows)
 
+    def can_capture(self, rows: Ints) -> bool:
+        return True
+
     def by_row(self, rows: Ints) -> ByRow:
         """Logits are not edited: the draw applies `penalty` as it reads them."""
         counts, seen, held = self.counts, self.seen, self.lines.staged.device
@@ -92,9 +96,9 @@ class Penalties:
         def drawn(tokens: torch.Tensor, batch: SampleBatch) -> None:
             count_(counts.tensor, seen.tensor, held.index_select(0, batch.rows), tokens)
 
-        return ByRow(("penalties", counts.shape), StageWork(None, drawn))
+        return ByRow(("penalties", counts.shape), StageWork(None, drawn), penalty=self._penalty)
 
-    def penalty(self, batch: SampleBatch) -> Penalty:
+    def _penalty(self, batch: SampleBatch) -> Penalty:
         """Device: the penalties of these rows, for the draw."""
         lines = self.lines.staged.device.index_select(0, batch.rows)
         return Penalty(self.counts.tensor, self.seen.tensor, lines, self.values.device.index_select(0, batch.rows))

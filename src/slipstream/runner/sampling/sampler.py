@@ -17,7 +17,7 @@ from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.bad_words import BadWords
 from slipstream.runner.sampling.bias import LogitBias
-from slipstream.runner.sampling.draw import Draw, DrawWork, greedy_by_row, no_penalty
+from slipstream.runner.sampling.draw import Draw, DrawWork, greedy_by_row
 from slipstream.runner.sampling.logprobs import (
     LogprobsWork,
     RequestedLogprobs,
@@ -28,7 +28,7 @@ from slipstream.runner.sampling.logprobs import (
 from slipstream.runner.sampling.min_tokens import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
 from slipstream.runner.sampling.scale import Scale
-from slipstream.runner.sampling.stage import ByRowStage, SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.stage import SampleBatch, Stage, StageWork
 from slipstream.runner.sampling.truncate import Truncate
 from slipstream.step import Ints, StepPlan
 
@@ -92,17 +92,16 @@ class Sampler:
         of list over all rows."""
         assert logits_dtype in _NUMPY, f"logits are sampled in float32 or float64, not {logits_dtype}"
         dtype = _NUMPY[logits_dtype]
-        bias = LogitBias(num_rows, vocab_size, device, dtype, logits_dtype)
-        min_tokens = MinTokens(num_rows, vocab_size, device, max_ids)
-        penalties = Penalties(num_rows, vocab_size, device, dtype)
-        bad_words = BadWords(num_rows, device, max_ids)
-        scale = Scale(num_rows, device, dtype)
-        truncate = Truncate(num_rows, vocab_size, device, dtype)
-        self.stages: list[Stage] = [bias, min_tokens, penalties, bad_words, scale, truncate]
-        self._bias, self._min_tokens, self._penalties = bias, min_tokens, penalties
-        self._scale, self._truncate = scale, truncate
-        # stages that `prepare_by_row` handles; a step in which a row asks for another one runs eagerly
-        self._captured: tuple[Stage, ...] = (bias, min_tokens, penalties, scale, truncate)
+        self.vocab_size = vocab_size
+        self._scale = Scale(num_rows, device, dtype)
+        self.stages: list[Stage] = [  # in the order in which they edit the logits
+            LogitBias(num_rows, vocab_size, device, dtype, logits_dtype),
+            MinTokens(num_rows, vocab_size, device, max_ids),
+            Penalties(num_rows, vocab_size, device, dtype),
+            BadWords(num_rows, device, max_ids),
+            self._scale,
+            Truncate(num_rows, vocab_size, device, dtype),
+        ]
         self.draw = Draw(num_rows, device)
         self.requested = RequestedLogprobs(num_rows, device, max_ids)
         self.wide = WideLogprobs(num_rows)
@@ -142,27 +141,24 @@ class Sampler:
         rows, num_logprobs = _sampling_rows(plan), plan.num_logprobs
         if num_logprobs is not None and (self.wide.is_used_by(rows) or self.requested.lines.is_used_by(rows)):
             return None
-        if any(stage not in self._captured and stage.is_used_by(rows) for stage in self.stages):
+        used = [stage for stage in self.stages if stage.is_used_by(rows)]
+        if not all(stage.can_capture(rows) for stage in used):
             return None
-        if self._min_tokens.is_used_by(rows) and not self._min_tokens.can_capture(rows):
-            return None
-        stages: tuple[ByRowStage, ...] = (self._bias, self._min_tokens, self._penalties)
-        works = [stage.by_row(rows) for stage in stages if stage.is_used_by(rows)]
-        penalty_of = self._penalties.penalty if self._penalties.is_used_by(rows) else no_penalty
-        if self.draw.is_used_by(rows):
-            cuts = self._truncate.is_used_by(rows)
-            draw = self.draw.by_row(self._scale, self._truncate if cuts else None, penalty_of)
-            kind = "cut" if cuts else "random"
+        parts = [stage.by_row(rows) for stage in used]
+        penalty_of = next((part.penalty for part in parts if part.penalty is not None), None)
+        if is_random := self.draw.is_used_by(rows):
+            limits = next((part.limits for part in parts if part.limits is not None), None)
+            draw = self.draw.by_row(self._scale, limits, penalty_of)
         else:
-            draw, kind = greedy_by_row(penalty_of), "greedy"
+            draw = greedy_by_row(penalty_of)
         if num_logprobs is not None:
             width = next(width for width in _WIDTHS if width >= num_logprobs)
-            num_logprobs = min(width, self._truncate.vocab_size)
-        edits = any(work.work.edit is not None for work in works)
+            num_logprobs = min(width, self.vocab_size)
+        edits = any(part.work.edit is not None for part in parts)
         logprobs = None if num_logprobs is None else LogprobsWork(num_logprobs, edited=edits)
-        key = (kind, num_logprobs, *(work.key for work in works))
-        sample = SamplingWork([work.work for work in works], draw, logprobs)
-        return Replayed(key, self._bias.is_used_by(rows), num_logprobs, sample)
+        key = (is_random, num_logprobs, *(part.key for part in parts if part.key is not None))
+        sample = SamplingWork([part.work for part in parts if part.key is not None], draw, logprobs)
+        return Replayed(key, any(part.needs_sampling_dtype for part in parts), num_logprobs, sample)
 
 
 @dataclass(slots=True)
@@ -170,7 +166,7 @@ class Replayed:
     """The sampling of one step as work that is the same for all steps of this key and number of rows."""
 
     key: Hashable
-    adds: bool  # whether a stage adds to the logits in place, which requires the sampling dtype
+    needs_sampling_dtype: bool  # whether a stage computes with the logits; else they may have the model's dtype
     num_logprobs: int | None  # likeliest tokens reported; None: no logprobs
     sample: SamplingWork
 

@@ -9,11 +9,11 @@ import torch
 
 from slipstream.device.device import Device
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.stage import SampleBatch, StageWork
+from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
 from slipstream.step import Ints, StepPlan
 
 
-class Scale:
+class Scale(Stage):
     """The temperature of each row. Greedy rows and free rows have 1."""
 
     def __init__(self, num_rows: int, device: Device, dtype: np.dtype[Any]) -> None:
@@ -47,3 +47,10 @@ class Scale:
 
     def is_used_by(self, rows: Ints) -> bool:
         return bool(self._users) and bool((self.temperature[rows] != 1.0).any())
+
+    def can_capture(self, rows: Ints) -> bool:
+        return True
+
+    def by_row(self, rows: Ints) -> ByRow:
+        """Nothing to add: a captured draw of random rows always divides by the temperature, which is 1 by default."""
+        return ByRow(None)

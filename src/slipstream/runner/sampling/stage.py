@@ -1,16 +1,17 @@
 """Stage: a RowState that edits logits before a token is drawn.
 
-A new stage is a file with a class of this shape, and an entry in the list of stages in `sampler.py`.
+A new stage is a file with a subclass, and an entry in `Sampler.stages`: docs/add-a-sampling-stage.md.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
+from slipstream.ops.sample import Penalty
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import Upload
 from slipstream.step import Ints
@@ -42,28 +43,44 @@ class StageWork:
     drawn: Drawn | None = None  # for stages that depend on the output
 
 
+PenaltyOf = Callable[[SampleBatch], Penalty]
+"""Device: the penalties of the sampling rows."""
+
+
 @dataclass(frozen=True, slots=True)
 class ByRow:
     """Work that is the same from step to step: it reads each row's parameters from tables on the device, and does not
-    change rows that do not use the stage. So it can be captured, and replayed for any rows under the same key."""
+    change rows that do not use the stage. So it can be captured, and replayed for any rows under the same key.
 
-    key: Hashable  # differs for other work of the stage, for example on a table of another size
-    work: StageWork
+    Penalties, temperature and limits are not edits of the logits here: the captured draw applies them in this order as
+    it reads the logits, so no edited copy is written. `work.edit` therefore sees logits before all three.
+    """
+
+    key: Hashable | None  # differs for other work, for example on a table of another size; None: adds no work
+    work: StageWork = StageWork(None)
+    needs_sampling_dtype: bool = False  # `work.edit` computes with logits; otherwise they may have the model's dtype
+    penalty: PenaltyOf | None = None
+    limits: torch.Tensor | None = None  # [rows, 3] as `find_floor` takes them
 
 
-class Stage(RowState, Protocol):
+class Stage(RowState):
+    @abstractmethod
     def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
         """Host: the work for these sampling rows; None if none of them uses the stage.
 
         Called once per step with all sampling rows, after `apply` and `flush`, unless `by_row` is called instead.
         """
 
+    @abstractmethod
     def is_used_by(self, rows: Ints) -> bool:
         """Host: whether any of these sampling rows uses the stage. Changes nothing."""
 
-
-class ByRowStage(Stage, Protocol):
-    """A stage whose work can be captured."""
+    def can_capture(self, rows: Ints) -> bool:
+        """Host: whether `by_row` can do the work for these sampling rows, some of which use the stage. If not, the step
+        runs its head eagerly. Changes nothing."""
+        return False
 
     def by_row(self, rows: Ints) -> ByRow:
-        """Host: the work for these sampling rows, some of which use the stage."""
+        """Host: the work for these sampling rows, as work that can be captured. Called in place of `prepare`, if
+        `can_capture` of all stages that these rows use is true."""
+        raise NotImplementedError(f"{type(self).__name__} cannot be captured")

@@ -12,16 +12,16 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import drop_below_, find_floor
 from slipstream.params import SamplingParams
 from slipstream.runner.batch.staging import StagedTensor, Upload
-from slipstream.runner.sampling.stage import SampleBatch, StageWork
+from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
 from slipstream.step import Ints, StepPlan
 
 _NO_TOP_P = 2.0  # a sum of probabilities that rounding never reaches
 
-# what is needed to find a row's floor
+# what finding a row's floor needs
 _NONE, _BEST, _TOP_K, _ALL = range(4)
 
 
-class Truncate:
+class Truncate(Stage):
     """All three keep the likeliest tokens, so together they keep all tokens from some logit up, ties included.
 
     Rows are grouped by what finding the floor needs: the largest logit (min-p only), the k largest (top-k, and top-p
@@ -86,3 +86,10 @@ class Truncate:
 
     def is_used_by(self, rows: Ints) -> bool:
         return bool(self._users) and bool(self.group[rows].any())
+
+    def can_capture(self, rows: Ints) -> bool:
+        return True
+
+    def by_row(self, rows: Ints) -> ByRow:
+        """Logits are not edited: the draw applies the limits as it reads them."""
+        return ByRow("truncate", limits=self.limits.device)

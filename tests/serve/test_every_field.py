@@ -214,7 +214,7 @@ def test_a_field_does_something_or_is_refused_by_name(runner, door, path, field)
 
 
 def test_a_field_that_is_dropped_is_caught(runner, door, monkeypatch):
-    monkeypatch.setattr(fields, "_PLAIN", fields._PLAIN - {"top_k"})
+    monkeypatch.setattr(fields, "_SAMPLING_FIELDS", fields._SAMPLING_FIELDS - {"top_k"})
     with pytest.raises(AssertionError, match="top_k of /v1/completions changes nothing"):
         check_field(runner, door, "/v1/completions", "top_k")
 

@@ -127,17 +127,12 @@ def given_fields(body: msgspec.Struct) -> dict[str, Any]:
 def refuse(given: dict[str, Any], table: dict[str, tuple[tuple[Any, ...], str]]) -> None:
     """Raises for a field of the table with another value than the supported ones."""
     for name in given.keys() & table.keys():
-        supported, way_out = table[name]
+        supported, hint = table[name]
         if given[name] not in supported:
-            raise bad_request(f"{name} is not supported: {way_out}", param=name, code=_UNSUPPORTED)
+            raise bad_request(f"{name} is not supported: {hint}", param=name, code=_UNSUPPORTED)
 
 
-_PLAIN = {
-    "n", "temperature", "top_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias", "top_k",
-    "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output",
-    "skip_special_tokens", "spaces_between_special_tokens", "truncate_prompt_tokens", "allowed_token_ids", "bad_words",
-    "prompt_logprobs", "logprob_token_ids", "priority", "cache_salt",
-}  # fmt: skip
+_SAMPLING_FIELDS = frozenset(SamplingParams.__struct_fields__)  # a request field of the same name sets the parameter
 
 
 def sampling_params(
@@ -147,12 +142,15 @@ def sampling_params(
     own: dict[str, Any],
     names: Mapping[str, str],
 ) -> SamplingParams:
-    """Builds SamplingParams. `own`: values that differ by route; `names`: the names of their fields in the request."""
+    """Builds SamplingParams from request fields of the same names.
+
+    `own`: parameters whose request fields differ by route, with precedence. `names`: the names of those fields.
+    """
     refuse(given, REFUSED)
     _check_limits(given | own, settings, names)
     _check_together(given, own)
-    plain = {name: given[name] for name in given.keys() & _PLAIN}
-    values = {**inputs.facts.defaults.params, **plain, **own}
+    requested = {name: given[name] for name in given.keys() & _SAMPLING_FIELDS}
+    values = {**inputs.facts.defaults.params, **requested, **own}
     if values.get("truncate_prompt_tokens") == -1 and values.get("max_tokens"):
         # as much of the prompt as fits with max_tokens
         values["truncate_prompt_tokens"] = max(1, inputs.facts.max_model_len - values["max_tokens"])

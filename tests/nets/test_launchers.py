@@ -126,8 +126,8 @@ def products() -> dict[str, Callable[[], Any]]:
 
     def chained() -> None:
         x, first = half(16, 128), half(128, 128)
-        sums = get("linear.add_product")("streamed", x, first, half(16, 128), norm, 1e-6)
-        get("linear.normed_product")(sums, gated, None, get("activation.silu_and_mul"))
+        sums = get("linear.linear_add")("streamed", x, first, half(16, 128), norm, 1e-6)
+        get("linear.linear_unnormalized")(sums, gated, None, get("activation.silu_and_mul"))
 
     at = "linear.triton."
     return {
@@ -223,8 +223,7 @@ def kernels(monkeypatch):
     """All kernels and those launched. A device of some multiprocessors, on which the kernels for Hopper run."""
     found, launched = replace_kernels(monkeypatch)
     monkeypatch.setattr("slipstream.ops.linear.triton.gated_gemm_hopper._multiprocessors", lambda device: 8)
-    monkeypatch.setattr("slipstream.ops.linear.triton.epilogue._hopper_serves", lambda device: True)
-    monkeypatch.setattr("slipstream.ops.linear.cublaslt_tuned.multiply", lambda x, weight: None)
+    monkeypatch.setattr("slipstream.ops.linear.capability._has_hopper_kernels", lambda device: True)
     return found, launched
 
 

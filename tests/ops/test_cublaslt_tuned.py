@@ -1,4 +1,4 @@
-"""Products of many rows by the quickest of the library's ways."""
+"""Autotuned cuBLASLt GEMMs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch.nn.functional as F
 from slipstream.ops.linear import cublaslt_tuned
 
 
-def test_the_quickest_way_is_taken_if_it_is_worth_it():
-    assert cublaslt_tuned.quickest([2.0, 1.9, 3.0]) == 1
-    assert cublaslt_tuned.quickest([2.0, 1.99]) == 0, "as good as the same"
-    assert cublaslt_tuned.quickest([2.0, math.inf]) == 0
-    assert cublaslt_tuned.quickest([]) == 0, "the library has none"
+def test_the_fastest_algorithm_is_taken_if_it_gains_enough():
+    assert cublaslt_tuned.fastest([2.0, 1.9, 3.0]) == 1
+    assert cublaslt_tuned.fastest([2.0, 1.99]) == 0, "as good as the same"
+    assert cublaslt_tuned.fastest([2.0, math.inf]) == 0
+    assert cublaslt_tuned.fastest([]) == 0, "the library has none"
 
 
-def test_the_best_few_are_heard_again_and_the_first_always():
+def test_the_best_few_are_timed_again_and_the_first_always():
     assert cublaslt_tuned.finalists([1.0, 1.01, 1.2, 0.99]) == [3, 0, 1]
     assert cublaslt_tuned.finalists([1.2, 1.01, 1.0, 1.02, 1.03]) == [2, 1, 0]
     assert cublaslt_tuned.finalists([1.0, 1.5, math.inf]) == [0]
@@ -27,73 +27,73 @@ def test_the_best_few_are_heard_again_and_the_first_always():
     assert cublaslt_tuned.finalists([math.inf, math.inf]) == cublaslt_tuned.finalists([]) == []
 
 
-def test_a_device_that_slows_down_on_the_way_favours_nobody(monkeypatch):
-    """Under load the clock falls, and who comes later has less of it."""
+def test_a_clock_that_falls_favours_no_algorithm(monkeypatch):
+    """Under load the clock falls from run to run."""
 
     class Listed:
         num_algorithms, best = 3, 0
 
     alone, calls = [1.0, 0.985, 1.5], []
 
-    def time(product, way, x, weight, out, count):
+    def time(product, algorithm, x, weight, out, count):
         calls.append(count)
-        return alone[way] * 1.01 ** len(calls)
+        return alone[algorithm] * 1.01 ** len(calls)
 
     monkeypatch.setattr(cublaslt_tuned, "_list_algorithms", lambda x, weight: Listed())
     monkeypatch.setattr(cublaslt_tuned, "_time", time)
-    monkeypatch.setattr(cublaslt_tuned, "_heated", set())
+    monkeypatch.setattr(cublaslt_tuned, "_warmed_up", set())
     chosen = cublaslt_tuned.choose(torch.zeros(1024, 8), torch.zeros(8, 8))
     assert chosen is not None and chosen.best == 1
-    assert min(calls) > 2, "the device has work when the clock is started"
+    assert min(calls) > 2, "the device is busy when the start event is recorded"
 
 
 def test_nothing_is_noted_without_cuda():
     x, weight = torch.ones(cublaslt_tuned.MIN_ROWS, 64), torch.ones(8, 64)
-    with cublaslt_tuned.recording_gemms() as noted:
+    with cublaslt_tuned.recording_gemms() as recorded:
         assert cublaslt_tuned.multiply(x, weight) is None
         assert not cublaslt_tuned.add_to(torch.ones(cublaslt_tuned.MIN_ROWS, 8), x, weight)
-    assert not noted
+    assert not recorded
 
 
 def test_an_engine_that_starts_notes_what_its_own_thread_computes(monkeypatch):
-    monkeypatch.setattr(cublaslt_tuned, "_is_plain", lambda x, weight: True)
-    monkeypatch.setattr(cublaslt_tuned, "_chosen", {})
+    monkeypatch.setattr(cublaslt_tuned, "_is_eligible", lambda x, weight: True)
+    monkeypatch.setattr(cublaslt_tuned, "_tuned", {})
     weight = torch.ones(8, 64)
-    with cublaslt_tuned.recording_gemms() as noted:
+    with cublaslt_tuned.recording_gemms() as recorded:
         other = threading.Thread(target=cublaslt_tuned.multiply, args=(torch.ones(2048, 64), weight))
         other.start()
         other.join()
         for _ in range(2):
             assert cublaslt_tuned.multiply(torch.ones(1024, 64), weight) is None
     cublaslt_tuned.multiply(torch.ones(1500, 64), weight)
-    assert [rows for _, _, rows, _, _ in noted] == [1024]
+    assert [rows for _, _, rows, _, _ in recorded] == [1024]
 
 
 def test_each_shape_that_was_noted_is_tried_once_on_numbers_of_its_own(monkeypatch):
-    monkeypatch.setattr(cublaslt_tuned, "_is_plain", lambda x, weight: True)
-    monkeypatch.setattr(cublaslt_tuned, "_chosen", {})
+    monkeypatch.setattr(cublaslt_tuned, "_is_eligible", lambda x, weight: True)
+    monkeypatch.setattr(cublaslt_tuned, "_tuned", {})
     tried = []
     monkeypatch.setattr(
         cublaslt_tuned, "choose", lambda x, weight: tried.append((x.shape, x.unique().numel() > 1000, weight))
     )
     x, weight = torch.zeros(1024, 64), torch.ones(8, 64)
-    with cublaslt_tuned.recording_gemms() as noted:
+    with cublaslt_tuned.recording_gemms() as recorded:
         cublaslt_tuned.multiply(x, weight)
-        cublaslt_tuned.autotune_recorded(noted)
+        cublaslt_tuned.autotune_recorded(recorded)
         cublaslt_tuned.multiply(x, weight)
-        cublaslt_tuned.autotune_recorded(noted)
+        cublaslt_tuned.autotune_recorded(recorded)
     assert len(tried) == 1 and tried[0][:2] == (x.shape, True) and tried[0][2] is weight
     assert not x.any(), "overwritten"
 
 
 def a_library_of(product, monkeypatch):
-    """On a device like the one that ways of few rows are for."""
-    monkeypatch.setattr(cublaslt_tuned, "_is_plain", lambda x, weight: True)
+    """On a device like the one that algorithms of few rows are for."""
+    monkeypatch.setattr(cublaslt_tuned, "_is_eligible", lambda x, weight: True)
     monkeypatch.setattr(cublaslt_tuned, "_is_hopper", lambda device: True)
     monkeypatch.setattr(cublaslt_tuned, "_unsplit", {})
     monkeypatch.setattr(cublaslt_tuned, "_ALIGNMENT", 4)
-    monkeypatch.setattr(cublaslt_tuned, "loaded", lambda: "library")
-    monkeypatch.setattr(cublaslt_tuned, "Product", product)
+    monkeypatch.setattr(cublaslt_tuned, "load_library", lambda: "library")
+    monkeypatch.setattr(cublaslt_tuned, "LtGemm", product)
 
 
 def test_few_rows_are_added_by_the_first_way_that_splits_no_sum(monkeypatch):
@@ -105,8 +105,8 @@ def test_few_rows_are_added_by_the_first_way_that_splits_no_sum(monkeypatch):
         def __init__(self, library, x, weight):
             made.append((*x.shape, len(weight)))
 
-        def run(self, way, x, weight, out, *, add):
-            added.append((way, *out.shape, add))
+        def run(self, algorithm, x, weight, out, *, add):
+            added.append((algorithm, *out.shape, add))
 
     a_library_of(Listed, monkeypatch)
 
@@ -122,7 +122,7 @@ def test_few_rows_are_added_by_the_first_way_that_splits_no_sum(monkeypatch):
     assert not add(65, 4088), "sums are few"
     assert add(112, 4096, 4104) and add(128, 4096, 4096) and add(192, 4096, 4104)
     assert not add(128, 4096, 4104), "sums are long"
-    monkeypatch.setattr(cublaslt_tuned, "loaded", lambda: None)
+    monkeypatch.setattr(cublaslt_tuned, "load_library", lambda: None)
     assert not add(66, 4096)
 
 
@@ -134,9 +134,9 @@ def test_a_way_of_few_rows_that_cannot_be_had_is_not_asked_for_again(monkeypatch
 
         def __init__(self, library, x, weight): ...
 
-        def run(self, way, x, weight, out, *, add):
+        def run(self, algorithm, x, weight, out, *, add):
             asked.append(len(x))
-            raise cublaslt_tuned.LibraryError("no")
+            raise cublaslt_tuned.CublasLtError("no")
 
     a_library_of(Refused, monkeypatch)
     for _ in range(2):
@@ -157,14 +157,14 @@ def test_ways_that_split_a_sum_are_not_asked_for():
             given[attribute] = (value._obj.value, size.value)
             return 0
 
-    product = object.__new__(cublaslt_tuned.Product)
+    product = object.__new__(cublaslt_tuned.LtGemm)
     product._library, product._handle, product._operation, product._layouts = Library, None, None, [None] * 3
     assert product._list_algorithms() == []
     assert given == {1: (256, 8), 3: (0, 4)}, "most bytes of memory, and no kind of split"
 
 
 def test_a_matrix_that_begins_at_an_odd_place_is_torchs():
-    """The library lists ways for matrices that begin at multiples of 256 bytes."""
+    """The library lists algorithms for matrices that begin at multiples of 256 bytes."""
 
     class OnDevice(torch.Tensor):
         is_cuda = True
@@ -175,9 +175,9 @@ def test_a_matrix_that_begins_at_an_odd_place_is_torchs():
     def at(place: int) -> torch.Tensor:
         return numbers[first + place :][: 64 * 64].view(64, 64).as_subclass(OnDevice)
 
-    assert cublaslt_tuned._is_plain(at(0), at(128))
-    assert not cublaslt_tuned._is_plain(at(8), at(0))
-    assert not cublaslt_tuned._is_plain(at(0), at(8))
+    assert cublaslt_tuned._is_eligible(at(0), at(128))
+    assert not cublaslt_tuned._is_eligible(at(8), at(0))
+    assert not cublaslt_tuned._is_eligible(at(0), at(8))
 
 
 def make(rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,13 +193,13 @@ def make(rows: int, num_out: int, num_in: int, dtype: torch.dtype) -> tuple[torc
 def test_every_way_gives_torchs_product(sizes, dtype):
     x, weight = make(*sizes, dtype)
     expected = F.linear(x, weight)
-    product = cublaslt_tuned.Product(cublaslt_tuned.loaded(), x, weight)
+    product = cublaslt_tuned.LtGemm(cublaslt_tuned.load_library(), x, weight)
     assert product.num_algorithms > 1
-    for way in range(product.num_algorithms):
+    for algorithm in range(product.num_algorithms):
         out = torch.full_like(expected, torch.nan)
-        product.run(way, x, weight, out)
+        product.run(algorithm, x, weight, out)
         torch.testing.assert_close(out, expected, rtol=1e-2, atol=1e-1)
-        product.run(way, x, weight, out, add=True)
+        product.run(algorithm, x, weight, out, add=True)
         torch.testing.assert_close(out, 2 * expected, rtol=2e-2, atol=2e-1)
 
 
@@ -224,12 +224,12 @@ def test_few_rows_are_added_as_torch_adds_them(rows):
 @pytest.mark.cuda
 def test_a_chosen_way_can_be_captured_and_serves_no_other_shape():
     x, weight = make(2048, 768, 512, torch.bfloat16)
-    with cublaslt_tuned.recording_gemms() as noted:
+    with cublaslt_tuned.recording_gemms() as recorded:
         cublaslt_tuned.multiply(x, weight)
-    cublaslt_tuned.autotune_recorded(noted)
+    cublaslt_tuned.autotune_recorded(recorded)
     key = (x.device, x.dtype, 2048, 768, 512)
-    assert key in cublaslt_tuned._chosen, "tried, whatever came of it"
-    product = cublaslt_tuned._chosen[key] = cublaslt_tuned.Product(cublaslt_tuned.loaded(), x, weight)
+    assert key in cublaslt_tuned._tuned, "tried, whatever came of it"
+    product = cublaslt_tuned._tuned[key] = cublaslt_tuned.LtGemm(cublaslt_tuned.load_library(), x, weight)
     product.best = product.num_algorithms - 1
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -239,4 +239,4 @@ def test_a_chosen_way_can_be_captured_and_serves_no_other_shape():
     graph.replay()
     torch.testing.assert_close(out, F.linear(x, weight), rtol=1e-2, atol=1e-1)
     assert cublaslt_tuned.multiply(x[:1500], weight) is None
-    del cublaslt_tuned._chosen[key]
+    del cublaslt_tuned._tuned[key]

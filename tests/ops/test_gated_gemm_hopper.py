@@ -32,9 +32,9 @@ def test_it_is_as_close_as_the_library_with_an_activation_after_it(
 
 
 def hopper(x: torch.Tensor, weight: torch.Tensor) -> Callable[[torch.Tensor, torch.Tensor, str], torch.Tensor]:
-    from slipstream.ops.linear.triton import can_stream
+    from slipstream.ops.linear.capability import supports_tma
 
-    if not can_stream(x, weight):
+    if not supports_tma(x, weight):
         pytest.skip("made for Hopper")
     from slipstream.ops.linear.triton.gated_gemm_hopper import gated_gemm
 

@@ -15,7 +15,7 @@ from slipstream.ops import activation, cache_write, native, norm, paged_attentio
 from slipstream.ops.activation import reference as activation_reference
 from slipstream.ops.cache_write import reference as cache_reference
 from slipstream.ops.linear import linear
-from slipstream.ops.linear import native as few
+from slipstream.ops.linear import native as linear_native
 from slipstream.ops.linear import reference as linear_reference
 from slipstream.ops.norm import reference as norm_reference
 from slipstream.ops.rope import reference as rope_reference
@@ -91,15 +91,15 @@ def test_rope(native_kernels, tokens: int, dim: int, rotary: int) -> None:
 @pytest.mark.parametrize(("rows", "size"), [(1, 1), (5, 3), (63, 64), (100, 577)])
 def test_products_of_few_tokens(native_kernels, tokens: int, rows: int, size: int) -> None:
     x, weight, bias = random(tokens + 1, size + 2)[1:, 2:], random(rows, size, seed=1), random(rows, seed=2)
-    found = few.few_tokens(x, weight, bias)
+    found = linear_native.skinny_gemm(x, weight, bias)
     torch.testing.assert_close(found, linear_reference.linear(x, weight, bias), rtol=1e-5, atol=1e-5 * size**0.5)
-    assert few.few_tokens(x[-1:], weight, bias)[0].equal(found[-1]), "a row's result is its own"
+    assert linear_native.skinny_gemm(x[-1:], weight, bias)[0].equal(found[-1]), "a row's result is its own"
 
 
 def test_a_few_tokens_on_arm_go_through_the_kernel(native_kernels, monkeypatch) -> None:
     calls = []
-    monkeypatch.setattr(few, "_ON_ARM", True)
-    monkeypatch.setattr(few, "few_tokens", lambda *args: calls.append(len(args[0])))
+    monkeypatch.setattr(linear_native, "_ON_ARM", True)
+    monkeypatch.setattr(linear_native, "skinny_gemm", lambda *args: calls.append(len(args[0])))
     for tokens in (1, 2, 32, 33):
         linear(random(tokens, 8), random(4, 8))
     assert calls == [1, 2, 32]

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from slipstream.ops import activation, native, norm, paged_attention, rope
-from slipstream.ops.linear import native as few
+from slipstream.ops.linear import native as linear_native
 from slipstream.ops.low_bit.interleaved import Interleaved
 
 SIZES = (1, 6, 24, 64, 101)
@@ -62,7 +62,7 @@ def run_rope() -> list[torch.Tensor]:
 
 def run_products() -> list[torch.Tensor]:
     return [
-        few.few_tokens(random(tokens, size), random(7, size, seed=1), None)
+        linear_native.skinny_gemm(random(tokens, size), random(7, size, seed=1), None)
         for size in SIZES
         for tokens in (1, 2, 3, 4, 9)
     ]

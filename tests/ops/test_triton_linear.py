@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from slipstream.ops import linear as ops
 from slipstream.ops.activation import gelu_and_mul, silu_and_mul
+from slipstream.ops.linear.capability import supports_tma
 
 kernels = pytest.importorskip("slipstream.ops.linear.triton", reason="triton is not installed")
 norm_kernels = pytest.importorskip("slipstream.ops.norm.triton", reason="triton is not installed")
@@ -166,7 +167,7 @@ def test_odd_sizes_and_splits_on_hopper(rows, gate):
     half = {"device": "cuda", "dtype": torch.bfloat16}
     x, weight = torch.randn(rows, 520, **half), torch.randn(200, 520, **half) * 0.1
     bias = torch.randn(200, **half)
-    if not kernels.can_stream(x, weight):
+    if not supports_tma(x, weight):
         pytest.skip("made for another GPU")
     hopper = importlib.import_module("slipstream.ops.linear.triton.streaming_hopper")
     expected = expect(x, weight, bias, gate)
@@ -185,15 +186,15 @@ def test_a_norm_between_two_products(rows, sizes):
     x, residual = torch.randn(rows, num_in, **half), torch.randn(rows, size, **half) * 4
     first, second = torch.randn(size, num_in, **half) * 0.05, torch.randn(2 * num_out, size, **half) * 0.02
     factor = torch.rand(size, **half) + 0.5
-    if not kernels.can_stream(x, first):
+    if not supports_tma(x, first):
         pytest.skip("made for another GPU")
     norm = kernels.Norm(factor, 1e-6, None, None)
     for bias in (None, torch.randn(2 * num_out, **half)):
-        sums = ops.add_product("streamed", x, first, residual, factor, 1e-6)
+        sums = ops.linear_add("streamed", x, first, residual, factor, 1e-6)
         total = expect(x, first, None) + residual.double()
         assert (sums.total.double() - total).norm() / total.norm() < 3e-3
         for activation, gate in ((silu_and_mul, "silu"), (None, ""), (gelu_and_mul, None)):
-            found = ops.normed_product(sums, second, bias, activation)
+            found = ops.linear_unnormalized(sums, second, bias, activation)
             expected = expect(sums.total, second, bias, gate or "", norm)
             expected = expected if gate is not None else gelu_and_mul(expected)
             assert found.shape == expected.shape and (found.double() - expected).norm() / expected.norm() < 5e-3
@@ -207,11 +208,11 @@ def test_eps_of_a_norm_between_two_products_is_under_the_root(factor):
     x, residual = torch.zeros(16, 2048, **half), torch.randn(16, 1024, **half) * eps**0.5 * factor
     first, second = torch.randn(1024, 2048, **half), torch.randn(3072, 1024, **half) * 0.02
     norm = torch.rand(1024, **half) + 0.5
-    if not kernels.can_stream(x, first):
+    if not supports_tma(x, first):
         pytest.skip("made for another GPU")
-    sums = ops.add_product("streamed", x, first, residual, norm, eps)
+    sums = ops.linear_add("streamed", x, first, residual, norm, eps)
     expected = expect(sums.total, second, None, "", kernels.Norm(norm, eps, None, None))
-    found = ops.normed_product(sums, second, None)
+    found = ops.linear_unnormalized(sums, second, None)
     assert (found.double() - expected).norm() <= 5e-3 * expected.norm()
 
 
@@ -229,8 +230,8 @@ def test_kernels_that_start_early_read_nothing_too_early(rows, monkeypatch):
             out, total = ops.norm_linear(out, total, factor, 1e-6, weight)
         if all(ops.chain_for(x, weight) == "streamed" for weight in weights):
             for weight in weights:
-                sums = ops.add_product("streamed", out, weight, total, factor, 1e-6)
-                out, total = ops.normed_product(sums, weight, None), sums.total
+                sums = ops.linear_add("streamed", out, weight, total, factor, 1e-6)
+                out, total = ops.linear_unnormalized(sums, weight, None), sums.total
         return out, total
 
     found = chain()
@@ -240,7 +241,7 @@ def test_kernels_that_start_early_read_nothing_too_early(rows, monkeypatch):
     for _ in range(3):
         graph.replay()
     names = ["gemv", "skinny_mma"]  # the functions of these names hide their modules
-    if kernels.can_stream(x, weights[0]):
+    if supports_tma(x, weights[0]):
         names.append("streaming_hopper")
     modules = [importlib.import_module(f"slipstream.ops.linear.triton.{name}") for name in names]
     for module in (*modules, norm_kernels):

@@ -18,7 +18,7 @@ from slipstream.nn.weight_format import CheckpointTensor, Weight, WeightSlot
 from slipstream.ops import native
 from slipstream.ops.dequant import KINDS, dequantize
 from slipstream.ops.linear import linear
-from slipstream.ops.linear.native import few_tokens
+from slipstream.ops.linear.native import skinny_gemm
 from slipstream.ops.low_bit import Kernel, Packed
 from slipstream.ops.weight_rows import WeightRows, dense_rows
 
@@ -120,7 +120,7 @@ class _PlainRows:
         # torch's sums differ in the last bit between few tokens and many, which the rounding of a low-bit product would
         # amplify
         if self.format.is_used and native.serves(x):
-            return few_tokens(x, self.rows, None)
+            return skinny_gemm(x, self.rows, None)
         return linear(x, self.rows)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,11 @@ from torch import nn
 from slipstream.ops.linear import (
     Activation,
     activated_linear,
-    add_product,
+    linear_add,
     chain_for,
     linear,
     norm_linear,
-    normed_product,
+    linear_unnormalized,
 )
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
 from slipstream.ops.norm import add_rms_norm, rms_norm
@@ -185,12 +185,12 @@ class UnquantizedWeight(Weight):
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float, chain: Chain
     ) -> Unnormalized:
-        return add_product(chain, x, self.data, residual, norm, eps)
+        return linear_add(chain, x, self.data, residual, norm, eps)
 
     def multiply_unnormalized(
         self, x: Unnormalized, bias: torch.Tensor | None, activation: Activation | None
     ) -> torch.Tensor:
-        return normed_product(x, self.data, bias, activation)
+        return linear_unnormalized(x, self.data, bias, activation)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         return self.data.index_select(0, ids)

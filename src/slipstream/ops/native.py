@@ -213,7 +213,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "slip_gelu_tanh_and_mul": [POINTER, POINTER, INT, INT],
     "slip_write_cache": [POINTER, POINTER, POINTER, POINTER, POINTER, INT, INT, INT, INT],
     "slip_attend": [POINTER] * 8 + [FLOAT] * 2 + [INT] * 8,
-    "slip_few_tokens": [POINTER] * 3 + [INT] * 3,
+    "slip_skinny_gemm": [POINTER] * 3 + [INT] * 3,
     "slip_low_bit": [POINTER] * 5 + [INT] * 4,
     "slip_decode_layers": [POINTER] * 8 + [INT],
 }

@@ -1,12 +1,11 @@
-"""The library's products of many rows on CUDA, each by the quickest of the ways the library offers.
+"""Autotuned cuBLASLt: for each GEMM shape of many rows on CUDA, the fastest algorithm that cuBLASLt offers.
 
-cuBLAS lists some eight algorithms for a product, and torch takes the first. On a chip that large products drive to the
-limit of its power another is quicker by up to a seventh (H200, docs/log/). So an engine that starts notes which
-products its largest step makes (`recording_gemms`) and tries all ways for each (`autotune_recorded`); products of that
-shape go the quickest way from then on. What is quickest alone may be so by taking more power, for which all pay with a
-slower clock; so the best few are tried again under load, each for long enough that the clock follows. Every way sums in
-float32 and keeps a sum in one piece. Few rows are added to a residual by the first of these ways, and nothing is timed
-for them.
+cuBLASLt lists about eight algorithms for a GEMM, and torch takes the first. When large GEMMs run the GPU at its power
+limit, another algorithm can be up to a seventh faster (H200, docs/log/). An engine records the GEMM shapes of its
+largest step at start (`recording_gemms`) and times every algorithm for each shape (`autotune_recorded`). Later GEMMs of
+these shapes use the fastest one. An algorithm that is fastest alone may take more power, which lowers the clock for all
+kernels; so the best few are timed again under load, long enough for the clock to settle. Every algorithm accumulates in
+float32 and does not use split-k. GEMMs of few rows that add to a residual use the first such algorithm, without timing.
 """
 
 from __future__ import annotations
@@ -25,58 +24,63 @@ import torch
 from slipstream.device.sync_check import sync_allowed
 
 MIN_ROWS = 1024
-"""With fewer a product is over before the clock follows it."""
-FEW_ROWS = range(65, 257)
-"""Of steps in which rows decode. Where torch adds their product to something, the first way that splits no sum takes up
-to a quarter less than the one that torch takes (H200, docs/log/)."""
+"""Rows from which shapes are tuned. A shorter GEMM ends before the clock reacts."""
+UNSPLIT_ADD_ROWS = range(65, 257)
+"""Rows of large decode steps. When a GEMM adds to a residual, the first algorithm without split-k takes up to a quarter
+less time than the algorithm that torch takes (H200, docs/log/)."""
 
-_MAX_WAYS = 16
-_WORKSPACE = 256  # bytes
-_ALIGNMENT = 256  # bytes; what the library takes for granted of a matrix when it lists ways
-_ROUNDS = 3
-_SHORT = 4  # products in a row: the device is at work when the clock is started, and does not wait for the host
-_WORTH = 0.99  # of the first way's time; what gains less may be noise
-_NEAR = 1.06  # of the least time; who is within it may be the best under load
-_FINALISTS = 3
-_LOAD = 400  # products that a finalist makes, half of them on the way back,
-_LOAD_TIME = 40.0  # in no more than so many milliseconds: the clock follows after twenty
-_HEATING = 2  # such turns get the device going before the first are compared
-_MIN_OUTPUTS = 4096  # of few rows: with less there are too few sums for all multiprocessors, unless they are split
-_BETTER_SPLIT = range(113, 161)  # rows, where inputs are more than outputs
+_MAX_ALGORITHMS = 16
+_WORKSPACE_BYTES = 256
+_ALIGNMENT = 256  # bytes; cuBLASLt assumes this alignment of a matrix when it lists algorithms
+_TIMING_ROUNDS = 3
+_CALLS_PER_TIMING = 4  # back to back: the device is busy when the start event is recorded
+_WORTHWHILE = 0.99  # of the first algorithm's time; a smaller gain may be noise
+_FINALIST_MARGIN = 1.06  # of the shortest time; algorithms within it are timed under load
+_NUM_FINALISTS = 3
+_MAX_LOAD_CALLS = 400  # GEMMs per finalist, half of them in the second pass
+_LOAD_MS = 40.0  # limit on the time per finalist; the clock settles after 20 ms
+_WARM_UP_RUNS = 2  # runs of one finalist that heat the device before the first comparison
+_MIN_UNSPLIT_OUTPUTS = 4096  # fewer outputs fill too few multiprocessors without split-k
+_SPLIT_ROWS = range(113, 161)  # split-k is faster for these rows if in > out
 
 _Shape = tuple[torch.device, torch.dtype, int, int, int]  # rows, outputs, inputs
-Noted = dict[_Shape, torch.Tensor]
-"""A weight for each."""
-_chosen: dict[_Shape, Product | None] = {}
-_unsplit: dict[_Shape, Product | None] = {}  # of few rows, made when they first come
-_here = threading.local()  # `noted`, by this thread alone: another's engine may be answering meanwhile
-_heated: set[torch.device] = set()
+RecordedGemms = dict[_Shape, torch.Tensor]
+"""A weight of each shape."""
+_tuned: dict[_Shape, LtGemm | None] = {}
+_unsplit: dict[_Shape, LtGemm | None] = {}  # for UNSPLIT_ADD_ROWS; filled at the first use of a shape
+_thread = threading.local()  # `recorded`: per thread, since another engine of this process may be serving
+_warmed_up: set[torch.device] = set()
 
 
 def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
-    """x [rows, in] times weight [out, in], transposed; None where no way was chosen."""
-    product = _find(x, weight)
-    if product is None:
+    """x [rows, in] times the transpose of weight [out, in]; None if the shape has no tuned algorithm."""
+    gemm = _find(x, weight)
+    if gemm is None:
         return None
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    product.run(product.best, x, weight, out)
+    gemm.run(gemm.best, x, weight, out)
     return out
 
 
+def is_tuned(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `multiply` has an algorithm for this shape. Records the shape inside `recording_gemms`."""
+    return _find(x, weight) is not None
+
+
 def add_to(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """The same product, added to the residual; False where no way was chosen."""
+    """Adds the GEMM to the residual in place; False, without a change, if the shape has no algorithm here."""
     if not residual.is_contiguous() or residual.data_ptr() % _ALIGNMENT:
         return False
-    is_few = len(x) in FEW_ROWS
-    product = _find_unsplit(x, weight) if is_few else _find(x, weight)
-    if product is None:
+    is_unsplit = len(x) in UNSPLIT_ADD_ROWS
+    gemm = _find_unsplit(x, weight) if is_unsplit else _find(x, weight)
+    if gemm is None:
         return False
     try:
-        product.run(product.best, x, weight, residual, add=True)
-    except LibraryError:
-        if not is_few:
+        gemm.run(gemm.best, x, weight, residual, add=True)
+    except CublasLtError:
+        if not is_unsplit:
             raise
-        _unsplit[_shape(x, weight)] = None  # listed, never tried, and not to be had
+        _unsplit[_shape(x, weight)] = None  # cuBLASLt listed the algorithm but cannot run it
         return False
     return True
 
@@ -86,11 +90,11 @@ def _shape(x: torch.Tensor, weight: torch.Tensor) -> _Shape:
     return x.device, x.dtype, len(x), num_out, num_in
 
 
-def _find_unsplit(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
+def _find_unsplit(x: torch.Tensor, weight: torch.Tensor) -> LtGemm | None:
     num_out, num_in = weight.shape
-    if num_out < _MIN_OUTPUTS or (num_in > num_out and len(x) in _BETTER_SPLIT):
+    if num_out < _MIN_UNSPLIT_OUTPUTS or (num_in > num_out and len(x) in _SPLIT_ROWS):
         return None
-    if not _is_plain(x, weight) or not _is_hopper(x.device):
+    if not _is_eligible(x, weight) or not _is_hopper(x.device):
         return None
     shape = _shape(x, weight)
     if shape not in _unsplit:
@@ -98,91 +102,91 @@ def _find_unsplit(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
     return _unsplit[shape]
 
 
-def _find(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
-    noted: Noted | None = getattr(_here, "noted", None)
-    if len(x) < MIN_ROWS or not (_chosen or noted is not None) or not _is_plain(x, weight):
+def _find(x: torch.Tensor, weight: torch.Tensor) -> LtGemm | None:
+    recorded: RecordedGemms | None = getattr(_thread, "recorded", None)
+    if len(x) < MIN_ROWS or not (_tuned or recorded is not None) or not _is_eligible(x, weight):
         return None
     shape = _shape(x, weight)
-    if noted is not None and shape not in _chosen:
-        noted[shape] = weight
-    return _chosen.get(shape)
+    if recorded is not None and shape not in _tuned:
+        recorded[shape] = weight
+    return _tuned.get(shape)
 
 
 @contextlib.contextmanager
-def recording_gemms() -> Iterator[Noted]:
-    """Meanwhile it is noted which shapes this thread's products have, of those not seen before."""
-    before, _here.noted = getattr(_here, "noted", None), {}
+def recording_gemms() -> Iterator[RecordedGemms]:
+    """Records the shapes of this thread's GEMMs that are not tuned yet."""
+    before, _thread.recorded = getattr(_thread, "recorded", None), {}
     try:
-        yield _here.noted
+        yield _thread.recorded
     finally:
-        _here.noted = before
+        _thread.recorded = before
 
 
-def autotune_recorded(noted: Noted) -> None:
-    """Time the ways of what was noted, on the current stream; the host waits for it. Nothing is noted any more then."""
-    while noted:
-        shape, weight = noted.popitem()
+def autotune_recorded(recorded: RecordedGemms) -> None:
+    """Tunes every recorded shape and empties the record. Runs on the current stream; the host waits for the timings."""
+    while recorded:
+        shape, weight = recorded.popitem()
         device, dtype, num_rows, _, num_in = shape
-        # an engine starts with equal rows, which take less power than any that will come
+        # random numbers: the equal rows of a dry run take less power than real inputs
         x = torch.empty(num_rows, num_in, dtype=dtype, device=device)
         x.normal_(generator=torch.Generator(device).manual_seed(0))
-        _chosen[shape] = choose(x, weight)
+        _tuned[shape] = choose(x, weight)
 
 
-def choose(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
-    """The product of such shapes with its quickest way; None if that is what torch takes anyway, or cannot be asked."""
-    product = _list_algorithms(x, weight)
-    if product is None:
+def choose(x: torch.Tensor, weight: torch.Tensor) -> LtGemm | None:
+    """The GEMM of this shape with its fastest algorithm; None if torch takes that one anyway or nothing is listed."""
+    gemm = _list_algorithms(x, weight)
+    if gemm is None:
         return None
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
-    ways = range(product.num_algorithms)
-    times: list[list[float]] = [[] for _ in ways]
-    for _ in range(_ROUNDS):
-        for way in ways:
-            times[way].append(_time(product, way, x, weight, out, _SHORT))
+    algorithms = range(gemm.num_algorithms)
+    times: list[list[float]] = [[] for _ in algorithms]
+    for _ in range(_TIMING_ROUNDS):
+        for algorithm in algorithms:
+            times[algorithm].append(_time(gemm, algorithm, x, weight, out, _CALLS_PER_TIMING))
     medians = [statistics.median(each) for each in times]
     final = finalists(medians)
     if len(final) > 1:
-        count = max(2, min(_LOAD, math.ceil(_LOAD_TIME / medians[final[0]])))
-        if x.device not in _heated:  # later shapes find it so
-            _time(product, final[0], x, weight, out, _HEATING * count)
-            _heated.add(x.device)
-        loads: list[list[float]] = [[] for _ in ways]
-        for way in (*final, *reversed(final)):  # there and back: whoever comes later finds a slower clock
-            loads[way].append(_time(product, way, x, weight, out, max(_SHORT, count // 2)))
+        count = max(2, min(_MAX_LOAD_CALLS, math.ceil(_LOAD_MS / medians[final[0]])))
+        if x.device not in _warmed_up:  # the device stays hot for later shapes
+            _time(gemm, final[0], x, weight, out, _WARM_UP_RUNS * count)
+            _warmed_up.add(x.device)
+        loads: list[list[float]] = [[] for _ in algorithms]
+        for algorithm in (*final, *reversed(final)):  # forward and back: the clock falls from run to run
+            loads[algorithm].append(_time(gemm, algorithm, x, weight, out, max(_CALLS_PER_TIMING, count // 2)))
         medians = [statistics.mean(each) if each else math.inf for each in loads]
-    product.best = quickest(medians)
-    return product if product.best else None
+    gemm.best = fastest(medians)
+    return gemm if gemm.best else None
 
 
-def _list_algorithms(x: torch.Tensor, weight: torch.Tensor) -> Product | None:
-    library = loaded()
+def _list_algorithms(x: torch.Tensor, weight: torch.Tensor) -> LtGemm | None:
+    library = load_library()
     if library is None:
         return None
     try:
-        product = Product(library, x, weight)
-    except LibraryError:
+        gemm = LtGemm(library, x, weight)
+    except CublasLtError:
         return None
-    return product if product.num_algorithms else None
+    return gemm if gemm.num_algorithms else None
 
 
 def finalists(medians: list[float]) -> list[int]:
-    """Ways that may be the best under load, the quickest alone first; the library's own favourite is always heard."""
-    near = [way for way, median in enumerate(medians) if median < _NEAR * min(medians)]
-    near = sorted(near, key=medians.__getitem__)[:_FINALISTS]
-    return near if not near or 0 in near else [*near[: _FINALISTS - 1], 0]
+    """Indices of algorithms to time under load, fastest first. Algorithm 0, which torch takes, is always included."""
+    near = [algorithm for algorithm, median in enumerate(medians) if median < _FINALIST_MARGIN * min(medians)]
+    near = sorted(near, key=medians.__getitem__)[:_NUM_FINALISTS]
+    return near if not near or 0 in near else [*near[: _NUM_FINALISTS - 1], 0]
 
 
-def quickest(times: list[float]) -> int:
-    """The first way unless another is worth it. Those that failed or were not tried have a time of infinity."""
+def fastest(times: list[float]) -> int:
+    """Index of the fastest algorithm; 0 unless another gains enough. A time of infinity means failed or not timed."""
     if not times:
         return 0
     best = min(range(len(times)), key=times.__getitem__)
-    return best if times[best] < _WORTH * times[0] else 0
+    return best if times[best] < _WORTHWHILE * times[0] else 0
 
 
-class Product:
-    """Products of one shape, by any of the ways that the library lists for it, its favourite first."""
+class LtGemm:
+    """GEMMs of one shape through cuBLASLt, with the algorithms that its heuristic lists, its first choice first."""
 
     def __init__(self, library: Any, x: torch.Tensor, weight: torch.Tensor) -> None:
         self.best = 0
@@ -190,21 +194,23 @@ class Product:
         self._handle = _handle(x.device)
         rows, (num_out, num_in) = len(x), weight.shape
         kind = {torch.bfloat16: _BFLOAT16, torch.float16: _FLOAT16}[x.dtype]
-        # to the library a row is a column: out = weight, transposed, times x
+        # cuBLASLt is column-major: our row is its column, so out = transpose(weight) times x
         self._operation = ctypes.c_void_p()
-        _check(library.cublasLtMatmulDescCreate(ctypes.byref(self._operation), _SUM_IN_FLOAT32, _FLOAT32))
-        _set(library.cublasLtMatmulDescSetAttribute, self._operation, _TRANSPOSE_FIRST, ctypes.c_int32(1))
+        _check(library.cublasLtMatmulDescCreate(ctypes.byref(self._operation), _COMPUTE_FLOAT32, _FLOAT32))
+        _set(library.cublasLtMatmulDescSetAttribute, self._operation, _TRANSPOSE_A, ctypes.c_int32(1))
         self._layouts = [self._layout(kind, *sizes) for sizes in ((num_in, num_out), (num_in, rows), (num_out, rows))]
-        self._ways = self._list_algorithms()
+        self._algorithms = self._list_algorithms()
 
     @property
     def num_algorithms(self) -> int:
-        return len(self._ways)
+        return len(self._algorithms)
 
-    def run(self, way: int, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> None:
-        """Device: out becomes the product, or that is added to it."""
+    def run(
+        self, algorithm: int, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, add: bool = False
+    ) -> None:
+        """Writes the GEMM to out, or adds it to out. Asynchronous, on the current stream."""
         first, second, third = self._layouts
-        space = torch.empty(_WORKSPACE, dtype=torch.uint8, device=x.device)
+        space = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=x.device)
         status = self._library.cublasLtMatmul(
             self._handle,
             self._operation,
@@ -218,9 +224,9 @@ class Product:
             third,
             ctypes.c_void_p(out.data_ptr()),
             third,
-            ctypes.byref(self._ways[way].algorithm),
+            ctypes.byref(self._algorithms[algorithm].algorithm),
             ctypes.c_void_p(space.data_ptr()),
-            ctypes.c_size_t(_WORKSPACE),
+            ctypes.c_size_t(_WORKSPACE_BYTES),
             ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream),
         )
         _check(status)
@@ -232,25 +238,25 @@ class Product:
         return layout
 
     def _list_algorithms(self) -> list[_Algorithm]:
-        """Those that split no sum and need no memory but for a counter."""
+        """The algorithms without split-k that need no workspace but a counter."""
         preference = ctypes.c_void_p()
         _check(self._library.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)))
-        most = ctypes.c_uint64(_WORKSPACE)
-        _set(self._library.cublasLtMatmulPreferenceSetAttribute, preference, _MAX_WORKSPACE, most)
-        # else it lists some that add up parts of a sum in the output itself, which is of 16 bits
-        _set(self._library.cublasLtMatmulPreferenceSetAttribute, preference, _SPLITS, ctypes.c_uint32(0))
+        workspace = ctypes.c_uint64(_WORKSPACE_BYTES)
+        _set(self._library.cublasLtMatmulPreferenceSetAttribute, preference, _MAX_WORKSPACE, workspace)
+        # no reduction scheme: some would accumulate split-k partials in the output, which has 16 bits
+        _set(self._library.cublasLtMatmulPreferenceSetAttribute, preference, _REDUCTION_SCHEMES, ctypes.c_uint32(0))
         first, second, third = self._layouts
-        ways, found = (_Algorithm * _MAX_WAYS)(), ctypes.c_int()
+        algorithms, found = (_Algorithm * _MAX_ALGORITHMS)(), ctypes.c_int()
         shape = self._operation, first, second, third, third
         status = self._library.cublasLtMatmulAlgoGetHeuristic(
-            self._handle, *shape, preference, _MAX_WAYS, ways, ctypes.byref(found)
+            self._handle, *shape, preference, _MAX_ALGORITHMS, algorithms, ctypes.byref(found)
         )
         self._library.cublasLtMatmulPreferenceDestroy(preference)
-        return [] if status else list(ways[: found.value])
+        return [] if status else list(algorithms[: found.value])
 
 
 class _Algorithm(ctypes.Structure):
-    """One result of the library's heuristics."""
+    """cublasLtMatmulHeuristicResult_t"""
 
     _fields_ = [
         ("algorithm", ctypes.c_uint64 * 8),
@@ -261,33 +267,34 @@ class _Algorithm(ctypes.Structure):
     ]
 
 
-# numbers of the library's interface
+# constants of cublasLt.h
 _BFLOAT16, _FLOAT16, _FLOAT32 = 14, 2, 0
-_SUM_IN_FLOAT32 = 68
-_TRANSPOSE_FIRST = 3
-_MAX_WORKSPACE, _SPLITS = 1, 3
+_COMPUTE_FLOAT32 = 68
+_TRANSPOSE_A = 3
+_MAX_WORKSPACE, _REDUCTION_SCHEMES = 1, 3
 _ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
 
-def _is_plain(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    sixteen_bits = x.dtype is weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
+def _is_eligible(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether cuBLASLt was asked about such operands: CUDA, 16 bits, contiguous, aligned."""
+    is_16_bit = x.dtype is weight.dtype and x.dtype in (torch.bfloat16, torch.float16)
     aligned = (x.data_ptr() | weight.data_ptr()) % _ALIGNMENT == 0 and (weight.shape[0] | weight.shape[1]) % 8 == 0
-    return x.is_cuda and sixteen_bits and aligned and x.is_contiguous() and weight.is_contiguous()
+    return x.is_cuda and is_16_bit and aligned and x.is_contiguous() and weight.is_contiguous()
 
 
-def _time(product: Product, way: int, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, count: int) -> float:
-    """Milliseconds of a product, in the second half of so many in a row; infinity where the way does not go."""
+def _time(gemm: LtGemm, algorithm: int, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, count: int) -> float:
+    """Milliseconds per GEMM over the second half of `count` calls; infinity if the algorithm cannot run."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     skipped = count // 2
     try:
         for turn in range(count):
             if turn == skipped:
                 begin.record()
-            product.run(way, x, weight, out)
+            gemm.run(algorithm, x, weight, out)
         end.record()
-    except LibraryError:
+    except CublasLtError:
         return math.inf
-    with sync_allowed("an engine that starts tries the library's ways"):
+    with sync_allowed("cuBLASLt autotuning at start"):
         end.synchronize()
     return float(begin.elapsed_time(end)) / (count - skipped)
 
@@ -298,8 +305,8 @@ def _is_hopper(device: torch.device) -> bool:
 
 
 @cache
-def loaded() -> Any:
-    """What torch has loaded already; None where it has another."""
+def load_library() -> Any:
+    """The cuBLASLt that torch has loaded; None if it cannot be opened."""
     version = (torch.version.cuda or "").split(".")[0]
     try:
         return ctypes.CDLL(f"libcublasLt.so.{version}")
@@ -311,7 +318,7 @@ def loaded() -> Any:
 def _handle(device: torch.device) -> ctypes.c_void_p:
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        _check(loaded().cublasLtCreate(ctypes.byref(handle)))
+        _check(load_library().cublasLtCreate(ctypes.byref(handle)))
     return handle
 
 
@@ -321,8 +328,8 @@ def _set(setter: Any, target: ctypes.c_void_p, attribute: int, value: Any) -> No
 
 def _check(status: int) -> None:
     if status:
-        raise LibraryError(f"cublasLt answered with status {status}")
+        raise CublasLtError(f"cuBLASLt returned status {status}")
 
 
-class LibraryError(RuntimeError):
-    """The library cannot do what it was asked."""
+class CublasLtError(RuntimeError):
+    """cuBLASLt returned an error status."""

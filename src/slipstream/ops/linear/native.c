@@ -1,6 +1,6 @@
-// Products of a few tokens with plain weights. With up to three tokens a row of weights is read from end to end, which
-// is what memory gives fastest (two rows side by side: two thirds of it). With more, arithmetic is the limit: three rows
-// meet four tokens, and all sums stay in registers. Each sum is made in the same order whatever the number of tokens.
+// Skinny GEMM: float32 weights times a few tokens. With up to three tokens memory bandwidth is the limit, and one weight
+// row is read from end to end (two rows at a time reach two thirds of the bandwidth). With more tokens arithmetic is the
+// limit: the register tile is 3 weight rows x 4 tokens. The order of each sum does not depend on the number of tokens.
 #include <stdint.h>
 
 #include "../native_math.h"
@@ -8,15 +8,16 @@
 #include "../native_vector.h"
 
 #define WIDTH SLIP_WIDTH
-#define PIECE 24   // rows that a thread takes at a time
-#define TOKENS 32  // tokens that meet a piece before the next ones: both then stay in the L2 cache
-#define LANES 2  // vectors of a sum, so that none waits for the one before
+#define PIECE 24   // weight rows per work item of a thread
+#define TOKENS 32  // tokens per pass over a piece: both stay in the L2 cache
+#define LANES 2  // independent accumulators per sum, to hide the latency of an FMA
 
 typedef SlipVector Vector;
 
-// `rows` and `tokens` are constants where this is used
-static inline __attribute__((always_inline)) void meet(int rows, int tokens, const float *weight, const float *x,
-                                                       int64_t size, float *out, int64_t out_stride) {
+// One register tile. Callers pass constants for `rows` and `tokens`, so that the loops unroll.
+static inline __attribute__((always_inline)) void multiply_tile(int rows, int tokens, const float *weight,
+                                                                const float *x, int64_t size, float *out,
+                                                                int64_t out_stride) {
     Vector total[3][4][LANES] = {0};
     int64_t i = 0;
     for (; i + WIDTH * LANES <= size; i += WIDTH * LANES)
@@ -45,25 +46,25 @@ void slip_plain_rows(const float *x, const float *weight, float *out, int64_t nu
     int64_t n = first, fours = num_tokens / 4 * 4;
     for (; fours && n + 3 <= last; n += 3) {
         for (int64_t t = 0; t < fours; t += 4)
-            meet(3, 4, weight + n * size, x + t * size, size, out + t * out_stride + n, out_stride);
+            multiply_tile(3, 4, weight + n * size, x + t * size, size, out + t * out_stride + n, out_stride);
         for (int64_t t = fours; t < num_tokens; t++)
-            meet(3, 1, weight + n * size, x + t * size, size, out + t * out_stride + n, out_stride);
+            multiply_tile(3, 1, weight + n * size, x + t * size, size, out + t * out_stride + n, out_stride);
     }
     for (; n < last; n++)
         for (int64_t t = 0; t < num_tokens; t += 4) {
             const float *row = weight + n * size, *a = x + t * size;
             float *o = out + t * out_stride + n;
             switch (num_tokens - t) {
-                case 1: meet(1, 1, row, a, size, o, out_stride); break;
-                case 2: meet(1, 2, row, a, size, o, out_stride); break;
-                case 3: meet(1, 3, row, a, size, o, out_stride); break;
-                default: meet(1, 4, row, a, size, o, out_stride);
+                case 1: multiply_tile(1, 1, row, a, size, o, out_stride); break;
+                case 2: multiply_tile(1, 2, row, a, size, o, out_stride); break;
+                case 3: multiply_tile(1, 3, row, a, size, o, out_stride); break;
+                default: multiply_tile(1, 4, row, a, size, o, out_stride);
             }
         }
 }
 
-// out [tokens, rows] = x [tokens, size] times weight [rows, size]
-void slip_few_tokens(const float *x, const float *weight, float *out, int64_t num_tokens, int64_t num_rows,
+// out [tokens, rows] = x [tokens, size] times the transpose of weight [rows, size]
+void slip_skinny_gemm(const float *x, const float *weight, float *out, int64_t num_tokens, int64_t num_rows,
                      int64_t size) {
 #pragma omp parallel for if (num_rows * size > 16384)
     for (int64_t n = 0; n < num_rows; n += PIECE)

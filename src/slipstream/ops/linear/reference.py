@@ -1,4 +1,4 @@
-"""Products in plain torch: the CPU path, the oracle, and on CUDA the library's own for more than a few rows."""
+"""GEMM in plain torch: the CPU path, the oracle of the kernels, and cuBLAS on CUDA."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def linear_transposed(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """With the weight as [in, out]: the library for ARM reads it a fifth faster so, and adds the bias on the way."""
+    """weight: [in, out]. The library for ARM reads this layout a fifth faster and adds the bias in its epilogue."""
     return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)

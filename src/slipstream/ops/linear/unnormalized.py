@@ -1,9 +1,9 @@
-"""Products one after another with a residual and a norm between them.
+"""Chains: GEMMs in sequence with a residual add and an RMS norm between them.
 
-The product before adds the residual itself, and the sum waits for its norm as an `Unnormalized`. An RMS norm divides a
-row by one number, and what is made of the row can be divided afterwards as well: so where `triton/streaming_hopper.py`
-serves, the product before also multiplies by the norm's weights and leaves sums of squares, one for each block of its
-outputs; the product after adds these up and divides, and the norm has no kernel of its own.
+The first GEMM adds the residual in its epilogue and returns the sum before its norm, as an `Unnormalized`. An RMS norm
+divides a row by one number, so the division can follow the next GEMM. In a "streamed" chain
+(`triton/streaming_hopper.py`) the first GEMM also multiplies by the norm's weights and stores sums of squares, one per
+row and block of outputs; the second GEMM adds these up and divides. The norm then has no kernel of its own.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Literal, NamedTuple
 import torch
 
 Chain = Literal["streamed", "library", ""]
-"""Who makes the products: our kernel for Hopper; the library, with norms apart; or they are better made one by one."""
+"""streamed: the Hopper kernel, norms fused. library: cuBLAS, norms apart. "": no chain, single GEMMs are faster."""
 
 
 class Unnormalized(NamedTuple):
-    """Rows whose norm is still to be finished, or to be begun."""
+    """Rows before their RMS norm, which the next GEMM finishes (with `squares`) or computes (without)."""
 
-    total: torch.Tensor  # [rows, size] the sum of x and residual, which is the next residual
+    total: torch.Tensor  # [rows, size] the sum with the residual; also the next residual
     norm: torch.Tensor  # [size] weights
     eps: float
-    weighted: torch.Tensor | None = None  # [rows, size] times the norm's weights
-    squares: torch.Tensor | None = None  # [rows, blocks] float32, summed over blocks of `total`
+    weighted: torch.Tensor | None = None  # [rows, size] total times the norm's weights
+    squares: torch.Tensor | None = None  # [rows, blocks] float32, sums of squares of each block of `total`

@@ -1,7 +1,7 @@
-"""Products of few rows on CUDA: the weight is streamed once, and nothing else matters."""
+"""GEMMs of few rows in Triton, bound by the time to read the weight."""
 
-from slipstream.ops.linear.triton.epilogue import Norm, can_stream, streams_well
+from slipstream.ops.linear.triton.epilogue import Norm
 from slipstream.ops.linear.triton.gemv import GemvTile, gemv
-from slipstream.ops.linear.triton.skinny_mma import SkinnyTile, skinny_mma, skinny_mma_wins
+from slipstream.ops.linear.triton.skinny_mma import SkinnyTile, skinny_mma
 
-__all__ = ["GemvTile", "Norm", "SkinnyTile", "can_stream", "gemv", "skinny_mma", "skinny_mma_wins", "streams_well"]
+__all__ = ["GemvTile", "Norm", "SkinnyTile", "gemv", "skinny_mma"]

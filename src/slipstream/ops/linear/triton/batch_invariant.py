@@ -1,7 +1,7 @@
-"""Products on CUDA in which a row's result does not depend on how many others there are, to the last bit.
+"""Batch-invariant GEMM on CUDA: the bits of a row's result do not depend on the other rows of the batch.
 
-A library takes another kernel, with another order of sums, for another number of rows. Here there is one: every tile
-of the result sums along the whole row in the same steps, and nothing in it is special to a number of rows.
+cuBLAS selects another kernel, with another order of sums, for another number of rows. This kernel is used for every
+number of rows: each output tile accumulates along the whole input in the same steps.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 
 def batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [rows, in] times weight [out, in], transposed. bfloat16, float16 or float32."""
+    """x [rows, in] times the transpose of weight [out, in], in bfloat16, float16 or float32."""
     x = x.contiguous()
     num_rows, size = x.shape
     num_out = len(weight)
@@ -27,7 +27,7 @@ def batch_invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Te
     return out
 
 
-# grid: (tiles of 64 rows x tiles of 64 outputs,), the rows of one stretch of weights one after another
+# grid: (row tiles x output tiles,), both of 64; the row tiles of one output tile are adjacent, to share its weights
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["x", "out"])
 def _batch_invariant_kernel(x, weight, bias, out, num_rows, num_out, SIZE: tl.constexpr, BLOCK_IN: tl.constexpr):
     ROWS: tl.constexpr = 64

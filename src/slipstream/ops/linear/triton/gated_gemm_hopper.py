@@ -1,10 +1,10 @@
-"""Products of very many rows on Hopper, with the activation after them: of gates and ups, or gelu of a plain one.
+"""GEMM of 1024 and more rows on Hopper with a fused activation: gated (gate and up projection), or elementwise gelu.
 
-The library would write them for another kernel to read: of gates and ups twice as many numbers as the network goes on
-with, at the limit of the device's power. Each program takes tiles of 128 rows and twice 128 outputs in turn, gates and
-ups or columns of either half: one warp fetches, and two groups of four compute 64 rows each. The second group keeps
-some steps behind the first where sums are long, so that one ends its tile while the other has the matrix units. Written
-in Gluon, as `streaming_hopper.py`.
+With cuBLAS a second kernel would read the GEMM's output again; a gate and up projection has twice as many columns as
+the network needs, and the GPU runs at its power limit. A program computes tiles of 128 rows x twice 128 outputs (gate
+and up, or columns of the left and the right half): one producer warp, two consumer warpgroups with 64 rows each. Where
+sums are long the second warpgroup runs some steps behind the first, so that the epilogue of one overlaps the MMAs of
+the other. Written in Gluon, as `streaming_hopper.py`.
 """
 
 from __future__ import annotations
@@ -27,34 +27,34 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from slipstream.ops.linear.triton.epilogue import GATES
 
-ROWS = gl.constexpr(64)  # of a group
-SIZE = gl.constexpr(128)  # gates of a tile, and ups; or columns of each half
-WIDTH = gl.constexpr(64)  # inputs of a step: 128 bytes
+ROWS = gl.constexpr(64)  # per warpgroup
+SIZE = gl.constexpr(128)  # gate columns per tile, and up columns; or columns of each half
+WIDTH = gl.constexpr(64)  # inputs per step: 128 bytes
 STAGES = gl.constexpr(4)
-GROUP = gl.constexpr(16)  # blocks of rows whose tiles are made together: what they read lies in the device's cache
-LONG = 2048  # inputs from which it pays that one group is ahead
-# A program has a multiprocessor to itself. Its registers, shared out evenly, are 168 a thread; the warp that fetches
-# gives most of its own to those that compute.
+GROUP = gl.constexpr(16)  # row blocks whose tiles are computed together, so that the weight stays in the L2 cache
+LONG = 2048  # inputs from which the stagger of the warpgroups pays
+# One program per multiprocessor. An even split of the registers gives 168 per thread; the producer warp gives most of
+# its registers to the consumers.
 EVEN_REGISTERS = 168
 COMPUTE_REGISTERS = gl.constexpr(240)
 FETCH_REGISTERS = gl.constexpr(24)
-GELU = gl.constexpr(3)  # beside those of GATES
+GELU = gl.constexpr(3)  # a value of GATE besides those of GATES
 
 
 def gated_gemm(x: torch.Tensor, weight: torch.Tensor, gate: str) -> torch.Tensor:
-    """x [rows, in] times gates and then ups [2 * out, in], through the activation."""
+    """x [rows, in] times gate rows then up rows [2 * out, in], and the gated activation: [rows, out]."""
     out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, out, None, GATES[gate], 2 if x.shape[1] >= LONG else 0)
     return out
 
 
 def can_fuse_gelu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> bool:
-    """Either half of the columns is a number of whole tiles."""
+    """Whether each half of the outputs is a multiple of the tile size, and all operands have one 16-bit dtype."""
     return len(weight) % (2 * SIZE.value) == 0 and x.dtype == weight.dtype == bias.dtype and x.element_size() == 2
 
 
 def gelu_gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Gelu of x [rows, in] times weight [out, in] plus bias [out]."""
+    """gelu(x [rows, in] times the transpose of weight [out, in] + bias [out])."""
     assert can_fuse_gelu(x, weight, bias), f"{weight.shape} in {x.dtype}"
     out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     _launch(x, weight, out, bias, GELU.value, 0)
@@ -88,11 +88,11 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _describe(matrix: torch.Tensor, box: list[int]) -> Any:
-    # all kinds of 16 bits lie alike
+    # the layout is the same for both 16-bit dtypes
     return TensorDescriptor.from_tensor(matrix, box, gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16))
 
 
-# grid: (multiprocessors,) over (group of row blocks, block of outputs, row block)
+# grid: (multiprocessors,), persistent over (group of row blocks, block of outputs, row block)
 @gluon.jit(do_not_specialize=["row_blocks"])
 def _gate_kernel(x, weight, out, bias, half, num_steps, row_blocks, blocks, GATE: gl.constexpr, AHEAD: gl.constexpr):
     TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([2 * SIZE, WIDTH], x.dtype)
@@ -123,7 +123,7 @@ def _gate_kernel(x, weight, out, bias, half, num_steps, row_blocks, blocks, GATE
 
 @gluon.jit
 def _fetch(tiles, x, weight, shape):
-    """One warp: all tiles of this program, as far ahead as there is room."""
+    """The producer warp: loads all tiles of this program, as far ahead as the pipeline has stages."""
     ws, xs, there, used = tiles
     half, num_steps, row_blocks, blocks = shape
     done = 0
@@ -136,7 +136,7 @@ def _fetch(tiles, x, weight, shape):
             mbarrier.wait(used.index(stage), (done // STAGES & 1) ^ 1)
             mbarrier.expect(bar, 2 * (SIZE + ROWS) * WIDTH * 2)
             tma.async_copy_global_to_shared(x, [row * (2 * ROWS), k], bar, xs.index(stage))
-            # gates, and below them the ups they belong to
+            # gate rows, and below them the up rows of the same outputs
             halves = ws.index(stage)
             tma.async_copy_global_to_shared(weight, [block * SIZE, k], bar, halves.slice(0, SIZE))
             tma.async_copy_global_to_shared(weight, [half + block * SIZE, k], bar, halves.slice(SIZE, SIZE))
@@ -155,7 +155,7 @@ def _compute(
     GATE: gl.constexpr,
     AHEAD: gl.constexpr,
 ):
-    """Four warps: one half of each tile of this program."""
+    """A consumer warpgroup: MMA and epilogue of one half of the rows of each tile."""
     ws, xs, there, used = tiles
     half, num_steps, row_blocks, blocks = shape
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * SIZE, 16])
@@ -171,7 +171,7 @@ def _compute(
             mbarrier.wait(there.index(stage), done // STAGES & 1)
             part = xs.index(stage).slice(HALF * ROWS, ROWS)
             acc = warpgroup_mma(part, ws.index(stage).permute((1, 0)), acc, is_async=True)
-            # this step's are under way, those of the one before are done
+            # the MMA of this step is in flight, that of the previous step is complete
             acc = warpgroup_mma_wait(1, deps=(acc,))
             if step > 0:
                 mbarrier.arrive(used.index((done - 1) % STAGES), count=1)
@@ -185,14 +185,14 @@ def _compute(
         gate, up = gl.split(gl.permute(gl.reshape(acc, [ROWS, 2, SIZE]), (0, 2, 1)))
         own_rows, column = (row * 2 + HALF) * ROWS, block * SIZE
         if GATE == GELU:
-            _leave(_gelu(_biased(gate, bias, column, KEPT)), own_rows, column, result, out, KEPT)
-            _leave(_gelu(_biased(up, bias, half + column, KEPT)), own_rows, half + column, result, out, KEPT)
+            _store_tile(_gelu(_biased(gate, bias, column, KEPT)), own_rows, column, result, out, KEPT)
+            _store_tile(_gelu(_biased(up, bias, half + column, KEPT)), own_rows, half + column, result, out, KEPT)
         else:
             slope = gate
             if GATE == 2:
                 # (1 + tanh(z)) / 2 = sigmoid(2z), with z = sqrt(2 / pi) (x + 0.044715 x^3)
                 slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-            _leave(gate / (1.0 + gl.exp(-slope)) * up, own_rows, column, result, out, KEPT)
+            _store_tile(gate / (1.0 + gl.exp(-slope)) * up, own_rows, column, result, out, KEPT)
     tma.store_wait(0)
 
 
@@ -203,9 +203,9 @@ def _biased(sums, bias, column, KEPT: gl.constexpr):
 
 
 @gluon.jit
-def _leave(value, row, column, result, out, KEPT: gl.constexpr):
+def _store_tile(value, row, column, result, out, KEPT: gl.constexpr):
     value = value.to(out.dtype)
-    tma.store_wait(0)  # the last result has left
+    tma.store_wait(0)  # the previous result has been copied from shared memory
     result.store(gl.convert_layout(value, KEPT))
     fence_async_shared()
     tma.async_copy_shared_to_global(out, [row, column], result)
@@ -213,7 +213,7 @@ def _leave(value, row, column, result, out, KEPT: gl.constexpr):
 
 @gluon.jit
 def _gelu(x):
-    """By Abramowitz and Stegun's 7.1.26, which is off by 1.5e-7 at most and a third of the work of erf."""
+    """erf by Abramowitz and Stegun 7.1.26: an error of at most 1.5e-7, a third of the instructions of erf."""
     size = gl.abs(x)
     t = gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;",
@@ -232,7 +232,7 @@ def _gelu(x):
 
 @gluon.jit
 def _place(tile, row_blocks, blocks):
-    """Row block and block of outputs: some row blocks at a time, which take turns."""
+    """The row block and the output block of a tile: GROUP row blocks for each output block in turn."""
     first = tile // (GROUP * blocks) * GROUP
     size = gl.minimum(row_blocks - first, GROUP)
     inside = tile % (GROUP * blocks)

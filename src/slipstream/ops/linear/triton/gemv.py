@@ -1,7 +1,7 @@
-"""Products of a row or two: plain arithmetic, and all that counts is to have the weight on its way early.
+"""GEMV for 1 or 2 rows: bandwidth-bound, so a program loads weights before its input is ready.
 
-What stands around a product is done inside it: the sum with a residual and the norm before, a gated activation after.
-The order of every sum is fixed by the shape.
+The residual add and RMS norm before the product and the gated activation after it are fused. The shape alone fixes the
+order of every sum.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.linear.triton.epilogue import GATES, Norm, finish, weight_rows
+from slipstream.ops.linear.triton.epilogue import GATES, Norm, store_epilogue, weight_rows
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 
 class GemvTile(NamedTuple):
-    outputs: int  # rows of the weight that a program reads
-    inputs: int  # at once
+    outputs: int  # weight rows per program
+    inputs: int  # columns per load
     warps: int
 
 
 def gemv(
     x: torch.Tensor,  # [rows, in]
-    weight: torch.Tensor,  # [out, in], or gates and then ups: [2 * out, in]
+    weight: torch.Tensor,  # [out, in]; gated: gate rows, then up rows, [2 * out, in]
     bias: torch.Tensor | None = None,
     norm: Norm | None = None,
     gate: str = "",
     tile: GemvTile | None = None,
 ) -> torch.Tensor:
-    """Each program reads some weight rows whole; plain arithmetic, so for a row or two."""
+    """Each program reads whole weight rows and multiplies in float32 without tensor cores."""
     rows, num_in = x.shape
     num_out = len(weight) // 2 if gate else len(weight)
     assert weight.stride(1) == 1 and x.stride(1) == 1, "inputs must be contiguous"
@@ -63,7 +63,7 @@ def gemv(
 
 
 def gemv_tile(num_in: int, gate: str) -> GemvTile:
-    """Enough programs to fill the chip, each with enough bytes on the way; settled by benchmarks/ops/linear.py."""
+    """Enough programs to fill the GPU, each with enough bytes in flight; measured with benchmarks/ops/linear.py."""
     if num_in <= 1024:
         return GemvTile(4, 1024, 4)
     return GemvTile(2, 2048, 8) if num_in <= 8192 or gate else GemvTile(1, 1024, 4)
@@ -93,13 +93,13 @@ def _gemv_kernel(
     DEPENDENT: tl.constexpr,
 ):
     release_next(DEPENDENT)
-    # all have three dimensions: rows, outputs, inputs
+    # three dimensions: rows, outputs, inputs
     row = tl.arange(0, PADDED)[:, None, None]
     k = tl.arange(0, BLOCK_IN)[None, None, :]
     source, inside = weight_rows(tl.program_id(0), num_out, GATE, BLOCK_OUT)
     start = weight + source.to(tl.int64)[None, :, None] * weight_stride + k
     inside = inside[None, :, None]
-    # one block ahead, the first before there is anything to multiply
+    # weights are loaded one block ahead, the first block before x is ready
     w = tl.load(start, mask=inside & (k < IN), other=0.0, eviction_policy="evict_first")
     wait_for_previous(DEPENDENT)
     sums = tl.zeros((PADDED, BLOCK_OUT, BLOCK_IN), tl.float32)
@@ -126,4 +126,4 @@ def _gemv_kernel(
     if norm is not None:
         result *= tl.rsqrt(tl.sum(squares, 2) / IN + eps)
     row = tl.arange(0, PADDED)
-    finish(result, row, row < ROWS, bias, out, tl.program_id(0), num_out, GATE, PADDED, BLOCK_OUT)
+    store_epilogue(result, row, row < ROWS, bias, out, tl.program_id(0), num_out, GATE, PADDED, BLOCK_OUT)

@@ -1,6 +1,6 @@
-"""Products of 3 to 32 rows on the matrix units, on GPUs for which `streaming_hopper.py` was not made.
+"""Skinny GEMM for 3 to 32 rows on tensor cores, for GPUs without `streaming_hopper.py`.
 
-Rows are padded to 16 or 32, which costs nothing while the weight is read. The order of every sum is fixed by the shape.
+Rows are padded to 16 or 32, which costs no time while the weight is read. The shape alone fixes the order of every sum.
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.ops.linear.triton.epilogue import GATES, counters, finish, weight_rows
+from slipstream.ops.linear.triton.epilogue import GATES, counters, store_epilogue, weight_rows
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 
 class SkinnyTile(NamedTuple):
     outputs: int
     inputs: int
-    splits: int  # programs that share an output, each with some of the inputs
-    warps: int  # each has some of the inputs of a block
+    splits: int  # split-k
+    warps: int  # each sums a part of the inputs of a block
     stages: int
 
 
 def skinny_mma(
     x: torch.Tensor,  # [rows, in], up to 32 rows
-    weight: torch.Tensor,  # [out, in], or gates and then ups: [2 * out, in]
+    weight: torch.Tensor,  # [out, in]; gated: gate rows, then up rows, [2 * out, in]
     bias: torch.Tensor | None = None,
     gate: str = "",
     tile: SkinnyTile | None = None,
 ) -> torch.Tensor:
-    """On the matrix units: rows are padded to 16 or 32, which costs nothing while the weight is read."""
     rows, num_in = x.shape
     num_out = len(weight) // 2 if gate else len(weight)
     assert weight.stride(1) == 1 and x.stride(1) == 1, "inputs must be contiguous"
@@ -43,7 +42,7 @@ def skinny_mma(
     if tile.splits > 1:
         partials = torch.empty((tile.splits, blocks, padded, tile.outputs), dtype=torch.float32, device=x.device)
         arrived = counters(weight)
-        assert blocks <= len(arrived), f"{blocks} blocks of outputs, and counters for {len(arrived)}"
+        assert blocks <= len(arrived), f"{blocks} blocks of outputs, but {len(arrived)} counters"
     _skinny_mma_kernel[(blocks, tile.splits)](
         x,
         weight,
@@ -72,13 +71,8 @@ def skinny_mma(
     return out
 
 
-def skinny_mma_wins(rows: int, num_out: int, num_in: int) -> bool:
-    """Against the library, by benchmarks/ops/linear.py."""
-    return rows <= 16 and num_out * num_in <= 8 << 20
-
-
 def skinny_tile(num_in: int) -> SkinnyTile:
-    """All of a program's weight at once, in registers."""
+    """A program holds all its weights in registers."""
     if num_in <= 1024:
         return SkinnyTile(16, 1024, 1, 4, 1)
     if num_in <= 2048:
@@ -120,14 +114,14 @@ def _skinny_mma_kernel(
     source = tl.where(inside, source, 0)
     begin = split * split_size
     end = tl.minimum(begin + split_size, num_in)
-    # three dimensions: each warp has its share of the inputs, and sums for all outputs
+    # three dimensions: each warp sums its part of the inputs for all outputs
     SHARE: tl.constexpr = BLOCK_IN // PARTS
     k = begin + tl.arange(0, PARTS)[:, None, None] * SHARE + tl.arange(0, SHARE)[None, None, :]
     weights = weight + source.to(tl.int64)[None, :, None] * weight_stride + k
     rows = x + row.to(tl.int64)[None, :, None] * x_stride + k
     total = tl.zeros((PARTS, BLOCK_ROWS, BLOCK_OUT), tl.float32)
     if WHOLE:
-        # all that this program reads of the weight, before there is anything to multiply
+        # loads all weights of this program before x is ready
         right = tl.load(weights, mask=k < end, other=0.0, eviction_policy="evict_first")
         wait_for_previous(DEPENDENT)
         left = tl.load(rows, mask=there & (k < end), other=0.0)
@@ -148,7 +142,7 @@ def _skinny_mma_kernel(
         tile = row[:, None] * BLOCK_OUT + lane[None, :]
         blocks = tl.num_programs(0)
         tl.store(partials + (split * blocks + block).to(tl.int64) * (BLOCK_ROWS * BLOCK_OUT) + tile, total)
-        # every thread's stores are made before one of them tells of it
+        # all threads store their partial sums before one increments the counter
         tl.debug_barrier()
         before = tl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu")
         tl.debug_barrier()
@@ -157,7 +151,7 @@ def _skinny_mma_kernel(
             for other in tl.static_range(SPLITS):
                 start = partials + (other * blocks + block).to(tl.int64) * (BLOCK_ROWS * BLOCK_OUT)
                 total += tl.load(start + tile, cache_modifier=".cg")
-            finish(total, row, row < num_rows, bias, out, block, num_out, GATE, BLOCK_ROWS, BLOCK_OUT)
+            store_epilogue(total, row, row < num_rows, bias, out, block, num_out, GATE, BLOCK_ROWS, BLOCK_OUT)
             tl.store(arrived + block, 0)
     else:
-        finish(total, row, row < num_rows, bias, out, block, num_out, GATE, BLOCK_ROWS, BLOCK_OUT)
+        store_epilogue(total, row, row < num_rows, bias, out, block, num_out, GATE, BLOCK_ROWS, BLOCK_OUT)

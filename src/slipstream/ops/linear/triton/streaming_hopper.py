@@ -1,9 +1,9 @@
-"""Products of 3 to 256 rows on Hopper: the weight comes by tensor copies, far ahead, and before the kernel that makes x
-is done.
+"""Skinny GEMM for 3 to 256 rows on Hopper: TMA loads the weight many stages ahead, and before x is ready.
 
-The weight is the left side of the product, so that few rows waste nothing. What stands around it in a decoder's layer
-is done inside: the end of a norm before it; bias, activation or residual, and the beginning of the next norm, after it.
-Written in Gluon, which has no interpreter: `tests/ops/test_kernels_compile.py` compiles it anywhere, `-m cuda` runs it.
+The weight is the left operand of the MMA, so that padding of few rows wastes no work. The steps around the GEMM in a
+decoder layer are fused: the division of the previous norm before it; bias, gated activation or residual, and the
+weighting of the next norm after it (`../unnormalized.py`). Written in Gluon, which has no interpreter:
+`tests/ops/test_kernels_compile.py` compiles it on any machine, `pytest -m cuda` runs it.
 """
 
 from __future__ import annotations
@@ -23,31 +23,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from slipstream.ops.linear.triton.epilogue import GATES, SMALL, counters
+from slipstream.ops.linear.capability import SMALL_WEIGHT
+from slipstream.ops.linear.triton.epilogue import GATES, counters
 from slipstream.ops.linear.unnormalized import Unnormalized
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
-WIDTH = gl.constexpr(64)  # inputs that one tensor copy brings: 128 bytes
+WIDTH = gl.constexpr(64)  # inputs per TMA copy: 128 bytes
 FETCH_REGISTERS = gl.constexpr(24)
-MEMORY = 195 << 10  # bytes that a program takes for what is on its way: one program a multiprocessor
+MEMORY = 195 << 10  # bytes of shared memory for the pipeline of one program; one program per multiprocessor
 MULTIPROCESSORS = 132
 
 
 class StreamTile(NamedTuple):
-    splits: int  # programs that share outputs, each with some of the inputs
-    outputs: int = 64  # of a program, gates and ups together
-    rows: int = 0  # of a program; 0: all
-    copies: int = 2  # of the weight, in one stage
+    splits: int  # split-k
+    outputs: int = 64  # per program, gate and up rows together
+    rows: int = 0  # per program; 0: all
+    copies: int = 2  # TMA copies of the weight per pipeline stage
 
 
 def streaming_gemm(
     x: torch.Tensor | Unnormalized,  # [rows, in]
-    weight: torch.Tensor,  # [out, in], or gates and then ups: [2 * out, in]
+    weight: torch.Tensor,  # [out, in]; gated: gate rows, then up rows, [2 * out, in]
     bias: torch.Tensor | None,
     gate: str,
     tile: StreamTile | None = None,
 ) -> torch.Tensor:
-    """The product, of the norm if x is on its way through one."""
+    """The GEMM of x, or of the norm of an `Unnormalized` x."""
     rows = len(x) if isinstance(x, torch.Tensor) else len(x.total)
     num_out = len(weight) // 2 if gate else len(weight)
     out = torch.empty((rows, num_out), dtype=weight.dtype, device=weight.device)
@@ -63,7 +64,7 @@ def streaming_gemm_add(
     eps: float,
     tile: StreamTile | None = None,
 ) -> Unnormalized:
-    """The product plus the residual, on its way through a norm."""
+    """residual + the GEMM, with what the next GEMM needs to finish the norm of the sum."""
     tile = tile or stream_tile(len(x), len(weight), weight.shape[1], "")
     assert residual.is_contiguous() and residual.shape == (len(x), len(weight)), f"{residual.shape}"
     total, weighted = (torch.empty(residual.shape, dtype=x.dtype, device=x.device) for _ in range(2))
@@ -98,7 +99,7 @@ def _launch(
         shape = (tile.splits, blocks * row_blocks, outputs * padded)
         partials = torch.empty(shape, dtype=torch.float32, device=x.device)
         arrived = counters(weight)
-        assert blocks * row_blocks <= len(arrived), f"{blocks} x {row_blocks} blocks, and counters for {len(arrived)}"
+        assert blocks * row_blocks <= len(arrived), f"{blocks} x {row_blocks} blocks, but {len(arrived)} counters"
     _streaming_kernel[(row_blocks, blocks, tile.splits)](
         _describe(x, padded),
         _describe(weight, outputs // 2 if gate else outputs),
@@ -131,14 +132,14 @@ def _launch(
 
 
 def stream_tile(rows: int, num_out: int, num_in: int, gate: str) -> StreamTile:
-    """Enough programs to fill the chip; settled by benchmarks/ops/layer.py. With few rows and outputs programs share
-    them, so that all of each one's weight is on its way at once."""
+    """Enough programs to fill the GPU; measured with benchmarks/ops/layer.py. With few rows and outputs split-k makes a
+    program's part so small that all its weights are in flight at once."""
     blocks = triton.cdiv(num_out, 64)
-    is_small = num_out * num_in <= SMALL
+    is_small = num_out * num_in <= SMALL_WEIGHT
     if rows <= 32 or (rows <= 64 and is_small and not gate):
-        most = MULTIPROCESSORS // blocks
-        splits = max(1, min(triton.cdiv(num_in, 1024), most)) if blocks <= 64 else 1
-        return StreamTile(splits, rows=min(32, _padded(rows)), copies=4 if splits == 1 and most else 2)
+        max_splits = MULTIPROCESSORS // blocks
+        splits = max(1, min(triton.cdiv(num_in, 1024), max_splits)) if blocks <= 64 else 1
+        return StreamTile(splits, rows=min(32, _padded(rows)), copies=4 if splits == 1 and max_splits else 2)
     if rows <= 64 and not is_small:
         return StreamTile(max(1, min(triton.cdiv(num_in, 6144), MULTIPROCESSORS // blocks)))
     if gate:
@@ -234,7 +235,7 @@ def _fetch(
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """One warp: as much of the weight as there is room for, then x once it is made, then the rest of both."""
+    """The producer warp: loads weights until the pipeline is full, then x when it is ready, then the rest of both."""
     ws, xs, there, used = tiles
     ready = gl.minimum(count, STAGES)
     for step in range(ready):
@@ -262,7 +263,7 @@ def _copy_weight(
     ROWS: gl.constexpr,
     COPIES: gl.constexpr,
 ):
-    """Start copying what a step reads of the weight. Its barrier waits for x too."""
+    """Starts the weight copies of one stage. The barrier of the stage counts the bytes of x too."""
     HALF: gl.constexpr = OUTPUTS // 2
     block = gl.program_id(1)
     bar = there.index(stage)
@@ -271,7 +272,7 @@ def _copy_weight(
         k = (step * COPIES + part) * WIDTH
         tile = ws.index(stage * COPIES + part)
         if GATE:
-            # gates, and below them the ups they belong to
+            # gate rows, and below them the up rows of the same outputs
             tma.async_copy_global_to_shared(weight, [block * HALF, k], bar, tile.slice(0, HALF))
             tma.async_copy_global_to_shared(weight, [num_out + block * HALF, k], bar, tile.slice(HALF, HALF))
         else:
@@ -300,21 +301,21 @@ def _compute(
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """A warp for 16 outputs: the sums, and what follows them."""
+    """The consumer warps, one per 16 outputs: MMA and epilogue."""
     ws, xs, there, used = tiles
     squares, eps, num_in, bias, residual, norm, num_rows, num_out = given
     out, weighted, made, partials, arrived = results
     WARPS: gl.constexpr = OUTPUTS // 16
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, ROWS, 16])
     SIZE: gl.constexpr = OUTPUTS // 2 if GATE else OUTPUTS
-    # lanes beside each other, as out has them
+    # adjacent lanes hold adjacent outputs, as out is laid out
     LINES: gl.constexpr = gl.BlockedLayout([2 if SIZE >= 64 else 1, 1], [32, 1], [1, WARPS], [0, 1])
     row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, LINES))
     own = gl.program_id(1) * SIZE + gl.arange(0, SIZE, gl.SliceLayout(1, LINES))
     inside = own < num_out
     mask = gl.expand_dims(inside, 1) & gl.expand_dims(row < num_rows, 0)
     place = gl.expand_dims(row * num_out, 0) + gl.expand_dims(own, 1)
-    # what is needed after the sums is on its way together with x
+    # operands of the epilogue are loaded while x is
     wait_for_previous(DEPENDENT)
     if squares is not None:
         part = gl.expand_dims(gl.arange(0, triton.next_power_of_2(PARTS), gl.SliceLayout(1, LINES)), 1)
@@ -330,13 +331,13 @@ def _compute(
         for copy in gl.static_range(COPIES):
             tile = stage * COPIES + copy
             acc = warpgroup_mma(ws.index(tile), xs.index(tile).permute((1, 0)), acc, is_async=True)
-        # this step's are under way, those of the one before are done
+        # the MMAs of this step are in flight, those of the previous step are complete
         acc = warpgroup_mma_wait(COPIES, deps=(acc,))
-        if (step > 0) & (step + STAGES <= count):  # whoever fetches waits for it
+        if (step > 0) & (step + STAGES <= count):  # the producer waits for this stage
             mbarrier.arrive(used.index((step - 1) % STAGES), count=1)
     acc = warpgroup_mma_wait(0, deps=(acc,))
 
-    gl.thread_barrier()  # all have read x: the sums may lie where it was
+    gl.thread_barrier()  # all warps have read x: its shared memory is reused for the sums
     sums = xs._reinterpret(gl.float32, [OUTPUTS, ROWS], gl.SwizzledSharedLayout(8, 2, 4, [0, 1]))
     is_last = True
     if SPLITS > 1:
@@ -345,7 +346,7 @@ def _compute(
         lane = gl.expand_dims(gl.arange(0, OUTPUTS, gl.SliceLayout(1, SUMS)), 1)
         where = partials + lane + gl.expand_dims(gl.arange(0, ROWS, gl.SliceLayout(0, SUMS)) * OUTPUTS, 0)
         gl.store(where + (gl.program_id(2) * blocks + block).to(gl.int64) * (OUTPUTS * ROWS), acc)
-        # every thread's stores are made before one of them tells of it
+        # all threads store their partial sums before one increments the counter
         gl.thread_barrier()
         is_last = gl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu") == SPLITS - 1
         gl.thread_barrier()

@@ -1,0 +1,210 @@
+"""Dispatch table of `linear`: the kernels in order of preference. The first kernel that accepts a call runs it.
+
+With few rows a GEMM is limited by the time to read the weight. Our kernels read the weight faster than cuBLAS at the
+sizes below; cuBLAS computes the others. The limits were measured on an H200 with `benchmarks/ops/linear.py` (single
+GEMMs) and `benchmarks/ops/layer.py` (chains). The condition of a kernel reads sizes, strides and addresses, never a
+value on the device. The first launch of a Triton kernel imports triton.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
+from slipstream.ops.linear import cublaslt_tuned, native, reference
+from slipstream.ops.linear.capability import SMALL_WEIGHT, supports_tma
+from slipstream.ops.linear.unnormalized import Chain
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+"""Elementwise, [rows, out] to [rows, out]; or gated, [rows, gate columns then up columns] to half as many columns."""
+
+MAX_GEMV_ROWS = 2  # more rows need the tensor cores
+MAX_GEMV_NORM_INPUTS = 2048  # each program normalizes the rows again, which costs too much for longer rows
+MAX_SKINNY_ROWS = 16
+MAX_STREAMED_ROWS = 64
+MAX_STREAMED_ROWS_OF_LARGE_WEIGHT = 32  # with more rows a program reads as many bytes of x as of the weight
+MAX_CHAINED_ROWS = 256  # a chain also saves the norms and the reads and writes between GEMMs
+MAX_CHAINED_ROWS_OF_LARGE_WEIGHT = 64
+
+FUSED_ACTIVATIONS: dict[Activation | None, str] = {None: "", silu_and_mul: "silu", gelu_tanh_and_mul: "gelu_tanh"}
+"""What the epilogues of gemv, skinny_mma and streaming_hopper compute, by the name that the kernels know."""
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class GemmCall(NamedTuple):
+    """activation(x @ weight.T + bias)"""
+
+    x: torch.Tensor  # [rows, in]
+    weight: torch.Tensor  # [out, in]; for a gated activation the gate rows, then the up rows
+    bias: torch.Tensor | None  # [out]
+    activation: Activation | None
+
+
+class Kernel(NamedTuple):
+    name: str
+    accepts: Callable[[GemmCall], bool]
+    launch: Callable[[GemmCall], torch.Tensor]
+
+
+def choose(call: GemmCall) -> Kernel:
+    """The kernel for a call without an activation or with a gated one."""
+    for kernel in CUDA_KERNELS if call.x.is_cuda else CPU_KERNELS:
+        if kernel.accepts(call):
+            return kernel
+    raise AssertionError("the last kernel of a table accepts every call")
+
+
+def accepts_norm(call: GemmCall) -> bool:
+    """Whether gemv computes the RMS norm of x too."""
+    return call.x.is_cuda and _accepts_gemv(call) and call.x.shape[1] <= MAX_GEMV_NORM_INPUTS
+
+
+def choose_chain(x: torch.Tensor, weight: torch.Tensor) -> Chain:
+    """The fastest kind of chain for a weight and an x of this many rows; "" if single GEMMs are faster."""
+    if not x.is_cuda or x.element_size() != 2:
+        return ""
+    rows = len(x)
+    if (
+        _HAS_TRITON
+        and x.dtype is torch.bfloat16
+        and MAX_GEMV_ROWS < rows <= MAX_CHAINED_ROWS
+        and _streaming_is_faster(x, weight, MAX_CHAINED_ROWS_OF_LARGE_WEIGHT)
+    ):
+        return "streamed"
+    return "library" if rows > MAX_STREAMED_ROWS else ""
+
+
+def _accepts_gemv(call: GemmCall) -> bool:
+    return 0 < len(call.x) <= MAX_GEMV_ROWS and _has_fused_epilogue(call)
+
+
+def _accepts_streaming_hopper(call: GemmCall) -> bool:
+    return (
+        0 < len(call.x) <= MAX_STREAMED_ROWS
+        and _has_fused_epilogue(call)
+        and _streaming_is_faster(call.x, call.weight, MAX_STREAMED_ROWS_OF_LARGE_WEIGHT)
+    )
+
+
+def _accepts_skinny_mma(call: GemmCall) -> bool:
+    return (
+        0 < len(call.x) <= MAX_SKINNY_ROWS
+        and call.weight.shape[0] * call.weight.shape[1] <= SMALL_WEIGHT
+        and _has_fused_epilogue(call)
+    )
+
+
+def _accepts_gated_gemm_hopper(call: GemmCall) -> bool:
+    return (
+        len(call.x) >= cublaslt_tuned.MIN_ROWS
+        and call.bias is None
+        and bool(FUSED_ACTIVATIONS.get(call.activation))
+        and call.x.dtype is torch.bfloat16
+        and _HAS_TRITON
+        and len(call.weight) % 16 == 0  # TMA stores the output: rows of a multiple of 16 bytes
+        and supports_tma(call.x, call.weight)
+    )
+
+
+def _accepts_gelu_gemm_hopper(call: GemmCall) -> bool:
+    if (
+        call.activation is not F.gelu
+        or call.bias is None
+        or len(call.x) < cublaslt_tuned.MIN_ROWS
+        or not (call.x.is_cuda and _HAS_TRITON and supports_tma(call.x, call.weight))
+    ):
+        return False
+    from slipstream.ops.linear.triton.gated_gemm_hopper import can_fuse_gelu
+
+    return can_fuse_gelu(call.x, call.weight, call.bias)
+
+
+def _accepts_cublaslt_tuned(call: GemmCall) -> bool:
+    return call.bias is None and cublaslt_tuned.is_tuned(call.x, call.weight)
+
+
+def _has_fused_epilogue(call: GemmCall) -> bool:
+    return call.x.element_size() == 2 and _HAS_TRITON and call.activation in FUSED_ACTIVATIONS
+
+
+def _streaming_is_faster(x: torch.Tensor, weight: torch.Tensor, max_rows_of_large_weight: int) -> bool:
+    """Whether the Hopper kernel for few rows can take the operands and is faster than cuBLAS."""
+    if not supports_tma(x, weight):
+        return False
+    if len(x) > max_rows_of_large_weight:
+        return weight.shape[0] * weight.shape[1] <= SMALL_WEIGHT
+    # a short sum for very many outputs (an LM head of a small model) leaves too little work per program
+    return len(weight) < 65536 or weight.shape[1] >= 2048
+
+
+def _gemv(call: GemmCall) -> torch.Tensor:
+    from slipstream.ops.linear.triton import gemv
+
+    return gemv(call.x, call.weight, call.bias, gate=FUSED_ACTIVATIONS[call.activation])
+
+
+def _streaming_hopper(call: GemmCall) -> torch.Tensor:
+    from slipstream.ops.linear.triton.streaming_hopper import streaming_gemm
+
+    return streaming_gemm(call.x, call.weight, call.bias, FUSED_ACTIVATIONS[call.activation])
+
+
+def _skinny_mma(call: GemmCall) -> torch.Tensor:
+    from slipstream.ops.linear.triton import skinny_mma
+
+    return skinny_mma(call.x, call.weight, call.bias, FUSED_ACTIVATIONS[call.activation])
+
+
+def _gated_gemm_hopper(call: GemmCall) -> torch.Tensor:
+    from slipstream.ops.linear.triton.gated_gemm_hopper import gated_gemm
+
+    return gated_gemm(call.x, call.weight, FUSED_ACTIVATIONS[call.activation])
+
+
+def _gelu_gemm_hopper(call: GemmCall) -> torch.Tensor:
+    from slipstream.ops.linear.triton.gated_gemm_hopper import gelu_gemm
+
+    assert call.bias is not None
+    return gelu_gemm(call.x, call.weight, call.bias)
+
+
+def _cublaslt_tuned(call: GemmCall) -> torch.Tensor:
+    out = cublaslt_tuned.multiply(call.x, call.weight)
+    assert out is not None, "multiply returned None for a call that is_tuned accepted"
+    return _activate(out, call.activation)
+
+
+def _native(call: GemmCall) -> torch.Tensor:
+    return _activate(native.skinny_gemm(call.x, call.weight, call.bias), call.activation)
+
+
+def _library(call: GemmCall) -> torch.Tensor:
+    return _activate(reference.linear(call.x, call.weight, call.bias), call.activation)
+
+
+def _activate(out: torch.Tensor, activation: Activation | None) -> torch.Tensor:
+    return out if activation is None else activation(out)
+
+
+LIBRARY = Kernel("library", lambda call: True, _library)
+
+CUDA_KERNELS = (
+    Kernel("gemv", _accepts_gemv, _gemv),
+    Kernel("streaming_hopper", _accepts_streaming_hopper, _streaming_hopper),
+    Kernel("skinny_mma", _accepts_skinny_mma, _skinny_mma),
+    Kernel("gated_gemm_hopper", _accepts_gated_gemm_hopper, _gated_gemm_hopper),
+    Kernel("cublaslt_tuned", _accepts_cublaslt_tuned, _cublaslt_tuned),
+    LIBRARY,
+)
+CPU_KERNELS = (
+    Kernel("native", lambda call: native.accepts(call.x, call.weight), _native),
+    LIBRARY,
+)
+GELU_GEMM_HOPPER = Kernel("gelu_gemm_hopper", _accepts_gelu_gemm_hopper, _gelu_gemm_hopper)
+"""The only kernel with an elementwise activation; other elementwise activations run after `linear`."""

@@ -1,0 +1,208 @@
+"""Which kernel runs a GEMM, over a grid of devices, dtypes, activations and sizes; no GPU is needed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from slipstream.ops.activation import gelu_and_mul, gelu_tanh_and_mul, silu_and_mul
+from slipstream.ops.linear import activated_linear, capability, cublaslt_tuned, dispatch, linear, norm_linear
+from slipstream.ops.linear.dispatch import GELU_GEMM_HOPPER, GemmCall, choose, choose_chain
+
+ROWS = (0, 1, 2, 3, 16, 17, 32, 33, 64, 65, 256, 257, 1023, 1024, 4096)
+ACTIVATIONS = {"none": None, "silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "gelu_erf": gelu_and_mul}
+
+# sizes of a weight [out, in]
+SMALL = (4096, 1024)  # up to 8 Mi elements
+LARGE = (16384, 1024)
+SHORT_HEAD = (151_936, 1024)  # the LM head of a small model
+LONG_HEAD = (151_936, 4096)
+UNALIGNED = (1024, 1020)  # rows of 2040 bytes: no TMA
+ODD_OUTPUTS = (1000, 1024)  # outputs of 2000 bytes per row: no TMA store
+
+# GPU, dtype, weight, activation, bias: the kernels by the first row count that each of them takes
+CHOICES = """
+hopper bfloat16 SMALL       none      -    | 0 library, 1 gemv, 3 streaming_hopper, 65 library, 1024 cublaslt_tuned
+hopper bfloat16 SMALL       none      bias | 0 library, 1 gemv, 3 streaming_hopper, 65 library
+hopper bfloat16 SMALL       silu      -    | 0 library, 1 gemv, 3 streaming_hopper, 65 library, 1024 gated_gemm_hopper
+hopper bfloat16 SMALL       gelu_tanh -    | 0 library, 1 gemv, 3 streaming_hopper, 65 library, 1024 gated_gemm_hopper
+hopper bfloat16 SMALL       silu      bias | 0 library, 1 gemv, 3 streaming_hopper, 65 library
+hopper bfloat16 SMALL       gelu_erf  -    | 0 library, 1024 cublaslt_tuned
+hopper bfloat16 SMALL       gelu_erf  bias | 0 library
+hopper bfloat16 LARGE       none      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 1024 cublaslt_tuned
+hopper bfloat16 LARGE       silu      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 1024 gated_gemm_hopper
+hopper bfloat16 SHORT_HEAD  none      -    | 0 library, 1 gemv, 3 library, 1024 cublaslt_tuned
+hopper bfloat16 SHORT_HEAD  silu      -    | 0 library, 1 gemv, 3 library, 1024 gated_gemm_hopper
+hopper bfloat16 LONG_HEAD   none      -    | 0 library, 1 gemv, 3 streaming_hopper, 33 library, 1024 cublaslt_tuned
+hopper bfloat16 UNALIGNED   none      -    | 0 library, 1 gemv, 3 skinny_mma, 17 library, 1024 cublaslt_tuned
+hopper bfloat16 UNALIGNED   silu      -    | 0 library, 1 gemv, 3 skinny_mma, 17 library, 1024 cublaslt_tuned
+hopper bfloat16 ODD_OUTPUTS silu      -    | 0 library, 1 gemv, 3 streaming_hopper, 65 library, 1024 cublaslt_tuned
+hopper float16  SMALL       none      -    | 0 library, 1 gemv, 3 streaming_hopper, 65 library, 1024 cublaslt_tuned
+hopper float16  SMALL       silu      -    | 0 library, 1 gemv, 3 streaming_hopper, 65 library, 1024 cublaslt_tuned
+hopper float32  SMALL       none      -    | 0 library, 1024 cublaslt_tuned
+hopper float32  SMALL       silu      -    | 0 library, 1024 cublaslt_tuned
+other  bfloat16 SMALL       none      -    | 0 library, 1 gemv, 3 skinny_mma, 17 library, 1024 cublaslt_tuned
+other  bfloat16 SMALL       none      bias | 0 library, 1 gemv, 3 skinny_mma, 17 library
+other  bfloat16 SMALL       silu      -    | 0 library, 1 gemv, 3 skinny_mma, 17 library, 1024 cublaslt_tuned
+other  bfloat16 SMALL       gelu_erf  -    | 0 library, 1024 cublaslt_tuned
+other  bfloat16 LARGE       none      -    | 0 library, 1 gemv, 3 library, 1024 cublaslt_tuned
+other  bfloat16 SHORT_HEAD  none      -    | 0 library, 1 gemv, 3 library, 1024 cublaslt_tuned
+other  float32  SMALL       none      -    | 0 library, 1024 cublaslt_tuned
+"""
+
+
+class Operand:
+    """The metadata of a CUDA tensor."""
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, address: int = 0) -> None:
+        self.shape, self.dtype, self.address = shape, dtype, address
+        self.device = torch.device("cuda")
+        self.is_cuda = True
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def stride(self, dim: int) -> int:
+        return (self.shape[1], 1)[dim]
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def make_call(
+    rows: int, weight: tuple[int, int], dtype: torch.dtype, activation: Any, bias: bool, address: int = 0
+) -> GemmCall:
+    operands: Any = (
+        Operand((rows, weight[1]), dtype, address),
+        Operand(weight, dtype),
+        Operand((weight[0], 1), dtype) if bias else None,
+    )
+    return GemmCall(*operands, activation)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets the GPU. Triton is installed, and every GEMM of enough rows is tuned."""
+
+    def set_gpu(name: str) -> None:
+        monkeypatch.setattr(capability, "_has_hopper_kernels", lambda device: name == "hopper")
+
+    monkeypatch.setattr(dispatch, "_HAS_TRITON", True)
+    monkeypatch.setattr(cublaslt_tuned, "is_tuned", lambda x, weight: len(x) >= cublaslt_tuned.MIN_ROWS)
+    return set_gpu
+
+
+def first_rows(choose_name: Any) -> str:
+    """'0 library, 1 gemv, ...' over ROWS."""
+    found: list[tuple[int, str]] = []
+    for rows in ROWS:
+        name = choose_name(rows)
+        if not found or found[-1][1] != name:
+            found.append((rows, name))
+    return ", ".join(f"{rows} {name}" for rows, name in found)
+
+
+@pytest.mark.parametrize("line", CHOICES.strip().splitlines())
+def test_the_first_kernel_that_accepts_runs(line: str, gpu: Any) -> None:
+    case, _, expected = line.partition(" | ")
+    name, dtype, weight, activation, bias = case.split()
+    gpu(name)
+
+    def choose_name(rows: int) -> str:
+        what = globals()[weight], getattr(torch, dtype), ACTIVATIONS[activation], bias == "bias"
+        return choose(make_call(rows, *what)).name
+
+    assert first_rows(choose_name) == expected
+
+
+def test_a_shape_without_a_tuned_algorithm_and_a_machine_without_triton_use_the_library(
+    gpu: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu("hopper")
+    monkeypatch.setattr(cublaslt_tuned, "is_tuned", lambda x, weight: False)
+    assert choose(make_call(4096, SMALL, torch.bfloat16, None, False)).name == "library"
+    monkeypatch.setattr(dispatch, "_HAS_TRITON", False)
+    for rows in ROWS:
+        assert choose(make_call(rows, SMALL, torch.bfloat16, silu_and_mul, False)).name == "library"
+        call = make_call(rows, SMALL, torch.bfloat16, F.gelu, True)
+        assert not GELU_GEMM_HOPPER.accepts(call) and not dispatch.accepts_norm(call)
+
+
+def test_an_unaligned_address_excludes_tma(gpu: Any) -> None:
+    gpu("hopper")
+    for rows, name in ((3, "skinny_mma"), (17, "library"), (1024, "cublaslt_tuned")):
+        assert choose(make_call(rows, SMALL, torch.bfloat16, silu_and_mul, False, address=8)).name == name
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "dtype", "activation", "bias", "first"),
+    [
+        ("hopper", SMALL, torch.bfloat16, F.gelu, True, 1024),
+        ("hopper", SMALL, torch.float16, F.gelu, True, 1024),
+        ("hopper", SMALL, torch.bfloat16, F.gelu, False, None),
+        ("hopper", SMALL, torch.bfloat16, F.relu, True, None),
+        ("hopper", SMALL, torch.float32, F.gelu, True, None),
+        ("hopper", ODD_OUTPUTS, torch.bfloat16, F.gelu, True, None),
+        ("hopper", UNALIGNED, torch.bfloat16, F.gelu, True, None),
+        ("other", SMALL, torch.bfloat16, F.gelu, True, None),
+    ],
+)
+def test_gelu_is_fused_into_gemms_of_many_rows(name, weight, dtype, activation, bias, first, gpu: Any) -> None:
+    pytest.importorskip("slipstream.ops.linear.triton.gated_gemm_hopper", reason="no Triton with Gluon")
+    gpu(name)
+    accepted = [rows for rows in ROWS if GELU_GEMM_HOPPER.accepts(make_call(rows, weight, dtype, activation, bias))]
+    assert accepted == [rows for rows in ROWS if first is not None and rows >= first]
+
+
+@pytest.mark.parametrize(
+    ("weight", "dtype", "activation", "accepted"),
+    [
+        (SMALL, torch.bfloat16, silu_and_mul, [1, 2]),
+        ((4096, 2048), torch.float16, None, [1, 2]),
+        ((4096, 2056), torch.bfloat16, None, []),
+        (SMALL, torch.float32, None, []),
+        (SMALL, torch.bfloat16, gelu_and_mul, []),
+    ],
+)
+def test_gemv_computes_the_norm_of_short_rows(weight, dtype, activation, accepted, gpu: Any) -> None:
+    gpu("other")
+    assert [
+        rows for rows in ROWS if dispatch.accepts_norm(make_call(rows, weight, dtype, activation, True))
+    ] == accepted
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "dtype", "expected"),
+    [
+        ("hopper", SMALL, torch.bfloat16, "0 -, 3 streamed, 257 library"),
+        ("hopper", LARGE, torch.bfloat16, "0 -, 3 streamed, 65 library"),
+        ("hopper", SHORT_HEAD, torch.bfloat16, "0 -, 65 library"),
+        ("hopper", UNALIGNED, torch.bfloat16, "0 -, 65 library"),
+        ("hopper", SMALL, torch.float16, "0 -, 65 library"),
+        ("hopper", SMALL, torch.float32, "0 -"),
+        ("other", SMALL, torch.bfloat16, "0 -, 65 library"),
+    ],
+)
+def test_chains_by_rows(name, weight, dtype, expected, gpu: Any) -> None:
+    gpu(name)
+    assert first_rows(lambda rows: choose_chain(*make_call(rows, weight, dtype, None, False)[:2]) or "-") == expected
+
+
+def test_cpu_tensors_never_reach_a_gpu_kernel(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu("hopper")
+    monkeypatch.setattr(dispatch, "CUDA_KERNELS", ())
+    torch.manual_seed(0)
+    for rows in (1, 9, 1024):
+        x, weight, bias = (torch.randn(shape, dtype=torch.float64) for shape in ((rows, 64), (256, 64), (256,)))
+        plain = F.linear(x, weight, bias)
+        assert linear(x, weight, bias).equal(plain)
+        assert activated_linear(x, weight, bias, F.gelu).equal(F.gelu(plain))
+        out, total = norm_linear(x, x, torch.ones(64, dtype=torch.float64), 1e-6, weight, bias)
+        assert total.equal(x + x) and out.shape == plain.shape
+        assert choose_chain(x, weight) == ""

@@ -141,7 +141,7 @@ def test_what_one_process_has_made_is_read_while_others_go_on(monkeypatch, tmp_p
     for name in ("long", "short"):
         compiler.submit(Note(tmp_path, name))
     compiler.start()
-    compiler.finish(but=1)
+    compiler.finish(max_left=1)
     assert [name for name, _ in notes(tmp_path, "read")] == ["short"]
     ended.add(1)
     compiler.finish()
@@ -163,7 +163,7 @@ def test_a_process_that_has_more_than_one_task_left_is_not_left_alone(monkeypatc
         second.made = True
 
     monkeypatch.setattr(time, "sleep", sleep)
-    compiler.finish(but=1)
+    compiler.finish(max_left=1)
     assert len(polls) == 1
 
 
@@ -207,7 +207,7 @@ class Endless(Note):
 
 
 def test_a_process_that_hangs_is_not_waited_for(monkeypatch, tmp_path):
-    monkeypatch.setattr(compile_ahead, "PATIENCE", 0.05)
+    monkeypatch.setattr(compile_ahead, "FORK_TIMEOUT", 0.05)
     compiler = ForkedCompiler(1)
     compiler.submit(Endless(tmp_path))
     compiler.start()
@@ -226,9 +226,9 @@ def test_an_abandoned_compiler_waits_for_nobody_and_reads_nothing(tmp_path):
 
 def test_an_interrupt_at_the_very_end_leaves_no_process_behind(tmp_path, monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
-    monkeypatch.setattr(compile_ahead, "get_ready", lambda: None)
+    monkeypatch.setattr(compile_ahead, "start_triton", lambda: None)
 
-    def finish(self, but=0):
+    def finish(self, max_left=0):
         raise KeyboardInterrupt
 
     children = []

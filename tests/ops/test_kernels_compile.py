@@ -72,10 +72,10 @@ def rest():
     build("slipstream.ops.norm.triton", "_norm_kernel", x, HEADS=1, PER_HEAD=False, **whole)
     build("slipstream.ops.norm.triton", "_norm_kernel", x, HEADS=3, PER_HEAD=True, residual=None, total=None, **whole)
     build("slipstream.ops.activation.triton", "_gate_kernel", x, KIND=2, BLOCK=256, DEPENDENT=True)
-    x = of(LONG, "computed last_token tables rows counts token_rows offsets given ids positions lengths slots pages")
+    x = of(LONG, "computed last_token tables rows counts token_rows offsets host_ids ids positions lengths slots pages")
     blocks = dict(PAGE=16, TOKENS=128, PAGES=256)
     build("slipstream.ops.step_inputs.triton", "_gather_kernel", x, GROUPS=2, **blocks)
-    chunks = dict(counts=None, offsets=None, given=None)
+    chunks = dict(counts=None, offsets=None, host_ids=None)
     build("slipstream.ops.step_inputs.triton", "_gather_kernel", x, GROUPS=1, **chunks, **blocks)
     x = of(HALF, "embedding angles x rotary") | of(LONG, "ids positions") | {"scale": "fp32"}
     shape = dict(SIZE=1000, TURNS=256, BLOCK=256, DEPENDENT=True)

@@ -18,7 +18,7 @@ from slipstream.ops.low_bit import (
     Interleaved,
     Kernel,
     find_kernel,
-    gives_right_product,
+    is_correct,
     make_planes,
     multiply,
 )
@@ -35,9 +35,9 @@ def raw_blocks(kind: str, num_rows: int, num_columns: int, seed: int = 0) -> tor
 
 
 def usable(kernel: Kernel) -> None:
-    if isinstance(kernel, Interleaved) and not (native.build() and kernel.belongs()):
+    if isinstance(kernel, Interleaved) and not (native.build() and kernel.suits_machine()):
         pytest.skip("our own kernel needs a C compiler")
-    if not gives_right_product(kernel):
+    if not is_correct(kernel):
         pytest.skip(f"torch has no {kernel.name} product on this machine")
 
 
@@ -168,7 +168,7 @@ def test_plain_c_gives_what_the_vectors_give(tmp_path: Path, monkeypatch) -> Non
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_memory_is_foreseen(kernel: Kernel, kind: str) -> None:
     usable(kernel)
-    if not kernel.belongs():
+    if not kernel.suits_machine():
         pytest.skip(f"{kernel.name} is never chosen on this processor")
     packed = kernel.pack(raw_blocks(kind, 96, 576), kind)
     values = [getattr(packed, name) for name in packed.__slots__]
@@ -188,11 +188,11 @@ def test_a_kernel_that_is_wrong_or_missing_is_not_taken() -> None:
             return torch.ops.aten._there_is_no_such_op(raw)
 
     usable(DynamicQuant())
-    assert not gives_right_product(Wrong()) and not gives_right_product(Missing())
+    assert not is_correct(Wrong()) and not is_correct(Missing())
 
 
 def test_without_our_kernel_a_warning_says_what_is_rounded(monkeypatch, caplog) -> None:
-    monkeypatch.setattr(Interleaved, "belongs", lambda self: False)
+    monkeypatch.setattr(Interleaved, "suits_machine", lambda self: False)
     find_kernel.cache_clear()
     try:
         kernel = find_kernel()
@@ -205,7 +205,7 @@ def test_without_our_kernel_a_warning_says_what_is_rounded(monkeypatch, caplog) 
 
 def test_where_nothing_works_there_is_one_line_in_the_log(monkeypatch, caplog) -> None:
     for kernel in (DynamicQuant, Int4Pack, Interleaved):
-        monkeypatch.setattr(kernel, "belongs", lambda self: False)
+        monkeypatch.setattr(kernel, "suits_machine", lambda self: False)
     find_kernel.cache_clear()
     try:
         assert find_kernel() is None and find_kernel() is None

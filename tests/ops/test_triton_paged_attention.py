@@ -522,7 +522,7 @@ def test_kernels_that_start_early_read_no_key_too_early(rows, shared):
         case.batch.lengths[0] -= 16
         case.batch.slots[0][0] = table[0, -2] * 16 + 15
     given = torch.full((rows,), 7 if shared else -1, device="cuda")
-    batch = dataclasses.replace(case.batch, given=given)
+    batch = dataclasses.replace(case.batch, host_ids=given)
     backend = TritonAttention(one_group(8, 128, num_heads=16, dtype="bfloat16"), torch.bfloat16)
     context = ForwardContext(batch, backend, backend.plan(batch), [case.cache], (0,))
     weights = [torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64 for _ in range(2)]

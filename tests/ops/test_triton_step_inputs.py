@@ -51,7 +51,7 @@ def staged(rows: list[int], counts: list[int]) -> dict[str, torch.Tensor]:
     return {name: torch.tensor(array, dtype=torch.int64, device=DEVICE) for name, array in arrays.items()}
 
 
-def check(out: StepInputs, state: tuple[torch.Tensor, ...], rows: list[int], counts: list[int], given: Any) -> None:
+def check(out: StepInputs, state: tuple[torch.Tensor, ...], rows: list[int], counts: list[int], host_ids: Any) -> None:
     computed, last_token, pages = (x.cpu() for x in state)
     token = 0
     for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
@@ -59,7 +59,7 @@ def check(out: StepInputs, state: tuple[torch.Tensor, ...], rows: list[int], cou
         for offset in range(count):
             position = int(computed[row]) + offset
             assert out.positions[token] == position
-            expected = last_token[row] if given is None or given[token] < 0 else given[token]
+            expected = last_token[row] if host_ids is None or host_ids[token] < 0 else host_ids[token]
             assert out.ids[token] == expected
             for group in range(len(pages)):
                 slot = pages[group, row, position // PAGE] * PAGE + position % PAGE
@@ -75,9 +75,13 @@ def test_rows_of_one_token(gather: Any, groups: int) -> None:
     state, rows = tables(groups), [5, 0, 3]
     out = gather(*state, PAGE, 17, StepRows(torch.tensor(rows, device=DEVICE)))
     check(out, state, rows, [1] * 3, None)
-    given = torch.tensor([-1, 77, -1], device=DEVICE)
+    host_ids = torch.tensor([-1, 77, -1], device=DEVICE)
     check(
-        gather(*state, PAGE, 17, StepRows(torch.tensor(rows, device=DEVICE), given=given)), state, rows, [1] * 3, given
+        gather(*state, PAGE, 17, StepRows(torch.tensor(rows, device=DEVICE), host_ids=host_ids)),
+        state,
+        rows,
+        [1] * 3,
+        host_ids,
     )
 
 
@@ -85,11 +89,11 @@ def test_rows_of_one_token(gather: Any, groups: int) -> None:
 @pytest.mark.parametrize("width", [1, 256, WIDTH])
 def test_rows_of_several_tokens(gather: Any, width: int) -> None:
     state, rows, counts = tables(), [2, 7, 0, 4], [1, 1, 140, 9]
-    given = torch.full((151,), -1, device=DEVICE)
-    given[2:142] = torch.arange(140)
+    host_ids = torch.full((151,), -1, device=DEVICE)
+    host_ids[2:142] = torch.arange(140)
     arrays = staged(rows, counts)
-    out = gather(*state, PAGE, width, StepRows(**arrays, given=given))
-    check(out, state, rows, counts, given)
+    out = gather(*state, PAGE, width, StepRows(**arrays, host_ids=host_ids))
+    check(out, state, rows, counts, host_ids)
     assert all(x.dtype is torch.int64 for x in out)
 
 

@@ -26,7 +26,7 @@ from slipstream.errors import InvalidOption
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.nn.models.registry import cache_specs, find_shape
 from slipstream.nn.models.stored_head import as_stored
-from slipstream.ops.compile_ahead import get_ready
+from slipstream.ops.compile_ahead import start_triton
 from slipstream.runner.assemble import build_runner
 from slipstream.scheduler.cache.layout import group_sites
 
@@ -41,7 +41,7 @@ class Opened(msgspec.Struct, frozen=True):
 
 def open_model(options: Options) -> Opened:
     if seems_cuda(options.device):
-        get_ready()  # in the background: it takes as long as all of this
+        start_triton()  # in the background: it takes as long as all of this
     located = locate(options.model, options.revision, options.task)
     file = GgufFile.open(located.path) if located.kind == "gguf" else None
     if file is None and options.load_format != "dummy":

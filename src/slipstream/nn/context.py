@@ -37,7 +37,7 @@ class BatchView:
 
     # [T] int64: token ids from the host, -1 where the device sampled one; None: not known. Only rows with host token
     # ids complete pages that other rows read in the same step
-    given: torch.Tensor | None = None
+    host_ids: torch.Tensor | None = None
     rope_rows: torch.Tensor | None = None  # [T] int64, each token's row in the rope table; None: its position
     query_starts: torch.Tensor | None = None  # [B + 1] int32, first token of each row; None: one token a row
     token_types: torch.Tensor | None = None  # [T] int64, of encoders that tell two texts apart; None: all are 0

@@ -1,11 +1,11 @@
-"""Kernels compiled before they are needed, all at once, each on a core of its own.
+"""Compiles Triton kernels ahead of their first launch, in parallel processes.
 
-A step is walked through: everything happens but the launches of our kernels, whose programs are compiled instead, with
-the very arguments they would have got. So there is no list of kernels to keep, and no variant is missed or made for
-nothing. What the kernels would have written is zero, which is a valid token, page or position to whatever reads it.
+A dry run executes a step with every launch of our kernels replaced by a compilation with the same arguments. So no list
+of kernels has to be maintained, and exactly the variants that steps use are compiled. Outputs of the replaced kernels
+are zero, which is a valid token id, page and position for the code that reads them.
 
-Triton's compiler holds the interpreter most of the time, so threads do not help. Forked processes do: each compiles its
-share into Triton's cache on the disk, touches no device, and is gone; this process then finds the programs there.
+Triton's compiler holds the GIL most of the time, so threads do not help. Forked processes do: each compiles its share
+into Triton's cache on disk, does not touch the device, and exits; this process then loads the kernels from the cache.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch.overrides import TorchFunctionMode
 
-Walk = Callable[[], None]
+DryRun = Callable[[], None]
 
-_FEW = 2  # tasks that a process gets while more may come
-_LATE = 10  # the niceness of processes that are more than there is room for
-_walking = threading.Lock()  # engines may start side by side, and Triton is everybody's
-PATIENCE = 120.0  # seconds that a forked process may take; then its share is compiled here
+_TASKS_PER_FORK = 2  # while more tasks may be submitted
+_LATE_NICENESS = 10  # of the processes that `start` adds beyond the limit
+_dry_run_lock = threading.Lock()  # engines may start in several threads; the patches of Triton are global
+FORK_TIMEOUT = 120.0  # seconds; afterwards this process compiles the tasks of a child itself
 
 
 def can_compile_ahead() -> bool:
-    """Whether there is a Triton that lets others compile for it, and it compiles at all rather than interpret."""
+    """Whether Triton supports asynchronous compilation here and is not in interpreter mode."""
     if not _has_compiler():
         return False
     import triton
@@ -48,18 +48,18 @@ def _has_compiler() -> bool:
 
 
 @cache
-def get_ready() -> threading.Thread | None:
-    """Begin, beside the caller, with what Triton does once in a process: it is imported, compiles some C, asks for
-    its assembler's version and hashes itself, 400 MB of it."""
+def start_triton() -> threading.Thread | None:
+    """Starts, in a thread, the work that Triton does once per process: import, compilation of its C helpers, the
+    version query of its assembler, and a hash of its own 400 MB of files."""
     if not _has_compiler():
         return None
-    thread = threading.Thread(target=_use_triton_first, name="slipstream-triton", daemon=True)
+    thread = threading.Thread(target=_initialize_triton, name="slipstream-triton", daemon=True)
     thread.start()
     return thread
 
 
-def _use_triton_first() -> None:
-    with contextlib.suppress(Exception):  # told again by whoever needs it
+def _initialize_triton() -> None:
+    with contextlib.suppress(Exception):  # the first use of Triton raises it again
         from triton.runtime.cache import triton_key
 
         hashing = threading.Thread(target=triton_key, daemon=True)
@@ -73,28 +73,28 @@ def _use_triton_first() -> None:
 
 
 @contextlib.contextmanager
-def compiling_ahead(walk: Walk, num_processes: int) -> Iterator[ForkedCompiler]:
-    """Walks, then runs the block while kernels compile; they are ready when it ends.
+def compiling_ahead(dry_run: DryRun, num_processes: int) -> Iterator[ForkedCompiler]:
+    """Runs the dry run, then the `with` block while kernels compile. They are ready when the block ends.
 
-    One that fails to compile says so when it is first launched.
+    A kernel that fails to compile raises at its first launch.
     """
     import triton
 
-    thread = get_ready()
+    thread = start_triton()
     if thread is not None:
-        thread.join()  # before anything is forked
+        thread.join()  # before the first fork
 
     class Mode(triton.AsyncCompileMode):  # type: ignore[misc]
         def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> None:
-            if key not in submitted:  # calls that differ may come to the same
+            if key not in submitted:  # different calls may need the same kernel
                 submitted.add(key)
                 compiler.submit(_Kernel(key, compile_fn, finalize_fn))
 
     submitted: set[str] = set()
     compiler = ForkedCompiler(num_processes)
     try:
-        with _walking, Mode(compiler), _nothing_launched(), _ZeroFilled():
-            walk()
+        with _dry_run_lock, Mode(compiler), _compiling_launches(), _ZeroFilled():
+            dry_run()
         compiler.start()
         yield compiler
         compiler.finish()
@@ -104,29 +104,29 @@ def compiling_ahead(walk: Walk, num_processes: int) -> Iterator[ForkedCompiler]:
 
 
 class Task(Protocol):
-    """Something whose effect stays on the disk, so that it is made once and then only read."""
+    """Work whose result is stored on disk: made once, then only read."""
 
     def is_made(self) -> bool:
-        """Whether all of it is on the disk. If that is not certain, no."""
+        """Whether the complete result is on disk; False if that is not certain."""
 
     def make(self) -> None: ...
 
     def read(self) -> None:
-        """Or make it now, if it is not there."""
+        """Reads the result, or makes it now if it is not on disk."""
 
 
 class ForkedCompiler:
-    """Has forked processes make tasks, then reads what they have made.
+    """Makes tasks in forked processes, then reads their results in this process.
 
-    A task that comes while there is room for another process gets one at once: what takes longest should come first.
-    Those that found none are shared out by `start`. One that was made by an earlier run needs none.
+    A task submitted while fewer than `num_processes` run starts at once, so the longest tasks should come first.
+    `start` distributes the tasks that still wait. A task that an earlier run made is only read.
     """
 
     def __init__(self, num_processes: int) -> None:
         self._num_processes = num_processes
-        self._waiting: list[Task] = []  # for a process
+        self._waiting: list[Task] = []  # for a child process
         self._children: dict[int, list[Task]] = {}
-        self._made: list[Task] = []  # by processes that are gone
+        self._made: list[Task] = []  # by children that have exited
 
     def submit(self, task: Task) -> None:
         if task.is_made():
@@ -134,52 +134,52 @@ class ForkedCompiler:
             return
         self._waiting.append(task)
         if len(self._children) >= self._num_processes:
-            self._part_from_children()
+            self._collect_children()
         if len(self._children) < self._num_processes:
-            # few, so that none of them waits long behind others, and more than one, as forking takes its time too
-            some, self._waiting = self._waiting[:_FEW], self._waiting[_FEW:]
-            self._fork(some)
+            # few tasks, so that none waits long behind another, but more than one, since a fork takes time too
+            tasks, self._waiting = self._waiting[:_TASKS_PER_FORK], self._waiting[_TASKS_PER_FORK:]
+            self._fork(tasks)
 
     def start(self) -> None:
-        """Nothing more will be submitted: what still waits gets processes of its own, which let the others go first."""
+        """Call after the last `submit`: forks more processes, of lower priority, for the tasks that still wait."""
         waiting, self._waiting = self._waiting, []
         num = min(self._num_processes, len(waiting))
         for child in range(num):
-            self._fork(waiting[child::num], _LATE)
+            self._fork(waiting[child::num], _LATE_NICENESS)
 
     def _fork(self, tasks: list[Task], niceness: int = 0) -> None:
-        with _no_garbage_collected():  # from before the fork on: others have callbacks that run in the child first
+        with _no_garbage_collected():  # from before the fork: at-fork callbacks of other modules run in the child first
             with warnings.catch_warnings():
-                # of threads that are not forked with us; whoever compiles needs none of them
+                # the warning about threads that do not exist in the child; compilation needs none of them
                 warnings.simplefilter("ignore", DeprecationWarning)
                 process = os.fork()
             if not process:
                 _make_and_exit(tasks, niceness)
         self._children[process] = tasks
 
-    def _part_from_children(self) -> None:
+    def _collect_children(self) -> None:
         for child in [child for child in self._children if _has_ended(child)]:
             self._made += self._children.pop(child)
 
     def abandon(self) -> None:
-        """Nobody needs the tasks any more."""
+        """Kills the children and drops all tasks."""
         for child in self._children:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
         self._waiting, self._children, self._made = [], {}, []
 
-    def finish(self, but: int = 0) -> None:
-        """Read what was made, of each process as soon as it has ended; until no more than `but` tasks are left, with a
-        process each. What none has made is made here."""
-        deadline = time.monotonic() + PATIENCE
+    def finish(self, max_left: int = 0) -> None:
+        """Reads the results of each child when it exits, until at most `max_left` tasks, one per child, are unfinished.
+        Tasks that a child failed to make are made here."""
+        deadline = time.monotonic() + FORK_TIMEOUT
         while True:
-            self._part_from_children()
+            self._collect_children()
             for task in self._made:
-                with contextlib.suppress(Exception):  # told by the kernel's first launch
+                with contextlib.suppress(Exception):  # the first launch of the kernel raises it again
                     task.read()
             self._made = []
-            if len(self._children) <= but and self._num_left() <= but:
+            if len(self._children) <= max_left and self._num_left() <= max_left:
                 return
             if time.monotonic() > deadline:
                 for child in self._children:
@@ -192,7 +192,7 @@ class ForkedCompiler:
 
 def _make_and_exit(tasks: list[Task], niceness: int) -> NoReturn:
     try:
-        _become_a_compiler(niceness)
+        _prepare_child(niceness)
         for task in tasks:
             with contextlib.suppress(Exception):
                 task.make()
@@ -203,13 +203,13 @@ def _make_and_exit(tasks: list[Task], niceness: int) -> NoReturn:
 def _has_ended(child: int) -> bool:
     try:
         return os.waitpid(child, os.WNOHANG) != (0, 0)
-    except ChildProcessError:  # somebody else has waited for it
+    except ChildProcessError:  # reaped elsewhere
         return True
 
 
 @contextlib.contextmanager
 def _no_garbage_collected() -> Iterator[None]:
-    """An event of the device that is freed in a forked process ends that process."""
+    """Freeing a CUDA event in a forked process would kill the process."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -219,19 +219,19 @@ def _no_garbage_collected() -> Iterator[None]:
             gc.enable()
 
 
-def _become_a_compiler(niceness: int) -> None:
-    """In a process just forked: whatever of the device was inherited stays untouched, and nobody hears of a mishap."""
+def _prepare_child(niceness: int) -> None:
+    """In a child: keeps inherited device objects untouched and discards output."""
     gc.freeze()
     os.nice(niceness)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent kills its children
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
 
 
 class _Kernel:
-    """A kernel that Triton was asked for, and the piece of C by which it hands arguments over: a compiler's run too, as
-    long as a small kernel's, which Triton puts off until the first launch."""
+    """A Triton kernel and its C launcher. Compiling the launcher takes as long as a small kernel, and Triton would
+    defer it to the first launch."""
 
     _MARK = "launcher_is_built"
 
@@ -240,7 +240,7 @@ class _Kernel:
 
         self._compile = compile
         self._finalize = finalize
-        self._files = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())  # as Triton finds the kernel's own
+        self._files = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())  # Triton's own folder
 
     def is_made(self) -> bool:
         return self._files.get_file(self._MARK) is not None
@@ -253,23 +253,23 @@ class _Kernel:
         self._files.put("", self._MARK)
 
     def read(self) -> None:
-        self._finalize(self._compile())  # found in Triton's cache, and launched from now on
+        self._finalize(self._compile())  # from Triton's cache; later launches use it
 
 
 @contextlib.contextmanager
-def _nothing_launched() -> Iterator[None]:
-    """Launches of this thread compile and return. Other threads notice nothing."""
+def _compiling_launches() -> Iterator[None]:
+    """Launches in this thread compile the kernel and return. Other threads are not affected."""
     from triton.runtime.jit import JITFunction
 
     owner, run = threading.get_ident(), JITFunction.run
-    met: set[Any] = set()  # every layer launches the same; asking Triton about each takes a millisecond
+    seen: set[Any] = set()  # every layer launches the same variants, and each call of Triton takes a millisecond
 
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         if threading.get_ident() != owner:
             return run(self, *args, grid=grid, warmup=warmup, **kwargs)
         variant = (id(self), *map(_kind, args), *((name, _kind(kwargs[name])) for name in kwargs))
-        if variant not in met:
-            met.add(variant)
+        if variant not in seen:
+            seen.add(variant)
             run(self, *args, grid=grid, warmup=True, **kwargs)
         return None
 
@@ -281,12 +281,12 @@ def _nothing_launched() -> Iterator[None]:
 
 
 def _kind(value: Any) -> Any:
-    """All that a compiled program may depend on of an argument."""
+    """The properties of an argument that a compiled kernel may depend on."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16
     if isinstance(value, Hashable):
         return value
-    # a descriptor of a tensor, say: what it is made of, and not which one it is
+    # a tensor descriptor: its properties, not its identity
     base, block, layout = (getattr(value, name, None) for name in ("base", "block_shape", "layout"))
     return type(value), getattr(base, "dtype", None), str(block), str(layout)
 
@@ -295,7 +295,7 @@ _EMPTY = {torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_e
 
 
 class _ZeroFilled(TorchFunctionMode):
-    """Memory that nobody has written holds zeros. (A mode of dispatch would see more, and imports the whole of torch's
+    """Fills uninitialized tensors with zeros. (A TorchDispatchMode would catch more calls, but imports torch's
     compiler, which takes seconds.)"""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -1,10 +1,10 @@
-"""Which version of an op runs: the tensor's device decides, call by call.
+"""Chooses the implementation of an op by the device of its first tensor, per call.
 
     rms_norm = by_device(reference.rms_norm, "slipstream.ops.norm.triton")
 
-A torch without CUDA gets the host's version itself, so nothing is asked and triton is never imported. With CUDA, a
-call costs one question to its first tensor; triton is imported by the first call that needs it. float64, which is
-there to compare results with, stays with the host's version on every device.
+In a torch without CUDA `by_device` returns the host function itself: no check per call, and triton is never imported.
+With CUDA, a call costs one check of its first tensor, and the first call that needs triton imports it. float64 tensors,
+which tests use as an oracle, use the host function on every device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _validated: Callable[[str], None] | None = None
 
 
 def by_device(host: Callable[P, R], module: str) -> Callable[P, R]:
-    """`host` for CPU tensors; for CUDA tensors the function of the same name in `module`, where triton is installed."""
+    """`host` for CPU tensors; for CUDA tensors the function of the same name in `module`, if triton is installed."""
     if not torch.backends.cuda.is_built() or importlib.util.find_spec("triton") is None:
         return host
     return _pick(host, module)
@@ -52,9 +52,9 @@ def _pick(host: Callable[P, R], module: str) -> Callable[P, R]:
 
 @contextlib.contextmanager
 def validating() -> Iterator[list[str]]:
-    """For debugging: inside, every op that has a kernel runs the host's version too, and the two must be close.
+    """For debugging: every op with a kernel also runs its host function, and the results must be close.
 
-    Gives the names of the ops that were compared. Waits for the device at each.
+    Yields the list of the ops compared so far. Synchronizes with the device at each op.
     """
     global _validated
     names: list[str] = []
@@ -71,7 +71,7 @@ def _run_both(host: Callable[..., R], kernel: Callable[..., R], args: Any, kwarg
     copy_args, copy_kwargs = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, (args, kwargs))
     expected = host(*copy_args, **copy_kwargs)
     result = kernel(*args, **kwargs)
-    # arguments too: an op may work in place
+    # arguments are compared too: an op may work in place
     torch.testing.assert_close(
         (result, args),
         (expected, copy_args),

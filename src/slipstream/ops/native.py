@@ -1,11 +1,11 @@
-"""Fused CPU kernels in C, where the machine has a compiler: many small torch calls become one.
+"""Fused CPU kernels in C, compiled on the user's machine if it has a C compiler.
 
-Each op folder may hold a `native.c`. They are compiled in the background, when the first decode step asks for it, so no
-first token ever waits; until then, and without a compiler, the references serve. Only low-bit weights wait for them
-(`ops/low_bit/interleaved.py`), since no product of torch is as accurate. The result is kept in the user's cache folder
-under a name made of sources, flags and processor. Kernels take float32 on the CPU.
+A `native.c` in an op's folder replaces many small torch calls by one. The first decode step starts the compilation in a
+background thread, so that no first token waits; until it ends, and without a compiler, the references run. Only low-bit
+weights wait for the kernels (`ops/low_bit/interleaved.py`), since no torch GEMM is as accurate. The library is kept in
+the user's cache folder under a hash of sources, flags and processor. Kernels take float32 on the CPU.
 
-SLIPSTREAM_NATIVE=0 in the environment turns all of this off.
+SLIPSTREAM_NATIVE=0 in the environment disables the kernels.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
-# No -ffast-math: linking it in would turn off small numbers for the whole process. No contraction of products and sums:
-# the bits of a result follow from the source (native_math.h), so they are the same in every copy of a loop.
+# No -ffast-math: linking with it disables subnormal numbers for the whole process. No contraction of multiply and add:
+# the source alone defines the bits of a result (native_math.h), so every copy of a loop gives the same ones.
 _FLAGS = (
     "-O3", "-march=native", "-fPIC", "-std=gnu11", "-ffp-contract=off",
     "-fno-math-errno", "-fno-trapping-math", "-fopenmp-simd",
@@ -39,24 +39,24 @@ _FLAGS = (
 _COMPILE_LIMIT = 120.0  # seconds
 
 _library: ctypes.CDLL | None = None
-_asked = _building = _failed = False
+_looked_up = _building = _failed = False
 _lock = threading.Lock()
 
 
 def library() -> ctypes.CDLL | None:
-    """The kernels if they are compiled; None until then. Cheap to ask each time."""
-    if not _asked:
+    """The compiled kernels; None until they are compiled. Cheap to call."""
+    if not _looked_up:
         _open_compiled()
     return _library
 
 
 def serves(x: torch.Tensor) -> bool:
-    """Whether the kernels take this tensor: real numbers, float32, on the CPU."""
+    """Whether the kernels can take this tensor: a plain float32 tensor on the CPU, and the kernels are compiled."""
     return type(x) is torch.Tensor and x.dtype is torch.float32 and x.is_cpu and library() is not None
 
 
 def build_in_background() -> None:
-    """Compile unless that was done or is being tried. Comes from the first decode step."""
+    """Starts the compilation unless it was started before. Called by the first decode step."""
     global _building
     if _building or library() is not None:
         return
@@ -69,47 +69,47 @@ def build_in_background() -> None:
 
 
 def state() -> str:
-    """For people."""
+    """The state of the kernels in words, for `slipstream doctor` and warnings."""
     if library() is not None:
         return "compiled"
     if not _enabled():
-        return "turned off by SLIPSTREAM_NATIVE=0"
+        return "disabled by SLIPSTREAM_NATIVE=0"
     if _failed:
-        return "none: they did not compile"
+        return "none: the compilation failed"
     return "none: no C compiler" if _target() is None else "compiled in the background by the first run"
 
 
 def build(nice: int = 0) -> bool:
-    """Compile now if need be: some seconds, once a machine. Says whether there are kernels."""
+    """Compiles the kernels now if necessary: a few seconds, once per machine. Returns whether they are available."""
     global _failed, _library
     if library() is not None:
         return True
     target = _target()
     if not _enabled() or target is None or _failed:
         return False
-    log.info("compiling the fused CPU kernels, which takes a few seconds and is done once")
+    log.info("compiling the fused CPU kernels (a few seconds, once per machine)")
     try:
         _compile(target, nice)
         _library = _load(target)
     except (OSError, subprocess.SubprocessError) as error:
-        log.info("the fused CPU kernels did not compile, torch's own operations serve instead: %s", _reason(error))
+        log.info("the fused CPU kernels did not compile, using torch operations instead: %s", _reason(error))
         _failed = True
         return False
     return True
 
 
 def _open_compiled() -> None:
-    global _asked, _library
+    global _looked_up, _library
     with _lock:
-        if _asked:
+        if _looked_up:
             return
         target = _target() if _enabled() else None
         if target is not None and target.exists():
             try:
                 _library = _load(target)
             except OSError:
-                target.unlink(missing_ok=True)  # made for another machine, or cut short
-        _asked = True
+                target.unlink(missing_ok=True)  # compiled for another machine, or truncated
+        _looked_up = True
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -120,7 +120,7 @@ def _load(path: Path) -> ctypes.CDLL:
     for name, arguments in SIGNATURES.items():
         function: Any = getattr(found, name)
         function.argtypes = arguments
-        function.restype = INT if name in _ANSWER else None
+        function.restype = INT if name in _RETURNING else None
     return found
 
 
@@ -129,7 +129,7 @@ def _compile(target: Path, nice: int) -> None:
     assert compiler is not None
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        # Python code between fork and exec is not safe beside other threads, so it runs only where it is needed
+        # Python code between fork and exec is unsafe with other threads, so it runs only if a niceness is set
         slow_down = (lambda: os.nice(nice)) if nice else None
         run = functools.partial(
             subprocess.run, check=True, capture_output=True, timeout=_COMPILE_LIMIT, preexec_fn=slow_down
@@ -137,9 +137,9 @@ def _compile(target: Path, nice: int) -> None:
         objects = {str(source): os.path.join(folder, f"{source.parent.name}.o") for source in _sources()}
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             commands = [[compiler, *_flags(), "-c", source, "-o", made] for source, made in objects.items()]
-            list(pool.map(run, commands))  # raises what one of them raised
+            list(pool.map(run, commands))  # raises the first error
         result = os.path.join(folder, "all.so")
-        # the OpenMP runtime is left open: torch's own serves, so that there is one pool of threads
+        # not linked with an OpenMP runtime: torch's runtime is used, so that there is one thread pool
         run([compiler, "-shared", *objects.values(), "-o", result])
         os.replace(result, target)
 
@@ -151,7 +151,7 @@ def _sources() -> tuple[Path, ...]:
 
 @functools.cache
 def _target() -> Path | None:
-    """Where the compiled kernels lie, or None without a compiler."""
+    """Path of the compiled library; None without a compiler."""
     compiler = _compiler()
     if compiler is None or not _sources():
         return None
@@ -171,7 +171,7 @@ def _flags() -> tuple[str, ...]:
 
 @functools.cache
 def _openmp() -> str | None:
-    """The GNU OpenMP runtime that torch has loaded, where it has."""
+    """Path of the GNU OpenMP runtime that torch has loaded; None if it uses another."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as lines:
             return next((line.split()[-1] for line in lines if "/libgomp" in line), None)
@@ -181,12 +181,12 @@ def _openmp() -> str | None:
 
 @functools.cache
 def _compiler() -> str | None:
-    names = ("gcc",) if _openmp() is not None else ()  # others would call a runtime of their own
+    names = ("gcc",) if _openmp() is not None else ()  # other compilers would call another OpenMP runtime
     return next((path for name in (*names, "cc") if (path := shutil.which(name))), None)
 
 
 def _processor() -> str:
-    """What -march=native looks at, so that a home folder may be shared between machines."""
+    """The processor features that -march=native depends on: a home folder may be shared between machines."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
             facts = (line for line in lines if line.lower().startswith(("flags", "features", "model name", "cpu part")))
@@ -217,4 +217,4 @@ SIGNATURES: dict[str, list[Any]] = {
     "slip_low_bit": [POINTER] * 5 + [INT] * 4,
     "slip_decode_layers": [POINTER] * 8 + [INT],
 }
-_ANSWER = {"slip_low_bit", "slip_decode_layers"}  # whether there was memory
+_RETURNING = {"slip_low_bit", "slip_decode_layers"}  # return 0 if out of memory

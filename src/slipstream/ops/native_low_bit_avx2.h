@@ -1,19 +1,19 @@
-// Low-bit products for x86 processors with AVX2, FMA and F16C. A vector holds 8 columns of four rows: the lower half 4
-// columns, the upper half the next 4; both halves are added at the end of a group.
+// Low-bit GEMM for x86 with AVX2, FMA and F16C. A vector holds 8 columns of four weight rows: 4 columns in the lower
+// half, the next 4 in the upper half; the halves are added at the end of a group.
 #include <immintrin.h>
 #include <math.h>
 
 static void quantize_block(const float *x, SlipActivations *out) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
-    __m256 v[4], most = _mm256_setzero_ps(), spoilt = _mm256_setzero_ps();
+    __m256 v[4], largest_lanes = _mm256_setzero_ps(), not_finite = _mm256_setzero_ps();
     for (int i = 0; i < 4; i++) {
         v[i] = _mm256_loadu_ps(x + 8 * i);
-        most = _mm256_max_ps(most, _mm256_andnot_ps(sign, v[i]));
-        spoilt = _mm256_add_ps(spoilt, _mm256_sub_ps(v[i], v[i]));  // NaN if x is infinite or NaN
+        largest_lanes = _mm256_max_ps(largest_lanes, _mm256_andnot_ps(sign, v[i]));
+        not_finite = _mm256_add_ps(not_finite, _mm256_sub_ps(v[i], v[i]));  // NaN if x is infinite or NaN
     }
     float lanes[8], bad[8], largest = 0, nan = 0;
-    _mm256_storeu_ps(lanes, most);
-    _mm256_storeu_ps(bad, spoilt);
+    _mm256_storeu_ps(lanes, largest_lanes);
+    _mm256_storeu_ps(bad, not_finite);
     for (int i = 0; i < 8; i++) {
         largest = lanes[i] > largest ? lanes[i] : largest;
         nan += bad[i];
@@ -37,13 +37,13 @@ static void quantize_block(const float *x, SlipActivations *out) {
     out->sum = out->scale * (float)sum;
 }
 
-// 4 columns of x for each row of the lower half, the next 4 for the upper
+// 4 columns of x, repeated for each row of the lower half; the next 4 for the upper half
 static inline __attribute__((always_inline)) __m256i spread(const int8_t *x) {
     const __m256i places = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
     return _mm256_permutevar8x32_epi32(_mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)x)), places);
 }
 
-// 32 columns of 4-bit weights: pairs of products fit 16 bits, and so do four of them
+// 32 columns of 4-bit weights: the sum of two products fits 16 bits, and so does the sum of four such pairs
 static inline __attribute__((always_inline)) __m128i dot_4bit(const __m256i *w, const int8_t *x) {
     __m256i total = _mm256_maddubs_epi16(w[0], spread(x));
     for (int c = 1; c < 4; c++) total = _mm256_add_epi16(total, _mm256_maddubs_epi16(w[c], spread(x + 8 * c)));
@@ -51,9 +51,9 @@ static inline __attribute__((always_inline)) __m128i dot_4bit(const __m256i *w, 
     return _mm_add_epi32(_mm256_castsi256_si128(total), _mm256_extracti128_si256(total, 1));
 }
 
-// 32 columns of signed 8-bit weights, widened to 16 bits
+// 32 columns of signed 8-bit weights, extended to 16 bits
 static inline __attribute__((always_inline)) __m128i dot_8bit(const uint8_t *weights, const int8_t *x) {
-    __m256i total = _mm256_setzero_si256();  // pairs of columns: two sums for each row
+    __m256i total = _mm256_setzero_si256();  // sums of column pairs: two per row
     for (int c = 0; c < 8; c++) {
         __m256i w = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(weights + 16 * c)));
         int32_t four;
@@ -67,7 +67,7 @@ static inline __attribute__((always_inline)) __m128 from_half(const uint16_t *ha
     return _mm_cvtph_ps(_mm_loadl_epi64((const __m128i *)halves));
 }
 
-// Four rows with each token of a tile; `bits` and `tokens` are constants where this is used.
+// Four weight rows times each token of a tile. Callers pass constants for `bits` and `tokens`.
 static inline __attribute__((always_inline)) void multiply_tile(int bits, int tokens, const uint8_t *weights,
                                                                 const uint16_t *scales, const uint16_t *offsets,
                                                                 const SlipActivations *x, int64_t groups,

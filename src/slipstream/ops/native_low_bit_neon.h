@@ -1,17 +1,16 @@
-// Low-bit products for ARM processors with 8-bit dot products. A lane of a vector is a row of weights, so nothing is
-// summed across lanes.
+// Low-bit GEMM for ARM with 8-bit dot products (sdot). A vector lane is a weight row, so no sum crosses lanes.
 //
-// A sum of dot products waits one cycle for the sum before it, and two can begin in a cycle. Compilers put all products
-// of one sum in a row; the order is given here, so that sums of several tokens alternate.
+// An sdot that accumulates has a latency of one cycle, and two can start per cycle. Compilers issue all sdots of one
+// sum in sequence; the assembly below alternates between the sums of several tokens.
 #include <arm_neon.h>
 
 static void quantize_block(const float *x, SlipActivations *out) {
-    float32x4_t v[8], most = vdupq_n_f32(0);
+    float32x4_t v[8], largest_lanes = vdupq_n_f32(0);
     for (int i = 0; i < 8; i++) {
         v[i] = vld1q_f32(x + 4 * i);
-        most = vmaxq_f32(most, vabsq_f32(v[i]));  // a NaN stays one
+        largest_lanes = vmaxq_f32(largest_lanes, vabsq_f32(v[i]));  // NaN propagates
     }
-    float largest = vmaxvq_f32(most);
+    float largest = vmaxvq_f32(largest_lanes);
     float inverse = largest > LEAST ? LIMIT / largest : 0;
     int32x4_t total = vdupq_n_s32(0);
     for (int i = 0; i < 8; i += 4) {
@@ -36,7 +35,7 @@ static void quantize_block(const float *x, SlipActivations *out) {
 #define DOT(sum, w, x, i) "sdot %[" #sum "].4s, %[" #w "].16b, %[" #x "].4b[" #i "]\n"
 #define WEIGHTS [w0] "w"(w[0]), [w1] "w"(w[1]), [w2] "w"(w[2]), [w3] "w"(w[3])
 
-// 16 columns of four rows with those of four and of two x
+// 16 columns of four weight rows times those of four (or two) vectors of x
 static inline __attribute__((always_inline)) void dot_four(int32x4_t *sums, const int8x16_t *w, const int8x16_t *x) {
 #define DOTS(w, i) DOT(a, w, xa, i) DOT(b, w, xb, i) DOT(c, w, xc, i) DOT(d, w, xd, i)
     asm(DOTS(w0, 0) DOTS(w1, 1) DOTS(w2, 2) DOTS(w3, 3)
@@ -60,7 +59,7 @@ static inline __attribute__((always_inline)) float32x4_t add_group(int bits, flo
     return bits == 4 ? vfmaq_n_f32(total, offset, x->sum) : total;
 }
 
-// Four rows with each token of a tile; `bits` and `tokens` are constants where this is used.
+// Four weight rows times each token of a tile. Callers pass constants for `bits` and `tokens`.
 static inline __attribute__((always_inline)) void multiply_tile(int bits, int tokens, const uint8_t *weights,
                                                                 const uint16_t *scales, const uint16_t *offsets,
                                                                 const SlipActivations *x, int64_t groups,

@@ -1,4 +1,4 @@
-// Low-bit products in plain C, for processors without the instructions of the other headers.
+// Low-bit GEMM in plain C, for processors without the instructions of the other headers.
 #include <math.h>
 
 #include "native_math.h"
@@ -14,13 +14,13 @@ static inline float from_half(uint16_t half) {
 }
 
 static void quantize_block(const float *x, SlipActivations *out) {
-    float most = 0, spoilt = 0;
-#pragma omp simd reduction(max : most) reduction(+ : spoilt)
+    float largest = 0, not_finite = 0;
+#pragma omp simd reduction(max : largest) reduction(+ : not_finite)
     for (int i = 0; i < BLOCK; i++) {
-        most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
-        spoilt += x[i] - x[i];  // NaN if x is infinite or NaN
+        largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+        not_finite += x[i] - x[i];  // NaN if x is infinite or NaN
     }
-    float inverse = most > LEAST ? LIMIT / most : 0;
+    float inverse = largest > LEAST ? LIMIT / largest : 0;
     int32_t total = 0;
 #pragma omp simd reduction(+ : total)
     for (int i = 0; i < BLOCK; i++) {
@@ -29,11 +29,11 @@ static void quantize_block(const float *x, SlipActivations *out) {
         out->low[i] = (int8_t)number;
         out->high[i] = (int8_t)((number + 128) >> 8);
     }
-    out->scale = (most > LEAST ? most / LIMIT : 0) + spoilt;
+    out->scale = (largest > LEAST ? largest / LIMIT : 0) + not_finite;
     out->sum = out->scale * (float)total;
 }
 
-// The sums of one token over the groups of four rows.
+// One token times four weight rows.
 static SLIP_PART void multiply_one(int bits, const uint8_t *weights, const uint16_t *scales, const uint16_t *offsets,
                          const SlipActivations *x, int64_t stride, int64_t groups, float *total) {
     for (int r = 0; r < 4; r++) total[r] = 0;

@@ -1,8 +1,7 @@
-// Multiply-adds, and exp as plain arithmetic, which compilers turn into vectors; within 2 units of the last place of
-// float32.
+// Fused multiply-add, and exp in arithmetic that compilers vectorize, with an error of at most 2 ulp in float32.
 //
-// Products and sums are never contracted by the compiler (-ffp-contract=off): it decides for each copy of a loop, so a
-// number could depend on which copy computed it. Where a fused multiply-add is wanted, slip_fma says so.
+// The compiler never contracts multiply and add (-ffp-contract=off): it would decide for each copy of a loop, and a
+// result could depend on which copy computed it. Code that wants a fused multiply-add calls slip_fma.
 #ifndef SLIP_NATIVE_MATH_H
 #define SLIP_NATIVE_MATH_H
 
@@ -10,7 +9,7 @@
 #include <stdint.h>
 #include <string.h>
 
-// a * b + c, rounded once on processors that have such an instruction, else twice
+// a * b + c, rounded once on processors with an FMA instruction, else twice
 static inline float slip_fma(float a, float b, float c) {
 #ifdef __FP_FAST_FMAF
     return __builtin_fmaf(a, b, c);
@@ -20,7 +19,7 @@ static inline float slip_fma(float a, float b, float c) {
 }
 
 static inline float slip_exp(float x) {
-    x = x < -87.0f ? -87.0f : x;  // a NaN stays one
+    x = x < -87.0f ? -87.0f : x;  // NaN propagates
     x = x > 88.0f ? 88.0f : x;
     // x = n * ln 2 + r, with ln 2 in two parts
     float n = rintf(x * 1.44269504f);

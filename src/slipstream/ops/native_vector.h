@@ -1,4 +1,4 @@
-// Vectors of floats in the width of the processor.
+// Float vectors of the processor's width.
 #ifndef SLIP_NATIVE_VECTOR_H
 #define SLIP_NATIVE_VECTOR_H
 
@@ -29,7 +29,7 @@ static inline void slip_store(float *a, SlipVector v) { memcpy(a, &v, sizeof v);
 
 static inline SlipVector slip_fill(float a) { return a - (SlipVector){0}; }
 
-// a * b + c, rounded once where slip_fma is (native_math.h), else twice
+// a * b + c, rounded as slip_fma rounds (native_math.h)
 static inline __attribute__((always_inline)) SlipVector slip_fma_vector(SlipVector a, SlipVector b, SlipVector c) {
 #if defined(__aarch64__)
     return vfmaq_f32(c, a, b);
@@ -42,7 +42,7 @@ static inline __attribute__((always_inline)) SlipVector slip_fma_vector(SlipVect
 #endif
 }
 
-// the sum of the lanes, from the first to the last
+// sum of the lanes, in order
 static inline float slip_sum_lanes(SlipVector v) {
     float sum = 0;
     for (int n = 0; n < SLIP_WIDTH; n++) sum += v[n];

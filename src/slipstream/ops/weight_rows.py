@@ -1,4 +1,4 @@
-"""WeightRows: neighbouring rows of a weight, as our C kernels read them."""
+"""WeightRows: adjacent rows of a weight in the form that the C kernels read."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ class WeightRows(NamedTuple):
     numbers: torch.Tensor  # [rows, columns] float32, or interleaved blocks (ops/low_bit/interleaved.py)
     num_rows: int
     bits: int = 32  # 4 or 8: low-bit
-    scales: torch.Tensor | None = None  # of low-bit ones
-    offsets: torch.Tensor | None = None  # of 4 bits
+    scales: torch.Tensor | None = None  # low-bit only
+    offsets: torch.Tensor | None = None  # 4-bit only
 
 
 def dense_rows(weight: torch.Tensor) -> WeightRows | None:
-    """None if the kernels do not take it."""
+    """None if the C kernels cannot read this weight."""
     if weight.dtype is not torch.float32 or not weight.is_cpu or not weight.is_contiguous():
         return None
     return WeightRows(weight, len(weight))

@@ -78,7 +78,7 @@ def build_runner(
         if compiler is not None:
             # the last one is most likely attention for chunks, which decode steps do not need; if it is another kernel,
             # the capture that needs it compiles it
-            compiler.finish(but=1 if config.model.generates else 0)
+            compiler.finish(max_left=1 if config.model.generates else 0)
         with runner.graphs.starting(), enough_memory():
             runner.graphs.take(plan_memory(config, 0).graphs - WORKSPACE)
         warm_up.capture()

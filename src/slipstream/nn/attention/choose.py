@@ -1,4 +1,4 @@
-"""Which attention backend serves a model on a device."""
+"""Chooses the attention backend for a model and a device."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""SdpaAttention: attention over pages by torch's scaled dot product, on any device torch has.
+"""SdpaAttention: attention over pages with torch's scaled_dot_product_attention, on any device of torch.
 
-Rows of one token are batched into few calls, longer rows have a call each. Shapes come from the host's counts, masks
+Rows of one token are batched into few calls; longer rows have one call each. Shapes come from the host's counts, masks
 from the device's lengths and positions; no device value is read on the host. Each cache group has a plan; a group with
-a window gathers no more pages than the window can touch. In float32 on the CPU the C kernel runs all tokens once it is
-compiled: it gathers nothing, and a token's result does not depend on how its row was cut into chunks.
+a window gathers only the pages that the window can touch. In float32 on the CPU the C kernel, once compiled, runs all
+tokens: it gathers nothing, and a token's result does not depend on how its row was split into chunks.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from slipstream.ops.paged_attention import (
     serves_pages,
 )
 
-# One more call costs about as much as this many masked key positions.
+# A call costs about as much as this many masked key positions.
 CALL_COST = 256
-# Tokens of a row that go together where each sees another window.
+# Tokens of a row per call in layers with a window.
 WINDOW_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class _Singles:
-    """Neighbouring rows of one token each that are gathered to one width."""
+    """Adjacent rows of one token each, gathered to one width."""
 
     tokens: slice
     slots: torch.Tensor  # [rows * width * page_size]
@@ -45,40 +45,40 @@ class _Singles:
 
 @dataclass(frozen=True, slots=True)
 class _InPlace:
-    """All tokens of the step, where a kernel reads the pages of their rows in place."""
+    """All tokens of the step, for the kernel that reads pages in place."""
 
     tokens: slice
     table: torch.Tensor  # [rows, width]
-    lengths: torch.Tensor  # [tokens]: positions that each sees
-    tiles: torch.Tensor | None  # None: one token a row
+    lengths: torch.Tensor  # [tokens]: visible positions per token
+    tiles: torch.Tensor | None  # None: one token per row
     window: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Several tokens of one row, or the last alone. With no slots they begin at position 0 and see their own keys."""
+    """Several tokens of a row, or its last. Without slots they start at position 0 and attend to the step's keys."""
 
     tokens: slice
-    own: slice  # with no slots: which of the step's keys they see
-    written: torch.Tensor  # [own keys]: their slots, for attention that is given no keys
+    own: slice  # without slots: the keys of the step that they attend to
+    written: torch.Tensor  # [own keys]: slots of these keys, for calls without keys
     slots: torch.Tensor | None  # [width * page_size]
     mask: torch.Tensor | None  # [tokens, width * page_size]
-    ends: bool  # with the last token of the row
+    ends: bool  # contains the last token of the row
 
 
 Part = _Singles | _InPlace | _Chunk
 Parts = tuple[Part, ...]
-"""In the order of the tokens."""
+"""In token order."""
 
 
 @dataclass(frozen=True, slots=True)
 class SdpaPlan:
     groups: tuple[Parts, ...]  # per cache group
-    bidirectional: BidirectionalPlan | None  # of a model without any
+    bidirectional: BidirectionalPlan | None  # only for models without a cache
 
     @property
     def is_decode(self) -> bool:
-        """Whether a kernel reads the pages of all rows in place: each has one token."""
+        """Whether all rows have one token and the kernel reads their pages in place."""
         parts = [part for parts in self.groups for part in parts]
         return self.bidirectional is None and all(isinstance(part, _InPlace) and part.tiles is None for part in parts)
 
@@ -86,7 +86,7 @@ class SdpaPlan:
 class SdpaAttention:
     def __init__(self, groups: Sequence[CacheGroup], dtype: torch.dtype) -> None:
         self.groups = tuple(groups)
-        self.dtype = dtype  # of queries: masks have it, so that no layer converts them
+        self.dtype = dtype  # of queries and masks, so that no layer converts masks
 
     def plan(self, batch: BatchView, after: SdpaPlan | None = None) -> SdpaPlan:
         if not batch.page_tables:
@@ -143,11 +143,11 @@ class SdpaAttention:
     def _see(
         self, table: torch.Tensor, written: torch.Tensor, positions: torch.Tensor, width: int, group: CacheGroup
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slots of each row that its tokens see, and the mask over them.
+        """The slots of each row that its tokens attend to, and the mask over them.
 
-        `positions` [queries] are as many as rows, or any number of a single one; `written` [rows] is where the last of
-        each row lies. Returns [rows, width * page_size] and [queries, width * page_size]: 0 for a key that is seen,
-        minus infinity otherwise. Pages keep what others left, be it NaN: `written` stands where no token looks.
+        `positions` [queries]: one per row, or any number for a single row; `written` [rows]: the slot of the last
+        token of each row. Returns [rows, width * page_size] and [queries, width * page_size]: 0 for a visible key, -inf
+        otherwise. Unused slots of a page may hold NaN, so masked places use `written` as their slot.
         """
         num_rows, page_size, window = len(table), group.spec.page_size, group.window
         first, last = positions[:num_rows].unsqueeze(1), positions[-num_rows:].unsqueeze(1)
@@ -157,7 +157,7 @@ class SdpaAttention:
             pages = table[:, :width]
             hidden, unseen = keys > queries, keys > last
         else:
-            # from the page of the first key seen; past the table's end the last page stands in, and is not read
+            # from the page of the first visible key; indices past the table are clamped to the last page and masked
             begin = (first - (window - 1)).clamp_(min=0) // page_size
             index = begin + torch.arange(width, device=begin.device)
             pages = table.gather(1, index.clamp_(max=table.shape[1] - 1))
@@ -227,12 +227,12 @@ def _is_stepwise(group: CacheGroup) -> bool:
 
 
 def _touched(page_size: int, window: int, num_tokens: int) -> int:
-    """The most pages in which this many consecutive tokens see keys."""
+    """Upper bound of the pages that hold visible keys of this many consecutive tokens."""
     return -(-(window + num_tokens - 2) // page_size) + 1
 
 
 def _last_of(parts: Parts) -> Parts:
-    """Of every row the last token, over the keys that it has among others."""
+    """The parts restricted to the last token of every row."""
     made: list[Part] = []
     for part in parts:
         if not isinstance(part, _Chunk):
@@ -244,18 +244,18 @@ def _last_of(parts: Parts) -> Parts:
     return tuple(made)
 
 
-def split_by_width(widths: list[int], call_cost: int, most: int) -> list[tuple[int, int, int]]:
-    """Runs (start, stop, width) of neighbours, each gathered to its widest row.
+def split_by_width(widths: list[int], call_cost: int, max_pages: int) -> list[tuple[int, int, int]]:
+    """Runs (start, stop, width) of adjacent rows, each gathered to the width of its widest row.
 
-    A row joins the run before it unless that would pad more pages than one more call is worth, or gather more than
-    `most`. Greedy: exact grouping would cost the host more than it saves the device.
+    A row joins the previous run unless that would pad more pages than a call costs, or gather more than `max_pages`.
+    Greedy: exact grouping would cost the host more than it saves the device.
     """
     runs: list[tuple[int, int, int]] = []
     start = widest = total = padding = 0
     for row, width in enumerate(widths):
         wider = max(widest, width)
         joined = wider * (row + 1 - start) - (total + width)
-        if row > start and (joined - padding > call_cost or wider * (row + 1 - start) > most):
+        if row > start and (joined - padding > call_cost or wider * (row + 1 - start) > max_pages):
             runs.append((start, row, widest))
             start, widest, total, padding = row, width, width, 0
         else:

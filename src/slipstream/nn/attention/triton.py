@@ -1,8 +1,8 @@
-"""TritonAttention: attention over pages by our own kernels, on CUDA.
+"""TritonAttention: attention over pages with our Triton kernels, on CUDA.
 
 The plan of a group is a work list built on the device; no device value is read on the host. The launches of a step
-depend only on T, B, whether all rows have one token, and the largest of `max_lengths`. A plan captured in a graph
-serves every step of that shape whose lengths stay within the `max_lengths` of the capture.
+depend only on T, B, whether all rows have one token, and the largest of `max_lengths`. A plan captured in a graph is
+valid for every step of that shape whose lengths are within the `max_lengths` of the capture.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from slipstream.ops.paged_attention.triton import (
 )
 from slipstream.ops.paged_attention.work_list import WorkCuts, WorkHeads, WorkList, WorkRows, build_work_list
 
-_ENDLESS = 2**30  # a window over everything
+_NO_WINDOW = 2**30  # larger than any sequence
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupPlan:
     work: WorkList
     partials: Partials
-    window: int  # 0: all keys are seen
+    window: int  # 0: all keys are visible
     soft_cap: float
 
 
@@ -41,8 +41,8 @@ class _GroupPlan:
 class TritonPlan:
     groups: tuple[_GroupPlan, ...]  # per cache group
     has_chunks: bool  # some rows have more than one token
-    has_single: bool = True  # some may have one
-    bidirectional: dict[Cut, Tiles] | None = None  # of a model without a cache
+    has_single: bool = True  # some rows may have one token
+    bidirectional: dict[Cut, Tiles] | None = None  # only for models without a cache
 
 
 class TritonAttention:
@@ -53,8 +53,8 @@ class TritonAttention:
         head_dims: Sequence[int] = (),
         one_kernel: bool = False,
     ) -> None:
-        """`dtype` is that of queries, `head_dims` are those of bidirectional attention. With `one_kernel` a token's
-        sums have the same order whether it is alone or in a chunk."""
+        """`dtype`: of queries; `head_dims`: of bidirectional attention. With `one_kernel` the order of a token's sums
+        is the same whether it is alone or in a chunk."""
         self.groups = tuple(groups)
         self.dtype = dtype
         self.one_kernel = one_kernel
@@ -76,7 +76,7 @@ class TritonAttention:
         return TritonPlan(groups, has_chunks or self.one_kernel, not batch.all_long and not self.one_kernel)
 
     def _plan_group(self, number: int, batch: BatchView, has_chunks: bool, partials: Partials | None) -> _GroupPlan:
-        """`partials`: memory of another plan for the same rows, to be used again."""
+        """`partials`: buffers of another plan for the same rows, to be reused."""
         group, num_rows = self.groups[number], len(batch.lengths)
         spec = group.spec
         shares = num_split_programs(
@@ -97,14 +97,14 @@ class TritonAttention:
                 batch.page_tables[number],
                 len(batch.ids) if has_chunks else num_rows,
                 int(batch.max_lengths.max()),
-                batch.given,
+                batch.host_ids,
             ),
             WorkHeads(spec.num_heads, spec.num_kv_heads, spec.page_size, tile, group.window),
             WorkCuts(num_split_programs=shares, cut_singles=not self.one_kernel),
         )
         if partials is None:
             partials = make_partials(work, spec.num_heads, spec.head_dim)
-        assert len(partials.sums) == work.num_splits, "a plan after one of other rows"
+        assert len(partials.sums) == work.num_splits, "partial buffers of a plan for other rows"
         return _GroupPlan(work, partials, group.window, spec.soft_cap)
 
     def forward(
@@ -129,8 +129,9 @@ class TritonAttention:
         if plan.has_chunks:
             shape, window = None, mine.window
             if self.one_kernel:
-                # otherwise keys that all queries of a tile see are computed without a mask, which depends on the chunk
-                shape, window = batch_invariant_shape(keys), window or _ENDLESS
+                # with a window every block is masked; without one, blocks visible to a whole tile skip the mask, which
+                # depends on the chunk
+                shape, window = batch_invariant_shape(keys), window or _NO_WINDOW
             attend_tiles(out, query, keys, values, pages, mine.work, scale, window, cap, sinks, shape)
         return out
 

@@ -1,4 +1,4 @@
-"""Activations of gated feed-forwards, on a gate and an up projection made by one product."""
+"""Gated activations: activation(gate) * up, on the output of a merged gate and up projection."""
 
 from slipstream.ops.activation import native, reference
 from slipstream.ops.dispatch import by_device

@@ -1,4 +1,4 @@
-"""Gated activations through the fused C kernels where they serve, else by the reference."""
+"""Gated activations with the C kernels; with the reference for inputs that the kernels do not take."""
 
 from __future__ import annotations
 

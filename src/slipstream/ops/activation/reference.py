@@ -1,4 +1,4 @@
-"""Gated activations in plain torch. The input's last dimension is [gate, up]."""
+"""Gated activations in plain torch. The last dimension of the input is [gate, up]."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Gelu by its tanh approximation."""
+    """Gelu, tanh approximation."""
     gate, up = gate_up.chunk(2, -1)
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Gelu itself."""
+    """Gelu, exact (erf)."""
     gate, up = gate_up.chunk(2, -1)
     return F.gelu(gate).mul_(up)
 
 
 def quick_gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Gelu by a sigmoid: gate * sigmoid(1.702 gate)."""
+    """Gelu, sigmoid approximation: gate * sigmoid(1.702 gate)."""
     gate, up = gate_up.chunk(2, -1)
     return torch.sigmoid(1.702 * gate).mul_(gate).mul_(up)
 

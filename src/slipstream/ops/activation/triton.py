@@ -1,4 +1,4 @@
-"""Gated activations on CUDA: in float32, rounded once. The input's last dimension is [gate, up]."""
+"""Gated activations on CUDA, computed in float32 and rounded once. The last dimension of the input is [gate, up]."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_tanh_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Gelu by its tanh approximation."""
+    """Gelu, tanh approximation."""
     return _launch(gate_up, _GELU_TANH)
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Gelu itself."""
+    """Gelu, exact (erf)."""
     return _launch(gate_up, _GELU)
 
 
 def quick_gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Gelu by a sigmoid: gate * sigmoid(1.702 gate)."""
+    """Gelu, sigmoid approximation: gate * sigmoid(1.702 gate)."""
     return _launch(gate_up, _QUICK_GELU)
 
 

@@ -1,1 +1,1 @@
-"""Attention of whole rows: each token sees its own row of the step, before it and after."""
+"""Bidirectional attention: each token attends to all tokens of its row, before and after it."""

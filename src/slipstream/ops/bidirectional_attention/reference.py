@@ -1,7 +1,7 @@
-"""Attention of whole rows by torch's scaled dot product: each token sees its own row of the step, both ways.
+"""Bidirectional attention with torch's scaled_dot_product_attention.
 
-Nothing is padded: neighbouring rows of one length share a call, any other has its own. Where a layer sees a window, a
-long row is cut along its queries and each part gets the keys it can reach.
+There is no padding: adjacent rows of equal length share a call, other rows have their own. In layers with a window a
+long row is split along its queries, and each part gets the keys within reach.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-WINDOW_TOKENS = 256  # queries of a row that go together where each sees another window
+WINDOW_TOKENS = 256  # queries per call in layers with a window
 
 
 @dataclass(frozen=True, slots=True)
 class BidirectionalPlan:
-    # first token, rows, tokens of each, and how many of those are seen: in the order of the tokens
+    # (first token, rows, tokens per row, tokens of a row that are attended to), in token order
     runs: tuple[tuple[int, int, int, int], ...]
-    masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # made by the first layer that needs one
+    masks: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)  # filled on first use
 
 
 def plan_bidirectional(counts: NDArray[np.int32], num_seen: NDArray[np.int32] | None = None) -> BidirectionalPlan:
-    """From the tokens of each row, and how many of them are seen, from the first on."""
+    """counts: tokens per row; num_seen: how many of them, from the first on, are attended to (None: all)."""
     runs: list[tuple[int, int, int, int]] = []
     start = 0
     if num_seen is None:
@@ -50,8 +50,8 @@ def attend_bidirectional(
     of_queries: torch.Tensor | None = None,
     of_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `AttentionBackend.bidirectional`; the last two are `RelativeScores`."""
-    assert of_queries is None or not reach, "positions by distance are for layers that see everything"
+    """As `AttentionBackend.bidirectional`; the last two arguments are the fields of `RelativeScores`."""
+    assert of_queries is None or not reach, "relative scores need a layer without a window"
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for first, rows, length, seen in plan.runs:
         tokens = slice(first, first + rows * length)
@@ -88,7 +88,7 @@ def _attend(
 def _window_mask(
     plan: BidirectionalPlan, before: int, queries: int, keys: int, reach: int, like: torch.Tensor
 ) -> torch.Tensor:
-    """[queries, keys]: 0 within reach, minus infinity beyond. The first query stands `before` keys from the first."""
+    """[queries, keys]: 0 within reach, -inf beyond. The first query is at key index `before`."""
     name = (before, queries, keys, reach)
     if name not in plan.masks:
         places = torch.arange(keys, device=like.device)
@@ -99,19 +99,19 @@ def _window_mask(
 
 
 def _bias_mask(plan: BidirectionalPlan, bias: torch.Tensor, length: int) -> torch.Tensor:
-    """[heads, length, length] from the numbers by distance; all layers share them."""
+    """[heads, length, length] from the bias per distance, which all layers share."""
     name = (length,)
     if name not in plan.masks:
         middle = bias.shape[1] // 2
         mine = bias[:, middle - length + 1 : middle + length]
-        plan.masks[name] = mine.unfold(1, length, 1).flip(1)  # a token further on sees all one step to the left
+        plan.masks[name] = mine.unfold(1, length, 1).flip(1)  # the next token's row is shifted left by one
     return plan.masks[name]
 
 
 def _relative_mask(
     plan: BidirectionalPlan, of_queries: torch.Tensor, of_keys: torch.Tensor | None, rows: int, length: int, seen: int
 ) -> torch.Tensor:
-    """[rows, heads, length, seen] what positions add to the scores of rows of one length."""
+    """[rows, heads, length, seen]: the relative-position terms of the scores, for rows of equal length."""
     name = (length, seen)
     if name not in plan.masks:
         middle = of_queries.shape[2] // 2

@@ -1,8 +1,8 @@
-"""Attention of whole rows on CUDA: rows lie packed one after another, each token sees its own row, both ways.
+"""Bidirectional attention on CUDA over packed rows: each token attends to all tokens of its row.
 
-Rows are cut along their queries into tiles, listed on the device once a step. Launches follow from the number of
-tokens and rows alone, so they can be captured; the truth is in the row starts. How a row is cut, and the order of its
-sums, depend on the row itself and on nothing beside it.
+Rows are split along their queries into tiles, which a kernel lists once per step. The launches depend only on the
+numbers of tokens and rows, so they can be captured; the row starts are read on the device. The tiles of a row and the
+order of its sums do not depend on the other rows.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 import triton
 import triton.language as tl
 
-_RECORD = tl.constexpr(4)  # int32s of a tile: first and last query, first and last key; the last ones not included
+_RECORD = tl.constexpr(4)  # int32s per tile: first query, end of queries, first key, end of keys
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    records: torch.Tensor  # [capacity, _RECORD] int32; tiles that are not there have no queries
-    size: int  # queries of one
+    records: torch.Tensor  # [capacity, _RECORD] int32; unused tiles have no queries
+    size: int  # queries per tile
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How the kernel goes about a shape; settled by benchmarks/ops/bidirectional_attention.py."""
+    """Tile sizes; measured with benchmarks/ops/bidirectional_attention.py."""
 
     queries: int
     keys: int
@@ -39,8 +39,8 @@ def choose_cut(head_dim: int, dtype: torch.dtype) -> Cut:
 
 
 def list_tiles(starts: torch.Tensor, num_tokens: int, cut: Cut, num_seen: torch.Tensor | None = None) -> Tiles:
-    """From row starts [rows + 1] on the device, and where some are not seen by any, how many of each row's tokens are.
-    Tokens behind the last row are nobody's and see nothing."""
+    """The tiles of rows with starts [rows + 1] on the device. num_seen [rows]: the tokens of each row that are attended
+    to; None: all. Tokens after the last row are padding and have no keys."""
     num_rows = len(starts) - 1
     capacity = num_tokens // cut.queries + num_rows + 2
     records = torch.empty(capacity, _RECORD.value, dtype=torch.int32, device=starts.device)
@@ -50,7 +50,7 @@ def list_tiles(starts: torch.Tensor, num_tokens: int, cut: Cut, num_seen: torch.
     return Tiles(records, cut.queries)
 
 
-# grid: (rows + 1,), the last for the tokens of nobody and for the tiles that are left
+# grid: (rows + 1,); the last program writes the tiles of padding and the unused tiles
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "capacity"])
 def _list_tiles_kernel(
     records, starts, num_seen, num_rows, num_tokens, capacity, SIZE: tl.constexpr, BLOCK: tl.constexpr
@@ -95,7 +95,7 @@ def attend_bidirectional(
     of_queries: torch.Tensor | None = None,  # [T, heads, 2 n - 1]
     of_keys: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `AttentionBackend.bidirectional`; the last two are `RelativeScores`."""
+    """As `AttentionBackend.bidirectional`; the last two arguments are the fields of `RelativeScores`."""
     num_tokens, num_heads, head_dim = query.shape
     assert tiles.size == cut.queries
     assert query.stride(2) == key.stride(2) == value.stride(2) == 1, "head dims must be contiguous"
@@ -103,7 +103,7 @@ def attend_bidirectional(
     assert of_queries is None or of_queries.is_contiguous()
     assert of_keys is None or (of_queries is not None and of_keys.is_contiguous())
     widths = [x.shape[-1] for x in (bias, of_queries) if x is not None]
-    assert len(set(widths)) < 2, "biases of two widths"
+    assert len(set(widths)) < 2, "bias and relative scores must have the same width"
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     _attend_kernel[(len(tiles.records), num_heads)](
         out,
@@ -181,7 +181,7 @@ def _attend_kernel(
     numbers = bias
     if bias is not None:
         numbers = bias + head * width + width // 2
-    # of each token a line for each head; from one token's to the next there are so many numbers
+    # one line per token and head; line_stride is the stride between tokens
     query_lines, key_lines, line_stride = of_queries, of_keys, 0
     if of_queries is not None:
         line_stride = HEADS * width
@@ -189,13 +189,13 @@ def _attend_kernel(
     if of_keys is not None:
         key_lines = of_keys + head * width + width // 2
 
-    # the largest score so far, the sum of weights, the weighted sum of values; all in powers of two
+    # online softmax in base 2: maximum score, sum of weights, weighted sum of values
     most = tl.full((BLOCK_M,), -1e30, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     low, high = first_key, last_key
     if REACH > 0:
-        # whole blocks from the row's first key on, so that sums have the same order whatever the tile
+        # blocks are counted from the row's first key, so that the order of sums does not depend on the tile
         low = first_key + (tl.maximum(first_query - REACH - first_key, 0) // BLOCK_N) * BLOCK_N
         high = tl.minimum(last_query + REACH, last_key)
     full = low + (high - low) // BLOCK_N * BLOCK_N
@@ -211,7 +211,7 @@ def _attend_kernel(
             last_key, scale, key_stride, value_stride,
             REACH, DIM, BLOCK_D, BLOCK_N, bias is not None, of_queries is not None, of_keys is not None, True,
         )  # fmt: skip
-    # tokens of nobody have no keys
+    # padding has no keys
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     target = out + (m.to(tl.int64)[:, None] * HEADS + head) * DIM + d[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
@@ -270,7 +270,7 @@ def _attend_block(
             scores += tl.load(key_lines + at, mask=seen, other=0.0).to(tl.float32)
     if BIASED:
         distance = n[None, :] - m[:, None]
-        # queries past the row's end read the bias of themselves
+        # lanes outside the row load the bias of distance 0
         near = tl.where((m < last_query)[:, None] & there[None, :], distance, 0)
         scores = scores * scale + 1.4426950408889634 * tl.load(numbers + near).to(tl.float32)
     else:

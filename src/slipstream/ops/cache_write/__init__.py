@@ -1,4 +1,4 @@
-"""Writes a step's keys and values into their pages."""
+"""Writes the keys and values of a step into their pages."""
 
 from slipstream.ops.cache_write.native import write_cache
 

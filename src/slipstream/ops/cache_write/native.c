@@ -1,4 +1,4 @@
-// Each token's key and value to its slot.
+// Copies the key and value of each token to its slot.
 #include <stdint.h>
 #include <string.h>
 

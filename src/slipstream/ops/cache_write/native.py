@@ -1,4 +1,4 @@
-"""Cache writes through the C kernel where it serves, else by the reference."""
+"""Cache writes with the C kernel; with the reference for inputs that the kernel does not take."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ def write_cache(
     value: torch.Tensor,  # [T, kv heads, head dim]
     keys: torch.Tensor,  # [pages, page_size, kv heads, head dim]
     values: torch.Tensor,
-    slots: torch.Tensor,  # [T] int64, page * page_size + place
+    slots: torch.Tensor,  # [T] int64, page * page_size + position in the page
 ) -> None:
-    """Put each token's key and value at its slot."""
+    """Copies the key and value of each token to its slot."""
     keys.flatten(0, 1).index_copy_(0, slots, key)
     values.flatten(0, 1).index_copy_(0, slots, value)

@@ -1,5 +1,4 @@
-"""All layers of a decoder in one call, for steps in which every row has one token. The reference is the layers
-themselves."""
+"""All layers of a decoder in one C call, for steps with one token per row. The reference is the layers themselves."""
 
 from slipstream.ops.decode_layers.native import (
     DecoderFacts,

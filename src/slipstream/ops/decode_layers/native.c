@@ -1,8 +1,8 @@
-// All layers of a decoder for one token of each row: one call, and one team of threads that meets between the parts.
-// The parts are those of the other ops, and a row's result does not depend on its neighbours.
+// All layers of a decoder for one token per row: one call, one team of threads, a barrier between the parts of a layer.
+// The parts are those of the other ops, so a row's result does not depend on the other rows.
 //
-// Threads take pieces of a part until none is left, and whoever waits for the others soon lets them have its core:
-// where another program has taken one, two threads that shared the other and spun there made a step five times as long.
+// Threads take work items of a part until none is left. A thread that waits at a barrier yields its core after some
+// spins: when another program occupied a core, two threads spinning on the other core made a step five times as long.
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -14,14 +14,14 @@
 
 #include "../native_parts.h"
 
-#define PIECE 24  // rows of a weight that a thread takes at a time: whole tiles of either kind
+#define PIECE 24  // weight rows per work item: whole tiles of float32 and of low-bit weights
 #define SPINS 4096
 
-// These three are mirrored in native.py.
+// native.py mirrors these structures.
 
-typedef struct {  // neighbouring rows of a weight, of one kind
+typedef struct {  // adjacent weight rows of one format
     const void *numbers, *scales, *offsets;
-    int64_t bits;  // 32: plain
+    int64_t bits;  // 32: float32
     int64_t num_rows;
 } Run;
 
@@ -32,35 +32,35 @@ typedef struct {
 } Product;
 
 typedef struct {
-    const float *attention_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;  // the second and last may be missing
-    const float *head_norm;  // [heads + kv heads, dim], or missing
+    const float *attention_norm, *attention_out_norm, *mlp_norm, *mlp_out_norm;  // the second and the last may be null
+    const float *head_norm;  // [heads + kv heads, dim], or null
     Product qkv, output, gate_up, down;
     float *keys, *values;  // [pages, page_size, kv heads, dim]
-    int64_t group;  // whose slots and pages it uses
-    int64_t rope;   // which of the two tables turns it
+    int64_t group;  // cache group: selects slots and page tables
+    int64_t rope;   // index of the RoPE table
     int64_t window;
 } Layer;
 
 typedef struct {
     int64_t num_layers, hidden, ffn, num_heads, num_kv_heads, dim, rotary, page_size, is_gelu;
     float eps, scale, cap;
-    const float *norm;  // the last one
+    const float *norm;  // of the last hidden states
     const Layer *layers;
 } Model;
 
-typedef struct {  // what a step works in
+typedef struct {  // intermediate results of a step
     float *residual, *normed, *qkv, *attended, *gate_up, *active, *added;
-    SlipActivations *activations;  // for low-bit products
+    SlipActivations *activations;  // for low-bit GEMMs
 } Space;
 
 typedef struct {
     int team;
     atomic_int arrived, round;
-    atomic_llong next;  // piece of the present part
-} Meeting;
+    atomic_llong next;  // next work item of the current part
+} Barrier;
 
 typedef struct {
-    Meeting *meeting;
+    Barrier *barrier;
     const Model *model;
     int64_t num_rows;
     const float *const *ropes;       // [rows, 2, rotary]
@@ -71,19 +71,21 @@ typedef struct {
     Space space;
 } Step;
 
-// `count` numbers of a row, from column `first` of `size`
+// quantizes `count` activations of a row, from column `first` of `size`
 static void quantize(const Step *step, const float *x, int64_t row, int64_t first, int64_t count, int64_t size) {
     int64_t stride;
     SlipActivations *place = slip_place(step->space.activations, row, step->num_rows, size / SLIP_BLOCK, &stride);
     slip_quantize(x, place + first / SLIP_BLOCK * stride, stride, count / SLIP_BLOCK);
 }
 
-// Every function from here on is entered by the whole team and left when all are done.
+// Every thread of the team calls the functions below; each function ends with a barrier.
 
-static int64_t take(const Step *step) { return atomic_fetch_add_explicit(&step->meeting->next, 1, memory_order_relaxed); }
+static int64_t take_item(const Step *step) {
+    return atomic_fetch_add_explicit(&step->barrier->next, 1, memory_order_relaxed);
+}
 
-static void meet(const Step *step) {
-    Meeting *m = step->meeting;
+static void wait_for_team(const Step *step) {
+    Barrier *m = step->barrier;
     int round = atomic_load_explicit(&m->round, memory_order_relaxed);
     if (atomic_fetch_add_explicit(&m->arrived, 1, memory_order_acq_rel) + 1 == m->team) {
         atomic_store_explicit(&m->arrived, 0, memory_order_relaxed);
@@ -98,11 +100,11 @@ static void meet(const Step *step) {
 static void multiply(const Step *step, const Product *product, const float *x, float *out) {
     const Space *s = &step->space;
     int64_t first_row = 0, first_piece = 0, stride = product->num_rows, size = product->num_columns;
-    int64_t piece = take(step);
+    int64_t piece = take_item(step);
     for (int64_t r = 0; r < product->num_runs; r++) {
         const Run *run = &product->runs[r];
         int64_t after = first_piece + (run->num_rows + PIECE - 1) / PIECE;
-        for (; piece < after; piece = take(step)) {
+        for (; piece < after; piece = take_item(step)) {
             int64_t first = (piece - first_piece) * PIECE;
             int64_t last = first + PIECE < run->num_rows ? first + PIECE : run->num_rows;
             float *o = out + first_row;
@@ -118,43 +120,43 @@ static void multiply(const Step *step, const Product *product, const float *x, f
         first_row += run->num_rows;
         first_piece = after;
     }
-    meet(step);
+    wait_for_team(step);
 }
 
-// what a part added goes into the residual, and the residual's norm into the next part
+// adds the output of the previous part to the residual; the norm of the residual is the input of the next part
 static void add_and_norm(const Step *step, const float *out_norm, const float *norm, const Product *next, float *out) {
     const Space *s = &step->space;
     int64_t size = step->model->hidden;
     float eps = step->model->eps;
-    for (int64_t row = take(step); row < step->num_rows; row = take(step)) {
+    for (int64_t row = take_item(step); row < step->num_rows; row = take_item(step)) {
         float *added = s->added + row * size, *residual = s->residual + row * size, *o = out + row * size;
         if (out_norm) slip_norm_row(added, 0, out_norm, 0, added, eps, size);
         slip_norm_row(added, residual, norm, residual, o, eps, size);
         if (next && next->is_low_bit) quantize(step, o, row, 0, size, size);
     }
-    meet(step);
+    wait_for_team(step);
 }
 
-// Norms and turns the queries and keys of all rows, and writes keys and values to the cache.
+// Norm and RoPE of the queries and keys of all rows; writes keys and values to the cache.
 static void write_cache(const Step *step, const Layer *layer) {
     const Model *m = step->model;
     int64_t dim = m->dim, heads = m->num_heads, kv_heads = m->num_kv_heads, group = heads / kv_heads;
-    for (int64_t piece = take(step); piece < step->num_rows * kv_heads; piece = take(step)) {
+    for (int64_t piece = take_item(step); piece < step->num_rows * kv_heads; piece = take_item(step)) {
         int64_t row = piece / kv_heads, head = piece % kv_heads;
         float *of_row = step->space.qkv + row * (heads + 2 * kv_heads) * dim;
         float *query = of_row + head * group * dim, *key = of_row + (heads + head) * dim;
-        const float *turn = step->ropes[layer->rope] + row * 2 * m->rotary;
+        const float *rope_row = step->ropes[layer->rope] + row * 2 * m->rotary;
         for (int64_t g = 0; g <= group; g++) {
             float *x = g < group ? query + g * dim : key;
             int64_t number = g < group ? head * group + g : heads + head;
             if (layer->head_norm) slip_norm_row(x, 0, layer->head_norm + number * dim, 0, x, m->eps, dim);
-            slip_rope_head(x, turn, x, dim, m->rotary);
+            slip_rope_head(x, rope_row, x, dim, m->rotary);
         }
         int64_t slot = (step->slots[layer->group][row] * kv_heads + head) * dim;
         memcpy(layer->keys + slot, key, dim * sizeof(float));
         memcpy(layer->values + slot, of_row + (heads + kv_heads + head) * dim, dim * sizeof(float));
     }
-    meet(step);
+    wait_for_team(step);
 }
 
 // Must not begin before `write_cache` is complete for all rows: a page that one row completes in this step is
@@ -164,7 +166,7 @@ static void attend(const Step *step, const Layer *layer) {
     const Space *s = &step->space;
     int64_t dim = m->dim, heads = m->num_heads, kv_heads = m->num_kv_heads, group = heads / kv_heads;
     SlipHeads shape = {group, dim, 0, 0, layer->window, m->scale, m->cap, NULL};
-    for (int64_t piece = take(step); piece < step->num_rows * kv_heads; piece = take(step)) {
+    for (int64_t piece = take_item(step); piece < step->num_rows * kv_heads; piece = take_item(step)) {
         int64_t row = piece / kv_heads, head = piece % kv_heads;
         SlipPages pages = {layer->keys + head * dim, layer->values + head * dim,
                            step->tables[layer->group] + row * step->table_strides[layer->group], m->page_size,
@@ -172,25 +174,25 @@ static void attend(const Step *step, const Layer *layer) {
         slip_attend_tokens(&shape, &pages, s->qkv + (row * (heads + 2 * kv_heads) + head * group) * dim,
                            s->attended + (row * heads + head * group) * dim, step->lengths + row, 1);
     }
-    meet(step);
+    wait_for_team(step);
     if (layer->output.is_low_bit) {
-        for (int64_t row = take(step); row < step->num_rows; row = take(step))
+        for (int64_t row = take_item(step); row < step->num_rows; row = take_item(step))
             quantize(step, s->attended + row * heads * dim, row, 0, heads * dim, heads * dim);
-        meet(step);
+        wait_for_team(step);
     }
 }
 
 static void activate(const Step *step, const Layer *layer) {
     const Space *s = &step->space;
     int64_t size = step->model->ffn, piece = 8 * SLIP_BLOCK, pieces = (size + piece - 1) / piece;
-    for (int64_t at = take(step); at < step->num_rows * pieces; at = take(step)) {
+    for (int64_t at = take_item(step); at < step->num_rows * pieces; at = take_item(step)) {
         int64_t row = at / pieces, first = at % pieces * piece, count = size - first < piece ? size - first : piece;
         const float *gate = s->gate_up + row * 2 * size + first;
         float *out = s->active + row * size + first;
         (step->model->is_gelu ? slip_gelu_tanh_row : slip_silu_row)(gate, gate + size, out, count);
         if (layer->down.is_low_bit) quantize(step, out, row, first, count, size);
     }
-    meet(step);
+    wait_for_team(step);
 }
 
 static void run_layers(const Step *step, float *hidden) {
@@ -215,7 +217,8 @@ static void run_layers(const Step *step, float *hidden) {
 
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// x [rows, hidden] are embeddings; hidden gets what the last norm gives. Says whether there was memory to work in.
+// x [rows, hidden]: embeddings; hidden [rows, hidden]: receives the output of the last norm. Returns 0 if out of
+// memory.
 int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, const float *const *ropes,
                            const int64_t *const *slots, const int64_t *const *tables, const int64_t *table_strides,
                            const int64_t *lengths, int64_t num_rows) {
@@ -231,16 +234,16 @@ int64_t slip_decode_layers(const Model *model, const float *x, float *hidden, co
         .residual = TAKE(h), .normed = TAKE(h), .added = TAKE(h), .qkv = TAKE(heads + 2 * kv), .attended = TAKE(heads),
         .gate_up = TAKE(2 * model->ffn), .active = TAKE(model->ffn), .activations = memory,
     };
-    // the first norm adds what the part before it made, which here is nothing
+    // the first norm adds the output of the previous part, which is zero here
     memcpy(space.residual, x, num_rows * h * sizeof(float));
     memset(space.added, 0, num_rows * h * sizeof(float));
-    Meeting meeting = {.team = 1};
-    Step step = {&meeting, model, num_rows, ropes, slots, tables, table_strides, lengths, space};
+    Barrier barrier = {.team = 1};
+    Step step = {&barrier, model, num_rows, ropes, slots, tables, table_strides, lengths, space};
 #pragma omp parallel
     {
 #ifdef _OPENMP
 #pragma omp single
-        meeting.team = omp_get_num_threads();
+        barrier.team = omp_get_num_threads();
 #endif
         run_layers(&step, hidden);
     }

@@ -1,7 +1,7 @@
-"""All layers of a decoder for one token of each row, by one C call.
+"""All layers of a decoder for one token per row, in one C call.
 
-At one row a layer's nine calls cost as much host time as its products take. The structures below are those of
-`native.c`, field by field; they hold addresses, and `NativeLayers` holds the tensors that lie there.
+At one row the nine calls of a layer cost as much host time as its GEMMs take. The structures below mirror those of
+`native.c` field by field; they hold addresses, and `NativeLayers` keeps the tensors at these addresses alive.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ON_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 
 def max_rows(products: Sequence[ProductWeights]) -> int:
-    """Up to how many rows this beats a call for each part: beyond, the library's plain products do better."""
+    """Rows up to which one call for all layers is faster than separate ops. With more rows torch's GEMMs are faster."""
     is_low_bit = all(run.bits != 32 for product in products for run in product.runs)
     return 64 if is_low_bit else 32 if _ON_ARM else 4
 
@@ -45,8 +45,8 @@ class LayerWeights:
     output: ProductWeights
     gate_up: ProductWeights
     down: ProductWeights
-    group: int  # whose slots and pages it uses
-    rope: int  # which of the tables turns it
+    group: int  # cache group: selects slots and page tables
+    rope: int  # index of the RoPE table
     window: int  # 0: none
 
 
@@ -118,7 +118,7 @@ class _Model(ctypes.Structure):
 class NativeLayers:
     model: _Model
     num_groups: int
-    kept: list[Any] = field(default_factory=list)  # whatever the structures point at
+    kept: list[Any] = field(default_factory=list)  # keeps alive what the structures point to
 
 
 def build_layers(
@@ -127,13 +127,13 @@ def build_layers(
     norm: torch.Tensor,
     caches: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> NativeLayers:
-    """Everything must stay where it is from now on: weights, and the pages [pages, page_size, kv heads, dim]."""
+    """Weights and caches [pages, page_size, kv heads, dim] must not move afterwards: the result holds addresses."""
     kept: list[Any] = [norm]
 
     def address(tensor: torch.Tensor | None) -> int | None:
         if tensor is None:
             return None
-        assert tensor.is_contiguous(), "the kernel reads what lies side by side"
+        assert tensor.is_contiguous(), "the kernel reads contiguous tensors"
         kept.append(tensor)
         return tensor.data_ptr()
 
@@ -193,14 +193,14 @@ def build_layers(
 def decode_layers(
     layers: NativeLayers,
     x: torch.Tensor,  # [B, hidden]
-    ropes: Sequence[torch.Tensor],  # of the tables: [B, 2, rotary]
+    ropes: Sequence[torch.Tensor],  # per RoPE table: [B, 2, rotary]
     slots: Sequence[torch.Tensor],  # per group: [B] int64
     tables: Sequence[torch.Tensor],  # per group: [B, width] int64
     lengths: torch.Tensor,  # [B] int64
 ) -> torch.Tensor:
-    """[B, hidden] after the last norm; the keys and values are in their pages."""
+    """Hidden states after the last norm, [B, hidden]. Keys and values are written to their pages."""
     library = native.library()
-    assert library is not None, "ask native.serves first"
+    assert library is not None, "call native.serves first"
     assert x.is_contiguous() and lengths.is_contiguous() and all(table.stride(1) == 1 for table in tables)
     assert all(part.is_contiguous() for part in (*ropes, *slots))
     out = torch.empty(x.shape)
@@ -217,5 +217,5 @@ def decode_layers(
         len(x),
     )
     if not found:
-        raise MemoryError("no memory for the intermediate results of a step")
+        raise MemoryError("out of memory for the intermediate results of a step")
     return out

@@ -1,4 +1,4 @@
-"""Blocks of GGUF files as numbers: 32 weights of a row share a scale, and in some kinds a minimum."""
+"""Dequantization of GGUF blocks: 32 weights of a row share a scale and, in some kinds, a minimum."""
 
 from slipstream.ops.dequant.reference import BLOCK, KINDS, Blocks, dequantize, split
 

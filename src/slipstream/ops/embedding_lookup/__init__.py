@@ -1,4 +1,4 @@
-"""Where a forward pass begins: the vectors of tokens, and the angles of their positions."""
+"""Embedding lookup of token ids, and RoPE table lookup of their positions."""
 
 from slipstream.ops.dispatch import by_device
 from slipstream.ops.embedding_lookup import reference

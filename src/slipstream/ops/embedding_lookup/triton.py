@@ -8,13 +8,13 @@ import triton.language as tl
 
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
-_BLOCK = 2048  # numbers of one program
+_BLOCK = 2048  # elements per program
 
 
 def lookup_embedding_and_rope(
     embedding: torch.Tensor, ids: torch.Tensor, scale: float, angles: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference, which says what the arguments are."""
+    """Same arguments and result as the reference."""
     assert embedding.is_contiguous() and angles.is_contiguous() and len(ids) == len(positions)
     (num_tokens,), size, turns = ids.shape, embedding.shape[1], angles[0].numel()
     x = torch.empty((num_tokens, size), dtype=embedding.dtype, device=embedding.device)
@@ -38,7 +38,7 @@ def lookup_embedding_and_rope(
     return x, rotary
 
 
-# grid: (tokens, blocks of vectors, then of angles)
+# grid: (tokens, blocks of the embedding, then of the RoPE row)
 @triton.jit(do_not_specialize=["scale"], do_not_specialize_on_alignment=["ids", "positions"])
 def _look_up_kernel(
     embedding,
@@ -55,7 +55,7 @@ def _look_up_kernel(
     DEPENDENT: tl.constexpr,
 ):
     wait_for_previous(DEPENDENT)
-    release_next(DEPENDENT)  # not before: it is a step's first
+    release_next(DEPENDENT)  # after the wait: this is the first kernel of a step (ops/pdl.py)
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""Layer norm, alone or joined with the residual add before it."""
+"""Layer norm, optionally fused with the residual add before it."""
 
 from slipstream.ops.dispatch import by_device
 from slipstream.ops.layer_norm import reference

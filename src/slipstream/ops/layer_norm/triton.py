@@ -1,5 +1,5 @@
-"""Layer norm on CUDA: in float32, rounded once. A sum that is stored is rounded before it is normed; one that is not
-stays as it is."""
+"""Layer norm on CUDA, computed in float32 and rounded once. A sum that is stored is rounded before its norm is
+computed."""
 
 from __future__ import annotations
 

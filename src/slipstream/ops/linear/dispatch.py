@@ -46,13 +46,13 @@ class GemmCall(NamedTuple):
     activation: Activation | None
 
 
-class Kernel(NamedTuple):
+class GemmKernel(NamedTuple):
     name: str
     accepts: Callable[[GemmCall], bool]
     launch: Callable[[GemmCall], torch.Tensor]
 
 
-def choose(call: GemmCall) -> Kernel:
+def choose(call: GemmCall) -> GemmKernel:
     """The kernel for a call without an activation or with a gated one."""
     for kernel in CUDA_KERNELS if call.x.is_cuda else CPU_KERNELS:
         if kernel.accepts(call):
@@ -192,19 +192,19 @@ def _activate(out: torch.Tensor, activation: Activation | None) -> torch.Tensor:
     return out if activation is None else activation(out)
 
 
-LIBRARY = Kernel("library", lambda call: True, _library)
+LIBRARY = GemmKernel("library", lambda call: True, _library)
 
 CUDA_KERNELS = (
-    Kernel("gemv", _accepts_gemv, _gemv),
-    Kernel("streaming_hopper", _accepts_streaming_hopper, _streaming_hopper),
-    Kernel("skinny_mma", _accepts_skinny_mma, _skinny_mma),
-    Kernel("gated_gemm_hopper", _accepts_gated_gemm_hopper, _gated_gemm_hopper),
-    Kernel("cublaslt_tuned", _accepts_cublaslt_tuned, _cublaslt_tuned),
+    GemmKernel("gemv", _accepts_gemv, _gemv),
+    GemmKernel("streaming_hopper", _accepts_streaming_hopper, _streaming_hopper),
+    GemmKernel("skinny_mma", _accepts_skinny_mma, _skinny_mma),
+    GemmKernel("gated_gemm_hopper", _accepts_gated_gemm_hopper, _gated_gemm_hopper),
+    GemmKernel("cublaslt_tuned", _accepts_cublaslt_tuned, _cublaslt_tuned),
     LIBRARY,
 )
 CPU_KERNELS = (
-    Kernel("native", lambda call: native.accepts(call.x, call.weight), _native),
+    GemmKernel("native", lambda call: native.accepts(call.x, call.weight), _native),
     LIBRARY,
 )
-GELU_GEMM_HOPPER = Kernel("gelu_gemm_hopper", _accepts_gelu_gemm_hopper, _gelu_gemm_hopper)
+GELU_GEMM_HOPPER = GemmKernel("gelu_gemm_hopper", _accepts_gelu_gemm_hopper, _gelu_gemm_hopper)
 """The only kernel with an elementwise activation; other elementwise activations run after `linear`."""

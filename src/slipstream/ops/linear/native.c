@@ -1,6 +1,7 @@
-// Skinny GEMM: float32 weights times a few tokens. With up to three tokens memory bandwidth is the limit, and one weight
-// row is read from end to end (two rows at a time reach two thirds of the bandwidth). With more tokens arithmetic is the
-// limit: the register tile is 3 weight rows x 4 tokens. The order of each sum does not depend on the number of tokens.
+// Skinny GEMM: float32 weights times a few tokens. With up to three tokens memory bandwidth is the limit, and one
+// weight row is read from end to end (two rows at a time reach two thirds of the bandwidth). With more tokens
+// arithmetic is the limit: the register tile is 3 weight rows x 4 tokens. The order of each sum does not depend on the
+// number of tokens.
 #include <stdint.h>
 
 #include "../native_math.h"

@@ -1,7 +1,7 @@
-"""Products with weights that stay at 4 or 8 bits, by the best kernel this machine has."""
+"""GEMM with weights of 4 or 8 bits, by the best kernel for this machine."""
 
 from slipstream.ops.low_bit.aten import DynamicQuant, Int4Pack
-from slipstream.ops.low_bit.choose import find_kernel, gives_right_product
+from slipstream.ops.low_bit.choose import find_kernel, is_correct
 from slipstream.ops.low_bit.interleaved import Interleaved
 from slipstream.ops.low_bit.kernel import Kernel, Packed
 from slipstream.ops.low_bit.planes import Planes, make_planes
@@ -16,7 +16,7 @@ __all__ = [
     "Planes",
     "add_group_sums",
     "find_kernel",
-    "gives_right_product",
+    "is_correct",
     "make_planes",
     "multiply",
 ]

@@ -1,4 +1,4 @@
-"""The 4-bit kernels of torch, which differ by machine, and what each takes."""
+"""The 4-bit kernels of torch for ARM and x86, and the weight layouts that they need."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from slipstream.ops.low_bit.reference import add_group_sums
 
 
 class DynamicQuant:
-    """ARM: activations become 8-bit numbers, a scale for each row of x, so a row's result is its own alone.
+    """ARM: activations are quantized to 8 bits with one scale per row of x, so a row's result is independent of others.
 
-    Scales are kept in bfloat16. Offsets are not something it knows: they are a product of their own.
+    Scales are bfloat16. The kernel has no offsets; a separate GEMM adds them.
     """
 
     name = "dynamic quant"
     rounding = "8 bits"
 
-    def belongs(self) -> bool:
+    def suits_machine(self) -> bool:
         on_arm = platform.machine().lower() in ("aarch64", "arm64")
-        # without this library torch computes the same by a plain loop
+        # without KleidiAI torch computes this in a slow loop
         return on_arm and torch.backends.kleidiai.is_available()
 
     def pack(self, raw: torch.Tensor, kind: str) -> _DynamicQuantWeight:
@@ -38,8 +38,8 @@ class DynamicQuant:
 
     def num_bytes(self, kind: str, num_rows: int, num_columns: int) -> int:
         groups = num_columns // BLOCK
-        of_plane = groups * (BLOCK // 2 + 2) + 8  # numbers and scales, and two numbers of the kernel's own
-        return num_rows * (PLANES[kind] * of_plane + (0 if kind == "Q4_0" else groups * 4))
+        plane_bytes = groups * (BLOCK // 2 + 2) + 8  # weights, scales, and two values that the kernel adds
+        return num_rows * (PLANES[kind] * plane_bytes + (0 if kind == "Q4_0" else groups * 4))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +50,11 @@ class _DynamicQuantWeight:
     num_rows: int
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()  # the kernel reads rows as if they followed one another
-        product = torch.ops.aten._dyn_quant_matmul_4bit
-        out: torch.Tensor = product(x, self.planes[0], BLOCK, self.num_columns, self.num_rows)
+        x = x.contiguous()  # the kernel ignores strides
+        matmul = torch.ops.aten._dyn_quant_matmul_4bit
+        out: torch.Tensor = matmul(x, self.planes[0], BLOCK, self.num_columns, self.num_rows)
         for plane in self.planes[1:]:
-            out.add_(product(x, plane, BLOCK, self.num_columns, self.num_rows))
+            out.add_(matmul(x, plane, BLOCK, self.num_columns, self.num_rows))
         return out if self.offset is None else add_group_sums(out, x, self.offset)
 
     def run(self) -> None:
@@ -62,16 +62,16 @@ class _DynamicQuantWeight:
 
 
 class Int4Pack:
-    """x86: activations and scales in bfloat16, the one dtype the kernel is fast in; offsets are part of it."""
+    """x86: activations and scales in bfloat16, the only dtype in which the kernel is fast; the kernel adds offsets."""
 
     name = "int4 pack"
     rounding = "bfloat16"
-    _CHUNK = 4096  # rows packed at a time: the kernel wants each number in 32 bits first
-    _ROWS = 16  # the kernel wants a multiple
+    _CHUNK = 4096  # rows packed at a time; packing needs each weight as int32 first
+    _ROWS = 16  # the kernel needs a multiple of this
 
-    def belongs(self) -> bool:
+    def suits_machine(self) -> bool:
         on_x86 = platform.machine().lower() in ("x86_64", "amd64")
-        # without vectors torch computes the same by a plain loop
+        # without vector instructions torch computes this in a slow loop
         return on_x86 and torch.backends.cpu.get_cpu_capability() != "DEFAULT"
 
     def pack(self, raw: torch.Tensor, kind: str) -> _Int4PackWeight:
@@ -84,13 +84,13 @@ class Int4Pack:
         return _Int4PackWeight(tuple(packed), planes.num_rows)
 
     def num_bytes(self, kind: str, num_rows: int, num_columns: int) -> int:
-        of_plane = num_columns // 2 + num_columns // BLOCK * 4
-        return -(-num_rows // self._ROWS) * self._ROWS * PLANES[kind] * of_plane
+        plane_bytes = num_columns // 2 + num_columns // BLOCK * 4
+        return -(-num_rows // self._ROWS) * self._ROWS * PLANES[kind] * plane_bytes
 
     def _pack_pairs(self, pairs: torch.Tensor) -> torch.Tensor:
         chunks = []
-        for some in pairs.split(self._CHUNK):
-            numbers = torch.stack((some & 15, some >> 4), -1).flatten(1).int()
+        for chunk in pairs.split(self._CHUNK):
+            numbers = torch.stack((chunk & 15, chunk >> 4), -1).flatten(1).int()
             chunks.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers, 1))
         return torch.cat(chunks)
 
@@ -102,11 +102,11 @@ class _Int4PackWeight:
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         x = x.bfloat16().contiguous()
-        product = torch.ops.aten._weight_int4pack_mm_for_cpu
+        matmul = torch.ops.aten._weight_int4pack_mm_for_cpu
         weight, scales = self.planes[0]
-        out: torch.Tensor = product(x, weight, BLOCK, scales).float()
+        out: torch.Tensor = matmul(x, weight, BLOCK, scales).float()
         for weight, scales in self.planes[1:]:
-            out.add_(product(x, weight, BLOCK, scales))
+            out.add_(matmul(x, weight, BLOCK, scales))
         return out if out.shape[1] == self.num_rows else out[:, : self.num_rows].contiguous()
 
     def run(self) -> None:

@@ -1,4 +1,4 @@
-"""Which low-bit kernel serves on this machine: the first whose small product comes out right."""
+"""Chooses the low-bit kernel of this machine: the first kernel whose test GEMM is correct."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def find_kernel() -> Kernel | None:
-    """The kernel of this machine: ours, compiled if need be; else one of torch's, or None, with a warning."""
+    """The kernel for this machine: our C kernel, compiled if necessary; else a torch kernel or None, with a warning."""
     kernels: tuple[Kernel, ...] = (Interleaved(), DynamicQuant(), Int4Pack())
     for kernel in kernels:
-        if kernel.belongs() and gives_right_product(kernel):
+        if kernel.suits_machine() and is_correct(kernel):
             if kernel.rounding:
                 log.warning(
-                    "without our C kernels (%s) low-bit products round activations to %s, and answers differ from "
-                    "those of the file's own weights; install gcc, or use dequantize=True",
+                    "the C kernels are not available (%s), so low-bit GEMMs round activations to %s and outputs differ "
+                    "from those of the exact weights; install gcc, or use dequantize=True",
                     native.state(),
                     kernel.rounding,
                 )
             return kernel
-    log.warning("there is no 4-bit product for this machine; low-bit weights are turned into plain ones")
+    log.warning("no low-bit kernel supports this machine; low-bit weights are dequantized")
     return None
 
 
-def gives_right_product(kernel: Kernel) -> bool:
-    """By trying it on a few numbers."""
+def is_correct(kernel: Kernel) -> bool:
+    """Runs the kernel on a small weight and compares with the reference."""
     rows, columns = torch.arange(BLOCK).unsqueeze(1), torch.arange(2 * BLOCK)
     raw = (rows * 37 + torch.arange(40) * 11).remainder(256).to(torch.uint8)
     heads = torch.tensor([0.25, -1.5], dtype=torch.float16).view(torch.uint8)

@@ -1,6 +1,6 @@
-"""Low-bit products by our own C kernel, where there is a compiler.
+"""Low-bit GEMM with our C kernel, on machines with a C compiler.
 
-Weights stay what they are in the file, bit for bit; only their order changes, four rows interleaved.
+Weights keep the bits of the file; only their order changes: four rows are interleaved.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from slipstream.ops.weight_rows import WeightRows
 
 
 class Interleaved:
-    """Activations become 16-bit integers, a scale for 32 of them, so a row's result does not depend on other rows."""
+    """Activations are quantized to 16 bits, one scale per 32 of a row, so a row's result is independent of other
+    rows."""
 
     name = "interleaved"
     rounding = ""
     _ROWS = 4
 
-    def belongs(self) -> bool:
-        """Compiles the kernels, if need be: answers should not differ between the first run and the next."""
+    def suits_machine(self) -> bool:
+        """Compiles the kernels if necessary, so that the first run gives the same outputs as later ones."""
         return native.build()
 
     def pack(self, raw: torch.Tensor, kind: str) -> _InterleavedWeight:
@@ -32,7 +33,7 @@ class Interleaved:
         if kind == "Q4_0":
             offset = blocks.scale * -8
         return _InterleavedWeight(
-            # 4 columns of a row are one 32-bit number
+            # 4 columns of a row are one int32
             _interleave(blocks.bytes.view(torch.int32)),
             _interleave(blocks.scale.half()),
             None if offset is None else _interleave(offset.half()),
@@ -49,7 +50,7 @@ class Interleaved:
 class _InterleavedWeight:
     numbers: torch.Tensor  # [rows / 4, groups, 4 or 8, 4] int32
     scale: torch.Tensor  # [rows / 4, groups, 1, 4] float16
-    offset: torch.Tensor | None  # likewise; only 4-bit weights have them
+    offset: torch.Tensor | None  # same shape; 4-bit weights only
     num_columns: int
     num_rows: int
 
@@ -57,7 +58,7 @@ class _InterleavedWeight:
         library = native.library()
         assert library is not None
         if type(x) is not torch.Tensor:
-            return x.new_empty(x.shape[0], self.num_rows)  # a tensor that has a shape and no numbers
+            return x.new_empty(x.shape[0], self.num_rows)  # a meta or fake tensor: shape without data
         x = x.contiguous()
         out = torch.empty(x.shape[0], self.num_rows)
         found = library.slip_low_bit(
@@ -72,7 +73,7 @@ class _InterleavedWeight:
             self.num_columns // BLOCK,
         )
         if not found:
-            raise MemoryError("no memory for the activations of a low-bit product")
+            raise MemoryError("out of memory for the quantized activations of a low-bit GEMM")
         return out
 
     def run(self) -> WeightRows:

@@ -1,4 +1,4 @@
-"""Kernel: one way of multiplying with low-bit weights, and how it wants them."""
+"""Kernel: the interface of a low-bit GEMM kernel and of its packed weights."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from slipstream.ops.weight_rows import WeightRows
 
 
 class Packed(Protocol):
-    """Weights as a kernel wants them."""
+    """Weights in the layout of a kernel."""
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, columns] float32 to [T, rows]."""
 
     def run(self) -> WeightRows | None:
-        """As our C kernels read them, or None if they do not."""
+        """The rows in the form that the fused C kernels read; None if they cannot read this layout."""
 
 
 class Kernel(Protocol):
     name: str
-    rounding: str  # what activations are rounded to, if results show it; else empty
+    rounding: str  # the precision of rounded activations, if it changes results; else empty
 
-    def belongs(self) -> bool:
-        """Whether this is a machine it is fast on. That it works at all is tried."""
+    def suits_machine(self) -> bool:
+        """Whether the kernel is fast on this machine. `is_correct` checks that it works."""
 
     def pack(self, raw: torch.Tensor, kind: str) -> Packed:
-        """From the packed bytes of a GGUF file, [rows, bytes of a row]."""
+        """Packs the bytes of a GGUF tensor, [rows, bytes per row] uint8."""
 
     def num_bytes(self, kind: str, num_rows: int, num_columns: int) -> int:
-        """What such weights take once packed."""
+        """Bytes of such a weight when packed."""

@@ -1,9 +1,9 @@
-// Products with low-bit weights.
+// GEMM with low-bit weights.
 //
-// Activations become 16-bit integers, 32 of a row sharing a scale. Each is kept as two signed digits of 8 bits, because
-// processors have dot products of 8-bit integers; an 8-bit integer alone would lose too much of an activation. Integer
-// sums over 32 columns are exact. Weights come four rows interleaved, 4 columns at a time. Up to eight tokens share an
-// unpacked block, and all sums stay in registers. A token's result does not depend on the others.
+// Activations are quantized to 16-bit integers, one scale per 32 of a row. Each integer is stored as two signed 8-bit
+// digits, because processors have dot products of 8-bit integers; 8 bits alone would lose too much precision. Integer
+// sums over 32 columns are exact. Weights are interleaved: four rows, 4 columns at a time. Up to eight tokens share an
+// unpacked block, and all sums stay in registers. A token's result does not depend on the other tokens.
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -12,10 +12,10 @@
 
 #define BLOCK SLIP_BLOCK
 #define TILE SLIP_TILE
-#define LIMIT 32512.0f  // the largest integer, 127 * 256: rounding cannot carry it past the high digit
-#define LEAST 1e-30f    // activations are taken as 0 where all 32 are smaller: their scale would lose bits
-#define AT_ONCE 256     // tokens that are quantised together, which bounds memory
-#define PIECE 24        // rows that a thread takes at a time
+#define LIMIT 32512.0f  // the largest integer, 127 * 256: rounding cannot overflow the high digit
+#define LEAST 1e-30f    // if all 32 activations are smaller, they count as 0: the scale would be subnormal
+#define AT_ONCE 256     // tokens quantized at a time, to limit memory
+#define PIECE 24        // weight rows per work item of a thread
 
 #if defined(SLIP_PLAIN)
 #include "../native_low_bit_plain.h"
@@ -58,7 +58,7 @@ void slip_low_bit_rows(const SlipActivations *x, const uint8_t *weights, const u
 }
 
 // out [tokens, rows] = x [tokens, groups * 32] times the weights [rows / 4, groups, 4 rows * 32 columns], whose scales
-// and offsets are [rows / 4, groups, 4] float16; with 8 bits there are no offsets. Returns 0 if memory was lacking.
+// and offsets are [rows / 4, groups, 4] float16; 8-bit weights have no offsets. Returns 0 if out of memory.
 int64_t slip_low_bit(const float *x, const uint8_t *weights, const uint16_t *scales, const uint16_t *offsets, float *out,
                      int64_t bits, int64_t num_tokens, int64_t num_rows, int64_t groups) {
     int64_t at_once = num_tokens < AT_ONCE ? num_tokens : AT_ONCE;

@@ -1,11 +1,11 @@
-"""Planes: the one form of low-bit weights that all kernels take.
+"""Planes: the common form of low-bit weights from which every kernel packs.
 
-A plane holds numbers u from 0 to 15, two in a byte, the even column in the low half. A matrix is the sum of
-scale * (u - 8) over its planes plus an offset, scale and offset being one number for 32 columns of a row:
+A plane holds values u from 0 to 15, two per byte, the even column in the low half. A matrix is the sum of
+scale * (u - 8) over its planes plus an offset, with one scale and offset per 32 columns of a row:
 
     Q4_0  one plane of q
     Q4_1  one plane of q; offset = minimum + 8 * scale
-    Q8_0  q + 128 has two halves, so a plane of the high ones with 16 * scale and one of the low ones with
+    Q8_0  q + 128 is split into halves: one plane of the high halves with 16 * scale, one of the low halves with
           scale; offset = 8 * scale
 """
 
@@ -36,14 +36,14 @@ class Planes:
 
 
 def make_planes(raw: torch.Tensor, kind: str) -> Planes:
-    """From the packed bytes of a GGUF file [rows, bytes of a row]."""
+    """From the bytes of a GGUF tensor, [rows, bytes per row] uint8."""
     blocks = split(raw, kind)
     scale = blocks.scale.squeeze(-1)
-    # two bytes at a time: neighbours end up in one
+    # two bytes at a time: adjacent columns are packed into one byte
     words = blocks.bytes.view(torch.int16)
     low, high = _low_halves(words), _high_halves(words)
     if kind == "Q8_0":
-        # adding 128 to a signed byte flips its top bit, which is the top bit of its high half
+        # adding 128 to a signed byte flips its top bit, the top bit of its high half
         return Planes((high.bitwise_xor_(0x88).flatten(1), low.flatten(1)), (16 * scale, scale), 8 * scale)
     pairs = torch.cat((low, high), -1).flatten(1)
     if blocks.minimum is None:

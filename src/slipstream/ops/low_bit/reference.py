@@ -1,4 +1,4 @@
-"""Products with planes in plain torch: the oracle of the kernels, and the part of them that torch lacks."""
+"""Low-bit GEMM in plain torch: the oracle of the kernels, and the offset term that torch's kernel lacks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slipstream.ops.low_bit.planes import Planes
 
 
 def multiply(x: torch.Tensor, planes: Planes) -> torch.Tensor:
-    """x [T, columns] to [T, rows], by way of the plain weights."""
+    """x [T, columns] to [T, rows], with dequantized weights."""
     weight = torch.zeros(planes.num_rows, planes.num_columns)
     groups = weight.view(planes.num_rows, -1, BLOCK)
     for pairs, scale in zip(planes.pairs, planes.scales, strict=True):
@@ -21,5 +21,5 @@ def multiply(x: torch.Tensor, planes: Planes) -> torch.Tensor:
 
 
 def add_group_sums(out: torch.Tensor, x: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    """What the offsets [groups, rows] add to a product, into out [T, rows]: each times the sum of its columns of x."""
+    """Adds the offset term to out [T, rows]: the sum of x over each group of columns, times offset [groups, rows]."""
     return out.addmm_(x.view(x.shape[0], -1, BLOCK).sum(-1), offset)

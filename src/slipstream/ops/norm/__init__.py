@@ -1,4 +1,4 @@
-"""Root mean square norm, alone or joined with the residual add before it."""
+"""RMS norm, optionally fused with the residual add before it."""
 
 from slipstream.ops.dispatch import by_device
 from slipstream.ops.norm import native

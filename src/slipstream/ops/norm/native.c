@@ -1,4 +1,4 @@
-// Residual add and RMS norm of each row, and RMS norm of each head.
+// Residual add and RMS norm per row, and RMS norm per head.
 #include <math.h>
 #include <stdint.h>
 
@@ -7,7 +7,7 @@
 #include "../native_vector.h"
 
 #define WIDTH SLIP_WIDTH
-#define LANES 4  // vectors of a sum, so that none waits for the one before
+#define LANES 4  // independent accumulators per sum, to hide the latency of an FMA
 
 static float sum_squares(const float *x, int64_t size) {
     SlipVector total[LANES] = {0};
@@ -47,7 +47,7 @@ void slip_add_rms_norm(const float *x, const float *residual, const float *weigh
     }
 }
 
-// of each head, x [tokens, heads, size] with a stride between tokens, weight [heads, size]
+// RMS norm per head: x [tokens, heads, size] with a stride between tokens, weight [heads, size]
 void slip_norm_heads(const float *x, const float *weight, float *out, float eps, int64_t num_tokens, int64_t num_heads,
                      int64_t size, int64_t token_stride) {
 #pragma omp parallel for if (num_tokens * num_heads * size > 32768)

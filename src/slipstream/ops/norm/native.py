@@ -1,4 +1,4 @@
-"""The norms through the fused C kernels where they serve, else by the reference."""
+"""RMS norm with the C kernels; with the reference for inputs that the kernels do not take."""
 
 from __future__ import annotations
 

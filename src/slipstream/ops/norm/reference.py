@@ -1,4 +1,4 @@
-"""RMS norm in plain torch, which computes it in float32, or in float64 when the input is."""
+"""RMS norm in plain torch, computed in float32, or in float64 for float64 inputs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x over its root mean square along the last dimension, times weight: [size], or [heads, size] for x's heads."""
+    """x / root mean square over the last dimension, times weight: [size], or [heads, size] for x [T, heads, size]."""
     if weight.dim() == 1:
         return F.rms_norm(x, weight.shape, weight, eps)
     return F.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
@@ -16,6 +16,6 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, and the sum itself, which is the next residual."""
+    """The norm of x + residual, and the sum, which is the next residual."""
     residual = x + residual
     return rms_norm(residual, weight, eps), residual

@@ -1,4 +1,5 @@
-"""RMS norm on CUDA: in float32, rounded once; a sum with a residual is rounded before it is normed, as it is stored."""
+"""RMS norm on CUDA, computed in float32 and rounded once. A sum with a residual is rounded before its norm is
+computed."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x over its root mean square along the last dimension, times weight: [size], or [heads, size] for x's heads."""
+    """x / root mean square over the last dimension, times weight: [size], or [heads, size] for x [T, heads, size]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     _launch(x, None, weight, out, None, eps)
     return out
@@ -19,7 +20,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual, and the sum itself, which is the next residual."""
+    """The norm of x + residual, and the sum, which is the next residual."""
     assert x.shape == residual.shape
     residual = residual.contiguous()
     out, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
@@ -37,7 +38,7 @@ def _launch(
 ) -> None:
     size = x.shape[-1]
     if x.dim() != 3 or x.stride(2) != 1:
-        assert weight.dim() == 1, f"a weight for each head takes x [tokens, heads, size], not {tuple(x.shape)}"
+        assert weight.dim() == 1, f"a weight [heads, size] needs x [tokens, heads, size], got {tuple(x.shape)}"
         x = x.reshape(-1, 1, size).contiguous() if x.stride(-1) != 1 else x.reshape(-1, 1, size)
     num, heads, _ = x.shape
     if not num * heads:
@@ -65,7 +66,7 @@ def _launch(
     )
 
 
-# grid: (groups of rows,), a row being one head of one token
+# grid: (groups of rows,); a row is one head of one token
 @triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
     x,

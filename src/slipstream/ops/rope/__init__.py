@@ -1,4 +1,4 @@
-"""Rotary positions, and the norm before and the write into pages after them."""
+"""RoPE, with the norm per head before it and the KV cache write after it."""
 
 from slipstream.ops.dispatch import by_device
 from slipstream.ops.rope import native

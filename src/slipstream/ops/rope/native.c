@@ -1,4 +1,4 @@
-// Rotary positions: dimension i turns with i + half. A table row has all cosines, then all sines, the first half negated.
+// RoPE: dimension i is rotated with i + half. A table row has all cosines, then all sines, the first half negated.
 #include <stdint.h>
 #include <string.h>
 

@@ -1,4 +1,4 @@
-"""Rotary positions through the fused C kernel where it serves, else by the reference."""
+"""RoPE with the C kernel; with the reference for inputs that the kernel does not take."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def apply_rope(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rows: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, dim], normed per head by weight [heads, dim] if there is one, then turned."""
+    """RoPE of x [T, heads, dim], after an RMS norm per head if weight [heads, dim] is given."""
     return apply_rope(x if weight is None else rms_norm(x, weight, eps), rows)
 
 
@@ -37,10 +37,10 @@ def rope_and_write_cache(
     rotary: torch.Tensor,  # [T, 2, rotary dim]
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
-    slots: torch.Tensor,  # [T] int64, page * page_size + place
+    slots: torch.Tensor,  # [T] int64, page * page_size + position in the page
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Queries and keys normed and turned; keys and values also at their slots. Keys are None where attention reads them
-    from the pages alone."""
+    """Norm and RoPE of queries and keys; writes keys and values to their slots. Returns queries, and keys, or None for
+    keys if attention reads them from the pages only."""
     turned = norm_rope(query_key, weight, eps, rotary)
     num_kv_heads = value.shape[1]
     query, key = turned.split([turned.shape[1] - num_kv_heads, num_kv_heads], 1)

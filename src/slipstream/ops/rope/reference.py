@@ -1,7 +1,7 @@
-"""Rotary positions in plain torch: dimension i turns with dimension i + half, as checkpoints in Hugging Face layout do.
+"""RoPE in plain torch. Dimension i is rotated with dimension i + half, as in checkpoints of Hugging Face layout.
 
-A table row holds, for one position, the cosines of all rotary dimensions and then the sines, the first half of
-the sines negated: with that, turning is one product with x and one with x whose halves are swapped.
+A table row holds, for one position, the cosines of all rotary dimensions, then the sines, the first half of the sines
+negated. A rotation is then x * cos + (x with its halves swapped) * sin.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 
 
 def rope_table(frequencies: torch.Tensor, num_positions: int, scale: float, dtype: torch.dtype) -> torch.Tensor:
-    """[num_positions, 2, rotary dim] from the angles per position [rotary dim / 2], in float32 as in training."""
+    """[num_positions, 2, rotary dim] from the frequencies [rotary dim / 2], computed in float32 as in training."""
     positions = torch.arange(num_positions, dtype=torch.float32, device=frequencies.device)
     angles = torch.outer(positions, frequencies)
     cos, sin = angles.cos() * scale, angles.sin() * scale
@@ -18,7 +18,7 @@ def rope_table(frequencies: torch.Tensor, num_positions: int, scale: float, dtyp
 
 
 def apply_rope(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Turn x [T, heads, dim] by the table rows of its tokens, [T, 2, rotary dim]. Dimensions past the rotary stay."""
+    """Rotates x [T, heads, dim] by the table rows [T, 2, rotary dim]. Dimensions past the rotary ones do not change."""
     num_tokens, num_heads, dim = x.shape
     rotary = rows.shape[-1]
     turned = x if rotary == dim else x[..., :rotary]

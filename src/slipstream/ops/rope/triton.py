@@ -1,4 +1,4 @@
-"""Queries, keys and values on CUDA, from their projection to the pages, in one pass over the heads of a token."""
+"""Norm per head, RoPE and KV cache write on CUDA, in one launch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import triton.language as tl
 
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
-_FEW = 64  # tokens
+_MAX_SMALL_STEP = 64  # tokens
 
 
 def norm_rope(x: torch.Tensor, weight: torch.Tensor | None, eps: float, rows: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, dim], normed per head by weight [heads, dim] if there is one, then turned by rows [T, 2, rotary]."""
+    """RoPE of x [T, heads, dim] by rows [T, 2, rotary], after an RMS norm per head if weight [heads, dim] is given."""
     return _launch(x, None, weight, eps, rows, None, None, None)
 
 
@@ -24,10 +24,10 @@ def rope_and_write_cache(
     rotary: torch.Tensor,  # [T, 2, rotary dim]
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
-    slots: torch.Tensor,  # [T] int64, page * page_size + place
+    slots: torch.Tensor,  # [T] int64, page * page_size + position in the page
 ) -> tuple[torch.Tensor, None]:
-    """Queries normed and turned; keys too, and values, but these only at their slots, where attention reads them. Slots
-    of padding lie in page 0, where anything may be written."""
+    """Norm and RoPE of queries and keys. Returns queries; keys and values go to their slots only, where attention reads
+    them. Slots of padding are in the null page."""
     assert keys.shape[2:] == value.shape[1:] and keys.stride() == values.stride(), f"{value.shape} into {keys.shape}"
     assert value.stride(2) == keys.stride(3) == 1, "head dims must be contiguous"
     return _launch(query_key, value, weight, eps, rotary, keys, values, slots), None
@@ -85,10 +85,10 @@ def _launch(
 
 
 def _blocks(num_tokens: int, num_heads: int, half: int) -> tuple[int, int, int]:
-    """Tokens and heads of a program, and its warps. With few tokens there are more programs, each with less. A warp has
-    enough heads for eight numbers a lane: then a head's squares are summed in the same order whatever the step."""
+    """Tokens, heads and warps per program. Small steps use more and smaller programs. A warp always has enough heads
+    for eight elements per lane, so that the squares of a head are summed in the same order in every step."""
     heads_of_warp = max(4, 256 // half)
-    if num_tokens <= _FEW:
+    if num_tokens <= _MAX_SMALL_STEP:
         return 1, heads_of_warp, 1
     heads = min(8, triton.next_power_of_2(num_heads))
     return 4 * max(8, heads_of_warp) // heads, heads, 4
@@ -133,7 +133,7 @@ def _turn_kernel(
     lane = tl.arange(0, BLOCK_T * BLOCK_H)
     token = tl.program_id(0).to(tl.int64) * BLOCK_T + lane // BLOCK_H
     there = token < num_tokens
-    # a dimension of the first half turns with that of the second; those past the rotary part stay
+    # dimension i is rotated with i + half; dimensions past the rotary part do not change
     dim = tl.arange(0, BLOCK_HALF)[None, :]
     rest = ROTARY + tl.arange(0, BLOCK_REST)[None, :]
     if part < TURNED_BLOCKS:
@@ -154,8 +154,8 @@ def _turn_kernel(
         row = rotary + (token * (2 * ROTARY))[:, None] + dim
         cos = tl.load(row, mask=mask, other=0.0).to(tl.float32)
         sin = tl.load(row + ROTARY + HALF, mask=mask, other=0.0).to(tl.float32)
-        # here and below it is said which product is rounded first: where it is left to the compiler, it chooses
-        # differently for few tokens and for many, and a token's bits depend on its neighbours
+        # explicit fma here and below: the compiler would contract differently for small and large steps, and the bits
+        # of a token would depend on the batch
         square = tl.sum(tl.fma(low, low, high * high), 1)
         if ROTARY < DIM:
             stay = tl.load(source + rest, mask=rest_mask, other=0.0).to(tl.float32)
@@ -174,7 +174,7 @@ def _turn_kernel(
         tl.store(target + HALF + dim, second, mask=mask & query)
         if ROTARY < DIM:
             tl.store(target + rest, stay.to(out.dtype.element_ty), mask=rest_mask & query)
-        if keys is not None:  # noqa: SIM102 - known to the compiler, the other not
+        if keys is not None:  # noqa: SIM102 - a compile-time condition; the next is not
             if (part + 1) * BLOCK_H > QUERIES:
                 kv_head = head - QUERIES
                 target = keys + _place(slots, token, there, page_stride, slot_stride, PAGE)

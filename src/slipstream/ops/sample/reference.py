@@ -1,10 +1,10 @@
-"""Sampling in plain torch: the CPU path, and the oracle of any kernel that does the same.
+"""Sampling in plain torch: the CPU path and the oracle of the kernels.
 
-R rows, V tokens of vocabulary. Logits are float32 or float64 and everything is computed in their dtype.
-A trailing underscore means in place.
+R rows, V tokens in the vocabulary. Logits are float32 or float64, and all arithmetic is in their dtype. A trailing
+underscore means in place.
 
-The noise is a recipe in integers, to be followed bit for bit. All arithmetic wraps, all shifts are logical.
-Once per admission, 64 bits (`mix64` below), made on the host:
+The noise is defined in integers, so that all implementations give the same bits. All arithmetic wraps, all shifts are
+logical. Once per admission, 64 bits (`mix64` below), computed on the host:
 
     row_key  = mix64(mix64(seed + G) + G * (sample + 1))
 
@@ -12,7 +12,7 @@ Once per row and step, 64 bits:
 
     step_key = mix64(row_key + G * (4 * position + purpose + 1))
 
-Per token of the vocabulary, 32 bits, low and high being the halves of step_key:
+Per token of the vocabulary, 32 bits; low and high are the halves of step_key:
 
     x = index + low
     x = (x ^ x >> 16) * 0x7FEB352D
@@ -21,9 +21,9 @@ Per token of the vocabulary, 32 bits, low and high being the halves of step_key:
     x = (x ^ x >> 16) * 0x31848BAB
     x = x ^ x >> 14
 
-Then u = (x + 0.5) * 2**-32 with x read as unsigned and rounded to the logits' dtype first, no more than the largest
-number under 1, E = -log1p(-u), and the token drawn is argmax(logit - log E). The winner has a small E,
-and a small u keeps all its bits in float32, so the choice of log1p over log matters for unlikely tokens.
+Then u = (x + 0.5) * 2**-32, with x unsigned and rounded to the logits' dtype first, and u at most the largest number
+below 1; E = -log1p(-u); the sampled token is argmax(logit - log E). The winner has a small E, and a small u keeps all
+its bits in float32, so log1p instead of log matters for unlikely tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-# purposes: noise for one never meets noise for another
+# purposes: each has its own noise
 DRAW = 0
 ACCEPT = 1
 RESAMPLE = 2
@@ -46,7 +46,7 @@ _MIX_B = 0x94D049BB133111EB
 
 
 def _signed(value: int, bits: int) -> int:
-    """The same bits as a two's complement number, which is what torch's integers are."""
+    """The same bits as a signed two's complement number, as torch stores them."""
     value &= (1 << bits) - 1
     return value - (1 << bits) if value >> (bits - 1) else value
 
@@ -56,7 +56,7 @@ _HASH_A, _HASH_B, _HASH_C = (_signed(value, 32) for value in (0x7FEB352D, 0x846C
 
 
 def row_key(seed: int, sample: int) -> int:
-    """Host: the part of the noise that an admission settles. A signed 64-bit number."""
+    """Host: the key of an admission, a signed 64-bit number."""
     return _signed(_mix64(_mix64(seed + _GOLDEN) + _GOLDEN * (sample + 1)), 64)
 
 
@@ -68,7 +68,7 @@ def _mix64(z: int) -> int:
 
 
 def step_keys(row_keys: torch.Tensor, positions: torch.Tensor, purpose: int) -> torch.Tensor:
-    """[R] int64 keys of rows and [R] int64 positions to [R] int64 keys of this step."""
+    """[R] int64 row keys and [R] int64 positions to [R] int64 step keys."""
     z = row_keys + (positions * 4 + (purpose + 1)) * _GOLDEN_S
     z = (z ^ _shift64(z, 30)) * _MIX_A_S
     z = (z ^ _shift64(z, 27)) * _MIX_B_S
@@ -80,7 +80,7 @@ def _shift64(z: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def noise_bits(keys: torch.Tensor, num: int) -> torch.Tensor:
-    """[R] int64 step keys to [R, num] int32: 32 random bits for each index."""
+    """[R] int64 step keys to [R, num] int32: 32 random bits per index."""
     low, high = _low_half(keys)[:, None], _low_half(keys >> 32)[:, None]
     x = torch.arange(num, dtype=torch.int32, device=keys.device) + low
     x = _fold_(x, 16).mul_(_HASH_A)
@@ -90,7 +90,7 @@ def noise_bits(keys: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def _low_half(keys: torch.Tensor) -> torch.Tensor:
-    """The low 32 bits as int32, without leaving to the cast what happens to a number out of range."""
+    """The low 32 bits as int32. A plain cast of a number out of range would be undefined."""
     return (((keys & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32)
 
 
@@ -99,39 +99,39 @@ def _fold_(x: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def uniform(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """int32 bits, read as unsigned, to numbers over 0 and under 1; the small ones keep all their bits."""
+    """int32 bits, read as unsigned, to numbers in the open interval (0, 1); small numbers keep all their bits."""
     u = bits.view(torch.uint32).to(dtype)
     return u.add_(0.5).mul_(2.0**-32).clamp_(max=1 - torch.finfo(dtype).eps / 2)
 
 
 IN_PROMPT, IN_OUTPUT = 1, 2
-"""Flags of a token that a row has seen."""
+"""Flags of a token: it occurs in the row's prompt, in its output."""
 
 
 class Penalty(NamedTuple):
-    """What `penalize_` takes, for those who read logits as it would leave them. They are not changed, and no copy of
-    them is made in a wider dtype."""
+    """The arguments of `penalize_`, for ops that apply penalties while they read logits. The logits do not change, and
+    no copy of them is made in a wider dtype."""
 
-    counts: torch.Tensor  # [slots, V] int32, how often a token is in the output
-    seen: torch.Tensor  # [slots, V] uint8, of flags
-    slots: torch.Tensor  # [R] where a row has its counts; negative: the row stays as it is
+    counts: torch.Tensor  # [slots, V] int32, occurrences of a token in the output
+    seen: torch.Tensor  # [slots, V] uint8 flags
+    slots: torch.Tensor  # [R] slot of the row's counts; negative: no penalty
     values: torch.Tensor  # [R, 3] repetition, presence, frequency
 
 
 class Choice(NamedTuple):
     tokens: torch.Tensor  # [R] int64, 0 where failed
-    failed: torch.Tensor  # [R] bool: the row holds NaN, or nothing but -inf
+    failed: torch.Tensor  # [R] bool: the row holds NaN, or only -inf
 
 
 def draw(
     logits: torch.Tensor,
     keys: torch.Tensor,  # [R] int64 step keys
-    random: torch.Tensor | None = None,  # [R] bool, rows that get noise; None: all
-    temperature: torch.Tensor | None = None,  # [R], over 0; None: the logits are scaled already
-    limits: torch.Tensor | None = None,  # [R, 3] as `find_floor` has them; None: what they drop is -inf already
+    random: torch.Tensor | None = None,  # [R] bool, rows that are sampled with noise; None: all
+    temperature: torch.Tensor | None = None,  # [R], above 0; None: the logits are already scaled
+    limits: torch.Tensor | None = None,  # [R, 3] as in `find_floor`; None: dropped tokens are already -inf
     penalty: Penalty | None = None,
 ) -> Choice:
-    """[R, V] logits to [R] tokens, each with its softmax probability. A token at -inf is never drawn."""
+    """Samples one token per row from the softmax of [R, V] logits. A token at -inf is never sampled."""
     if penalty is not None:
         logits = _penalized(logits, penalty)
     if temperature is not None:
@@ -146,18 +146,19 @@ def draw(
 
 
 def argmax_rows(logits: torch.Tensor, penalty: Penalty | None = None) -> Choice:
-    """[R, V] to [R] tokens: the first of the largest. `max` says the same as `argmax` and is faster on the CPU."""
+    """[R, V] to [R] tokens: the first of equal maxima. `max` gives the same token as `argmax` and is faster on the
+    CPU."""
     if penalty is not None:
         logits = _penalized(logits, penalty)
     best, tokens = logits.max(-1)
-    failed = (best > -torch.inf).logical_not_()  # NaN is not greater either
+    failed = (best > -torch.inf).logical_not_()  # true for NaN too
     return Choice(tokens.masked_fill_(failed, 0), failed)
 
 
 def forbid_(logits: torch.Tensor, index: torch.Tensor | None, ids: torch.Tensor, active: torch.Tensor) -> None:
-    """Put -inf at logits[index[i], ids[i, j]] for those i that are active. index [N], ids [N, J], active [N].
+    """Sets logits[index[i], ids[i, j]] to -inf for active i. index [N], ids [N, J], active [N].
 
-    Without an index the rows are all of them, in order.
+    Without an index, row i is i.
     """
     if index is None:
         index = torch.arange(len(ids), device=ids.device)
@@ -166,32 +167,32 @@ def forbid_(logits: torch.Tensor, index: torch.Tensor | None, ids: torch.Tensor,
 
 
 def match_words(words: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
-    """[R, W] bool: whether the word's last token would complete it now.
+    """[R, W] bool: whether the next token would complete the word.
 
-    words [R, W, L] are written backwards, the last token first, and padded with -1. tail [R, at least L - 1] holds
-    the row's tokens likewise, the newest first, padded with -1 too, which no token is.
+    words [R, W, L] are reversed, the last token first, and padded with -1. tail [R, L - 1 or more] holds the last
+    tokens of the row, the newest first, padded with -1.
     """
     before = words[..., 1:]
-    met = (before == tail[:, None, : before.shape[2]]) | (before < 0)
-    return met.all(-1) & (words[..., 0] >= 0)
+    matches = (before == tail[:, None, : before.shape[2]]) | (before < 0)
+    return matches.all(-1) & (words[..., 0] >= 0)
 
 
 def forbid_matched_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor, matched: torch.Tensor) -> None:
-    """Put -inf at logits[index[i], ids[i, j]] where matched[i, j]. An id may come twice, or be -1 where not."""
+    """Sets logits[index[i], ids[i, j]] to -inf where matched[i, j]. Ids may repeat, and may be -1 where not matched."""
     change = torch.zeros_like(ids, dtype=logits.dtype).masked_fill_(matched, -torch.inf)
-    # added, so that an id that two words end with does not depend on which of them comes last
+    # adds -inf: for an id that ends two words, the order of the writes does not matter
     logits.index_put_((index[:, None], ids.clamp(min=0)), change, accumulate=True)
 
 
 def penalize_(
     logits: torch.Tensor,
-    index: torch.Tensor | None,  # [N] which rows of the logits; None: all of them, in order
-    counts: torch.Tensor,  # [slots, V] int32, how often a token is in the output
-    seen: torch.Tensor,  # [slots, V] uint8, of flags
-    slots: torch.Tensor,  # [N] where these rows have their counts; negative, without an index: the row stays as it is
+    index: torch.Tensor | None,  # [N] rows of the logits; None: all, in order
+    counts: torch.Tensor,  # [slots, V] int32, occurrences of a token in the output
+    seen: torch.Tensor,  # [slots, V] uint8 flags
+    slots: torch.Tensor,  # [N] slots of the rows' counts; negative, without an index: no penalty
     values: torch.Tensor,  # [N, 3] repetition, presence, frequency
 ) -> None:
-    """Repetition for tokens of prompt and output, then frequency and presence for those of the output."""
+    """Repetition penalty for tokens of prompt and output, then frequency and presence for tokens of the output."""
     repetition, presence, frequency = values[:, :, None].unbind(1)
     held = slots if index is not None else slots.clamp(min=0)
     before, counts = logits if index is None else logits.index_select(0, index), counts.index_select(0, held)
@@ -212,32 +213,32 @@ def _penalized(logits: torch.Tensor, penalty: Penalty) -> torch.Tensor:
 
 
 def count_(counts: torch.Tensor, seen: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-    """counts [slots, V] += 1 at (slots[i], tokens[i]), and seen flagged, for those i whose slot is not negative."""
+    """counts [slots, V] += 1 at (slots[i], tokens[i]) and sets the IN_OUTPUT flag, for every slots[i] >= 0."""
     places = slots.clamp(min=0) * counts.shape[1] + tokens
     counts.view(-1).index_add_(0, places, (slots >= 0).to(counts.dtype))
-    # what is written follows from the place alone, also where a negative slot names another's
+    # the written value depends only on the place, so a negative slot, clamped to 0, does no harm
     in_output = (counts.view(-1).index_select(0, places) > 0).to(seen.dtype) * IN_OUTPUT
     seen.view(-1).index_copy_(0, places, seen.view(-1).index_select(0, places) | in_output)
 
 
 def add_lines_(logits: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -> None:
-    """logits[i] += table[slots[i]], for those i whose slot is not negative. table [slots, V], slots [R]."""
+    """logits[i] += table[slots[i]] for every slots[i] >= 0. table [slots, V], slots [R]."""
     lines = table.index_select(0, slots.clamp(min=0)).to(logits.dtype)
     logits.copy_(torch.where((slots >= 0)[:, None], logits + lines, logits))
 
 
 def find_floor(
     logits: torch.Tensor,
-    limits: torch.Tensor,  # [R, 3] log of min_p, top_k, top_p; (-inf, V or more, over 1) keeps all
-    # index [N] of rows, and how many of their largest to put in order; None: all rows, all of their logits
+    limits: torch.Tensor,  # [R, 3] log of min_p, top_k, top_p; (-inf, >= V, > 1) keeps all
+    # rows [N], and how many of their largest logits to sort; None: all rows, all logits
     order: Sequence[tuple[torch.Tensor, int]] | None,
-    temperature: torch.Tensor | None = None,  # [R], over 0; None: the logits are scaled already
+    temperature: torch.Tensor | None = None,  # [R], above 0; None: the logits are already scaled
     penalty: Penalty | None = None,
 ) -> torch.Tensor:
-    """[R] smallest logits that min-p, then top-k, then top-p keep; -inf for a row of which all stay.
+    """[R] the smallest logit that min-p, then top-k, then top-p keep; -inf for a row that keeps all.
 
-    `order` is the host's help for a sort: the most a top_k of these rows asks for, V for top-p without top-k, 0 for
-    min-p alone. Rows it does not name keep all. A version that needs no sort goes by the limits and ignores it.
+    `order` tells a sorting implementation how much to sort: the largest top_k of these rows, V for top-p without top-k,
+    0 for min-p only. Rows that it does not name keep all. An implementation without a sort ignores it.
     """
     if penalty is not None:
         logits = _penalized(logits, penalty)
@@ -246,39 +247,39 @@ def find_floor(
     if order is None:
         order = [(torch.arange(len(logits), device=logits.device), logits.shape[1])]
     floor = torch.full_like(logits[:, 0], -torch.inf)
-    for index, most in order:
+    for index, num_sorted in order:
         log_min_p, top_k, top_p = limits.index_select(0, index).unbind(1)
         own = logits.index_select(0, index)
-        if most == 0:
+        if num_sorted == 0:
             found = min_p_floor(own.amax(-1), log_min_p)
         else:
-            whole = most >= own.shape[1]
-            ordered = own.sort(-1, descending=True).values if whole else own.topk(most, -1).values
+            whole = num_sorted >= own.shape[1]
+            ordered = own.sort(-1, descending=True).values if whole else own.topk(num_sorted, -1).values
             found = top_floor(ordered, min_p_floor(ordered[:, 0], log_min_p), top_k, top_p)
         floor.index_copy_(0, index, found)
     return floor
 
 
 def min_p_floor(best: torch.Tensor, log_min_p: torch.Tensor) -> torch.Tensor:
-    """[R] largest logits to [R] smallest logits that min-p keeps. A log of -inf keeps all."""
+    """[R] largest logits to [R] smallest logits that min-p keeps. log_min_p = -inf keeps all."""
     return best + log_min_p
 
 
 def top_floor(
-    ordered: torch.Tensor,  # [R, K] the largest logits in falling order; K is at least each row's top_k, or V
-    floor: torch.Tensor,  # [R] logits under this are out already
-    top_k: torch.Tensor,  # [R] at least 1; K or more keeps all
-    top_p: torch.Tensor,  # [R] over 1 keeps all, whatever the rounding of the sum
+    ordered: torch.Tensor,  # [R, K] the largest logits, descending; K >= each row's top_k, or V
+    floor: torch.Tensor,  # [R] logits below it are already dropped
+    top_k: torch.Tensor,  # [R] >= 1; >= K keeps all
+    top_p: torch.Tensor,  # [R] > 1 keeps all, regardless of rounding
 ) -> torch.Tensor:
-    """[R] smallest logits that stay.
+    """[R] the smallest logit that is kept.
 
-    Top-p sums over exactly the top_k likeliest, so that a row gets the same floor for every K. Tokens that tie with
-    the last one kept stay too. One token always stays.
+    Top-p sums over exactly the top_k most likely tokens, so that the floor does not depend on K. Tokens that tie with
+    the last kept one are kept too. At least one token is kept.
     """
     places = torch.arange(ordered.shape[1], device=ordered.device)
     candidate = (places < top_k[:, None]) & (ordered >= floor[:, None])
     weight = (ordered - ordered[:, :1]).exp_().masked_fill_(~candidate, 0)
-    # the total is the sum's own last value: another reduction would round differently with another K
+    # the total is the last value of the cumulative sum: another reduction would round differently for another K
     total = weight.cumsum(-1)
     kept = candidate & (total - weight < top_p[:, None] * total[:, -1:])
     last = (kept.sum(-1) - 1).clamp_(min=0)
@@ -286,19 +287,19 @@ def top_floor(
 
 
 def drop_below_(logits: torch.Tensor, floor: torch.Tensor) -> None:
-    """Put -inf at logits under their row's floor. A floor that is not a number drops nothing."""
+    """Sets logits below their row's floor to -inf. A floor of NaN drops nothing."""
     logits.masked_fill_(logits < floor[:, None], -torch.inf)
 
 
 class TopLogprobs(NamedTuple):
-    chosen: torch.Tensor  # [R] of the given tokens
-    rank: torch.Tensor  # [R] int64, 1 is the likeliest; ties count as likelier
+    chosen: torch.Tensor  # [R] logprobs of `tokens`
+    rank: torch.Tensor  # [R] int64, 1 is the most likely; ties count as more likely
     top_ids: torch.Tensor  # [R, k] int64
-    top: torch.Tensor  # [R, k] falling
+    top: torch.Tensor  # [R, k] logprobs, descending
 
 
 def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> TopLogprobs:
-    """Log-softmax of the logits at the tokens and at the k likeliest, without a [R, V] tensor of logprobs."""
+    """Log-softmax at `tokens` and at the k most likely tokens, without a [R, V] tensor of logprobs."""
     total = logits.logsumexp(-1, keepdim=True)
     chosen = logits.gather(1, tokens[:, None])
     rank = (logits >= chosen).sum(-1)
@@ -307,5 +308,5 @@ def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> TopLogpr
 
 
 def logprobs_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """[R, V] and ids [R, J] to [R, J]: log-softmax at these ids."""
+    """[R, V] logits and [R, J] ids to [R, J]: log-softmax at the ids."""
     return logits.gather(1, ids) - logits.logsumexp(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The largest of each column over the tokens of each row."""
+"""Maximum of each column over the tokens of each row."""
 
 from slipstream.ops.dispatch import by_device
 from slipstream.ops.segment_max import reference

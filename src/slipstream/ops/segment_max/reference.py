@@ -1,4 +1,4 @@
-"""The largest of each column over the tokens of each row, in plain torch."""
+"""Segment maximum in plain torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from slipstream.ops.segment_sum.reference import rows_of_tokens
 def segment_max_into(
     out: torch.Tensor, x: torch.Tensor, starts: torch.Tensor, first: int, begins: torch.Tensor | None = None
 ) -> None:
-    """Raise out [N + 1, C] to the largest of x [T, C] over the tokens of each row.
+    """out [N + 1, C] = maximum of out and x [T, C] over the tokens of each row, in place.
 
-    Row n has the tokens from starts[n] to starts[n + 1], counted over the whole step, of which x has those from `first`
-    on; with `begins` [N] those from begins[n] on. Tokens that are nobody's may leave anything in the last row of `out`.
+    Row n has tokens starts[n] to starts[n + 1], counted over the whole step; x holds the tokens of the step from
+    `first` on. With `begins` [N], tokens of row n before begins[n] are ignored. The last row of `out` receives padding
+    tokens and holds no result.
     """
     rows = rows_of_tokens(len(x), starts, begins, first)
     out.scatter_reduce_(0, rows.unsqueeze(1).expand_as(x), x.to(out.dtype), "amax")

@@ -1,4 +1,4 @@
-"""The largest of each column over the tokens of each row, on CUDA: one program for some columns of a row."""
+"""Segment maximum on CUDA: one program per row and block of columns."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def _row_max_kernel(out, x, starts, begins, first, num_tokens, num_columns, stri
     end = tl.minimum(tl.load(starts + row + 1).to(tl.int32) - first, num_tokens)
     if begin < end:
         target = out + row * num_columns + place
-        most = tl.load(target, mask=inside, other=0.0)
+        largest = tl.load(target, mask=inside, other=0.0)
         source = x + begin.to(tl.int64) * stride + place
         for _ in range(begin, end):
             value = tl.load(source, mask=inside, other=0.0)
             source += stride
-            most = tl.maximum(most, value.to(out.dtype.element_ty), propagate_nan=tl.PropagateNan.ALL)
-        tl.store(target, most, mask=inside)
+            largest = tl.maximum(largest, value.to(out.dtype.element_ty), propagate_nan=tl.PropagateNan.ALL)
+        tl.store(target, largest, mask=inside)

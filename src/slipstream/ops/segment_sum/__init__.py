@@ -1,4 +1,4 @@
-"""The sum of each row's tokens, for means: in float32, in an order that no neighbour changes."""
+"""Sum of each row's tokens in float32, for mean pooling. The order of a sum does not depend on the batch."""
 
 from slipstream.ops.dispatch import by_device
 from slipstream.ops.segment_sum import reference

@@ -1,4 +1,4 @@
-"""The sum of each row's tokens on CUDA: one program for some columns of a row, so nothing is added atomically."""
+"""Segment sum on CUDA: one program per row and block of columns, without atomics."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-_TOKENS = 32  # of one turn
-_COLUMNS = 128  # of one program
+_TOKENS = 32  # per loop iteration
+_COLUMNS = 128  # per program
 
 
 def segment_sum(
@@ -16,9 +16,9 @@ def segment_sum(
     begins: torch.Tensor | None = None,
     origins: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As the reference. A row's tokens are added in turns counted from its first, whatever the step."""
+    """As the reference. Tokens are added in blocks counted from the row's first token, so the batch does not matter."""
     num_columns, num_rows = x.shape[1], len(starts) - 1
-    assert x.stride(1) == 1, f"columns are {x.stride(1)} apart"
+    assert x.stride(1) == 1, f"columns of x must be contiguous, their stride is {x.stride(1)}"
     assert begins is None or begins.is_contiguous()
     assert origins is None or origins.is_contiguous()
     out = torch.empty(num_rows, num_columns, dtype=torch.float32, device=x.device)

@@ -1,4 +1,4 @@
-"""From row tables to a step's inputs: tokens, positions, lengths, slots and pages of the rows it runs."""
+"""Builds the inputs of a step from row tables: token ids, positions, lengths, cache slots and page tables."""
 
 from slipstream.ops.dispatch import by_device
 from slipstream.ops.step_inputs import reference

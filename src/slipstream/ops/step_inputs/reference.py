@@ -1,4 +1,4 @@
-"""A step's inputs in plain torch. T tokens of B rows, G cache groups."""
+"""Step inputs in plain torch. T tokens, B rows, G cache groups."""
 
 from __future__ import annotations
 
@@ -8,41 +8,43 @@ import torch
 
 
 class StepRows(NamedTuple):
-    """What the host says of a step's rows and tokens."""
+    """The part of a step's inputs that the host knows."""
 
     rows: torch.Tensor  # [B] int64
-    counts: torch.Tensor | None = None  # [B] int64, tokens of each row, 0 for padding; None: one token each
-    token_rows: torch.Tensor | None = None  # [T] int64; None: one token each
-    offsets: torch.Tensor | None = None  # [T] int64, index among the row's tokens; None: all are first
-    given: torch.Tensor | None = None  # [T] int64 token ids, negative where only the device knows it; None: everywhere
+    counts: torch.Tensor | None = None  # [B] int64, tokens per row, 0 for padding; None: one token per row
+    token_rows: torch.Tensor | None = None  # [T] int64; None: one token per row
+    offsets: torch.Tensor | None = None  # [T] int64, index within the row's tokens; None: all 0
+    host_ids: torch.Tensor | None = (
+        None  # [T] int64 token ids, negative: use the last sampled token; None: all negative
+    )
 
 
 class StepInputs(NamedTuple):
     ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
-    lengths: torch.Tensor  # [B] int64, positions each row has after the step
-    slots: torch.Tensor  # [G, T] int64, page * page_size + place
+    lengths: torch.Tensor  # [B] int64, length of each row after the step
+    slots: torch.Tensor  # [G, T] int64, page * page_size + position in the page
     pages: torch.Tensor  # [G, B, width] int64
 
 
 def gather_inputs(
-    computed: torch.Tensor,  # [rows] int64, positions that are in the cache
+    computed: torch.Tensor,  # [rows] int64, positions in the cache
     last_token: torch.Tensor,  # [rows] int64
-    tables: torch.Tensor,  # [G, rows, pages of a row] int64
+    tables: torch.Tensor,  # [G, rows, pages per row] int64
     page_size: int,
-    width: int,  # pages wanted of each row
+    width: int,  # pages per row to return
     step: StepRows,
-    out: StepInputs | None = None,  # where to write; its pages may be wider than `width`, the rest is left
+    out: StepInputs | None = None,  # written in place if given; columns of its pages beyond `width` are not written
 ) -> StepInputs:
-    rows, counts, token_rows, offsets, given = step
+    rows, counts, token_rows, offsets, host_ids = step
     if token_rows is None:
         token_rows = rows
     positions = computed.index_select(0, token_rows)
     if offsets is not None:
         positions += offsets
     ids = last_token.index_select(0, token_rows)
-    if given is not None:
-        ids = torch.where(given >= 0, given, ids)
+    if host_ids is not None:
+        ids = torch.where(host_ids >= 0, host_ids, ids)
     if counts is not None:
         lengths = computed.index_select(0, rows) + counts
     elif offsets is None and token_rows is rows:

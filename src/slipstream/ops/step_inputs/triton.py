@@ -1,4 +1,4 @@
-"""A step's inputs on CUDA, in one launch."""
+"""Step inputs on CUDA, in one launch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 
 from slipstream.ops.step_inputs.reference import StepInputs, StepRows
 
-_TOKENS = 128  # of one program
-_PAGES = 2048  # of one turn
+_TOKENS = 128  # per program
+_PAGES = 2048  # per loop iteration
 
 
 def gather_inputs(
@@ -21,8 +21,8 @@ def gather_inputs(
     step: StepRows,
     out: StepInputs | None = None,
 ) -> StepInputs:
-    """As the reference, which describes the arguments."""
-    rows, counts, token_rows, offsets, given = step
+    """Same arguments and result as the reference."""
+    rows, counts, token_rows, offsets, host_ids = step
     if token_rows is None:
         token_rows = rows
     num_tokens, num_rows, num_groups = len(token_rows), len(rows), len(tables)
@@ -41,7 +41,7 @@ def gather_inputs(
         counts,
         token_rows,
         offsets,
-        given,
+        host_ids,
         *out,
         num_tokens,
         num_rows,
@@ -70,7 +70,7 @@ def gather_inputs(
         "table_width",
         "out_width",
     ],
-    do_not_specialize_on_alignment=["rows", "counts", "token_rows", "offsets", "given"],
+    do_not_specialize_on_alignment=["rows", "counts", "token_rows", "offsets", "host_ids"],
 )
 def _gather_kernel(
     computed,
@@ -80,7 +80,7 @@ def _gather_kernel(
     counts,
     token_rows,
     offsets,
-    given,
+    host_ids,
     ids,
     positions,
     lengths,
@@ -109,8 +109,8 @@ def _gather_kernel(
             position += tl.load(offsets + token, mask=mask, other=0)
         tl.store(positions + token, position, mask=mask)
         value = tl.load(last_token + row, mask=mask, other=0)
-        if given is not None:
-            known = tl.load(given + token, mask=mask, other=0)
+        if host_ids is not None:
+            known = tl.load(host_ids + token, mask=mask, other=0)
             value = tl.where(known >= 0, known, value)
         tl.store(ids + token, value, mask=mask)
         for group in range(GROUPS):

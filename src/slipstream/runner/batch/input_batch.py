@@ -94,7 +94,7 @@ class InputBatch:
                 max_lengths=counts.max_lengths,
                 num_single=counts.num_single,
                 all_long=size is not None and size.all_long,
-                given=step.given,
+                host_ids=step.host_ids,
                 rope_rows=None if rope_rows is None else rope_rows.of(inputs.positions, token_rows),
                 query_starts=starts,
             )

@@ -1,6 +1,6 @@
-"""Sampling on CUDA. A row is cut into chunks by the vocabulary alone, so its sums are the same in every batch.
+"""Sampling on CUDA. The chunks of a row depend on the vocabulary size only, so its sums are the same in every batch.
 
-Logits may also be bfloat16 or float16: they are widened where they are read.
+Logits may also be bfloat16 or float16; kernels convert them to float32 when they load them.
 """
 
 from slipstream.ops.sample.triton.choose import argmax_rows, draw

@@ -1,4 +1,4 @@
-"""One token for each row: the likeliest, or drawn with noise. Chunks of a row find their best, then the row its own."""
+"""Argmax and sampling: one kernel finds the best token per chunk of a row, a second one the best chunk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slipstream.ops.sample.triton.noise import exponential_at, halves
 from slipstream.ops.sample.triton.penalty import penalized
 
 _CHUNK = 4096
-# where rows are cut, most parts of a chunk hold nothing to draw
+# with top-k, top-p or min-p most parts of a chunk hold no candidate
 _CUT_CHUNK = 1024
 _PART = 256
 
@@ -41,7 +41,7 @@ def _choose(
     penalty: Penalty | None,
 ) -> Choice:
     num_rows, size = logits.shape
-    assert logits.stride(1) == 1, "a row of logits must lie in one piece"
+    assert logits.stride(1) == 1, "logits must be contiguous along the vocabulary"
     floor = peaks = None
     chunk, part, num_warps = _CHUNK, _CHUNK, 4
     if limits is not None:
@@ -122,11 +122,11 @@ def _chunk_kernel(
         noisy = tl.load(random + row) != 0
     best = tl.full([], float("-inf"), tl.float32)
     found = chunk * CHUNK
-    spoilt = tl.full([], 0, tl.int32)
+    has_nan = tl.full([], 0, tl.int32)
     for offset in range(0, CHUNK, PART):
         start = chunk * CHUNK + offset
         stays = True
-        if floor is not None:  # noqa: SIM102 (this one is asked by the compiler)
+        if floor is not None:  # noqa: SIM102 (a compile-time condition)
             if limit > float("-inf"):
                 span = start // SPAN + tl.arange(0, PART // SPAN)
                 peak = tl.load(peaks + span, mask=span * SPAN < size, other=float("-inf"))
@@ -137,14 +137,14 @@ def _chunk_kernel(
             if slots is not None:  # noqa: SIM102
                 if slot >= 0:
                     score = penalized(score, index, index < size, counts, seen, values)
-            spoilt = tl.maximum(spoilt, tl.max((score != score).to(tl.int32), 0))
+            has_nan = tl.maximum(has_nan, tl.max((score != score).to(tl.int32), 0))
             score = tl.where(score == score, score, float("-inf"))
             if temperature is not None:
                 score = tl.div_rn(score, tl.zeros_like(score) + scale)
             if floor is not None:
                 score = tl.where(score < limit, float("-inf"), score)
             if keys is not None:  # noqa: SIM102
-                # noise is costly, and a part may be empty
+                # noise is expensive, and a part may hold no candidate
                 if noisy & (tl.max(score, 0) > float("-inf")):
                     low, high = halves(tl.load(keys + row))
                     score = score - tl.log(exponential_at(index, low, high))
@@ -152,7 +152,7 @@ def _chunk_kernel(
             found = tl.where(top > best, start + place, found)
             best = tl.maximum(best, top)
     out = row * tl.num_programs(0) + chunk
-    tl.store(tops + out, tl.where(spoilt > 0, float("nan"), best))
+    tl.store(tops + out, tl.where(has_nan > 0, float("nan"), best))
     tl.store(places + out, found)
 
 
@@ -162,11 +162,11 @@ def _row_kernel(tops, places, tokens, failed, num_chunks, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     top = tl.load(tops + row * num_chunks + chunk, mask=chunk < num_chunks, other=float("-inf"))
-    spoilt = tl.max((top != top).to(tl.int32), 0) > 0
+    has_nan = tl.max((top != top).to(tl.int32), 0) > 0
     best, winner = tl.max(
         tl.where(top == top, top, float("-inf")), 0, return_indices=True, return_indices_tie_break_left=True
     )
-    no_token = spoilt | (best == float("-inf"))
+    no_token = has_nan | (best == float("-inf"))
     token = tl.load(places + row * num_chunks + winner).to(tl.int64)
     tl.store(tokens + row, tl.where(no_token, 0, token))
     tl.store(failed + row, no_token.to(tl.uint8))

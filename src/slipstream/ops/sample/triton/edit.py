@@ -1,4 +1,4 @@
-"""Changes of logits in place."""
+"""In-place edits of logits: penalties, bias rows, forbidden tokens, floors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def penalize_(
     slots: torch.Tensor,  # [N] int64
     values: torch.Tensor,  # [N, 3]
 ) -> None:
-    """As the reference; and an entry whose slot is negative changes nothing."""
+    """As the reference. An entry with a negative slot changes nothing."""
     assert logits.stride(1) == 1 and values.is_contiguous()
     assert counts.is_contiguous() and seen.is_contiguous() and counts.shape[1] == seen.shape[1] == logits.shape[1]
     size = logits.shape[1]
@@ -46,7 +46,7 @@ def _penalize_kernel(logits, index, counts, seen, slots, values, stride, size, B
 
 
 def count_(counts: torch.Tensor, seen: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-    """As the reference; no two entries share a slot that is not negative."""
+    """As the reference. No two entries may have the same slot >= 0."""
     assert counts.is_contiguous() and counts.dtype == torch.int32 and seen.shape == counts.shape
     assert seen.is_contiguous() and seen.dtype == torch.uint8
     num = len(slots)
@@ -84,12 +84,12 @@ def _add_kernel(logits, table, slots, stride, size, BLOCK: tl.constexpr):
 
 
 def forbid_(logits: torch.Tensor, index: torch.Tensor | None, ids: torch.Tensor, active: torch.Tensor) -> None:
-    """-inf at logits[index[i], ids[i, j]] where active[i]."""
+    """Sets logits[index[i], ids[i, j]] to -inf where active[i]."""
     _forbid(logits, index, ids, active[:, None].expand(ids.shape))
 
 
 def forbid_matched_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor, matched: torch.Tensor) -> None:
-    """-inf at logits[index[i], ids[i, j]] where matched[i, j]."""
+    """Sets logits[index[i], ids[i, j]] to -inf where matched[i, j]."""
     _forbid(logits, index, ids, matched)
 
 
@@ -146,7 +146,7 @@ def _forbid_kernel(
 
 
 def drop_below_(logits: torch.Tensor, floor: torch.Tensor) -> None:
-    """-inf at logits under their row's floor."""
+    """Sets logits below their row's floor to -inf."""
     assert logits.stride(1) == 1
     num_rows, size = logits.shape
     _drop_kernel[(triton.cdiv(size, _BLOCK), num_rows)](logits, floor, logits.stride(0), size, BLOCK=_BLOCK)

@@ -1,9 +1,9 @@
-"""The smallest logit of each row that min-p, top-k and top-p keep, found without a sort.
+"""find_floor: the smallest logit of each row that min-p, top-k and top-p keep, without a sort.
 
-One pass over the logits notes the peak of every 128 of them, and sums. The peaks say where to look: if k peaks are
-over some value, so are k logits, hence the k-th largest lies in one of those k places, which hold a few thousand
-logits and not the whole vocabulary. Likewise when the peaks over a value have the share top-p asks for. What is left
-is a search for the largest value over which there is enough, by three pivots at a time.
+One pass over the logits stores the maximum (peak) of every span of 128 logits, and sums. The peaks limit the search: if
+k peaks reach a value, at least k logits do, so the k-th largest logit is in one of these k spans, a few thousand logits
+instead of the whole vocabulary. The same holds for top-p when the peaks that reach a value have the mass that top-p
+asks for. A search with three pivots per round then finds the largest value that enough logits reach.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ import triton.language as tl
 from slipstream.ops.sample.reference import Penalty
 from slipstream.ops.sample.triton.penalty import penalized
 
-SPAN = 128  # logits of one peak
-_SPANS = 32  # of one chunk
-_TILE = 64  # spans looked at together
+SPAN = 128  # logits per peak
+_SPANS = 32  # per chunk
+_TILE = 64  # spans loaded at a time
 
 
 def find_floor(
     logits: torch.Tensor,  # [R, V]
     limits: torch.Tensor,  # [R, 3] log of min_p, top_k, top_p
-    order: Sequence[tuple[torch.Tensor, int]] | None = (),  # for a sort, which this is not
+    order: Sequence[tuple[torch.Tensor, int]] | None = (),  # ignored: there is no sort
     temperature: torch.Tensor | None = None,  # [R]
     penalty: Penalty | None = None,
 ) -> torch.Tensor:
-    """[R] float32. Where no more than rounding decides, the sum of top-p may fall on the other side than a sort's. The
-    floor of a row that holds NaN is NaN, which drops nothing."""
+    """[R] float32. Within rounding, the sum of top-p may decide differently from a sort. The floor of a row that holds
+    NaN is NaN, which drops nothing."""
     return find_floor_and_peaks(logits, limits, temperature, penalty)[0]
 
 
 def find_floor_and_peaks(
     logits: torch.Tensor, limits: torch.Tensor, temperature: torch.Tensor | None, penalty: Penalty | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """With the largest of every `SPAN` logits [R, spans], penalised and scaled; of rows that have no floor nothing."""
+    """The floors, and the peaks [R, spans] after penalties and temperature; peaks of rows without limits are
+    undefined."""
     num_rows, size = logits.shape
     assert logits.stride(1) == 1 and limits.is_contiguous() and limits.shape == (num_rows, 3)
     num_spans = triton.cdiv(size, SPAN)
@@ -80,17 +81,17 @@ def find_floor_and_peaks(
         SPAN=SPAN,
         TILE=_TILE,
         num_warps=8,
-        maxnreg=128,  # two programs on a multiprocessor
+        maxnreg=128,  # two programs per multiprocessor
     )
     return floor, peaks
 
 
 @triton.jit
-def _asks(limits, row, size):
-    """A row's limits, and whether there are any."""
+def _load_limits(limits, row, size):
+    """The limits of a row, and which of them are active."""
     log_min_p = tl.load(limits + row * 3).to(tl.float32)
     top_k = tl.load(limits + row * 3 + 1).to(tl.int32)
-    # of a share of 0, which the smallest round to, there would be enough over the largest logit too
+    # a very small top_p rounds to 0, and a mass of 0 would be reached above the largest logit too
     top_p = tl.maximum(tl.load(limits + row * 3 + 2).to(tl.float32), 1e-30)
     has_min = log_min_p > float("-inf")
     has_k = top_k < size
@@ -100,15 +101,15 @@ def _asks(limits, row, size):
 
 @triton.jit
 def _load_logits(
-    line,  # of a row: its logits and their number, temperature, slot of penalties, its counts, flags and penalties
+    line,  # of a row: logits, vocabulary size, temperature, penalty slot, counts, flags and penalty values
     offset,
     mask,
 ):
-    """Penalised and scaled."""
+    """Logits after penalties and temperature."""
     own, size, temperature, slot, counts, seen, values = line
     mask = mask & (offset < size)
     x = tl.load(own + offset, mask=mask, other=float("-inf")).to(tl.float32)
-    if slot is not None:  # noqa: SIM102 (this one is asked by the compiler)
+    if slot is not None:  # noqa: SIM102 (a compile-time condition)
         if slot >= 0:
             x = penalized(x, offset, mask, counts, seen, values)
     if temperature is not None:
@@ -134,11 +135,11 @@ def _survey_kernel(
     SPAN: tl.constexpr,
     SPANS: tl.constexpr,
 ):
-    """Of a chunk: each span's peak; the highest, or NaN if there is one, and the lowest number that is not -inf; and,
-    for top-p alone, the sum of exp(x - highest)."""
+    """Per chunk: the peak of each span; the maximum, or NaN if the chunk holds one; the minimum above -inf; and for
+    top-p without other limits the sum of exp(x - maximum)."""
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
-    log_min_p, top_k, top_p, has_min, has_k, has_p = _asks(limits, row, size)
+    log_min_p, top_k, top_p, has_min, has_k, has_p = _load_limits(limits, row, size)
     if has_min | has_k | has_p:
         span = chunk * SPANS + tl.arange(0, SPANS)
         offset = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
@@ -149,27 +150,27 @@ def _survey_kernel(
             seen += slot * size
             values += row * 3
         x = _load_logits((logits + row * stride, size, None, slot, counts, seen, values), offset, True)
-        spoilt = tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
+        has_nan = tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
         x = tl.where(x == x, x, float("-inf"))
         peak = tl.max(x, 1)
         low = tl.min(tl.where(x > float("-inf"), x, float("inf")), 1)
         if temperature is not None:
-            # to divide keeps the order
+            # a division keeps the order
             scale = tl.load(temperature + row)
             peak = tl.div_rn(peak, tl.zeros_like(peak) + scale)
-            low = tl.maximum(tl.div_rn(low, tl.zeros_like(low) + scale), -3.4028234663852886e38)  # still a number
+            low = tl.maximum(tl.div_rn(low, tl.zeros_like(low) + scale), -3.4028234663852886e38)  # keep it finite
         tl.store(peaks + row * num_spans + span, peak, mask=span < num_spans)
         top = tl.max(peak, 0)
         total = tl.full([], 0.0, tl.float32)
-        if has_p & (has_k == 0) & (has_min == 0):  # of all tokens: others sum what they have left
+        if has_p & (has_k == 0) & (has_min == 0):  # with other limits the search sums
             if temperature is not None:
                 x = tl.div_rn(x, tl.zeros_like(x) + scale)
-            # +inf less itself is no number: such a row's sum is not used
+            # inf - inf is NaN; the sum of such a row is not used
             weight = tl.exp(x - tl.where(top > float("-inf"), top, 0.0))
             total = tl.sum(tl.sum(weight, 1), 0)
         num_chunks = tl.num_programs(0)
         where = stats + row * 3 * num_chunks + chunk
-        tl.store(where, tl.where(spoilt, float("nan"), top))
+        tl.store(where, tl.where(has_nan, float("nan"), top))
         tl.store(where + num_chunks, total)
         tl.store(where + 2 * num_chunks, tl.min(low, 0))
 
@@ -198,7 +199,7 @@ def _floor_kernel(
     TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    log_min_p, top_k, top_p, has_min, has_k, has_p = _asks(limits, row, size)
+    log_min_p, top_k, top_p, has_min, has_k, has_p = _load_limits(limits, row, size)
     found = tl.full([], float("-inf"), tl.float32)
     if has_min | has_k | has_p:
         span = tl.arange(0, ALL_SPANS)
@@ -211,7 +212,7 @@ def _floor_kernel(
         if tl.max((top != top).to(tl.int32), 0) > 0:
             found = tl.full([], float("nan"), tl.float32)
         elif (best == float("inf")) | (best == float("-inf")):
-            # nothing can be compared with an infinite logit but others like it
+            # an infinite logit: only equal logits are kept
             found = best
         elif has_k | has_p:
             total = tl.load(where + num_chunks, mask=chunk < num_chunks, other=0.0)
@@ -219,13 +220,13 @@ def _floor_kernel(
             total = tl.sum(total * tl.exp(top - best), 0)
             bottom = tl.maximum(found, tl.min(low, 0))
 
-            # the floor is not under the largest value that enough peaks reach
+            # the floor is at least the largest value that enough peaks reach
             top_p_alone = has_p & (has_k == 0) & (has_min == 0)
             if has_k | top_p_alone:
                 reached = _reach_of_peaks(peak, best, has_k, top_k, top_p * total, TILE)
                 bottom = tl.maximum(bottom, reached)
 
-            # spans that hold a logit of at least that
+            # spans with a logit of at least that value
             active = (peak >= bottom) & (span < num_spans)
             spans = listed + row * num_spans
             tl.store(spans + tl.cumsum(active.to(tl.int32), 0) - 1, span, mask=active)
@@ -243,15 +244,15 @@ def _floor_kernel(
                 seen += slot * size
                 values += row * 3
             line = (own, size, scale, slot, counts, seen, values)
-            # those looked at first stay: mostly there are no others
+            # the first spans stay in registers; mostly there are no others
             held = _load_spans(line, spans, 0, num_active, SPAN, TILE)
             count, mass = _measure(line, spans, num_active, held, best, bottom, SPAN, TILE)
-            # first the k-th largest, then top-p among those that are left
+            # first top-k, then top-p among the remaining tokens
             for by_mass in range(2):
                 goal = top_k.to(tl.float32)
                 asked = has_k & (count > top_k)
                 if by_mass:
-                    # ties with the last of k stay, but only k count
+                    # ties with the k-th logit are kept, but only k logits count
                     surplus = tl.maximum(count - top_k, 0).to(tl.float32) * tl.exp(bottom - best)
                     goal = top_p * tl.where(top_p_alone, total, mass - surplus)
                     asked = has_p
@@ -265,7 +266,7 @@ def _floor_kernel(
 
 @triton.jit
 def _reach_of_peaks(peak, best, by_count, count_goal, mass_goal, TILE: tl.constexpr):
-    """A value that as many peaks reach as the goal says, and few more; -inf if there is none."""
+    """A value that at least as many peaks as the goal asks for reach, and few more; -inf if there is none."""
     weight = tl.exp(peak - best)
     low = tl.min(tl.where(peak > float("-inf"), peak, float("inf")), 0)
     high = best
@@ -299,14 +300,14 @@ def _load_spans(line, spans, start, num_active, SPAN: tl.constexpr, TILE: tl.con
 
 @triton.jit
 def _count(x, weight, pivot):
-    """How many logits reach the pivot, and the sum of their weights."""
+    """The number of logits >= pivot, and the sum of their weights."""
     over = x >= pivot
     return tl.sum(tl.sum(over.to(tl.int32), 1), 0), tl.sum(tl.sum(tl.where(over, weight, 0.0), 1), 0)
 
 
 @triton.jit
 def _measure(line, spans, num_active, held, best, pivot, SPAN: tl.constexpr, TILE: tl.constexpr):
-    """The same of all spans."""
+    """`_count` over all active spans."""
     count, mass = _count(held, tl.exp(held - best), pivot)
     for start in range(TILE, num_active, TILE):
         x = _load_spans(line, spans, start, num_active, SPAN, TILE)
@@ -321,9 +322,9 @@ def _search(
     line,
     spans,
     num_active,
-    held,  # the first of them
+    held,  # logits of the first spans
     best,
-    low,  # is reached by enough: `count` logits, of weight `mass`
+    low,  # reached by enough: `count` logits with weight `mass`
     count,
     mass,
     goal,
@@ -331,8 +332,9 @@ def _search(
     SPAN: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """The largest value that enough logits reach; or one a little less, reached by the same. And what reaches it."""
-    high = best + tl.maximum(tl.abs(best) * 1e-6, 1e-30)  # is reached by too few
+    """The largest value that enough logits reach, or a smaller one that the same logits reach; their count and
+    weight."""
+    high = best + tl.maximum(tl.abs(best) * 1e-6, 1e-30)  # reached by too few
     count_high = tl.full([], 0, tl.int32)
     going = count > 1
     while going:
@@ -358,22 +360,22 @@ def _search(
         enough1 = tl.where(by_mass != 0, m1, c1.to(tl.float32)) >= goal
         enough2 = tl.where(by_mass != 0, m2, c2.to(tl.float32)) >= goal
         enough3 = tl.where(by_mass != 0, m3, c3.to(tl.float32)) >= goal
-        going = (middle > low) & (middle < high)  # no number lies between two neighbours
+        going = (middle > low) & (middle < high)  # false for adjacent floats
         between = count - count_high
         low = tl.where(enough3, right, tl.where(enough2, middle, tl.where(enough1, left, low)))
         count = tl.where(enough3, c3, tl.where(enough2, c2, tl.where(enough1, c1, count)))
         mass = tl.where(enough3, m3, tl.where(enough2, m2, tl.where(enough1, m1, mass)))
         high = tl.where(enough3, high, tl.where(enough2, right, tl.where(enough1, middle, left)))
         count_high = tl.where(enough3, count_high, tl.where(enough2, c3, tl.where(enough1, c2, c1)))
-        # one logit between the two: it is the one looked for
+        # one logit between low and high: the result
         going = going & (count - count_high > 1) & ((by_mass != 0) | (count.to(tl.float32) > goal))
         if going & (count - count_high == between):
-            # perhaps they are all equal, as logits of few bits often are
+            # the logits between may all be equal, which is common for 16-bit logits
             first, last = _ends(held, low, high)
             for start in range(TILE, num_active, TILE):
-                least, most = _ends(_load_spans(line, spans, start, num_active, SPAN, TILE), low, high)
-                first = tl.minimum(first, least)
-                last = tl.maximum(last, most)
+                smallest, largest = _ends(_load_spans(line, spans, start, num_active, SPAN, TILE), low, high)
+                first = tl.minimum(first, smallest)
+                last = tl.maximum(last, largest)
             low = first
             going = first < last
     return low, count, mass
@@ -381,6 +383,6 @@ def _search(
 
 @triton.jit
 def _ends(x, low, high):
-    """The least of the logits from `low` on, and the most of those under `high`."""
+    """The smallest logit >= low and the largest logit < high."""
     first = tl.min(tl.min(tl.where(x >= low, x, float("inf")), 1), 0)
     return first, tl.max(tl.max(tl.where(x < high, x, float("-inf")), 1), 0)

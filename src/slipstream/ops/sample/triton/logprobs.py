@@ -1,4 +1,4 @@
-"""Logprobs at some tokens: one pass over the logits, and none of [R, V] in size is written."""
+"""Logprobs of some tokens in one pass over the logits, without a tensor of [R, V]."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import triton.language as tl
 from slipstream.ops.sample.reference import TopLogprobs
 
 _CHUNK = 4096
-_MOST = 32  # likeliest tokens a chunk picks; for more the library's selection serves
+_MAX_PICKED = 32  # tokens per chunk that the kernel selects; torch.topk selects more
 
 
 def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> TopLogprobs:
-    """The k likeliest in falling order, the first of equals first."""
+    """As the reference; equal logprobs are in order of their ids."""
     num_rows, size = logits.shape
     assert logits.stride(1) == 1 and k <= size
-    picked = k if k <= _MOST else 0
-    slots = 0 if not picked else 8 if picked <= 8 else _MOST
+    picked = k if k <= _MAX_PICKED else 0
+    slots = 0 if not picked else 8 if picked <= 8 else _MAX_PICKED
     num_chunks = triton.cdiv(size, _CHUNK)
     device = logits.device
     stats = torch.empty(num_rows, 2, num_chunks, dtype=torch.float32, device=device)
@@ -56,7 +56,7 @@ def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> TopLogpr
 
 
 def logprobs_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """[R, V] and ids [R, J] to [R, J]: log-softmax at these ids."""
+    """[R, V] logits and [R, J] ids to [R, J]: log-softmax at the ids."""
     num_rows, size = logits.shape
     assert logits.stride(1) == 1
     num_chunks = triton.cdiv(size, _CHUNK)
@@ -88,7 +88,7 @@ def logprobs_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _pack(x, index):
-    """A number that sorts by x, then by falling index, and tells both."""
+    """An int64 that orders by x, then by descending index, and contains both."""
     bits = x.to(tl.int32, bitcast=True)
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (rising.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
@@ -101,7 +101,7 @@ def _unpack(packed):
     return bits.to(tl.float32, bitcast=True), 0x7FFFFFFF - (packed & 0x7FFFFFFF)
 
 
-_NOTHING = tl.constexpr(-(2**63))  # sorts under any pack
+_NOTHING = tl.constexpr(-(2**63))  # less than any packed value
 
 
 # grid: (chunks, rows)
@@ -156,8 +156,8 @@ def _row_kernel(
     tops = tl.load(where, mask=inside, other=float("-inf"))
     sums = tl.load(where + num_chunks, mask=inside, other=0.0)
     best = tl.max(tops, 0)
-    fade = tl.where(tops == float("-inf"), 0.0, tl.exp(tops - tl.where(best > float("-inf"), best, 0.0)))
-    log_total = best + tl.log(tl.sum(sums * fade, 0))
+    rescale = tl.where(tops == float("-inf"), 0.0, tl.exp(tops - tl.where(best > float("-inf"), best, 0.0)))
+    log_total = best + tl.log(tl.sum(sums * rescale, 0))
     tl.store(total + row, log_total)
     if tokens is not None:
         x = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float32)

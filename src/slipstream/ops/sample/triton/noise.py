@@ -1,4 +1,4 @@
-"""The noise of ops/sample/reference.py, bit for bit."""
+"""The noise that ops/sample/reference.py defines, with the same bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BLOCK = 1024
 
 @triton.jit
 def noise_at(index, low, high):
-    """uint32 bits of a step key's index, the key as two uint32 halves."""
+    """uint32 noise of an index; the step key is given as two uint32 halves."""
     x = index.to(tl.uint32) + low
     x = (x ^ (x >> 16)) * tl.full([], 0x7FEB352D, tl.uint32)
     x = (x ^ (x >> 15)) ^ high
@@ -22,17 +22,17 @@ def noise_at(index, low, high):
 
 @triton.jit
 def halves(key):
-    """A step key's low and high 32 bits."""
+    """The low and the high 32 bits of a step key."""
     bits = key.to(tl.uint64)
     return (bits & 0xFFFFFFFF).to(tl.uint32), (bits >> 32).to(tl.uint32)
 
 
 @triton.jit
 def exponential_at(index, low, high):
-    """-log1p(-u) of the index's bits."""
+    """-log1p(-u) of the noise at an index."""
     u = (noise_at(index, low, high).to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2**-32
-    u = tl.minimum(u, 0.99999994)  # the largest number under 1
-    # log1p by log: what the rounding of 1 - u loses, the quotient gives back
+    u = tl.minimum(u, 0.99999994)  # the largest float32 below 1
+    # log1p by log: the quotient corrects the rounding of 1 - u
     w = 1.0 - u
     return tl.where(w == 1.0, u, tl.log(w) * (u / (w - 1.0)))
 
@@ -54,7 +54,7 @@ def _bits_kernel(keys, out, num, BLOCK: tl.constexpr):
 
 
 def step_keys(row_keys: torch.Tensor, positions: torch.Tensor, purpose: int) -> torch.Tensor:
-    """[R] int64 keys of rows and [R] int64 positions to [R] int64 keys of this step."""
+    """[R] int64 row keys and [R] int64 positions to [R] int64 step keys."""
     out = torch.empty_like(row_keys)
     _keys_kernel[(triton.cdiv(len(out), _BLOCK),)](row_keys, positions, out, len(out), PURPOSE=purpose, BLOCK=_BLOCK)
     return out

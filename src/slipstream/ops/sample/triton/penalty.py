@@ -1,4 +1,4 @@
-"""Penalties of tokens that a row has seen, on logits as they are read."""
+"""Penalties for tokens that occur in a row, applied to logits when they are loaded."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def penalized(
     x,
     token,
     mask,
-    counts,  # [V] of the row, likewise
-    seen,  # [V]
+    counts,  # [V] of the row
+    seen,  # [V] of the row
     values,  # [3] repetition, presence, frequency
 ):
-    """Flags are a byte a token. Counts are four and only read where their number matters."""
+    """x with penalties. Counts (4 bytes per token, flags have 1) are loaded only with a frequency penalty."""
     repetition = tl.load(values).to(tl.float32)
     presence = tl.load(values + 1).to(tl.float32)
     frequency = tl.load(values + 2).to(tl.float32)
@@ -27,6 +27,6 @@ def penalized(
     factor = tl.where(flags != 0, repetition, 1.0)
     x = tl.where(x > 0, tl.div_rn(x, factor), x * factor)
     if frequency != 0.0:
-        # rounded once, wherever this is compiled into: those who cut and those who draw must see the same numbers
+        # an explicit fma: find_floor and draw must compute the same bits
         x = tl.fma(-frequency, tl.load(counts + token, mask=mask, other=0).to(tl.float32), x)
     return x - tl.where(flags >= IN_OUTPUT, presence, 0.0)

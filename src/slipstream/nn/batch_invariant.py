@@ -1,4 +1,4 @@
-"""Steady: plain weights whose products give a row the same bits alone and among others, for `--deterministic`."""
+"""BatchInvariant: weights whose GEMMs give a row the same bits in every batch, for `--deterministic`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class BatchInvariantWeight(UnquantizedWeight):
 
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from slipstream.ops.linear.triton.batch_invariant import (
-            batch_invariant_linear,  # needs triton, and whoever asks for this has it
+            batch_invariant_linear,  # needs triton; attention/choose.py checks that it is installed
         )
 
         return batch_invariant_linear(x, self.data, bias)
@@ -38,7 +38,7 @@ class BatchInvariantWeight(UnquantizedWeight):
         bias: torch.Tensor | None,
         activation: Activation | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # one by one: what is fused depends on the number of rows
+        # not fused: which kernel fuses the norm depends on the number of rows
         return Weight.multiply_normed(self, x, residual, norm, eps, bias, activation)
 
     def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""LowBit: weights that a GGUF file stores as Q4_0, Q4_1 or Q8_0 and that stay packed.
+"""LowBit: weights that a GGUF file stores as Q4_0, Q4_1 or Q8_0 stay packed.
 
-One matrix may be merged from parts of different kinds. Neighbouring parts of one kind are packed and multiplied
-together; parts of other kinds between them are plain numbers.
+A matrix may be merged from parts of different kinds. Adjacent parts of one kind are packed and multiplied together;
+parts of other kinds between them are float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slipstream.ops.weight_rows import WeightRows, dense_rows
 
 @dataclass(slots=True)
 class LowBit:
-    """Keeps weights at 4 or 8 bits where it can; activations are float32."""
+    """Keeps weights at 4 or 8 bits if their kind allows; activations are float32."""
 
     kernel: Kernel
     is_used: bool = False  # whether some weight of the model is low-bit
@@ -36,7 +36,7 @@ class LowBit:
 
 
 class LowBitWeight(Weight):
-    """Nothing is read before the last piece has arrived: how a matrix is packed depends on all its pieces."""
+    """Reads its pieces when the last one has arrived, since the packing of a matrix depends on all its pieces."""
 
     def __init__(self, num_rows: int, num_columns: int, format: LowBit) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class LowBitWeight(Weight):
         return out if bias is None else out.add_(bias)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        assert len(self.runs) == 1, f"rows are looked up in one tensor, not in {len(self.runs)} of different kinds"
+        assert len(self.runs) == 1, f"lookup needs one tensor, this weight has {len(self.runs)} of different kinds"
         return self.runs[0].lookup(ids)
 
     def _num_bytes(self, piece: CheckpointTensor) -> int:
@@ -87,7 +87,7 @@ class LowBitWeight(Weight):
 
 
 class _Run(Protocol):
-    """Neighbouring rows that are multiplied together."""
+    """Adjacent rows that are multiplied together."""
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor: ...
     def lookup(self, ids: torch.Tensor) -> torch.Tensor: ...
@@ -98,13 +98,13 @@ class _Run(Protocol):
 class _PackedRows:
     packed: Packed
     kind: str
-    raw: torch.Tensor | None  # [rows, bytes of a row], a view of the file; merged ones would be a copy
+    raw: torch.Tensor | None  # [rows, bytes per row], a view of the file; None for merged parts
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         return self.packed.multiply(x)
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        assert self.raw is not None, "rows are looked up in one tensor, not in merged ones"
+        assert self.raw is not None, "lookup needs one tensor, this weight is merged from several"
         return dequantize(self.raw.index_select(0, ids), self.kind)
 
     def for_kernels(self) -> WeightRows | None:
@@ -117,8 +117,8 @@ class _PlainRows:
     format: LowBit
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        # torch's sums differ in the last bit between few tokens and many, which the rounding of a low-bit product would
-        # amplify
+        # torch's sums differ in the last bit between few and many tokens; the rounding of a low-bit GEMM would amplify
+        # it
         if self.format.is_used and native.serves(x):
             return skinny_gemm(x, self.rows, None)
         return linear(x, self.rows)
@@ -131,7 +131,7 @@ class _PlainRows:
 
 
 def _packed_kind(piece: CheckpointTensor) -> str | None:
-    """The kind as which a piece stays packed, or None."""
+    """The kind of a piece that stays packed, or None."""
     return piece.kind if piece.kind in KINDS and piece.blocks is not None else None
 
 

@@ -19,11 +19,11 @@ from torch import nn
 from slipstream.ops.linear import (
     Activation,
     activated_linear,
-    linear_add,
     chain_for,
     linear,
-    norm_linear,
+    linear_add,
     linear_unnormalized,
+    norm_linear,
 )
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
 from slipstream.ops.norm import add_rms_norm, rms_norm
@@ -38,13 +38,13 @@ class CheckpointTensor(Protocol):
 
     @property
     def kind(self) -> str:
-        """Its type as the file names it: F32, BF16, Q4_1 ..."""
+        """The type in the file's words: F32, BF16, Q4_1 ..."""
 
     def read(self) -> torch.Tensor:
-        """As numbers, in the checkpoint's dtype and memory; read-only."""
+        """The values, in the checkpoint's dtype and memory; read-only."""
 
     def write_to(self, target: torch.Tensor) -> None:
-        """Copies the numbers into a tensor of its shape, with little extra memory."""
+        """Copies the values into a tensor of the same shape, with little extra memory."""
 
     @property
     def blocks(self) -> Callable[[], torch.Tensor] | None:
@@ -56,8 +56,8 @@ class Weight(nn.Module, ABC):
 
     @abstractmethod
     def slots(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightSlot]]:
-        """The checkpoint tensors that hold these rows, by the kind that ends their names: "weight", and whatever else
-        the format stores beside it or in its place (scales, zeros, packed numbers)."""
+        """The checkpoint tensors that hold these rows, by the last part of their names: "weight", and other tensors of
+        the format (scales, zeros, packed weights)."""
 
     @abstractmethod
     def multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -72,7 +72,7 @@ class Weight(nn.Module, ABC):
         bias: torch.Tensor | None,
         activation: Activation | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The product with the RMS norm of x + residual, through the activation if there is one, and that sum."""
+        """The GEMM of the RMS norm of x + residual, then the activation if given; and the sum x + residual."""
         if residual is None:
             normed, total = rms_norm(x, norm, eps), x
         else:
@@ -81,28 +81,28 @@ class Weight(nn.Module, ABC):
         return out if activation is None else activation(out), total
 
     def multiply_activated(self, x: torch.Tensor, bias: torch.Tensor | None, activation: Activation) -> torch.Tensor:
-        """The product, through an activation of each of its numbers."""
+        """The GEMM, then an elementwise activation."""
         return activation(self.multiply(x, bias))
 
     can_chain = False
-    """Whether chains may use the three methods below. The defaults are right and not fast."""
+    """Whether chains may use the three methods below. The defaults are correct but slow."""
 
     def chain_for(self, x: torch.Tensor) -> Chain:
-        """The fastest kind of chain for inputs of as many rows as x has; "": products one by one are faster."""
+        """The fastest kind of chain for this number of rows; "": single GEMMs are faster."""
         return ""
 
     def add_to(
         self, residual: torch.Tensor, x: torch.Tensor, norm: torch.Tensor, eps: float, chain: Chain
     ) -> Unnormalized:
-        """residual + product, in the residual's memory, on its way through an RMS norm."""
+        """residual + the GEMM, before its RMS norm. May overwrite the memory of the residual."""
         return Unnormalized(residual.add_(self.multiply(x, None)), norm, eps)
 
     def multiply_unnormalized(
         self, x: Unnormalized, bias: torch.Tensor | None, activation: Activation | None
     ) -> torch.Tensor:
-        """The product with the norm of x, through the activation if there is one. x must have no `squares`: they come
-        from the `add_to` of a "streamed" chain, which this weight did not offer."""
-        assert x.squares is None, "a streamed chain holds a weight that does not stream"
+        """The GEMM of the RMS norm of x, then the activation if given. x must have no `squares`: only the `add_to` of a
+        "streamed" chain makes them, and this weight offers no such chain."""
+        assert x.squares is None, "a streamed chain contains a weight that does not support it"
         out = self.multiply(rms_norm(x.total, x.norm, x.eps), bias)
         return out if activation is None else activation(out)
 
@@ -118,7 +118,7 @@ class Weight(nn.Module, ABC):
 class WeightFormat(Protocol):
     @property
     def batch_invariant(self) -> bool:
-        """Whether products of a row have the same bits in every batch."""
+        """Whether the GEMM of a row has the same bits in every batch."""
 
     def new_weight(self, num_rows: int, num_columns: int) -> Weight:
         """An unfilled weight on torch's current default device."""
@@ -130,7 +130,7 @@ FormatOf = Callable[[str], WeightFormat]
 
 @dataclass(frozen=True, slots=True)
 class WeightSlot:
-    """Where one tensor of a checkpoint goes: a whole parameter, or some rows of a merged one."""
+    """The target of one checkpoint tensor: a whole parameter, or some rows of a merged one."""
 
     shape: tuple[int, ...]
     fill: Callable[[CheckpointTensor], None]
@@ -140,7 +140,7 @@ class WeightSlot:
 
 @dataclass(frozen=True, slots=True)
 class Unquantized:
-    """Plain numbers of one dtype."""
+    """Float weights of one dtype."""
 
     dtype: torch.dtype
     batch_invariant: bool = False
@@ -206,7 +206,7 @@ def new_parameter(*shape: int, dtype: torch.dtype) -> nn.Parameter:
 
 
 def take_memory(model: nn.Module, device: torch.device) -> None:
-    """Allocate uninitialised memory for a model that was built on the meta device.
+    """Allocates uninitialized memory for a model that was built on the meta device.
 
     `Module.to_empty` does the same, but imports torch's symbolic shapes, which takes over a second.
     """

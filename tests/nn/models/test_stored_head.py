@@ -72,7 +72,7 @@ def test_a_last_number_that_differs_is_seen(tmp_path: Path) -> None:
 def test_a_head_of_another_shape_is_named(tmp_path: Path) -> None:
     folder = write(tmp_path, tied=True, head="same")
     write_weights(folder, tiny_weights(folder) | {HEAD: torch.zeros(300, 64)})
-    with pytest.raises(Exception, match=r"lm_head.weight is \[300, 64\], should be \[304, 64\]"):
+    with pytest.raises(Exception, match=r"lm_head.weight is \[300, 64\], expected \[304, 64\]"):
         load(folder)
 
 

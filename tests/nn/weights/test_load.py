@@ -13,7 +13,7 @@ from hand_load import load
 from slipstream.errors import BadCheckpoint
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.weights import source
-from slipstream.nn.weights.load import find_places
+from slipstream.nn.weights.load import find_slots
 from slipstream.nn.weights.rules import Rules
 from tiny import tiny_weights, write_tiny, write_weights
 
@@ -52,7 +52,7 @@ def test_parts_of_a_merged_projection_lie_in_order(folder: Path) -> None:
 
 def test_places_cover_every_parameter_and_nothing_needs_a_gradient(tmp_path: Path) -> None:
     model = load(write_tiny(tmp_path, "qwen3", attention_bias=True))
-    filled = sum(torch.Size(place.shape).numel() for place in find_places(model).values())
+    filled = sum(torch.Size(place.shape).numel() for place in find_slots(model).values())
     norms = sum(block.attention.norm.weight.numel() - 2 * 24 for block in model.layers)  # kept once per head
     assert filled == sum(parameter.numel() for parameter in model.parameters()) - norms
     assert not any(parameter.requires_grad for parameter in model.parameters())
@@ -105,7 +105,7 @@ def test_missing_unexpected_and_misshapen_tensors_are_named_together(folder: Pat
     text = str(error.value)
     assert "1 missing (layers.1.mlp.gate_up.up.weight)" in text
     assert "2 unexpected (model.layers.7.mlp.up_proj.weight, something.else)" in text
-    assert "1 misshapen (model.norm.weight is [65], should be [64])" in text
+    assert "1 of wrong shape (model.norm.weight is [65], expected [64])" in text
 
 
 def test_a_long_list_of_mistakes_is_cut(folder: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
     first, second = sorted(folder.glob("*.safetensors"))
     write_weights(tmp_path, weights, 1)
     (tmp_path / "model.safetensors").rename(second)  # now the second shard holds all
-    with pytest.raises(BadCheckpoint, match="there twice"):
+    with pytest.raises(BadCheckpoint, match="duplicate"):
         load(folder)
 
 
@@ -129,7 +129,7 @@ def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
 def test_a_truncated_file_is_one_clear_error(folder: Path, keep: int) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(BadCheckpoint, match="model.safetensors is broken or cut short"):
+    with pytest.raises(BadCheckpoint, match="model.safetensors is corrupt or truncated"):
         load(folder)
 
 
@@ -138,14 +138,14 @@ def test_garbage_in_the_header_is_one_clear_error(folder: Path) -> None:
     data = bytearray(path.read_bytes())
     data[8:60] = b"\xff" * 52
     path.write_bytes(data)
-    with pytest.raises(BadCheckpoint, match="broken"):
+    with pytest.raises(BadCheckpoint, match="corrupt"):
         load(folder)
 
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path, shards=3)
     (folder / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(BadCheckpoint, match="lacks 1 of 3 weight files, model-00002-of-00003.safetensors"):
+    with pytest.raises(BadCheckpoint, match="lacks 1 of 3 weight files, such as model-00002-of-00003.safetensors"):
         load(folder)
 
 
@@ -153,7 +153,7 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
 def test_a_broken_index_is_one_clear_error(tmp_path: Path, text: str) -> None:
     folder = write_tiny(tmp_path, shards=2)
     (folder / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(BadCheckpoint, match="index.json is broken"):
+    with pytest.raises(BadCheckpoint, match="index.json is not valid"):
         load(folder)
 
 

@@ -18,7 +18,7 @@ from slipstream.errors import BadCheckpoint
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.registry import find_rules, find_shape
 from slipstream.nn.weight_format import CheckpointTensor, Unquantized, Weight, WeightFormat, WeightSlot, new_parameter
-from slipstream.nn.weights.load import fill_places, find_places, match_places
+from slipstream.nn.weights.load import fill_slots, find_slots, match_slots
 from slipstream.nn.weights.safetensors import open_folder
 from tiny import write_tiny, write_weights
 
@@ -96,10 +96,10 @@ def load_mixed(folder: Path) -> Decoder:
     shape = find_shape(info)
     model = Decoder(shape, 256, torch.float64, format_of)  # type: ignore[arg-type]
     model.materialize(torch.device("cpu"))
-    places = find_places(model)
-    tensors, unused = match_places(open_folder(folder), find_rules(info, shape), places)
+    slots = find_slots(model)
+    tensors, unused = match_slots(open_folder(folder), find_rules(info, shape), slots)
     assert not unused
-    fill_places(tensors, places)
+    fill_slots(tensors, slots)
     return model
 
 
@@ -107,7 +107,7 @@ def test_a_format_with_three_tensors_beside_a_plain_one(folders: tuple[Path, Pat
     packed, plain = folders
     model = load_mixed(packed)
     assert type(model.layers[0].mlp.gate_up.weight) is RowInt8Weight
-    assert {name for name in find_places(model) if "layers.1.mlp" in name} == {
+    assert {name for name in find_slots(model) if "layers.1.mlp" in name} == {
         f"layers.1.mlp.{part}.{kind}"
         for part in ("gate_up.gate", "gate_up.up", "down") for kind in ("qweight", "scales", "zeros")
     } | {"layers.1.mlp_norm.weight"}  # fmt: skip

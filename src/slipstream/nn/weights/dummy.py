@@ -1,4 +1,4 @@
-"""Seeded random weights, for measuring and for tests: any model from its config alone."""
+"""Seeded random weights for benchmarks and tests: any model from its config alone."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import torch
 from slipstream.nn.weight_format import WeightSlot
 from slipstream.nn.weights.source import SourceTensor, in_parts
 
-SPREAD = 0.02  # standard deviation, as models are initialised
+SPREAD = 0.02  # standard deviation of a usual initialization
 
 
 class DummySource:
-    """A tensor for each place of a model. Its numbers depend on seed, name and shape, and on the kind of device."""
+    """A tensor for each slot of a model. Its values depend on seed, name, shape and device type."""
 
-    def __init__(self, places: Mapping[str, WeightSlot], seed: int, device: torch.device) -> None:
-        self.places = places
+    def __init__(self, slots: Mapping[str, WeightSlot], seed: int, device: torch.device) -> None:
+        self.slots = slots
         self.seed = seed
         self.device = device
 
     def __iter__(self) -> Iterator[SourceTensor]:
-        for name, place in self.places.items():
+        for name, slot in self.slots.items():
             make = partial(self._make, name)
-            yield SourceTensor(name, place.shape, "F32", partial(self._read, make, place.shape), make=make)
+            yield SourceTensor(name, slot.shape, "F32", partial(self._read, make, slot.shape), make=make)
 
     def _read(self, make: Callable[[torch.Tensor], None], shape: tuple[int, ...]) -> torch.Tensor:
         made = torch.empty(shape, device=self.device)
@@ -39,6 +39,6 @@ class DummySource:
             return
         seed = zlib.crc32(f"{self.seed} {name} {tuple(target.shape)}".encode())
         generator = torch.Generator(self.device).manual_seed(seed)
-        bound = SPREAD * math.sqrt(3)  # of an even spread, which is made several times faster than a normal one
+        bound = SPREAD * math.sqrt(3)  # a uniform distribution is several times faster to generate than a normal one
         for part in in_parts(target):
             part.copy_(torch.empty(part.shape, device=self.device).uniform_(-bound, bound, generator=generator))

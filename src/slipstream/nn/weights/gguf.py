@@ -1,4 +1,4 @@
-"""Weights from a GGUF file, under the names and in the row order of the Hugging Face layout."""
+"""Weights of a GGUF file, with the names and the row order of the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = Rules(
         "token_embd.weight": "model.embed_tokens.weight",
         "output_norm.weight": "model.norm.weight",
         "output.weight": "lm_head.weight",
-        "rope_freqs.weight": None,  # became part of ModelInfo.rope
+        "rope_freqs.weight": None,  # read into ModelInfo.rope
         "blk.{n}.attn_norm.weight": "model.layers.{n}.input_layernorm.weight",
         "blk.{n}.ffn_norm.weight": "model.layers.{n}.post_attention_layernorm.weight",
         "blk.{n}.attn_q_norm.weight": "model.layers.{n}.self_attn.q_norm.weight",
@@ -52,14 +52,14 @@ _BERT: dict[str, str | None] = {
     "blk.{n}.ffn_down.{kind}": "encoder.layer.{n}.output.dense.{kind}",
     "blk.{n}.layer_output_norm.{kind}": "encoder.layer.{n}.output.LayerNorm.{kind}",
 }
-# by general.architecture: names that mean something else there
+# by general.architecture: names with another meaning in these files
 _OWN_NAMES: dict[str, dict[str, str | None]] = {
     "gemma2": _NORMS_AROUND,
     "gemma3": _NORMS_AROUND,
     "olmo2": _NORMS_AROUND,
     "bert": _BERT,
     "phi3": {
-        "rope_factors_{which}.weight": None,  # became part of ModelInfo.rope
+        "rope_factors_{which}.weight": None,  # read into ModelInfo.rope
         "blk.{n}.attn_qkv.weight": "model.layers.{n}.self_attn.qkv_proj.weight",
         "blk.{n}.ffn_up.weight": "model.layers.{n}.mlp.gate_up_proj.weight",
     },
@@ -71,9 +71,9 @@ class GgufSource:
         self.file = file
         architecture = str(file.fields.get("general.architecture"))
         self.names = Rules(_OWN_NAMES.get(architecture, {})) | NAMES
-        # Files of the llama architecture have the rows of q and k in the order of rotary pairs.
+        # llama files store the rows of q and k interleaved by rotary pairs
         self.paired_heads = {"attn_q": num_heads, "attn_k": num_kv_heads} if architecture == "llama" else {}
-        # Gemma's norms are stored as they are multiplied, not as their distance from 1.
+        # files of Gemma store 1 + weight of a norm, checkpoints store weight
         self.norm_offset = 1.0 if architecture in ("gemma2", "gemma3") else 0.0
 
     def __iter__(self) -> Iterator[SourceTensor]:
@@ -81,7 +81,7 @@ class GgufSource:
             try:
                 name = self.names.rename(tensor.name)
             except KeyError:
-                name = tensor.name  # the loader names it as unexpected
+                name = tensor.name  # the loader reports the name as unexpected
             if name is not None:
                 blocks = partial(self._blocks, tensor) if tensor.kind in KINDS else None
                 yield SourceTensor(name, tensor.shape, tensor.kind, partial(self._read, tensor), blocks)
@@ -103,29 +103,29 @@ class GgufSource:
 
 
 def read_numbers(tensor: GgufTensor) -> torch.Tensor:
-    """Any kind as numbers: the common ones by torch, the others by the `gguf` library, which is slow and knows all."""
+    """Dequantizes any kind: common ones with torch, the others with the `gguf` library, which is slow but complete."""
     if tensor.kind in _PLAIN:
         return torch.from_numpy(tensor.raw).view(_PLAIN[tensor.kind]).view(tensor.shape)
     if tensor.kind in KINDS:
         return dequantize(_raw_rows(tensor), tensor.kind).view(tensor.shape)
-    from gguf import GGMLQuantizationType  # only users of such files pay for the import
+    from gguf import GGMLQuantizationType  # imported only for such files
     from gguf.quants import dequantize as to_float32
 
     try:
         numbers = to_float32(tensor.raw.reshape(*tensor.shape[:-1], -1), GGMLQuantizationType[tensor.kind])
     except (KeyError, NotImplementedError):
         raise UnsupportedModel(
-            f"{tensor.name} is stored as {tensor.kind}, which we cannot read; "
-            "use a file quantised as Q4_0, Q4_1, Q8_0, a K-quant, F16 or F32"
+            f"{tensor.name} is stored as {tensor.kind}, which is not supported; "
+            "use a file quantized as Q4_0, Q4_1, Q8_0, a K-quant, F16 or F32"
         ) from None
     return torch.from_numpy(np.ascontiguousarray(numbers)).view(tensor.shape)
 
 
 def _raw_rows(tensor: GgufTensor) -> torch.Tensor:
-    """[rows, bytes of a row], a view of the file."""
+    """[rows, bytes per row] uint8, a view of the file."""
     return torch.from_numpy(tensor.raw).view(math.prod(tensor.shape[:-1]), -1)
 
 
 def halves_from_pairs(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Rows of each head from the order 0, half, 1, half + 1 ... to 0, 1 ... half, half + 1 ..."""
+    """Reorders the rows of each head from 0, half, 1, half + 1 ... to 0, 1 ... half, half + 1 ..."""
     return rows.unflatten(0, (num_heads, -1, 2)).transpose(1, 2).flatten(0, 2)

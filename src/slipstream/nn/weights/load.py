@@ -1,4 +1,4 @@
-"""Streams a checkpoint into a model: every place exactly once, one tensor in memory at a time.
+"""Streams a checkpoint into a model: fills every weight slot exactly once, with one tensor in memory at a time.
 
 Names and shapes are compared before the first tensor is read, so a wrong checkpoint fails at once, with a list.
 """
@@ -19,61 +19,61 @@ from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 from slipstream.nn.weights.unused import count_layers, is_buffer, is_past_layers, is_unused
 
-HEADS = "heads."  # how the places of what stands behind the hidden states begin
-SHOWN = 4  # names of each mistake that a message lists
+HEADS = "heads."  # prefix of the slots of pooling heads
+SHOWN = 4  # names per kind of mistake in an error message
 
 
-def find_places(model: nn.Module) -> dict[str, WeightSlot]:
-    """Every place of a model by its name."""
-    places: dict[str, WeightSlot] = {}
+def find_slots(model: nn.Module) -> dict[str, WeightSlot]:
+    """All weight slots of a model by name."""
+    slots: dict[str, WeightSlot] = {}
     for prefix, module in model.named_modules():
         if hasattr(module, "places"):
-            places |= {f"{prefix}.{name}": place for name, place in module.places()}
-    return places
+            slots |= {f"{prefix}.{name}": slot for name, slot in module.places()}
+    return slots
 
 
-def match_places(
+def match_slots(
     source: WeightSource,
     rules: Rules | None,
-    places: Mapping[str, WeightSlot],
+    slots: Mapping[str, WeightSlot],
     others: Sequence[tuple[WeightSource, Rules]] = (),
 ) -> tuple[dict[str, SourceTensor], list[str]]:
-    """Which tensor of the source goes to which place, and the names of tensors that are left out because nothing that
-    the model computes reads them (`unused.py`). Without rules, names are the same. Raises BadCheckpoint.
+    """The source tensor of each slot, and the names of tensors that are skipped because the model does not read them
+    (`unused.py`). Without rules, tensor names are slot names. Raises BadCheckpoint.
 
-    `others` are further sources, each with its rules. Heads that the model has no use for are left where they are.
+    `others`: further sources, each with its rules. Tensors of heads that the model does not have are ignored.
     """
     found: dict[str, SourceTensor] = {}
-    num_layers = count_layers(places)
+    num_layers = count_layers(slots)
     unexpected: list[str] = []
     unused: list[str] = []
-    misshapen, twice = [], []
+    wrong_shape, duplicate = [], []
     for tensor, names in _all_of([(source, rules), *others]):
         try:
             name = names.rename(tensor.name) if names is not None else tensor.name
         except KeyError:
             (unused if is_unused(tensor.name, num_layers) else unexpected).append(tensor.name)
             continue
-        if name is None or (name.startswith(HEADS) and name not in places):
+        if name is None or (name.startswith(HEADS) and name not in slots):
             continue
-        if name not in places:
+        if name not in slots:
             past = is_buffer(tensor.name) or is_past_layers(tensor.name, num_layers)
             (unused if past else unexpected).append(tensor.name)
         elif name in found:
-            twice.append(tensor.name)
-        elif tensor.shape != places[name].shape:
-            misshapen.append(f"{tensor.name} is {list(tensor.shape)}, should be {list(places[name].shape)}")
+            duplicate.append(tensor.name)
+        elif tensor.shape != slots[name].shape:
+            wrong_shape.append(f"{tensor.name} is {list(tensor.shape)}, expected {list(slots[name].shape)}")
             found[name] = tensor
         else:
             found[name] = tensor
-    missing = [name for name in places if name not in found]
-    if missing:  # then one of these may be what is missing, under a name that no rule knows
+    missing = [name for name in slots if name not in found]
+    if missing:  # a skipped tensor may be the missing one under an unknown name
         unexpected, unused = [*unused, *unexpected], []
-    mistakes = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen, "there twice": twice}
+    mistakes = {"missing": missing, "unexpected": unexpected, "of wrong shape": wrong_shape, "duplicate": duplicate}
     if any(mistakes.values()):
         parts = [f"{len(names)} {kind} ({few(names)})" for kind, names in mistakes.items() if names]
         raise BadCheckpoint(
-            f"the weights do not fit the model that its config describes: {'; '.join(parts)}; "
+            f"the weights do not match the model that config.json describes: {'; '.join(parts)}; "
             "check that weights and config come from the same model"
         )
     return found, unused
@@ -85,12 +85,12 @@ def _all_of(parts: Sequence[tuple[WeightSource, Rules | None]]) -> Iterator[tupl
             yield tensor, rules
 
 
-def fill_places(tensors: Mapping[str, SourceTensor], places: Mapping[str, WeightSlot], progress: bool = False) -> None:
-    """Read each tensor into its place. `tensors` are as `match_places` found them."""
+def fill_slots(tensors: Mapping[str, SourceTensor], slots: Mapping[str, WeightSlot], progress: bool = False) -> None:
+    """Reads each tensor into its slot. `tensors`: the result of `match_slots`."""
     total = sum(tensor.num_elements for tensor in tensors.values())
     with torch.no_grad(), _progress_bar(total, progress) as bar:
         for name, tensor in tensors.items():
-            places[name].fill(tensor)
+            slots[name].fill(tensor)
             bar.advance(tensor.num_elements)
 
 
@@ -117,7 +117,7 @@ def _progress_bar(total: int, wanted: bool) -> Iterator[_Bar]:
     if not wanted or not sys.stderr.isatty():
         yield _NoBar()
         return
-    from rich.console import Console  # only an interactive terminal pays for the import
+    from rich.console import Console  # imported only for an interactive terminal
     from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as progress:

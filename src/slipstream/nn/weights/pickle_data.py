@@ -1,8 +1,7 @@
-"""Pickled data, read without unpickling: no name in it is looked up and nothing in it is called.
+"""Reads pickled data without unpickling: no name in the pickle is imported and nothing in it is called.
 
-A pickle is a program for a small stack machine. Here is a machine that knows the part of its language in which plain
-data are written since protocol 2; a name stands for what the reader says it stands for, and one that the reader does
-not know ends it.
+A pickle is a program for a small stack machine. This machine executes the instructions that describe plain data since
+protocol 2. The caller gives a value for each name that may occur; any other name raises NotPlain.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Any
 
 
 class NotPlain(Exception):
-    """What a pickle asked for that is not plain data, in words."""
+    """The pickle contains something other than plain data; the text names it."""
 
 
 def read_pickle(data: bytes, names: Mapping[str, Any], load: Callable[[Any], Any]) -> Any:
-    """The value that it describes. Raises NotPlain, or ValueError where it is broken.
+    """The value that the pickle describes. Raises NotPlain, or ValueError if the pickle is invalid.
 
-    `names`: what "module.name" stands for, a value or a function of our own. `load`: what stands outside the pickle.
+    `names`: the value or function of ours for each "module.name". `load`: resolves persistent ids.
     """
     machine = _Machine(names, load)
     try:
@@ -29,22 +28,22 @@ def read_pickle(data: bytes, names: Mapping[str, Any], load: Callable[[Any], Any
                 return value
             machine.run(op.name, argument)
     except (IndexError, TypeError, AttributeError, KeyError) as error:
-        raise ValueError(f"the pickle makes no sense: {error}") from None
-    raise ValueError("the pickle has no end")
+        raise ValueError(f"the pickle is invalid: {error}") from None
+    raise ValueError("the pickle has no STOP instruction")
 
 
 class _Name:
-    """A name in a pickle, and what it stands for here."""
+    """A name in a pickle, and its value here."""
 
-    __slots__ = ("text", "meaning")
+    __slots__ = ("text", "value")
 
-    def __init__(self, text: str, meaning: Any) -> None:
+    def __init__(self, text: str, value: Any) -> None:
         self.text = text
-        self.meaning = meaning
+        self.value = value
 
 
 class _Machine:
-    """Its stack holds values, and marks from which several values are gathered."""
+    """The stack machine: a stack of values, and marks at which groups of values start."""
 
     def __init__(self, names: Mapping[str, Any], load: Callable[[Any], Any]) -> None:
         self.names = names
@@ -73,12 +72,12 @@ class _Machine:
         return values
 
     def _top(self, kind: type) -> Any:
-        """The value on top, to be added to."""
+        """The value on top of the stack, which must be of this kind."""
         if not isinstance(self.stack[-1], kind):
-            raise ValueError(f"the pickle adds to a {type(self.stack[-1]).__name__} as if it were a {kind.__name__}")
+            raise ValueError(f"the pickle adds items to a {type(self.stack[-1]).__name__}, expected a {kind.__name__}")
         return self.stack[-1]
 
-    # Gathering values
+    # Containers
 
     def _mark(self, _: Any) -> None:
         self.marks.append(len(self.stack))
@@ -127,11 +126,11 @@ class _Machine:
     def _put(self, values: list[Any]) -> None:
         found = self._top(dict)
         for key, value in zip(values[::2], values[1::2], strict=True):
-            if not isinstance(key, str | int):  # others may take forever to hash
-                raise NotPlain(f"a dictionary by {type(key).__name__}")
+            if not isinstance(key, str | int):  # hashing other keys may be very slow
+                raise NotPlain(f"a dictionary with keys of type {type(key).__name__}")
             found[key] = value
 
-    # Remembering
+    # Memo
 
     def _memoize(self, _: Any) -> None:
         self.memo[len(self.memo)] = self.stack[-1]
@@ -145,7 +144,7 @@ class _Machine:
     _long_binput = _binput
     _long_binget = _binget
 
-    # Names, and what is made of them
+    # Names and calls
 
     def _global(self, text: str) -> None:
         self._name(text.replace(" ", ".", 1))
@@ -153,7 +152,7 @@ class _Machine:
     def _stack_global(self, _: Any) -> None:
         name, module = self.stack.pop(), self.stack.pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise ValueError("the pickle has a name that is no text")
+            raise ValueError("the pickle has a name that is not a string")
         self._name(f"{module}.{name}")
 
     def _name(self, text: str) -> None:
@@ -163,12 +162,12 @@ class _Machine:
 
     def _reduce(self, _: Any) -> None:
         arguments, function = self.stack.pop(), self.stack.pop()
-        if not isinstance(function, _Name) or not callable(function.meaning) or not isinstance(arguments, tuple):
-            raise NotPlain("a call of what is no function")
-        self.stack.append(function.meaning(*map(meaning_of, arguments)))
+        if not isinstance(function, _Name) or not callable(function.value) or not isinstance(arguments, tuple):
+            raise NotPlain("a call of a value that is not a function")
+        self.stack.append(function.value(*map(value_of, arguments)))
 
     def _build(self, _: Any) -> None:
-        """Attributes of a value, such as the versions that a module's state has beside its tensors: left out."""
+        """Attributes of a value are ignored, such as the version metadata of a state dict."""
         self.stack.pop()
         self._top(dict)
 
@@ -176,8 +175,8 @@ class _Machine:
         self.stack.append(self.load(self.stack.pop()))
 
 
-def meaning_of(value: Any) -> Any:
-    return value.meaning if isinstance(value, _Name) else value
+def value_of(value: Any) -> Any:
+    return value.value if isinstance(value, _Name) else value
 
 
 _PLAIN = {

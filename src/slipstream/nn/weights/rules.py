@@ -1,8 +1,8 @@
-"""Rules: a checkpoint's tensor names to the places of our model.
+"""Rules: map the tensor names of a checkpoint to the slot names of our model.
 
-A rule is a pair of names in which `{n}` stands for one part between dots and `*` for anything at all; None as the
-second means the tensor is not needed. The first rule that fits counts. Merged projections need no rule of their own:
-each part has its own place (`attention.qkv.q.weight`).
+A rule is a pair of names in which `{n}` matches one part between dots and `*` matches anything; None as the second name
+means that the tensor is not needed. The first matching rule counts. Merged projections need no rule of their own: each
+part has its own slot (`attention.qkv.q.weight`).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ class Rules:
         self._rules = [(_pattern(theirs), ours) for theirs, ours in names.items()]
 
     def __or__(self, others: Rules) -> Rules:
-        """These first, then the others."""
+        """These rules first, then the others."""
         both = Rules({})
         both._rules = self._rules + others._rules
         return both
 
     def rename(self, name: str) -> str | None:
-        """The place of a tensor, or None where it is to be skipped. Asking for a name no rule knows is a KeyError."""
+        """The slot of a tensor, or None if it is not needed. Raises KeyError if no rule matches."""
         for pattern, ours in self._rules:
             if match := pattern.fullmatch(name):
                 return None if ours is None else ours.format(**match.groupdict())

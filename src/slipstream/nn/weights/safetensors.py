@@ -1,4 +1,4 @@
-"""Weights from a folder of safetensors files, whole or sharded, through a memory map; and which file a folder has."""
+"""Weights of a folder of safetensors files, single or sharded, through a memory map; chooses the files of a folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.nn.weights.torch_file import TorchFileSource
 
 
 def open_folder(folder: Path) -> WeightSource:
-    """The weights of a folder: safetensors, or where it has none, what torch.save wrote."""
+    """The weights of a folder: safetensors files, else files of torch.save."""
     has_ours = any((folder / name).exists() for name in (WHOLE, INDEX))
     if not has_ours and any((folder / name).exists() for name in (TORCH_WHOLE, TORCH_INDEX)):
         return TorchFileSource(_files(folder, TORCH_WHOLE, TORCH_INDEX))
@@ -27,7 +27,7 @@ def open_folder(folder: Path) -> WeightSource:
 
 
 def open_file(stem: Path) -> WeightSource | None:
-    """A file of a few tensors, by its path without the ending; None if there is none."""
+    """A file of a few tensors, by its path without the suffix; None if there is none."""
     whole = stem.with_name(f"{stem.name}.safetensors")
     if whole.is_file():
         return SafetensorsSource(stem.parent, [whole])
@@ -43,7 +43,7 @@ class SafetensorsSource:
         self.files = _files(folder, WHOLE, INDEX) if files is None else files
 
     def __iter__(self) -> Iterator[SourceTensor]:
-        """File by file. A file stays open as long as one of its tensors is still to be read."""
+        """File by file. A file stays open until all its tensors are read."""
         for path in self.files:
             with _named(path):
                 file: Any = safe_open(path, framework="pt")
@@ -63,17 +63,17 @@ def _read(file: Any, path: Path, name: str) -> torch.Tensor:
 
 def _files(folder: Path, whole: str, index: str) -> list[Path]:
     if (folder / whole).is_file():
-        return [folder / whole]  # also beside an index, as transformers chooses
+        return [folder / whole]  # preferred to an index, as in transformers
     if (folder / index).exists():
         try:
             shards = set(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
             files = [folder / shard for shard in sorted(shards)]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            raise BadCheckpoint(f"{folder / index} is broken; download it again") from None
+            raise BadCheckpoint(f"{folder / index} is not valid; download it again") from None
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise BadCheckpoint(
-                f"{folder} lacks {len(missing)} of {len(files)} weight files, {missing[0]} first; download them again"
+                f"{folder} lacks {len(missing)} of {len(files)} weight files, such as {missing[0]}; download them again"
             )
         return files
     raise no_weights(folder)
@@ -81,8 +81,8 @@ def _files(folder: Path, whole: str, index: str) -> list[Path]:
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Turns what the library says of a file into our error with the file's name."""
+    """Raises errors of the library as BadCheckpoint with the name of the file."""
     try:
         yield
     except (SafetensorError, OSError, RuntimeError) as error:
-        raise BadCheckpoint(f"{path} is broken or cut short ({error}); download it again") from None
+        raise BadCheckpoint(f"{path} is corrupt or truncated ({error}); download it again") from None

@@ -1,4 +1,4 @@
-"""WeightSource: the tensors of a checkpoint, in the order that is cheapest to read, none read before it is needed."""
+"""WeightSource: the tensors of a checkpoint, in the order that is cheapest to read; each is read when it is needed."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Protocol
 
 import torch
 
-PART = 2**24  # numbers
+PART = 2**24  # elements
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of a checkpoint, not read yet. `nn/weight_format.py` knows it as a `CheckpointTensor`."""
+    """A tensor of a checkpoint that has not been read; a `CheckpointTensor` of `nn/weight_format.py`."""
 
     name: str
     shape: tuple[int, ...]
     kind: str
     read: Callable[[], torch.Tensor]
     blocks: Callable[[], torch.Tensor] | None = None
-    make: Callable[[torch.Tensor], None] | None = None  # writes it, part by part, where nothing is to be read
+    make: Callable[[torch.Tensor], None] | None = None  # generates the values in place of `read`
 
     @property
     def num_elements(self) -> int:
         return torch.Size(self.shape).numel()
 
     def write_to(self, target: torch.Tensor) -> None:
-        """Part by part: what is not of the target's dtype is brought to its device before it is changed."""
+        """Copies in parts. A part of another dtype is moved to the device of the target and converted there."""
         if self.make is not None:
             self.make(target)
             return
@@ -36,7 +36,7 @@ class SourceTensor:
 
 
 def in_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Some of its lines at a time."""
+    """Splits along the first dimension into parts of about PART elements."""
     return tensor.split(max(1, PART // max(1, tensor[:1].numel()))) if tensor.dim() else (tensor,)
 
 

@@ -1,4 +1,4 @@
-"""Experts that a checkpoint stores as one stacked tensor, as if each expert had tensors of its own.
+"""Splits stacked expert tensors: a checkpoint that stores all experts in one tensor appears as one tensor per expert.
 
 Hub checkpoints have `experts.3.gate_proj.weight`; transformers 5 can also save `experts.gate_up_proj`
 [experts, 2 * size, hidden] and `experts.down_proj` [experts, hidden, size]. gpt-oss stores the transposed matrices,
@@ -62,7 +62,7 @@ def _experts(tensor: SourceTensor) -> Iterator[SourceTensor]:
 
 
 class _Stack:
-    """The stacked tensor, which is read once and dropped after its last part."""
+    """A stacked tensor: read once, dropped after its last part was taken."""
 
     def __init__(self, tensor: SourceTensor, num_parts: int) -> None:
         self.tensor, self.num_left = tensor, num_parts

@@ -1,8 +1,8 @@
-"""Weights from files that torch.save wrote, without running what is in them.
+"""Weights of files that torch.save wrote, read without executing code in them.
 
-Such a file is a zip with a pickle, which could name any function to be called. Here it is read as data
-(`pickle_data.py`): it may name what tensors are made of and nothing else, and a tensor is read when it is needed. Files
-from before torch 1.6 are no zips and are refused.
+Such a file is a zip with a pickle, which could call any function. Here the pickle is read as data (`pickle_data.py`):
+it may name only what tensors consist of, and a tensor is read when it is needed. Files from before torch 1.6 are not
+zips and are refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from slipstream.errors import BadCheckpoint
-from slipstream.nn.weights.pickle_data import NotPlain, meaning_of, read_pickle
+from slipstream.nn.weights.pickle_data import NotPlain, read_pickle, value_of
 from slipstream.nn.weights.source import SourceTensor
 
 _DTYPES = {
@@ -49,13 +49,13 @@ class TorchFileSource:
 
 @dataclass(frozen=True, slots=True)
 class _Storage:
-    entry: str  # of the zip
+    entry: str  # name in the zip
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """Where a tensor's numbers lie."""
+    """The location of a tensor in its storage."""
 
     storage: _Storage
     offset: int
@@ -64,7 +64,7 @@ class _Tensor:
 
 
 def _open(path: Path) -> dict[str, _Tensor]:
-    """The tensors of a file by name, none of them read."""
+    """The tensors of a file by name, without reading them."""
     way_out = "convert it to safetensors"
     try:
         with zipfile.ZipFile(path) as archive:
@@ -72,17 +72,17 @@ def _open(path: Path) -> dict[str, _Tensor]:
             load = partial(_storage, pickled.removesuffix("data.pkl"))
             found = read_pickle(archive.read(pickled), _NAMES, load)
     except zipfile.BadZipFile:
-        raise BadCheckpoint(f"{path} is no zip file: it is broken, or older than torch 1.6; {way_out}") from None
+        raise BadCheckpoint(f"{path} is not a zip file: it is corrupt, or older than torch 1.6; {way_out}") from None
     except NotPlain as error:
         raise BadCheckpoint(
-            f"{path} holds {error}, not only tensors; it is not run, as it could do anything; {way_out}"
+            f"{path} contains {error}, not only tensors; Slipstream does not execute code of checkpoints; {way_out}"
         ) from None
     except (OSError, StopIteration, ValueError, NotImplementedError, RuntimeError, zlib.error) as error:
         raise BadCheckpoint(f"{path} cannot be read: {error}; download it again") from None
     if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
         found = found["state_dict"]
     if not isinstance(found, dict) or not all(isinstance(tensor, _Tensor) for tensor in found.values()):
-        raise BadCheckpoint(f"{path} is not a list of named tensors; {way_out}")
+        raise BadCheckpoint(f"{path} is not a dictionary of tensors; {way_out}")
     return {str(name): tensor for name, tensor in found.items()}
 
 
@@ -94,22 +94,22 @@ def _read(path: Path, tensor: _Tensor) -> torch.Tensor:
         raise BadCheckpoint(f"{path}: {tensor.storage.entry} cannot be read: {error}; download it again") from None
     last = tensor.offset + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
     if math.prod(tensor.shape) and last >= len(numbers):
-        raise BadCheckpoint(f"{path} is cut short; download it again")
+        raise BadCheckpoint(f"{path} is truncated; download it again")
     return numbers.as_strided(tensor.shape, tensor.strides, tensor.offset)
 
 
 def _storage(prefix: str, pid: Any) -> _Storage:
-    """What a pickle points to outside itself: an entry of the zip with numbers of one kind."""
-    kind, dtype, key, *_ = map(meaning_of, pid)
+    """Resolves a persistent id of the pickle: an entry of the zip with values of one dtype."""
+    kind, dtype, key, *_ = map(value_of, pid)
     if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
-        raise NotPlain(f"a {kind if isinstance(kind, str) else type(kind).__name__} that is no storage of numbers")
+        raise NotPlain(f"a {kind if isinstance(kind, str) else type(kind).__name__} that is not a tensor storage")
     return _Storage(f"{prefix}data/{key}", dtype)
 
 
 def _tensor(storage: _Storage, offset: int, shape: Sequence[int], strides: Sequence[int], *others: Any) -> _Tensor:
     sizes = (offset, *shape, *strides)
     if not isinstance(storage, _Storage) or any(type(size) is not int or size < 0 for size in sizes):
-        raise ValueError("a tensor's place is not told in numbers from 0 up")
+        raise ValueError("offset, shape and strides of a tensor must be integers >= 0")
     if len(shape) != len(strides):
         raise ValueError(f"a tensor of {len(shape)} dimensions has {len(strides)} strides")
     return _Tensor(storage, offset, tuple(shape), tuple(strides))
@@ -117,12 +117,12 @@ def _tensor(storage: _Storage, offset: int, shape: Sequence[int], strides: Seque
 
 def _parameter(tensor: _Tensor, *others: Any) -> _Tensor:
     if not isinstance(tensor, _Tensor):
-        raise ValueError("a parameter is no tensor")
+        raise ValueError("a parameter is not a tensor")
     return tensor
 
 
 def _ordered_dict() -> dict[str, Any]:
-    """Empty: its items are told one by one, and checked."""
+    """Empty; the pickle sets its items one by one, which are checked."""
     return {}
 
 

@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint that change nothing the model computes: they are left out, and the log names them.
+"""Tensors of a checkpoint that do not change what the model computes: they are skipped, and the log names them.
 
-Buffers that are computed here, scales for a quantised KV cache, layers past the last one that config.json counts, and
-heads of other tasks (v_head of a trained policy, qa_outputs). A tensor inside a layer that is computed is none of
-these: leaving out a bias or a norm would give another model's results, so it stays an error.
+These are buffers that are computed here, scales of a quantized KV cache, layers beyond the number in config.json, and
+heads of other tasks (v_head of a trained policy, qa_outputs). A tensor inside a layer that runs is never skipped:
+without a bias or a norm the results would be those of another model, so it is an error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BUFFER = re.compile(
 
 
 def is_unused(name: str, num_layers: int) -> bool:
-    """Whether a tensor that no rule knows may be left out."""
+    """Whether a tensor that no rule matches may be skipped."""
     return is_buffer(name) or _LAYER.search(name) is None or is_past_layers(name, num_layers)
 
 
@@ -30,6 +30,6 @@ def is_past_layers(name: str, num_layers: int) -> bool:
     return found is not None and int(found[1]) >= num_layers
 
 
-def count_layers(places: Iterable[str]) -> int:
-    """From the places of a model."""
-    return max((int(found[1]) + 1 for name in places if (found := _LAYER.search(name))), default=0)
+def count_layers(slots: Iterable[str]) -> int:
+    """The number of layers, from the slot names of a model."""
+    return max((int(found[1]) + 1 for name in slots if (found := _LAYER.search(name))), default=0)

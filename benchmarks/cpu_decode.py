@@ -1,13 +1,13 @@
-"""Decode speed of the default model on the CPU, beside its peers in the same run.
+"""Decode speed of the default model on the CPU, compared with other engines in the same run.
 
     python benchmarks/cpu_decode.py                     # all threads, batches of 1 and 8
-    python benchmarks/cpu_decode.py --threads 1         # on a busy machine read the CPU column of this one
+    python benchmarks/cpu_decode.py --threads 1         # on a busy machine, use the CPU column of this
     python benchmarks/cpu_decode.py --json result.json
 
-Prompts of 32 tokens, 128 new ones, greedy. A step is one token for every row of the batch; the median of all steps is
-reported, in wall time and in CPU time of the process. The floor is the products of one step and nothing else.
-Peers: transformers `generate` in float32 on the same dequantised weights, and llama.cpp on the same file when
-`llama_cpp` is installed. Rounds alternate, so that a slow moment of the machine falls on everybody.
+Prompts of 32 tokens, 128 new tokens, greedy. A step samples one token for every row of the batch; reported is the
+median step, in wall time and in CPU time of the process. The floor is the time of the GEMMs of a step alone. Peers:
+transformers `generate` in float32 with the same dequantized weights, and llama.cpp with the same file if `llama_cpp` is
+installed. Rounds alternate between engines, so that a slow phase of the machine affects all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Step = tuple[float, float]  # seconds of wall and CPU time
 
 
 class Clock:
-    """Times from one call of `tick` to the next."""
+    """Times between calls of `tick`."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -68,7 +68,7 @@ class Ours:
         params = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
         for row, ids in enumerate(prompts(batch)):
             core.submit(Submit(f"{time.perf_counter_ns()}-{row}", ids, params, time.time()))
-        core.step()  # the prompts
+        core.step()  # prefill
         clock.tick()
         while core.has_work():
             core.step()
@@ -140,7 +140,7 @@ class Transformers:
 
 
 class LlamaCpp:
-    """Through the library's C functions, as its Python class runs one sequence at a time."""
+    """Uses the C functions of the library, since its Python class runs one sequence at a time."""
 
     def __init__(self, path: Path, threads: int, batch: int) -> None:
         import llama_cpp
@@ -170,7 +170,7 @@ class LlamaCpp:
         return clock.steps
 
     def _decode(self, tokens: list[tuple[int, int, int]]) -> list[int]:
-        """The likeliest token after each."""
+        """The most likely token after each."""
         batch = self.api.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for i, (row, place, token) in enumerate(tokens):
@@ -199,7 +199,7 @@ def middle(steps: list[Step]) -> Step:
 
 
 def measure(batches: list[int], threads: int, rounds: int) -> list[dict[str, Any]]:
-    native.build()  # a session that runs longer than a second has them
+    native.build()  # an engine has them after its first second
     path = locate(None, None).path
     engines: dict[str, Any] = {
         "slipstream low-bit": Ours(False, threads),
@@ -250,7 +250,7 @@ def show(results: list[dict[str, Any]]) -> None:
             f"{r['engine']:24}{r['batch']:6}{ms(r['wall']):>9}{ms(r['cpu']):>9}{r['batch'] / r['wall']:8.1f}"
             f"{ms(r['floor_wall']):>10}{ms(r['floor_cpu']):>8}{r['ratio_wall']:8.2f}{r['ratio_cpu']:7.2f}"
         )
-    print(f"ratio: how many times as fast as {PEER}, by wall and by CPU time")
+    print(f"ratio: speed relative to {PEER}, by wall time and by CPU time")
 
 
 def main() -> None:
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path, help="write the numbers to this file as well")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     results = measure(args.batches, args.threads, args.rounds)
     kernel = find_kernel()

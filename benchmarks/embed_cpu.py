@@ -1,10 +1,10 @@
-"""Embedding on the CPU beside sentence-transformers, in one run: MiniLM, sentences of mixed lengths, float32.
+"""Embedding on the CPU compared with sentence-transformers: MiniLM, sentences of mixed lengths, float32.
 
-    python benchmarks/embed_cpu.py                 # 512 sentences, both engines in turn, best of 3 each
-    python benchmarks/embed_cpu.py --start         # and from the start of a process to its first vector
+    python benchmarks/embed_cpu.py                 # 512 sentences, engines alternate, best of 3
+    python benchmarks/embed_cpu.py --start         # also the time from process start to first vector
 
-Both get the same texts and as many threads. Vectors are compared, so a fast wrong answer does not count. Needs
-sentence-transformers and the default embedder's package (or --model FOLDER).
+Both engines get the same texts and number of threads, and their vectors are compared. Needs sentence-transformers and
+the package of the default embedder (or --model FOLDER).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=512, help="sentences")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--start", action="store_true", help="measure start to first vector too")
+    parser.add_argument("--start", action="store_true", help="also measure the time from start to first vector")
     args = parser.parse_args()
     model = args.model or str(default_embedder().path)
     if args.start:
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def sentences(num: int, seed: int = 0) -> list[str]:
-    """Prose of this repository, cut to lengths as sentences have: most short, a few long."""
+    """Text of this repository, cut to sentence lengths: mostly short, a few long."""
     rng = random.Random(seed)
     root = Path(__file__).parents[1]
     words = " ".join(path.read_text() for path in sorted([*root.glob("*.md"), *root.glob("docs/*.md")])).split()
@@ -79,7 +79,7 @@ def compare_throughput(model: str, texts: list[str], threads: int, rounds: int) 
     busy: dict[str, list[float]] = {name: [] for name in calls}
     vectors: dict[str, np.ndarray] = {}
     for call in calls.values():
-        call()  # warm
+        call()  # warm up
     for _ in range(rounds):
         for name, call in calls.items():
             start, own = time.perf_counter(), time.process_time()
@@ -95,14 +95,14 @@ def compare_throughput(model: str, texts: list[str], threads: int, rounds: int) 
     for name, seconds in times.items():
         best = min(seconds)
         print(f"  {name:<22} {len(texts) / best:8.1f} sentences/s  {tokens / best:9.0f} tokens/s  (best of {rounds})")
-    for name, taken in (("wall", times), ("processor", busy)):  # the second means something on a busy machine too
+    for name, taken in (("wall", times), ("processor", busy)):  # CPU time is comparable on a busy machine too
         ours_best, theirs_best = (min(seconds) for seconds in taken.values())
         print(f"  ratio of {name} time {theirs_best / ours_best:.2f}")
     ours.close()
 
 
 def compare_starts(model: str, threads: int, rounds: int) -> None:
-    """Processes from nothing to a vector, one after the other, in turn."""
+    """Time from process start to the first vector; engines alternate."""
     programs = {"slipstream": FIRST_OURS, "sentence-transformers": FIRST_THEIRS}
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(rounds):
@@ -114,7 +114,7 @@ def compare_starts(model: str, threads: int, rounds: int) -> None:
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     for name, seconds in medians.items():
         print(f"  start to first vector  {name:<22} {seconds:6.2f} s")
-    print(f"  sooner by {medians['sentence-transformers'] / medians['slipstream']:.1f}")
+    print(f"  ratio {medians['sentence-transformers'] / medians['slipstream']:.1f}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What a front end costs: a real server process over a core that only plays one.
+"""Cost of a front end: a real server process with a scripted core.
 
     python benchmarks/front_end.py [--requests 6000] [--streams 64] [--tokens 256] [--json]
 
-Three processes: the front end, the scripted core, and the load. Short requests are completions of one token, so each
-pays for HTTP, JSON, tokenising, the way to the core and back, and an answer; embeddings are of the same text, and come
-back as base64; refusals are 429s to the first of them while the queue is full. Streams are given one token each a step,
-as fast as the front end takes them. Reported are rates as seen by the load, and the CPU time the front end spent on
-each: on a machine that others use too, the second is the one to trust; 1 / it is what a core of its own would do.
+Three processes: the front end, the scripted core, and the load generator. Short requests are completions of one token,
+so each pays for HTTP, JSON, tokenization, the round trip to the core, and a response; embeddings are of the same text
+and return base64; refusals are 429 responses while the queue is full. Streams get one token per step, as fast as the
+front end accepts them. Reported are the rates that the load generator sees, and the CPU time of the front end per unit.
+On a shared machine the CPU time is the reliable figure; 1 / CPU time is the rate of a dedicated core.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from slipstream.transport.frames import Opening, Ready
 from slipstream.transport.socket_server import Connection, SocketServer
 
 PROMPT = "Wind moves the tall grass of the valley while a slow river carries leaves past the old mill."
-QUEUE = 1024  # prompts that may wait
-HELD = 7777  # prompts with this max_tokens are never begun
-TEXT_IDS = [504, 2060, 5532, 253, 3714, 8187, 282, 28, 338, 30]  # ordinary words; any ids would do
+QUEUE = 1024  # waiting prompts
+HELD = 7777  # the core never starts prompts with this max_tokens
+TEXT_IDS = [504, 2060, 5532, 253, 3714, 8187, 282, 28, 338, 30]  # arbitrary ids
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=6000, help="short requests in all")
-    parser.add_argument("--connections", type=int, default=32, help="that send them")
-    parser.add_argument("--streams", type=int, default=64, help="streams at once")
-    parser.add_argument("--tokens", type=int, default=256, help="tokens of a stream")
-    parser.add_argument("--rounds", type=int, default=4, help="times that many streams")
+    parser.add_argument("--requests", type=int, default=6000, help="number of short requests")
+    parser.add_argument("--connections", type=int, default=32, help="connections for short requests")
+    parser.add_argument("--streams", type=int, default=64, help="concurrent streams")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens per stream")
+    parser.add_argument("--rounds", type=int, default=4, help="rounds of streams")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--core", type=int, help=argparse.SUPPRESS)  # the scripted core runs from this file too
+    parser.add_argument("--core", type=int, help=argparse.SUPPRESS)  # runs the scripted core
     args = parser.parse_args()
     if args.core is not None:
         play_core(args.core)
@@ -70,7 +70,7 @@ def main() -> None:
         wait_ready(port)
         results = {}
         for name, data in (("short requests", COMPLETION), ("embeddings", EMBEDDING)):
-            run_short(port, min(args.requests, 500), args.connections, data)  # first uses
+            run_short(port, min(args.requests, 500), args.connections, data)  # warm-up
             results[name] = measure(front.pid, partial(run_short, port, args.requests, args.connections, data))
         with full_queue(port):
             refuse = partial(run_short, port, args.requests, args.connections, COMPLETION, b"429")
@@ -102,7 +102,7 @@ def start_front(listener: socket.socket, core: socket.socket, settings: ServerSe
 
 
 def measure(pid: int, work: Any) -> dict[str, float]:
-    """`work` returns what it did and in how many writes of events it came."""
+    """`work` returns the number of units and the number of event writes."""
     cpu, start = cpu_seconds(pid), time.perf_counter()
     count, events = work()
     seconds = time.perf_counter() - start
@@ -115,7 +115,7 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-# The core that plays one
+# The scripted core
 
 
 def play_core(fd: int) -> None:
@@ -134,7 +134,7 @@ def play_core(fd: int) -> None:
                 running[message.request_id] = connection, message.params.max_tokens or 1  # type: ignore[union-attr]
             elif isinstance(message, Abort):
                 running.pop(message.request_id, None)
-        # a front end that is behind is not buried: the core of a real model is not that fast either
+        # waits for a front end that is behind, as a real core would be slower
         if any(len(connection.unsent) > 2**16 for connection in hub.connections):
             time.sleep(0.0005)
             continue
@@ -153,7 +153,7 @@ def play_core(fd: int) -> None:
 
 
 def say_hello(hub: SocketServer) -> None:
-    """As a core does that has the default models."""
+    """Announces the default models, as a real core does."""
     path = str(locate(None).path)
     facts = ModelDescription(
         name="scripted", tokenizer=path, chat_template=None, defaults=GenerationDefaults(), max_model_len=8192,
@@ -168,7 +168,7 @@ def say_hello(hub: SocketServer) -> None:
     hub.broadcast(Ready())
 
 
-# The load: plain sockets, so that it costs less than what it measures
+# The load generator: plain sockets, to use less CPU than the server
 
 
 def wait_ready(port: int) -> None:
@@ -183,7 +183,7 @@ def wait_ready(port: int) -> None:
 
 
 def ask(port: int, path: str, text: bytes) -> bool:
-    """Whether a short answer has this in it."""
+    """Whether the response contains `text`."""
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
         return text in sock.recv(4096)
@@ -201,7 +201,7 @@ EMBEDDING = request("/v1/embeddings", {"input": PROMPT, "model": "embedder", "en
 
 @contextmanager
 def full_queue(port: int) -> Iterator[None]:
-    """Fills the queue with prompts that the core never begins: the limit, and the reserve for callers without any."""
+    """Fills the queue, including the reserve for new callers, with prompts that the core never starts."""
     with ExitStack() as stack:
         queued = 0
         for count in (QUEUE, QUEUE // 4):
@@ -216,7 +216,7 @@ def full_queue(port: int) -> Iterator[None]:
 
 
 def run_short(port: int, count: int, connections: int, data: bytes, status: bytes = b"200") -> tuple[int, int]:
-    """Each connection sends its next request when it has its answer, which is short."""
+    """Closed loop: each connection sends its next request when it has its response."""
     selector = selectors.DefaultSelector()
     to_send = count
     for _ in range(connections):

@@ -1,13 +1,13 @@
-"""How far answers are from those of the file's own weights in float32: KL of next-token distributions, and greedy text.
+"""Accuracy of low-bit inference against float32 with the same weights: KL of next-token distributions, greedy text.
 
-    python benchmarks/low_bit_accuracy.py                                    # CPU: low-bit products
-    python benchmarks/low_bit_accuracy.py --device cuda --dtype bfloat16     # GPU: weights dequantised to bfloat16
+    python benchmarks/low_bit_accuracy.py                                    # CPU: low-bit GEMMs
+    python benchmarks/low_bit_accuracy.py --device cuda --dtype bfloat16     # GPU: weights dequantized to bfloat16
     python benchmarks/low_bit_accuracy.py --model file.gguf --text book.txt --positions 8192
 
-The reference is the same file with `dequantize=True` and `dtype="float32"` on the same device. Text is cut into
-windows, and the distributions after every position are compared: KL(reference || candidate) in nats. Each window is
-computed in one step, and again one token a step, as decoding does. The default text is this repository's licence and
-documentation.
+The reference is the same file with `dequantize=True` and `dtype="float32"` on the same device. The text is split into
+windows, and the distributions at every position are compared: KL(reference || candidate) in nats. Each window is
+computed in one step, and again with one token per step, as in decoding. The default text is this repository's licence
+and documentation.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ QUESTIONS = [
 
 
 class Engine:
-    """An LLM that gives the logits after each token of a prompt."""
+    """An LLM that returns the logits after each token of a prompt."""
 
     def __init__(self, step_tokens: int, **options: Any) -> None:
         self.llm = LLM(
@@ -70,9 +70,9 @@ class Engine:
         model.logits = record
 
     def logprobs(self, ids: list[int]) -> torch.Tensor:
-        """[len(ids), vocabulary] float64: of the token after each.
+        """[len(ids), vocabulary] float64: logprobs of the token after each id.
 
-        The prompt gets one token more, so that these are the logits of its scored tokens, which come in order. Those of
+        One token is appended to the prompt, so that these are the logits of its scored tokens, in order. The logits of
         the last token may come from a captured graph, which runs no Python code, so they cannot be recorded.
         """
         self.seen.clear()
@@ -92,16 +92,16 @@ class Engine:
 def windows(llm: LLM, texts: list[Path], size: int, positions: int) -> Iterator[list[int]]:
     ids = [token for path in texts for token in llm.get_tokenizer().encode(path.read_text())]
     if len(ids) < positions:
-        raise SystemExit(f"the text has {len(ids)} tokens, fewer than the {positions} positions that are wanted")
+        raise SystemExit(f"the text has {len(ids)} tokens, fewer than the {positions} requested positions")
     for start in range(0, positions, size):
         yield ids[start : min(start + size, positions)]
 
 
 def compare(reference: torch.Tensor, candidate: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Per position, of two tables of logprobs."""
+    """Differences per position of two tables of logprobs."""
     same = reference.argmax(-1) == candidate.argmax(-1)
     kl = (reference.exp() * (reference - candidate)).sum(-1)
-    likely = reference > math.log(1e-4)  # differences of tokens that may be drawn
+    likely = reference > math.log(1e-4)  # only tokens that may be sampled
     widest = (reference - candidate).abs().masked_fill(~likely, 0).amax(-1)
     return {"kl": kl, "same": same.double(), "widest": widest}
 
@@ -169,8 +169,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="+", default=[ROOT / name for name in TEXTS])
     parser.add_argument("--positions", type=int, default=4096)
     parser.add_argument("--window", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=24, help="of each greedy answer")
-    parser.add_argument("--json", type=Path, help="write the numbers to this file as well")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens per greedy output")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     result = measure(args)
     show(result, args.tokens)

@@ -2,9 +2,9 @@
 
     python benchmarks/offline.py --model DIR --load-format dummy --shapes bs1 offline decode --json out.json
 
-Prompts are random tokens, drawing is greedy unless the shape says otherwise, texts go on past the end token, no text
-is made unless --detokenize. The best of --repeats trials counts, each with prompts of its own; a trial of the shape's
-first request comes before. The engine's flags are those of `slipstream bench`.
+Prompts are random token ids. Sampling is greedy unless the shape says otherwise and ignores the end token; text is made
+only with --detokenize. Reported is the best of --repeats trials, each with its own prompts, after a warm-up with the
+first request of the shape. Engine flags are those of `slipstream bench`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, "all"], default=["bs1"], help="(default: bs1)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="trials of a shape (default: 3)")
-    parser.add_argument("--detokenize", action="store_true", help="make text too; needs the model's tokenizer")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="trials per shape (default: 3)")
+    parser.add_argument("--detokenize", action="store_true", help="also detokenize; needs the model's tokenizer")
     parser.add_argument("--machine", action="store_true", help=MACHINE_HELP)
-    parser.add_argument("--json", metavar="PATH", help="write the figures there too, after each shape")
+    parser.add_argument("--json", metavar="PATH", help="also write the figures to this file, after each shape")
     add_engine_flags(parser)
     args = parser.parse_args()
     try:
@@ -52,7 +52,7 @@ def main() -> int:
 
 def run(args: argparse.Namespace) -> int:
     start = time.perf_counter()
-    from slipstream.llm import LLM  # timed: it brings torch
+    from slipstream.llm import LLM  # timed: it imports torch
 
     imported = time.perf_counter()
     options = bench_options(engine_options(args), detokenize=args.detokenize)
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
                         detokenize=args.detokenize,
                         advance=advance,
                     )
-            except InvalidOption as error:  # too long for this engine; the other shapes may do
+            except InvalidOption as error:  # too long for this engine; other shapes may fit
                 print(f"{name:<10}{error}", flush=True)
                 facts["shapes"][name] = {"error": str(error)}
             else:
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def line(name: str, best: Trial) -> str:
-    """ms/token is the whole call's time over the tokens of one text."""
+    """ms/token: time of the whole call / tokens of one output."""
     per_token = 1000 * best.seconds * best.num_requests / best.output_tokens
     gaps = best.itl_ms
     between = f"{gaps.p50:>9.2f}{gaps.p99:>8.2f}" if gaps else " " * 17

@@ -1,15 +1,15 @@
-"""What is left of a server when four times as much comes as it can do: answers, refusals, and what each costs.
+"""Behaviour of an overloaded server: completed requests, refusals, and the cost of each, at four times its capacity.
 
-    python benchmarks/overload.py [--times 4] [--rounds 3] [--seconds 5]     a real front end over a core that plays one
-    python benchmarks/overload.py --model default                          `slipstream serve`, all of it
-    python benchmarks/overload.py --model DIR --load-format dummy          more flags go to the server
+    python benchmarks/overload.py [--times 4] [--rounds 3] [--seconds 5]     a real front end with a scripted core
+    python benchmarks/overload.py --model default                          the complete `slipstream serve`
+    python benchmarks/overload.py --model DIR --load-format dummy          further flags go to the server
 
-First the peak: as many streams at once as the queue takes, each replaced when it ends. Then requests come at random
-moments, at the peak's rate and at a multiple of it, in turns: a machine that others use is slow for both alike. Goodput
-are whole answers a second, counted once the queue is full. A refusal's time is from the last byte sent to the first
-received. The load comes over kept-alive connections, from this process, whose own CPU time is shown: where that nears a
-whole core it is the load that is slow. So is the time that the front end was ready to run and another process had the
-core; --nice -10 keeps such others away, for whoever may say so.
+First the peak: as many concurrent streams as the queue accepts, each replaced when it ends. Then an open loop: requests
+at random times, at the peak rate and at a multiple of it, in alternating rounds, so that other load on the machine
+affects both alike. Goodput is completed responses per second, counted after the queue is full. The time of a refusal is
+from the last byte sent to the first byte received. The load uses keep-alive connections of this process, whose CPU time
+is reported: near a whole core, the load generator is the limit. Also reported is the time in which the front end was
+runnable but another process had the core; --nice -10 avoids this if the user may set it.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from slipstream.transport.socket_server import SocketServer
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="serve this one, or `default`; without it the core is scripted")
-    parser.add_argument("--times", type=float, default=4.0, help="the peak's rate")
+    parser.add_argument("--model", help="model to serve, or `default`; without it the core is scripted")
+    parser.add_argument("--times", type=float, default=4.0, help="multiple of the peak rate")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each part")
-    parser.add_argument("--tokens", type=int, default=16, help="of an answer")
-    parser.add_argument("--prompt-len", type=int, default=0, help="random token ids; 0 is a text of 20 words")
-    parser.add_argument("--queue", type=int, default=64, help="requests that may wait")
-    parser.add_argument("--rows", type=int, default=32, help="of the scripted core")
-    parser.add_argument("--step-ms", type=float, default=5.0, help="of the scripted core")
-    parser.add_argument("--nice", type=int, default=0, help="priority of all processes; below 0 is above the others'")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds per part")
+    parser.add_argument("--tokens", type=int, default=16, help="tokens per response")
+    parser.add_argument("--prompt-len", type=int, default=0, help="random token ids per prompt; 0: a text of 20 words")
+    parser.add_argument("--queue", type=int, default=64, help="maximum of waiting requests")
+    parser.add_argument("--rows", type=int, default=32, help="rows of the scripted core")
+    parser.add_argument("--step-ms", type=float, default=5.0, help="step time of the scripted core")
+    parser.add_argument("--nice", type=int, default=0, help="niceness of all processes; negative: higher priority")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--core", type=int, help=argparse.SUPPRESS)  # the scripted core runs from this file too
+    parser.add_argument("--core", type=int, help=argparse.SUPPRESS)  # runs the scripted core
     args, more = parser.parse_known_args()
     if args.core is not None:
         play_paced_core(args.core, args.rows, args.step_ms / 1000)
@@ -60,7 +60,7 @@ def main() -> None:
     if args.nice:
         os.setpriority(os.PRIO_PROCESS, 0, args.nice)
         if (group := Path("/proc/self/autogroup")).exists():
-            group.write_text(str(args.nice))  # where the system shares time between sessions, not processes
+            group.write_text(str(args.nice))  # on systems that share time between sessions (autogroup)
     server = Served(args, more) if args.model else Scripted(args)
     try:
         report = measure(server, args)
@@ -85,15 +85,13 @@ def measure(server: Scripted | Served, args: argparse.Namespace) -> dict[str, An
         ids = [draw.randrange(3, 250) for _ in range(args.prompt_len)]
         return request("/v1/completions", body | {"prompt": ids or prompt})
 
-    made = [next_request() for _ in range(256)]  # so that the load has little to do while it counts
+    made = [next_request() for _ in range(256)]  # prepared before the measurement
     load = Load(server.port, lambda: made[draw.randrange(len(made))])
     running = args.rows if not args.model else server.max_running
-    load.closed_loop(args.queue // 2 + running, 1.0)  # first uses
+    load.closed_loop(args.queue // 2 + running, 1.0)  # warm-up
     peak = sum_up([load.closed_loop(args.queue // 2 + running, args.seconds)], server)
     if not peak["goodput"]:
-        raise SystemExit(
-            f"nothing was answered within {args.seconds:g} s; give more --seconds, or ask for fewer --tokens"
-        )
+        raise SystemExit(f"no request completed within {args.seconds:g} s; increase --seconds or reduce --tokens")
     parts: dict[float, list[Window]] = {1.0: [], args.times: []}
     for _ in range(args.rounds):
         for times, windows in parts.items():
@@ -103,18 +101,18 @@ def measure(server: Scripted | Served, args: argparse.Namespace) -> dict[str, An
     return report | {"kept": report[f"{args.times:g}x"]["goodput"] / best}
 
 
-# The load: one thread, plain sockets
+# The load generator: one thread, plain sockets
 
 
 @dataclass
 class Window:
-    """What happened between two moments."""
+    """Counts of a time window."""
 
     seconds: float = 0.0
     offered: int = 0
     done: int = 0
-    refused: list[float] = field(default_factory=list)  # seconds each took
-    late: list[float] = field(default_factory=list)  # seconds by which requests left after they were due
+    refused: list[float] = field(default_factory=list)  # seconds per refusal
+    late: list[float] = field(default_factory=list)  # seconds between the due time and the sending of a request
     failed: int = 0
     cpu: dict[str, float] = field(default_factory=dict)
 
@@ -135,7 +133,7 @@ class Load:
         self.window = Window()
 
     def closed_loop(self, concurrency: int, seconds: float) -> Window:
-        """So many at once. Where one is refused, as all begin together, the next comes a little later."""
+        """`concurrency` requests at a time. After a refusal the next request waits a little."""
         self.window = Window()
         now = start = time.perf_counter()
         while now < start + seconds:
@@ -151,7 +149,8 @@ class Load:
         return window
 
     def open_loop(self, rate: float, seconds: float, pids: dict[str, int]) -> Window:
-        """At random moments, whatever has ended. A second goes by before anything is counted: the queue fills."""
+        """Requests at random times, independent of completions. Counting starts after one second, when the queue is
+        full."""
         draw = random.Random(1)
         start = time.perf_counter()
         begin, end, due = start + max(1.0, 0.2 * seconds), start + max(1.0, 0.2 * seconds) + seconds, start
@@ -217,7 +216,7 @@ class Load:
 
 
 def waited_seconds(pid: int) -> float:
-    """Time in which it was ready to run, and others ran."""
+    """Seconds in which the process was runnable but did not run."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
@@ -245,11 +244,11 @@ def percentile(values: list[float], share: float) -> float | None:
     return 1000 * heapq.nlargest(max(1, int(len(values) * (1 - share)) or 1), values)[-1] if values else None
 
 
-# What is loaded
+# The servers
 
 
 class Scripted:
-    """A real front end; the core gives each of so many rows a token a step, and a step takes its time."""
+    """A real front end; the scripted core gives each row one token per step, and a step takes a fixed time."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         listener = socket.socket()
@@ -273,7 +272,7 @@ class Scripted:
 
 
 class Served:
-    """`slipstream serve` as anybody would start it."""
+    """`slipstream serve` with its defaults."""
 
     def __init__(self, args: argparse.Namespace, flags: list[str]) -> None:
         model = [] if args.model == "default" else [args.model]

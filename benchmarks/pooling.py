@@ -3,9 +3,9 @@
     python benchmarks/pooling.py --model DIR --load-format dummy --shapes mixed short32 long --depths 0 1
     python benchmarks/pooling.py --model DIR --load-format dummy --concurrency 64 --shapes short32 --depths 0 1
 
-mixed is 2048 prompts of 16 to 512 tokens, short32 4096 of 32, long 1024 of 512. Prompts are random tokens; the best of
---repeats trials counts, each with prompts of its own; a part of the first comes before. --concurrency keeps so many
-requests under way instead of giving all at once. What Python takes of it is measured by pooling_host.py.
+mixed: 2048 prompts of 16 to 512 tokens; short32: 4096 of 32; long: 1024 of 512. Prompts are random token ids. Reported
+is the best of --repeats trials, each with its own prompts, after a warm-up. --concurrency keeps that many requests
+active instead of submitting all at once. pooling_host.py measures the host time alone.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--share", type=float, default=1.0, help="of each shape's prompts, for a slow machine")
-    parser.add_argument("--pooling-task", default=None, help="embed, token_embed, classify ...; default the model's")
-    parser.add_argument("--depths", nargs="+", type=int, default=None, help="one engine for each; default the device's")
+    parser.add_argument("--share", type=float, default=1.0, help="fraction of each shape's prompts, for a slow machine")
+    parser.add_argument("--pooling-task", default=None, help="embed, token_embed, classify ...; default: the model's")
+    parser.add_argument(
+        "--depths", nargs="+", type=int, default=None, help="one engine per depth; default: of the device"
+    )
     parser.add_argument("--repeats", type=int, default=3, metavar="N")
-    parser.add_argument("--concurrency", type=int, default=None, metavar="N", help="requests under way at a time")
+    parser.add_argument("--concurrency", type=int, default=None, metavar="N", help="concurrent requests")
     add_engine_flags(parser)
     args = parser.parse_args()
     options = {"skip_tokenizer_init": True} | engine_options(args)
@@ -59,7 +61,7 @@ def report(llm: LLM, shape: str, args: argparse.Namespace) -> None:
         tokens = np.random.default_rng(trial)
         prompts = [tokens.integers(5, llm.config.model.info.vocab_size, size).tolist() for size in sizes]
         if trial == 0:
-            prompts = prompts[: max(num // 4, 1)]  # kernels are compiled and graphs captured here
+            prompts = prompts[: max(num // 4, 1)]  # warm-up: kernels are compiled, graphs captured
         before, start = llm.core.num_steps, time.perf_counter()
         if args.concurrency is None:
             llm.encode(prompts, params, use_tqdm=False)
@@ -76,7 +78,7 @@ def report(llm: LLM, shape: str, args: argparse.Namespace) -> None:
 
 
 def closed_loop(llm: LLM, prompts: list[list[int]], params: PoolingParams, concurrency: int) -> None:
-    """A request comes as soon as another has ended, as from so many clients."""
+    """`concurrency` clients, each of which sends its next request when the previous one has completed."""
     (served,) = llm.models.values()
     inputs, loop = served.require_pooling(), llm._sync_loop
     feed: Iterator[Any] = iter(PoolingPrompts(inputs, [PoolingBatch(prompts, inputs.resolve(params))], llm._new_id))

@@ -1,9 +1,9 @@
-"""Python time of one pooling request, from token ids to its result, on a model that computes whole prompts.
+"""Host time of one pooling request, from token ids to result, for an encoder.
 
   python benchmarks/pooling_host.py [--requests 4096] [--tokens 32] [--device cpu] [--json]
 
-scripted   the device answers at once with numbers that are there already: front end, scheduler and loop alone
-runner     the real device half, with a model of no layers: inputs staged, results copied out, and read
+scripted   the executor returns prepared results at once: front end, scheduler and loop only
+runner     the real runner with a model without layers: staging, copies and results included
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CONFIG = {
 
 
 class Scripted:
-    """An executor whose results are there before they are asked for."""
+    """An executor with prepared results."""
 
     span = None
 
@@ -69,7 +69,7 @@ class Scripted:
 
 
 class NoLayers(torch.nn.Module):
-    """Leaves the pooling alone: constant hidden states."""
+    """Constant hidden states, so that only pooling remains."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class NoLayers(torch.nn.Module):
 
 
 def measure(folder: str, kind: str, device: str, prompts: list[list[int]], depth: int, rounds: int) -> float:
-    """Microseconds for each request, the best round: what is left is the least that this takes."""
+    """Microseconds per request, best round."""
     options: dict[str, Any] = dict(load_format="dummy", skip_tokenizer_init=True, use_tqdm_on_load=False, num_threads=1)
     options |= dict(max_num_seqs=256, max_num_batched_tokens=8192, dtype="float32", device=device, depth=depth)
     with LLM(folder, task="embed", **options) as llm:
@@ -121,7 +121,7 @@ def main() -> None:
         return
     print(f"{args.requests} requests of {args.tokens} tokens, {args.device}")
     for name, us in results.items():
-        print(f"{name:20} {us:8.2f} us a request")
+        print(f"{name:20} {us:8.2f} us/request")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Host time of one step: CPU time of the calling thread in plan + launch + commit, with a model of no layers.
+"""Host time of one step: CPU time of the calling thread in plan + launch + commit, with a model without layers.
 
     python benchmarks/step_overhead.py [--rows 8 256] [--steps 400] [--logprobs 5] [--json]
 
-At depth 1 the device is a thread of its own, so what is counted is the host's part alone; at depth 0 the device's
-small operations run in the same thread and are counted too. The scheduler's own part is shown beside both, and what a
-front end takes to hear of the step, in that thread or in another process.
+At depth 1 the device is another thread, so only host time is counted; at depth 0 the small operations of the device run
+in the same thread and are counted too. Also shown: the scheduler's part, and the time of a front end to receive the
+outputs of a step, in the same thread or in another process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CONFIG = {
 
 
 class NoLayers:
-    """What is left of a model when its layers are gone: constant logits."""
+    """A model without layers: constant logits."""
 
     def __init__(self) -> None:
         self.table = torch.zeros(1024, 64)
@@ -80,7 +80,7 @@ def measure(folder: str, rows: int, depth: int, steps: int, params: SamplingPara
             start = time.thread_time_ns()
             outputs = core.step()
             spent = time.thread_time_ns() - start
-            if not outputs:  # on a busy machine the device is late, and the next step is held back
+            if not outputs:  # on a busy machine the device may be late, and the next launch is delayed
                 planning.pop()
                 continue
             whole.append(spent)
@@ -101,7 +101,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[8, 256])
     parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--logprobs", type=int, metavar="K", help="each row asks for its K likeliest tokens")
+    parser.add_argument("--logprobs", type=int, metavar="K", help="logprobs of the K most likely tokens per row")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     results = []
@@ -114,7 +114,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(results))
         return
-    print(f"{'rows':>6} {'depth':>6} {'host us/step':>14} {'of it scheduler':>16} {'front end':>10}")
+    print(f"{'rows':>6} {'depth':>6} {'host us/step':>14} {'scheduler part':>16} {'front end':>10}")
     for r in results:
         print(f"{r['rows']:>6} {r['depth']:>6} {r['host_us']:>14} {r['scheduler_us']:>16} {r['front_us']:>10}")
 

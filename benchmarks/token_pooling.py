@@ -1,13 +1,13 @@
-"""Host time of taking token-level rows out of a step: 32 from the 16th on, of 64 requests of 128 tokens, 4096 wide.
+"""Host time to extract token-level rows of a step: 32 rows from the 16th on, of 64 requests of 128 tokens, width 4096.
 
     python benchmarks/token_pooling.py [--device cuda] [--json]
 
-Four ways to the 32 matrices:
-  slice per request    the device's counts are read once, then one slice each
-  slice and split      two numbers are read for the group's ends, then one slice and one split (the upstream seed)
-  split on host counts the same with counts the host already has: nothing is read
-  ours                 one view of the group for the device, and views of the host's copy once it is there
-The first two wait for the device. Nothing is copied: what is timed is what the host does to take the rows.
+Four methods for the 32 matrices:
+  slice per request    reads the counts from the device once, then one slice per request
+  slice and split      reads two numbers for the ends of the group, then one slice and one split (the upstream seed)
+  split on host counts the same with counts that the host knows: no read
+  ours                 one view of the group on the device, and views of the host's copy when it has arrived
+The first two wait for the device. Nothing is copied: only the host's work is timed.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def ways(device: str) -> dict[str, Callable[[], Sequence[Any]]]:
     }
 
 
-def measure(way: Callable[[], Sequence[Any]], rounds: int = 5, times: int = 2000) -> float:
-    """Microseconds, the median round."""
-    assert [part.shape[0] for part in way()] == [TOKENS] * COUNT
+def measure(method: Callable[[], Sequence[Any]], rounds: int = 5, times: int = 2000) -> float:
+    """Microseconds, median round."""
+    assert [part.shape[0] for part in method()] == [TOKENS] * COUNT
     each = []
     for _ in range(rounds):
         start = time.perf_counter()
         for _ in range(times):
-            way()
+            method()
         each.append((time.perf_counter() - start) / times * 1e6)
     return statistics.median(each)
 
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    results = {name: round(measure(way), 2) for name, way in ways(args.device).items()}
+    results = {name: round(measure(method), 2) for name, method in ways(args.device).items()}
     if args.json:
         print(json.dumps(results))
         return

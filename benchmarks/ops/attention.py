@@ -1,10 +1,10 @@
-"""Paged attention on a GPU: is it right, and how far from the floor is it.
+"""Paged attention on a GPU: error against float64, and time against the floor.
 
     python benchmarks/ops/attention.py [--quick] [--page-size 16] [--json FILE]
 
-Every variant is first compared with float64, then timed by replaying a captured graph (median). Decode is measured
-against the bytes of keys and values, prefill against the products below the diagonal. Where a step's pages are small
-next to the L2, several copies take turns.
+Every variant is first compared with float64, then timed by replays of a captured graph (median). The floor of decode is
+the bytes of keys and values, that of prefill the FLOPs below the diagonal. If the pages of a step are small compared
+with the L2 cache, calls alternate between several copies.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from slipstream.ops.paged_attention.work_list import (
 from slipstream.ops.rope.triton import rope_and_write_cache
 
 COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device copy on an H200
-COLD_BYTES = 1 << 30  # of keys and values read in one turn over all copies
+COLD_BYTES = 1 << 30  # bytes of keys and values over all copies
 
 HEADS = {"0.6B": (16, 8, 128), "8B": (32, 8, 128)}
 EQUAL = [(64, 4096), (128, 4096), (256, 1024), (256, 384), (40, 1024), (16, 8192), (16, 1024)]
@@ -56,7 +56,7 @@ PREFILL = [
     ([8192], [8192]),
     ([8192] * 2, [2048] * 2),
 ]
-# None is what the engine runs; a shape asks for the portable kernel
+# None: the engine's choice; a shape selects the portable kernel
 DECODE_SHAPES = [
     None,
     KernelShape(keys=64, warps=4, stages=3, programs_per_sm=3),
@@ -76,13 +76,13 @@ PREFILL_SHAPES = [
     KernelShape(keys=64, warps=8, stages=4, programs_per_sm=1, tile=128),
     KernelShape(keys=32, warps=8, stages=4, programs_per_sm=1, tile=128),
 ]
-# least keys of a split (None: what the engine takes), most splits of a row
+# minimum keys per split (None: the engine's choice), maximum splits per row
 SPLITS = [(None, MAX_SPLITS), (128, 64), (256, 32), (512, 32), (1024, 32)]
 
 
 @dataclass
 class Inputs:
-    """Rows over pages in no order, and several copies of the pages."""
+    """Rows with shuffled pages, and several copies of the pages."""
 
     query: torch.Tensor
     caches: list[tuple[torch.Tensor, torch.Tensor]]
@@ -95,7 +95,7 @@ class Inputs:
 
     @property
     def bytes(self) -> int:
-        """Of keys and values that a call must read."""
+        """Bytes of keys and values that a call must read."""
         _, _, kv_heads, dim = self.caches[0][0].shape
         return sum(length for length, _ in self.rows) * kv_heads * dim * 2 * self.query.element_size()
 
@@ -149,7 +149,7 @@ def list_inputs(
 
 
 def error(inputs: Inputs) -> float:
-    """Relative distance of `out` from float64 on the first, a middle and the last row, and only on the last tokens."""
+    """Relative error of `out` against float64, for the last tokens of the first, a middle and the last row."""
     keys, values = inputs.caches[-1]
     worst = 0.0
     for row in {0, len(inputs.rows) // 2, len(inputs.rows) - 1}:
@@ -170,7 +170,7 @@ def error(inputs: Inputs) -> float:
 
 
 def seconds(call: Callable[[], None], calls: int, replays: int) -> float:
-    """Of one call, median over replays of a graph of `calls` of them."""
+    """Seconds per call: median over replays of a graph of `calls` calls."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -215,7 +215,7 @@ def measure(
     result: dict[str, Any] = {"case": name, **(asdict(shape) if shape else {})}
     try:
         call()
-    except Exception as refused:  # a shape that needs more shared memory than there is
+    except Exception as refused:  # a shape that needs too much shared memory
         return result | {"error": f"{type(refused).__name__}: {str(refused)[:60]}"}
     off = error(inputs)
     time = seconds(call, calls, replays)
@@ -229,7 +229,7 @@ def measure(
 
 
 def bench_library(name: str, inputs: Inputs, replays: int) -> list[dict[str, Any]]:
-    """What torch's own kernels take for whole rows of one length that lie in one piece, with no pages."""
+    """Time of torch's kernels for contiguous rows of equal length, without pages."""
     length, count = inputs.rows[0]
     if length != count:
         return []
@@ -258,7 +258,7 @@ def bench_library(name: str, inputs: Inputs, replays: int) -> list[dict[str, Any
 
 
 def bench_rest(page_size: int, replays: int) -> list[dict[str, Any]]:
-    """The kernels around attention: the work list, once a step, and the way into the cache, once a layer."""
+    """The kernels around attention: the work list, once per step, and the cache write, once per layer."""
     results = []
     for rows in (1, 256, 1024):
         inputs = make_inputs(32, 8, 128, page_size, [(256, 1)] * rows)
@@ -277,7 +277,7 @@ def bench_rest(page_size: int, replays: int) -> list[dict[str, Any]]:
                 rope_and_write_cache(*given)
 
         time = seconds(call, 8, replays)
-        # all heads are read; queries and keys are written, keys and values also into their pages
+        # reads all heads; writes queries and keys, and keys and values to their pages
         moved = heads.nbytes * (48 + 40 + 16) / 48
         results.append(
             {"case": f"way into the cache of {tokens} tokens", "us": time * 1e6, "TB/s": moved / time / 1e12}
@@ -308,7 +308,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the first variant of each only")
+    parser.add_argument("--quick", action="store_true", help="only the first variant of each")
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--replays", type=int, default=20)
     parser.add_argument("--json", type=Path)
@@ -344,7 +344,7 @@ def main() -> None:
             add(bench_library(name, inputs, args.replays), rank=False)
             del inputs
     add(bench_rest(args.page_size, args.replays), rank=False)
-    print("\nbest of each")
+    print("\nbest variant of each")
     show(best)
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))

@@ -1,9 +1,9 @@
-"""Attention of whole rows on the GPU: ours against torch's, at the head sizes of encoders, and with other cuts.
+"""Bidirectional attention on the GPU: our kernel against torch's, at head sizes of encoders, with several tile sizes.
 
     python benchmarks/ops/bidirectional_attention.py [--tokens 16384]
 
-Queries, keys and values lie side by side as one product leaves them; times are of replayed graphs. torch's gets rows
-of one length, which it needs, and no padding.
+Queries, keys and values are views of one merged projection; times are of replayed graphs. torch's kernel gets rows of
+equal length, which it requires, without padding.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
                     return attend_bidirectional(*inputs, scale, tiles, cut)
 
                 error = (ours().float() - expected).norm() / expected.norm()
-                assert error < 5e-3, f"{cut} is off by {error}"
+                assert error < 5e-3, f"{cut} has an error of {error}"
                 name = f"{cut.queries}x{cut.keys} {cut.warps}w {cut.stages}s" + (" (chosen)" if cut == chosen else "")
                 found.append((name, time_us(ours)))
             print(f"head {dim}, {rows} rows of {length}, {heads} heads")

@@ -1,9 +1,9 @@
-"""A decoder's layer on the GPU, for steps in which every row has one token, at the shapes of two models.
+"""Time of a decoder layer on the GPU in decode steps, at the shapes of two models.
 
     python benchmarks/ops/layer.py [--model 0.6B] [--rows 16 256] [--keys 1024]
 
-Weights of all layers take turns, so that none is found in the cache. Times are medians of replayed graphs, in the form
-in which an engine runs the step, and with the layers one by one.
+Calls alternate between the weights of all layers, so that none is in the L2 cache. Times are medians of replayed
+graphs: as the engine runs the step, and with unfused layers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slipstream.nn.weight_format import Unquantized
 from slipstream.scheduler.cache.layout import group_sites
 
 PAGE = 16
-MODELS = {  # hidden, heads, kv heads, feed-forward, layers
+MODELS = {  # hidden size, heads, kv heads, feed-forward size, layers
     "0.6B": (1024, 16, 8, 3072, 28),
     "8B": (4096, 32, 8, 12288, 8),
 }
@@ -52,7 +52,7 @@ def make_decoder(name: str) -> Decoder:
 
 
 def make_context(decoder: Decoder, rows: int, keys: int) -> ForwardContext:
-    """Rows of so many keys, their pages in no order."""
+    """Rows of `keys` keys with shuffled pages."""
     mixer, each = decoder.shape.mixers[0], -(-keys // PAGE)
     pages = (torch.randperm(rows * each, device="cuda") + 1).view(rows, each)
     cache = (rows * each + 1, PAGE, mixer.num_kv_heads, 128)
@@ -74,7 +74,7 @@ def make_context(decoder: Decoder, rows: int, keys: int) -> ForwardContext:
 
 
 def time_us(decoder: Decoder, context: ForwardContext) -> float:
-    """Of one layer."""
+    """Microseconds per layer."""
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), torch.no_grad():
@@ -102,7 +102,7 @@ def main() -> None:
             decoder.implementations = ()
             apart = time_us(decoder, context)
             decoder.implementations = implementations
-            print(f"{name} {rows:>3} rows x {args.keys} keys: {together:.2f} us, one by one {apart:.2f}", flush=True)
+            print(f"{name} {rows:>3} rows x {args.keys} keys: {together:.2f} us, unfused {apart:.2f}", flush=True)
             del context
 
 

@@ -1,9 +1,9 @@
-"""Products of few rows on the GPU: ours against the library's, at the shapes of two models.
+"""Skinny GEMMs on the GPU: our kernels against cuBLAS, at the shapes of two models.
 
     python benchmarks/ops/linear.py [--rows 1 2 16] [--tiles]
 
-Weights of all layers take turns, so that none is found in the cache; times are medians of replayed graphs, in which
-each kernel may start while the one before it ends. `--tiles` tries other ways to cut the work, too.
+Calls alternate between the weights of all layers, so that none is in the L2 cache. Times are medians of replayed graphs
+with programmatic dependent launch. `--tiles` also measures other tile sizes.
 """
 
 from __future__ import annotations
@@ -37,34 +37,34 @@ FEW_TILES = [(4, 1024, 4), (4, 512, 4), (2, 1024, 4), (2, 2048, 8), (2, 4096, 8)
 SOME_TILES = [(16, 1024, 1, 4, 1), (16, 1024, 3, 4, 1), (32, 256, 2, 4, 4), (64, 256, 1, 4, 3)]
 STREAM_TILES = [(1,), (2,), (1, 64, 32), (2, 64, 32), (1, 64, 32, 4), (1, 128, 64, 1), (2, 64, 64), (1, 128, 128, 1)]
 
-Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Gemm = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def time_us(product: Product, x: torch.Tensor, weights: list[torch.Tensor]) -> float:
-    """Median time of one call, each with the next weight."""
+def time_us(gemm: Gemm, x: torch.Tensor, weights: list[torch.Tensor]) -> float:
+    """Median time of a call; each call uses the next weight."""
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for weight in weights[:2]:
-            product(x, weight)
+            gemm(x, weight)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for weight in weights:
-                product(x, weight)
+                gemm(x, weight)
         seconds = replay_seconds(graph)
     return seconds * 1e6 / len(weights)
 
 
-def candidates(rows: int, gate: str) -> dict[str, Product]:
-    """By kernel and tile."""
+def candidates(rows: int, gate: str) -> dict[str, Gemm]:
+    """Kernels and tiles by name."""
 
-    def few(tile: tuple[int, ...]) -> Product:
+    def few(tile: tuple[int, ...]) -> Gemm:
         return lambda x, w: gemv(x, w, None, None, gate, GemvTile(*tile))
 
-    def some(tile: tuple[Any, ...]) -> Product:
+    def some(tile: tuple[Any, ...]) -> Gemm:
         return lambda x, w: skinny_mma(x, w, None, gate, SkinnyTile(*tile))
 
-    def stream(tile: tuple[int, ...]) -> Product:
+    def stream(tile: tuple[int, ...]) -> Gemm:
         return lambda x, w: streaming_gemm(x, w, None, gate, StreamTile(*tile))
 
     found = {f"few {tile}": few(tile) for tile in FEW_TILES} if rows <= 2 else {}
@@ -100,7 +100,7 @@ def main() -> None:
             line = f"{name:<13} rows {rows:>2} | floor {floor:6.2f} us | library {time_us(library, x, weights):6.2f}"
             line += f" | ours {time_us(ours, x, weights):6.2f} | off {off:.4f}"
             if args.tiles:
-                times = {tile: time_us(product, x, weights) for tile, product in candidates(rows, gate).items()}
+                times = {tile: time_us(gemm, x, weights) for tile, gemm in candidates(rows, gate).items()}
                 line += "".join(f" | {tile} {time:.2f}" for tile, time in sorted(times.items(), key=lambda t: t[1]))
             print(line, flush=True)
 

@@ -1,10 +1,10 @@
-"""Experts of one layer on a GPU: routing, sorting and both grouped products, under a graph, beside their floor.
+"""Experts of one layer on a GPU: routing, sorting and both grouped GEMMs in a graph, compared with the floor.
 
     python benchmarks/ops/moe.py [--hidden 2048] [--inner 768] [--experts 128] [--top-k 8] [--tokens 1 16 64 256 8192]
     python benchmarks/ops/moe.py --tiles          # every tile size for every number of tokens
 
-The floor is the larger of the touched experts' bytes at 4.2 TB/s and the FLOPs at 750 TFLOP/s. Several layers' weights
-take turns, so that the L2 does not serve them.
+The floor is the larger of the touched experts' bytes at 4.2 TB/s and the FLOPs at 750 TFLOP/s. Calls
+alternate between the weights of several layers, so that they are not in the L2 cache.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Sampling and elementwise kernels on a GPU: are they right, and how far from one pass over the logits are they.
+"""Sampling and elementwise kernels on a GPU: error against the references, and time against the floor.
 
     python benchmarks/ops/sampling.py [--vocabulary 151936] [--rows 1 64 256] [--json FILE]
 
-Each op is first compared with its reference, then both are timed by replaying a captured graph (median). The floor is
-the bytes an op must move over the bandwidth of a large copy. Inputs take turns, so that the L2 does not serve them.
+Each op is first compared with its reference, then both are timed by replays of a captured graph (median). The floor is
+the bytes that an op must move / the bandwidth of a large copy. Calls alternate between copies of the inputs, so that
+they are not in the L2 cache.
 """
 
 from __future__ import annotations
@@ -27,24 +28,24 @@ from slipstream.ops.step_inputs import StepRows
 from slipstream.ops.step_inputs import reference as rows_reference
 
 COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device copy on an H200
-COLD_BYTES = 256 << 20  # of inputs in one turn over all copies, several times the L2
+COLD_BYTES = 256 << 20  # bytes of inputs over all copies, several times the L2 cache
 
-Request = Callable[[int], Any]  # with the number of the copy
+Request = Callable[[int], Any]  # argument: index of the copy
 
 
 @dataclass
 class Case:
     name: str
     rows: int
-    bytes: int  # read and written, each once
+    bytes: int  # read + written
     copies: int
     kernel: Request
     reference: Request
-    agree: Callable[[Any, Any], float]  # share of results that differ, or a relative distance
+    agree: Callable[[Any, Any], float]  # fraction of results that differ, or a relative error
 
 
 def seconds(call: Request, copies: int, replays: int) -> float:
-    """Of one call, median over replays of a graph of one call for each copy."""
+    """Seconds per call: median over replays of a graph with one call per copy."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -79,7 +80,7 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
     once = num_rows * size * 4
     copies = max(1, min(32, COLD_BYTES // once))
     logits = [torch.randn(num_rows, size, device="cuda") * 2 for _ in range(copies)]
-    # one token in a hundred stands out, as in a trained model
+    # a few tokens have high logits, as in a trained model
     peaked = [x + torch.where(torch.rand_like(x) < 1e-4, 8.0, 0.0) for x in logits]
     narrow = [x.bfloat16() for x in logits]
     cut = [x.masked_fill(x < x.topk(50, -1).values[:, -1:], -math.inf) for x in logits]
@@ -132,7 +133,7 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
         for kind, source in (("flat", logits), ("peaked", peaked)):
 
             def kept(mine: Any, expected: Any, source: Any = source) -> float:
-                """Share of rows of which more or fewer than rounding tells stay."""
+                """Fraction of rows whose number of kept tokens differs by more than rounding explains."""
                 a, b = ((source[0] >= x[:, None]).sum(-1) for x in (mine, expected))
                 return float(((a - b).abs() > 2 + b // 2000).double().mean())
 
@@ -196,7 +197,7 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
                 lambda mine, expected: distance((mine[0], mine[1], mine[3]), (expected[0], expected[1], expected[3])),
             )
         )
-    # what changes its input comes last, the others have seen good logits
+    # in-place ops last, so that the others get unchanged logits
     return [c for c in cases if not c.name.endswith("_")] + [c for c in cases if c.name.endswith("_")]
 
 

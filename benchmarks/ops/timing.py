@@ -1,4 +1,4 @@
-"""The time of a captured graph, as the device sees it."""
+"""Device time of a captured graph."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def replay_seconds(graph: torch.cuda.CUDAGraph, replays: int = 15) -> float:
-    """The median of so many replays, each timed by events around it."""
+    """Median of `replays` replays, each timed by CUDA events."""
     times = []
     for _ in range(replays):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

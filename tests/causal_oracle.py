@@ -1,4 +1,4 @@
-"""transformers as the oracle of decoders: logits of whole prompts, in float64 throughout where they are compared so."""
+"""transformers as the oracle of decoders: logits of whole prompts, entirely in float64 if requested."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from transformers import AutoModelForCausalLM
 
 
 def oracle(folder: Path, dtype: torch.dtype, prompts: dict[str, list[int]]) -> dict[str, torch.Tensor]:
-    # its fused attention leaves out bounds on scores and sinks
+    # the sdpa attention of transformers ignores soft caps and sinks
     config = (folder / "config.json").read_text()
     how = "eager" if '"attn_logit_softcapping"' in config or '"gpt_oss"' in config else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=how).eval()
     if dtype is torch.float64:
         norm_in_float64(model)
-        model.config._experts_implementation = "eager"  # the grouped one refuses float64
+        model.config._experts_implementation = "eager"  # the grouped implementation does not take float64
     softmax = functional.softmax
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        # the eager one makes weights in float32, whatever it is given
+        # eager attention computes its softmax in float32 for every dtype
         patch.setattr(functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
-        if dtype is torch.float64:  # routers compute in float32, whatever they are given
+        if dtype is torch.float64:  # routers compute in float32 for every dtype
             for name in ("float", "type"):
                 convert = getattr(torch.Tensor, name)
                 patch.setattr(
@@ -33,7 +33,7 @@ def oracle(folder: Path, dtype: torch.dtype, prompts: dict[str, list[int]]) -> d
 
 
 def norm_in_float64(model: nn.Module) -> None:
-    """transformers' norms compute in float32 whatever they are given; to compare 1e-9 they must not."""
+    """Makes norms compute in float64: those of transformers compute in float32, too coarse to compare at 1e-9."""
     for module in model.modules():
         # those of Gemma 3n and 4 compute in the dtype that Tensor.float gives, which `oracle` changes
         if type(module).__name__.endswith("RMSNorm") and not type(module).__name__.startswith(("Gemma3n", "Gemma4")):
@@ -47,8 +47,8 @@ def norm_in_float64(model: nn.Module) -> None:
 
 
 def continue_greedily(folder: Path, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-    """`count` tokens and their logprobs, in float64. Each comes from a forward pass over all tokens before it: with a
-    KV cache transformers 5.17 goes wrong where LongRoPE switches its factors."""
+    """`count` greedy tokens and their logprobs, in float64. Each token needs a forward pass over all previous tokens:
+    with a KV cache transformers 5.17 is wrong when LongRoPE switches its factors."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
     norm_in_float64(model)
     tokens, logprobs = list(prompt), []

@@ -7,6 +7,6 @@ import sys
 
 
 def child_env(**more: str) -> dict[str, str]:
-    """All of ours, so that a hidden GPU stays hidden and the device is the tests', and every place we import from: the
-    package may be installed, or reached by PYTHONPATH or pytest's `pythonpath`, which a child does not see."""
+    """The environment of this process, so that the child uses the same device, with all import paths in PYTHONPATH: the
+    package may be found through pytest's `pythonpath`, which a child does not inherit."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **more}

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and settings of all tests."""
 
 import importlib.metadata
 import importlib.util
@@ -17,13 +17,13 @@ from slipstream.config.locate import LocatedModel, locate
 from slipstream.errors import ModelNotFound
 from slipstream.log import FORMAT, LEVEL
 
-# Tests run on the CPU, GPU or not, in other processes too; those marked `cuda` name their device.
+# Tests run on the CPU even if there is a GPU, also in child processes; tests marked `cuda` name their device.
 os.environ["SLIPSTREAM_DEVICE"] = "cpu"
 
-# How a child ended is lost where SIGCHLD is ignored, which a process inherits.
+# The exit status of a child is lost if SIGCHLD is ignored, and a process inherits that setting.
 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
-# Kernels run in Triton's interpreter where there is no GPU. It must be chosen before anyone imports triton.
+# Without a GPU, kernels run in Triton's interpreter. The variable must be set before the first import of triton.
 if importlib.util.find_spec("triton") and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -35,25 +35,26 @@ def _version(package: str) -> tuple[int, ...]:
         return (0,)
 
 
-def _mend_interpreter() -> None:
-    """Triton 3.6 turns arrays of one element into indices in a way that numpy 2.4 refuses; 3.7 does not."""
+def _patch_interpreter() -> None:
+    """Patches the interpreter of Triton 3.6: it converts one-element arrays to indices in a way that numpy 2.4
+    rejects."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
 
-    def patch_and_mend(tensor: Any, scope: Any) -> None:
+    def patch_with_index(tensor: Any, scope: Any) -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    interpreter._patch_lang_tensor = patch_and_mend
+    interpreter._patch_lang_tensor = patch_with_index
 
 
 if os.environ.get("TRITON_INTERPRET") == "1" and _version("triton") == (3, 6):
-    _mend_interpreter()
+    _patch_interpreter()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `cuda` are skipped where there is no GPU."""
+    """Skips tests marked `cuda` if there is no GPU."""
     if torch.cuda.is_available():
         return
     for item in items:
@@ -63,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def default_model() -> LocatedModel:
-    """The embedded model; the test is skipped where its package is missing."""
+    """The embedded model; skips the test if its package is not installed."""
     try:
         return locate(None)
     except ModelNotFound as missing:

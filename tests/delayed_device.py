@@ -1,6 +1,6 @@
-"""A device that is late: its streams are threads that sleep at random, and what is handed back is poisoned.
+"""A slow device: its streams are threads that sleep at random, and buffers are poisoned when they are released.
 
-Races that a GPU has, and that an inline CPU hides, show up as wrong tokens here.
+Races that exist on a GPU but not on an inline CPU stream appear here as wrong tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class LateStream(ThreadedStream):
 
 
 class DelayedDevice(Device):
-    """Copies run on a stream of their own, so that they may come late too."""
+    """Copies run on a separate stream, so that they may be late too."""
 
     def __init__(self, depth: int, seed: int = 0, longest: float = 0.002) -> None:
         super().__init__(0, 1)

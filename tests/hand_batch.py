@@ -1,4 +1,4 @@
-"""A batch made by hand: rows, pages and a BatchView with no runner; garbage lies wherever nothing was written."""
+"""A hand-made batch: rows, pages and a BatchView without a runner; memory that was not written holds garbage."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class HandRow:
 
 @dataclass
 class HandRunner:
-    """Runs chunks of rows through a model, keeping each row's pages in a scattered order."""
+    """Runs chunks of rows through a model; the pages of a row are in random order."""
 
     model: Decoder
     dtype: torch.dtype = torch.float32
     page_size: int = 4
     num_pages: int = 64
     device: str = "cpu"
-    slack: int = 0  # how far the host's upper bounds lie above the truth
+    slack: int = 0  # how much the host's upper bounds exceed the true lengths
     rows: dict[str, HandRow] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,11 +53,11 @@ class HandRunner:
             for site in range(len(specs))
         )
         self.attention = SdpaAttention(self.groups, self.dtype)
-        # page 0 is nobody's; the others are handed out in no order
+        # page 0 is the null page; the others are used in random order
         self.free = (np.random.default_rng(0).permutation(self.num_pages - 1) + 1).tolist()
 
     def batch(self, chunks: dict[str, list[int]]) -> BatchView:
-        """The next tokens of some rows; those with one token must come first."""
+        """The next tokens of some rows; rows with one token must come first."""
         counts = [len(ids) for ids in chunks.values()]
         num_single = next((i for i, count in enumerate(counts) if count > 1), len(counts))
         ids, positions, slots, lengths = [], [], [], []
@@ -74,12 +74,12 @@ class HandRunner:
         max_lengths = np.array(lengths, np.int32) + self.slack
         width = -(-int(max_lengths.max()) // self.page_size)
         tables = []
-        for group in self.groups:  # they share page numbers: every site has tensors of its own
+        for group in self.groups:  # groups share page numbers, since every site has its own tensors
             table = np.zeros((len(chunks), width), np.int64)
             for place, (name, tokens) in enumerate(chunks.items()):
                 row = self.rows[name]
                 seen_from = row.length - len(tokens) - group.window + 1 if group.window else 0
-                dropped = max(seen_from, 0) // self.page_size  # nobody looks there any more
+                dropped = max(seen_from, 0) // self.page_size  # no longer visible
                 table[place, dropped : len(row.pages)] = row.pages[dropped:]
             tables.append(torch.from_numpy(table).to(self.device))
         return BatchView(
@@ -105,6 +105,6 @@ class HandRunner:
         return dict(zip(chunks, logits.split([len(ids) for ids in chunks.values()]), strict=True))
 
     def run_last(self, chunks: dict[str, list[int]]) -> dict[str, torch.Tensor]:
-        """Logits of every row's last token, and of no other."""
+        """Logits of the last token of every row only."""
         logits = self.model.logits(self.model(self.context(self.batch(chunks), only_last=True)))
         return dict(zip(chunks, logits, strict=True))

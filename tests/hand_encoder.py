@@ -1,4 +1,4 @@
-"""Loads an encoder and runs texts through it with no engine: rows packed one after another, nothing padded."""
+"""Loads an encoder and runs texts without an engine: packed rows, no padding."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def load_pooling(
 
 
 def pack(texts: list[list[int]], types: list[int] | None = None, device: str = "cpu") -> BatchView:
-    """`types`: for each text the place from which its tokens have type 1."""
+    """`types`: per text, the index from which tokens have type 1."""
     counts = np.array([len(ids) for ids in texts], np.int32)
     token_types = None
     if types is not None:

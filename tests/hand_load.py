@@ -24,7 +24,7 @@ def load(
     num_positions: int = 256,
     dequantize: bool = True,
 ) -> Decoder:
-    """From a folder or a .gguf file, for contexts of up to `num_positions` tokens."""
+    """Loads a folder or a .gguf file, for contexts of up to `num_positions` tokens."""
     is_file = path.suffix == ".gguf"
     info = gguf_model_info(GgufFile(path)) if is_file else read_model_info(path)
     load_format = load_format or ("gguf" if is_file else "safetensors")

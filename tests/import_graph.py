@@ -1,4 +1,4 @@
-"""The import graph of a source tree, read from its syntax: imports under TYPE_CHECKING and inside functions count."""
+"""The import graph of a source tree, from its syntax trees. Imports under TYPE_CHECKING and inside functions count."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,7 @@ def module_name(file: Path, src: Path) -> str:
 
 
 def import_graph(src: Path) -> dict[str, set[str]]:
-    """For each module under `src`, the modules under `src` that it names in an import."""
+    """For each module under `src`, the modules under `src` that it imports."""
     files = {module_name(file, src): file for file in src.rglob("*.py")}
     return {name: _imports(file, files.keys()) - {name} for name, file in files.items()}
 
@@ -27,7 +27,7 @@ def _imports(file: Path, modules) -> set[str]:
 
 
 def import_cycles(graph: dict[str, set[str]]) -> list[frozenset[str]]:
-    """Groups of modules each of which reaches all others of its group (Tarjan)."""
+    """Strongly connected groups of modules (Tarjan)."""
     order: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []

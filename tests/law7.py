@@ -1,4 +1,4 @@
-"""Law 7's matrix, for the tests of tokens and those of vectors: its prompts, and what a cell means to an engine."""
+"""The matrix of law 7, for tests of tokens and of vectors: prompts, and the engine options of a cell."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ PROMPTS = [
     [200],
     list(range(120, 167)),
     SHARED[:16],
-]  # of a vocabulary of 304; two share more than a page
+]  # ids below 304; two prompts share more than a page
 FACTORS = ("batched", "chunked", "cached", "preempted", "depth")
 CELLS = list(itertools.product((True, False), (True, False), (True, False), (True, False), (0, 1, 2)))
-# a few of them: with the one they are compared with, every pair of values of every two factors comes up
+# a pairwise selection: together with the baseline, every pair of values of any two factors occurs
 PAIRED = [
     dict(zip(FACTORS, cell, strict=True))
     for cell in (
@@ -41,7 +41,7 @@ def options_of(
     preempted: bool = False,
     depth: int = 0,
 ) -> dict[str, Any]:
-    """`few_pages`: with how many the prompts do not all fit at once."""
+    """`few_pages`: a number of pages with which not all prompts fit at once."""
     return dict(
         dtype="float64",
         page_size=4,

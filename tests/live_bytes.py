@@ -1,4 +1,4 @@
-"""Counts the bytes of tensors that are alive at once, operation by operation. Inside one kernel it does not see."""
+"""Counts the bytes of live tensors after each operation. Memory used inside a kernel is not counted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """`peak`: the most bytes alive at once among tensors made inside the block."""
+    """`peak`: maximum of live bytes of tensors that were made inside the block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""NewModel in plain torch, text by text: what Alibaba calls the network of GTE 1.5. transformers does not have it."""
+"""NewModel (Alibaba's name for the network of GTE 1.5) in plain torch, one text at a time. transformers lacks it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG: dict[str, Any] = {
 
 
 def write_new_bert(folder: Path, dtype: torch.dtype = torch.float32, root: str = "", **overrides: Any) -> Path:
-    """`root` begins every name of the body, as in a model with a head."""
+    """`root`: prefix of all tensor names of the body, as in a model with a head."""
     folder.mkdir(parents=True, exist_ok=True)
     config = CONFIG | overrides
     generator = torch.Generator().manual_seed(0)

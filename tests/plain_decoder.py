@@ -1,6 +1,6 @@
-"""A decoder in plain torch, written from the formulas: whole texts, no pages, no batches, no code of the engine.
+"""A decoder in plain torch, written from the formulas: whole texts, no pages, no batches, no engine code.
 
-It reads a `DecoderShape` and the parameters by name, and is slow. Weights must be those of `Unquantized`.
+It reads a `DecoderShape` and the parameters by name, and is slow. Weights must be `Unquantized`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from slipstream.nn.shapes import AttentionShape, LayerShape, MlpShape
 
 
 def randomize(model: Decoder, seed: int = 0) -> Decoder:
-    """Random parameters, spread widely enough that each part is felt."""
+    """Random parameters with a spread at which every part changes the output."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
@@ -76,7 +76,7 @@ class Plain:
         scores = query @ key.transpose(1, 2) * shape.scale
         if shape.soft_cap:
             scores = torch.tanh(scores / shape.soft_cap) * shape.soft_cap
-        ahead = torch.arange(len(x)) - torch.arange(len(x)).unsqueeze(1)  # the key's position less the query's
+        ahead = torch.arange(len(x)) - torch.arange(len(x)).unsqueeze(1)  # key position - query position
         hidden = ahead > 0
         if shape.window:
             hidden |= ahead <= -shape.window
@@ -89,10 +89,10 @@ class Plain:
         return mixed.transpose(0, 1).flatten(1) @ self.weights[f"{name}.output.weight.data"].T
 
     def rope(self, x: torch.Tensor, shape: AttentionShape) -> torch.Tensor:
-        """x [heads, T, dim], by the rope's base alone."""
+        """RoPE of x [heads, T, dim] without scaling factors."""
         info = self.shape.ropes[shape.rope].info
         half = shape.head_dim // 2
-        # frequencies are float32, as everywhere
+        # frequencies are float32, as in the engine
         turns = 1.0 / info.theta ** (torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim)
         angles = torch.arange(x.shape[1], dtype=torch.float32).unsqueeze(1) * turns
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)

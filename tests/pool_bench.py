@@ -1,4 +1,4 @@
-"""An engine core for pooling tests, without a front end: prompts go in as token ids, arrays come out."""
+"""An engine core for pooling tests without a front end: takes token ids, returns arrays."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class PoolBench:
     def step(self) -> list[Output]:
         outputs = self.core.step()
         for output in outputs:
-            assert output.request_id not in self.ended, f"{output.request_id} speaks after its end"
+            assert output.request_id not in self.ended, f"{output.request_id} has an output after its last one"
             if output.pooled is not None:
                 assert not output.token_ids and output.finish_reason == "stop"
                 self.results[output.request_id] = output.pooled.array()
@@ -80,7 +80,7 @@ class PoolBench:
     def pool(
         self, prompts: Sequence[Sequence[int]], params: Params | Sequence[Params], types: Sequence[int | None] = ()
     ) -> list[Any]:
-        """What each prompt gets: an array, or the tokens it generated."""
+        """The result of each prompt: an array, or the generated tokens."""
         each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         starts = list(types) or [None] * len(prompts)
         ids = [self.submit(*one, type_start=start) for *one, start in zip(prompts, each, starts, strict=True)]
@@ -101,7 +101,7 @@ def assert_same(got: Sequence[Any], wanted: Sequence[Any], tolerance: float = 1e
 
 
 def write_reward_model(folder: Path) -> Path:
-    """A causal model that scores each token, two numbers each, and marks steps with token 9."""
+    """A causal model with two scores per token; token 9 marks steps."""
     return rewrite(
         write_tiny(folder, "qwen2"),
         {"architectures": ["Qwen2ForProcessRewardModel"], "step_tag_id": 9},
@@ -116,7 +116,7 @@ def write_reward_model(folder: Path) -> Path:
 def rewrite(
     folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], without: Sequence[str] = ()
 ) -> Path:
-    """Change fields and tensors of a checkpoint."""
+    """Changes fields and tensors of a checkpoint."""
     path, file = folder / "config.json", folder / "model.safetensors"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     save_file({k: v for k, v in (load_file(file) | weights).items() if k not in without}, file, {"format": "pt"})

@@ -1,7 +1,7 @@
-"""A CPU device with graphs: what was captured is replayed by running the very closures of the step it was captured in.
+"""A CPU device with graphs: a replay calls the closures of the captured step again.
 
-They read what they read then, at the same addresses, so work that depends on anything else of its own step, a number
-on the host or a place in the arena that moves, gives wrong tokens here as it would on a GPU.
+The closures read the same addresses as at capture. So work that depends on other data of its step, such as a host value
+or a changing address in the arena, gives wrong tokens here, as on a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ReplayDevice(Device):
         self.num_replays = 0
 
     def capture(self, work):
-        result = work()  # and the first replay does nothing: a captured graph has not run yet
+        result = work()  # the first replay does nothing: on a GPU a capture does not run the work
         first = True
 
         def replay() -> None:

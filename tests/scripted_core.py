@@ -1,4 +1,4 @@
-"""The far end of a front end's socket, played by a test: it sees what is sent and says what it likes."""
+"""A scripted core at the other end of a front end's socket: records messages and sends what the test chooses."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ _SHAPES = {
 
 
 class ScriptedCore(asyncio.Protocol):
-    """With `answers` it answers every prompt with TEXT, a token a byte, or with equal numbers where it is to be pooled;
-    else the test does, by `say`."""
+    """With `answers` it answers every prompt with TEXT, one token per byte, or with a constant vector for pooling;
+    without, the test answers by `say`."""
 
     def __init__(self, *, answers: bool = True) -> None:
         self.answers = answers
         self.submits: list[Submit] = []
         self.aborts: list[Abort] = []
-        self.others: list[AbortAll | AbortedAll] = []  # what front ends say to each other
+        self.others: list[AbortAll | AbortedAll] = []  # messages between front ends
         self.frames = to_core_frames()
         self.changed = asyncio.Event()
 
@@ -128,7 +128,7 @@ class ScriptedCore(asyncio.Protocol):
 
 
 def _logprobs(params: SamplingParams, token: int) -> bytes | None:
-    """A token drawn: itself the likeliest, then others by id, then the given ones, whose rank is not counted."""
+    """Logprobs of a sampled token: the token is the most likely, then others by id, then requested ids with rank 0."""
     if params.num_logprobs is None:
         return None
     likeliest = (token, *range(params.num_logprobs + 1))[: params.num_logprobs]
@@ -137,7 +137,7 @@ def _logprobs(params: SamplingParams, token: int) -> bytes | None:
 
 
 def _prompt_logprobs(message: Submit) -> bytes | None:
-    """Of the prompt's tokens from the second on."""
+    """Logprobs of the prompt tokens from the second on."""
     assert isinstance(message.params, SamplingParams)
     if (count := message.params.prompt_logprobs) is None:
         return None

@@ -1,4 +1,4 @@
-"""Cores and lanes over scripted devices: the engine's loop without a model."""
+"""Cores and lanes with scripted devices: the engine loop without a model."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from slipstream.step import StepPlan, StepResult
 
 
 class ScriptedDevice:
-    """Plays a plan when its result is waited for, or when the test lets it `run`. May be told to break."""
+    """Executes a plan when its result is waited for, or when the test calls `run`. `breaks_at` makes it fail."""
 
     def __init__(self, page_size: int, max_num_seqs: int) -> None:
         self.executor = ScriptedExecutor(page_size, max_num_seqs=max_num_seqs)
-        self.handles: deque[_Handle] = deque()  # launched and not played
+        self.handles: deque[_Handle] = deque()  # launched, not executed
         self.breaks_at: str | None = None  # launch, finish or wait
         self.num_waits = 0
-        self.freed: list[int] = []  # queries, freed without a step
+        self.freed: list[int] = []  # stored queries that were freed without a step
         self.closed = False
 
     def launch(self, plan: StepPlan) -> None:
@@ -36,11 +36,11 @@ class ScriptedDevice:
         return self.handles[-1]
 
     def free_queries(self, queries: tuple[int, ...]) -> None:
-        assert self.breaks_at is None, "nothing is asked of a device that is broken"
+        assert self.breaks_at is None, "a call after the device failed"
         self.freed += queries
 
     def run(self) -> None:
-        """The oldest step is done."""
+        """Executes the oldest step."""
         self.handles.popleft().result = self.executor.wait()
 
     def close(self) -> None:
@@ -96,12 +96,12 @@ def scripted_core(
 
 
 def submit(name: str, prompt: list[int], model: str = "", **params: Any) -> Submit:
-    """A prompt whose seed is 0."""
+    """A request with seed 0."""
     return Submit(name, prompt, SamplingParams(seed=0, **params), 0.0, model=model)
 
 
 def tokens_alone(message: Submit, sample: int, max_model_len: int = 64) -> tuple[list[int], FinishReason]:
-    """What a sample of this prompt gets on a machine of its own."""
+    """The tokens of a sample of this prompt when it runs alone."""
     params, prompt = message.params, message.prompt_token_ids
     assert isinstance(params, SamplingParams)
     most = max_model_len if params.max_tokens is None else min(max_model_len, len(prompt) + params.max_tokens)

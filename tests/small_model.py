@@ -1,4 +1,4 @@
-"""A folder with a config and nothing else: weights are made (load_format dummy), prompts are token ids."""
+"""A model folder with only a config: weights are random (load_format dummy), prompts are token ids."""
 
 from __future__ import annotations
 

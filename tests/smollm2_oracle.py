@@ -1,4 +1,4 @@
-"""The default model in transformers: built from the GGUF's fields, with the same dequantised weights."""
+"""The default model in transformers, built from the fields of the GGUF file, with the same dequantized weights."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def oracle(file: GgufFile) -> LlamaForCausalLM:
         heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(parts[2])
         if heads:
             dim = len(numbers) // heads
-            half = torch.arange(dim).view(2, -1).t().flatten()  # where each stored row belongs
+            half = torch.arange(dim).view(2, -1).t().flatten()  # target index of each stored row
             order = (torch.arange(heads)[:, None] * dim + half).flatten()
             numbers = torch.empty_like(numbers).index_copy_(0, order, numbers)
         weights[f"model.layers.{parts[1]}.{NAMES[parts[2]]}.weight"] = numbers
@@ -62,7 +62,7 @@ def oracle(file: GgufFile) -> LlamaForCausalLM:
     missing, unexpected = model.load_state_dict(weights, strict=False, assign=True)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
     model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffer is on no device yet
+    model.model.rotary_emb = type(model.model.rotary_emb)(config)  # its buffer is still on the meta device
     return model.eval()
 
 

@@ -1,4 +1,4 @@
-"""Processes that tests start see what the tests see."""
+"""Child processes of tests get the environment of the tests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAKERS = ("run", "Popen", "check_call", "check_output", "call")
 
 
 def bare_children(source: str) -> list[int]:
-    """Lines that start Python with the environment as it is, or with an import path that is not `child_env`'s."""
+    """Lines that start Python without `child_env`."""
     found = []
     for node in ast.walk(ast.parse(source)):
         match node:

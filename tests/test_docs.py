@@ -1,4 +1,4 @@
-"""What the docs name is there: files, links and flags. Figures and words are for people to check."""
+"""Files, links, flags and classes that the docs name exist."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to
 
 
 def missing_files(text: str) -> list[str]:
-    """Paths in backticks, whole or as they stand below the package or the tests; what is planned need not be there."""
+    """Paths in backticks that do not exist, complete or relative to the package or the tests; planned ones may be
+    missing."""
     missing = []
     for line in text.splitlines():
         if line.lower().startswith(("planned", "later")):
@@ -33,7 +34,7 @@ def missing_files(text: str) -> list[str]:
 
 
 def headings(text: str) -> set[str]:
-    """The anchors that GitHub and mkdocs make of a page's headings."""
+    """The anchors that GitHub and mkdocs generate from the headings of a page."""
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.M)}
 
 
@@ -59,7 +60,7 @@ def unknown_flags(text: str, known: str) -> list[str]:
 
 
 def unknown_classes(text: str, known: set[str]) -> list[str]:
-    """Names in CamelCase, in backticks, that no Python file of ours has."""
+    """CamelCase names in backticks that occur in no Python file of the project."""
     spans = re.findall(r"`([^`\n]+)`", text)
     return [name for span in spans for name in re.findall(r"\b[A-Z][a-z]+[A-Z]\w*", span) if name not in known]
 
@@ -72,7 +73,7 @@ def our_words() -> set[str]:
 
 @pytest.fixture(scope="module")
 def sources() -> str:
-    """All that may say which flags there are: the command line, scripts and benchmarks."""
+    """All sources that define flags: the command line, scripts and benchmarks."""
     files = [*ROOT.glob("src/**/*.py"), *ROOT.glob("scripts/*"), *ROOT.glob("benchmarks/**/*.py")]
     return "\n".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
 
@@ -94,7 +95,7 @@ def test_the_flags_it_names_exist(page: Path, sources: str) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "log"], ids=lambda page: page.name)
 def test_the_classes_it_names_exist(page: Path, our_words: set[str]) -> None:
-    """Pages of the log may name what is gone."""
+    """Pages of the log may name removed classes."""
     if page.name != "CHANGELOG.md":
         assert not unknown_classes(page.read_text(encoding="utf-8"), our_words)
 
@@ -107,7 +108,7 @@ def test_what_is_not_there_is_noticed(sources: str, our_words: set[str]) -> None
     assert missing_files(text) == ["engine/nowhere.py"]
     assert broken_links(text, ROOT) == ["docs/nothing.md", "README.md#nothing"]
     assert unknown_flags(text, sources) == ["no-such-flag"]
-    assert unknown_classes(text, our_words) == [f"{'Step'}Plank"]  # in two parts, as this file is one of ours
+    assert unknown_classes(text, our_words) == [f"{'Step'}Plank"]  # in two parts, since this file is searched too
 
 
 def trial_rows(text: str) -> dict[int, str]:

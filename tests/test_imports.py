@@ -1,4 +1,4 @@
-"""The host half, the package and the command line load without torch. No module imports itself through others."""
+"""The host half, the package and the command line load without torch. There are no import cycles."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""The server's log: text or JSON, one event a line."""
+"""The server's log: text or JSON, one event per line."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 SRC = Path(__file__).parents[1] / "src" / "slipstream"
 
-ALLOWED = {  # with the reason
+ALLOWED = {  # name: reason
     "Request": "the scheduler's request, and the HTTP request under the name that Starlette gives it",
 }
 

@@ -1,4 +1,4 @@
-"""PoolingParams are checked where they are built, and travel over the wire."""
+"""PoolingParams are validated at construction and can be serialized."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny checkpoints for tests: two layers, random weights, complete down to the tokenizer. Nothing is downloaded."""
+"""Tiny checkpoints for tests: two layers, random weights, with a tokenizer. No downloads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tiny_tokenizer import END_OF_TEXT, IM_END, write_byte_tokenizer
 
-VOCAB_SIZE = 304  # more than the tokenizer has, as real checkpoints do
+VOCAB_SIZE = 304  # larger than the tokenizer's vocabulary, as in real checkpoints
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
@@ -47,7 +47,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"architectures": ["MistralForCausalLM"], "head_dim": 16, "rms_norm_eps": 1e-5, "sliding_window": 8},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "rms_norm_eps": 1e-6},
     "qwen3": {"architectures": ["Qwen3ForCausalLM"], "head_dim": 24, "rms_norm_eps": 1e-6},
-    # a window of two pages of four, caps low enough to be felt, a scale that is not the head's
+    # a window of two pages of four, soft caps low enough to matter, a scale that does not follow from the head size
     "gemma2": {
         "architectures": ["Gemma2ForCausalLM"],
         "head_dim": 24,
@@ -135,7 +135,7 @@ def write_tiny(
     shards: int = 1,
     **overrides: Any,
 ) -> Path:
-    """Write a checkpoint of the family into the folder. Overrides are fields of its config.json."""
+    """Writes a checkpoint of the family into the folder. Overrides are fields of its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     settings = {**_COMMON, **_FAMILIES[family], **overrides}
     write_byte_tokenizer(folder)
@@ -145,7 +145,7 @@ def write_tiny(
 
 
 def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Random tensors for the folder's config, spread widely enough that logits differ clearly."""
+    """Random tensors for the config of the folder, with a spread at which logits differ clearly."""
     config = json.loads((folder / "config.json").read_text())
     generator = torch.Generator().manual_seed(seed)
 
@@ -238,7 +238,7 @@ def is_sparse(config: dict[str, Any], layer: int) -> bool:
 
 
 def _experts(config: dict[str, Any], family: str) -> dict[str, tuple[int, int]]:
-    """Names and shapes of a layer's experts, as on the hub."""
+    """Names and shapes of a layer's experts, as in Hub checkpoints."""
     hidden, size = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
     count = next(config[name] for name in ("num_experts", "num_local_experts", "n_routed_experts") if config.get(name))
     root, names = "mlp", {"gate_proj": "up", "up_proj": "up", "down_proj": "down"}
@@ -287,7 +287,7 @@ def write_weights(folder: Path, weights: dict[str, torch.Tensor], shards: int = 
 
 
 def _write_config(folder: Path, family: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
-    """Through the library's own classes, so that the file looks as real ones do."""
+    """Uses the config classes of transformers, so that the file has the form of real ones."""
     import transformers
 
     name = _CONFIGS.get(family) or f"{family.title().replace('_', '')}Config"

@@ -1,7 +1,7 @@
-"""Tiny encoders for tests: two or three layers, random weights, complete down to a tokenizer with [CLS] and [SEP].
+"""Tiny encoders for tests: two or three layers, random weights, with a tokenizer that adds [CLS] and [SEP].
 
-Weights are made by transformers' own classes, so a folder here is what `save_pretrained` leaves, and the oracle reads
-it as it is. Nothing is downloaded.
+The model classes of transformers make the weights, so a folder is what `save_pretrained` writes, and the oracle reads
+the same folder. No downloads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 from tiny_tokenizer import byte_tokenizer
 
-VOCAB_SIZE = 304  # more than the tokenizer has, as real checkpoints do
+VOCAB_SIZE = 304  # larger than the tokenizer's vocabulary, as in real checkpoints
 PAD, UNK, CLS, SEP, MASK = range(256, 261)
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -31,7 +31,7 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": PAD,
     "num_labels": 3,
 }
-# RoBERTa counts positions from the pad token's id + 1, so real checkpoints have a few more than they can use
+# RoBERTa counts positions from the pad id + 1, so real checkpoints have more positions than usable ones
 _ROBERTA = {
     "pad_token_id": 1, "max_position_embeddings": 130, "type_vocab_size": 1, "bos_token_id": CLS, "eos_token_id": SEP,
 }  # fmt: skip
@@ -63,8 +63,8 @@ def write_tiny_encoder(
     seed: int = 0,
     **overrides: Any,
 ) -> Path:
-    """Write a checkpoint into the folder. `task` ends the architecture's name: Model, ForSequenceClassification,
-    ForTokenClassification or ForMaskedLM. Overrides are fields of its config.json."""
+    """Writes a checkpoint into the folder. `task`: suffix of the architecture's name (Model, ForSequenceClassification,
+    ForTokenClassification or ForMaskedLM). Overrides are fields of its config.json."""
     import transformers
 
     prefix, facts = _FAMILIES[family]
@@ -83,7 +83,7 @@ _DISTIL = ("vocab_size", "max_position_embeddings", "pad_token_id", "num_labels"
 
 
 def scatter(model: nn.Module, seed: int) -> None:
-    """Random weights, spread widely enough that outputs differ clearly."""
+    """Random weights with a spread at which outputs differ clearly."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -94,7 +94,7 @@ def scatter(model: nn.Module, seed: int) -> None:
 
 
 def pair_tokenizer() -> Tokenizer:
-    """One token a byte, [CLS] before and [SEP] after each text; of a pair the second has token type 1."""
+    """One token per byte, [CLS] before and [SEP] after each text; the second text of a pair has token type 1."""
     tokenizer = Tokenizer(models.BPE(vocab=json.loads(byte_tokenizer().to_str())["model"]["vocab"], merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -106,7 +106,7 @@ def pair_tokenizer() -> Tokenizer:
 
 
 def write_pair_tokenizer(folder: Path, types: bool = True) -> None:
-    """With `types` the tokenizer's settings say that a pair's token types are for the model."""
+    """`types`: whether tokenizer_config.json lists token types as a model input."""
     folder.mkdir(parents=True, exist_ok=True)
     pair_tokenizer().save(str(folder / "tokenizer.json"))
     config = {
@@ -131,8 +131,8 @@ def write_modules(
     normalize: bool = True,
     seed: int = 0,
 ) -> Path:
-    """Make a checkpoint's folder one of sentence-transformers: pooling by cls, mean or lasttoken, projections as (in,
-    out, activation) with a class of torch.nn, and a norm."""
+    """Adds the files of sentence-transformers to a folder: pooling (cls, mean or lasttoken), projections (in, out,
+    activation class of torch.nn), and normalization."""
     generator = torch.Generator().manual_seed(seed)
     modules = [("", "Transformer"), ("1_Pooling", "Pooling")]
     hidden = json.loads((folder / "config.json").read_text()).get("hidden_size", 48)

@@ -44,9 +44,9 @@ def write_gguf(
     pre: str | None = None,
     others: dict[str, gguf.GGMLQuantizationType] | None = None,
 ) -> Path:
-    """The folder's model as one file, with q and k in rotary pairs where llama.cpp has them so; or as several, of
-    `part_tensors` each, with the path that they are named after. With `pre` it has the folder's vocabulary of bytes,
-    for texts split by that rule. `others`: kinds of single matrices, by their name in a block."""
+    """Writes the model of a folder as one file, with q and k in rotary pairs as llama.cpp stores them; or as several
+    files of `part_tensors` tensors each, named after `path`. With `pre`, adds the byte vocabulary of the folder with
+    this pre-tokenizer. `others`: kinds of single matrices, by their name in a block."""
     config = json.loads((folder / "config.json").read_text())
     family = config["architectures"][0].removesuffix("ForCausalLM").lower()
     arch = "llama" if family == "mistral" else family
@@ -91,7 +91,7 @@ def write_gguf(
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, pre: str, config: dict[str, Any]) -> None:
-    """Byte-level BPE with one merge, of two spaces, and a token for each vector of the model."""
+    """Byte-level BPE with one merge (two spaces), and a token for each row of the embedding."""
     letters = sorted(byte_tokenizer().get_vocab(with_added_tokens=False).items(), key=lambda item: item[1])
     tokens = [letter for letter, _ in letters] + list(SPECIAL_TOKENS)
     tokens += ["ĠĠ"] + [f"<|unused_{n}|>" for n in range(len(tokens) + 1, config["vocab_size"])]
@@ -122,7 +122,7 @@ BERT = {
 def write_bert_gguf(
     folder: Path, words: list[str], kind: gguf.GGMLQuantizationType, pooling: gguf.PoolingType | None = None
 ) -> Path:
-    """A BERT folder's model as one file, with a vocabulary of these words in BERT's own writing."""
+    """Writes the model of a BERT folder as one file, with these words as WordPiece vocabulary."""
     config = json.loads((folder / "config.json").read_text())
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, "bert")
@@ -158,7 +158,7 @@ def write_bert_gguf(
 
 
 def bert_vocab(words: list[str]) -> dict[str, Any]:
-    """The fields of a WordPiece vocabulary: beginnings of words are marked, and not what follows."""
+    """The fields of a WordPiece vocabulary; GGUF marks the start of a word instead of its continuation."""
     special = [word in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") for word in words]
     pieces = [
         word if own else word[2:] if word.startswith("##") else f"▁{word}"
@@ -172,7 +172,7 @@ def bert_vocab(words: list[str]) -> dict[str, Any]:
 
 
 def add_family_facts(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any], head_dim: int) -> None:
-    """As llama.cpp's converter does."""
+    """Writes the fields that llama.cpp's converter writes."""
     rope = config["rope_parameters"]
     full = rope.get("full_attention", rope)
     writer.add_rope_freq_base(full["rope_theta"])
@@ -197,7 +197,7 @@ def add_family_facts(writer: gguf.GGUFWriter, arch: str, config: dict[str, Any],
 
 
 def pairs_from_halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Dimension i and i + half side by side."""
+    """Reorders rows so that dimensions i and i + half are adjacent."""
     out = torch.empty_like(rows)
     dim = len(rows) // num_heads
     for head in range(num_heads):

@@ -31,7 +31,7 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def write_byte_tokenizer(folder: Path) -> int:
-    """Write tokenizer.json and tokenizer_config.json into the folder; returns the number of token ids."""
+    """Writes tokenizer.json and tokenizer_config.json into the folder; returns the number of token ids."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = byte_tokenizer()
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -49,7 +49,7 @@ def write_byte_tokenizer(folder: Path) -> int:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that byte-level BPE writes for each byte, as GPT-2 began it."""
+    """The printable character of each byte in byte-level BPE, as in GPT-2."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     characters = {byte: chr(byte) for byte in printable}
     rest = (byte for byte in range(256) if byte not in characters)

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that chat models have, made on the spot, all with ChatML's control tokens."""
+"""Small tokenizers of the kinds that chat models use, made by the tests, all with ChatML's control tokens."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ def _byte_level(regex: str | None = None) -> Backend:
 
 
 def _pieces(add_space: Callable[[Backend], None]) -> Backend:
-    """Like Llama's: spaces as marks, and bytes for what no piece covers. Characters beyond ASCII have no piece."""
+    """Like Llama's: spaces are marked, and bytes encode text that no piece covers, such as all characters beyond
+    ASCII."""
     trained = Backend(models.BPE())
     trained.normalizer = normalizers.Replace(" ", "▁")
     plain = [text.encode("ascii", "ignore").decode() for text in CORPUS]
@@ -125,12 +126,12 @@ NOT_SPECIAL = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<｜Next�
 
 @lru_cache
 def _made(kind: str) -> str:
-    """Once, since training has not always the same result."""
+    """Trained once per process, since training is not deterministic."""
     return _KINDS[kind]().to_str()
 
 
 def make_tokenizer(kind: str, *, more: bool = False, **templates: str) -> Tokenizer:
-    """With `more` it has further control tokens, and added tokens that are ordinary text."""
+    """`more`: with further control tokens, and added tokens that are ordinary text."""
     backend = Backend.from_str(_made(kind))
     if more:
         backend.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in MORE_SPECIAL])

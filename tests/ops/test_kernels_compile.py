@@ -127,7 +127,7 @@ def experts():
 
 
 def attention():
-    x = of(HALF, "out query keys values sinks") | of(LONG, "table lengths given") | of(FLOAT, "sums stats")
+    x = of(HALF, "out query keys values sinks") | of(LONG, "table lengths host_ids") | of(FLOAT, "sums stats")
     x |= of(INT, "work totals arrived singles shares starts") | of("fp32", "scale soft_cap")
     x |= of(INT, "singles_out shares_out tiles_out")
     shape = dict(KV_HEADS=8, GROUP=4, DIM=128, BLOCK_D=128, BLOCK_N=64, PAGE=16, WINDOW=0, SOFT_CAP=False)
@@ -138,7 +138,7 @@ def attention():
     build(ATTENTION + "triton.varlen", "_tile_kernel", x, TILE=128, **shape)
     shape = dict(KV_HEADS=8, GROUP=4, PAGE=16, WINDOW=0)
     cuts = dict(TILE=128, MIN_SPLIT=256, MAX_SPLITS=32, TOGETHER=8192, CUT_SINGLES=True, BLOCK=256)
-    build(ATTENTION + "work_list", "_list_work_kernel", x, HAS_STARTS=True, given=None, **shape, **cuts)
+    build(ATTENTION + "work_list", "_list_work_kernel", x, HAS_STARTS=True, host_ids=None, **shape, **cuts)
     build(ATTENTION + "work_list", "_list_work_kernel", x, HAS_STARTS=False, starts=None, **shape, **cuts)
 
 

@@ -1,7 +1,7 @@
 """Mixture of experts: routing of tokens to experts, and the experts' gated MLPs.
 
-No count is read by the host: on CUDA grids come from shapes, and lists of tiles lie on the device. So a step with
-experts is captured as any other.
+The host reads no count: on CUDA, grids follow from shapes, and lists of tiles are built on the device. So a step with
+experts can be captured like any other.
 """
 
 from slipstream.ops.dispatch import by_device

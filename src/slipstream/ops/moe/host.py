@@ -1,4 +1,4 @@
-"""Expert MLPs on the CPU: tokens sorted by expert, one product for each expert that has tokens."""
+"""Expert MLPs on the CPU: tokens are sorted by expert, one GEMM per expert that has tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def expert_mlp(
     gate: Gate = "silu",
 ) -> torch.Tensor:
     """As the reference. A token's experts are added by descending score, so the sum does not depend on the batch."""
-    if x.is_cuda:  # float64, which must not read counts
+    if x.is_cuda:  # float64 on CUDA: reading counts would synchronize
         return reference.expert_mlp(x, routing, gate_up, down, batch_invariant, biases, gate)
     top_k = routing.ids.shape[1]
     flat = routing.ids.flatten().to(torch.int64)

@@ -23,7 +23,7 @@ class RouterRule:
     scores: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True  # the chosen experts' weights sum to 1 before `scale`
     scale: float = 1.0
-    # DeepSeek: only experts of the best `kept_groups` of `num_groups` groups of neighbours can be chosen
+    # DeepSeek: only experts of the best `kept_groups` of `num_groups` groups of adjacent experts can be chosen
     num_groups: int = 1
     kept_groups: int = 1
     group_score: Literal["max", "top2"] = "max"  # the score of a group: its best expert, or the sum of its best two

@@ -1,8 +1,8 @@
-// Attention over pages, read where they lie, for decodes and prefill chunks alike.
+// Attention over pages, read in place, for decode rows and prefill chunks.
 //
-// A tile is a few queries that share a head of keys: the heads of a group, of one token or of several tokens of a row.
-// Keys come in stretches that begin at multiples of 64 positions, with a running softmax. Each sum is made in an order
-// that depends on positions alone, so a token gets the same bits alone, in a chunk of any size, and in any batch.
+// A tile is a few queries of one KV head: the heads of a group, for one or several tokens of a row. Keys are processed
+// in stretches that start at multiples of 64 positions, with an online softmax. The order of each sum depends on
+// positions only, so a token gets the same bits alone, in a chunk of any size, and in any batch.
 #include <math.h>
 #include <stdint.h>
 
@@ -11,14 +11,14 @@
 #include "../native_vector.h"
 
 #define STRETCH 64
-#define QUERIES 32  // of a tile: they read the keys and values of a stretch while these are in the cache
-#define BLOCK 4     // keys whose products with a query share its loads
+#define QUERIES 32  // per tile: they read the keys and values of a stretch while these are in the cache
+#define BLOCK 4     // keys per load of a query
 #if defined(__AVX2__) && !defined(__AVX512F__)
-#define ROWS 2  // queries that share loads of keys and values; sums of more would not fit 16 registers
+#define ROWS 2  // queries per load of keys and values; more sums would not fit 16 registers
 #else
 #define ROWS 4
 #endif
-#define COLUMNS 4   // vectors of a value that are summed together
+#define COLUMNS 4   // vectors of a value per loop
 #define WIDTH SLIP_WIDTH
 #define WIDE (4 * WIDTH)  // divides a stretch
 #define INLINE static inline __attribute__((always_inline))
@@ -28,10 +28,10 @@ typedef float Four __attribute__((vector_size(16)));
 typedef struct {
     const float *query;
     float *out;
-    int64_t first, length;  // sees the positions [first, length)
+    int64_t first, length;  // visible positions: [first, length)
     float sink;             // score of a column that has no value; -INFINITY: there is none
 } Query;
-typedef float Stretch[STRETCH];  // a number for each key
+typedef float Stretch[STRETCH];  // one value per key
 
 // the sum of each of four vectors
 INLINE Four sum_lanes(const Vector *v) {
@@ -45,7 +45,7 @@ INLINE Four sum_lanes(const Vector *v) {
 #endif
 }
 
-// Scores of some queries with four keys. `rows` is a constant where this is used.
+// Scores of some queries with four keys. Callers pass a constant for `rows`.
 INLINE void score(int rows, const Query *queries, const float *const *keys, int64_t dim, float scale,
                   Stretch *scores) {
     Vector total[ROWS][BLOCK] = {0};
@@ -69,16 +69,16 @@ INLINE void score(int rows, const Query *queries, const float *const *keys, int6
     }
 }
 
-// x to exp(x - highest), as slip_exp has it, of WIDE numbers: the steps of four vectors alternate, since each waits for
-// the one before. Numbers above `highest` give anything.
+// exp(x - highest) of WIDE values, computed as in slip_exp; four vectors are interleaved to hide latency. The result
+// for values above `highest` is undefined.
 INLINE void exponentiate(float *x, float highest) {
     typedef int32_t Bits __attribute__((vector_size(sizeof(Vector))));
     const Vector least = slip_fill(-87.0f);
-    const float shift = 12582912.0f;  // 1.5 * 2^23: what is added to it is rounded to an integer, in its lowest bits
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding rounds to an integer, in the low bits
     Vector v[4], n[4], p[4];
     for (int k = 0; k < 4; k++) v[k] = slip_load(x + k * WIDTH) - highest;
     for (int k = 0; k < 4; k++) {
-        Bits low = v[k] < least;  // a NaN stays one
+        Bits low = v[k] < least;  // NaN propagates
         v[k] = (Vector)((low & (Bits)least) | (~low & (Bits)v[k]));
     }
 #define EACH(result, a, b, c) \
@@ -95,8 +95,8 @@ INLINE void exponentiate(float *x, float highest) {
         slip_store(x + k * WIDTH, (p[k] + 1.0f) * (Vector)(((Bits)n[k] << 23) + 0x3f800000));
 }
 
-// Scores to weights, in place, over [begin, end) of the stretch at `start`. Keys that the query does not see weigh 0. The
-// sums of the stretches before are scaled to the new maximum.
+// Scores to weights, in place, over [begin, end) of the stretch at `start`. Masked keys get weight 0. The sums of
+// earlier stretches are rescaled to the new maximum.
 static void weigh(const Query *query, float *scores, int64_t start, int64_t begin, int64_t end, int64_t dim, float cap,
                   float *best, float *total) {
     int64_t from = query->first - start > begin ? query->first - start : begin;
@@ -180,7 +180,7 @@ INLINE void add_all(int rows, const Query *queries, const float *const *values, 
     }
 #endif
 
-// Where the keys and values of positions [start + low, start + high) lie.
+// Addresses of the keys and values of positions [start + low, start + high).
 static void find_places(const SlipPages *pages, int64_t start, int64_t low, int64_t high, const float **keys,
                         const float **values) {
     int64_t page = (start + low) / pages->size, place = (start + low) % pages->size;
@@ -193,8 +193,8 @@ static void find_places(const SlipPages *pages, int64_t start, int64_t low, int6
     }
 }
 
-// Keys or values that are read several times are copied side by side: at the strides of the cache they would displace
-// each other in L1.
+// Keys or values that are read several times are copied to contiguous memory: at the strides of the cache they would
+// evict each other from L1.
 static void pack(const float **rows, int64_t begin, int64_t end, int64_t dim, int num_queries, float *packed) {
     if (num_queries <= ROWS) return;
     for (int64_t i = begin; i < end; i++) rows[i] = memcpy(packed + i * dim, rows[i], dim * sizeof(float));
@@ -217,7 +217,7 @@ static void attend_tile(const Query *queries, int num, const SlipPages *pages, i
         int64_t low = first > start ? first - start : 0, high = length - start < STRETCH ? length - start : STRETCH;
         int64_t begin = low / BLOCK * BLOCK, end = (high + BLOCK - 1) / BLOCK * BLOCK;
         find_places(pages, start, low, high, keys, values);
-        for (int64_t i = begin; i < end; i++) {  // around the tile's keys one of them stands in, which weighs 0
+        for (int64_t i = begin; i < end; i++) {  // outside of the tile's keys one of them is used, with weight 0
             if (i >= low && i < high) continue;
             keys[i] = keys[low];
             values[i] = values[low];
@@ -255,8 +255,9 @@ void slip_attend_tokens(const SlipHeads *heads, const SlipPages *pages, const fl
 }
 
 // query [tokens, heads, dim] with a stride between tokens; keys, values [pages, page_size, kv heads, dim]; tables
-// [rows, table_stride]; lengths [tokens]: how many positions each token sees. Tiles [tiles, 3]: row, first token, number of
-// tokens; without them each token is a row. sinks [heads] or NULL. window: how many keys are seen, 0 for all; cap: bound of the scores, 0 for none
+// [rows, table_stride]; lengths [tokens]: visible positions per token. Tiles [tiles, 3]: row, first token, number of
+// tokens; without them each token is a row. sinks [heads] or NULL. window: visible keys, 0 for all; cap: soft cap of
+// the scores, 0 for none
 void slip_attend(const float *query, float *out, const float *keys, const float *values, const int64_t *tables,
                  const int64_t *lengths, const int64_t *tiles, const float *sinks, float scale, float cap,
                  int64_t window, int64_t num_tiles, int64_t num_heads, int64_t num_kv_heads, int64_t dim,

@@ -1,4 +1,4 @@
-"""Attention by the C kernel: the pages of each row are read where they lie, by single tokens and by chunks."""
+"""Attention with the C kernel, which reads the pages of each row in place, for single tokens and for chunks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from numpy.typing import NDArray
 
 from slipstream.ops import native
 
-_TILE = 32  # tokens of a row that a thread takes at a time
+_TILE = 32  # tokens of a row per work item of a thread
 
 
 def serves_pages(lengths: torch.Tensor, dtype: torch.dtype, build: bool) -> bool:
-    """Whether `attend_in_place` takes rows with these lengths. With `build` missing kernels are compiled meanwhile."""
+    """Whether `attend_in_place` takes rows with these lengths. `build`: start compiling missing kernels."""
     if dtype is not torch.float32 or type(lengths) is not torch.Tensor or not lengths.is_cpu:
         return False
     if native.library() is None:
@@ -23,7 +23,7 @@ def serves_pages(lengths: torch.Tensor, dtype: torch.dtype, build: bool) -> bool
 
 
 def cut_tiles(num_tokens: NDArray[np.int32]) -> torch.Tensor:
-    """Of rows with these numbers of tokens, [tiles, 3] int64: row, first token, number of tokens."""
+    """The tiles of rows with these numbers of tokens, [tiles, 3] int64: row, first token, number of tokens."""
     counts = num_tokens.astype(np.int64)
     per_row = -(-counts // _TILE)
     rows = np.repeat(np.arange(len(counts)), per_row)
@@ -37,16 +37,16 @@ def attend_in_place(
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
     table: torch.Tensor,  # [B, width] int64 pages
-    lengths: torch.Tensor,  # [T] int64: positions that each token sees
-    tiles: torch.Tensor | None,  # of `cut_tiles`; None: one token a row
+    lengths: torch.Tensor,  # [T] int64: visible positions per token
+    tiles: torch.Tensor | None,  # from `cut_tiles`; None: one token per row
     scale: float,
     score_cap: float,  # 0: none
-    window: int,  # keys that are seen, the token's own among them; 0: all
+    window: int,  # visible keys including the token's own; 0: all
     sinks: torch.Tensor | None = None,  # [heads]: scores of a column that has no value
 ) -> torch.Tensor:
-    """Returns [T, heads, dim]. A token's result has the same bits whatever tile, chunk or batch it is in."""
+    """Returns [T, heads, dim]. The bits of a token's result do not depend on its tile, chunk or batch."""
     library = native.library()
-    assert library is not None, "ask serves_pages first"
+    assert library is not None, "call serves_pages first"
     num_tokens, num_heads, dim = query.shape
     assert query.stride()[1:] == (dim, 1) and keys.is_contiguous() and values.is_contiguous()
     assert table.stride(1) == 1 and lengths.is_contiguous() and len(lengths) == num_tokens

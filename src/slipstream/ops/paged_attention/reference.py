@@ -1,8 +1,8 @@
-"""Attention over pages by torch's scaled dot product, or step by step for bounded scores and for sinks.
+"""Attention over pages with torch's scaled_dot_product_attention, or in steps if scores have a soft cap.
 
-Slots are gathered into one stretch of keys a row. Masks are added to the scores, in the query's dtype: 0 where a key is
-seen, minus infinity where not. The weight of a masked slot is exactly 0, and 0 times NaN is NaN: so a row is given
-slots that it has filled, one of them again and again to make the stretch as long as the others.
+Slots are gathered into one contiguous range of keys per row. Masks are added to the scores, in the query's dtype: 0 for
+a visible key, -inf otherwise. The weight of a masked slot is exactly 0, but 0 times NaN is NaN: so a row gets only
+slots that it has written, one of them repeated to pad the range to the common length.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import torch.nn.functional as F
 
 
 def attend_single(
-    query: torch.Tensor,  # [B, heads, dim], one token a row
+    query: torch.Tensor,  # [B, heads, dim], one token per row
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
-    slots: torch.Tensor,  # [B * K] int64, page * page_size + place, those of one row after another
+    slots: torch.Tensor,  # [B * K] int64, page * page_size + position in the page, row by row
     mask: torch.Tensor,  # [B, 1, 1, K]
     scale: float,
-    score_cap: float = 0.0,  # scores are bounded to this by tanh; 0: they are not
+    score_cap: float = 0.0,  # soft cap of the scores (tanh); 0: none
     sinks: torch.Tensor | None = None,  # [heads]: one more score of each softmax, for which there is no value
 ) -> torch.Tensor:
-    """One token of each row over its keys. Returns [B, heads, dim]."""
+    """One token per row over its keys. Returns [B, heads, dim]."""
     num_rows, num_heads, dim = query.shape
     num_kv_heads = keys.shape[2]
-    # heads that share keys stand in for a sequence of queries: each key is read once, and nothing is repeated
+    # the query heads of a KV head take the place of a query sequence: each key is read once, without repetition
     grouped = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
     found, worth = _gather(keys, slots, num_rows), _gather(values, slots, num_rows)
     if score_cap or sinks is not None:
@@ -48,7 +48,7 @@ def attend_pages(
     """Several tokens of one row over its pages. Returns [T, heads, dim]."""
     if score_cap or sinks is not None:
         num_tokens, num_heads, dim = query.shape
-        # the heads that share a key head are one more dimension: [kv heads, sharing, T, dim]
+        # the query heads of a KV head are one more dimension: [kv heads, group, T, dim]
         grouped = query.view(num_tokens, keys.shape[2], -1, dim).permute(1, 2, 0, 3)
         found, worth = _gather(keys, slots, 1)[0].unsqueeze(1), _gather(values, slots, 1)[0].unsqueeze(1)
         columns = None if sinks is None else sinks.view(keys.shape[2], -1, 1, 1)
@@ -66,8 +66,8 @@ def attend_pages(
 
 
 def attend_chunk(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Tokens of one row that begin at position 0, all of them or the last alone: all their keys are at hand, [T, kv
-    heads, dim]; no page is read."""
+    """Tokens of one row from position 0 on, all of them or only the last. All keys are in `key` [T, kv heads, dim]; no
+    page is read."""
     is_causal = len(query) > 1
     query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
     out = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)

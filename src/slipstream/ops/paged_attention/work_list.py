@@ -4,8 +4,8 @@ Rows of one token are split along their keys, longer rows along their queries. T
 once per step and serve all sites of a cache group; attention kernels run a fixed grid over them, so a launch does not
 depend on the lengths and can be captured.
 
-How a row is split depends on its own length and on whether the step has room for few, some or many rows: the order of
-its sums is the same in all steps of one kind, whatever the other rows are. Consecutive splits form a share, and all
+The splits of a row depend on its length and on the row capacity of the step (small, medium or large): the order of its
+sums is the same in all steps of one kind, independent of the other rows. Consecutive splits form a share, and all
 shares have about equal work; which program computes a split depends on all rows.
 """
 
@@ -19,34 +19,34 @@ import triton.language as tl
 
 from slipstream.config.memory import MAX_SPLITS, SMALLEST_SPLIT
 
-# A row of one token is cut every so many keys, and every 2, 4, 8... times as many where that is over MAX_SPLITS cuts.
-# Few rows need many pieces to keep the device busy; among many rows a piece should be worth its beginning and end.
+# Keys per split of a row of one token, doubled until a row has at most MAX_SPLITS splits. Few rows need many splits to
+# keep the device busy; with many rows a split should amortize its fixed cost.
 FEW_ROWS, SPLIT_OF_FEW = 8, SMALLEST_SPLIT
 SOME_ROWS, SPLIT_OF_SOME = 128, 512
 SPLIT_OF_MANY = 1024
-SPLIT_COST = tl.constexpr(64)  # of a piece's beginning and end, in keys
+SPLIT_COST = tl.constexpr(64)  # fixed cost of a split, in keys
 
-# Tiles go longest first, so that equal shares of them take equal time. But those of rows with many are sorted only
-# among neighbours that have up to KEYS_TOGETHER keys: what they all read again and again stays in the device's cache.
-# A row with more than half as many has no such neighbours. Rows with fewer than FEW_TILES read little again, and come
-# before.
+# Tiles are sorted longest first, so that equal shares of them take equal time. Rows with many tiles are sorted only
+# within groups of adjacent rows with up to KEYS_TOGETHER keys in total, so that the keys of a group stay in the L2
+# cache. A row with more than half as many keys is a group of its own. Rows with fewer than FEW_TILES tiles reuse few
+# keys and come first.
 KEYS_TOGETHER = 12288
 FEW_TILES = tl.constexpr(8)
 
-RECORD = tl.constexpr(8)  # int32s of one piece of work
+RECORD = tl.constexpr(8)  # int32s per work item
 
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
     """`singles`, rows of one token: row, token, first key, keys of one split, number of splits, number of splits of
-    all singles before, length, keys that were there before the step. `tiles`: row, first token, number of tokens, first
+    all earlier singles, length, keys that existed before the step. `tiles`: row, first token, number of tokens, first
     query of the tile, length. A length of 0 marks padding, whose output is zero."""
 
     singles: torch.Tensor  # [B + 1, RECORD] int32
-    shares: torch.Tensor  # [shares + 1, 2] int32: the single, and the split of it, that a share begins with
-    tiles: torch.Tensor  # [capacity, RECORD] int32, those with the most keys first among neighbouring rows
-    totals: torch.Tensor  # [2] int32, how many of each there are
-    arrived: torch.Tensor  # [B, kv heads] int32, splits done; 0 between kernels
+    shares: torch.Tensor  # [shares + 1, 2] int32: first single of a share, and first split of that single
+    tiles: torch.Tensor  # [capacity, RECORD] int32, most keys first within a group of rows
+    totals: torch.Tensor  # [2] int32, number of singles, number of tiles
+    arrived: torch.Tensor  # [B, kv heads] int32, finished splits; 0 between kernels
     num_splits: int  # of all rows together
 
 
@@ -60,8 +60,8 @@ class WorkRows:
     num_tokens: int
     max_length: int  # at least every length
     # [T] int64, token ids from the host, -1 where the device sampled one. In a step of one token per row without host
-    # token ids, all keys but the newest of each row were there before the step. None: not known
-    given: torch.Tensor | None = None
+    # token ids, all keys but the newest of each row existed before the step. None: not known
+    host_ids: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,17 +69,17 @@ class WorkHeads:
     num_heads: int
     num_kv_heads: int
     page_size: int
-    tile: int  # queries times heads of a tile
-    window: int = 0  # 0: all keys are seen
+    tile: int  # queries x heads per tile
+    window: int = 0  # 0: all keys are visible
 
 
 @dataclass(frozen=True, slots=True)
 class WorkCuts:
-    num_split_programs: int = 1  # splits go into no more shares than this
-    min_split: int | None = None  # keys of the smallest split; None: by the number of rows
+    num_split_programs: int = 1  # maximum number of shares
+    min_split: int | None = None  # minimum keys per split; None: by the number of rows
     max_splits: int = MAX_SPLITS
     keys_together: int = KEYS_TOGETHER
-    cut_singles: bool = True  # False: a row of one token is a tile like any other, and one kernel does all work
+    cut_singles: bool = True  # False: rows of one token are tiles too, and one kernel computes everything
 
 
 def build_work_list(rows: WorkRows, heads: WorkHeads, cuts: WorkCuts) -> WorkList:
@@ -110,7 +110,7 @@ def build_work_list(rows: WorkRows, heads: WorkHeads, cuts: WorkCuts) -> WorkLis
         work.arrived,
         lengths,
         query_starts,
-        rows.given if query_starts is None else None,
+        rows.host_ids if query_starts is None else None,
         page_table,
         page_table.stride(0),
         num_rows,
@@ -133,7 +133,7 @@ def build_work_list(rows: WorkRows, heads: WorkHeads, cuts: WorkCuts) -> WorkLis
 
 
 def split_keys(num_rows: int) -> int:
-    """After how many keys a row is cut in a step with room for so many rows."""
+    """Keys per split in a step with a capacity of `num_rows` rows."""
     if num_rows <= FEW_ROWS:
         return SPLIT_OF_FEW
     return SPLIT_OF_SOME if num_rows <= SOME_ROWS else SPLIT_OF_MANY
@@ -142,21 +142,21 @@ def split_keys(num_rows: int) -> int:
 def max_splits_of_row(
     max_length: int, window: int = 0, min_split: int = SPLIT_OF_FEW, max_splits: int = MAX_SPLITS
 ) -> int:
-    """Of any row of up to `max_length` positions."""
+    """Maximum number of splits of a row with up to `max_length` positions."""
     if window:
         max_length = min(max_length, window + ALIGN.value)
     return max(1, min(max_splits, triton.cdiv(max_length, min_split)))
 
 
-TILES = tl.constexpr(64)  # listed at a time
-ALIGN = tl.constexpr(128)  # a window's first split begins at a multiple of it; blocks of keys divide it
+TILES = tl.constexpr(64)  # listed per loop iteration
+ALIGN = tl.constexpr(128)  # the first split of a window starts at a multiple of it; the key block size divides it
 
 
 # grid: (rows + 1,); program b counts the work of the rows before row b and lists row b's. The last one takes tokens
 # that belong to no row.
 @triton.jit(
     do_not_specialize=["table_stride", "num_rows", "num_tokens", "num_split_programs"],
-    do_not_specialize_on_alignment=["lengths", "starts", "given", "table"],
+    do_not_specialize_on_alignment=["lengths", "starts", "host_ids", "table"],
 )
 def _list_work_kernel(
     singles_out,
@@ -166,7 +166,7 @@ def _list_work_kernel(
     arrived,
     lengths,
     starts,
-    given,
+    host_ids,
     table,
     table_stride,
     num_rows,
@@ -189,10 +189,10 @@ def _list_work_kernel(
     singles_before = 0
     splits_before = 0
     tiles_before = 0
-    keys_before = tl.cast(0, tl.int64)  # of rows of many tiles
+    keys_before = tl.cast(0, tl.int64)  # of rows with many tiles
     cost_before = tl.cast(0, tl.int64)  # of splits
     cost_of_all = tl.cast(0, tl.int64)
-    largest_given = tl.cast(0 if given is None else -1, tl.int64)
+    largest_given = tl.cast(0 if host_ids is None else -1, tl.int64)
     for first in range(0, num_rows + 1, BLOCK):
         rows = first + lanes
         start, count, length = _read_rows(
@@ -208,8 +208,8 @@ def _list_work_kernel(
         tiles = tl.where((rows < row) & ~single, tl.cdiv(count * GROUP, TILE), 0)
         tiles_before += tl.sum(tiles)
         keys_before += tl.sum(_held(tiles, length, TOGETHER))
-        if given is not None:
-            largest_given = tl.maximum(largest_given, tl.max(tl.load(given + rows, mask=rows < num_rows, other=-1)))
+        if host_ids is not None:
+            largest_given = tl.maximum(largest_given, tl.max(tl.load(host_ids + rows, mask=rows < num_rows, other=-1)))
 
     start, count, length = _read_rows(row, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE)
     if (count == 1) & CUT_SINGLES:
@@ -223,9 +223,9 @@ def _list_work_kernel(
         tl.store(record + 5, splits_before)
         tl.store(record + 6, length)
         tl.store(record + 7, tl.where(largest_given < 0, tl.maximum(length - 1, 0), 0))
-        # the shares that begin in this row, each at the split nearest to its equal part of all work
+        # the shares that start in this row, each at the split nearest to its equal part of the total work
         cost_after = cost_before + length - begin + splits * SPLIT_COST
-        # never 0; but the compiler, before it has looked into the loop, divides by the 0 that it begins with
+        # never 0; but the compiler's analysis divides by the initial 0 before it has seen the loop
         divisor = tl.maximum(cost_of_all, 1)
         share_end = tl.cdiv(cost_after * num_split_programs, divisor).to(tl.int32)
         for first in range(tl.cdiv(cost_before * num_split_programs, divisor).to(tl.int32), share_end, BLOCK):
@@ -271,7 +271,7 @@ def _list_work_kernel(
     if row == num_rows:
         tl.store(totals, singles_before)
         tl.store(totals + 1, tiles_before)
-        # the end of the last share; and of all, where there is nothing to share
+        # the end of the last share; of all shares if there are no splits
         for first in range(tl.where(cost_of_all > 0, num_split_programs, 0), num_split_programs + 1, BLOCK):
             share = first + lanes
             tl.store(shares_out + share * 2, singles_before, mask=share <= num_split_programs)
@@ -285,7 +285,8 @@ def _list_work_kernel(
 def _read_rows(
     row, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS: tl.constexpr, PAGE: tl.constexpr
 ):
-    """First token, number of tokens and length of one or many rows; row `num_rows` has what is left of the tokens."""
+    """First token, number of tokens and length of one or many rows; row `num_rows` has the remaining (padding)
+    tokens."""
     mine = row < num_rows
     if HAS_STARTS:
         start = tl.load(starts + row, mask=row <= num_rows, other=0)
@@ -297,13 +298,13 @@ def _read_rows(
     length = tl.load(lengths + row, mask=mine, other=0).to(tl.int32)
     last = tl.maximum(length - 1, 0) // PAGE
     page = tl.load(table + row.to(tl.int64) * table_stride + last, mask=mine & (length > 0), other=0)
-    # a row whose newest position lies in page 0 is padding
+    # a row whose newest position is in the null page is padding
     return start, count, tl.where(page == 0, 0, length)
 
 
 @triton.jit
 def _cut_keys(length, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """First key of the first split, keys of one split, number of splits (1 for padding: its output is written too)."""
+    """First key of the first split, keys per split, number of splits (1 for padding: its output is written too)."""
     begin = length * 0
     if WINDOW:
         begin = tl.maximum(length - WINDOW, 0) // ALIGN * ALIGN
@@ -315,29 +316,29 @@ def _cut_keys(length, WINDOW: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_SPLITS:
 
 @triton.jit
 def _last_key(query, count, length, GROUP: tl.constexpr, TILE: tl.constexpr):
-    """Keys up to the last one that a tile sees which begins with this query."""
+    """Number of keys up to the last one visible to a tile that starts with this query."""
     seen = length - count + (query + TILE - 1) // GROUP + 1
     return tl.where(length > 0, tl.minimum(length, seen), 0)
 
 
 @triton.jit
 def _held(tiles, length, TOGETHER: tl.constexpr):
-    """Keys that a row takes up of those that its company may have."""
+    """Keys of a row that count towards the limit of its sorting group."""
     whole = tl.cdiv(length, TOGETHER) * TOGETHER
     return tl.where(tiles < FEW_TILES, 0, tl.where(2 * length > TOGETHER, whole, length)).to(tl.int64)
 
 
 @triton.jit
 def _company(tiles, before, held, TOGETHER: tl.constexpr):
-    """Number of the company that a row is sorted in, by where its last key comes; 0 is that of rows with few tiles."""
+    """Index of the sorting group of a row, from the running number of its last key; 0: rows with few tiles."""
     return tl.where(tiles < FEW_TILES, 0, 1 + (before + tl.maximum(held, 1) - 1) // TOGETHER)
 
 
 @triton.jit
 def _tiles_ahead(
     row,
-    keys,  # [TILES] that a tile of this row sees
-    neighbours,  # number of this row's company
+    keys,  # [TILES] visible to a tile of this row
+    neighbours,  # sorting group of this row
     lengths,
     starts,
     table,
@@ -351,8 +352,8 @@ def _tiles_ahead(
     TOGETHER: tl.constexpr,
     CUT_SINGLES: tl.constexpr,
 ):
-    """How many tiles of other rows come before each of these: all of an earlier company, those with more keys of the
-    same one, and of those with as many the ones of earlier rows."""
+    """How many tiles of other rows come before each of these: all tiles of earlier groups, tiles of the same group with
+    more keys, and tiles of earlier rows with equally many."""
     ROWS: tl.constexpr = 64
     lanes = tl.arange(0, ROWS)
     ahead = keys * 0
@@ -368,7 +369,7 @@ def _tiles_ahead(
         if tl.sum(tiles) > 0:
             company = _company(tiles, keys_before + tl.cumsum(held, 0) - held, held, TOGETHER)
             tiles = tl.where(rows == row, 0, tiles)
-            # the tiles of a row see ever more keys: those with more than some number begin at one of them
+            # visible keys increase with the tiles of a row: the tiles with more than some number are a suffix
             limit = keys[None, :] - tl.where(rows < row, 1, 0)[:, None]
             past = limit - tl.where(length > 0, length - count, 0)[:, None]
             fewer = tl.minimum(tl.maximum(past, 0) * GROUP // TILE, tiles[:, None])

@@ -1,8 +1,8 @@
-"""Grouped products of experts on CUDA: a program multiplies a tile of one expert's tokens with some of its outputs.
+"""Grouped GEMMs of experts on CUDA: a program multiplies a tile of one expert's tokens with a block of its outputs.
 
-A tile reads only its expert's weights, so a step of few tokens streams the touched experts alone. Sums run over the
-inputs in one order, and a token's experts are added by a second pass in routing order: no atomics, so a result does
-not depend on the batch beyond the tile size.
+A tile reads only the weights of its expert, so a step of few tokens streams only the experts that have tokens. Sums run
+over the inputs in one order, and a second pass adds a token's experts in routing order, without atomics: a result
+depends on the batch only through the tile size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class GroupedTile(NamedTuple):
 
 
 BATCH_INVARIANT = GroupedTile(64, 64, 64, 4, 4)
-_GATES: tuple[Gate, ...] = ("silu", "gelu_tanh", "clamped_swiglu")  # by number, as the kernel knows them
+_GATES: tuple[Gate, ...] = ("silu", "gelu_tanh", "clamped_swiglu")  # the kernel uses the index
 ALPHA, LIMIT = tl.constexpr(CLAMP_ALPHA), tl.constexpr(CLAMP_LIMIT)
 
 
@@ -44,7 +44,7 @@ def expert_mlp(
     if not num_tokens:
         return torch.empty_like(x)
     inner = down.shape[2]
-    each = num_tokens * top_k / len(gate_up)  # mean pairs of an expert
+    each = num_tokens * top_k / len(gate_up)  # mean pairs per expert
     tile = BATCH_INVARIANT if batch_invariant else grouped_tile(each)
     tiles = sort_by_expert(routing.ids, len(gate_up), tile.pairs)
     hidden = torch.empty(num_tokens * top_k, inner, dtype=x.dtype, device=x.device)
@@ -56,7 +56,7 @@ def expert_mlp(
 
 
 def grouped_tile(each: float) -> GroupedTile:
-    """By the mean number of tokens of an expert."""
+    """The tile for a mean number of tokens per expert."""
     if each <= 16:
         return GroupedTile(16, 64, 128, 4, 4)
     if each <= 64:
@@ -166,7 +166,7 @@ def _grouped_kernel(
         if GATED:
             ups += tl.load(biases + num_out, mask=inside, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        # rounded as a product of its own would be
+        # rounded as the output of a separate GEMM would be
         gate = total.to(out.dtype.element_ty).to(tl.float32)
         up = ups.to(out.dtype.element_ty).to(tl.float32)
         if GATE == 2:

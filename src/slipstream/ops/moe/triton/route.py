@@ -11,11 +11,11 @@ from slipstream.ops.moe.reference import RouterRule, Routing
 
 
 def route(logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None = None) -> Routing:
-    """As the reference. Of equal scores the expert of the lower number is chosen."""
+    """As the reference. Of equal scores the expert with the lower index is chosen."""
     num_tokens, num_experts = logits.shape
     size = num_experts // rule.num_groups
     if rule.num_groups > 1 and num_experts & (num_experts - 1) | rule.num_groups & (rule.num_groups - 1):
-        return reference.route(logits, rule, bias)  # the kernel's groups are of powers of two
+        return reference.route(logits, rule, bias)  # the kernel needs groups of a power of two
     assert logits.stride(1) == 1 and size * rule.num_groups == num_experts
     ids = torch.empty(num_tokens, rule.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, rule.top_k, dtype=torch.float32, device=logits.device)

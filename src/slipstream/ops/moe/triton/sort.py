@@ -1,6 +1,6 @@
-"""Sorts (token, expert) pairs by expert and cuts each expert's run into tiles, on the device.
+"""Sorts (token, expert) pairs by expert and splits each expert's range into tiles, on the device.
 
-A pair is named by its place in the routing: token * top_k + choice.
+A pair is identified by its index in the routing: token * top_k + choice.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 4096  # pairs that a program looks at at once
+_BLOCK = 4096  # pairs per loop iteration
 
 
 class ExpertTiles(NamedTuple):
-    order: torch.Tensor  # [pairs] pairs by expert, those of one expert in their own order
-    table: torch.Tensor  # [3, max tiles] expert (-1: no tile), first place in `order`, end of the expert's run
-    size: int  # pairs in a tile
+    order: torch.Tensor  # [pairs] pairs sorted by expert, stable
+    table: torch.Tensor  # [3, max tiles] expert (-1: no tile), first index in `order`, end of the expert's range
+    size: int  # pairs per tile
 
 
 def sort_by_expert(ids: torch.Tensor, num_experts: int, size: int) -> ExpertTiles:
-    """The tiles of ids [tokens, top_k]. The number of tiles in the table follows from shapes alone."""
+    """The tiles of ids [tokens, top_k]. The table size follows from shapes only."""
     num_pairs = ids.numel()
     max_tiles = triton.cdiv(num_pairs, size) + min(num_experts, num_pairs)
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)

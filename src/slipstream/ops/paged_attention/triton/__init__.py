@@ -1,4 +1,5 @@
-"""Attention over pages on CUDA. All kernels run a fixed grid over work that `work_list.py` listed on the device."""
+"""Attention over pages on CUDA. All kernels run a fixed grid over the work list that `work_list.py` builds on the
+device."""
 
 from slipstream.ops.paged_attention.triton.decode import (
     Partials,

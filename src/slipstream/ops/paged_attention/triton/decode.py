@@ -1,7 +1,7 @@
-"""Decode on CUDA: rows of one token, cut along their keys.
+"""Decode attention on CUDA: rows of one token, split along their keys.
 
-Query heads that share a key head are rows of one tile, so that each key is read once for all of them. The last split
-of a row to be done joins them all, in the order of the keys.
+The query heads of a KV head are the rows of one tile, so that each key is read once for all of them. The last split of
+a row to finish merges all splits, in key order.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from slipstream.ops.paged_attention.triton.split_schedule import read_single, sp
 from slipstream.ops.paged_attention.work_list import FEW_ROWS, WorkList
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
-HOPPER_HEADS = 32  # that share keys; the sums of more find no registers
+HOPPER_HEADS = 32  # query heads per KV head; more would need too many registers
 
 
 @dataclass(frozen=True, slots=True)
 class Partials:
-    """What the splits of a row leave for the last of them to join."""
+    """Partial results of the splits of a row, which the last split merges."""
 
     sums: torch.Tensor  # [splits, heads, dim] float32
-    stats: torch.Tensor  # [splits, heads, 2] float32: top score, sum of weights
+    stats: torch.Tensor  # [splits, heads, 2] float32: maximum score, sum of weights
 
 
 def make_partials(work: WorkList, num_heads: int, head_dim: int) -> Partials:
@@ -59,7 +59,7 @@ def attend_splits(
     sinks: torch.Tensor | None = None,  # [heads]
     shape: KernelShape | None = None,
 ) -> None:
-    """Rows of one token. Tokens of other rows are left alone. A `shape` asks for the kernel in this file."""
+    """Rows of one token. Output of other rows is not written. A `shape` selects the portable kernel of this file."""
     num_heads, dim = query.shape[1:]
     page_size, num_kv_heads = keys.shape[1:3]
     check_layout(out, query, keys, values)
@@ -109,10 +109,10 @@ def num_split_programs(
     num_rows: int,
     is_plain: bool = True,
 ) -> int:
-    """Into how many shares the splits of a step should go: as many as programs of the kernel run at once. `is_plain`:
-    without a window, a soft cap and sinks."""
+    """The number of shares for the splits of a step: the number of programs that run at once. `is_plain`: without a
+    window, a soft cap and sinks."""
     if is_plain and _uses_hopper(device, dtype, num_heads // num_kv_heads, head_dim, page_size):
-        programs_per_sm = 1 if num_rows <= FEW_ROWS else 2  # with few rows each has larger blocks
+        programs_per_sm = 1 if num_rows <= FEW_ROWS else 2  # with few rows each program has larger blocks
     else:
         programs_per_sm = decode_shape(head_dim, dtype.itemsize).programs_per_sm
     return max(1, programs_per_sm * device_facts(device)[0] // num_kv_heads)
@@ -123,10 +123,10 @@ def _uses_hopper(device: torch.device, dtype: torch.dtype, group: int, dim: int,
 
 
 def decode_shape(head_dim: int, itemsize: int) -> KernelShape:
-    width = pad_dim(head_dim) * itemsize  # bytes of one key
+    width = pad_dim(head_dim) * itemsize  # bytes per key
     if width <= 256:
         return KernelShape(keys=64, warps=4, stages=3, programs_per_sm=3)
-    # a third program would find no registers
+    # there are no registers for a third program
     return KernelShape(keys=32, warps=4, stages=3 if width <= 512 else 2, programs_per_sm=2)
 
 
@@ -208,7 +208,7 @@ def _split_kernel(
                 tl.store(stats + partial * 2, top, mask=lane < GROUP)
                 tl.store(stats + partial * 2 + 1, total, mask=lane < GROUP)
         if (num_splits > 1) & (split < stop):
-            # every thread's stores are made before one of them tells of it
+            # all threads store their partial results before one increments the counter
             tl.debug_barrier()
             counter = arrived + row * KV_HEADS + kv_head
             before = tl.atomic_add(counter, stop - split, sem="acq_rel", scope="gpu")
@@ -244,7 +244,7 @@ def _join(
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """All splits of a row and kv head into its output, a few at a time, in the order of the keys."""
+    """Merges all splits of a row and kv head into its output, a few at a time, in key order."""
     LANES: tl.constexpr = triton.next_power_of_2(GROUP)
     SPLITS: tl.constexpr = triton.next_power_of_2(triton.cdiv(32, LANES))
     split = tl.arange(0, SPLITS)
@@ -257,7 +257,7 @@ def _join(
     for start in range(0, num_splits, SPLITS):
         partial = (first + start + split)[:, None] * (KV_HEADS * GROUP) + head[None, :]
         mask = (start + split < num_splits)[:, None] & (lane < GROUP)[None, :]
-        # past the L1: other multiprocessors wrote these
+        # bypass L1: other multiprocessors wrote these
         tops = tl.load(stats + partial * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
         totals = tl.load(stats + partial * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
         part = tl.load(
@@ -267,7 +267,7 @@ def _join(
             cache_modifier=".cg",
         )
         higher = tl.maximum(top, tl.max(tops, 0))
-        # lanes past the group have no top
+        # lanes past the group have no maximum
         base = tl.where(higher == float("-inf"), 0.0, higher)
         fade = tl.exp2(top - base)
         weight = tl.exp2(tops - base[None, :])

@@ -1,8 +1,8 @@
-"""What the kernels for Hopper share: pages brought by tensor copies, and what must not be read of them.
+"""Shared parts of the Hopper kernels: TMA copies of pages, and masking of data past the end of a row.
 
-They are written in Gluon, in which a program's warps have different jobs: some fetch keys and values as far ahead as
-there is room, the others compute. Gluon has no interpreter: `tests/ops/test_kernels_compile.py` compiles them anywhere,
-`-m cuda` runs them.
+The kernels are written in Gluon, in which the warps of a program have different roles: producer warps load keys and
+values as far ahead as the pipeline allows, consumer warps compute. Gluon has no interpreter:
+`tests/ops/test_kernels_compile.py` compiles the kernels on any machine, `pytest -m cuda` runs them.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 
 def describe(cache: torch.Tensor, block_keys: int) -> Any:
-    """Keys or values, for copies of a page (or of a block out of a larger one) of one head."""
+    """TMA descriptor of keys or values, for copies of a page (or of a block of a larger page) of one head."""
     num_pages, page_size, num_kv_heads, dim = cache.shape
-    assert cache.is_contiguous(), f"pages must lie in one piece, not with strides {cache.stride()}"
+    assert cache.is_contiguous(), f"pages must be contiguous, their strides are {cache.stride()}"
     box = [min(page_size, block_keys), dim]
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)  # for 16 bits, whichever they are
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16)  # the same for both 16-bit dtypes
     return TensorDescriptor.from_tensor(cache.view(num_pages * page_size, num_kv_heads * dim), box, layout)
 
 
 @gluon.jit
 def copy_block(
     source,
-    pages,  # of the row
+    pages,  # page table of the row
     start,
     length,
     kv_head,
@@ -38,7 +38,7 @@ def copy_block(
     BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr,
 ):
-    """Start copying the keys or values from `start` on; `there` counts their bytes."""
+    """Starts the copies of the keys or values from `start` on; the barrier `there` counts their bytes."""
     SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
     for part in gl.static_range(BLOCK_N // SIZE):
         where = [_find(pages, start + part * SIZE, length, PAGE), kv_head * DIM]
@@ -47,8 +47,8 @@ def copy_block(
 
 @gluon.jit
 def find_places(pages, start, length, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
-    """Where the keys from `start` on lie, one number for each page: the first half of `copy_block`, for blocks of few
-    pages, since a fetching warp has few registers."""
+    """Slots of the keys from `start` on, one per page: the first half of `copy_block`, for blocks of few pages, since a
+    producer warp has few registers."""
     SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
     places = ()
     for part in gl.static_range(BLOCK_N // SIZE):
@@ -58,7 +58,7 @@ def find_places(pages, start, length, BLOCK_N: gl.constexpr, PAGE: gl.constexpr)
 
 @gluon.jit
 def copy_places(source, places, kv_head, there, block, DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
-    """The second half: start copying the keys or values that lie there."""
+    """The second half of `copy_block`: starts the copies from these slots."""
     SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
     for part in gl.static_range(BLOCK_N // SIZE):
         where = [places[part], kv_head * DIM]
@@ -67,14 +67,15 @@ def copy_places(source, places, kv_head, there, block, DIM: gl.constexpr, BLOCK_
 
 @gluon.jit
 def _find(pages, key, length, PAGE: gl.constexpr):
-    """Up to the row's `length` keys are its own, seen or not; past it comes the null page, which may hold anything."""
+    """The slot of a key. Keys up to `length` belong to the row; past it the null page is used, which may hold
+    anything."""
     page = gl.load(pages + key // PAGE, mask=key < length, other=0).to(gl.int32)
     return page * PAGE + key % PAGE
 
 
 @gluon.jit
 def clear_past_end(values, num_valid, LINES: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Zeros past the end of a row: a page keeps what others left in it, and 0 times what they left may be NaN."""
+    """Writes zeros past the end of a row: a page may hold old values, and 0 times an old value may be NaN."""
     PIECE: gl.constexpr = 32
     for first in gl.static_range(0, BLOCK_N, PIECE):
         piece = values.slice(first, PIECE)

@@ -1,9 +1,9 @@
-"""Decode on Hopper: one warp fetches keys and values, across splits and rows, and four compute.
+"""Decode attention on Hopper: one producer warp loads keys and values, across splits and rows, and four warps compute.
 
-The same work as in `decode.py`. Memory is never idle between two rows: while the sums of one are stored and joined, the
-keys of the next are on their way. Keys are the left side of products, since the matrix units take 64 rows at a time and
-heads that share keys are few: what is computed for nothing takes time, and power from the products beside. Keys that
-were there before the step are fetched while the kernels before still make the newest.
+The same work as in `decode.py`. Memory is never idle between two rows: while the sums of one row are stored and merged,
+the keys of the next are in flight. Keys are the left operand of the MMAs, since tensor cores take 64 rows at a time and
+a group has few query heads: padding would cost time and power. Keys that existed before the step are loaded while the
+previous kernels still compute the newest ones.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from slipstream.ops.paged_attention.triton.split_schedule import read_single, sp
 from slipstream.ops.paged_attention.work_list import FEW_ROWS, RECORD, WorkList
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
-# A block takes its time, large or small, and with few rows that counts most: then a program has a multiprocessor for
-# itself. Two share one else, each with half the registers.
+# A block has a fixed cost, large or small, which matters most with few rows: then blocks are larger and a
+# multiprocessor runs one program. Otherwise it runs two, each with half the registers.
 BLOCK_KEYS, FEW_BLOCK_KEYS = gl.constexpr(64), 128
-EVEN_REGISTERS, FEW_EVEN_REGISTERS = 128, 168  # a thread
+EVEN_REGISTERS, FEW_EVEN_REGISTERS = 128, 168  # per thread
 FETCH_REGISTERS, FEW_FETCH_REGISTERS = gl.constexpr(24), gl.constexpr(40)
 
 
@@ -106,7 +106,7 @@ def _split_kernel(
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DIM], DTYPE)
     k = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
     v = gl.allocate_shared_memory(DTYPE, [STAGES, BLOCK_N, DIM], SHARED)
-    # the right sides of products
+    # the right operands of the MMAs
     LANES: gl.constexpr = max(8, triton.next_power_of_2(GROUP))
     queries = gl.allocate_shared_memory(DTYPE, [LANES, DIM], SHARED)
     weights = gl.allocate_shared_memory(DTYPE, [LANES, BLOCK_N], SHARED)
@@ -135,7 +135,7 @@ def _fetch(
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """One warp: keys and values of this program's share, in their order."""
+    """The producer warp: loads keys and values of this program's share, in order."""
     keys, values, table, table_stride, singles, shares = sources
     k, v, there, used = blocks
     kv_head, first, first_split, last, last_split, end = splits_of_program(shares, KV_HEADS)
@@ -147,7 +147,7 @@ def _fetch(
         pages = table + row * table_stride
         settled = gl.load(singles + gl.cast(single, gl.int64) * RECORD + 7)
         for start in range(begin + split * size, gl.minimum(begin + stop * size, length), BLOCK_N):
-            # looked up while there is no room yet
+            # page lookup before the wait for a free stage
             places = find_places(pages, start, length, BLOCK_N, PAGE)
             if start + BLOCK_N > settled:
                 wait_for_previous(DEPENDENT)
@@ -172,13 +172,13 @@ def _compute(
     STAGES: gl.constexpr,
     DEPENDENT: gl.constexpr,
 ):
-    """Four warps: the sums of this program's share, and the output of rows whose last split is among them."""
+    """The consumer warps: the sums of this program's share, and the output of rows whose last split is in it."""
     out, query, singles, shares, arrived, sums, stats, scale, query_token, query_head, out_token, out_head = tensors
     k, v, there, used = blocks
     queries, weights = own
     DTYPE: gl.constexpr = query.dtype.element_ty
     LANES: gl.constexpr = queries.shape[0]
-    # [keys or dimensions, heads]: all that a head needs of its own lies in columns
+    # [keys or dimensions, heads]: a head is a column
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LANES, 16])
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [4, 1], [1, 0])
     factor = scale * LOG2E
@@ -198,12 +198,12 @@ def _compute(
         )
         q_place = token * query_token + (kv_head * GROUP + q_lane) * query_head + q_dim
         q = gl.load(query + q_place, mask=(q_lane < GROUP) & (q_dim < DIM), other=0.0)
-        gl.thread_barrier()  # all are done with the queries of the row before
+        gl.thread_barrier()  # all warps have finished with the queries of the previous row
         queries.store(q)
         fence_async_shared()
         gl.thread_barrier()
         for index in range(split, stop):
-            # heads past the group weigh nothing
+            # heads past the group have weight 0
             top = gl.where(lane < GROUP, float("-inf"), 1e30)
             totals = gl.zeros([BLOCK_N, LANES], gl.float32, SUMS)
             acc = gl.zeros([DIM, LANES], gl.float32, SUMS)
@@ -242,7 +242,7 @@ def _compute(
                 gl.store(stats + partial * 2, top, mask=lane < GROUP)
                 gl.store(stats + partial * 2 + 1, total, mask=lane < GROUP)
         if (num_splits > 1) & (split < stop):
-            # every thread's stores are made before one of them tells of it
+            # all threads store their partial results before one increments the counter
             gl.thread_barrier()
             counter = arrived + row * KV_HEADS + kv_head
             before = gl.atomic_add(counter, stop - split, sem="acq_rel", scope="gpu")
@@ -276,10 +276,10 @@ def _join(
     GROUP: gl.constexpr,
     DIM: gl.constexpr,
 ):
-    """All splits of a row and kv head into its output, a few at a time, in the order of the keys."""
+    """Merges all splits of a row and kv head into its output, a few at a time, in key order."""
     LANES: gl.constexpr = triton.next_power_of_2(GROUP)
     SPLITS: gl.constexpr = triton.next_power_of_2(triton.cdiv(32, LANES))
-    # warps side by side over the heads where there are enough: then each sums all its splits alone
+    # warps are spread over the heads if there are enough, so that each warp sums all splits of its heads
     WARPS: gl.constexpr = [1, 4, 1] if LANES >= 4 else [4, 1, 1]
     PARTS: gl.constexpr = gl.BlockedLayout([1, 1, DIM // 32], [1, 1, 32], WARPS, [2, 1, 0])
     EACH: gl.constexpr = gl.SliceLayout(2, PARTS)  # [SPLITS, LANES]
@@ -294,13 +294,13 @@ def _join(
     for start in range(0, num_splits, SPLITS):
         partial = (first + start + split) * (KV_HEADS * GROUP) + head
         mask = (start + split < num_splits) & (lane < GROUP)
-        # past the L1: other multiprocessors wrote these
+        # bypass L1: other multiprocessors wrote these
         tops = gl.load(stats + partial * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
         totals = gl.load(stats + partial * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
         where = sums + gl.expand_dims(partial * DIM, 2) + gl.expand_dims(gl.expand_dims(dim, 0), 0)
         part = gl.load(where, mask=gl.expand_dims(mask, 2), other=0.0, cache_modifier=".cg")
         higher = gl.maximum(top, gl.max(tops, 0))
-        # lanes past the group have no top
+        # lanes past the group have no maximum
         base = gl.where(higher == float("-inf"), 0.0, higher)
         fade = gl.exp2(top - base)
         weight = gl.exp2(tops - gl.expand_dims(base, 0))

@@ -1,8 +1,8 @@
-"""Prefill and mixed steps on Hopper: two warps fetch, two groups of four warps compute.
+"""Prefill and mixed steps on Hopper: two producer warps, two consumer warpgroups.
 
-The same work and the same sums as in `varlen.py`. One warp brings keys and one brings values, and the queries of the
-next tile as soon as those of the last are done with. Each group of four computes half of a tile: it scores one block of
-keys while the products with the values of the block before it are still being made.
+The same work and the same sums as in `varlen.py`. One warp loads keys and one loads values, and the queries of the next
+tile as soon as those of the previous one are free. Each warpgroup computes half of a tile: it scores one block of keys
+while the MMAs with the values of the previous block are in flight.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from slipstream.ops.paged_attention.work_list import RECORD, WorkList
 TILE = 128
 BLOCK_KEYS = 128
 STAGES = 2
-# A program has a multiprocessor to itself. Its registers, shared out evenly, are 168 a thread; those that fetch give
-# most of theirs to those that compute.
+# One program per multiprocessor. An even split of the registers gives 168 per thread; producer warps give most of
+# theirs to the consumers.
 EVEN_REGISTERS = 168
 COMPUTE_REGISTERS = gl.constexpr(240)
 FETCH_REGISTERS = gl.constexpr(24)
@@ -42,7 +42,7 @@ def attend_tiles(
     keys: torch.Tensor,  # [pages, page_size, kv heads, dim]
     values: torch.Tensor,
     page_table: torch.Tensor,  # [B, width] int64
-    work: WorkList,  # listed with tiles of TILE
+    work: WorkList,  # built with tiles of TILE
     scale: float,
     num_programs: int,
 ) -> None:
@@ -67,8 +67,8 @@ def attend_tiles(
 
 
 def _describe_queries(query: torch.Tensor, group: int) -> Any:
-    """For copies of one head of as many tokens as half a tile has; None where the heads that share keys do not fill a
-    tile evenly, or its parts would be too small for a copy."""
+    """TMA descriptor for one head of the tokens of half a tile; None if the query heads of a KV head do not divide a
+    tile, or its parts would be too small for a copy."""
     if group not in (1, 2, 4, 8):
         return None
     box = [TILE // 2 // group, query.shape[2]]
@@ -76,7 +76,7 @@ def _describe_queries(query: torch.Tensor, group: int) -> Any:
     return TensorDescriptor.from_tensor(query.flatten(1), box, layout)
 
 
-# grid: (SMs,) over (tile, kv head); every second turn runs backwards, so that no program always gets the longer one
+# grid: (SMs,) over (tile, kv head); every second round is reversed, so that no program always gets the longer tiles
 @gluon.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table"])
 def _tile_kernel(
     out,
@@ -111,7 +111,7 @@ def _tile_kernel(
     k_used, v_used = make_barriers(STAGES, 2), make_barriers(STAGES, 2)
     q_there, q_used = make_barriers(2, 1), make_barriers(2, 1)
     fence_async_shared()
-    COPIED: gl.constexpr = queries is not None  # else whoever computes loads them
+    COPIED: gl.constexpr = queries is not None  # else the consumers load them
     tensors = (out, query, work, totals, scale, query_token, query_head, out_token, out_head)
     shared = (q, k, v, q_there, q_used, k_there, k_used, v_there, v_used)
     pages = (table, table_stride, work, totals)
@@ -143,7 +143,8 @@ def _fetch(
     STAGES: gl.constexpr,
     COPIED: gl.constexpr,
 ):
-    """One warp: keys or values of all tiles of this program, in their order; and where it is told so their queries."""
+    """A producer warp: loads keys or values of all tiles of this program, in order; one of the two also loads
+    queries."""
     source, buffer, there, used = sources
     queries, q, q_there, q_used = asked
     table, table_stride, work, totals = pages
@@ -190,7 +191,7 @@ def _compute(
     STAGES: gl.constexpr,
     COPIED: gl.constexpr,
 ):
-    """Four warps: one half of each tile of this program."""
+    """A consumer warpgroup: one half of each tile of this program."""
     out, query, work, totals, scale, query_token, query_head, out_token, out_head = tensors
     q_halves, k, v, q_there, q_used, k_there, k_used, v_there, v_used = shared
     DTYPE: gl.constexpr = query.dtype.element_ty
@@ -235,7 +236,7 @@ def _compute(
                 weight, top, total, fade = _weigh(_mask(score, 0, position, SCORES), top, total, factor)
                 weight = gl.convert_layout(weight.to(DTYPE), WEIGHTS)
                 done += 1
-                # keys that every query of the tile sees need no mask
+                # keys visible to every query of the tile need no mask
                 masked = gl.maximum((before + first // GROUP + 1) // BLOCK_N, 1) * BLOCK_N
                 for start in range(BLOCK_N, end, BLOCK_N):
                     acc, weight, top, total, fade = _turn(
@@ -264,7 +265,7 @@ def _compute(
 
 @gluon.jit
 def _lanes(first, row, GROUP: gl.constexpr, ROWS: gl.constexpr, COPIED: gl.constexpr):
-    """Token of the row and head of the group, of each row of half a tile: head by head where they come by copies."""
+    """Token and head of each row of half a tile; head by head if the queries are loaded by TMA."""
     if COPIED:
         TOKENS: gl.constexpr = ROWS // GROUP
         return first // GROUP + row % TOKENS, row // TOKENS
@@ -284,7 +285,7 @@ def _turn(
     SCORES: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Scores and weights of block `done`, while the values of the block before it are summed."""
+    """Scores and weights of block `done`, while the MMA with the values of the previous block is in flight."""
     q, k, v, k_there, k_used, v_there, v_used = blocks
     acc, weight, top, total = sums
     score = _score(q, k, k_there, done, SCORES, STAGES)
@@ -297,7 +298,7 @@ def _turn(
     if start >= masked:
         score = _mask(score, start, position, SCORES)
     weight, top, total, fade = _weigh(score, top, total, factor)
-    # come to pass long ago: its branch keeps the assembler from moving the weights behind the wait for the sums
+    # already complete: the branch keeps the assembler from moving the exponentials behind the wait for the MMA
     mbarrier.wait(v_there.index(last), phase)
     acc, weight = warpgroup_mma_wait(0, deps=(acc, weight))
     mbarrier.arrive(v_used.index(last), count=1)
@@ -323,7 +324,7 @@ def _mask(score, start, position, SCORES: gl.constexpr):
 
 @gluon.jit
 def _weigh(score, top, total, factor):
-    """Every query sees the first key of the first block, so that `top` is finite from there on."""
+    """Weights of a block. The first key of the first block is visible to every query, so `top` is finite."""
     higher = gl.maximum(top, gl.max(score, 1) * factor)
     weight = gl.exp2(score * factor - gl.expand_dims(higher, 1))
     fade = gl.exp2(top - higher)
@@ -332,7 +333,7 @@ def _weigh(score, top, total, factor):
 
 @gluon.jit
 def _extent(record, GROUP: gl.constexpr, TILE: gl.constexpr):
-    """Tokens of the row, first query of the tile, keys of the row, keys that the tile sees (0 for padding)."""
+    """Tokens of the row, first query of the tile, keys of the row, keys visible to the tile (0 for padding)."""
     count = gl.load(record + 2)
     first = gl.load(record + 3)
     length = gl.load(record + 4)

@@ -1,4 +1,4 @@
-"""How attention kernels are compiled and launched: what decode and prefill share on the host."""
+"""Host code shared by decode and prefill attention: kernel shapes, launch arguments, device properties."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import triton
 
 @dataclass(frozen=True, slots=True)
 class KernelShape:
-    """How a kernel is compiled and launched."""
+    """Compile-time sizes of a kernel."""
 
-    keys: int  # in one block
+    keys: int  # per block
     warps: int
     stages: int
     programs_per_sm: int
-    tile: int = 0  # rows of queries, in the kernel that cuts along queries
+    tile: int = 0  # query rows per tile, in the kernel that splits along queries
 
 
 def pad_dim(head_dim: int) -> int:
@@ -27,16 +27,18 @@ def pad_dim(head_dim: int) -> int:
 def check_layout(out: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
     assert query.shape == out.shape and query.shape[2] == keys.shape[3], f"{query.shape} over {keys.shape}"
     assert query.stride(2) == out.stride(2) == keys.stride(3) == 1, "head dims must be contiguous"
-    assert keys.stride() == values.stride(), f"{keys.stride()} is not {values.stride()}"
+    assert keys.stride() == values.stride(), (
+        f"keys and values must have equal strides: {keys.stride()}, {values.stride()}"
+    )
 
 
 def launch_strides(out: torch.Tensor, query: torch.Tensor, page_table: torch.Tensor) -> tuple[int, ...]:
-    """Of the page table by row, of queries and output by token and head: as all kernels take them."""
+    """Strides of the page table by row, of queries and output by token and head, in the order of the kernels."""
     return (page_table.stride(0), *query.stride()[:2], *out.stride()[:2])
 
 
 def head_shape(query: torch.Tensor, keys: torch.Tensor) -> dict[str, int]:
-    """What all kernels are compiled for."""
+    """Compile-time head sizes of all kernels."""
     (_, num_heads, dim), (_, page_size, num_kv_heads, _) = query.shape, keys.shape
     return {"KV_HEADS": num_kv_heads, "GROUP": num_heads // num_kv_heads, "DIM": dim, "PAGE": page_size}
 
@@ -47,8 +49,8 @@ def num_programs(device: torch.device, shape: KernelShape, most: int) -> int:
 
 @cache
 def hopper_serves(device: torch.device, dtype: torch.dtype, head_dim: int, page_size: int) -> bool:
-    """Whether the kernels made for Hopper can take such heads here. The language they are written in is young: only the
-    version it was tested with will do."""
+    """Whether the Hopper kernels take such heads on this device. Gluon is experimental, so only the Triton version that
+    was tested is used."""
     return (
         device.type == "cuda"
         and torch.cuda.get_device_capability(device) == (9, 0)
@@ -62,7 +64,7 @@ def hopper_serves(device: torch.device, dtype: torch.dtype, head_dim: int, page_
 
 @cache
 def device_facts(device: torch.device) -> tuple[int, int]:
-    """Multiprocessors, and bytes of shared memory a program may have."""
+    """Number of multiprocessors, and bytes of shared memory per program."""
     if device.type != "cuda":  # the interpreter
         return 2, 232448
     facts = torch.cuda.get_device_properties(device)

@@ -1,6 +1,6 @@
-"""The keys of one row and kv head, block by block: paging, masks, and the running sum over them.
+"""Online softmax over the keys of one row and kv head, block by block: page lookup, masks, running sums.
 
-Weights are exp2 of scores in float32, with the scale folded in.
+Weights are exp2 of float32 scores, with the scale folded in.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def attend_keys(
     SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Sums with the keys from `begin` to `end` of one kv head and row."""
+    """The sums after the keys from `begin` to `end` of one kv head and row."""
     acc, top, total = sums
     q, position, scale, soft_cap = queries
     keys, values, table, page_stride, slot_stride = pages
@@ -38,7 +38,7 @@ def attend_keys(
     else:
         factor = LOG2E * scale
     lowest = tl.min(position, 0)
-    # one block ahead: a load whose address comes out of a load of the same turn would not be overlapped
+    # page numbers are loaded one block ahead: a load that depends on a load of the same iteration is not pipelined
     page = tl.load(table + (begin + lane) // PAGE, mask=begin + lane < end, other=0)
     for start in range(begin, end, BLOCK_N):
         key = start + lane
@@ -48,7 +48,7 @@ def attend_keys(
         if MASKED:
             there = key < end
             if WINDOW:
-                # pages before the window may be gone
+                # pages before the window may be freed
                 there = there & (key > lowest - WINDOW)
             inside = there[:, None] & (dim < DIM)[None, :]
             k = tl.load(keys + offset, mask=inside, other=0.0)
@@ -71,7 +71,7 @@ def attend_keys(
         higher = tl.maximum(top, tl.max(score, 1) * factor)
         base = higher
         if WINDOW:
-            # a query may see no key of a block at the window's edge
+            # at the window's edge a block may have no visible key for a query
             base = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp2(score * factor - base[:, None])
         fade = tl.exp2(top - base)

@@ -1,7 +1,7 @@
-"""A program's share of a step's splits: some rows of one token, and the splits of each from one to another.
+"""The share of a program: consecutive splits of rows of one token.
 
-A share belongs to as many programs as there are kv heads. They run side by side and read the same pages, each its own
-head's part of them.
+As many programs as there are kv heads compute one share. They run in parallel and read the same pages, each its own
+head.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from slipstream.ops.paged_attention.work_list import RECORD
 
 @triton.jit
 def splits_of_program(shares, KV_HEADS: tl.constexpr):
-    """This program's kv head; its first single and split; the single and split that the next share begins with; and
-    where its own singles end."""
+    """The kv head of this program; its first single and split; the first single and split of the next share; the end of
+    its own singles."""
     share = shares + tl.program_id(0) // KV_HEADS * 2
     first = tl.load(share)
     split = tl.load(share + 1)
@@ -26,8 +26,8 @@ def splits_of_program(shares, KV_HEADS: tl.constexpr):
 
 @triton.jit
 def read_single(singles, single, first, split, last, stop):
-    """Row, token, first key, keys of a split, number of splits, place of the first of them, length; and from which
-    split to which it belongs to a share."""
+    """Row, token, first key, keys per split, number of splits, index of the first split, length; and the range of
+    splits in this share."""
     record = singles + tl.cast(single, tl.int64) * RECORD
     num_splits = tl.load(record + 4)
     return (

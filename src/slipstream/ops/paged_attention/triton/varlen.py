@@ -1,6 +1,6 @@
-"""Prefill and mixed steps on CUDA: rows of several tokens, cut along their queries.
+"""Prefill and mixed steps on CUDA: rows of several tokens, split along their queries.
 
-A tile's rows are the heads of its tokens that share a key head, so that each key is read once for all of them.
+The rows of a tile are (token, query head) pairs of one KV head, so that each key is read once for all of them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def attend_tiles(
     sinks: torch.Tensor | None = None,  # [heads]
     shape: KernelShape | None = None,
 ) -> None:
-    """Rows of several tokens, each seeing the keys up to its own; and zeros for tokens of no row. A `shape` asks for
-    the kernel in this file."""
+    """Causal attention of rows of several tokens; padding tokens get zeros. A `shape` selects the portable kernel of
+    this file."""
     dim = query.shape[2]
     page_size, num_kv_heads = keys.shape[1:3]
     check_layout(out, query, keys, values)
@@ -74,15 +74,15 @@ def attend_tiles(
 
 
 def query_tile(head_dim: int, itemsize: int) -> int:
-    """Rows of queries in one tile, a row being one head of one token."""
+    """Query rows per tile; a row is one head of one token."""
     if itemsize <= 2:
         return 128
-    # no matrix unit takes float32 as it is: tiles small enough for plain arithmetic
+    # tensor cores do not take full float32: tiles small enough for scalar arithmetic
     return 64 if pad_dim(head_dim) <= 128 else 32
 
 
 def batch_invariant_shape(keys: torch.Tensor) -> KernelShape:
-    """Of the kernel in this file for such pages, where one kernel is to do all."""
+    """The shape of the kernel in this file when it computes all rows (batch-invariant mode)."""
     return varlen_shape(keys.shape[3], keys.element_size(), device_facts(keys.device)[1])
 
 
@@ -98,7 +98,7 @@ def varlen_shape(head_dim: int, itemsize: int, shared_memory: int) -> KernelShap
     return KernelShape(keys=keys, warps=8, stages=stages, programs_per_sm=1, tile=tile)
 
 
-# grid: (k x SMs,) over (tile, kv head); every second turn runs backwards, so that no program always gets the longer one
+# grid: (k x SMs,) over (tile, kv head); every second round is reversed, so that no program always gets the longer tiles
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table"])
 def _tile_kernel(
     out,
@@ -170,7 +170,7 @@ def _tile_kernel(
             if WINDOW:
                 masked = tl.maximum(before + first // GROUP - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
             else:
-                # keys that every query of the tile sees need no mask
+                # keys visible to every query of the tile need no mask
                 masked = tl.maximum(before + first // GROUP + 1, 0) // BLOCK_N * BLOCK_N
                 seen = tl.minimum(masked, end)
                 sums = attend_keys(sums, queries, pages, 0, seen, DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, False)

@@ -1,15 +1,22 @@
-"""What a cache site stores between steps.
+"""What a model stores between steps: keys and values at cache sites, recurrent states at state sites.
 
-A site is one place of a model that writes to the cache, usually the attention of one layer; several mixers may read one
-site. The scheduler groups sites by spec and allocates pages; the runner allocates tensors.
+A cache site is one place of a model that writes to the paged cache, usually the attention of one layer; several mixers
+may read one site. The scheduler groups sites by spec and allocates pages; the runner allocates tensors. A state site is
+a mixer with a recurrent state, whose size does not depend on the length of the text. State sites are numbered apart
+from cache sites.
 """
 
 from __future__ import annotations
+
+import math
 
 import msgspec
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element, by dtype."""
+
+STATE_CHUNK = 64
+"""Recurrent kernels cut the positions of a row at multiples of this. Checkpoints of states are taken only there."""
 
 
 class PagedSpec(msgspec.Struct, frozen=True, kw_only=True, tag="paged"):
@@ -73,3 +80,25 @@ class CacheGroup(msgspec.Struct, frozen=True):
     def window(self) -> int:
         """How many positions a token sees, itself included; 0 means all."""
         return self.spec.window if isinstance(self.spec, WindowSpec) else 0
+
+
+class StateField(msgspec.Struct, frozen=True):
+    """One tensor of a recurrent state, for one row and one site."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # a key of ITEMSIZE
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+class StateSpec(msgspec.Struct, frozen=True):
+    """The recurrent state of one row at one state site. Sites of equal spec share tensors."""
+
+    fields: tuple[StateField, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(field.num_bytes for field in self.fields)

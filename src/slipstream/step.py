@@ -92,8 +92,18 @@ NO_POOLING = PoolPlan()
 
 
 @dataclass(frozen=True, slots=True)
+class StatePlan:
+    """Copies between the recurrent states of rows and checkpoints. A checkpoint is the state of a row after its first
+    `position` tokens, a multiple of STATE_CHUNK; checkpoints are numbered from 0."""
+
+    restores: Ints  # [n, 2] (row, checkpoint): copied to the row before the forward
+    saves: Ints  # [m, 3] (index of the row in `StepPlan.rows`, position, checkpoint): stored by the forward
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step, in this order: releases, admissions, page updates, page copies, the forward, the heads."""
+    """The work of one step, in this order: releases, admissions, page updates, page copies, restores of states, the
+    forward, the heads."""
 
     step: int
     released: Ints  # rows that are free again
@@ -120,6 +130,7 @@ class StepPlan:
     num_logprobs: int | None = None
     scores: PromptScores | None = None
     pooling: PoolPlan | None = None  # None: no pooling request is admitted, no prompt ends, no stored query is freed
+    states: StatePlan | None = None  # None: no checkpoint is restored or saved
 
     @property
     def all_admitted(self) -> tuple[Admission | PoolAdmission, ...]:

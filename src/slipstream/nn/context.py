@@ -1,18 +1,21 @@
 """The data of a step as layers see it, passed down as an argument: tokens and positions, no requests.
 
 `BatchView` holds the inputs that `runner/batch/input_batch.py` gathered; `ForwardContext` adds the caches, the
-attention backend and its plan. If only the last hidden state of each row is read, most of the last layer runs for
-`LastTokens`, and so do all trailing layers that store nothing in the cache.
+attention backend and its plan, and recurrent states. If only the last hidden state of each row is read, most of the
+last layer runs for `LastTokens`, and so do all trailing layers that store nothing between steps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from slipstream.ops.recurrent_steps import RecurrentSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +110,21 @@ class ForwardContext:
     only_last: bool = False  # the model returns the hidden state of each row's last token, [B, hidden]
     rotary: tuple[torch.Tensor, ...] = ()  # per rope of the model: table rows of the step's tokens; set by the model
     layer_inputs: torch.Tensor | None = None  # [T, layers, size], of models with per-layer inputs; set by the model
+    recurrent: RecurrentSteps | None = None  # rows, chunks and saves for recurrent mixers; None: the model has none
+    states: Sequence[Mapping[str, torch.Tensor]] = ()  # per state site: field name to a view [num_slots, *shape]
 
     def with_rotary(self, rotary: tuple[torch.Tensor, ...]) -> ForwardContext:
         return ForwardContext(
-            self.batch, self.attention, self.plan, self.caches, self.group_of_site, self.only_last, rotary
+            self.batch,
+            self.attention,
+            self.plan,
+            self.caches,
+            self.group_of_site,
+            self.only_last,
+            rotary,
+            self.layer_inputs,
+            self.recurrent,
+            self.states,
         )
 
     def last_places(self) -> torch.Tensor:
@@ -144,7 +158,11 @@ class ForwardContext:
 
 @dataclass(frozen=True, slots=True)
 class LastTokens:
-    """The last token of each row, as a step of one token per row whose keys are in the pages already."""
+    """The last token of each row, as a step of one token per row whose keys are in the pages already.
+
+    A recurrent mixer must compute all tokens of the step, for its state: it runs with the context of the whole step and
+    returns `of` its output. This context therefore has no recurrent states.
+    """
 
     places: torch.Tensor  # [B] int32, indices into the tokens of the whole step
     context: ForwardContext

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from slipstream.cache_spec import StateField
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.ops.moe.reference import Gate, RouterRule
 
@@ -21,8 +22,30 @@ class NormShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionShape:
-    """A mixer. `name` is the module's name inside its block, which the checkpoint rules refer to."""
+class MixerShape:
+    """What every mixer declares. A new kind is a subclass and an entry in `MIXERS` of `nn/blocks/block.py`."""
+
+    name: str  # of the module inside its block, which the checkpoint rules refer to
+    causal: bool = True
+
+    @property
+    def has_own_site(self) -> bool:
+        """Whether it writes keys and values to a cache site."""
+        return False
+
+    def state_fields(self, dtype: str) -> tuple[StateField, ...]:
+        """The recurrent state of one row, for a model of this dtype; empty if it has none."""
+        return ()
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Upper bound of the numbers that it holds per token besides hidden states."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape(MixerShape):
+    """Attention over keys and values, its own or those of another layer."""
 
     num_heads: int
     num_kv_heads: int
@@ -33,7 +56,6 @@ class AttentionShape:
     output_bias: bool = False
     fused: bool = False  # the checkpoint stores q, k and v as one tensor
     qk_norm: Literal["none", "heads", "whole"] = "none"  # RMS norm of queries and keys: per head, or over all heads
-    causal: bool = True
     window: int = 0  # causal: positions that a token sees, itself included; otherwise tokens to each side. 0: all
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they stay as they are
     sinks: bool = False  # each head has a learned score that takes part in the softmax, without a value (gpt-oss)
@@ -46,6 +68,11 @@ class AttentionShape:
     def has_own_site(self) -> bool:
         """Whether it writes keys and values to a cache site."""
         return self.causal and self.kv_source is None
+
+    @property
+    def numbers_per_token(self) -> int:
+        """Projections of a token, their copies after norm and rope, and the output."""
+        return 4 * self.num_heads * self.head_dim + 5 * self.num_kv_heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +88,6 @@ class MlpShape:
     sparsity: float = 0.0  # the share of gates that become 0, as if they were spread normally (Gemma 3n); 0: none
     fused: bool = False  # the checkpoint stores gate and up as one tensor
     up_first: bool = False  # with up in its first half
-
-
-MixerShape = AttentionShape
-"""Any mixer. A new kind (delta net, state space model) joins this union and `new_mixer` of `nn/blocks/block.py`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,10 +184,10 @@ def tail_of(layers: Sequence[LayerShape]) -> int:
 
 def sizes_of(layers: tuple[LayerShape, ...], hidden_size: int, on_cpu: bool) -> ModelSizes:
     """An upper bound of what these layers take beside the hidden states."""
-    mixers = [mixer for layer in layers for mixer in layer.mixers]
+    mixers = [mixer for layer in layers for mixer in layer.mixers if isinstance(mixer, AttentionShape)]
     feeds = [feed for layer in layers for feed in _feeds(layer.feed)]
     # mixers side by side hold their projections at once
-    widths = [sum(map(_attention_numbers, layer.mixers)) for layer in layers]
+    widths = [sum(mixer.numbers_per_token for mixer in layer.mixers) for layer in layers]
     # gate and up, and their product; a sparse gate has copies of its own
     widths += [(7 if feed.sparsity else 3) * feed.size for feed in feeds if isinstance(feed, MlpShape)]
     experts = [_expert_numbers(feed, hidden_size, on_cpu) for feed in feeds if isinstance(feed, ExpertShape)]
@@ -196,11 +219,6 @@ def _beside(layers: tuple[LayerShape, ...], hidden_size: int) -> int:
     return 4 * inputs + 5 * streams * hidden_size
 
 
-def _attention_numbers(mixer: MixerShape) -> int:
-    """Projections of a token, their copies after norm and rope, and the output."""
-    return 4 * mixer.num_heads * mixer.head_dim + 5 * mixer.num_kv_heads * mixer.head_dim
-
-
 def _expert_numbers(feed: ExpertShape, hidden_size: int, on_cpu: bool) -> int:
     """Router scores of a token and the rows of its chosen experts, and the shared expert's."""
     router = 8 * feed.num_experts  # logits, float32 scores, their sum with a bias, and groups
@@ -212,4 +230,5 @@ def _expert_numbers(feed: ExpertShape, hidden_size: int, on_cpu: bool) -> int:
 
 def bidirectional_head_dims(layers: tuple[LayerShape, ...]) -> tuple[int, ...]:
     """The head sizes of mixers that see the whole row, each once."""
-    return tuple({mixer.head_dim: None for layer in layers for mixer in layer.mixers if not mixer.causal})
+    mixers = (mixer for layer in layers for mixer in layer.mixers)
+    return tuple({m.head_dim: None for m in mixers if isinstance(m, AttentionShape) and not m.causal})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,11 @@ from hand_load import load
 from law7 import PAIRED, PROMPTS, options_of
 from plain_decoder import plain_logits
 from slipstream import LLM, SamplingParams
+from slipstream.cache_spec import StateField
 from slipstream.config.model_info import ModelInfo
 from slipstream.errors import UnsupportedModel
 from slipstream.nn.models.decoder import Decoder
+from slipstream.nn.shapes import MixerShape
 from slipstream.ops import native
 from slipstream.scheduler.cache.layout import group_sites
 from tiny_sites import MODELS, alternating, mixed, shared, write_sites
@@ -114,3 +116,28 @@ def test_a_source_that_cannot_be_read_is_named(source: int) -> None:
     layers[2] = replace(layers[2], mixers=(replace(layers[2].mixers[0], kv_source=source),))
     with pytest.raises(UnsupportedModel, match=f"layer 2 reads the keys and values of layer {source}"):
         replace(shape, layers=tuple(layers)).sites  # noqa: B018
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecayShape(MixerShape):
+    """A mixer with a recurrent state."""
+
+    name: str = "decay"
+    size: int = 4
+
+    def state_fields(self, dtype: str) -> tuple[StateField, ...]:
+        return (StateField("sum", (self.size,), "float64" if dtype == "float64" else "float32"),)
+
+
+def test_state_sites_are_numbered_apart_from_cache_sites() -> None:
+    info = INFO
+    layers = list(alternating(info).layers)
+    layers[1] = replace(layers[1], mixers=(DecayShape(), *layers[1].mixers))
+    layers[3] = replace(layers[3], mixers=(DecayShape(size=8),))
+    shape = replace(alternating(info), layers=tuple(layers))
+    assert shape.sites == ((0,), (None, 1), (2,), (None,))
+    assert shape.state_sites == ((None,), (0, None), (None,), (1,))
+    assert [spec.num_bytes for spec in shape.state_specs("bfloat16")] == [16, 32]
+    assert [spec.num_bytes for spec in shape.state_specs("float64")] == [32, 64]
+    assert len(shape.cache_specs(16, "float32")) == 3
+    assert alternating(info).state_specs("float32") == []

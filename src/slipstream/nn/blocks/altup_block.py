@@ -17,8 +17,15 @@ from slipstream.nn.shapes import LayerShape
 
 
 class AltUpBlock(DecoderBlock):
-    def __init__(self, number: int, shape: LayerShape, sites: Sequence[int | None], layout: Layout) -> None:
-        super().__init__(number, shape, sites, layout)
+    def __init__(
+        self,
+        number: int,
+        shape: LayerShape,
+        sites: Sequence[int | None],
+        state_sites: Sequence[int | None],
+        layout: Layout,
+    ) -> None:
+        super().__init__(number, shape, sites, state_sites, layout)
         assert shape.altup is not None and len(self.sublayers) == 3, "attention, feed-forward and per-layer input"
         name = f"layers.{number}"
         self.altup = AltUp(f"{name}.altup", shape.altup, shape.norm, layout)

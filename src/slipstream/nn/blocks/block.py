@@ -6,9 +6,9 @@ and added inside the norm of the next sublayer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +21,7 @@ from slipstream.nn.layers.layer_inputs import LayerInput
 from slipstream.nn.layers.mlp import Mlp, PlainMlp
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.layers.products import Products
-from slipstream.nn.shapes import DenseAndExpertsShape, ExpertShape, FeedShape, LayerShape, MixerShape
+from slipstream.nn.shapes import AttentionShape, DenseAndExpertsShape, ExpertShape, FeedShape, LayerShape, MixerShape
 from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
 
 
@@ -36,7 +36,8 @@ class Body(Protocol):
         context: ForwardContext,
         last: LastTokens | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The body's output for norm(x + residual), and x + residual; for all tokens, or for the `last` only."""
+        """The body's output for norm(x + residual), and x + residual; for all tokens, or for the `last` only. A
+        recurrent mixer computes all tokens in either case, since its state needs them."""
 
     def products(self) -> Products | None:
         """The body as two products, if that is all it is."""
@@ -81,15 +82,24 @@ class SublayerParts:
 class DecoderBlock(Layer):
     """Modules are registered under the names of their shapes: `attention`, `attention_norm`, `mlp`, `mlp_out_norm`."""
 
-    def __init__(self, number: int, shape: LayerShape, sites: Sequence[int | None], layout: Layout) -> None:
-        """`number` of the layer; `sites`: the cache site of each mixer; None: it has no cache."""
+    def __init__(
+        self,
+        number: int,
+        shape: LayerShape,
+        sites: Sequence[int | None],
+        state_sites: Sequence[int | None],
+        layout: Layout,
+    ) -> None:
+        """`number` of the layer; `sites`, `state_sites`: the cache site and the state site of each mixer; None: it has
+        none."""
         super().__init__()
         self.shape = shape
         name = f"layers.{number}"
         sublayers = []
         if shape.mixers:
             mixers = [
-                new_mixer(name, mixer, shape, site, layout) for mixer, site in zip(shape.mixers, sites, strict=True)
+                new_mixer(name, mixer, shape, site, state_site, layout)
+                for mixer, site, state_site in zip(shape.mixers, sites, state_sites, strict=True)
             ]
             for mixer, module in zip(shape.mixers, mixers, strict=True):
                 self.add_module(mixer.name, module)
@@ -157,7 +167,7 @@ class DecoderBlock(Layer):
 class Parallel:
     """Several mixers on the same normed input; their outputs are summed."""
 
-    def __init__(self, mixers: list[Attention]) -> None:
+    def __init__(self, mixers: Sequence[Mixer]) -> None:
         self.mixers = mixers
 
     def after_norm(
@@ -178,8 +188,18 @@ class Parallel:
         return None
 
 
-def new_mixer(name: str, mixer: MixerShape, layer: LayerShape, site: int | None, layout: Layout) -> Attention:
-    return Attention(f"{name}.{mixer.name}", mixer, layer.norm, site, layout)
+MIXERS: dict[type[MixerShape], Callable[..., Any]] = {AttentionShape: Attention}
+"""The layer of each kind of mixer. It is called with the mixer's full name, its shape, the layer's norm, its site (a
+cache site, or a state site if it has a recurrent state) and the layout."""
+
+
+def new_mixer(
+    name: str, mixer: MixerShape, layer: LayerShape, site: int | None, state_site: int | None, layout: Layout
+) -> Any:
+    """A module that is a `Mixer`."""
+    assert site is None or state_site is None, f"{name}.{mixer.name} has a cache site and a state site"
+    own_site = site if state_site is None else state_site
+    return MIXERS[type(mixer)](f"{name}.{mixer.name}", mixer, layer.norm, own_site, layout)
 
 
 def new_feed(name: str, feed: FeedShape, layout: Layout) -> Mlp | PlainMlp | Experts | DenseAndExperts:

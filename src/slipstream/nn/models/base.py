@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch
 
-from slipstream.cache_spec import CacheSpec
+from slipstream.cache_spec import CacheSpec, StateSpec
 from slipstream.nn.context import ForwardContext
 
 
@@ -19,3 +19,6 @@ class CausalLM(Protocol):
 
     def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
         """What the model stores between steps, by cache site."""
+
+    def state_specs(self, dtype: str) -> list[StateSpec]:
+        """The recurrent states of a row, by state site."""

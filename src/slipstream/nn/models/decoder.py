@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from slipstream.cache_spec import CacheSpec
+from slipstream.cache_spec import CacheSpec, StateSpec
 from slipstream.nn.blocks.altup_block import AltUpBlock
 from slipstream.nn.blocks.block import DecoderBlock
 from slipstream.nn.blocks.choose import Implementation, choose_implementations
@@ -44,8 +44,10 @@ class Decoder(nn.Module):
                 for rope in shape.ropes
             )
             self.layers = nn.ModuleList(
-                (DecoderBlock if layer.altup is None else AltUpBlock)(number, layer, sites, layout)
-                for number, (layer, sites) in enumerate(zip(shape.layers, shape.sites, strict=True))
+                (DecoderBlock if layer.altup is None else AltUpBlock)(number, layer, sites, state_sites, layout)
+                for number, (layer, sites, state_sites) in enumerate(
+                    zip(shape.layers, shape.sites, shape.state_sites, strict=True)
+                )
             )
             self.layer_inputs: LayerInputs | None = None
             if shape.layer_inputs is not None:
@@ -124,6 +126,9 @@ class Decoder(nn.Module):
 
     def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
         return self.shape.cache_specs(page_size, dtype)
+
+    def state_specs(self, dtype: str) -> list[StateSpec]:
+        return self.shape.state_specs(dtype)
 
 
 def _of(last: LastTokens, x: torch.Tensor | None) -> torch.Tensor | None:

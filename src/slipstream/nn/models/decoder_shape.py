@@ -8,11 +8,11 @@ from itertools import count
 
 import msgspec
 
-from slipstream.cache_spec import CacheSpec, PagedSpec, WindowSpec
+from slipstream.cache_spec import CacheSpec, PagedSpec, StateSpec, WindowSpec
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.rope_info import RopeInfo
 from slipstream.errors import UnsupportedModel
-from slipstream.nn.shapes import LayerInputsShape, LayerShape, MixerShape, NormShape, sizes_of
+from slipstream.nn.shapes import AttentionShape, LayerInputsShape, LayerShape, MixerShape, NormShape, sizes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,18 @@ class DecoderShape:
         """False: every token sees its whole text. Texts are then computed in one step and nothing is cached."""
         return all(mixer.causal for mixer in self.mixers)
 
-    def map_mixers(self, change: Callable[[MixerShape], MixerShape]) -> DecoderShape:
-        layers = (replace(layer, mixers=tuple(change(mixer) for mixer in layer.mixers)) for layer in self.layers)
+    @property
+    def attentions(self) -> tuple[AttentionShape, ...]:
+        """The mixers that are attention, in order."""
+        return tuple(mixer for mixer in self.mixers if isinstance(mixer, AttentionShape))
+
+    def map_attention(self, change: Callable[[AttentionShape], AttentionShape]) -> DecoderShape:
+        """The same model with its attention mixers changed."""
+
+        def changed(mixer: MixerShape) -> MixerShape:
+            return change(mixer) if isinstance(mixer, AttentionShape) else mixer
+
+        layers = (replace(layer, mixers=tuple(map(changed, layer.mixers))) for layer in self.layers)
         return replace(self, layers=tuple(layers))
 
     @property
@@ -65,7 +75,7 @@ class DecoderShape:
         for number, layer in enumerate(self.layers):
             own = [next(numbers) if mixer.has_own_site else None for mixer in layer.mixers]
             for place, mixer in enumerate(layer.mixers):
-                if mixer.kv_source is not None:
+                if isinstance(mixer, AttentionShape) and mixer.kv_source is not None:
                     self._check_source(number, mixer)
                     own[place] = sites[mixer.kv_source][0]
             sites.append(tuple(own))
@@ -73,16 +83,31 @@ class DecoderShape:
 
     def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
         """By site. Keys and values are stored in `dtype`."""
-        return [_cache_spec(mixer, page_size, dtype) for mixer in self.mixers if mixer.has_own_site]
+        return [_cache_spec(mixer, page_size, dtype) for mixer in self.attentions if mixer.has_own_site]
+
+    @property
+    def state_sites(self) -> tuple[tuple[int | None, ...], ...]:
+        """Per layer and mixer, the number of its state site; None: it has no recurrent state."""
+        numbers = count()
+        # whether a mixer has a state does not depend on the dtype
+        return tuple(
+            tuple(next(numbers) if mixer.state_fields("float32") else None for mixer in layer.mixers)
+            for layer in self.layers
+        )
+
+    def state_specs(self, dtype: str) -> list[StateSpec]:
+        """By state site, for a model of this dtype."""
+        fields = (mixer.state_fields(dtype) for mixer in self.mixers)
+        return [StateSpec(found) for found in fields if found]
 
     def sizes(self, on_cpu: bool) -> ModelSizes:
         return sizes_of(self.layers, self.hidden_size, on_cpu)
 
-    def _check_source(self, number: int, mixer: MixerShape) -> None:
+    def _check_source(self, number: int, mixer: AttentionShape) -> None:
         source = mixer.kv_source
         assert source is not None
         found = self.layers[source].mixers[:1] if 0 <= source < number else ()
-        if not found or not found[0].has_own_site:
+        if not found or not isinstance(found[0], AttentionShape) or not found[0].has_own_site:
             raise UnsupportedModel(
                 f"layer {number} reads the keys and values of layer {source}; "
                 "it must be an earlier layer that stores its own"
@@ -94,7 +119,7 @@ class DecoderShape:
             )
 
 
-def _cache_spec(mixer: MixerShape, page_size: int, dtype: str) -> CacheSpec:
+def _cache_spec(mixer: AttentionShape, page_size: int, dtype: str) -> CacheSpec:
     spec = PagedSpec(
         num_heads=mixer.num_heads,
         num_kv_heads=mixer.num_kv_heads,

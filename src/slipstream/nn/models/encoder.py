@@ -12,7 +12,7 @@ import msgspec
 import torch
 from torch import nn
 
-from slipstream.cache_spec import CacheSpec
+from slipstream.cache_spec import CacheSpec, StateSpec
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.rope_info import RopeInfo
 from slipstream.nn.blocks.block import new_feed
@@ -100,6 +100,9 @@ class EncoderShape:
         """Each text is computed in one step, so nothing is cached."""
         return []
 
+    def state_specs(self, dtype: str) -> list[StateSpec]:
+        return []
+
 
 class Encoder(nn.Module):
     """Built on the meta device; `materialize` allocates its memory and `nn/weights/load.py` fills it."""
@@ -184,6 +187,9 @@ class Encoder(nn.Module):
     def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:
         return self.shape.cache_specs(page_size, dtype)
 
+    def state_specs(self, dtype: str) -> list[StateSpec]:
+        return self.shape.state_specs(dtype)
+
 
 class EncoderBlock(Layer):
     """Attention and a feed-forward, each with a norm of its output plus its input, as in BERT."""
@@ -199,6 +205,7 @@ class EncoderBlock(Layer):
             by_keys = shape.relative == "queries and keys"
             relative = RelativeKeys(positions, num_positions, shape.head_dim, by_keys, layout.dtype)
         (mixer,) = layer.mixers
+        assert isinstance(mixer, AttentionShape)
         self.attention = Attention(f"{name}.{mixer.name}", mixer, layer.norm, None, layout, relative)
         self.attention_norm = self._norm(number, shape, layout.dtype)
         assert layer.feed is not None

@@ -30,7 +30,7 @@ def gemma3_shape(info: ModelInfo) -> DecoderShape:
     if info.local_rope is None:
         return shape
     ropes = (*shape.ropes, RopeShape(info.local_rope, info.head_dim, switches=False))
-    return replace(shape.map_mixers(lambda mixer: replace(mixer, rope=1 if mixer.window else 0)), ropes=ropes)
+    return replace(shape.map_attention(lambda mixer: replace(mixer, rope=1 if mixer.window else 0)), ropes=ropes)
 
 
 def _gemma_shape(

@@ -57,7 +57,7 @@ def gemma3n_shape(info: ModelInfo) -> DecoderShape:
     layers = tuple(
         replace(
             layer,
-            mixers=(replace(layer.mixers[0], kv_source=source, rope=1 if window else 0),),
+            mixers=(replace(attention, window=window, kv_source=source, rope=1 if window else 0),),
             feed=replace(mlp, size=int(ffn_size), sparsity=float(sparsity)),
             layer_input=LayerInputShape(size=size, activation=info.activation),
             altup=altup,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from slipstream.cache_spec import CacheSpec
+from slipstream.cache_spec import CacheSpec, StateSpec
 from slipstream.config.model_info import ModelInfo, family_name
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.models.bert import (
@@ -137,7 +137,7 @@ def find_shape(info: ModelInfo) -> DecoderShape | EncoderShape:
         _check_bidirectional(info, shape)
         is_gemma = family_name(info.architecture).startswith("Gemma")  # whose windows are those of one side already
         # a window that ends at a token becomes one to each side of it
-        shape = shape.map_mixers(
+        shape = shape.map_attention(
             lambda mixer: replace(mixer, causal=False, window=mixer.window if is_gemma else max(mixer.window - 1, 0))
         )
     return replace(shape, headless=not continues or not info.has_lm_head)
@@ -145,13 +145,17 @@ def find_shape(info: ModelInfo) -> DecoderShape | EncoderShape:
 
 def _check_bidirectional(info: ModelInfo, shape: DecoderShape) -> None:
     """Raises UnsupportedModel for what bidirectional attention does not have."""
-    if any(mixer.sinks for mixer in shape.mixers):
+    if any(mixer.sinks for mixer in shape.attentions):
         raise UnsupportedModel(
             f"{info.architecture} attends in both directions; sinks are built for causal attention only"
         )
-    if any(mixer.kv_source is not None for mixer in shape.mixers):
+    if any(mixer.kv_source is not None for mixer in shape.attentions):
         raise UnsupportedModel(
             f"{info.architecture} attends in both directions; shared KV caches are built for causal attention only"
+        )
+    if any(mixer.state_fields("float32") for mixer in shape.mixers):
+        raise UnsupportedModel(
+            f"{info.architecture} attends in both directions; its recurrent layers see earlier tokens only"
         )
 
 
@@ -178,3 +182,8 @@ def find_rules(info: ModelInfo, shape: DecoderShape | EncoderShape) -> Rules:
 def cache_specs(info: ModelInfo, page_size: int, dtype: str) -> list[CacheSpec]:
     """By site, known before anything is loaded. `dtype` is the model's, in which the cache is stored."""
     return find_shape(info).cache_specs(page_size, dtype)
+
+
+def state_specs(info: ModelInfo, dtype: str) -> list[StateSpec]:
+    """By state site, known before anything is loaded. `dtype` is the model's."""
+    return find_shape(info).state_specs(dtype)

@@ -103,6 +103,7 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
         "gather_inputs of chunks": lambda: get("step_inputs.triton.gather_inputs")(
             ints(5), ints(5), tables, 4, 4, StepRows(rows, *chunks)
         ),
+        "list_chunks": lambda: get("recurrent_steps.triton.list_chunks")(starts, starts[1:], ints(2, 3).int(), 5),
         "segment_sum": lambda: get("segment_sum.triton.segment_sum")(x, starts),
         "segment_max_into": lambda: get("segment_max.triton.segment_max_into")(torch.rand(2, 64), x, starts, 0),
     }

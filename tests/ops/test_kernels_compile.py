@@ -77,6 +77,10 @@ def rest():
     build("slipstream.ops.step_inputs.triton", "_gather_kernel", x, GROUPS=2, **blocks)
     chunks = dict(counts=None, offsets=None, host_ids=None)
     build("slipstream.ops.step_inputs.triton", "_gather_kernel", x, GROUPS=1, **chunks, **blocks)
+    x = of(INT, "starts first_positions saves chunks chunk_starts")
+    blocks = dict(CHUNK=64, ROWS=512, ENTRIES=32, SAVES=64)
+    build("slipstream.ops.recurrent_steps.triton", "_list_kernel", x, **blocks)
+    build("slipstream.ops.recurrent_steps.triton", "_list_kernel", x, saves=None, **blocks)
     x = of(HALF, "embedding angles x rotary") | of(LONG, "ids positions") | {"scale": "fp32"}
     shape = dict(SIZE=1000, TURNS=256, BLOCK=256, DEPENDENT=True)
     build("slipstream.ops.embedding_lookup.triton", "_look_up_kernel", x, SCALED=True, **shape)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from slipstream.cache_spec import CacheGroup
+from slipstream.cache_spec import CacheGroup, StateSpec
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.pooling_info import PoolingInfo
@@ -30,6 +30,20 @@ class ModelConfig(msgspec.Struct, frozen=True):
         return self.pooling is None or self.pooling.generates
 
 
+class StateConfig(msgspec.Struct, frozen=True):
+    """Recurrent states: one for each row and one for each checkpoint."""
+
+    specs: tuple[StateSpec, ...]  # by state site
+    num_checkpoints: int
+    border: int  # checkpoints are taken at multiples of so many positions, which are whole pages
+    spacing: int  # positions between checkpoints of a long prompt, far from its end
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one state, over all sites."""
+        return sum(spec.num_bytes for spec in self.specs)
+
+
 class CacheConfig(msgspec.Struct, frozen=True):
     page_size: int
     num_pages: int  # of a group that keeps every position, the null page included
@@ -37,9 +51,11 @@ class CacheConfig(msgspec.Struct, frozen=True):
     groups: tuple[CacheGroup, ...]
     group_pages: tuple[int, ...]  # per group; groups with a window need fewer pages
     step_tokens: int  # maximum number of positions that one step adds
+    states: StateConfig | None = None  # None: the model has no recurrent state
 
     @property
     def num_bytes(self) -> int:
+        """Bytes of all pages."""
         return sum(group.bytes_per_page * num for group, num in zip(self.groups, self.group_pages, strict=True))
 
 

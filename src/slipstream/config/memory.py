@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from slipstream.cache_spec import ITEMSIZE
+from slipstream.cache_spec import ITEMSIZE, STATE_CHUNK
 from slipstream.config.config import MAX_REPORTED_LOGPROBS, EngineConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
@@ -50,7 +50,9 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes. On a GPU, fields that end with `_host` are pinned host memory, all others device memory."""
 
     weights: int  # parameters and the rope table
-    cache: int
+    cache: int  # pages
+    states: int  # recurrent states of all rows and of the padding row
+    checkpoints: int  # recurrent states kept for prefix caching
     tables: int  # page tables, lengths and sampling parameters of all rows; outputs of captured steps for their heads
     features: int  # penalty counts and biases, if every row uses them; stored queries
     staging: int
@@ -73,7 +75,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def of_device(self) -> int:
         rings = self.staging + self.results + self.reports
-        return self.weights + self.cache + self.tables + self.features + rings + self.activations + self.graphs
+        kept = self.cache + self.states + self.checkpoints
+        return self.weights + kept + self.tables + self.features + rings + self.activations + self.graphs
 
     @property
     def later(self) -> int:
@@ -109,11 +112,15 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     )
     if not generates:
         logits = pool_head_bytes(config)
+    if cache.states is not None:
+        hidden += recurrent_bytes(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     captures = not on_cpu and not config.device.eager
     tables = rows * (len(cache.groups) * 8 * -(-scheduler.max_model_len // cache.page_size) + 256 + kept)
     return MemoryPlan(
         weights=weights,
         cache=cache.num_bytes,
+        states=0 if cache.states is None else rows * cache.states.num_bytes,
+        checkpoints=0 if cache.states is None else cache.states.num_checkpoints * cache.states.num_bytes,
         tables=tables + (sum(graph_output_bytes(config)) if captures else 0),
         features=query_bytes(config)
         + (feature_bytes(info, config.model.dtype, scheduler.max_num_seqs) if generates else 0),
@@ -204,6 +211,17 @@ def activation_bytes(
     return hidden, attention, logits
 
 
+def recurrent_bytes(tokens: int, rows: int) -> int:
+    """Bytes of the list of chunks that recurrent layers share in a step, and of the temporaries that make it."""
+    return (tokens // STATE_CHUNK + 2 * rows + 1) * 160 + (rows + 1) * 64
+
+
+def max_saves(tokens: int, rows: int) -> int:
+    """Maximum number of checkpoints that a step of so many tokens and rows saves: a row that begins anywhere crosses at
+    most one border more than its tokens fill chunks."""
+    return min(tokens, tokens // STATE_CHUNK + rows)
+
+
 def unread_bytes(config: EngineConfig) -> int:
     """Additional bytes of a step with results per token. Other steps only keep hidden states of last tokens, logits of
     rows, or vectors."""
@@ -242,6 +260,8 @@ def arena_bytes(config: EngineConfig) -> int:
     new_pages = (tokens // cache.page_size + scheduler.max_num_seqs) * len(cache.groups) * 2 * 8
     # pages that windows give back, in the worst case all of them in one step
     new_pages += sum(num * 2 * 8 for group, num in zip(cache.groups, cache.group_pages, strict=True) if group.window)
+    if cache.states is not None:  # row, position and checkpoint of each save, or a checkpoint for each row
+        new_pages += max_saves(tokens, scheduler.max_num_seqs) * 3 * 4 + scheduler.max_num_seqs * 4
     per_row = 2048  # counts, picked rows, sampling parameters, copies
     wanted = tokens * per_token + new_pages + (scheduler.max_num_seqs + 1) * per_row + scheduler.staged_ints * 8 + 65536
     return -(-wanted // 16) * 16

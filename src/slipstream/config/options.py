@@ -75,6 +75,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     num_pages: Annotated[int | None, _doc("size of the KV cache in pages")] = None
     page_size: Annotated[int, _doc("positions per page of the KV cache")] = 16
+    num_checkpoints: Annotated[
+        int | None,
+        _doc(
+            "recurrent states kept for prefix caching, for models that have such states; default: a quarter of the "
+            "memory of the cache"
+        ),
+    ] = None
     enable_prefix_caching: Annotated[bool, _doc("reuse KV cache pages of equal prompt prefixes")] = True
     enable_chunked_prefill: Annotated[bool, _doc("split long prompts over several steps")] = True
     depth: Annotated[

@@ -9,7 +9,7 @@ import re
 
 import msgspec
 
-from slipstream.cache_spec import CacheGroup
+from slipstream.cache_spec import CacheGroup, StateSpec
 from slipstream.config.cache_size import CacheSize
 from slipstream.config.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from slipstream.config.memory import max_kept, max_reported, plan_memory
@@ -17,6 +17,7 @@ from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.config.state_size import StateSize
 from slipstream.errors import InvalidOption, NotEnoughMemory
 from slipstream.params import MAX_BAD_WORDS
 
@@ -67,10 +68,12 @@ def resolve(
     dtype: str,
     machine: Machine,
     pooling: PoolingInfo | None = None,
+    states: tuple[StateSpec, ...] = (),
 ) -> EngineConfig:
+    """`groups`: of cache sites; `states`: by state site."""
     on_cpu = machine.kind == "cpu"
     page_size = _positive("page_size", options.page_size)
-    is_encoder = not groups  # nothing is kept between steps, so a prompt is computed in one step
+    is_encoder = not groups and not states  # nothing is kept between steps, so a prompt is computed in one step
     larger = 2 if is_encoder and not on_cpu and info.hidden_size <= SMALL else 1
     max_num_seqs = _positive("max_num_seqs", options.max_num_seqs, larger * DEFAULT_ROWS[machine.kind])
     depth = options.depth if options.depth is not None else (0 if on_cpu else 1)
@@ -110,7 +113,9 @@ def resolve(
         batched = max(larger * DEFAULT_TOKENS[machine.kind], max_num_seqs) if given is None else given
         return max(batched, length) if is_encoder or (given is None and not chunked) else batched
 
-    def settled(length: int, size: CacheSize, num_pages: int) -> EngineConfig:
+    state_size = StateSize(states, groups, page_size, options.num_checkpoints, options.enable_prefix_caching)
+
+    def settled(length: int, size: CacheSize, num_pages: int, num_checkpoints: int = 0) -> EngineConfig:
         return EngineConfig(
             model=model_config(options, info, source, dtype, length, pooling),
             cache=CacheConfig(
@@ -120,6 +125,7 @@ def resolve(
                 groups=groups,
                 group_pages=size.group_pages(num_pages),
                 step_tokens=step_tokens(length),
+                states=state_size.config(num_checkpoints),
             ),
             scheduler=SchedulerConfig(
                 max_num_seqs=max_num_seqs,
@@ -145,10 +151,20 @@ def resolve(
             ),
         )
 
+    def without_cache(num_checkpoints: int = 0) -> int:
+        """Bytes besides pages, at the full length, so that everything else fits at any smaller length."""
+        memory = plan_memory(settled(wanted, size, size.enough, num_checkpoints), source.num_bytes)
+        return (memory.total if on_cpu else memory.of_device) - memory.cache
+
     size = CacheSize(groups, wanted, max_num_seqs, step_tokens(wanted), options.enable_prefix_caching)
-    # at the full length, so that everything else fits at any smaller length
-    memory = plan_memory(settled(wanted, size, size.enough), source.num_bytes)
-    num_pages = _num_pages(options, size, (memory.total if on_cpu else memory.of_device) - memory.cache, machine)
+    num_checkpoints = 0
+    if states:
+        if options.max_num_seqs is None:
+            stateless = without_cache() - (max_num_seqs + 1) * state_size.num_bytes
+            max_num_seqs = state_size.affordable_rows(max_num_seqs, _room(options, stateless, machine))
+            size = CacheSize(groups, wanted, max_num_seqs, step_tokens(wanted), options.enable_prefix_caching)
+        num_checkpoints = _num_checkpoints(options, state_size, size, without_cache(), max_num_seqs, machine)
+    num_pages = _num_pages(options, size, state_size, num_checkpoints, without_cache(num_checkpoints), machine)
     length = size.longest(num_pages)
     if length < 2:
         raise NotEnoughMemory(
@@ -161,7 +177,7 @@ def resolve(
             f"{size.num_bytes(num_pages) / 2**20:.0f} MiB), max_model_len is {wanted}; give {length} or less, "
             'max_model_len="auto", or more kv_cache_memory'
         )
-    config = settled(length, size, num_pages)
+    config = settled(length, size, num_pages, num_checkpoints)
     if not chunked and (batched := config.scheduler.max_num_batched_tokens) < length:
         raise InvalidOption(
             f"max_num_batched_tokens is {batched} and max_model_len {length}: without chunked prefill a "
@@ -201,22 +217,40 @@ def staged_ints(max_length: int, page_size: int, max_num_seqs: int, num_groups: 
     return 2 * alone + 16 * max_num_seqs + ids
 
 
-def _num_pages(options: Options, size: CacheSize, other_bytes: int, machine: Machine) -> int:
-    """`other_bytes`: all memory except the cache."""
-    if options.num_pages is not None:
-        return _positive("num_pages", options.num_pages) + 1  # plus the null page
-    if options.kv_cache_memory is not None:
-        return max(size.pages_in(parse_bytes(options.kv_cache_memory)), 1)
+def _room(options: Options, other_bytes: int, machine: Machine) -> int:
+    """Bytes for the cache, if everything else takes `other_bytes`."""
     share = options.gpu_memory_utilization
     if share is not None and not 0 < share <= 1:
         raise InvalidOption(f"gpu_memory_utilization is {share}; give a share above 0 and up to 1")
     if machine.kind == "cuda":
         taken = machine.total_memory - machine.free_memory
-        room = int(machine.total_memory * (share or DEFAULT_SHARE)) - taken - other_bytes - LIBRARIES
-    else:
-        # a fifth of the free memory: a laptop runs other programs too
-        room = int((machine.free_memory - other_bytes) * (share or 0.2))
-    pages = min(size.enough, size.pages_in(max(room, 0)))
+        return int(machine.total_memory * (share or DEFAULT_SHARE)) - taken - other_bytes - LIBRARIES
+    # a fifth of the free memory: a laptop runs other programs too
+    return int((machine.free_memory - other_bytes) * (share or 0.2))
+
+
+def _num_checkpoints(
+    options: Options, states: StateSize, size: CacheSize, other_bytes: int, max_num_seqs: int, machine: Machine
+) -> int:
+    """Checkpoints of recurrent states. `other_bytes`: all memory except pages and checkpoints."""
+    if options.num_pages is not None:
+        pages = size.num_bytes(_positive("num_pages", options.num_pages) + 1)
+        return states.num_checkpoints(max_num_seqs, beside=pages)
+    if options.kv_cache_memory is not None:
+        return states.num_checkpoints(max_num_seqs, within=parse_bytes(options.kv_cache_memory))
+    return states.num_checkpoints(max_num_seqs, within=_room(options, other_bytes, machine))
+
+
+def _num_pages(
+    options: Options, size: CacheSize, states: StateSize, num_checkpoints: int, other_bytes: int, machine: Machine
+) -> int:
+    """`other_bytes`: all memory except pages."""
+    if options.num_pages is not None:
+        return _positive("num_pages", options.num_pages) + 1  # plus the null page
+    if options.kv_cache_memory is not None:
+        given = parse_bytes(options.kv_cache_memory) - num_checkpoints * states.num_bytes
+        return max(size.pages_in(max(given, 0)), 1)
+    pages = min(size.enough, size.pages_in(max(_room(options, other_bytes, machine), 0)))
     affordable = size.num_bytes(size.least) <= machine.free_memory - other_bytes
     if pages < size.least and options.max_model_len is None and affordable:
         pages = size.least  # the model's own length, which no option set: use the minimum that fits
@@ -238,6 +272,18 @@ def _keep_free(options: Options, machine: Machine) -> int | None:
     if machine.kind == "cpu" or options.num_pages is not None or options.kv_cache_memory is not None:
         return None
     return machine.total_memory - int(machine.total_memory * (options.gpu_memory_utilization or DEFAULT_SHARE))
+
+
+def fewer_rows(config: EngineConfig) -> str:
+    """What to tell the user if recurrent states are the reason for fewer rows than usual; else an empty text."""
+    rows, usual, states = config.scheduler.max_num_seqs, DEFAULT_ROWS[config.device.kind], config.cache.states
+    if states is None or rows >= min(usual, config.scheduler.max_num_batched_tokens):
+        return ""
+    return (
+        f"max_num_seqs is {rows}, not {usual}: the recurrent state of a request takes {states.num_bytes / 2**20:.1f} "
+        "MiB, and the states of all rows together get half of the memory that is left for states and cache; set "
+        "max_num_seqs for another number"
+    )
 
 
 def fit_cache(config: EngineConfig, room: int) -> EngineConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -16,7 +17,7 @@ from slipstream.config.memory import MemoryPlan, plan_memory
 from slipstream.config.model_info import ModelInfo, read_model_info
 from slipstream.config.options import Options
 from slipstream.config.read_pooling import read_pooling
-from slipstream.config.resolve import DEFAULT_SHARE, Source, model_config, resolve, resolve_dtype
+from slipstream.config.resolve import DEFAULT_SHARE, Source, fewer_rows, model_config, resolve, resolve_dtype
 from slipstream.config.weight_files import require_weights
 from slipstream.device.device import Device, device_facts, open_device, seems_cuda
 from slipstream.engine.core import EngineCore
@@ -24,11 +25,13 @@ from slipstream.engine.lanes import Lanes
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidOption
 from slipstream.nn.models.measure import weight_bytes
-from slipstream.nn.models.registry import cache_specs, find_shape
+from slipstream.nn.models.registry import cache_specs, find_shape, state_specs
 from slipstream.nn.models.stored_head import as_stored
 from slipstream.ops.compile_ahead import start_triton
 from slipstream.runner.assemble import build_runner
 from slipstream.scheduler.cache.layout import group_sites
+
+log = logging.getLogger(__name__)
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -48,6 +51,8 @@ def open_model(options: Options) -> Opened:
         require_weights(located.path)  # first: without weights nothing else is worth reporting
     info, defaults = _read(options, located)
     config = settle(options, located, info)
+    if options.max_num_seqs is None and (note := fewer_rows(config)):
+        log.warning(note)
     return Opened(config, ModelDescription.of(options, config, defaults), file)
 
 
@@ -130,7 +135,7 @@ def settle(options: Options, located: LocatedModel, info: ModelInfo) -> EngineCo
     # at the model's full length: the actual length depends on what the weights leave
     num_bytes = weight_bytes(model_config(options, info, source, dtype, info.max_positions, pooling), machine.kind)
     source = msgspec.structs.replace(source, num_bytes=num_bytes)
-    return resolve(options, info, source, groups, dtype, machine, pooling)
+    return resolve(options, info, source, groups, dtype, machine, pooling, tuple(state_specs(info, dtype)))
 
 
 def foresee(options: Options) -> tuple[EngineConfig, MemoryPlan]:

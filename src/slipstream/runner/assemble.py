@@ -44,6 +44,7 @@ from slipstream.runner.pooling.chunk_state import ChunkState
 from slipstream.runner.results import ResultRing
 from slipstream.runner.runner import ModelRunner
 from slipstream.runner.sampling.sampler import Sampler
+from slipstream.runner.state_store import StateStore
 from slipstream.runner.warmup import Start, WarmUp, enough_memory
 
 
@@ -129,6 +130,7 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
     num_rows = scheduler.max_num_seqs + 1  # the last is the padding row
     num_buffers = scheduler.depth + 2
     store = KVStore(cache.groups, group_pages, device)
+    states = None if cache.states is None else StateStore(cache.states, num_rows, device)
     # a step has at most as many tokens as its rows can have
     max_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * scheduler.max_model_len)
     graphs = GraphPool(
@@ -138,7 +140,7 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
     result_size = result_bytes(config) + pooled_bytes(config)
     results = ResultRing(num_buffers, result_size, device, max_capacity=result_size + report_bytes(config))
     heads: list[HeadMaker] = []
-    row_states: list[RowState] = [store]
+    row_states: list[RowState] = [store] if states is None else [store, states]
     input_batch: BatchInputs
     if scheduler.is_encoder:
         assert pooling is not None, "a model without a cache is for pooling"
@@ -182,4 +184,5 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
         ring=HostRing(num_buffers, arena_bytes(config), device),
         results=results,
         graphs=graphs,
+        states=states,
     )

@@ -12,6 +12,7 @@ from slipstream.device.streams import Event
 from slipstream.device.sync_check import HotPath
 from slipstream.nn.context import AttentionBackend, ForwardContext
 from slipstream.nn.models.base import CausalLM
+from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.runner.batch.input_batch import BatchInputs, Gathered
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import HostRing
@@ -21,6 +22,7 @@ from slipstream.runner.kv_store import KVStore
 from slipstream.runner.pool_head import PoolHead
 from slipstream.runner.pooling.results import MixedHandle
 from slipstream.runner.results import NO_RESULTS, ResultRing, StepHandle
+from slipstream.runner.state_store import StateStore
 from slipstream.step import StepPlan
 
 
@@ -39,7 +41,9 @@ class ModelRunner:
         ring: HostRing,
         results: ResultRing,
         graphs: GraphPool,
+        states: StateStore | None = None,
     ) -> None:
+        """`states`: only for a model with recurrent states."""
         self.model = model
         self.device = device
         self.attention = attention
@@ -50,6 +54,7 @@ class ModelRunner:
         self.ring = ring
         self.results = results
         self.graphs = graphs
+        self.states = states
         self.hot_path = HotPath(cpu=device.kind == "cpu")
         self._launched: tuple[_Step, list[Head]] | None = None
 
@@ -73,6 +78,7 @@ class ModelRunner:
         upload = self.ring.open()
         size = self.graphs.size_for(plan)
         gather = self.input_batch.prepare(plan, upload, size)
+        make_steps = None if self.states is None else self.states.prepare(plan, upload, size)
         for state in self.row_states:
             state.apply(plan)
         for state in self.row_states:
@@ -85,7 +91,7 @@ class ModelRunner:
 
         def forward() -> tuple[Gathered, torch.Tensor]:
             batch = gather()
-            hidden = self._forward(batch, only_last)
+            hidden = self._forward(batch, only_last, None if make_steps is None else make_steps(batch))
             # steps of one token per row have few hidden states, which a graph may keep in its own memory
             return batch.for_heads(), hidden if size is None or size.is_single else self.graphs.hidden.put(hidden)
 
@@ -116,16 +122,27 @@ class ModelRunner:
 
     def _reads_only_last(self, plan: StepPlan) -> bool:
         """Host: whether only the hidden state of each row's last token is read, in a step with rows of several tokens.
-        Models without a cache always compute all of them."""
-        if not len(plan.tokens) or not self.store.caches or plan.total_tokens == len(plan.rows):
+        Models that keep nothing between steps always compute all of them."""
+        if not len(plan.tokens) or plan.total_tokens == len(plan.rows):
+            return False
+        if not self.store.caches and self.states is None:
             return False
         return not any(head.wants_all(plan) for head in self.heads)
 
-    def _forward(self, batch: Gathered, only_last: bool) -> torch.Tensor:
+    def _forward(self, batch: Gathered, only_last: bool, steps: RecurrentSteps | None) -> torch.Tensor:
         """Device: one forward over all tokens of the step."""
         view, store = batch.view, self.store
         attention_plan = self.attention.plan(view)
-        context = ForwardContext(view, self.attention, attention_plan, store.caches, store.group_of_site, only_last)
+        context = ForwardContext(
+            view,
+            self.attention,
+            attention_plan,
+            store.caches,
+            store.group_of_site,
+            only_last,
+            recurrent=steps,
+            states=() if self.states is None else self.states.sites,
+        )
         hidden = self.model(context)
         self.input_batch.advance(batch)
         return hidden

@@ -64,6 +64,7 @@ def config_facts(config: EngineConfig) -> dict[str, Any]:
         "max_num_batched_tokens": scheduler.max_num_batched_tokens,
         "page_size": cache.page_size,
         "num_pages": cache.num_pages - 1,
+        **({} if cache.states is None else {"num_checkpoints": cache.states.num_checkpoints}),
         "prefix_caching": cache.prefix_caching,
         "chunked_prefill": scheduler.chunked_prefill,
         "depth": scheduler.depth,
@@ -79,6 +80,7 @@ def print_config(config: EngineConfig, length_note: str) -> None:
     notes = {
         "max_model_len": length_note or f"the model was trained for {config.model.info.max_positions}",
         "num_pages": f"{(config.cache.num_pages - 1) * config.cache.page_size} positions for all requests together",
+        "num_checkpoints": "recurrent states kept for prefix caching",
         "depth": "synchronous" if config.scheduler.depth == 0 else "steps launched ahead",
     }
     for name, value in config_facts(config).items():
@@ -101,6 +103,7 @@ def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
     rows = [
         ("weights", memory.weights, f"{_weight_kind(config)}, with the rope table"),
         ("cache", memory.cache, pages),
+        *_state_rows(config, memory),
         ("tables", memory.tables, f"page tables and state of {scheduler.max_num_seqs} rows"),
         ("features", memory.features, features),
         (
@@ -122,6 +125,16 @@ def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
     print(f"{'memory':<16}{'MiB':>10}")
     for name, num_bytes, note in rows:
         print(f"{name:<16}{num_bytes / MIB:>10.1f}  {note}")
+
+
+def _state_rows(config: EngineConfig, memory: MemoryPlan) -> list[tuple[str, int, str]]:
+    states = config.cache.states
+    if states is None:
+        return []
+    return [
+        ("states", memory.states, f"recurrent states of {config.scheduler.max_num_seqs} rows and the padding row"),
+        ("checkpoints", memory.checkpoints, f"{states.num_checkpoints} recurrent states, kept for prefix caching"),
+    ]
 
 
 def _weight_kind(config: EngineConfig) -> str:

@@ -23,7 +23,7 @@ class RecurrentSteps:
     slots: torch.Tensor  # [B] int32: the row's state slot, which is its row number; of padding rows the padding row
     starts: torch.Tensor  # [B + 1] int32: first token of each row; padding rows have no tokens unless `is_single`
     first_positions: torch.Tensor  # [B] int32: position of the row's first token; 0: the row starts from zeros
-    num_tokens: NDArray[np.int32]  # host [B]: tokens of each row; upper bounds if the step is padded for a graph
+    num_tokens: NDArray[np.int32]  # host [B]: tokens of each row; of no meaning if the step is padded for a graph
     is_single: bool  # host: every row has one token
 
     # The following two are None if `is_single`.

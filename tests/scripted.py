@@ -6,6 +6,9 @@ row reads through its pages, so any mistake in rows, pages, positions or host to
 token. With a drafter the device drafts tokens after the one it drew last: right ones, wrong ones or none. It draws
 after each draft, keeps what it would have drawn without drafts and discards the rest, as a real device does. Plans run
 when their result is read, so a plan that is changed after it was returned shows too.
+
+With checkpoints the scripted model is recurrent: the state of a row is all tokens that it has computed, restored and
+saved as plans say, and tokens are drawn from the state. What the row reads through its pages must agree with it.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from dataclasses import replace
 import numpy as np
 
 from hand_cache import make_spec
-from slipstream.cache_spec import CacheGroup
-from slipstream.config.config import CacheConfig, SchedulerConfig
+from slipstream.cache_spec import CacheGroup, StateField, StateSpec
+from slipstream.config.config import CacheConfig, SchedulerConfig, StateConfig
 from slipstream.messages import Output
 from slipstream.params import MAX_PACKED_LOGPROBS, SamplingParams
 from slipstream.pooling_params import PoolingParams
@@ -54,6 +57,7 @@ class _Row:
         self.tables: list[dict[int, int]] = [{} for _ in range(num_groups)]
         self.length = self.start = admission.num_cached  # after and before the present step
         self.next_tokens: list[int] = []  # the token drawn last, then guesses of those behind it
+        self.state: tuple[int, ...] | None = None if admission.num_cached else ()  # None: to be restored
         self.planned = 0  # the length after the present step, by the plan: an upper bound while drafts are in flight
 
 
@@ -65,9 +69,16 @@ class ScriptedExecutor:
         max_num_seqs: int = 1 << 30,
         short_rope: int | None = None,
         drafter: random.Random | None = None,
+        num_checkpoints: int | None = None,
+        border: int = 0,
     ) -> None:
         """`windows`: per group, the positions that a token attends to, itself included; 0: all. `short_rope`: the
-        longest request with the short rope factors. `drafter` decides how good each draft is."""
+        longest request with the short rope factors. `drafter` decides how good each draft is. `num_checkpoints`: of a
+        model with recurrent states, at multiples of `border`; None: it has no states."""
+        self.has_states = num_checkpoints is not None
+        self.border = border
+        self.checkpoints: list[tuple[int, ...] | None] = [None] * (num_checkpoints or 0)
+        self.num_restored = self.num_saved = 0
         self.drafter = drafter
         self.num_accepted = self.num_rejected = 0  # drafts
         self.page_size = page_size
@@ -97,7 +108,9 @@ class ScriptedExecutor:
         self._last_step = plan.step
         self._release_and_admit(plan)
         self._update_pages(plan)
+        self._restore(plan)
         self._write(plan)
+        self._save(plan)
         self._keep_queries(plan)
         return self._sample(plan)
 
@@ -147,6 +160,28 @@ class ScriptedExecutor:
                 if content is not None:
                     self.slots[group][target, offset] = content
 
+    def _restore(self, plan: StepPlan) -> None:
+        """Before the forward: rows that start from a checkpoint get its state."""
+        assert self.has_states or plan.states is None
+        for row, checkpoint in [] if plan.states is None else plan.states.restores.tolist():
+            state, content = self.rows[row], self.checkpoints[checkpoint]
+            assert state.state is None and state.length == state.admission.num_cached, f"row {row} has a state"
+            assert content is not None, f"checkpoint {checkpoint} was never saved"
+            assert len(content) == state.length, f"row {row} starts at {state.length}, with a state of {len(content)}"
+            state.state = content
+            self.num_restored += 1
+
+    def _save(self, plan: StepPlan) -> None:
+        """With the forward: states of rows after positions that this step computes."""
+        saves = [] if plan.states is None else plan.states.saves.tolist()
+        assert len({checkpoint for _, _, checkpoint in saves}) == len(saves), "a checkpoint is saved to twice"
+        for index, position, checkpoint in saves:
+            state = self.rows[int(plan.rows[index])]
+            assert state.start < position <= state.length and position % self.border == 0, f"{position} is no border"
+            assert state.state is not None
+            self.checkpoints[checkpoint] = state.state[:position]
+            self.num_saved += 1
+
     def _write(self, plan: StepPlan) -> None:
         """Write every row's tokens to its slots before any row reads, as each layer of a model does."""
         host_tokens = iter(plan.tokens.tolist())
@@ -179,6 +214,9 @@ class ScriptedExecutor:
                     if not known:
                         self._drawn.add((group, slot))
                     self.slots[group][slot] = token, position, state.admission.long_rope
+                if self.has_states:
+                    assert state.state is not None and len(state.state) == position, f"row {row} has no such state"
+                    state.state = (*state.state, token)
             state.start, state.length, state.planned = state.length, end, int(length)
             self.num_computed += int(num)
         assert next(host_tokens, None) is None, "more host tokens than planned positions"
@@ -285,6 +323,10 @@ class ScriptedExecutor:
     def _see(self, state: _Row) -> list[int]:
         """The tokens that the row's last token is drawn from: all, or those of the widest window."""
         seen = self._read(state)
+        if self.has_states:
+            assert state.state is not None and len(state.state) == state.length
+            assert all(state.state[position] == token for position, token in seen.items()), "pages of other tokens"
+            return list(state.state)
         return [seen[position] for position in range(state.length) if position in seen][-horizon(self.windows) :]
 
     def _read(self, state: _Row) -> dict[int, int]:
@@ -318,13 +360,20 @@ def make_config(
     windows: Sequence[int] = (),
     step_tokens: int = 64,
     window_pages: int | None = None,  # of groups with a window, if not the same number
+    num_checkpoints: int | None = None,  # of a model with recurrent states; None: it has none
+    border: int = 0,
+    spacing: int = 1 << 20,
 ) -> CacheConfig:
     groups = tuple(
         CacheGroup(make_spec(1, 8 * (g + 1), page_size, window=w), (g,))
         for g, w in enumerate(windows or (0,) * num_groups)
     )
     pages = tuple(num_pages if window_pages is None or not group.window else window_pages for group in groups)
-    return CacheConfig(page_size, num_pages, prefix_caching, groups, pages, step_tokens)
+    states = None
+    if num_checkpoints is not None:
+        spec = StateSpec((StateField("state", (8,), "float32"),))
+        states = StateConfig((spec,), num_checkpoints, border or page_size, spacing)
+    return CacheConfig(page_size, num_pages, prefix_caching, groups, pages, step_tokens, states)
 
 
 class Bench:
@@ -349,12 +398,24 @@ class Bench:
         short_rope: int | None = None,
         num_drafts: int = 0,
         draft_seed: int = 0,
+        num_checkpoints: int | None = None,
+        border: int = 0,
+        spacing: int = 1 << 20,
     ) -> None:
         self.depth = depth
         windows = windows or (0,) * num_groups
-        self.horizon = horizon(windows)
+        self.horizon = horizon(windows) if num_checkpoints is None else NEVER
         config = make_config(
-            page_size, num_pages, prefix_caching, num_groups, windows, max_num_batched_tokens, window_pages
+            page_size,
+            num_pages,
+            prefix_caching,
+            num_groups,
+            windows,
+            max_num_batched_tokens,
+            window_pages,
+            num_checkpoints,
+            border,
+            spacing,
         )
         self.cache = CacheManager(config)
         self.scheduler = Scheduler(
@@ -375,7 +436,9 @@ class Bench:
         )
         self.scheduler.num_drafts = num_drafts
         drafter = random.Random(draft_seed) if num_drafts else None
-        self.executor = ScriptedExecutor(page_size, windows, max_num_seqs, short_rope, drafter)
+        self.executor = ScriptedExecutor(
+            page_size, windows, max_num_seqs, short_rope, drafter, num_checkpoints, border or page_size
+        )
         self.plans: list[StepPlan] = []
         self.outputs: list[Output] = []
         self.requests: list[Request] = []

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
+
+if TYPE_CHECKING:
+    from slipstream.scheduler.cache.states import RequestStates
 
 NEVER = 2**30 - 1  # more tokens than any request has; a small int compares faster than a larger one
 
@@ -51,7 +55,7 @@ class Request:
         "seed", "tokens", "num_prompt", "max_length", "status", "waits_for", "row", "admission", "num_known",
         "computed", "committed", "pending", "decode_limit", "num_cached", "num_preemptions", "known_launched_at",
         "leader", "siblings", "next_scored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity",
-        "hashes", "num_published", "publish_after", "long_rope", "short_limit",
+        "hashes", "num_published", "publish_after", "states", "next_border", "long_rope", "short_limit",
     )  # fmt: skip
 
     def __init__(
@@ -134,7 +138,9 @@ class Request:
         self.capacity = 0  # positions that these pages hold
         self.hashes: list[bytes] = []  # of its leading full pages of known tokens
         self.num_published = 0  # leading pages that other requests can find
-        self.publish_after = NEVER  # with more known tokens than this there are pages to publish
+        self.publish_after = NEVER  # with more known tokens than this there are pages or checkpoints to publish
+        self.states: RequestStates | None = None  # checkpoints of recurrent states; None: not running, or no states
+        self.next_border = NEVER  # length at which a checkpoint is taken while the request decodes
 
     @property
     def num_committed(self) -> int:
@@ -149,7 +155,7 @@ class Request:
 
     def set_decode_limit(self) -> None:
         """Call when all known tokens are launched, or after pages were reserved."""
-        self.decode_limit = min(self.capacity, self.last_computed)
+        self.decode_limit = min(self.capacity, self.last_computed, self.next_border - 1)
 
     @property
     def num_output(self) -> int:

@@ -10,11 +10,14 @@ import pytest
 from scripted import VOCAB, Bench, alone
 from slipstream.errors import QueueFull, RequestTooLarge
 from slipstream.request import Request, Status
+from slipstream.scheduler.cache.checkpoints import CheckpointPool
 from slipstream.scheduler.cache.matching import Matching
+from slipstream.scheduler.cache.states import StateCache
 
 
 class Day:
-    def __init__(self, seed: int, depth: int) -> None:
+    def __init__(self, seed: int, depth: int, *, has_states: bool = False) -> None:
+        self.has_states = has_states
         rng = self.rng = random.Random(seed * 3 + depth)
         page_size = rng.choice([1, 1, 2, 4, 8])
         chunked = rng.random() < 0.7
@@ -22,12 +25,15 @@ class Day:
         longest = -(-self.max_model_len // page_size)
         narrow, wide = rng.randint(1, 6), rng.randint(5, 20)
         windows = rng.choice([(0,), (0,), (0, 0), (wide,), (narrow, 0), (0, wide, narrow)])
+        if has_states and seed % 5 == 0:
+            windows = ()  # no attention at all
         self.bench = Bench(
             depth=rng.choice([0, 0, depth]),  # sets the watermark: a low one makes pages run out more often
             page_size=page_size,
             num_pages=1 + rng.randint(longest - longest // 4, 2 * longest),
             prefix_caching=rng.random() < 0.7,
             windows=windows,
+            num_groups=len(windows),
             window_pages=1 + rng.randint(longest // 2, 2 * longest),
             max_num_seqs=rng.choice([1, 4, 8, 8]),
             max_num_batched_tokens=rng.choice([1, 3, 7, 16, 40]) if chunked else self.max_model_len,
@@ -36,18 +42,25 @@ class Day:
             chunked_prefill=chunked,
             staged_ints=rng.choice([1, 60, 4096]),
             short_rope=rng.choice([None, None, 6, 16]),
-            num_drafts=(0, 4, 1)[seed % 3],
+            num_drafts=0 if has_states else (0, 4, 1)[seed % 3],
             draft_seed=seed,
+            **(self.states(seed, page_size) if has_states else {}),
         )
         self.bench.depth = depth
         self.roots = [[rng.randrange(VOCAB) for _ in range(30)] for _ in range(3)]
         self.aborted: set[Request] = set()
         self.refused = 0
 
+    def states(self, seed: int, page_size: int) -> dict[str, int]:
+        """Few checkpoints, so that they are overwritten all the time."""
+        rng = random.Random(seed)
+        border = max(page_size, rng.choice([2, 4, 8]))
+        return dict(num_checkpoints=rng.choice([2, 2, 3, 8, 0]), border=border, spacing=border * rng.choice([1, 3]))
+
     def submit(self) -> None:
         rng = self.rng
         caller = rng.choice(["", "", "", "a"])
-        root = rng.choice(self.roots)[: rng.choice([0, 2, 5, 9, 20])]
+        root = rng.choice(self.roots)[: rng.choice([0, 12, 20, 18, 20] if self.has_states else [0, 2, 5, 9, 20])]
         prompt = root + [rng.randrange(VOCAB) for _ in range(rng.randint(not root, 3))]
         try:
             if rng.random() < 0.25:
@@ -117,6 +130,51 @@ class Day:
 @pytest.mark.parametrize("seed", range(14))
 def test_a_random_run_changes_no_tokens(seed: int, depth: int) -> None:
     Day(seed, depth).run(150)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("seed", range(14))
+def test_a_random_run_with_recurrent_states_changes_no_tokens(seed: int, depth: int) -> None:
+    Day(seed, depth, has_states=True).run(150)
+
+
+@pytest.mark.parametrize("bug", ["restored before it is saved", "published under the next hash", "kept after a take"])
+def test_the_random_runs_find_planted_bugs_of_the_state_cache(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bug == "restored before it is saved":
+        monkeypatch.setattr(CheckpointPool, "find", lambda pool, name: pool._checkpoint_of.get(name))
+    elif bug == "published under the next hash":
+        right = StateCache._hash_before
+        monkeypatch.setattr(
+            StateCache,
+            "_hash_before",
+            lambda cache, request, position: right(cache, request, min(position + 8, len(request.hashes))),
+        )
+    else:
+        monkeypatch.setattr(CheckpointPool, "_forget", lambda pool, checkpoint: None)
+    with pytest.raises(AssertionError):
+        for seed in range(40):
+            Day(seed, depth=1, has_states=True).run(100)
+
+
+def test_the_random_runs_with_states_cover_every_event() -> None:
+    days = [Day(seed, depth=2, has_states=True) for seed in range(20)]
+    for day in days:
+        day.run(150)
+    benches = [day.bench for day in days]
+    assert sum(bench.executor.num_restored for bench in benches) > 60
+    assert sum(bench.executor.num_saved for bench in benches) > 500
+    assert sum(bench.scheduler.num_preemptions for bench in benches) > 20
+    assert sum(bench.executor.num_switched for bench in benches) > 10
+    resumed = [
+        admission
+        for bench in benches
+        for plan in bench.plans
+        for admission in plan.admitted
+        if admission.num_cached and admission.num_known > admission.num_prompt_tokens
+    ]
+    assert len(resumed) > 5, "too few preempted requests continued from a checkpoint"
+    siblings = [request for bench in benches for request in bench.requests if request.sample and request.num_cached]
+    assert len(siblings) > 10
 
 
 def test_the_random_runs_cover_every_event(monkeypatch: pytest.MonkeyPatch) -> None:

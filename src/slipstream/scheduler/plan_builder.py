@@ -10,6 +10,7 @@ import numpy as np
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import Request
 from slipstream.scheduler.cache.kind import Run
+from slipstream.scheduler.cache.states import Restore, Save
 from slipstream.step import (
     NO_INTS,
     NO_PAGES,
@@ -19,10 +20,12 @@ from slipstream.step import (
     PoolAdmission,
     PoolPlan,
     PromptScores,
+    StatePlan,
     StepPlan,
 )
 
 _NO_COPIES: Ints = np.zeros((0, 3), np.int32)
+_NO_RESTORES: Ints = np.zeros((0, 2), np.int32)
 
 
 class Chunk(NamedTuple):
@@ -139,8 +142,10 @@ class PlanBuilder:
         num_logprobs: int | None,
         arrays: DecodeArrays,
         pooling: PoolPlan | None = None,
+        copies: tuple[list[Restore], list[Save]] | None = None,
     ) -> StepPlan:
-        """The plan. Rows must be in order, `arrays` those of the previous plan, `pooling` what `pool_plan` returned."""
+        """The plan. Rows must be in order, `arrays` those of the previous plan, `pooling` what `pool_plan` returned;
+        `copies`: restored and saved states."""
         chunks, num_decodes = self.chunks, len(self.decodes)
         total = num_decodes + len(chunks)
         arrays.advance(self.decodes)
@@ -179,6 +184,7 @@ class PlanBuilder:
             num_logprobs=num_logprobs,
             scores=self._scores() if chunks else None,
             pooling=pooling,
+            states=None if copies is None else _state_plan(*copies, rows),
         )
 
     def pool_plan(
@@ -242,6 +248,16 @@ class DecodeArrays:
 def _score_width(request: Request) -> int:
     """Logprobs reported per scored prompt token: its own and those of the likeliest tokens."""
     return 1 + (request.params.prompt_logprobs or 0)
+
+
+def _state_plan(restores: list[Restore], saves: list[Save], rows: Ints) -> StatePlan:
+    """`rows`: of the plan, in order."""
+    index_of = dict(zip(rows.tolist(), range(len(rows)), strict=True)) if saves else {}
+    restored = [(request.row, checkpoint) for request, checkpoint in restores]
+    saved = [(index_of[request.row], position, checkpoint) for request, position, checkpoint in saves]
+    return StatePlan(
+        np.array(restored, np.int32) if restored else _NO_RESTORES, np.array(saved, np.int32) if saved else _NO_COPIES
+    )
 
 
 def _ints(values: list[int]) -> Ints:

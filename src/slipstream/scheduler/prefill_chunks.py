@@ -19,6 +19,14 @@ def num_chunk_tokens(request: Request, start: int, known: int, builder: PlanBuil
     return max(0, room + first - 1 - start) if config.chunked_prefill else 0
 
 
+def fit_chunk(start: int, wanted: int, room: int, border: int) -> int:
+    """Number of tokens of a chunk that begins at `start`: at most `wanted` and `room`. A chunk that is not the last one
+    ends at a multiple of `border` if it reaches one: recurrent kernels then cut every prompt in the same places."""
+    if wanted <= room:
+        return wanted
+    return (start + room) // border * border - start if (start + room) // border > start // border else room
+
+
 def add_chunk(request: Request, num: int, builder: PlanBuilder) -> None:
     """Plan `num` known tokens. After the last known token, draw a token or pool the prompt."""
     start = request.computed

@@ -30,7 +30,7 @@ from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager, Hit
 from slipstream.scheduler.in_flight import InFlight
 from slipstream.scheduler.plan_builder import DecodeArrays, PlanBuilder
-from slipstream.scheduler.prefill_chunks import add_chunk, add_drafted, num_chunk_tokens
+from slipstream.scheduler.prefill_chunks import add_chunk, add_drafted, fit_chunk, num_chunk_tokens
 from slipstream.scheduler.query_registry import QueryRegistry
 from slipstream.scheduler.row_allocator import RowAllocator
 from slipstream.scheduler.sibling_samples import detach_from_leader, join_samples, leader_to_fork, take_siblings
@@ -157,7 +157,8 @@ class Scheduler:
             num_logprobs = max(asked, default=None)
         pooled = builder.pooled()
         pooling = self._pool_plan(builder, pooled)
-        plan = builder.build(self._row_allocator.take_released(), num_logprobs, self._arrays, pooling)
+        released, copies = self._row_allocator.take_released(), self.cache.take_copies()
+        plan = builder.build(released, num_logprobs, self._arrays, pooling, copies)
         self._in_flight.launch(
             self._next_step,
             sampling,
@@ -204,7 +205,7 @@ class Scheduler:
                     if num_waiting < 0:
                         num_waiting = self._count_decodes() - len(decodes)
                     wanted = num_chunk_tokens(request, start, request.num_known, builder, self.config)
-                    num = min(wanted, left - num_waiting)
+                    num = fit_chunk(start, wanted, left - num_waiting, self.cache.border)
                     if num <= 0:
                         if builder:
                             continue
@@ -279,7 +280,7 @@ class Scheduler:
         num = num_chunk_tokens(request, hit.length, known, builder, self.config)
         if not num or (num > budget.tokens and not self.config.chunked_prefill):
             return False
-        num = min(num, budget.tokens)
+        num = fit_chunk(hit.length, num, budget.tokens, cache.border)
         length = hit.length + num
         entries = cache.num_table_entries(length)
         numbers = request.num_staged_ids + (known if request.params.needs_history else 0)
@@ -327,7 +328,7 @@ class Scheduler:
 
     def _plan_chunk(self, request: Request, num: int, builder: PlanBuilder) -> None:
         add_chunk(request, num, builder)
-        self.cache.publish(request)  # within a step, writes come before reads: others may use its pages at once
+        self.cache.publish_chunk(request)  # within a step, writes come before reads: others may use its pages at once
 
     def _make_room(self, request: Request, length: int, builder: PlanBuilder) -> bool:
         """Reserve pages, preempting requests from the end of the list; False if the request itself came up there.

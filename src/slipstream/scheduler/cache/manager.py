@@ -2,7 +2,8 @@
 
 `match` looks up a prefix, `reserve` takes pages, `publish` makes pages findable, `release` gives pages back. The
 manager knows requests and groups; it does not know steps, rows or budgets. Only the cache package writes a request's
-`pages`, `capacity`, `hashes`, `num_published` and `publish_after`.
+`pages`, `capacity`, `hashes`, `num_published`, `publish_after`, `states` and `next_border`. A model with recurrent
+states also has a `StateCache`, which has no pages and cannot run out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from slipstream.scheduler.cache.hashing import extend_hashes
 from slipstream.scheduler.cache.kind import CacheKind, Run
 from slipstream.scheduler.cache.matching import Matching
 from slipstream.scheduler.cache.paged import PagedCache
+from slipstream.scheduler.cache.states import Restore, Save, StateCache
 from slipstream.scheduler.cache.window import WindowCache
 from slipstream.step import NULL_PAGE
 
@@ -31,9 +33,11 @@ class Hit:
 
     length: int  # positions
     pages: Sequence[list[int]]  # per group: whole pages to share; the null page where the request does not need one
-    partial: Sequence[
-        int
-    ] = ()  # per group, if any: the page with the remaining positions, copied into the next new page
+    # per group, if any: the page with the remaining positions, copied into the next new page
+    partial: Sequence[int] = ()
+    # for a model with recurrent states: positions that all groups have cached, and the checkpoint to continue from
+    branch: int = 0
+    checkpoint: int = -1
 
 
 class CacheManager:
@@ -43,7 +47,13 @@ class CacheManager:
                 f"sites {group.sites} have pages of {group.spec.page_size} positions, the cache {config.page_size}"
             )
         self.page_size = config.page_size
-        self.prefix_caching = config.prefix_caching
+        # without checkpoints a model with recurrent states cannot continue from cached pages
+        self.has_states = config.states is not None
+        self.border = 1 if config.states is None else config.states.border  # chunks of prompts end at multiples
+        self.prefix_caching = config.prefix_caching and (config.states is None or config.states.num_checkpoints > 0)
+        self.states: StateCache | None = None
+        if self.prefix_caching and config.states is not None:
+            self.states = StateCache(config.states, config.page_size)
         self.groups: tuple[CacheKind, ...] = tuple(
             KINDS[type(group.spec)](index, group.spec, num_pages, config.step_tokens)
             for index, (group, num_pages) in enumerate(zip(config.groups, config.group_pages, strict=True))
@@ -80,16 +90,18 @@ class CacheManager:
 
     def match(self, request: Request) -> Hit:
         """The longest prefix that every group has cached. At least one token is left to compute, which gives logits."""
-        if not self.prefix_caching or not self.groups:
+        if not self.prefix_caching or (not self.groups and self.states is None):
             return self.no_hit
         matching = self._matching
         if matching is not None and matching.is_of(request):
-            pages = matching.refresh()
+            matching.refresh()
         else:
             self._drop_match()
-            self._matching = matching = Matching(request, self.groups, self._match_order, self.page_size)
-            pages = matching.pages
-        return Hit(len(pages[0]) * self.page_size, pages) if pages[0] else self.no_hit
+            self._matching = matching = Matching(request, self.groups, self._match_order, self.page_size, self.states)
+        if not matching.num_pages and not matching.branch:
+            return self.no_hit
+        length, branch = matching.num_pages * self.page_size, matching.branch * self.page_size
+        return Hit(length, matching.pages, branch=branch if self.groups else 0, checkpoint=matching.checkpoint)
 
     def keep_match(self, request: Request) -> None:
         """The request that was matched last has to wait. Its next match costs only what has changed by then."""
@@ -112,8 +124,11 @@ class CacheManager:
 
         Whole pages are shared. The page that holds the last token is copied, unless that token is the page's first:
         from there on each sample writes its own tokens. Works without prefix caching too. None if the leader has
-        already given back pages that the sample would need.
+        already given back pages that the sample would need, or if the model has recurrent states: the leader's state
+        has moved on.
         """
+        if self.has_states:
+            return None
         length = leader.num_prompt - 1
         whole, rest = divmod(length, self.page_size)
         pages = []
@@ -147,6 +162,8 @@ class CacheManager:
         self._holders.add(request)
         request.num_published = len(hit.pages[0]) if self.groups else 0
         request.capacity = num_entries * self.page_size if self.groups else NEVER
+        if self.states is not None:
+            self.states.admit(request, hit.length, hit.branch, hit.checkpoint)
         self._set_publish_after(request)
         return changed
 
@@ -183,7 +200,14 @@ class CacheManager:
             if (run := group.reserve(request, num_entries)) is not None:
                 changed.append(run)
         request.capacity = num_entries * self.page_size if self.groups else NEVER
+        if length >= request.next_border:
+            self._save_generated(request, length)
         return changed
+
+    def _save_generated(self, request: Request, length: int) -> None:
+        assert self.states is not None and length == request.next_border, f"{request}: drafts and recurrent states"
+        self.states.save_generated(request)
+        self._set_publish_after(request)
 
     def _release_unneeded(self, request: Request, num_entries: int, changed: list[Run]) -> bool:
         """Give back pages that no step will read again; False, and nothing has changed, if that is not enough."""
@@ -206,20 +230,36 @@ class CacheManager:
 
     def publish(self, request: Request) -> None:
         """Make findable the pages all of whose positions are both known to the host and launched."""
-        if not self.prefix_caching or not self.groups:
+        if not self.prefix_caching or (not self.groups and self.states is None):
             return
         full = min(len(request.tokens), request.computed) // self.page_size
-        if full <= request.num_published:
+        if full > request.num_published:
+            extend_hashes(request.hashes, request.tokens, full, self.page_size, request.cache_salt, request.long_rope)
+            for group in self.groups:
+                group.publish(request, slice(request.num_published, full))
+            request.num_published = full
+        elif request.next_border == NEVER:
             return
-        extend_hashes(request.hashes, request.tokens, full, self.page_size, request.cache_salt, request.long_rope)
-        for group in self.groups:
-            group.publish(request, slice(request.num_published, full))
-        request.num_published = full
+        if self.states is not None:
+            self.states.publish(request)
         self._set_publish_after(request)
+
+    def publish_chunk(self, request: Request) -> None:
+        """The plan under construction computes known tokens of the request, up to `computed`: publish their pages and
+        take checkpoints."""
+        self.publish(request)
+        if self.states is not None:
+            self.states.save_chunk(request)
+
+    def take_copies(self) -> tuple[list[Restore], list[Save]] | None:
+        """Restored and saved states of the plan under construction, which is complete then."""
+        return None if self.states is None else self.states.take_copies()
 
     def release(self, request: Request) -> None:
         """Publish what can be published, then give back all pages of the request."""
         self.publish(request)
+        if self.states is not None:
+            self.states.release(request)
         for group in self.groups:
             group.release(request)
         self._holders.discard(request)
@@ -230,6 +270,8 @@ class CacheManager:
 
     def unpublish(self, request: Request) -> None:
         """Make everything that the request has published unfindable, whether or not it still holds those pages."""
+        if self.states is not None:
+            self.states.unpublish(request)
         for group in self.groups:
             for page_hash in request.hashes:
                 page = group.pool.find(page_hash)
@@ -239,14 +281,19 @@ class CacheManager:
     def _set_publish_after(self, request: Request) -> None:
         # The last known token may not be launched yet, so a page counts once the token after it is known. The offset
         # spreads rows that began together over several steps.
-        if self.prefix_caching:
+        if self.prefix_caching and self.groups:
             offset = request.number % self.page_size
             request.publish_after = (request.num_published + PUBLISH_PAGES) * self.page_size + offset
+        if self.states is not None:
+            held_until = self.states.publish_after(request)
+            request.publish_after = min(request.publish_after, held_until) if self.groups else held_until
 
     def check(self) -> None:
         """Assert every invariant. For tests: walks over all pages."""
         if self._matching is not None and self._matching.is_kept:
             self._matching.check()
+        if self.states is not None:
+            self.states.check(self._holders)
         for group in self.groups:
             group.check(self._holders)
             for request in self._holders:

@@ -5,6 +5,9 @@ that is blocked there keeps its match. A match is a function of the answers of t
 hashes. The pools watch these hashes and record the first one whose answer has changed: its page was taken or
 unpublished, or a page was published under it. Without a change the match is still valid. With one, a group matches
 again from the changed page on.
+
+A model with recurrent states can only continue from a checkpoint: then the match ends at the last checkpoint within the
+pages that all groups have.
 """
 
 from __future__ import annotations
@@ -15,17 +18,33 @@ from slipstream.request import NEVER, Request
 from slipstream.scheduler.cache.hashing import extend_hashes
 from slipstream.scheduler.cache.kind import CacheKind
 from slipstream.scheduler.cache.paged import held_pages
+from slipstream.scheduler.cache.states import StateCache
 
 _HASH_AHEAD = 16  # pages: a long prompt that misses early is not hashed as a whole
 
 
 class Matching:
-    __slots__ = ("request", "is_kept", "pages", "_groups", "_order", "_page_size", "_num_tokens", "_found", "_spare")
+    __slots__ = (
+        "request", "is_kept", "pages", "num_pages", "branch", "checkpoint", "_groups", "_order", "_page_size",
+        "_states", "_num_tokens", "_found", "_spare", "_version",
+    )  # fmt: skip
 
-    def __init__(self, request: Request, groups: Sequence[CacheKind], order: Sequence[int], page_size: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        groups: Sequence[CacheKind],
+        order: Sequence[int],
+        page_size: int,
+        states: StateCache | None = None,
+    ) -> None:
         """`order`: the indices of the groups, those that need the most pages first."""
         self.request = request
         self.is_kept = False
+        self.num_pages = 0  # length of the match
+        self.branch = 0  # pages that all groups have, whether or not there is a checkpoint
+        self.checkpoint = -1  # to continue from, if the model has recurrent states
+        self._states = states
+        self._version = 0 if states is None else states.version
         self._groups = groups
         self._order = order
         self._page_size = page_size
@@ -54,9 +73,11 @@ class Matching:
     def refresh(self) -> Sequence[list[int]]:
         """Per group, the pages of the current match."""
         changed = [group.pool.take_changed() for group in self._groups]
-        if min(changed) == NEVER:
+        version = 0 if self._states is None else self._states.version
+        if min(changed, default=NEVER) == NEVER and version == self._version:
             return self.pages
-        if len(self._groups) == 1 and self._groups[0].keeps_all:
+        self._version = version
+        if self._states is None and len(self._groups) == 1 and self._groups[0].keeps_all:
             # pages that are no longer part of the match may be free now
             self._spare[0] = min(NEVER, self._spare[0] + max(0, len(self.pages[0]) - changed[0]))
         else:
@@ -82,8 +103,9 @@ class Matching:
         if len(request.tokens) != self._num_tokens:
             return
         kept = self.refresh()
-        fresh = Matching(request, self._groups, self._order, self._page_size).pages
-        assert list(kept) == list(fresh), f"{request} keeps the match {kept}, and {fresh} is in the cache"
+        fresh = Matching(request, self._groups, self._order, self._page_size, self._states)
+        assert list(kept) == list(fresh.pages), f"{request} keeps the match {kept}, and {fresh.pages} is in the cache"
+        assert (self.num_pages, self.branch, self.checkpoint) == (fresh.num_pages, fresh.branch, fresh.checkpoint)
         for group, pages, spare in zip(self._groups, kept, self._spare, strict=True):
             outside = group.pool.num_free - group.pool.num_idle(held_pages(pages))
             assert outside <= spare + group.pool.num_freed, f"{outside} pages are free outside the match of {request}"
@@ -92,6 +114,7 @@ class Matching:
         """`changed`: per group, the first page whose answer may have changed."""
         limit = (self._num_tokens - 1) // self._page_size  # at least one token is left to compute
         found: list[list[int]] = [[] for _ in self._groups]
+        self.branch, self.checkpoint = 0, -1
         is_first = True
         while True:
             agreed = limit
@@ -102,7 +125,14 @@ class Matching:
                     found[index] = self._groups[index].match(self._hash_at, agreed, found[index][:agreed])
                 agreed = len(found[index])
             if all(len(pages) == agreed for pages in found):
-                return found
+                self.num_pages = agreed
+                if self._states is None or not agreed:
+                    return found
+                self.branch = self.branch or agreed
+                limit, self.checkpoint = self._states.longest(self._hash_at, agreed)
+                if limit == agreed:
+                    return found
+                agreed = limit
             limit, is_first = agreed, False
 
     def _match_group(self, index: int, limit: int, changed: int) -> list[int]:

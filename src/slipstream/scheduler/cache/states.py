@@ -1,0 +1,178 @@
+"""StateCache: where checkpoints of recurrent states are taken, and which of them a request continues from.
+
+A recurrent state cannot be cut like pages: a request can only continue where a checkpoint was taken. Checkpoints are
+taken at multiples of `border` positions, by the step that computes the position before: no chunk is cut for them.
+States never preempt a request and never delay an admission; without a free checkpoint the least recently used one is
+overwritten.
+
+Where checkpoints of a prompt are taken, most important first:
+
+* at its last border, for the same prompt with more text after it;
+* where cached pages of the request ended: another request continued differently from there, so a third one may too;
+* near its end, at distances that double, for the same prompt with another end;
+* at multiples of `spacing`, which is about as many positions as take the memory of a state in pages.
+
+While a request decodes, the newest border is kept: the next prompt of a conversation continues there, and so does the
+request itself after a preemption.
+"""
+
+from __future__ import annotations
+
+from slipstream.config.config import StateConfig
+from slipstream.request import NEVER, Request
+from slipstream.scheduler.cache.checkpoints import CheckpointPool
+from slipstream.scheduler.cache.kind import HashAt
+
+Restore = tuple[Request, int]
+"""A request and the checkpoint that its row starts from."""
+Save = tuple[Request, int, int]
+"""A request, a position, and the checkpoint that its state after so many tokens is saved to."""
+
+MAX_SHARE = 4  # a prompt takes at most one checkpoint in so many
+SERIES = 64  # distances from the end of a prompt start at one part in so many of its length
+
+
+class RequestStates:
+    """The checkpoints of one running request."""
+
+    __slots__ = ("saves", "held", "latest")
+
+    def __init__(self, saves: list[int]) -> None:
+        self.saves = saves  # positions of known tokens where a checkpoint will be taken, the next one last
+        # (position, checkpoint) saved while decoding; the host does not know all tokens before the position yet
+        self.held: list[tuple[int, int]] = []
+        self.latest: bytes | None = None  # hash of the newest checkpoint after generated tokens
+
+
+class StateCache:
+    def __init__(self, config: StateConfig, page_size: int) -> None:
+        assert config.border % page_size == 0, f"borders at {config.border} positions, pages of {page_size}"
+        self.border = config.border
+        self.spacing = config.spacing
+        self.page_size = page_size
+        self.pool = CheckpointPool(config.num_checkpoints)
+        self._max_saves = max(2, config.num_checkpoints // MAX_SHARE)
+        self._restores: list[Restore] = []  # of the plan under construction
+        self._saves: list[Save] = []
+
+    @property
+    def version(self) -> int:
+        """Changes when the result of `longest` may have changed."""
+        return self.pool.version
+
+    def longest(self, hash_at: HashAt, num_pages: int) -> tuple[int, int]:
+        """Pages before the last checkpoint within the first `num_pages` pages of a request, and that checkpoint;
+        (0, -1) if there is none."""
+        step = self.border // self.page_size
+        for pages in range(num_pages // step * step, 0, -step):
+            checkpoint = self.pool.find(hash_at(pages - 1))
+            if checkpoint is not None:
+                return pages, checkpoint
+        return 0, -1
+
+    def admit(self, request: Request, start: int, branch: int, checkpoint: int) -> None:
+        """A request begins at position `start`, from a checkpoint unless that is 0. `branch`: positions whose pages
+        were found."""
+        known = len(request.tokens)
+        request.next_border = (known // self.border + 1) * self.border
+        request.states = RequestStates(self.save_positions(start, known, branch)[::-1])
+        if start:
+            self.pool.restore(checkpoint)
+            self._restores.append((request, checkpoint))
+
+    def save_positions(self, start: int, known: int, branch: int) -> list[int]:
+        """Where checkpoints of a prompt of `known` tokens are taken, if positions from `start` on are computed."""
+        border = self.border
+        end = known // border * border
+        wanted = [end, branch // border * border, end - border]
+        distance = max(border, known // SERIES // border * border)
+        while distance < end - start:
+            wanted.append(end - distance)
+            distance *= 2
+        chosen = dict.fromkeys(position for position in wanted if start < position <= end)
+        near = list(chosen)[: self._max_saves]
+        # as many multiples of the spacing as there is room for, evenly spread
+        spacing = self.spacing
+        while (end - start) // spacing > self._max_saves - len(near) and spacing < end:
+            spacing *= 2
+        spread = range((start // spacing + 1) * spacing, end, spacing)
+        return sorted({*near, *spread[: self._max_saves - len(near)]})
+
+    def save_chunk(self, request: Request) -> None:
+        """The plan under construction computes the request's positions up to `computed`; the tokens are known."""
+        states = request.states
+        assert states is not None
+        while states.saves and states.saves[-1] <= request.computed:
+            position = states.saves.pop()
+            page_hash = self._hash_before(request, position)
+            if self.pool.refresh(page_hash):
+                continue
+            checkpoint = self.pool.take()
+            if checkpoint is not None:
+                self._saves.append((request, position, checkpoint))
+                self.pool.publish(checkpoint, page_hash)
+
+    def save_generated(self, request: Request) -> None:
+        """The plan under construction computes the position before `next_border`, whose token may not be known."""
+        states, position = request.states, request.next_border
+        assert states is not None
+        request.next_border = position + self.border
+        checkpoint = self.pool.take(generated=True)
+        if checkpoint is not None:
+            self._saves.append((request, position, checkpoint))
+            states.held.append((position, checkpoint))
+
+    def publish(self, request: Request) -> None:
+        """Make checkpoints after generated tokens findable, once a token drawn after the position is known: then the
+        state is known to be valid too. Only the newest of a request is kept."""
+        states = request.states
+        assert states is not None
+        while states.held and states.held[0][0] < len(request.tokens):
+            position, checkpoint = states.held.pop(0)
+            page_hash = self._hash_before(request, position)
+            if self.pool.refresh(page_hash):
+                self.pool.drop(checkpoint)
+            else:
+                self.pool.publish(checkpoint, page_hash, generated=True)
+            if states.latest is not None:
+                self.pool.retire(states.latest)
+            states.latest = page_hash
+
+    def publish_after(self, request: Request) -> int:
+        """With more known tokens than this there is a checkpoint to publish."""
+        states = request.states
+        return NEVER if states is None or not states.held else states.held[0][0]
+
+    def release(self, request: Request) -> None:
+        """The request leaves its row. Its checkpoints that can be found stay."""
+        states = request.states
+        assert states is not None
+        for _, checkpoint in states.held:
+            self.pool.drop(checkpoint)
+        request.states = None
+        request.next_border = NEVER
+
+    def unpublish(self, request: Request) -> None:
+        """Make all checkpoints along the request's tokens unfindable."""
+        for page_hash in request.hashes:
+            self.pool.unpublish(page_hash)
+
+    def take_copies(self) -> tuple[list[Restore], list[Save]] | None:
+        """What the plan under construction restores and saves; the plan is complete then. None: nothing."""
+        if not self._restores and not self._saves:
+            return None
+        copies, self._restores, self._saves = (self._restores, self._saves), [], []
+        self.pool.end_plan()
+        return copies
+
+    def check(self, requests: set[Request]) -> None:
+        """Assert the invariants; `requests`: all that run. For tests."""
+        held = []
+        for request in requests:
+            assert request.states is not None, f"{request} runs without states"
+            assert request.computed < request.next_border, f"{request} passed the border {request.next_border}"
+            held += [checkpoint for _, checkpoint in request.states.held]
+        self.pool.check(held)
+
+    def _hash_before(self, request: Request, position: int) -> bytes:
+        return request.hashes[position // self.page_size - 1]

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING
 
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
-
-if TYPE_CHECKING:
-    from slipstream.scheduler.cache.states import RequestStates
 
 NEVER = 2**30 - 1  # more tokens than any request has; a small int compares faster than a larger one
 
@@ -35,6 +31,18 @@ class WaitFor(enum.IntFlag):
     PROMPT = enum.auto()  # the first sample of its prompt is computing the prompt
     QUERY = enum.auto()  # a document: the query that it is scored against is not launched yet
     TOKENS = enum.auto()  # a preempted request: tokens that it drew are still in flight
+
+
+class RequestStates:
+    """The checkpoints of recurrent states of one running request."""
+
+    __slots__ = ("saves", "held", "latest")
+
+    def __init__(self, saves: list[int]) -> None:
+        self.saves = saves  # positions of known tokens where a checkpoint will be taken, the next one last
+        # (position, checkpoint) saved while decoding; the host does not know all tokens before the position yet
+        self.held: list[tuple[int, int]] = []
+        self.latest: bytes | None = None  # hash of the newest checkpoint after generated tokens
 
 
 _DEFAULT_PARAMS = SamplingParams()

@@ -19,7 +19,7 @@ request itself after a preemption.
 from __future__ import annotations
 
 from slipstream.config.config import StateConfig
-from slipstream.request import NEVER, Request
+from slipstream.request import NEVER, Request, RequestStates
 from slipstream.scheduler.cache.checkpoints import CheckpointPool
 from slipstream.scheduler.cache.kind import HashAt
 
@@ -30,18 +30,6 @@ Save = tuple[Request, int, int]
 
 MAX_SHARE = 4  # a prompt takes at most one checkpoint in so many
 SERIES = 64  # distances from the end of a prompt start at one part in so many of its length
-
-
-class RequestStates:
-    """The checkpoints of one running request."""
-
-    __slots__ = ("saves", "held", "latest")
-
-    def __init__(self, saves: list[int]) -> None:
-        self.saves = saves  # positions of known tokens where a checkpoint will be taken, the next one last
-        # (position, checkpoint) saved while decoding; the host does not know all tokens before the position yet
-        self.held: list[tuple[int, int]] = []
-        self.latest: bytes | None = None  # hash of the newest checkpoint after generated tokens
 
 
 class StateCache:

@@ -60,7 +60,7 @@ def test_one_that_is_refused_changes_nobody_elses_draws():
                 core.submit(Submit("b", [1], SamplingParams(), 0.0))
         run(core)
         core.submit(Submit("b", [1], SamplingParams(), 0.0))
-        seeds.append(core.scheduler._live["b"][0].seed)
+        seeds.append(core.scheduler._lifecycle.live["b"][0].seed)
     assert seeds[0] == seeds[1]
 
 

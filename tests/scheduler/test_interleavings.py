@@ -118,7 +118,7 @@ class Story:
         bench.outputs += scheduler.take_failures()
         bench.check_empty()
         bench.executor.queries -= set(scheduler.take_freed_queries())
-        assert not bench.executor.queries and not scheduler._live
+        assert not bench.executor.queries and not scheduler._lifecycle.live
 
     def check(self) -> None:
         for request in self.bench.requests:

@@ -15,8 +15,7 @@ the next plan can reuse the row while the result is still in flight.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import repeat
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -28,23 +27,15 @@ from slipstream.request import NEVER, Request, Status, WaitFor
 from slipstream.scheduler.admission_checks import check_admissible
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager, Hit
+from slipstream.scheduler.committing import Committer
 from slipstream.scheduler.in_flight import InFlight
+from slipstream.scheduler.lifecycle import RequestLifecycle
 from slipstream.scheduler.plan_builder import DecodeArrays, PlanBuilder
 from slipstream.scheduler.prefill_chunks import add_chunk, add_drafted, fit_chunk, num_chunk_tokens
 from slipstream.scheduler.query_registry import QueryRegistry
 from slipstream.scheduler.row_allocator import RowAllocator
-from slipstream.scheduler.sibling_samples import detach_from_leader, join_samples, leader_to_fork, take_siblings
-from slipstream.scheduler.step_outputs import (
-    accepted_tokens,
-    draw_failure,
-    logprob_bytes,
-    logprob_reports,
-    lost_query,
-    pool_failure,
-    pooled_report,
-    prompt_reports,
-)
-from slipstream.scheduler.stopping import check_stop
+from slipstream.scheduler.sibling_samples import detach_from_leader, join_samples, leader_to_fork
+from slipstream.scheduler.step_outputs import lost_query
 from slipstream.scheduler.waiting import WaitingQueue
 from slipstream.step import PoolPlan, StepPlan, StepResult
 
@@ -65,9 +56,9 @@ class Scheduler:
         self._row_allocator = RowAllocator(config.max_num_seqs)
         self._in_flight = InFlight()
         self._arrays = DecodeArrays()
-        self._live: dict[str, list[Request]] = {}  # by id: samples that have not ended
-        self._num_draining = 0
         self._queries: QueryRegistry[Request] = QueryRegistry(config.max_kept)
+        self._lifecycle = RequestLifecycle(cache, self._waiting, self._row_allocator, self._queries)
+        self._committer = Committer(cache, self._waiting, self._lifecycle, self._arrays)
         self._failures: list[Output] = []
         self._begun: list[str] = []  # generation requests that the last plan admitted for the first time
         self._next_number = 0
@@ -88,7 +79,7 @@ class Scheduler:
     @property
     def num_live(self) -> int:
         """Number of request ids with a sample that has not ended."""
-        return len(self._live)
+        return len(self._lifecycle.live)
 
     def has_work(self) -> bool:
         """Whether there is anything to plan, to commit or to report."""
@@ -96,7 +87,7 @@ class Scheduler:
 
     def serves(self, request_id: str) -> bool:
         """Whether a sample of this request has not ended."""
-        return request_id in self._live
+        return request_id in self._lifecycle.live
 
     def keeps_query(self, request_id: str) -> bool:
         """Whether the device still stores the query of this request, which may have ended."""
@@ -110,7 +101,7 @@ class Scheduler:
         Raises an error at once if the request could never run.
         """
         leader = requests[0]
-        if leader.id in self._live:
+        if leader.id in self._lifecycle.live:
             raise UserError(f"a request {leader.id!r} is being served already; give each its own id")
         check_admissible(leader, self.config, self.cache)
         self._waiting.check_room(len(requests))
@@ -118,7 +109,7 @@ class Scheduler:
         is_ready = pooling is None or self._queries.enter(leader.id, leader, pooling, leader.num_prompt)
         number = self._next_number
         self._next_number += len(requests)
-        self._live[leader.id] = list(requests)
+        self._lifecycle.live[leader.id] = list(requests)
         for offset, request in enumerate(requests):
             request.number = number + offset
         self._waiting.push(leader, WaitFor.NOTHING if is_ready else WaitFor.QUERY)
@@ -127,12 +118,12 @@ class Scheduler:
 
     def abort(self, request_id: str, sample: int | None = None) -> list[Request]:
         """End a request, or one sample of it, in any state. Returns the samples that had not ended yet."""
-        aborted = [request for request in self._live.get(request_id, ()) if sample in (None, request.sample)]
+        aborted = [request for request in self._lifecycle.live.get(request_id, ()) if sample in (None, request.sample)]
         for request in aborted:
-            self._finish(request)
+            self._lifecycle.finish(request)
         for document in self._queries.abandon(request_id):
             if document.status is not Status.FINISHED:
-                self._finish(document)
+                self._lifecycle.finish(document)
                 self._failures.append(lost_query(document.id))
         return aborted
 
@@ -171,9 +162,9 @@ class Scheduler:
         for chunk in builder.chunks:
             # from the next plan on: page copies run before the writes of the same step
             if chunk.num_drawn and chunk.request.siblings:
-                self._release_siblings(chunk.request)
+                self._lifecycle.release_siblings(chunk.request)
         for request in pooled:
-            self._drain(request)
+            self._lifecycle.drain(request)
         return plan
 
     def _limit_prefill(self, budget: Budget) -> None:
@@ -348,84 +339,13 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.num_preemptions += 1
-        self._requeue(request)
-
-    def _requeue(self, request: Request) -> None:
-        """Move a running request back to the waiting queue. It is admitted again once its tokens in flight are
-        known."""
-        self._free_row(request)
-        request.num_preemptions += 1
-        request.status = Status.WAITING
-        self._waiting.push(request, WaitFor.TOKENS if request.pending else WaitFor.NOTHING)
-        self._release_siblings(request)
+        self._lifecycle.requeue(request)
 
     # Committing
 
     def commit(self, result: StepResult) -> list[Output]:
-        """Process the result of the oldest plan in flight. Costs O(sampling rows), whatever their lengths."""
-        launched = self._in_flight.oldest()
-        for request, admission, length in launched.chunks:
-            if request.admission == admission:
-                request.committed = length
-        requests = launched.requests
-        count = len(requests)
-        drawn = launched.drawn or repeat(1, count)
-        accepted = accepted_tokens(result, launched.drawn, count)
-        failed = result.failed.tolist() if np.count_nonzero(result.failed) else repeat(False, count)
-        tops: Iterable[bytes | None] = repeat(None, count)
-        if result.logprobs is not None:
-            tops = logprob_reports(requests, result, launched.drawn)
-        outputs = self.take_failures()
-        if result.prompt_logprobs is not None:
-            outputs += prompt_reports(launched.scored, result.prompt_logprobs)
-        if launched.pooled:
-            outputs += self._commit_pooled(launched.pooled, result)
-        for request, admission, num, new, bad, top in zip(
-            requests, launched.admissions, drawn, accepted, failed, tops, strict=True
-        ):
-            request.pending -= num
-            if num > len(new) and request.admission == admission:
-                request.computed -= num - len(new)
-                self._arrays.is_stale = True
-            if request.admission != admission and request.status is Status.FINISHED:
-                continue  # this step was launched before the end of the request was known
-            tokens = request.tokens
-            tokens.extend(new)
-            if new and (len(tokens) >= request.max_length or not request.stop_ids.isdisjoint(new)):
-                num_kept, reason, stop = check_stop(request, len(new))
-                if reason is not None:
-                    if num_kept < len(new):
-                        del tokens[num_kept - len(new) :], new[num_kept:]
-                        top = None if top is None else top[: logprob_bytes(request) * num_kept]
-                    outputs.append(Output(request.id, request.sample, new, top, reason, stop, request.num_cached))
-                    self._finish(request)
-                    continue
-            if new:
-                outputs.append(Output(request.id, request.sample, new, top, None, None, request.num_cached))
-            if bad:
-                outputs.append(draw_failure(request))
-                self._finish(request)
-                self.cache.unpublish(request)
-                continue
-            if len(tokens) > request.publish_after:
-                self.cache.publish(request)
-            elif request.admission != admission and not request.pending:
-                self._waiting.ready(request, WaitFor.TOKENS)  # preempted, and all its tokens are known now
-            if len(tokens) > request.short_limit and request.status is Status.RUNNING:
-                self._requeue(request)  # all its keys must be computed again, with the long rope factors
-        return outputs
-
-    def _commit_pooled(self, requests: list[Request], result: StepResult) -> Iterator[Output]:
-        assert len(requests) == len(result.pooled), f"{len(requests)} requests, {len(result.pooled)} results"
-        for index, (request, pooled) in enumerate(zip(requests, result.pooled, strict=True)):
-            if request.status is Status.FINISHED:
-                continue  # aborted
-            self._finish(request)
-            if index in result.pool_failed:
-                self.cache.unpublish(request)
-                yield pool_failure(request.id)
-            else:
-                yield pooled_report(request.id, pooled, request.num_cached)
+        """Process the result of the oldest plan in flight."""
+        return self.take_failures() + self._committer.commit(self._in_flight.oldest(), result)
 
     def take_freed_queries(self) -> tuple[int, ...]:
         """Stored queries that no request needs any more and that no plan has freed yet."""
@@ -441,55 +361,16 @@ class Scheduler:
         failures, self._failures = self._failures, []
         return failures
 
-    def _finish(self, request: Request) -> None:
-        """End a request in any state. Results that are still in flight will be dropped."""
-        if request.status is Status.RUNNING:
-            self._free_row(request)
-        elif request.status is Status.DRAINING:
-            self._num_draining -= 1
-        else:
-            self._waiting.remove(request)
-            self.cache.drop_match(request)
-        request.status = Status.FINISHED
-        if request.pooling is not None:
-            self._queries.end(request.pooling)
-        if request.leader is not None:
-            detach_from_leader(request)
-        if request.siblings:
-            self._release_siblings(request)
-        live = self._live[request.id]
-        if len(live) == 1:
-            del self._live[request.id]
-        else:
-            live.remove(request)
-
-    def _free_row(self, request: Request) -> None:
-        if (num_decoded := request.computed - request.num_known) > 0:
-            self._waiting.charge(request, num_decoded)
-        self.cache.release(request)
-        self._row_allocator.free(request)
-
-    def _drain(self, request: Request) -> None:
-        """All positions of a pooling request are launched: give up its row and its pages."""
-        self._free_row(request)
-        request.status = Status.DRAINING
-        self._num_draining += 1
-        assert request.pooling is not None
-        for document in self._queries.launch(request.pooling):
-            self._waiting.ready(document, WaitFor.QUERY)
-
-    def _release_siblings(self, leader: Request) -> None:
-        for sibling in take_siblings(leader):
-            self._waiting.ready(sibling, WaitFor.PROMPT)
-
     def check(self) -> None:
         """Assert every invariant of scheduler and cache. For tests."""
         self.cache.check()
-        live = [request for samples in self._live.values() for request in samples]
+        live = [request for samples in self._lifecycle.live.values() for request in samples]
         self._in_flight.check(live)
         running = [request for request in live if request.status is Status.RUNNING]
         waiting = [request for request in live if request.status is Status.WAITING]
-        assert len(running) + len(waiting) + self._num_draining == len(live), "a finished request is still live"
+        assert len(running) + len(waiting) + self._lifecycle.num_draining == len(live), (
+            "a finished request is still live"
+        )
         self._row_allocator.check(running)
         self._waiting.check()
         assert len(self._waiting) == len(waiting), f"{len(self._waiting)} in the queue, {len(waiting)} waiting"

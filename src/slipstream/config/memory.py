@@ -13,7 +13,7 @@ from slipstream.cache_spec import ITEMSIZE, STATE_CHUNK
 from slipstream.config.config import MAX_REPORTED_LOGPROBS, EngineConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
-from slipstream.config.pooling_info import PoolingInfo, kept_lines
+from slipstream.config.pooling_info import PoolingInfo, reductions_of
 from slipstream.params import MAX_PACKED_LOGPROBS
 
 GATHERED_KEYS = 65_536
@@ -97,7 +97,7 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     generates = config.model.generates
     # for prompts in several steps, a line per row is kept for each kind of sum that the model pools by
     pooling = config.model.pooling
-    keeps = 0 if pooling is None or scheduler.is_encoder else len(kept_lines(pooling.methods))
+    keeps = 0 if pooling is None or scheduler.is_encoder else len(reductions_of(pooling.methods))
     kept = keeps * info.hidden_size * max(ITEMSIZE[config.model.dtype], 4)
     on_cpu = config.device.kind == "cpu"
     hidden, attention, logits = activation_bytes(

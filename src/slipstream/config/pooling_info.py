@@ -16,19 +16,25 @@ Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 
 METHODS: tuple[Method, ...] = get_args(Method)
 
-KeptLine = Literal["first", "sum", "weighted", "max"]
-_KEPT_LINES: dict[Method, KeptLine] = {
+Reduction = Literal["first", "sum", "weighted", "max"]
+"""Of a prompt's hidden states: the first one, their sum, their sum weighted by position, their maximum. Results of two
+chunks of a prompt can be combined."""
+
+_REDUCTION_OF: dict[Method, Reduction | None] = {
     "first": "first",
+    "last": None,
     "mean": "sum",
+    "max": "max",
     "mean_sqrt_len": "sum",
     "weightedmean": "weighted",
-    "max": "max",
+    "all": None,
+    "step": None,
 }
 
 
-def kept_lines(methods: tuple[Method, ...]) -> tuple[KeptLine, ...]:
-    """Kinds of lines, each of a hidden state's size, that a prompt in several chunks keeps between the chunks."""
-    kinds = (_KEPT_LINES.get(method) for method in methods)
+def reductions_of(methods: tuple[Method, ...]) -> tuple[Reduction, ...]:
+    """The reductions that these methods need, each once. A prompt in several chunks keeps a hidden state for each."""
+    kinds = (_REDUCTION_OF[method] for method in methods)
     return tuple(dict.fromkeys(kind for kind in kinds if kind is not None))
 
 

@@ -144,10 +144,10 @@ class PoolHead:
         span = self.results.open(shape)
 
         def write(batch: Gathered, hidden: torch.Tensor) -> None:
-            for place, (block, parts) in enumerate(zip(blocks, run(batch, hidden), strict=True)):
+            for index, (block, parts) in enumerate(zip(blocks, run(batch, hidden), strict=True)):
                 first = 0
                 for lines in parts:
-                    for name, values in block.name(place, lines.to(self.dtype)).items():
+                    for name, values in block.name(index, lines.to(self.dtype)).items():
                         span.write_part(name, first, values)
                     first += len(lines)
 
@@ -167,19 +167,19 @@ class PoolHead:
         admissions = self.chunks.admissions
         rows: list[PooledRow] = []
         num_ending = 0
-        for place, (row, count, length) in enumerate(
+        for index, (row, count, length) in enumerate(
             zip(plan.rows.tolist(), plan.num_tokens.tolist(), plan.lengths.tolist(), strict=True)
         ):
-            if not ending[place] and row not in admissions:
+            if not ending[index] and row not in admissions:
                 continue  # a generation request
-            start = int(ends[place]) - count
-            tokens = plan.tokens[first_token[place] : first_token[place] + count]
-            if ending[place]:
-                pooled = PooledRow(place, row, start, tokens, length, next(modes), next(queries), num_ending)
+            start = int(ends[index]) - count
+            tokens = plan.tokens[first_token[index] : first_token[index] + count]
+            if ending[index]:
+                pooled = PooledRow(index, row, start, tokens, length, next(modes), next(queries), num_ending)
                 num_ending += 1
             else:
                 mode = self.modes.of(admissions[row].params)
-                pooled = PooledRow(place, row, start, tokens, length, mode, -1, -1)
+                pooled = PooledRow(index, row, start, tokens, length, mode, -1, -1)
             rows.append(pooled)
         return rows
 
@@ -192,7 +192,7 @@ class PoolHead:
         own_rows = [row for row in rows if row.mode.task in ("embed", "classify")]
         ending = [row for row in own_rows if row.ends]
         lines: PoolWork
-        if self.chunks.kept and any(not m.ends or m.has_begun for m in own_rows):
+        if self.chunks.reduced and any(not m.ends or m.has_begun for m in own_rows):
             lines = self.chunks.pool_lines(own_rows, upload)
         elif not ending:
             return [], None
@@ -201,9 +201,9 @@ class PoolHead:
 
         groups = by_mode(ending)
         blocks = [ResultBlock(own.width, [m.result for m in group], None, len(group)) for own, group in groups.items()]
-        where = {row.place: i for i, row in enumerate(ending)}
+        where = {row.index: i for i, row in enumerate(ending)}
         picks = {
-            own: take_lines(np.array([where[m.place] for m in group], np.int64), upload)
+            own: take_lines(np.array([where[m.index] for m in group], np.int64), upload)
             for own, group in groups.items()
             if len(groups) > 1
         }
@@ -216,7 +216,7 @@ class PoolHead:
 
     def _whole_lines(self, ending: list[PooledRow], upload: Upload, only_last: bool) -> PoolWork:
         """Host: a line for each of these rows, whose prompts are computed in one step or need their last token only."""
-        take = take_lines(np.array([m.place for m in ending], np.int64), upload)
+        take = take_lines(np.array([m.index for m in ending], np.int64), upload)
         counts_none = [row.mode.skip >= row.length for row in ending]
         none = upload.put(np.array(counts_none, np.bool_)) if any(counts_none) else None
         skipped = None if self.methods == ("last",) else skipped_in_step(ending, upload)
@@ -274,14 +274,14 @@ class PoolHead:
         return before, blocks, jobs
 
     def _token_block(self, mode: PoolMode, ending: list[PooledRow], counts: list[int]) -> ResultBlock:
-        places = [row.result for row in ending]
+        indices = [row.result for row in ending]
         if mode.late == "query":
-            return ResultBlock(0, places, None, len(ending))
+            return ResultBlock(0, indices, None, len(ending))
         if mode.late == "document":
-            return ResultBlock(1, places, None, len(ending))
+            return ResultBlock(1, indices, None, len(ending))
         if mode.kind == "vectors":  # a weight for each token of the vocabulary
-            return ResultBlock(mode.width, places, None, len(ending))
-        return ResultBlock(mode.width, places, counts, sum(counts))
+            return ResultBlock(mode.width, indices, None, len(ending))
+        return ResultBlock(mode.width, indices, counts, sum(counts))
 
     def _token_job(
         self, mode: PoolMode, ending: list[PooledRow], counts: list[int], pieces: list[Lines], upload: Upload

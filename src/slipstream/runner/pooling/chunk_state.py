@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from slipstream.config.pooling_info import KeptLine, Method, kept_lines
+from slipstream.config.pooling_info import Method, Reduction, reductions_of
 from slipstream.device.device import Device
 from slipstream.nn.context import BatchView
 from slipstream.runner.batch.staging import Upload
-from slipstream.runner.pooling.methods import Lines, begins_of, finish_lines, line_of_rows, starts_of
+from slipstream.runner.pooling.methods import Lines, begins_of, combine, finish_lines, reduce_rows, starts_of
 from slipstream.runner.pooling.pooled_rows import PooledRow, skipped_in_step
 from slipstream.step import PoolAdmission, StepPlan
 
@@ -56,10 +56,10 @@ class ChunkState:
         self.admissions: dict[int, PoolAdmission] = {}  # by row: running pooling requests
         self.parts: dict[int, TokenParts] = {}  # by row: prompts in several steps that need all tokens
         dtype = torch.promote_types(dtype, torch.float32)
-        # [rows, hidden] each: the value over the row's tokens so far
-        self.kept: dict[KeptLine, torch.Tensor] = {
+        # [rows, hidden] each: the reduction of the row's tokens so far
+        self.reduced: dict[Reduction, torch.Tensor] = {
             kind: torch.zeros(num_rows, hidden_size, dtype=dtype, device=device.torch_device)
-            for kind in kept_lines(methods)
+            for kind in reductions_of(methods)
         }
 
     def apply(self, plan: StepPlan) -> None:
@@ -84,8 +84,8 @@ class ChunkState:
         prompt that ends."""
         ending = [row for row in rows if row.ends]
         first = [self._first_of(row) for row in rows]
-        places_rows = [[m.place for m in rows], [m.row for m in rows]]
-        numbers = upload.put(np.array([*places_rows, np.maximum(first, 0)], np.int64))
+        indices_rows = [[m.index for m in rows], [m.row for m in rows]]
+        values = upload.put(np.array([*indices_rows, np.maximum(first, 0)], np.int64))
         flags = upload.put(np.array([[m.has_begun for m in rows], [at >= 0 for at in first]], np.bool_))
         last = upload.put(np.flatnonzero([row.ends for row in rows]))
         ends = upload.put(np.array([m.start + len(m.tokens) - 1 for m in ending], np.int64))
@@ -93,25 +93,25 @@ class ChunkState:
         skips = None
         if any(row.mode.skip for row in ending):
             skips = upload.put(np.array([row.mode.skip for row in ending], np.int64))
-        methods, kept = self.methods, self.kept
+        methods, reduced = self.methods, self.reduced
 
         def pool(view: BatchView, hidden: torch.Tensor) -> torch.Tensor:
-            places, rows, firsts = upload.tensor(numbers).unbind(0)
+            indices, rows, firsts = upload.tensor(values).unbind(0)
             began, has_first = upload.tensor(flags).unsqueeze(2).unbind(0)
             starts = starts_of(view, hidden)
             begins = None if skips_now is None else begins_of(starts, upload.tensor(skips_now))
-            whole: dict[KeptLine, torch.Tensor] = {}
-            for kind, lines in kept.items():
+            whole: dict[Reduction, torch.Tensor] = {}
+            for kind, lines in reduced.items():
                 before = lines.index_select(0, rows)
                 if kind == "first":
                     now = torch.where(has_first, hidden.index_select(0, firsts).to(lines.dtype), before)
                 else:
-                    now = line_of_rows(kind, view, hidden, starts, begins).index_select(0, places)
-                    now = torch.where(began, torch.maximum(before, now) if kind == "max" else before + now, now)
+                    now = reduce_rows(kind, view, hidden, starts, begins).index_select(0, indices)
+                    now = torch.where(began, combine(kind, before, now), now)
                 lines.index_copy_(0, rows, now)
                 whole[kind] = now.index_select(0, upload.tensor(last))
             of_last = hidden.index_select(0, upload.tensor(ends)) if "last" in methods else None
-            lengths = view.lengths.index_select(0, places.index_select(0, upload.tensor(last)))
+            lengths = view.lengths.index_select(0, indices.index_select(0, upload.tensor(last)))
             return finish_lines(methods, whole, of_last, lengths, None if skips is None else upload.tensor(skips))
 
         return pool

@@ -42,16 +42,14 @@ class QueryStore:
         starts = np.cumsum([0, *counts])
         longest, of_query = max(counts), max(query_sizes)
         max_documents = max(1, MAX_SCORES // max(1, longest * of_query, max(longest, of_query) * width))
-        parts, places = [], []
+        parts, indices = [], []
         for first in range(0, len(counts), max_documents):
-            place_of = {
-                number: place for place, number in enumerate(dict.fromkeys(numbers[first : first + max_documents]))
-            }
-            places += [place_of[number] for number in numbers[first : first + max_documents]]
-            parts.append((first, list(place_of), max(1, *counts[first : first + max_documents])))
+            index_of = {number: i for i, number in enumerate(dict.fromkeys(numbers[first : first + max_documents]))}
+            indices += [index_of[number] for number in numbers[first : first + max_documents]]
+            parts.append((first, list(index_of), max(1, *counts[first : first + max_documents])))
         # a document without pooled tokens scores 0
         of_queries = [size if count else 0 for size, count in zip(query_sizes, counts, strict=True)]
-        span = upload.put(np.array([places, starts[:-1], counts, of_queries], np.int64))
+        span = upload.put(np.array([indices, starts[:-1], counts, of_queries], np.int64))
 
         def score(lines: torch.Tensor) -> torch.Tensor:
             if not len(lines):
@@ -61,14 +59,14 @@ class QueryStore:
                 which, begins, num_tokens, num_query = upload.tensor(span)[:, first : first + max_documents].unsqueeze(
                     2
                 )
-                place = torch.arange(max_num_tokens, device=lines.device)
+                offset = torch.arange(max_num_tokens, device=lines.device)
                 if max_documents == 1:  # a single pair may exceed the limit
                     documents = lines[min(starts[first], len(lines) - 1) :][:max_num_tokens].unsqueeze(0)
                 else:
-                    index = (begins + place).clamp_(max=len(lines) - 1)  # lines past a document's end are masked
+                    index = (begins + offset).clamp_(max=len(lines) - 1)  # lines past a document's end are masked
                     documents = lines.index_select(0, index.flatten()).unflatten(0, index.shape)
                 queries = pad_sequence([self._kept[number] for number in own], batch_first=True)
-                queries, none = queries.index_select(0, which.flatten()), (place >= num_tokens).unsqueeze(1)
+                queries, none = queries.index_select(0, which.flatten()), (offset >= num_tokens).unsqueeze(1)
                 # [documents, query tokens, document tokens]; split by query tokens if a single pair is too large
                 products = (
                     (some @ documents.transpose(1, 2)).masked_fill_(none, -torch.inf).amax(2)

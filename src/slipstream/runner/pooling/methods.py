@@ -1,8 +1,8 @@
 """Pooling methods: from the hidden states of a step to one line per prompt, or to the lines of its tokens.
 
-Every method except LAST is made of a kept line (`KeptLine`): the first token, the sum, the sum weighted by position, or
-the maximum. Kept lines of chunks can be combined, so a prompt can be split anywhere. The host decides which lines are
-used. Work over all rows of a step reads the row starts from the device, so that it can be captured.
+Every method with one line per prompt, except LAST, is computed from a `Reduction` of the prompt's hidden states.
+Reductions of two chunks can be combined, so a prompt can be split anywhere. The host decides which lines are used. Work
+over all rows of a step reads the row starts from the device, so that it can be captured.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 import torch
 
-from slipstream.config.pooling_info import KeptLine, Method, kept_lines
+from slipstream.config.pooling_info import Method, Reduction, reductions_of
 from slipstream.nn.context import BatchView
 from slipstream.ops.segment_max import segment_max_into
 from slipstream.ops.segment_sum import segment_sum
@@ -35,56 +35,67 @@ def pool_all(
         return hidden if len(methods) == 1 else torch.cat([hidden] * len(methods), 1)
     starts = starts_of(view, hidden)
     begins = None if skipped is None else begins_of(starts, skipped)
-    kept: dict[KeptLine, torch.Tensor] = {}
+    reduced: dict[Reduction, torch.Tensor] = {}
     if "first" in methods:
         first = starts[:-1]
         if begins is not None:  # a row with skipped tokens only uses its first token
             first = torch.where(begins < starts[1:], begins, first)
-        kept["first"] = hidden.index_select(0, first.clamp(max=len(hidden) - 1))
-    for kind in kept_lines(methods):
+        reduced["first"] = hidden.index_select(0, first.clamp(max=len(hidden) - 1))
+    for kind in reductions_of(methods):
         if kind != "first":
-            kept[kind] = line_of_rows(kind, view, hidden, starts, begins)
+            reduced[kind] = reduce_rows(kind, view, hidden, starts, begins)
     last = hidden.index_select(0, (starts[1:] - 1).clamp_(min=0)) if "last" in methods else None
     counted = None
     if skipped is not None:
         counted = torch.zeros(len(starts) - 1, dtype=skipped.dtype, device=skipped.device)
         counted[: len(skipped)] = skipped
-    return finish_lines(methods, kept, last, view.lengths, counted)
+    return finish_lines(methods, reduced, last, view.lengths, counted)
 
 
-def line_of_rows(
-    kind: KeptLine, view: BatchView, hidden: torch.Tensor, starts: torch.Tensor, begins: torch.Tensor | None
+def reduce_rows(
+    kind: Reduction, view: BatchView, hidden: torch.Tensor, starts: torch.Tensor, begins: torch.Tensor | None
 ) -> torch.Tensor:
-    """Device: the kept line of each row's tokens in this step [B, hidden], at least float32. Not for kind first."""
+    """Device: the reduction of each row's tokens in this step [B, hidden], at least float32. Not for kind first."""
     if kind == "max":
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         maxima = torch.full((len(starts), hidden.shape[1]), -torch.inf, dtype=dtype, device=hidden.device)
         segment_max_into(maxima, hidden, starts, 0, begins)
         return maxima[:-1]
-    origins = None
+    if kind == "sum":
+        return segment_sum(hidden, starts, begins, None)
     if kind == "weighted":
         origins = view.lengths - (starts[1:] - starts[:-1])  # the position of each row's first token in the step
-    return segment_sum(hidden, starts, begins, origins)
+        return segment_sum(hidden, starts, begins, origins)
+    raise ValueError(f"reduce_rows has no case for reduction {kind!r}")
+
+
+def combine(kind: Reduction, before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    """Device: the reduction of two chunks from the reductions of each. Not for kind first."""
+    if kind == "max":
+        return torch.maximum(before, now)
+    if kind in ("sum", "weighted"):
+        return before + now
+    raise ValueError(f"combine has no case for reduction {kind!r}")
 
 
 def finish_lines(
     methods: tuple[Method, ...],
-    kept: Mapping[KeptLine, torch.Tensor],
+    reduced: Mapping[Reduction, torch.Tensor],
     last: torch.Tensor | None,
     lengths: torch.Tensor,
     skipped: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Device: from kept lines of whole prompts [N, hidden] to the methods' results, concatenated.
+    """Device: from the reductions of whole prompts [N, hidden] to the methods' results, concatenated.
 
     `lengths` [N]: the prompts' lengths, of which the first `skipped` [N] tokens are not pooled.
     """
-    made = [_finish(method, kept, last, lengths, skipped) for method in methods]
+    made = [_finish(method, reduced, last, lengths, skipped) for method in methods]
     return made[0] if len(made) == 1 else torch.cat(_alike(made), 1)
 
 
 def _finish(
     method: Method,
-    kept: Mapping[KeptLine, torch.Tensor],
+    reduced: Mapping[Reduction, torch.Tensor],
     last: torch.Tensor | None,
     lengths: torch.Tensor,
     skipped: torch.Tensor | None,
@@ -94,8 +105,10 @@ def _finish(
         # zero if all tokens are skipped
         return last if skipped is None else torch.where((skipped < lengths).unsqueeze(1), last, 0)
     if method in ("first", "max"):
-        return kept[method]  # type: ignore[index]
-    sums = kept["weighted" if method == "weightedmean" else "sum"]
+        return reduced[method]  # type: ignore[index]
+    if method not in ("mean", "mean_sqrt_len", "weightedmean"):
+        raise ValueError(f"pooling method {method!r} does not give one line per prompt")
+    sums = reduced["weighted" if method == "weightedmean" else "sum"]
     count = lengths.to(sums.dtype)
     left_out = torch.zeros_like(count) if skipped is None else torch.minimum(skipped.to(sums.dtype), count)
     if method == "weightedmean":
@@ -137,7 +150,7 @@ def take_ranges(starts: Sequence[int], counts: Sequence[int], upload: Upload) ->
     return take_lines(np.concatenate([np.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]), upload)
 
 
-def take_lines(places: Longs, upload: Upload) -> Lines:
+def take_lines(indices: Longs, upload: Upload) -> Lines:
     """Host: select these lines."""
-    span = upload.put(places.astype(np.int64))
+    span = upload.put(indices.astype(np.int64))
     return lambda hidden: hidden.index_select(0, upload.tensor(span))

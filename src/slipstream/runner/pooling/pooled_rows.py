@@ -18,7 +18,7 @@ from slipstream.step import Ints
 class PooledRow:
     """A row of a pooling request, whose prompt ends with this step or continues."""
 
-    place: int  # index in the plan
+    index: int  # in the plan
     row: int
     start: int  # index of its first token in the step
     tokens: Ints
@@ -52,7 +52,7 @@ class PooledRow:
 def skipped_in_step(rows: Sequence[PooledRow], upload: Upload) -> UploadSpan | None:
     """Host: for each row up to the last pooled one, the number of its leading tokens in this step that are not pooled;
     None if all tokens are pooled."""
-    skips = {m.place: min(max(m.mode.skip - (m.length - len(m.tokens)), 0), len(m.tokens)) for m in rows}
+    skips = {m.index: min(max(m.mode.skip - (m.length - len(m.tokens)), 0), len(m.tokens)) for m in rows}
     if not any(skips.values()):
         return None
     counts = np.zeros(max(skips) + 1, np.int64)

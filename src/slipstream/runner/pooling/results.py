@@ -24,7 +24,7 @@ class ResultBlock:
     """Results of one mode: lines of `width` numbers."""
 
     width: int
-    places: list[int] | None  # indices among the step's results; None: all of them, in order
+    indices: list[int] | None  # indices among the step's results; None: all of them, in order
     counts: list[int] | None  # lines of each result; None: each result is one line
     num_lines: int
 
@@ -42,9 +42,9 @@ class ResultBlock:
         sums = [(f"{SUM}{i}", (block.num_lines if block.is_large else 0,), dtype) for i, block in enumerate(blocks)]
         return lay_out([*lines, *sums])
 
-    def name(self, place: int, lines: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Device: the values of the fields of block number `place`."""
-        return {str(place): lines} | ({f"{SUM}{place}": lines.sum(1)} if self.is_large else {})
+    def name(self, index: int, lines: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Device: the values of the fields of block number `index`."""
+        return {str(index): lines} | ({f"{SUM}{index}": lines.sum(1)} if self.is_large else {})
 
     def split(self, lines: Floats) -> list[Floats]:
         """The results, as views of `lines`."""
@@ -67,16 +67,16 @@ class PoolHandle(StepHandle):
         own = host_copy(self._host)
         arrays = [np.ndarray(field.shape, field.dtype, own, field.start) for field in self._shape.fields]
         lines, sums = arrays[: len(self._blocks)], arrays[len(self._blocks) :]
-        if len(lines) == 1 and self._blocks[0].places is None:  # the usual case
+        if len(lines) == 1 and self._blocks[0].indices is None:  # the usual case
             pooled = tuple(self._blocks[0].split(lines[0]))
             return StepResult(NO_INTS, _NO_FLAGS, pooled=pooled, pool_failed=_bad(self._blocks[0], lines[0], sums[0]))
         results: dict[int, Floats] = {}
         failed: set[int] = set()
         for block, own_lines, own_sums in zip(self._blocks, lines, sums, strict=True):
-            assert block.places is not None, "of several blocks each says whose it is"
-            results.update(zip(block.places, block.split(own_lines), strict=True))
-            failed.update(block.places[i] for i in _bad(block, own_lines, own_sums))
-        pooled = tuple(results[place] for place in range(len(results)))
+            assert block.indices is not None, "of several blocks each says whose it is"
+            results.update(zip(block.indices, block.split(own_lines), strict=True))
+            failed.update(block.indices[i] for i in _bad(block, own_lines, own_sums))
+        pooled = tuple(results[index] for index in range(len(results)))
         return StepResult(NO_INTS, _NO_FLAGS, pooled=pooled, pool_failed=frozenset(failed))
 
 

@@ -87,7 +87,7 @@ def main() -> None:
     for name, result in results.items():
         print(
             f"{name:<16} {result['per_second']:>9,.0f} /s   front-end CPU {result['cpu_us']:6.1f} us each, "
-            f"{1e6 / result['cpu_us']:>9,.0f} /s on a core of its own; {result['events']:,} writes of events"
+            f"{1e6 / result['cpu_us']:>9,.0f} /s on a dedicated core; {result['events']:,} writes of events"
         )
 
 

@@ -111,7 +111,7 @@ def sampling_cases(num_rows: int, size: int) -> list[Case]:
             differing,
         ),
         case(
-            "likeliest bf16",
+            "most likely bf16",
             0.5,
             lambda i: kernels.argmax_rows(narrow[i]),
             lambda i: reference.argmax_rows(narrow[i].float()),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -65,6 +67,58 @@ def unknown_classes(text: str, known: set[str]) -> list[str]:
     return [name for span in spans for name in re.findall(r"\b[A-Z][a-z]+[A-Z]\w*", span) if name not in known]
 
 
+class Definitions:
+    """Names that Python files define: members by class, with inherited ones, and all names."""
+
+    def __init__(self, sources: list[str]) -> None:
+        self.names: set[str] = set()
+        self._members: dict[str, set[str]] = defaultdict(set)
+        self._bases: dict[str, set[str]] = defaultdict(set)
+        for source in sources:
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, ast.ClassDef):
+                    self._add_class(node)
+                if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    self.names.add(node.name)
+                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    self.names.add(node.id)
+                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    self.names.add(node.attr)
+
+    def _add_class(self, node: ast.ClassDef) -> None:
+        members = self._members[node.name]
+        self._bases[node.name] |= {ast.unparse(base).split("[")[0].split(".")[-1] for base in node.bases}
+        for child in ast.walk(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                members.add(child.name)
+            elif isinstance(child, ast.Name | ast.Attribute) and isinstance(child.ctx, ast.Store):
+                members.add(child.id if isinstance(child, ast.Name) else child.attr)
+
+    def has_member(self, name: str, member: str) -> bool:
+        if member in self._members.get(name, ()):
+            return True
+        ours = [base for base in self._bases[name] if base in self._members]
+        return any(self.has_member(base, member) for base in ours)
+
+
+def unknown_members(text: str, ours: Definitions) -> list[str]:
+    """`Class.member` without such a member, and `_names` that no file defines."""
+    unknown = []
+    for span in re.findall(r"`([^`\n]+)`", text):
+        for name, member in re.findall(r"(?<![\w./])([A-Z]\w*)\.([a-z_]\w*)", span):
+            if not ours.has_member(name, member):
+                unknown.append(f"{name}.{member}")
+        if (private := re.match(r"(_[A-Za-z]\w*)(\(.*\))?$", span)) and private[1] not in ours.names:
+            unknown.append(private[1])
+    return unknown
+
+
+@pytest.fixture(scope="module")
+def definitions() -> Definitions:
+    files = [file for folder in ("src", "tests", "benchmarks") for file in ROOT.glob(f"{folder}/**/*.py")]
+    return Definitions([file.read_text(encoding="utf-8") for file in files])
+
+
 @pytest.fixture(scope="module")
 def our_words() -> set[str]:
     files = [file for folder in ("src", "tests", "benchmarks") for file in ROOT.glob(f"{folder}/**/*.py")]
@@ -93,11 +147,27 @@ def test_the_flags_it_names_exist(page: Path, sources: str) -> None:
     assert not unknown_flags(page.read_text(encoding="utf-8"), sources)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "log"], ids=lambda page: page.name)
+PRESENT = [
+    page for page in PAGES if page.parent.name != "log" and page.name != "CHANGELOG.md"
+]  # history is not checked
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
 def test_the_classes_it_names_exist(page: Path, our_words: set[str]) -> None:
-    """Pages of the log may name removed classes."""
-    if page.name != "CHANGELOG.md":
-        assert not unknown_classes(page.read_text(encoding="utf-8"), our_words)
+    assert not unknown_classes(page.read_text(encoding="utf-8"), our_words)
+
+
+@pytest.mark.parametrize("page", PRESENT, ids=lambda page: page.name)
+def test_the_members_and_private_names_exist(page: Path, definitions: Definitions) -> None:
+    assert not unknown_members(page.read_text(encoding="utf-8"), definitions)
+
+
+def test_a_member_or_private_name_that_is_gone_is_noticed() -> None:
+    ours = Definitions(
+        ["class Base:\n def kept(self): self.field = 1\nclass Ring(Base, Protocol):\n size: int = 0\ndef _open(): ..."]
+    )
+    text = "`Ring.size`, `Ring.kept`, `Ring.field`, `Ring.gone`, `_open`, `_open(a)`, `_shut`, `Block.split`, `a.b`"
+    assert unknown_members(text, ours) == ["Ring.gone", "_shut", "Block.split"]
 
 
 def test_what_is_not_there_is_noticed(sources: str, our_words: set[str]) -> None:

@@ -176,8 +176,8 @@ def test_the_heap_is_trimmed_after_a_large_text_also_after_an_error(monkeypatch)
 def test_prompts_that_are_tokenised_count_as_waiting():
     load = QueueLoad()
     with load.encoding(3, "me"):
-        assert (load.num_waiting, load.num_queued, load.queued_by["me"]) == (3, 0, 3)
+        assert (load.num_not_started, load.num_queued, load.queued_by["me"]) == (3, 0, 3)
         load.enter("", 5, "me")
-    assert (load.num_waiting, load.queued_by["me"]) == (1, 1)
+    assert (load.num_not_started, load.queued_by["me"]) == (1, 1)
     load.start("", 5, "me")
-    assert load.num_waiting == 0 and not load.queued_by
+    assert load.num_not_started == 0 and not load.queued_by

@@ -23,8 +23,8 @@ class QueueLoad:
         self._num_started = 0
 
     @property
-    def num_waiting(self) -> int:
-        """Prompts that are queued or being tokenised."""
+    def num_not_started(self) -> int:
+        """Prompts that are queued or being tokenised. The core's `num_waiting` counts samples without a row instead."""
         return self.num_queued + self.num_encoding
 
     @contextmanager

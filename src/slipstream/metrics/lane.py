@@ -8,8 +8,8 @@ import msgspec
 class LaneStats(msgspec.Struct, frozen=True, array_like=True):
     model: str
     num_steps: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
+    num_running: int = 0  # samples that have a row
+    num_waiting: int = 0  # samples that wait for a row or for pages
     num_preemptions: int = 0
     num_free_pages: int = 0  # of the group that keeps every position; cached pages without a holder are free
     num_pages: int = 0

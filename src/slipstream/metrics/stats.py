@@ -62,7 +62,7 @@ class FrontStats(msgspec.Struct):
     refused: dict[str, int] = {}  # by reason
     models: dict[str, ModelStats] = {}
     open_requests: int = 0  # prompts in progress
-    queued_requests: int = 0
+    queued_requests: int = 0  # prompts without a first output, those being tokenised included
     queued_tokens: int = 0
     pids: dict[str, int] = {}  # process ids by role
 

@@ -87,7 +87,7 @@ class FrontEndReport:
             refused=dict(counters.refused),
             models={name: engine.stats.setdefault(name, ModelStats()) for name in engine.models},
             open_requests=load.num_open,
-            queued_requests=load.num_waiting,
+            queued_requests=load.num_not_started,
             queued_tokens=load.queued_tokens,
             pids=self._pids(),
         )

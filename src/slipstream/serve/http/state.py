@@ -68,7 +68,7 @@ class State:
     @property
     def is_full(self) -> bool:
         """Whether the queue has no room for one more prompt of any caller."""
-        return self.engine.load.num_waiting >= _with_reserve(self._max_requests)
+        return self.engine.load.num_not_started >= _with_reserve(self._max_requests)
 
     def no_room(self, num_requests: int = 1, num_tokens: int = 0, caller: str = "") -> HTTPException | None:
         """Returns the error for requests that do not fit the queue, or None.
@@ -85,8 +85,8 @@ class State:
                 "raise --max-queued-requests",
                 code="too_many_inputs",
             )
-        if load.num_waiting + num_requests > limit:
-            fact = f"{load.num_waiting} requests are waiting, the limit is {limit}"
+        if load.num_not_started + num_requests > limit:
+            fact = f"{load.num_not_started} requests are waiting, the limit is {limit}"
         # a prompt above the limit is accepted while the queue is empty
         elif load.queued_tokens and load.queued_tokens + num_tokens > max_num_tokens:
             fact = f"{load.queued_tokens} prompt tokens are waiting, the limit is {max_num_tokens}"

@@ -19,10 +19,10 @@ class Health(msgspec.Struct):
 
 class Load(msgspec.Struct):
     server_load: int  # open requests of all front ends; vLLM's name
-    queued_requests: int
+    queued_requests: int  # prompts without a first output, in the front ends or the core; being tokenised included
     queued_tokens: int
-    running: int  # in the engine
-    waiting: int
+    running: int  # samples in the core that have a row
+    waiting: int  # samples in the core that wait for a row or for pages
     free_pages: int
     pages: int
     steps: int

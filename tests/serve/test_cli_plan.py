@@ -3,6 +3,7 @@ import json
 import gguf
 import pytest
 
+from recurrent_model import write_recurrent
 from slipstream.ops.low_bit import Interleaved
 from slipstream.serve.cli.main import main
 from small_model import write_small
@@ -29,6 +30,17 @@ def test_the_settled_configuration_and_its_memory_are_shown(model, capsys):
     # 257 pages of 16 positions, 2 layers of keys and values, 2 heads of 8 numbers of 4 bytes
     assert lines["cache"] == f"{257 * 16 * 2 * 2 * 2 * 8 * 4 / 2**20:.1f}"
     assert lines["total"]
+
+
+def test_recurrent_states_and_checkpoints_are_shown(tmp_path, monkeypatch, capsys):
+    folder = write_recurrent(tmp_path, "hybrid", monkeypatch)
+    argv = ["--model", str(folder), "--load-format", "dummy", "--dtype", "float32", "--max-num-seqs", "4"]
+    out = plan(capsys, *argv, "--num-checkpoints", "20")
+    lines = {line.split()[0]: line.split()[1] for line in out.splitlines() if line}
+    assert lines["num_checkpoints"] == "20" and "of 4 rows and the padding row" in out
+    state = (2 * (24 + 24) + 16 + 16) * 4
+    memory = json.loads(plan(capsys, *argv, "--num-checkpoints", "20", "--json"))["memory"]
+    assert (memory["states"], memory["checkpoints"]) == (5 * state, 20 * state)
 
 
 def test_auto_shows_the_length_it_chose(model, capsys):

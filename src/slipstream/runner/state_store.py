@@ -90,13 +90,12 @@ class StateStore:
             slots[saves[:, 0]] = saves[:, 2] + self.num_rows
         return slots
 
-    def _saves(self, plan: StepPlan, size: Size | None) -> Ints | None:
-        """[S, 3] index of the row, position and slot of each save; None: no state is saved."""
+    def _saves(self, plan: StepPlan, size: Size | None) -> Ints:
+        """[S, 3] index of the row, position and slot of each save; -1 in unused lines. There is always a line, so that
+        only one variant of the kernel is compiled."""
         saves = None if plan.states is None else plan.states.saves
         num_saves = 0 if saves is None else len(saves)
-        if size is None and not num_saves:
-            return None
-        array = np.full((num_saves if size is None else max_saves(size.tokens, size.rows), 3), -1, np.int32)
+        array = np.full((max(num_saves, 1) if size is None else max_saves(size.tokens, size.rows), 3), -1, np.int32)
         if saves is not None:
             array[:num_saves] = saves
             array[:num_saves, 2] += self.num_rows

@@ -20,7 +20,7 @@ from slipstream.errors import NotEnoughMemory
 from slipstream.ops.recurrent_steps import RecurrentSteps, list_chunks, max_chunks
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.staging import Upload
-from slipstream.step import NO_INTS, Ints, StepPlan
+from slipstream.step import Ints, StepPlan
 
 
 class StateStore:
@@ -35,19 +35,19 @@ class StateStore:
         self.sites = _views(config.specs, self.tensors)
         # first token of each row in steps of one token per row
         self._single_starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device.torch_device)
-        self._restores: Ints = NO_INTS
+        self._restores: list[list[int]] = []  # (row, checkpoint) of this step
 
     @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def apply(self, plan: StepPlan) -> None:
-        self._restores = NO_INTS if plan.states is None else plan.states.restores
+        self._restores = [] if plan.states is None else plan.states.restores.tolist()
 
     def flush(self, upload: Upload) -> None:
         """Queue the copies from checkpoints to rows. Each is one copy per field, without a temporary: a state is large,
         and few requests begin in a step."""
-        for row, checkpoint in self._restores.tolist():
+        for row, checkpoint in self._restores:
             upload.then(functools.partial(self._restore, row, self.num_rows + checkpoint))
 
     def _restore(self, row: int, slot: int) -> None:

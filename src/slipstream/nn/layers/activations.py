@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from slipstream.config.torch_names import HALVING, OF_LINES
+from slipstream.device.sync_check import sync_allowed
 from slipstream.errors import UnsupportedModel
 from slipstream.ops.activation import (
     gelu_and_mul,
@@ -102,9 +103,9 @@ def _gate_by(activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
 def sparse_gated(name: str, sparsity: float, dtype: torch.dtype) -> Activation:
     """As `find_gated`, of gates from which a cutoff was subtracted and negative ones removed. If a token's gates were
     spread normally, a share `sparsity` of them would be removed."""
-    with torch.device("cpu"):  # models are laid out on the meta device
-        quantile = torch.erfinv(2 * torch.tensor(sparsity) - 1) * math.sqrt(2)
-        deviations = float(quantile.to(dtype))
+    # models are laid out on the meta device
+    with torch.device("cpu"), sync_allowed("a number of the model's shape, on the host, before weights are loaded"):
+        deviations = float((torch.erfinv(2 * torch.tensor(sparsity) - 1) * math.sqrt(2)).to(dtype))
     return partial(_gate_sparsely, find_activation(name), deviations)
 
 

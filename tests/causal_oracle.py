@@ -24,6 +24,10 @@ def oracle(folder: Path, dtype: torch.dtype, prompts: dict[str, list[int]]) -> d
         # eager attention computes its softmax in float32 for every dtype
         patch.setattr(functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
         if dtype is torch.float64:  # routers compute in float32 for every dtype
+            # its sines differ from those of torch.sin in the last bit of float32
+            patch.setattr(torch, "polar", lambda size, angle: torch.complex(size * angle.cos(), size * angle.sin()))
+            of_tensor = torch.Tensor.softmax
+            patch.setattr(torch.Tensor, "softmax", lambda x, dim, dtype=None: of_tensor(x, dim))
             for name in ("float", "type"):
                 convert = getattr(torch.Tensor, name)
                 patch.setattr(

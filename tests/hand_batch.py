@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from slipstream.cache_spec import CacheSpec
 from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.models.decoder import Decoder
@@ -35,18 +36,7 @@ class HandRunner:
 
     def __post_init__(self) -> None:
         specs = self.model.cache_specs(self.page_size, str(self.dtype).removeprefix("torch."))
-        self.caches = [
-            tuple(
-                torch.full(
-                    (self.num_pages, self.page_size, spec.num_kv_heads, spec.head_dim),
-                    GARBAGE,
-                    dtype=self.dtype,
-                    device=self.device,
-                )
-                for _ in range(2)
-            )
-            for spec in specs
-        ]
+        self.caches = [self.new_cache(spec) for spec in specs]
         self.groups = group_sites(specs)
         self.group_of_site = tuple(
             next(number for number, group in enumerate(self.groups) if site in group.sites)
@@ -55,6 +45,11 @@ class HandRunner:
         self.attention = SdpaAttention(self.groups, self.dtype)
         # page 0 is the null page; the others are used in random order
         self.free = (np.random.default_rng(0).permutation(self.num_pages - 1) + 1).tolist()
+
+    def new_cache(self, spec: CacheSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (self.num_pages, self.page_size, spec.num_kv_heads, spec.head_dim)
+        keys, values = (torch.full(shape, GARBAGE, dtype=self.dtype, device=self.device) for _ in range(2))
+        return keys, keys[..., : spec.value_dim] if spec.value_dim else values
 
     def batch(self, chunks: dict[str, list[int]]) -> BatchView:
         """The next tokens of some rows; rows with one token must come first."""

@@ -121,8 +121,25 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 300,
         "tie_word_embeddings": True, "use_double_wide_mlp": True, "final_logit_softcapping": 5.0,
     },
+    "deepseek_v2": {
+        "architectures": ["DeepseekV2ForCausalLM"], "num_hidden_layers": 3, "num_key_value_heads": 4,
+        "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+        "first_k_dense_replace": 1, "moe_intermediate_size": 40, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "n_shared_experts": 2, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 128,
+            "beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.9,
+        },
+    },
+    "deepseek_v3": {
+        "architectures": ["DeepseekV3ForCausalLM"], "num_hidden_layers": 3, "num_key_value_heads": 4,
+        "kv_lora_rank": 24, "q_lora_rank": 20, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12,
+        "first_k_dense_replace": 1, "moe_intermediate_size": 40, "n_routed_experts": 8, "num_experts_per_tok": 3,
+        "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0,
+    },
 }  # fmt: skip
-_OF_TRANSFORMERS = ("gemma3n_text", "gemma4_text")
+_OF_TRANSFORMERS = ("gemma3n_text", "gemma4_text", "deepseek_v2", "deepseek_v3")
 """Model types whose tensors are those of the library's own model."""
 _CONFIGS = {"gemma3": "Gemma3TextConfig", "gemma3n": "Gemma3nTextConfig", "gemma4": "Gemma4TextConfig"}
 

@@ -31,11 +31,14 @@ class PagedSpec(msgspec.Struct, frozen=True, kw_only=True, tag="paged"):
     dtype: str  # of the stored keys and values: a key of ITEMSIZE
     page_size: int
     soft_cap: float = 0.0  # attention scores become soft_cap * tanh(score / soft_cap); 0: they stay as they are
+    # MLA: values are the first `value_dim` numbers of the keys and have no memory of their own; 0: they have
+    value_dim: int = 0
     sinks: bool = False  # each head has one more score in its softmax, without a key and a value
 
     @property
     def bytes_per_page(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * ITEMSIZE[self.dtype] * self.page_size
+        each = self.head_dim if self.value_dim else 2 * self.head_dim
+        return self.num_kv_heads * each * ITEMSIZE[self.dtype] * self.page_size
 
     def max_pages(self, length: int, step_tokens: int) -> int:
         """Maximum number of pages that a request of this length holds. A step adds up to `step_tokens` positions."""

@@ -45,7 +45,10 @@ def open_model(options):
 
 def check_buffers(llm, memory):
     runner = llm.core.executor
-    assert num_bytes(chain.from_iterable(runner.store.caches)) == memory.cache
+    stored = {
+        cache.untyped_storage().data_ptr(): cache.untyped_storage() for pair in runner.store.caches for cache in pair
+    }
+    assert sum(storage.nbytes() for storage in stored.values()) == memory.cache
     assert num_bytes([runner.ring.arena]) == memory.staging
     assert num_bytes(slot.tensor for slot in runner.ring.buffers) == memory.staging_host
     assert num_bytes(slot.on_device for slot in runner.heads[0].results.buffers) == memory.results
@@ -56,7 +59,13 @@ def check_buffers(llm, memory):
 
 @pytest.mark.parametrize(
     ("family", "dtype", "depth"),
-    [("llama", "float32", 0), ("llama", "float64", 2), ("qwen3", "bfloat16", 1), ("gemma4", "bfloat16", 1)],
+    [
+        ("llama", "float32", 0),
+        ("llama", "float64", 2),
+        ("qwen3", "bfloat16", 1),
+        ("gemma4", "bfloat16", 1),
+        ("deepseek_v3", "float32", 1),
+    ],
 )
 def test_weights_cache_and_rings_are_foretold_to_the_byte(tmp_path, family, dtype, depth):
     folder = write_tiny(tmp_path, family, tie_word_embeddings=depth == 0)
@@ -189,7 +198,7 @@ def test_the_body_stays_within_the_bound(tmp_path, shape, tokens, gathers, monke
     assert not gathers or peak > 0.2 * memory.activations, "the bound is far above what is used"
 
 
-@pytest.mark.parametrize("family", ["gemma3n", "gemma4", "gpt_oss"])
+@pytest.mark.parametrize("family", ["gemma3n", "gemma4", "gpt_oss", "deepseek_v3"])
 def test_bodies_of_other_kinds_stay_within_the_bound(tmp_path, family, monkeypatch):
     monkeypatch.setattr(native, "library", lambda: None)
     monkeypatch.setattr(native, "build_in_background", lambda: None)

@@ -1,4 +1,4 @@
-"""Gemma 3n and 4, whose layers share KV caches and have several head sizes, through the whole engine (law 7)."""
+"""Gemma 3n and 4 (shared KV caches, several head sizes) and DeepSeek (latents), through the whole engine (law 7)."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ EXPERTS = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3n": ("gemma3n", {}),
     "gemma4": ("gemma4", EXPERTS),
+    "deepseek": ("deepseek_v3", {}),
 }
 PARAMS = [
     SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=2),
@@ -98,6 +99,12 @@ def change(folder: Path, **facts: Any) -> Path:
         ("gemma4", {"per_layer_config": {"0": {"head_dim": 8}}}, UnsupportedModel, "per_layer_config"),
         ("gemma4", EXPERTS | {"hidden_activation": "silu"}, UnsupportedModel, "experts of silu is not built"),
         ("gemma4", {"layer_types": ["sliding_attention"] * 5}, BadCheckpoint, "last layer of Gemma 4"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, UnsupportedModel, "topk_method noaux_tc is not built"),
+        ("deepseek_v2", {"norm_topk_prob": True}, UnsupportedModel, "norm_topk_prob True"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, UnsupportedModel, "scoring_func softmax"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, UnsupportedModel, "moe_layer_freq 2"),
+        ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, UnsupportedModel, "quantised by fp8"),
+        ("deepseek_v3", {"architectures": ["DeepseekV32ForCausalLM"]}, UnsupportedModel, "DeepseekV32.* is not an"),
         ("gemma4", {"architectures": ["Gemma4AssistantForCausalLM"]}, UnsupportedModel, "Gemma4Assistant.* is not an"),
     ],
 )
@@ -107,3 +114,10 @@ def test_what_does_not_fit_is_refused_by_name(
     folder = change(write_tiny(tmp_path, family), **facts)
     with pytest.raises(error, match=words):
         LLM(str(folder), max_model_len=64, use_tqdm_on_load=False)
+
+
+def test_latent_attention_is_refused_on_cuda(tmp_path: Path) -> None:
+    from hand_load import load
+
+    with pytest.raises(UnsupportedModel, match="no CUDA kernel yet; run it on the CPU"):
+        load(write_tiny(tmp_path, "deepseek_v3"), device="cuda")

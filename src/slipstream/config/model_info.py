@@ -107,6 +107,7 @@ _DECODERS: dict[str, dict[str, Any]] = {
     "Gemma4Text": _GEMMA4,
     "Phi3": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "Olmo2": {"rms_norm_eps": 1e-5},
+    "DeepseekV3": {"n_group": 8, "topk_group": 4, "n_shared_experts": 1},
     "GptOss": {
         "head_dim": 64,
         "sliding_window": 128,

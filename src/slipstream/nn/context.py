@@ -105,7 +105,7 @@ class ForwardContext:
     batch: BatchView
     attention: AttentionBackend
     plan: Any  # made by the backend, opaque to layers
-    caches: list[Any]  # per site: (keys, values), each [pages, page_size, kv heads, head dim]
+    caches: list[Any]  # per site: (keys, values), each [pages, page_size, kv heads, head dim]; see `PagedSpec`
     group_of_site: tuple[int, ...]
     only_last: bool = False  # the model returns the hidden state of each row's last token, [B, hidden]
     rotary: tuple[torch.Tensor, ...] = ()  # per rope of the model: table rows of the step's tokens; set by the model

@@ -22,6 +22,18 @@ class NormShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentShape:
+    """Multi-head latent attention: sizes of the latents and of the heads that are made of them."""
+
+    kv_rank: int  # of the latent that is cached
+    q_rank: int  # of the latent of queries; 0: they are projected at once
+    nope_dim: int  # of a head's queries and keys, without position
+    rope_dim: int  # of a head's queries and of the key that all heads share, turned by the position
+    value_dim: int  # of a head's values
+    interleaved: bool  # the checkpoint turns neighbouring numbers together, not those of two halves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MixerShape:
     """What every mixer declares. A new kind is a subclass and an entry in `MIXERS` of `nn/blocks/block.py`."""
 
@@ -62,6 +74,7 @@ class AttentionShape(MixerShape):
     rope: int = 0  # index into the model's ropes
     value_norm: bool = False  # values are normed per head, without weights
     key_is_value: bool = False  # the projection of keys, before their norm, gives the values too
+    latent: LatentShape | None = None  # MLA: one kv head of kv_rank + rope_dim numbers; None: usual heads
     kv_source: int | None = None  # the layer whose keys and values are read, from its first mixer; None: its own
 
     @property
@@ -72,6 +85,9 @@ class AttentionShape(MixerShape):
     @property
     def numbers_per_token(self) -> int:
         """Projections of a token, their copies after norm and rope, and the output."""
+        if self.latent is not None:
+            heads = 2 * (self.latent.nope_dim + self.latent.rope_dim) + 2 * self.latent.value_dim
+            return self.num_heads * (heads + 4 * self.head_dim) + 5 * self.head_dim + 2 * self.latent.q_rank
         return 4 * self.num_heads * self.head_dim + 5 * self.num_kv_heads * self.head_dim
 
 
@@ -201,7 +217,9 @@ def sizes_of(layers: tuple[LayerShape, ...], hidden_size: int, on_cpu: bool) -> 
         rotary=3 * sum({mixer.rope: mixer.head_dim for mixer in mixers}.values()),
         split_sums=sum(num_heads * head_dim + 2 * num_heads for num_heads, _, head_dim, *_ in groups),
         keys=max((mixer.num_kv_heads * mixer.head_dim for mixer in mixers), default=0),
-        scored_heads=max((mixer.num_heads for mixer in mixers if mixer.soft_cap or mixer.sinks), default=0),
+        scored_heads=max(
+            (mixer.num_heads for mixer in mixers if mixer.soft_cap or mixer.sinks or mixer.latent), default=0
+        ),
     )
 
 

@@ -16,6 +16,7 @@ from slipstream.step import StepPlan
 
 class KVStore:
     """`caches[site]` is (keys, values), each [pages, page_size, kv heads, head dim], in the dtype of the site's spec.
+    Values of a spec with a `value_dim` are a view of the keys.
 
     Pages are never cleared and may hold NaN of earlier requests; padding is written to page 0. Attention reads only the
     slots that its rows have filled.
@@ -43,7 +44,8 @@ class KVStore:
             for site in group.sites:
                 self.caches[site] = None  # type: ignore[call-overload]
                 try:
-                    keys, values = (self.device.zeros(shape, dtype) for _ in range(2))
+                    keys = self.device.zeros(shape, dtype)
+                    values = keys[..., : spec.value_dim] if spec.value_dim else self.device.zeros(shape, dtype)
                     self.caches[site] = keys, values
                 except (RuntimeError, MemoryError):
                     need = sum(g.bytes_per_page * n for g, n in zip(self.groups, group_pages, strict=True))
@@ -68,5 +70,5 @@ class KVStore:
         """Device: copy pages, for samples of one prompt that diverge inside a page."""
         from_pages, to_pages = upload.tensor(source), upload.tensor(target)
         for site in group.sites:
-            for cache in self.caches[site]:
+            for cache in self.caches[site][: 1 if group.spec.value_dim else 2]:
                 cache.index_copy_(0, to_pages, cache.index_select(0, from_pages))

@@ -86,12 +86,14 @@ class SdpaPlan:
 class SdpaAttention:
     def __init__(self, groups: Sequence[CacheGroup], dtype: torch.dtype) -> None:
         self.groups = tuple(groups)
+        # the C kernel takes keys and values of one size
+        self.in_place = not any(group.spec.value_dim for group in groups)
         self.dtype = dtype  # of queries and masks, so that no layer converts masks
 
     def plan(self, batch: BatchView, after: SdpaPlan | None = None) -> SdpaPlan:
         if not batch.page_tables:
             return SdpaPlan((), plan_bidirectional(batch.num_tokens, batch.host_seen))
-        if serves_pages(batch.lengths, self.dtype, build=batch.num_single > 0):
+        if self.in_place and serves_pages(batch.lengths, self.dtype, build=batch.num_single > 0):
             return SdpaPlan(self._plan_in_place(batch), None)
         if after is not None:
             return SdpaPlan(tuple(_last_of(parts) for parts in after.groups), None)
@@ -222,8 +224,8 @@ class SdpaAttention:
 
 
 def _is_stepwise(group: CacheGroup) -> bool:
-    """Whether scores are needed, which torch's scaled dot product does not show."""
-    return bool(group.spec.soft_cap) or group.spec.sinks
+    """Whether attention is computed step by step: scores are needed, or values are a part of the keys."""
+    return bool(group.spec.soft_cap) or group.spec.sinks or group.spec.value_dim > 0
 
 
 def _touched(page_size: int, window: int, num_tokens: int) -> int:

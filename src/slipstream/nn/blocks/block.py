@@ -16,12 +16,21 @@ from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.attention import Attention
 from slipstream.nn.layers.dense_and_experts import DenseAndExperts
 from slipstream.nn.layers.experts import Experts
+from slipstream.nn.layers.latent_attention import LatentAttention
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.layer_inputs import LayerInput
 from slipstream.nn.layers.mlp import Mlp, PlainMlp
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.layers.products import Products
-from slipstream.nn.shapes import AttentionShape, DenseAndExpertsShape, ExpertShape, FeedShape, LayerShape, MixerShape
+from slipstream.nn.shapes import (
+    AttentionShape,
+    DenseAndExpertsShape,
+    ExpertShape,
+    FeedShape,
+    LayerShape,
+    MixerShape,
+    NormShape,
+)
 from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
 
 
@@ -188,7 +197,15 @@ class Parallel:
         return None
 
 
-MIXERS: dict[type[MixerShape], Callable[..., Any]] = {AttentionShape: Attention}
+def new_attention(
+    name: str, shape: AttentionShape, norm: NormShape, site: int | None, layout: Layout
+) -> Attention | LatentAttention:
+    if shape.latent is not None:
+        return LatentAttention(name, shape, site, layout)
+    return Attention(name, shape, norm, site, layout)
+
+
+MIXERS: dict[type[MixerShape], Callable[..., Any]] = {AttentionShape: new_attention}
 """The layer of each kind of mixer. It is called with the mixer's full name, its shape, the layer's norm, its site (a
 cache site, or a state site if it has a recurrent state) and the layout."""
 

@@ -128,5 +128,6 @@ def _cache_spec(mixer: AttentionShape, page_size: int, dtype: str) -> CacheSpec:
         page_size=page_size,
         soft_cap=mixer.soft_cap,
         sinks=mixer.sinks,
+        value_dim=0 if mixer.latent is None else mixer.latent.kv_rank,
     )
     return WindowSpec(**msgspec.structs.asdict(spec), window=mixer.window) if mixer.window else spec

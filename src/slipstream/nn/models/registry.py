@@ -17,6 +17,7 @@ from slipstream.nn.models.bert import (
     roberta_rules,
 )
 from slipstream.nn.models.decoder_shape import DecoderShape
+from slipstream.nn.models.deepseek import deepseek_rules, deepseek_v2_shape, deepseek_v3_shape
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.gemma import gemma2_shape, gemma3_shape, gemma_rules, gemma_text_rules
 from slipstream.nn.models.gemma3n import gemma3n_rules, gemma3n_shape, gemma3n_text_rules
@@ -77,6 +78,8 @@ DECODERS = {
     "Qwen3Moe": Family(qwen3_moe_shape, moe_rules),
     "Olmoe": Family(olmoe_shape, moe_rules),
     "Glm4Moe": Family(glm4_moe_shape, moe_rules),
+    "DeepseekV2": Family(deepseek_v2_shape, deepseek_rules),
+    "DeepseekV3": Family(deepseek_v3_shape, deepseek_rules),
     "GptOss": Family(gpt_oss_shape, gpt_oss_rules),
 }
 """By how their architectures' names begin."""
@@ -148,6 +151,10 @@ def _check_bidirectional(info: ModelInfo, shape: DecoderShape) -> None:
     if any(mixer.sinks for mixer in shape.attentions):
         raise UnsupportedModel(
             f"{info.architecture} attends in both directions; sinks are built for causal attention only"
+        )
+    if any(mixer.latent is not None for mixer in shape.attentions):
+        raise UnsupportedModel(
+            f"{info.architecture} attends in both directions; latent attention is built for causal attention only"
         )
     if any(mixer.kv_source is not None for mixer in shape.attentions):
         raise UnsupportedModel(

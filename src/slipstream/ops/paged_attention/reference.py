@@ -32,7 +32,7 @@ def attend_single(
         out = _attend_stepwise(grouped, found, worth, mask, scale, score_cap, columns)
     else:
         out = F.scaled_dot_product_attention(grouped, found, worth, attn_mask=mask, scale=scale)
-    return out.reshape(num_rows, num_heads, dim)
+    return out.reshape(num_rows, num_heads, -1)
 
 
 def attend_pages(
@@ -45,7 +45,14 @@ def attend_pages(
     score_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Several tokens of one row over its pages. Returns [T, heads, dim]."""
+    """Several tokens of one row over its pages. Returns [T, heads, dim of values]."""
+    if values.shape[3] != keys.shape[3]:
+        # latent attention: all heads share the one head of keys, so they are queries of one sequence
+        num_tokens, num_heads, dim = query.shape
+        rows, masks = query.reshape(1, -1, dim), mask.repeat_interleave(num_heads, 0)
+        found, worth = _gather(keys, slots, 1)[0], _gather(values, slots, 1)[0]
+        out = _attend_stepwise(rows, found, worth, masks, scale, score_cap, None)
+        return out.view(num_tokens, num_heads, -1)
     if score_cap or sinks is not None:
         num_tokens, num_heads, dim = query.shape
         # the query heads of a KV head are one more dimension: [kv heads, group, T, dim]

@@ -1,0 +1,159 @@
+"""LatentAttention: multi-head latent attention (MLA) of DeepSeek-V2 and V3, in its absorbed form.
+
+The cache holds one vector per position: a latent of `kv_rank` numbers, from which keys and values of all heads can be
+made, and a rotary key that all heads share. Keys are never made: the matrix that would make them is applied to the
+queries instead, and that of the values to the output. So attention has one head of keys, and its values are the first
+`kv_rank` numbers of the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.layers.layer import Layer, Layout
+from slipstream.nn.layers.linear import Linear
+from slipstream.nn.layers.norm import NoNorm, RMSNorm
+from slipstream.nn.shapes import AttentionShape
+from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightSlot, new_parameter
+from slipstream.ops.rope import norm_rope
+
+_EPS = 1e-6  # of the norms of latents, whatever the model's
+
+
+class LatentAttention(Layer):
+    def __init__(self, name: str, shape: AttentionShape, site: int | None, layout: Layout) -> None:
+        super().__init__()
+        latent = shape.latent
+        assert latent is not None and site is not None
+        self.shape, self.latent, self.site = shape, latent, site
+        dtype, format_of, hidden, num_heads = layout.dtype, layout.format_of, layout.hidden_size, shape.num_heads
+        queries = num_heads * (latent.nope_dim + latent.rope_dim)
+        self.num_first = latent.q_rank or queries  # outputs of the first product that are for queries
+        parts = {"q": self.num_first, "kv": latent.kv_rank + latent.rope_dim}
+        kv_order = _turned_last(1, latent.kv_rank, latent.rope_dim)
+        q_order = _turned_last(num_heads, latent.nope_dim, latent.rope_dim)
+        orders = {"kv": kv_order} | ({} if latent.q_rank else {"q": q_order})
+        format = format_of(f"{name}.first")
+        self.first = _Reordered(hidden, parts, shape.qkv_bias, format, dtype, orders if latent.interleaved else {})
+        self.q_norm: RMSNorm | None = None
+        self.queries: Linear | None = None
+        if latent.q_rank:
+            self.q_norm = RMSNorm(latent.q_rank, _EPS, dtype)
+            own = {"": q_order} if latent.interleaved else {}
+            self.queries = _Reordered(latent.q_rank, {"": queries}, False, format_of(f"{name}.queries"), dtype, own)
+        self.kv_norm = RMSNorm(latent.kv_rank, _EPS, dtype)
+        # per head, from the latent to the part of the key that is not turned, and to the value
+        self.expand = new_parameter(num_heads, latent.nope_dim + latent.value_dim, latent.kv_rank, dtype=dtype)
+        self.output = Linear(
+            num_heads * latent.value_dim, {"": hidden}, shape.output_bias, format_of(f"{name}.output"), dtype
+        )
+
+    def forward(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
+        """x [T, hidden] to [T, hidden], or to [B, hidden] of the `last` tokens."""
+        return self._attend(self.first(x, context), context, last)
+
+    def after_norm(
+        self,
+        norm: RMSNorm | NoNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        context: ForwardContext,
+        last: LastTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Body.after_norm`."""
+        made, total = self.first.after_norm(norm, x, residual, context)
+        return self._attend(made, context, last), total if last is None else last.of(total)
+
+    def products(self) -> None:
+        return None
+
+    def _attend(self, made: torch.Tensor, context: ForwardContext, last: LastTokens | None) -> torch.Tensor:
+        """The outputs of the first product to those of the last."""
+        latent, num_heads = self.latent, self.shape.num_heads
+        queries, compressed = made.split([self.num_first, latent.kv_rank + latent.rope_dim], 1)
+        rotary = context.rotary[self.shape.rope]
+        key = self._store(compressed, rotary, context)
+        if last is not None:
+            queries, rotary, context = last.of(queries), rotary.index_select(0, last.places), last.context
+        if self.queries is not None and self.q_norm is not None:
+            queries = self.queries(self.q_norm(queries.contiguous())[0], context)
+        heads = queries.reshape(len(queries), num_heads, -1)
+        plain, turned = heads.split([latent.nope_dim, latent.rope_dim], 2)
+        to_keys, to_values = self.expand.split([latent.nope_dim, latent.value_dim], 1)
+        absorbed = torch.bmm(plain.transpose(0, 1), to_keys).transpose(0, 1)
+        query = torch.cat([absorbed, norm_rope(turned, None, 0.0, rotary)], 2)
+        value = None if key is None else key[..., : latent.kv_rank]
+        mixed = context.attention.forward(query, key, value, self.site, self.shape.scale, context)
+        out = torch.bmm(mixed.transpose(0, 1), to_values.transpose(1, 2)).transpose(0, 1)
+        projected: torch.Tensor = self.output(out.reshape(len(out), -1), context)
+        return projected
+
+    def _store(self, compressed: torch.Tensor, rotary: torch.Tensor, context: ForwardContext) -> torch.Tensor:
+        """The key of each token, [T, 1, kv rank + rope dim], which is also written to its slot."""
+        latent, turned = compressed.split([self.latent.kv_rank, self.latent.rope_dim], 1)
+        normed, _ = self.kv_norm(latent.contiguous())
+        key = torch.cat([normed, norm_rope(turned.unsqueeze(1), None, 0.0, rotary).squeeze(1)], 1).unsqueeze(1)
+        keys, _ = context.caches[self.site]  # values are a part of them
+        keys.flatten(0, 1).index_copy_(0, context.batch.slots[context.group_of_site[self.site]], key)
+        return key
+
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+        num_heads, size, rank = self.expand.shape
+        yield "expand.weight", WeightSlot((num_heads * size, rank), self._fill)
+
+    def _fill(self, piece: CheckpointTensor) -> None:
+        piece.write_to(self.expand.view(-1, self.expand.shape[2]))
+
+
+def _turned_last(num_heads: int, plain: int, turned: int) -> list[int]:
+    """Rows of a projection whose heads end in numbers that are turned in neighbouring pairs, in the order in which our
+    rope turns them: the first of all pairs, then the second of all pairs."""
+    size = plain + turned
+    of_head = [*range(plain), *range(plain, size, 2), *range(plain + 1, size, 2)]
+    return [head * size + row for head in range(num_heads) for row in of_head]
+
+
+class _Reordered(Linear):
+    """Some parts have their rows in another order than in the checkpoint. Every tensor of the weight's format must have
+    a line per output."""
+
+    def __init__(
+        self,
+        num_inputs: int,
+        outputs: dict[str, int],
+        bias: bool,
+        format: WeightFormat,
+        dtype: torch.dtype,
+        orders: dict[str, list[int]],
+    ) -> None:
+        """`orders`: of a part, the checkpoint's row for each row."""
+        super().__init__(num_inputs, outputs, bias, format, dtype)
+        self.orders = orders
+
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+        for name, place in super().places():
+            order = self.orders.get(name.rpartition(".")[0])
+            fill = place.fill if order is None else partial(self._fill_reordered, place, order)
+            yield name, WeightSlot(place.shape, fill, place.num_bytes)
+
+    def _fill_reordered(self, place: WeightSlot, order: list[int], piece: CheckpointTensor) -> None:
+        place.fill(_Rows(piece, order))
+
+
+class _Rows:
+    """A checkpoint tensor with its rows in another order."""
+
+    blocks = None
+
+    def __init__(self, piece: CheckpointTensor, order: list[int]) -> None:
+        self.shape, self.kind, self._whole, self._order = piece.shape, piece.kind, piece, order
+
+    def read(self) -> torch.Tensor:
+        return self._whole.read()[self._order]
+
+    def write_to(self, target: torch.Tensor) -> None:
+        target.copy_(self.read())

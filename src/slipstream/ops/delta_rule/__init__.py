@@ -1,0 +1,17 @@
+"""Gated delta rule: linear attention whose state forgets by a gate and corrects what a key recalls.
+
+`gated_delta_rule` computes packed rows, in chunks where rows have several tokens. `delta_decode` is all that a layer
+does between its two projections, for steps of one token per row.
+"""
+
+from slipstream.ops.delta_rule import reference
+from slipstream.ops.delta_rule.reference import DeltaWeights
+from slipstream.ops.dispatch import by_device
+
+_KERNELS = "slipstream.ops.delta_rule.triton"
+delta_gates = by_device(reference.delta_gates, _KERNELS)
+gated_delta_rule = by_device(reference.gated_delta_rule, _KERNELS)
+gated_rms_norm = by_device(reference.gated_rms_norm, _KERNELS)
+delta_decode = by_device(reference.delta_decode, _KERNELS)
+
+__all__ = ["DeltaWeights", "delta_decode", "delta_gates", "gated_delta_rule", "gated_rms_norm"]

@@ -1,0 +1,187 @@
+"""Gated delta rule in plain torch, in float32 at least, in float64 when the input is float64.
+
+For each value head, with state S [key dim, value dim], log decay g and write strength beta:
+
+    S = exp(g) S
+    S = S + k (beta (v - S^T k))^T
+    o = scale S^T q
+
+A chunk of several tokens has a closed form: the corrections of its tokens solve a triangular system (WY form), so a
+chunk takes a few matrix products and the state passes once per chunk.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.cache_spec import STATE_CHUNK
+from slipstream.ops.conv1d.reference import causal_conv1d
+from slipstream.ops.recurrent_steps import RecurrentSteps
+
+L2_EPS = 1e-6
+
+
+def delta_gates(
+    a: torch.Tensor, b: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log decay g and write strength beta [T, value heads], in the dtype of a_log (float32 or float64).
+
+    a, b [T, value heads] are projections of the token; a_log, dt_bias [value heads].
+    """
+    wide = a_log.dtype
+    return -a_log.exp() * F.softplus(a.to(wide) + dt_bias), b.to(wide).sigmoid()
+
+
+def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMS norm of x [T, heads, dim] along the last dimension, times weight [dim] and silu(gate); of the gate's dtype.
+
+    gate [T, heads, dim].
+    """
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    normed = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
+    return (normed * F.silu(gate.to(wide))).to(gate.dtype)
+
+
+def gated_delta_rule(
+    q: torch.Tensor,  # [T, key heads, key dim]
+    k: torch.Tensor,
+    v: torch.Tensor,  # [T, value heads, value dim]
+    g: torch.Tensor,  # [T, value heads] log decay, at most 0
+    beta: torch.Tensor,  # [T, value heads]
+    state: torch.Tensor,  # [slots, value heads, key dim, value dim], float32 or float64
+    steps: RecurrentSteps,
+    scale: float,
+    l2_norm_qk: bool = True,
+) -> torch.Tensor:
+    """[T, value heads, value dim]. Each key head serves value heads / key heads neighbours.
+
+    A row that begins at position 0 starts from zeros, whatever its slot holds. The new states go to the rows' slots,
+    and the states at the ends of chunks with a save to the save slots. Tokens of no row get zeros.
+    """
+    wide = state.dtype
+    q, k = q.to(wide), k.to(wide)
+    if l2_norm_qk:
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
+    repeats = v.shape[1] // q.shape[1]
+    q, k = (x.repeat_interleave(repeats, 1) for x in (q * scale, k))
+    compute = _recurrent if steps.is_single else _chunked
+    return compute(q, k, v.to(wide), g.to(wide), beta.to(wide), state, steps).to(v.dtype)
+
+
+def _recurrent(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    steps: RecurrentSteps,
+) -> torch.Tensor:
+    """One token per row."""
+    slots = steps.slots.long()
+    begins = (steps.first_positions == 0)[:, None, None, None]
+    held = torch.where(begins, 0.0, state.index_select(0, slots)) * g.exp()[..., None, None]
+    recalled = (held * k[..., None]).sum(-2)
+    held = held + k[..., None] * ((v - recalled) * beta[..., None])[..., None, :]
+    state.index_copy_(0, slots, held)
+    if steps.save_slots is not None:
+        state.index_copy_(0, torch.where(steps.save_slots < 0, slots, steps.save_slots.long()), held)
+    return (held * q[..., None]).sum(-2)
+
+
+def _chunked(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    steps: RecurrentSteps,
+) -> torch.Tensor:
+    """By the chunks of the step. The number of chunks and their order come from shapes; no value is read."""
+    assert steps.chunks is not None
+    num_tokens, device = len(v), v.device
+    rows, first, count, saved = steps.chunks.long().unbind(1)
+    used, rows = rows >= 0, rows.clamp(min=0)
+    place = torch.arange(min(STATE_CHUNK, num_tokens), device=device)
+    inside = used[:, None] & (place < count[:, None])  # [chunks, places]
+    tokens = torch.where(inside, first[:, None] + place, num_tokens)  # tokens outside have a line of zeros
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        """[T, heads, ...] to [chunks, heads, places, ...]."""
+        padded = torch.cat((x, x.new_zeros((1, *x.shape[1:]))))
+        return padded[tokens].transpose(1, 2)
+
+    q, k, v, g, beta = cut(q), cut(k), cut(v), cut(g), cut(beta)
+    total = g.cumsum(-1)  # log decay from the chunk's start
+    later = place[:, None] < place
+    between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
+    system = (k * beta[..., None]) @ k.mT * between  # its diagonal is not read
+    values, keys = (
+        torch.linalg.solve_triangular(system, x * beta[..., None], upper=False, unitriangular=True)
+        for x in (v, k * total.exp()[..., None])
+    )
+    scores = q @ k.mT * between
+    q = q * total.exp()[..., None]
+    k = k * (total[..., -1:] - total).exp()[..., None]
+    end_decay = total[..., -1].exp()[..., None, None]
+
+    slots = steps.slots.long()[rows]
+    saved = torch.where(used & (saved >= 0), saved, slots)
+    starts = steps.starts.long()[rows]
+    begins = (steps.first_positions.long()[rows] == 0) & (first == starts)
+    out = v.new_zeros((num_tokens + 1, *v.shape[1:2], v.shape[-1]))
+    for entry in range(len(rows)):
+        slot = slots[entry : entry + 1]
+        old = state.index_select(0, slot)[0]
+        held = torch.where(begins[entry], 0.0, old)
+        new_values = values[entry] - keys[entry] @ held
+        made = q[entry] @ held + scores[entry] @ new_values
+        new = torch.where(used[entry], held * end_decay[entry] + k[entry].mT @ new_values, old)[None]
+        state.index_copy_(0, slot, new)
+        state.index_copy_(0, saved[entry : entry + 1], new)
+        out.index_copy_(0, tokens[entry], made.transpose(0, 1))
+    return out[:num_tokens]
+
+
+class DeltaWeights(NamedTuple):
+    """What a layer applies between its projections."""
+
+    conv: torch.Tensor  # [2 * key size + value size, width]
+    a_log: torch.Tensor  # [value heads], float32 or float64
+    dt_bias: torch.Tensor  # [value heads], as a_log
+    norm: torch.Tensor  # [value dim]
+    eps: float  # of the norm
+
+
+def delta_decode(
+    qkv: torch.Tensor,  # [B, 2 * key size + value size]
+    z: torch.Tensor,  # [B, value heads * value dim]
+    b: torch.Tensor,  # [B, value heads]
+    a: torch.Tensor,  # [B, value heads]
+    weights: DeltaWeights,
+    conv_state: torch.Tensor,  # [slots, 2 * key size + value size, width]
+    state: torch.Tensor,  # [slots, value heads, key dim, value dim]
+    steps: RecurrentSteps,
+) -> torch.Tensor:
+    """Convolution, gates, gated delta rule and gated norm of one token per row: [B, value heads * value dim]."""
+    num_heads, key_dim, value_dim = state.shape[1:]
+    value_size = num_heads * value_dim
+    key_size = (qkv.shape[1] - value_size) // 2
+    mixed = causal_conv1d(qkv, weights.conv, None, conv_state, steps, "silu")
+    q, k, v = mixed.split([key_size, key_size, value_size], 1)
+    g, beta = delta_gates(a, b, weights.a_log, weights.dt_bias)
+    out = gated_delta_rule(
+        q.unflatten(1, (-1, key_dim)),
+        k.unflatten(1, (-1, key_dim)),
+        v.unflatten(1, (-1, value_dim)),
+        g,
+        beta,
+        state,
+        steps,
+        key_dim**-0.5,
+    )
+    return gated_rms_norm(out, z.unflatten(1, (-1, value_dim)), weights.norm, weights.eps).flatten(1)

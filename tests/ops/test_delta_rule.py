@@ -1,0 +1,202 @@
+"""Gated delta rule over packed rows: against transformers, chunked against recurrent, by the reference and kernels."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextRMSNormGated,
+    torch_chunk_gated_delta_rule,
+    torch_recurrent_gated_delta_rule,
+)
+
+from hand_steps import StepRow, hand_steps
+from slipstream.ops.delta_rule import DeltaWeights, reference
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+# the interpreter's own use of numpy
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+VERSIONS = pytest.mark.parametrize("version", ["reference", "kernel"])
+
+
+def ops(version: str):
+    if version == "reference":
+        return reference
+    pytest.importorskip("triton", reason="triton is not installed")
+    if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
+    import slipstream.ops.delta_rule.triton as kernels
+
+    return kernels
+
+
+KEY_HEADS, HEADS, KEY_DIM, DIM, SLOTS = 2, 4, 16, 32, 9
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9}
+
+
+class Rule:
+    """Inputs of some rows by slot, and the outputs of each row computed token by token."""
+
+    def __init__(self, lengths: dict[int, int], dtype=torch.float32, key_dim=KEY_DIM, dim=DIM, key_heads=KEY_HEADS):
+        torch.manual_seed(len(lengths))
+        self.key_dim, self.dim = key_dim, dim
+        self.state = torch.full((SLOTS, 2, HEADS, key_dim, dim), torch.nan, dtype=dtype, device=DEVICE)[:, 1]
+        self.inputs = {slot: self.random(n, dtype, key_heads) for slot, n in lengths.items()}
+        self.expected = {slot: self.by_token(inputs) for slot, inputs in self.inputs.items()}
+
+    def random(self, count: int, dtype: torch.dtype, key_heads: int) -> list[torch.Tensor]:
+        def rand(*shape: int) -> torch.Tensor:
+            return torch.randn(count, *shape, dtype=dtype, device=DEVICE)
+
+        q, k = rand(key_heads, self.key_dim), rand(key_heads, self.key_dim)
+        k[1::3] = k[::3][: len(k[1::3])]  # neighbours with one key: the system of a chunk is far from diagonal
+        return [q, k, rand(HEADS, self.dim), -rand(HEADS).abs() * 0.2, rand(HEADS).sigmoid()]
+
+    def by_token(self, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """The definition."""
+        q, k, v, g, beta = inputs
+        q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+        q, k = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in (q, k))
+        held, out = torch.zeros(HEADS, self.key_dim, self.dim, dtype=v.dtype, device=v.device), []
+        for t in range(len(v)):
+            held = held * g[t].exp()[:, None, None]
+            delta = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", held, k[t]))
+            held = held + torch.einsum("hk,hv->hkv", k[t], delta)
+            out.append(torch.einsum("hkv,hk->hv", held, q[t]) * self.key_dim**-0.5)
+        return torch.stack(out)
+
+    def run(self, version: str, rows: list[StepRow], chunked: bool = False, **padding: int) -> None:
+        steps = hand_steps(rows, device=DEVICE, chunked=chunked, **padding)
+        total = max(padding.get("num_tokens", 0), int(steps.num_tokens.sum()))
+        spans = [(row.slot, slice(row.first, row.first + row.count)) for row in rows]
+        packed = []
+        for part in range(5):
+            found = torch.cat([self.inputs[slot][part][span] for slot, span in spans])
+            packed.append(torch.full((total, *found.shape[1:]), torch.nan, dtype=found.dtype, device=DEVICE))
+            packed[-1][: len(found)] = found
+        out = ops(version).gated_delta_rule(*packed, self.state, steps, self.key_dim**-0.5)
+        expected = torch.cat([self.expected[slot][span] for slot, span in spans])
+        assert out.dtype == expected.dtype
+        tolerance = TOLERANCE[out.dtype]
+        torch.testing.assert_close(out[: len(expected)], expected, rtol=tolerance, atol=tolerance)
+        if not steps.is_single:
+            assert not out[len(expected) :].any(), "tokens of no row must get zeros"
+
+
+@pytest.mark.parametrize("length", [1, 5, 64, 150])
+def test_the_definition_is_what_transformers_computes(length):
+    rule = Rule({1: length})
+    q, k, v, g, beta = (x[None] for x in rule.inputs[1])
+    q, k = (x.repeat_interleave(2, 2) for x in (q, k))
+    for theirs in (torch_chunk_gated_delta_rule, torch_recurrent_gated_delta_rule):
+        out, _ = theirs(q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=True)
+        torch.testing.assert_close(out[0], rule.expected[1], rtol=1e-4, atol=1e-5)
+
+
+def steps_of_three_rows(rule: Rule, version: str) -> None:
+    """Cuts inside chunks, at their borders, single tokens among chunks, padding."""
+    rule.run(version, [StepRow(4, 0, 1), StepRow(1, 0, 67)])
+    rule.run(version, [StepRow(4, 1, 1), StepRow(1, 67, 1), StepRow(2, 0, 1)], padding=2)
+    rule.run(version, [StepRow(2, 1, 1), StepRow(4, 2, 66), StepRow(1, 68, 60)], padding=1, num_tokens=140)
+    rule.run(version, [StepRow(4, 68, 1), StepRow(1, 128, 64)])
+    rule.run(version, [StepRow(2, 2, 1), StepRow(4, 69, 1), StepRow(1, 192, 1)], chunked=True)
+    rule.run(version, [StepRow(1, 193, 7)])
+
+
+@VERSIONS
+def test_rows_cut_anywhere_equal_the_definition(version):
+    steps_of_three_rows(Rule({1: 200, 4: 70, 2: 3}), version)
+
+
+def test_chunks_equal_single_tokens_in_float64():
+    steps_of_three_rows(Rule({1: 200, 4: 70, 2: 3}, torch.float64), "reference")
+
+
+@VERSIONS
+@pytest.mark.parametrize(("key_dim", "dim", "key_heads"), [(24, 20, 4), (8, 48, 1)])
+def test_odd_sizes(version, key_dim, dim, key_heads):
+    rule = Rule({1: 90, 2: 40}, key_dim=key_dim, dim=dim, key_heads=key_heads)
+    rule.run(version, [StepRow(1, 0, 80), StepRow(2, 0, 39)])
+    rule.run(version, [StepRow(1, 80, 1), StepRow(2, 39, 1)])
+
+
+@VERSIONS
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_save_continues_as_its_row_does(version, chunked):
+    rule = Rule({1: 200, 4: 200, 2: 70})
+    if chunked:
+        rows = [StepRow(2, 0, 10), StepRow(1, 0, 130, {64: 5, 128: 6}), StepRow(4, 0, 64, {64: 7})]
+        rule.run(version, rows, padding=1)
+        resumed = {5: (1, 64), 6: (1, 128), 7: (4, 64)}
+    else:
+        rule.run(version, [StepRow(1, 0, 63), StepRow(4, 0, 127)])
+        rule.run(version, [StepRow(1, 63, 1, {64: 5}), StepRow(4, 127, 1, {128: 7}), StepRow(2, 0, 1)])
+        resumed = {5: (1, 64), 7: (4, 128)}
+    for slot, (source, _) in resumed.items():
+        rule.inputs[slot], rule.expected[slot] = rule.inputs[source], rule.expected[source]
+    rule.run(version, [StepRow(slot, first, 2) for slot, (_, first) in resumed.items()])
+    rule.run(version, [StepRow(slot, first + 2, 1) for slot, (_, first) in resumed.items()])
+    untouched = [slot for slot in range(SLOTS) if slot not in {0, 1, 2, 4, *resumed}]
+    assert rule.state[untouched].isnan().all()
+
+
+@VERSIONS
+def test_gates_and_norm(version):
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 7, HEADS + 2, device=DEVICE)[:, :, :HEADS].unbind(0)
+    a_log, dt_bias = torch.randn(HEADS, device=DEVICE), torch.randn(HEADS, device=DEVICE)
+    a = a * 30  # softplus of large numbers must stay finite
+    g, beta = ops(version).delta_gates(a, b, a_log, dt_bias)
+    torch.testing.assert_close(g, -a_log.exp() * torch.nn.functional.softplus(a + dt_bias))
+    torch.testing.assert_close(beta, b.sigmoid())
+    x, gate = torch.randn(2, 7, HEADS, DIM, device=DEVICE).unbind(0)
+    norm = Qwen3NextRMSNormGated(DIM, eps=0.1).to(DEVICE)
+    norm.weight.data.normal_()
+    out = ops(version).gated_rms_norm(x, gate, norm.weight.detach(), 0.1)
+    torch.testing.assert_close(out, norm(x, gate), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("dim", "key_heads"), [(DIM, KEY_HEADS), (24, 4)])
+def test_the_decode_kernel_is_the_parts_one_by_one(dim, key_heads):
+    torch.manual_seed(0)
+    key_size, value_size = key_heads * KEY_DIM, HEADS * dim
+    channels = 2 * key_size + value_size
+
+    def rand(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=DEVICE)
+
+    weights = DeltaWeights(rand(channels, 4), rand(HEADS), rand(HEADS), rand(dim), 1e-3)
+    states = [
+        [torch.full((SLOTS, channels, 4), torch.nan), torch.full((SLOTS, HEADS, KEY_DIM, dim), torch.nan)]
+        for _ in range(2)
+    ]
+    states = [[state.to(DEVICE) for state in pair] for pair in states]
+    rows = [(5, 0), (3, 0), (1, 0)]
+    for step in range(70):
+        if step == 2:
+            rows.append((4, 0))
+        ends = [StepRow(slot, first, 1, {64: slot + 3} if slot == 5 else {}) for slot, first in rows]
+        steps = hand_steps(ends, padding=2, device=DEVICE)
+        projected = rand(len(ends) + 2, channels + value_size + 2 * HEADS)
+        parts = projected.split([channels, value_size, HEADS, HEADS], 1)
+        found, expected = (
+            ops(version).delta_decode(*parts, weights, *pair, steps)
+            for version, pair in zip(("kernel", "reference"), states, strict=True)
+        )
+        torch.testing.assert_close(found[: len(ends)], expected[: len(ends)], rtol=1e-4, atol=1e-4)
+        rows = [(slot, first + 1) for slot, first in rows]
+        if step == 3:
+            break_rows = [(5, 63)]  # the step that saves
+            for pair in states:
+                for state in pair:
+                    state[5] = state[3]
+            rows = break_rows + [row for row in rows if row[0] != 5]
+        if step == 8:
+            break
+    for slot in (1, 3, 4, 5, 8):
+        for found, expected in zip(*states, strict=True):
+            torch.testing.assert_close(found[slot], expected[slot], rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert not states[0][1][8].isnan().any(), "slot 8 has a save"

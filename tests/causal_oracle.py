@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,17 +25,24 @@ def oracle(folder: Path, dtype: torch.dtype, prompts: dict[str, list[int]]) -> d
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         # eager attention computes its softmax in float32 for every dtype
         patch.setattr(functional, "softmax", lambda x, dim, dtype=None: softmax(x, dim))
-        if dtype is torch.float64:  # routers compute in float32 for every dtype
+        if dtype is torch.float64:  # routers and delta rules compute in float32
             # its sines differ from those of torch.sin in the last bit of float32
             patch.setattr(torch, "polar", lambda size, angle: torch.complex(size * angle.cos(), size * angle.sin()))
             of_tensor = torch.Tensor.softmax
             patch.setattr(torch.Tensor, "softmax", lambda x, dim, dtype=None: of_tensor(x, dim))
-            for name in ("float", "type"):
-                convert = getattr(torch.Tensor, name)
-                patch.setattr(
-                    torch.Tensor, name, lambda x, *to, convert=convert: x if x.dtype is dtype else convert(x, *to)
-                )
+            for name in ("float", "type", "to"):
+                patch.setattr(torch.Tensor, name, stays_float64(getattr(torch.Tensor, name)))
         return {name: model(torch.tensor([ids])).logits[0] for name, ids in prompts.items()}
+
+
+def stays_float64(convert: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A conversion that leaves float64 as it is unless it is asked for another device."""
+
+    def converted(x: torch.Tensor, *to: Any, **others: Any) -> torch.Tensor:
+        asked = not to or to[0] is torch.float32 or isinstance(to[0], torch.Tensor)
+        return x if x.dtype is torch.float64 and asked else convert(x, *to, **others)
+
+    return converted
 
 
 def norm_in_float64(model: nn.Module) -> None:
@@ -43,8 +52,9 @@ def norm_in_float64(model: nn.Module) -> None:
         if type(module).__name__.endswith("RMSNorm") and not type(module).__name__.startswith(("Gemma3n", "Gemma4")):
 
             def forward(x: torch.Tensor, norm: nn.Module = module) -> torch.Tensor:
-                gemma = "Gemma" in type(norm).__name__
-                weight, eps = (1 + norm.weight, norm.eps) if gemma else (norm.weight, norm.variance_epsilon)
+                # Gemma and Qwen3-Next store weight - 1, and call their epsilon eps
+                less_one = hasattr(norm, "eps")
+                weight, eps = (1 + norm.weight, norm.eps) if less_one else (norm.weight, norm.variance_epsilon)
                 return weight * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
 
             module.forward = forward

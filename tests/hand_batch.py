@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
+from hand_steps import StepRow, hand_steps
 from slipstream.cache_spec import CacheSpec
 from slipstream.nn.attention.sdpa import SdpaAttention
 from slipstream.nn.context import BatchView, ForwardContext
 from slipstream.nn.models.decoder import Decoder
+from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.scheduler.cache.layout import group_sites
 
 GARBAGE = float("nan")
+NUM_SLOTS = 9  # of recurrent states
 
 
 @dataclass
@@ -43,6 +46,16 @@ class HandRunner:
             for site in range(len(specs))
         )
         self.attention = SdpaAttention(self.groups, self.dtype)
+        self.states = [
+            {
+                field.name: torch.full(
+                    (NUM_SLOTS, *field.shape), GARBAGE, dtype=getattr(torch, field.dtype), device=self.device
+                )
+                for field in spec.fields
+            }
+            for spec in self.model.state_specs(str(self.dtype).removeprefix("torch."))
+        ]
+        self.steps: RecurrentSteps | None = None  # of the last batch, if the model has recurrent states
         # page 0 is the null page; the others are used in random order
         self.free = (np.random.default_rng(0).permutation(self.num_pages - 1) + 1).tolist()
 
@@ -66,6 +79,13 @@ class HandRunner:
                 slots.append(row.pages[row.length // self.page_size] * self.page_size + row.length % self.page_size)
                 row.length += 1
             lengths.append(row.length)
+        if self.states:
+            slots_of = {name: slot for slot, name in enumerate(self.rows, 1)}
+            steps = [
+                StepRow(slots_of[name], length - len(tokens), len(tokens))
+                for (name, tokens), length in zip(chunks.items(), lengths, strict=True)
+            ]
+            self.steps = hand_steps(steps, device=self.device)
         max_lengths = np.array(lengths, np.int32) + self.slack
         width = -(-int(max_lengths.max()) // self.page_size)
         tables = []
@@ -91,7 +111,8 @@ class HandRunner:
 
     def context(self, batch: BatchView, only_last: bool = False) -> ForwardContext:
         plan = self.attention.plan(batch)
-        return ForwardContext(batch, self.attention, plan, self.caches, self.group_of_site, only_last)
+        context = ForwardContext(batch, self.attention, plan, self.caches, self.group_of_site, only_last)
+        return replace(context, recurrent=self.steps, states=self.states)
 
     def run(self, chunks: dict[str, list[int]]) -> dict[str, torch.Tensor]:
         """Logits of every token, by row."""

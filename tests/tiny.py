@@ -42,6 +42,11 @@ LONG_ROPE = {
     "original_max_position_embeddings": 32,
     "partial_rotary_factor": 0.75,
 }
+DELTA_NET = {
+    "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "head_dim": 24,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
+}  # fmt: skip
 _FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"architectures": ["LlamaForCausalLM"], "head_dim": 16, "rms_norm_eps": 1e-5},
     "mistral": {"architectures": ["MistralForCausalLM"], "head_dim": 16, "rms_norm_eps": 1e-5, "sliding_window": 8},
@@ -138,10 +143,23 @@ _FAMILIES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1, "moe_intermediate_size": 40, "n_routed_experts": 8, "num_experts_per_tok": 3,
         "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "num_mtp_layers": 0,
     },
+    # the last layer has a state; rope over 6 of 24 values of a head
+    "qwen3_next": {
+        "architectures": ["Qwen3NextForCausalLM"], **DELTA_NET, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56, "norm_topk_prob": True,
+    },
+    "qwen3_5": {"architectures": ["Qwen3_5ForCausalLM"], **DELTA_NET},
+    "qwen3_5_moe": {
+        "architectures": ["Qwen3_5MoeForCausalLM"], **DELTA_NET, "num_experts": 6, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56,
+    },
 }  # fmt: skip
 _OF_TRANSFORMERS = ("gemma3n_text", "gemma4_text", "deepseek_v2", "deepseek_v3")
 """Model types whose tensors are those of the library's own model."""
-_CONFIGS = {"gemma3": "Gemma3TextConfig", "gemma3n": "Gemma3nTextConfig", "gemma4": "Gemma4TextConfig"}
+_CONFIGS = {
+    "gemma3": "Gemma3TextConfig", "gemma3n": "Gemma3nTextConfig", "gemma4": "Gemma4TextConfig",
+    "qwen3_5": "Qwen3_5TextConfig", "qwen3_5_moe": "Qwen3_5MoeTextConfig",
+}  # fmt: skip
 
 
 def write_tiny(
@@ -171,19 +189,21 @@ def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0
 
     if config["model_type"] in _OF_TRANSFORMERS:
         return _library_weights(folder, random)
-    hidden, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    hidden, ffn, vocab = config["hidden_size"], config.get("intermediate_size", 0), config["vocab_size"]
     dim = config.get("head_dim") or hidden // config["num_attention_heads"]
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     attention_bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
     family = config["architectures"][0].removesuffix("ForCausalLM")
     gemma, olmo, qkv_bias = family.startswith("Gemma"), family == "Olmo2", attention_bias or family.startswith("Qwen2")
+    is_delta = family in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
+    norm_middle = 0.0 if gemma or is_delta else 1.0  # of what is stored
     attention_bias = attention_bias and family != "Glm4Moe"
 
     weights = {"model.embed_tokens.weight": random(vocab, hidden, spread=0.3)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         products = {
-            "self_attn.q_proj": (queries, hidden, qkv_bias),
+            "self_attn.q_proj": ((2 if is_delta else 1) * queries, hidden, qkv_bias),
             "self_attn.k_proj": (keys, hidden, qkv_bias),
             "self_attn.v_proj": (keys, hidden, qkv_bias),
             "self_attn.o_proj": (hidden, queries, attention_bias),
@@ -191,6 +211,15 @@ def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0
             "mlp.up_proj": (ffn, hidden, mlp_bias),
             "mlp.down_proj": (hidden, ffn, mlp_bias),
         }
+        if is_delta and config["layer_types"][layer] == "linear_attention":
+            products = {name: product for name, product in products.items() if "self_attn" not in name}
+            products |= {name: (*shape, False) for name, shape in _delta_net(config, family).items()}
+            channels, heads = _delta_channels(config), config["linear_num_value_heads"]
+            state = f"{prefix}.linear_attn"
+            weights[f"{state}.conv1d.weight"] = random(channels, 1, config["linear_conv_kernel_dim"], spread=1.0)
+            weights[f"{state}.A_log"] = random(heads, spread=0.5)
+            weights[f"{state}.dt_bias"] = random(heads, spread=0.5)
+            weights[f"{state}.norm.weight"] = random(config["linear_value_head_dim"], middle=1.0)
         if family == "Phi3":
             for name in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
                 del products[name]
@@ -221,9 +250,11 @@ def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0
             norms |= {"self_attn.q_norm": queries, "self_attn.k_norm": keys}
         if family in ("Qwen3", "Gemma3", "Qwen3Moe") or config.get("use_qk_norm"):
             norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim}
+        if is_delta and "self_attn.q_proj" in products:
+            norms |= {"self_attn.q_norm": dim, "self_attn.k_norm": dim}
         for name, size in norms.items():
-            weights[f"{prefix}.{name}.weight"] = random(size, middle=0.0 if gemma else 1.0)
-    weights["model.norm.weight"] = random(hidden, middle=0.0 if gemma else 1.0)
+            weights[f"{prefix}.{name}.weight"] = random(size, middle=norm_middle)
+    weights["model.norm.weight"] = random(hidden, middle=norm_middle)
     if not config["tie_word_embeddings"]:
         weights["lm_head.weight"] = random(vocab, hidden, spread=0.3)
     return weights
@@ -264,13 +295,13 @@ def _experts(config: dict[str, Any], family: str) -> dict[str, tuple[int, int]]:
     shapes = {"up": (size, hidden), "down": (hidden, size)}
     found = {f"{root}.gate": (count, hidden)}
     found |= {f"{root}.experts.{e}.{name}": shapes[kind] for e in range(count) for name, kind in names.items()}
-    shared = {"Qwen2Moe": ("shared_expert", config.get("shared_expert_intermediate_size"))}
+    shared = dict.fromkeys(QWEN_SHARED, ("shared_expert", config.get("shared_expert_intermediate_size")))
     shared["Glm4Moe"] = ("shared_experts", size * config.get("n_shared_experts", 1))
     if family in shared:
         name, inner = shared[family]
         found |= {f"mlp.{name}.{part}_proj": (inner, hidden) for part in ("gate", "up")}
         found[f"mlp.{name}.down_proj"] = (hidden, inner)
-    if family == "Qwen2Moe":
+    if family in QWEN_SHARED:
         found["mlp.shared_expert_gate"] = (1, hidden)
     return found
 
@@ -287,6 +318,28 @@ def _stacked_experts(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "mlp.experts.down_proj": (count, size, hidden),
         "mlp.experts.down_proj_bias": (count, hidden),
     }
+
+
+QWEN_SHARED = ("Qwen2Moe", "Qwen3Next", "Qwen3_5Moe")
+"""Families with a shared expert behind a gate."""
+
+
+def _delta_channels(config: dict[str, Any]) -> int:
+    keys = config["linear_num_key_heads"] * config["linear_key_head_dim"]
+    return 2 * keys + config["linear_num_value_heads"] * config["linear_value_head_dim"]
+
+
+def _delta_net(config: dict[str, Any], family: str) -> dict[str, tuple[int, int]]:
+    """Names and shapes of a layer's projections."""
+    hidden, heads, channels = config["hidden_size"], config["linear_num_value_heads"], _delta_channels(config)
+    values = heads * config["linear_value_head_dim"]
+    root = "linear_attn"
+    if family == "Qwen3Next":
+        parts = {"qkvz": channels + values, "ba": 2 * heads}
+    else:
+        parts = {"qkv": channels, "z": values, "b": heads, "a": heads}
+    found = {f"{root}.in_proj_{part}": (size, hidden) for part, size in parts.items()}
+    return found | {f"{root}.out_proj": (hidden, values)}
 
 
 def write_weights(folder: Path, weights: dict[str, torch.Tensor], shards: int = 1) -> None:

@@ -94,6 +94,13 @@ _GEMMA4 = {
         "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     },
 }  # fmt: skip
+_DELTA_NET = {
+    "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "norm_topk_prob": True,
+}  # fmt: skip
+# every layer of Qwen3.5-MoE has experts: no MLP has the size that its config leaves out
+_DELTA_NET_MOE = _DELTA_NET | {"intermediate_size": 512}
 _DECODERS: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 4096},
     "Qwen2": {"sliding_window": 4096},
@@ -123,6 +130,11 @@ _DECODERS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "Qwen3Next": _DELTA_NET,
+    "Qwen3_5": _DELTA_NET,
+    "Qwen3_5Text": _DELTA_NET,
+    "Qwen3_5Moe": _DELTA_NET_MOE,
+    "Qwen3_5MoeText": _DELTA_NET_MOE,
 }
 _BERT = {
     "layer_norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2, "max_position_embeddings": 512,

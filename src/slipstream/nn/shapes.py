@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from slipstream.cache_spec import StateField
+from slipstream.cache_spec import STATE_CHUNK, StateField
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.ops.moe.reference import Gate, RouterRule
 
@@ -49,8 +49,7 @@ class MixerShape:
         """The recurrent state of one row, for a model of this dtype; empty if it has none."""
         return ()
 
-    @property
-    def numbers_per_token(self) -> int:
+    def numbers_per_token(self, on_cpu: bool) -> int:
         """Upper bound of the numbers that it holds per token besides hidden states."""
         raise NotImplementedError
 
@@ -76,19 +75,61 @@ class AttentionShape(MixerShape):
     key_is_value: bool = False  # the projection of keys, before their norm, gives the values too
     latent: LatentShape | None = None  # MLA: one kv head of kv_rank + rope_dim numbers; None: usual heads
     kv_source: int | None = None  # the layer whose keys and values are read, from its first mixer; None: its own
+    gated: bool = False  # a sigmoid gate scales each output; the checkpoint stores it with the query of its head
 
     @property
     def has_own_site(self) -> bool:
         """Whether it writes keys and values to a cache site."""
         return self.causal and self.kv_source is None
 
-    @property
-    def numbers_per_token(self) -> int:
-        """Projections of a token, their copies after norm and rope, and the output."""
+    def numbers_per_token(self, on_cpu: bool) -> int:
+        """Projections of a token, their copies after norm and rope, and the output; the gate and its product."""
+        gate = 3 * self.num_heads * self.head_dim if self.gated else 0
         if self.latent is not None:
             heads = 2 * (self.latent.nope_dim + self.latent.rope_dim) + 2 * self.latent.value_dim
             return self.num_heads * (heads + 4 * self.head_dim) + 5 * self.head_dim + 2 * self.latent.q_rank
-        return 4 * self.num_heads * self.head_dim + 5 * self.num_kv_heads * self.head_dim
+        return 4 * self.num_heads * self.head_dim + 5 * self.num_kv_heads * self.head_dim + gate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeltaShape(MixerShape):
+    """Linear attention by the gated delta rule. A key head serves num_value_heads / num_key_heads value heads."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    name: str = "delta_net"
+    interleaved: bool = False  # the checkpoint groups its projections by key head
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: q, k and v."""
+        return 2 * self.key_size + self.value_size
+
+    def state_fields(self, dtype: str) -> tuple[StateField, ...]:
+        wide = "float64" if dtype == "float64" else "float32"
+        return (
+            StateField("conv", (self.num_channels, self.conv_width), dtype),
+            StateField("delta", (self.num_value_heads, self.key_dim, self.value_dim), wide),
+        )
+
+    def numbers_per_token(self, on_cpu: bool) -> int:
+        """Projections, the convolution's output, factors of chunks, and the output before and after its norm."""
+        heads = self.num_value_heads
+        made = self.num_channels + self.value_size + 2 * heads + self.num_channels + 3 * self.value_size
+        if on_cpu:  # the reference repeats keys for value heads and has a copy for each step of the computation
+            return made + 4 * self.num_channels + heads * (12 * (self.key_dim + self.value_dim) + 6 * STATE_CHUNK)
+        return made + heads * (self.key_dim + self.value_dim + STATE_CHUNK + 4)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +244,7 @@ def sizes_of(layers: tuple[LayerShape, ...], hidden_size: int, on_cpu: bool) -> 
     mixers = [mixer for layer in layers for mixer in layer.mixers if isinstance(mixer, AttentionShape)]
     feeds = [feed for layer in layers for feed in _feeds(layer.feed)]
     # mixers side by side hold their projections at once
-    widths = [sum(mixer.numbers_per_token for mixer in layer.mixers) for layer in layers]
+    widths = [sum(mixer.numbers_per_token(on_cpu) for mixer in layer.mixers) for layer in layers]
     # gate and up, and their product; a sparse gate has copies of its own
     widths += [(7 if feed.sparsity else 3) * feed.size for feed in feeds if isinstance(feed, MlpShape)]
     experts = [_expert_numbers(feed, hidden_size, on_cpu) for feed in feeds if isinstance(feed, ExpertShape)]

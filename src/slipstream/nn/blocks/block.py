@@ -14,6 +14,7 @@ import torch
 
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.attention import Attention
+from slipstream.nn.layers.delta_net import DeltaNet
 from slipstream.nn.layers.dense_and_experts import DenseAndExperts
 from slipstream.nn.layers.experts import Experts
 from slipstream.nn.layers.latent_attention import LatentAttention
@@ -24,6 +25,7 @@ from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.layers.products import Products
 from slipstream.nn.shapes import (
     AttentionShape,
+    DeltaShape,
     DenseAndExpertsShape,
     ExpertShape,
     FeedShape,
@@ -205,7 +207,7 @@ def new_attention(
     return Attention(name, shape, norm, site, layout)
 
 
-MIXERS: dict[type[MixerShape], Callable[..., Any]] = {AttentionShape: new_attention}
+MIXERS: dict[type[MixerShape], Callable[..., Any]] = {AttentionShape: new_attention, DeltaShape: DeltaNet}
 """The layer of each kind of mixer. It is called with the mixer's full name, its shape, the layer's norm, its site (a
 cache site, or a state site if it has a recurrent state) and the layout."""
 

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import torch
 
 from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.layers.interleaved_linear import InterleavedLinear, StoredRows
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import AllHeadsNorm, NoNorm, PerHeadNorm, RMSNorm, UnweightedNorm
 from slipstream.nn.layers.position_embedding import RelativeKeys
 from slipstream.nn.layers.products import Products
 from slipstream.nn.shapes import AttentionShape, NormShape
-from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightSlot, new_parameter
 from slipstream.ops.rope import norm_rope, rope_and_write_cache
 
 
@@ -36,14 +37,9 @@ class Attention(Layer):
         super().__init__()
         self.shape = shape
         self.site = site  # of the cache; None: bidirectional
-        queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-        parts = {"q": queries}
-        if shape.kv_source is None:
-            parts |= {"k": keys} if shape.key_is_value else {"k": keys, "v": keys}
-        if shape.fused:
-            parts = {"": sum(parts.values())}
+        queries = shape.num_heads * shape.head_dim
         format_of, dtype, hidden_size = layout.format_of, layout.dtype, layout.hidden_size
-        self.qkv = Linear(hidden_size, parts, shape.qkv_bias, format_of(f"{name}.qkv"), dtype)
+        self.qkv = _new_qkv(shape, hidden_size, format_of(f"{name}.qkv"), dtype)
         self.output = Linear(queries, {"": hidden_size}, shape.output_bias, format_of(f"{name}.output"), dtype)
         self.norm = _qk_norm(shape, norm, dtype)
         has_value_norm = shape.value_norm and shape.kv_source is None
@@ -89,6 +85,16 @@ class Attention(Layer):
     ) -> torch.Tensor:
         """The part between the two projections, to [T, heads * head dim]. All tokens write keys and values; with `last`
         only the last tokens have queries."""
+        if not self.shape.gated:
+            return self._attend(qkv, context, last, bias)
+        num_gates = self.shape.num_heads * self.shape.head_dim
+        qkv, gate = qkv.split([qkv.shape[1] - num_gates, num_gates], 1)
+        gate = torch.sigmoid(gate if last is None else last.of(gate))
+        return self._attend(qkv, context, last, bias).mul_(gate)
+
+    def _attend(
+        self, qkv: torch.Tensor, context: ForwardContext, last: LastTokens | None, bias: torch.Tensor | None
+    ) -> torch.Tensor:
         shape = self.shape
         if shape.kv_source is not None:
             return self._mix_shared(qkv, context, last)
@@ -140,6 +146,21 @@ class Attention(Layer):
         if isinstance(self.norm, PerHeadNorm):
             return heads, self.norm.weight, self.norm.eps
         return heads if self.norm is None else self.norm(heads), None, 0.0
+
+
+def _new_qkv(shape: AttentionShape, hidden_size: int, format: WeightFormat, dtype: torch.dtype) -> Linear:
+    """Gates come last, so that queries, keys and values lie as in attention without gates."""
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    parts = {"q": queries}
+    if shape.kv_source is None:
+        parts |= {"k": keys} if shape.key_is_value else {"k": keys, "v": keys}
+    if shape.gated:
+        assert not shape.fused, "a checkpoint with gates stores q, k and v apart"
+        stored = {part: StoredRows(1, (part,)) for part in parts} | {"q": StoredRows(shape.num_heads, ("q", "gate"))}
+        return InterleavedLinear(hidden_size, parts | {"gate": queries}, stored, shape.qkv_bias, format, dtype)
+    if shape.fused:
+        parts = {"": sum(parts.values())}
+    return Linear(hidden_size, parts, shape.qkv_bias, format, dtype)
 
 
 def _qk_norm(shape: AttentionShape, norm: NormShape, dtype: torch.dtype) -> PerHeadNorm | AllHeadsNorm | None:

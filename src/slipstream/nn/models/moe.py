@@ -30,10 +30,14 @@ def olmoe_shape(info: ModelInfo) -> DecoderShape:
 
 
 def qwen2_moe_shape(info: ModelInfo) -> DecoderShape:
+    return with_feeds(qwen2_shape(info), qwen_shared_feeds(info))
+
+
+def qwen_shared_feeds(info: ModelInfo) -> Callable[[int], FeedShape]:
+    """By layer: experts and a shared expert with a gate, or an ordinary MLP."""
     shared = replace(llama_mlp(info), size=needed_number(info, "shared_expert_intermediate_size"))
     feed = expert_shape(info, needed_number(info, "moe_intermediate_size"), _softmax_rule(info))
-    feed = replace(feed, shared=shared, shared_gate=True)
-    return with_feeds(qwen2_shape(info), _where_sparse(info, feed))
+    return _where_sparse(info, replace(feed, shared=shared, shared_gate=True))
 
 
 def qwen3_moe_shape(info: ModelInfo) -> DecoderShape:
@@ -65,20 +69,22 @@ def glm4_moe_shape(info: ModelInfo) -> DecoderShape:
 
 
 def moe_rules(shape: DecoderShape) -> Rules:
+    return llama_rules(shape, expert_names())
+
+
+def expert_names() -> dict[str, str | None]:
+    """Tensor names of experts, as most families have them."""
     layer = "model.layers.{n}.mlp"
-    return llama_rules(
-        shape,
-        {
-            f"{layer}.gate.weight": "layers.{n}.mlp.router.weight",
-            f"{layer}.gate.e_score_correction_bias": "layers.{n}.mlp.correction_bias",
-            f"{layer}.experts.{{e}}.{{part}}_proj.weight": "layers.{n}.mlp.experts.{e}.{part}.weight",
-            f"{layer}.shared_expert_gate.weight": "layers.{n}.mlp.shared_gate.weight",
-            f"{layer}.shared_expert.down_proj.{{kind}}": "layers.{n}.mlp.shared.down.{kind}",
-            f"{layer}.shared_expert.{{part}}_proj.{{kind}}": "layers.{n}.mlp.shared.gate_up.{part}.{kind}",
-            f"{layer}.shared_experts.down_proj.{{kind}}": "layers.{n}.mlp.shared.down.{kind}",
-            f"{layer}.shared_experts.{{part}}_proj.{{kind}}": "layers.{n}.mlp.shared.gate_up.{part}.{kind}",
-        },
-    )
+    return {
+        f"{layer}.gate.weight": "layers.{n}.mlp.router.weight",
+        f"{layer}.gate.e_score_correction_bias": "layers.{n}.mlp.correction_bias",
+        f"{layer}.experts.{{e}}.{{part}}_proj.weight": "layers.{n}.mlp.experts.{e}.{part}.weight",
+        f"{layer}.shared_expert_gate.weight": "layers.{n}.mlp.shared_gate.weight",
+        f"{layer}.shared_expert.down_proj.{{kind}}": "layers.{n}.mlp.shared.down.{kind}",
+        f"{layer}.shared_expert.{{part}}_proj.{{kind}}": "layers.{n}.mlp.shared.gate_up.{part}.{kind}",
+        f"{layer}.shared_experts.down_proj.{{kind}}": "layers.{n}.mlp.shared.down.{kind}",
+        f"{layer}.shared_experts.{{part}}_proj.{{kind}}": "layers.{n}.mlp.shared.gate_up.{part}.{kind}",
+    }
 
 
 def mixtral_rules(shape: DecoderShape) -> Rules:
@@ -121,6 +127,7 @@ def expert_shape(info: ModelInfo, size: int, rule: RouterRule) -> ExpertShape:
 
 
 def needed_number(info: ModelInfo, name: str) -> int:
+    """A number from 1 up of config.json."""
     value: Any = info.extra.get(name)
     if not isinstance(value, int) or value < 1:
         raise BadCheckpoint(f"config.json has no {name}, which {info.architecture} needs; it is {value!r}")

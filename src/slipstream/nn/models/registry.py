@@ -39,6 +39,7 @@ from slipstream.nn.models.olmo import olmo2_rules, olmo2_shape
 from slipstream.nn.models.phi import phi3_rules, phi3_shape
 from slipstream.nn.models.pooling_heads import HeadShape
 from slipstream.nn.models.qwen import qwen2_shape, qwen3_shape
+from slipstream.nn.models.qwen3_next import qwen3_5_rules, qwen3_5_shape, qwen3_next_rules, qwen3_next_shape
 from slipstream.nn.models.rotary_bert import gte_rules, gte_shape, nomic_rules, nomic_shape
 from slipstream.nn.weights.rules import Rules
 
@@ -81,6 +82,11 @@ DECODERS = {
     "DeepseekV2": Family(deepseek_v2_shape, deepseek_rules),
     "DeepseekV3": Family(deepseek_v3_shape, deepseek_rules),
     "GptOss": Family(gpt_oss_shape, gpt_oss_rules),
+    "Qwen3Next": Family(qwen3_next_shape, qwen3_next_rules),
+    "Qwen3_5": Family(qwen3_5_shape, qwen3_5_rules),
+    "Qwen3_5Text": Family(qwen3_5_shape, qwen3_5_rules),
+    "Qwen3_5Moe": Family(qwen3_5_shape, qwen3_5_rules),
+    "Qwen3_5MoeText": Family(qwen3_5_shape, qwen3_5_rules),
 }
 """By how their architectures' names begin."""
 DECODER_ENDINGS = (
@@ -91,8 +97,10 @@ PICTURES = {
     "Gemma3ForConditionalGeneration": Family(gemma3_shape, gemma_text_rules),
     "Gemma3nForConditionalGeneration": Family(gemma3n_shape, gemma3n_text_rules),
     "Gemma4ForConditionalGeneration": Family(gemma4_shape, gemma4_text_rules),
+    "Qwen3_5ForConditionalGeneration": Family(qwen3_5_shape, qwen3_5_rules),
+    "Qwen3_5MoeForConditionalGeneration": Family(qwen3_5_shape, qwen3_5_rules),
 }
-"""Of which we run the text."""
+"""Multimodal models, of which the text model runs."""
 
 ENCODER_FAMILIES = {
     "Bert": EncoderFamily(bert_shape, bert_rules, bert_heads),

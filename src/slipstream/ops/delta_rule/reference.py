@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from slipstream.cache_spec import STATE_CHUNK
 from slipstream.ops.conv1d.reference import causal_conv1d
-from slipstream.ops.recurrent_steps import RecurrentSteps
+from slipstream.ops.recurrent_steps import RecurrentSteps, max_chunks
 
 L2_EPS = 1e-6
 
@@ -67,55 +67,77 @@ def gated_delta_rule(
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
     repeats = v.shape[1] // q.shape[1]
     q, k = (x.repeat_interleave(repeats, 1) for x in (q * scale, k))
-    compute = _recurrent if steps.is_single else _chunked
-    return compute(q, k, v.to(wide), g.to(wide), beta.to(wide), state, steps).to(v.dtype)
+    inputs = _Inputs(q, k, v.to(wide), g.to(wide), beta.to(wide))
+    out = torch.zeros(v.shape, dtype=wide, device=v.device)
+    num_single = _num_single(steps, len(v))
+    rows = slice(num_single)
+    if num_single:
+        saves = steps.save_slots if steps.chunks is None else steps.chunks[rows, 3]
+        begins = steps.first_positions[rows] == 0
+        out[rows] = _recurrent(inputs.of(rows), state, steps.slots[rows].long(), begins, saves)
+    if steps.chunks is not None:
+        last = num_single + max_chunks(len(v) - num_single, len(steps.slots) - num_single)
+        for first in range(num_single, last, _BLOCK):
+            _chunked(inputs, state, steps, slice(first, min(first + _BLOCK, last)), out)
+    return out.to(v.dtype)
+
+
+class _Inputs(NamedTuple):
+    """Per token and value head. Queries are scaled."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+
+    def of(self, tokens: slice) -> _Inputs:
+        return _Inputs(*(x[tokens] for x in self))
+
+
+def _num_single(steps: RecurrentSteps, num_tokens: int) -> int:
+    """Leading rows that are known to have one token. They have one chunk each."""
+    if steps.is_single:
+        return len(steps.slots)
+    if int(steps.num_tokens.sum()) != num_tokens:  # padded for a graph: the counts are upper bounds
+        return 0
+    return int((steps.num_tokens == 1).argmin())
 
 
 def _recurrent(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    steps: RecurrentSteps,
+    inputs: _Inputs, state: torch.Tensor, slots: torch.Tensor, begins: torch.Tensor, saves: torch.Tensor | None
 ) -> torch.Tensor:
-    """One token per row."""
-    slots = steps.slots.long()
-    begins = (steps.first_positions == 0)[:, None, None, None]
-    held = torch.where(begins, 0.0, state.index_select(0, slots)) * g.exp()[..., None, None]
+    """One token for each of `slots`."""
+    q, k, v, g, beta = inputs
+    held = torch.where(begins[:, None, None, None], 0.0, state.index_select(0, slots)) * g.exp()[..., None, None]
     recalled = (held * k[..., None]).sum(-2)
     held = held + k[..., None] * ((v - recalled) * beta[..., None])[..., None, :]
     state.index_copy_(0, slots, held)
-    if steps.save_slots is not None:
-        state.index_copy_(0, torch.where(steps.save_slots < 0, slots, steps.save_slots.long()), held)
+    if saves is not None:
+        state.index_copy_(0, torch.where(saves < 0, slots, saves.long()), held)
     return (held * q[..., None]).sum(-2)
 
 
-def _chunked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    state: torch.Tensor,
-    steps: RecurrentSteps,
-) -> torch.Tensor:
-    """By the chunks of the step. The number of chunks and their order come from shapes; no value is read."""
+_BLOCK = 16  # chunks whose factors are computed together: bounds memory
+
+
+def _chunked(inputs: _Inputs, state: torch.Tensor, steps: RecurrentSteps, entries: slice, out: torch.Tensor) -> None:
+    """Some chunks of the step, in order; writes their tokens of `out`. No value is read: unused chunks change nothing,
+    and places of a chunk past its end compute zeros."""
     assert steps.chunks is not None
-    num_tokens, device = len(v), v.device
-    rows, first, count, saved = steps.chunks.long().unbind(1)
+    num_tokens, device = len(out), out.device
+    rows, first, count, saved = steps.chunks[entries].long().unbind(1)
     used, rows = rows >= 0, rows.clamp(min=0)
     place = torch.arange(min(STATE_CHUNK, num_tokens), device=device)
     inside = used[:, None] & (place < count[:, None])  # [chunks, places]
-    tokens = torch.where(inside, first[:, None] + place, num_tokens)  # tokens outside have a line of zeros
+    tokens = (first[:, None] + place).clamp(0, num_tokens - 1)
 
     def cut(x: torch.Tensor) -> torch.Tensor:
         """[T, heads, ...] to [chunks, heads, places, ...]."""
-        padded = torch.cat((x, x.new_zeros((1, *x.shape[1:]))))
-        return padded[tokens].transpose(1, 2)
+        found = x[tokens]
+        return torch.where(inside.view(*inside.shape, *(1,) * (found.dim() - 2)), found, 0.0).transpose(1, 2)
 
-    q, k, v, g, beta = cut(q), cut(k), cut(v), cut(g), cut(beta)
+    q, k, v, g, beta = map(cut, inputs)
     total = g.cumsum(-1)  # log decay from the chunk's start
     later = place[:, None] < place
     between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
@@ -131,9 +153,7 @@ def _chunked(
 
     slots = steps.slots.long()[rows]
     saved = torch.where(used & (saved >= 0), saved, slots)
-    starts = steps.starts.long()[rows]
-    begins = (steps.first_positions.long()[rows] == 0) & (first == starts)
-    out = v.new_zeros((num_tokens + 1, *v.shape[1:2], v.shape[-1]))
+    begins = (steps.first_positions[rows] == 0) & (first == steps.starts[rows])
     for entry in range(len(rows)):
         slot = slots[entry : entry + 1]
         old = state.index_select(0, slot)[0]
@@ -143,8 +163,9 @@ def _chunked(
         new = torch.where(used[entry], held * end_decay[entry] + k[entry].mT @ new_values, old)[None]
         state.index_copy_(0, slot, new)
         state.index_copy_(0, saved[entry : entry + 1], new)
-        out.index_copy_(0, tokens[entry], made.transpose(0, 1))
-    return out[:num_tokens]
+        # zeros are added for places past the chunk's end, whose tokens belong to others
+        made = torch.where(inside[entry, :, None, None], made.transpose(0, 1), 0.0)
+        out.index_add_(0, tokens[entry], made)
 
 
 class DeltaWeights(NamedTuple):

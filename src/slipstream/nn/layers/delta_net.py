@@ -1,0 +1,105 @@
+"""DeltaNet: linear attention by the gated delta rule, with a short convolution before it and a gated norm after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.layers.interleaved_linear import InterleavedLinear, StoredRows
+from slipstream.nn.layers.layer import Layer, Layout
+from slipstream.nn.layers.linear import Linear
+from slipstream.nn.layers.norm import NoNorm, RMSNorm
+from slipstream.nn.layers.products import Products
+from slipstream.nn.shapes import DeltaShape, NormShape
+from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
+from slipstream.ops.conv1d import causal_conv1d
+from slipstream.ops.delta_rule import DeltaWeights, delta_decode, delta_gates, gated_delta_rule, gated_rms_norm
+
+
+class DeltaNet(Layer):
+    """The state of a row is a ring of the convolution's inputs ("conv") and a matrix per value head ("delta").
+
+    One product makes q, k, v, the output gate z, and the inputs b and a of the gates.
+    """
+
+    def __init__(self, name: str, shape: DeltaShape, norm: NormShape, site: int | None, layout: Layout) -> None:
+        """`site`: the state site. `norm` gives the eps of the norm of outputs."""
+        super().__init__()
+        assert site is not None, f"{name} needs a state site"
+        self.shape = shape
+        self.site = site
+        self.eps = norm.eps
+        hidden, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
+        keys, values, heads = shape.key_size, shape.value_size, shape.num_value_heads
+        parts = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
+        self.input = InterleavedLinear(hidden, parts, _stored(shape), False, format_of(f"{name}.input"), dtype)
+        self.output = Linear(values, {"": hidden}, False, format_of(f"{name}.output"), dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.conv = new_parameter(shape.num_channels, shape.conv_width, dtype=dtype)
+        self.a_log = new_parameter(heads, dtype=wide)
+        self.dt_bias = new_parameter(heads, dtype=wide)
+        self.norm = new_parameter(shape.value_dim, dtype=dtype)
+
+    def forward(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
+        """x [T, hidden] to [T, hidden], or to [B, hidden] of the `last` tokens."""
+        projected: torch.Tensor = self.output(self.mix(self.input(x, context), context, last), context)
+        return projected
+
+    def after_norm(
+        self,
+        norm: RMSNorm | NoNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        context: ForwardContext,
+        last: LastTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Body.after_norm`."""
+        projected, total = self.input.after_norm(norm, x, residual, context)
+        mixed = self.mix(projected, context, last)
+        return self.output(mixed, context), total if last is None else last.of(total)
+
+    def products(self) -> Products:
+        return Products(self.shape, self.input, self.output, mix=self.mix)
+
+    def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
+        """The part between the two projections, to [T, value size]. All tokens change the state, `last` or not."""
+        shape, steps, state = self.shape, context.recurrent, context.states[self.site]
+        assert steps is not None
+        heads = shape.num_value_heads
+        qkv, z, b, a = projected.split([shape.num_channels, shape.value_size, heads, heads], 1)
+        weights = DeltaWeights(self.conv, self.a_log, self.dt_bias, self.norm, self.eps)
+        if steps.is_single:
+            out = delta_decode(qkv, z, b, a, weights, state["conv"], state["delta"], steps)
+            return out if last is None else last.of(out)
+        mixed = causal_conv1d(qkv, self.conv, None, state["conv"], steps, "silu")
+        q, k, v = mixed.split([shape.key_size, shape.key_size, shape.value_size], 1)
+        q, k = (part.unflatten(1, (-1, shape.key_dim)) for part in (q, k))
+        v, z = (part.unflatten(1, (-1, shape.value_dim)) for part in (v, z))
+        g, beta = delta_gates(a, b, self.a_log, self.dt_bias)
+        out = gated_delta_rule(q, k, v, g, beta, state["delta"], steps, shape.key_dim**-0.5)
+        if last is not None:
+            out, z = last.of(out), last.of(z)
+        return gated_rms_norm(out, z, self.norm, self.eps).flatten(1)
+
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+        shape = self.shape
+        yield "conv.weight", WeightSlot((shape.num_channels, 1, shape.conv_width), self._fill_conv)
+        for name, attribute in (("a_log", "a_log"), ("dt_bias", "dt_bias"), ("norm.weight", "norm")):
+            yield name, WeightSlot(tuple(getattr(self, attribute).shape), partial(self._fill, attribute))
+
+    def _fill_conv(self, piece: CheckpointTensor) -> None:
+        self.conv.copy_(piece.read()[:, 0])
+
+    def _fill(self, attribute: str, piece: CheckpointTensor) -> None:
+        piece.write_to(getattr(self, attribute))
+
+
+def _stored(shape: DeltaShape) -> dict[str, StoredRows]:
+    if shape.interleaved:
+        groups = shape.num_key_heads
+        return {"qkvz": StoredRows(groups, ("q", "k", "v", "z")), "ba": StoredRows(groups, ("b", "a"))}
+    plain = {"qkv": StoredRows(1, ("q", "k", "v"))}
+    return plain | {part: StoredRows(1, (part,)) for part in ("z", "b", "a")}

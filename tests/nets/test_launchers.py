@@ -15,9 +15,11 @@ for module in ("slipstream.ops.linear.triton.streaming_hopper", "slipstream.ops.
     pytest.importorskip(module, reason="a triton without Gluon")
 
 from hand_cache import one_group  # noqa: E402
+from hand_steps import StepRow, hand_steps  # noqa: E402
 from nets.host_reads import HostRead, no_host_reads, replace_kernels  # noqa: E402
 from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
+from slipstream.ops.delta_rule import DeltaWeights  # noqa: E402
 from slipstream.ops.linear.triton import Norm  # noqa: E402
 from slipstream.ops.moe import ExpertBiases, RouterRule, Routing  # noqa: E402
 from slipstream.ops.paged_attention import work_list as work_module  # noqa: E402
@@ -45,6 +47,25 @@ ROWS, VOCAB = 3, 300
 def penalty() -> Penalty:
     counts = ints(2, VOCAB).int()
     return Penalty(counts, counts.to(torch.uint8), torch.tensor([0, -1, 1]), torch.rand(ROWS, 3))
+
+
+def delta_rule() -> dict[str, Callable[[], Any]]:
+    chunked = hand_steps([StepRow(1, 0, 1), StepRow(2, 3, 70)])
+    single = hand_steps([StepRow(1, 0, 1), StepRow(2, 3, 1)])
+    conv, state, gates = half(4, 48, 4), torch.randn(4, 2, 16, 8), torch.randn(71, 2)
+    x, weight, qk, v = half(71, 48), half(48, 4), half(71, 1, 16), half(71, 2, 8)
+    weights = DeltaWeights(weight, torch.randn(2), torch.randn(2), half(8), 1e-6)
+    at = "delta_rule.triton."
+    return {
+        "conv of chunks": lambda: get("conv1d.triton.causal_conv1d")(x, weight, None, conv, chunked, "silu"),
+        "conv of tokens": lambda: get("conv1d.triton.causal_conv1d")(x[:2], weight, None, conv, single, "silu"),
+        "gates": lambda: get(at + "delta_gates")(half(71, 2), half(71, 2), weights.a_log, weights.dt_bias),
+        "gated norm": lambda: get(at + "gated_rms_norm")(v, v, weights.norm, 1e-6),
+        "delta rule of chunks": lambda: get(at + "gated_delta_rule")(qk, qk, v, gates, gates, state, chunked, 0.25),
+        "delta decode": lambda: get(at + "delta_decode")(
+            x[:2], half(2, 16), half(2, 2), half(2, 2), weights, conv, state, single
+        ),
+    }
 
 
 def sampling() -> dict[str, Callable[[], Any]]:
@@ -103,6 +124,7 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
         "gather_inputs of chunks": lambda: get("step_inputs.triton.gather_inputs")(
             ints(5), ints(5), tables, 4, 4, StepRows(rows, *chunks)
         ),
+        **delta_rule(),
         "list_chunks": lambda: get("recurrent_steps.triton.list_chunks")(starts, starts[1:], ints(2, 3).int(), 5),
         "segment_sum": lambda: get("segment_sum.triton.segment_sum")(x, starts),
         "segment_max_into": lambda: get("segment_max.triton.segment_max_into")(torch.rand(2, 64), x, starts, 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
@@ -148,7 +149,7 @@ def test_gates_and_norm(version):
     torch.manual_seed(0)
     a, b = torch.randn(2, 7, HEADS + 2, device=DEVICE)[:, :, :HEADS].unbind(0)
     a_log, dt_bias = torch.randn(HEADS, device=DEVICE), torch.randn(HEADS, device=DEVICE)
-    a = a * 30  # softplus of large numbers must stay finite
+    a.mul_(30)  # softplus of large numbers must stay finite
     g, beta = ops(version).delta_gates(a, b, a_log, dt_bias)
     torch.testing.assert_close(g, -a_log.exp() * torch.nn.functional.softplus(a + dt_bias))
     torch.testing.assert_close(beta, b.sigmoid())
@@ -159,44 +160,41 @@ def test_gates_and_norm(version):
     torch.testing.assert_close(out, norm(x, gate), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("dim", "key_heads"), [(DIM, KEY_HEADS), (24, 4)])
-def test_the_decode_kernel_is_the_parts_one_by_one(dim, key_heads):
+@pytest.mark.parametrize(("dim", "key_heads", "splits"), [(64, 1, 4), (80, 1, 1), (24, 2, 1)])
+def test_the_decode_kernel_is_the_parts_one_by_one(dim, key_heads, splits, monkeypatch):
     torch.manual_seed(0)
-    key_size, value_size = key_heads * KEY_DIM, HEADS * dim
+    ops("kernel")
+    decode = importlib.import_module("slipstream.ops.delta_rule.triton.decode")
+    assert decode.num_splits(2, 64) == 4 and decode.num_splits(2, 32) == 2 and decode.num_splits(1000, 64) == 1
+    monkeypatch.setattr(decode, "num_splits", lambda num_heads, block: splits)
+    heads, key_size, value_size = 2, key_heads * KEY_DIM, 2 * dim
     channels = 2 * key_size + value_size
 
     def rand(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=DEVICE)
 
-    weights = DeltaWeights(rand(channels, 4), rand(HEADS), rand(HEADS), rand(dim), 1e-3)
+    weights = DeltaWeights(rand(channels, 4), rand(heads), rand(heads), rand(dim), 1e-3)
     states = [
-        [torch.full((SLOTS, channels, 4), torch.nan), torch.full((SLOTS, HEADS, KEY_DIM, dim), torch.nan)]
+        [torch.full((SLOTS, channels, 4), torch.nan), torch.full((SLOTS, heads, KEY_DIM, dim), torch.nan)]
         for _ in range(2)
     ]
     states = [[state.to(DEVICE) for state in pair] for pair in states]
-    rows = [(5, 0), (3, 0), (1, 0)]
-    for step in range(70):
-        if step == 2:
-            rows.append((4, 0))
-        ends = [StepRow(slot, first, 1, {64: slot + 3} if slot == 5 else {}) for slot, first in rows]
-        steps = hand_steps(ends, padding=2, device=DEVICE)
-        projected = rand(len(ends) + 2, channels + value_size + 2 * HEADS)
-        parts = projected.split([channels, value_size, HEADS, HEADS], 1)
+    rows = {5: 0, 3: 0}  # slot to position
+    for step in range(4):
+        if step == 2:  # a row joins, and the next token of another is the last of a chunk
+            rows |= {4: 0, 5: 63}
+            for pair in zip(*states, strict=True):
+                pair[0][5] = pair[1][5] = rand(*pair[0][5].shape)
+        ends = [StepRow(slot, position, 1, {64: 8} if slot == 5 else {}) for slot, position in rows.items()]
+        steps = hand_steps(ends, padding=step % 2, device=DEVICE)
+        parts = rand(len(steps.slots), channels + value_size + 2 * heads).split([channels, value_size, heads, heads], 1)
         found, expected = (
             ops(version).delta_decode(*parts, weights, *pair, steps)
             for version, pair in zip(("kernel", "reference"), states, strict=True)
         )
         torch.testing.assert_close(found[: len(ends)], expected[: len(ends)], rtol=1e-4, atol=1e-4)
-        rows = [(slot, first + 1) for slot, first in rows]
-        if step == 3:
-            break_rows = [(5, 63)]  # the step that saves
-            for pair in states:
-                for state in pair:
-                    state[5] = state[3]
-            rows = break_rows + [row for row in rows if row[0] != 5]
-        if step == 8:
-            break
-    for slot in (1, 3, 4, 5, 8):
+        rows = {slot: position + 1 for slot, position in rows.items()}
+    for slot in (3, 5, 8):
         for found, expected in zip(*states, strict=True):
             torch.testing.assert_close(found[slot], expected[slot], rtol=1e-4, atol=1e-4, equal_nan=True)
     assert not states[0][1][8].isnan().any(), "slot 8 has a save"

@@ -130,6 +130,29 @@ def experts():
     build(moe + "gemm", "_grouped_kernel", x | {"bias": HALF}, EVEN=True, **out, **tile)
 
 
+def recurrent():
+    x = of(HALF, "x weight bias state out") | of(INT, "slots starts first_positions chunks chunk_starts save_slots")
+    conv = "slipstream.ops.conv1d.triton"
+    build(conv, "_conv_kernel", x, SILU=True, WIDTH=4, TOKENS=64, CHANNELS=128, bias=None, save_slots=None)
+    build(conv, "_conv_kernel", x, SILU=True, WIDTH=4, TOKENS=1, CHANNELS=128, chunks=None)
+    build(conv, "_store_kernel", x, WIDTH=4, CHANNELS=128)
+    delta = "slipstream.ops.delta_rule.triton."
+    x |= of(HALF, "a b z gate q k v keys values scores out qkv conv conv_state norm")
+    x |= of(FLOAT, "a_log dt_bias g beta state made") | {"scale": "fp32", "arrived": INT}
+    build(delta + "elementwise", "_gates_kernel", x, HEADS=32, ROWS=16, BLOCK=32)
+    build(delta + "elementwise", "_gated_norm_kernel", x, HEADS=32, SIZE=128, ROWS=16, BLOCK=128)
+    sizes = dict(HEADS=32, GROUP=2, KEY_DIM=128, DIM=128, KEY_BLOCK=128, CHUNK=64, L2_EPS=1e-6, NORM=True)
+    build(delta + "chunked", "_factors_kernel", x, BLOCK=128, **sizes)
+    build(delta + "chunked", "_pass_kernel", x, BLOCK=32, save_slots=None, **sizes)
+    build(delta + "chunked", "_pass_kernel", x, BLOCK=64, save_slots=None, **sizes)
+    single = dict.fromkeys(["chunks", "chunk_starts", "keys", "values", "scores"])
+    build(delta + "chunked", "_pass_kernel", x, BLOCK=32, **single, **sizes)
+    shape = dict(HEADS=32, GROUP=2, KEY_SIZE=2048, KEY_DIM=128, DIM=128, WIDTH=4, SCALE=0.1, L2_EPS=1e-6)
+    shape |= dict(KEY_BLOCK=128, WHOLE=128, DEPENDENT=True)
+    build(delta + "decode", "_decode_kernel", x, BLOCK=64, SPLITS=1, HALVES=2, made=None, arrived=None, **shape)
+    build(delta + "decode", "_decode_kernel", x, BLOCK=32, SPLITS=4, HALVES=1, save_slots=None, **shape)
+
+
 def attention():
     x = of(HALF, "out query keys values sinks") | of(LONG, "table lengths host_ids") | of(FLOAT, "sums stats")
     x |= of(INT, "work totals arrived singles shares starts") | of("fp32", "scale soft_cap")
@@ -234,6 +257,7 @@ rest()
 pool()
 products()
 experts()
+recurrent()
 attention()
 encoders()
 if triton.__version__.startswith("3.6."):
@@ -250,4 +274,4 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     # triton's own cache is left in place: what it holds of these very sources has compiled
     done = subprocess.run([sys.executable, str(program)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.split()) >= 24
+    assert len(done.stdout.split()) >= 36

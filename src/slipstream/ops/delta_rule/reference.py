@@ -99,9 +99,7 @@ def _num_single(steps: RecurrentSteps, num_tokens: int) -> int:
     """Leading rows that are known to have one token. They have one chunk each."""
     if steps.is_single:
         return len(steps.slots)
-    if int(steps.num_tokens.sum()) != num_tokens:  # padded for a graph: the counts are upper bounds
-        return 0
-    return int((steps.num_tokens == 1).argmin())
+    return int((steps.num_tokens == 1).argmin()) if steps.covers(num_tokens) else 0
 
 
 def _recurrent(

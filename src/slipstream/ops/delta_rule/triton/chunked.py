@@ -1,0 +1,294 @@
+"""Gated delta rule over packed rows on CUDA, in two launches.
+
+The first computes, for all chunks at once, what does not depend on the state: the inverse T of each chunk's triangular
+system, T applied to values and keys, and the scores of queries with keys. The second passes the state through the
+chunks of each row in order, and makes outputs and saves on the way. Value columns do not depend on each other, so a row
+is split over them: a single long prompt has value heads * value dim / columns programs.
+
+Products take inputs of the model's dtype and sum in float32; the state stays in float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from slipstream.cache_spec import STATE_CHUNK
+from slipstream.ops.delta_rule.reference import L2_EPS
+from slipstream.ops.delta_rule.triton.inverse import invert_unit_lower
+from slipstream.ops.recurrent_steps import RecurrentSteps
+
+_COLUMNS = 32  # value columns of a program; with 64, registers spill
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+    steps: RecurrentSteps,
+    scale: float,
+    l2_norm_qk: bool = True,
+) -> torch.Tensor:
+    """As the reference, which describes the arguments."""
+    num_tokens, heads, dim = v.shape
+    key_heads, key_dim = q.shape[1:]
+    assert q.stride() == k.stride() and q.stride()[1:] == (key_dim, 1) and v.stride()[1:] == (dim, 1)
+    assert g.is_contiguous() and beta.is_contiguous() and state.stride()[1:] == (key_dim * dim, dim, 1)
+    new = torch.empty if steps.covers(num_tokens) else torch.zeros
+    out = new(v.shape, dtype=v.dtype, device=v.device)
+    num_rows = len(steps.slots)
+    if not num_tokens or not num_rows:
+        return out
+    key_block, value_block = (max(16, triton.next_power_of_2(size)) for size in (key_dim, dim))
+    sizes = dict(
+        HEADS=heads,
+        GROUP=heads // key_heads,
+        KEY_DIM=key_dim,
+        DIM=dim,
+        KEY_BLOCK=key_block,
+        CHUNK=STATE_CHUNK,
+        L2_EPS=L2_EPS,
+        NORM=l2_norm_qk,
+    )
+    keys = values = scores = None
+    if not steps.is_single:
+        assert steps.chunks is not None
+        keys = torch.empty((num_tokens, heads, key_dim), dtype=v.dtype, device=v.device)
+        values = torch.empty((num_tokens, heads, dim), dtype=v.dtype, device=v.device)
+        scores = torch.empty((num_tokens, heads, STATE_CHUNK), dtype=v.dtype, device=v.device)
+        _factors_kernel[(len(steps.chunks), heads)](
+            q,
+            k,
+            v,
+            g,
+            beta,
+            keys,
+            values,
+            scores,
+            steps.starts,
+            steps.chunks,
+            scale,
+            q.stride(0),
+            v.stride(0),
+            BLOCK=value_block,
+            **sizes,
+            num_warps=4,
+            num_stages=1,
+        )
+    columns = min(value_block, _COLUMNS)
+    _pass_kernel[(num_rows, heads, triton.cdiv(dim, columns))](
+        q,
+        k,
+        v,
+        g,
+        beta,
+        keys,
+        values,
+        scores,
+        out,
+        state,
+        steps.slots,
+        steps.starts,
+        steps.first_positions,
+        steps.chunks,
+        steps.chunk_starts,
+        steps.save_slots,
+        scale,
+        q.stride(0),
+        v.stride(0),
+        state.stride(0),
+        BLOCK=columns,
+        **sizes,
+        num_warps=4,
+        num_stages=2,
+    )
+    return out
+
+
+# grid: (chunks, value heads)
+@triton.jit
+def _factors_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    keys,
+    values,
+    scores,
+    starts,
+    chunks,
+    scale,
+    key_stride,
+    value_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    L2_EPS: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    entry = tl.program_id(0)
+    head = tl.program_id(1)
+    row = tl.load(chunks + entry * 4)
+    if row < 0:
+        return
+    if tl.load(starts + row + 1) - tl.load(starts + row) == 1:
+        return  # the pass computes rows of one token directly
+    first = tl.load(chunks + entry * 4 + 1)
+    count = tl.load(chunks + entry * 4 + 2)
+    place = tl.arange(0, CHUNK)
+    inside = place < count
+    token = (first + place).to(tl.int64)
+    kind: tl.constexpr = values.dtype.element_ty
+
+    dim = tl.arange(0, KEY_BLOCK)
+    mask = inside[:, None] & (dim < KEY_DIM)[None, :]
+    source = token[:, None] * key_stride + (head // GROUP) * KEY_DIM + dim[None, :]
+    key = tl.load(k + source, mask=mask, other=0.0)
+    query = tl.load(q + source, mask=mask, other=0.0)
+    key_scale = _inverse_norm(key, L2_EPS, NORM)
+    query_scale = _inverse_norm(query, L2_EPS, NORM) * scale
+    strength = tl.load(beta + token * HEADS + head, mask=inside, other=0.0)
+    total = tl.cumsum(tl.load(g + token * HEADS + head, mask=inside, other=0.0), 0)  # log decay from the chunk's start
+
+    later = place[:, None] < place[None, :]
+    between = tl.where(later, 0.0, tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))) * key_scale[None, :]
+    at = (token * HEADS + head)[:, None]
+    seen = tl.dot(query, tl.trans(key), input_precision="ieee") * between * query_scale[:, None]
+    tl.store(scores + at * CHUNK + place[None, :], seen.to(kind), mask=inside[:, None])
+    system = tl.dot(key, tl.trans(key), input_precision="ieee") * between * (key_scale * strength)[:, None]
+    # TF32 rounds less than the 16-bit types that the inverse is rounded to
+    precision: tl.constexpr = "tf32x3" if kind == tl.float32 else "tf32"
+    inverse = invert_unit_lower(tl.where(place[:, None] > place[None, :], system, 0.0), CHUNK, precision).to(kind)
+
+    key = tl.load(k + source, mask=mask, other=0.0)  # again: registers are short above
+    weighted = (key * (key_scale * strength * tl.exp(total))[:, None]).to(kind)
+    made = tl.dot(inverse, weighted, input_precision="ieee")
+    tl.store(keys + at * KEY_DIM + dim[None, :], made.to(kind), mask=mask)
+    column = tl.arange(0, BLOCK)
+    mask = inside[:, None] & (column < DIM)[None, :]
+    value = tl.load(v + token[:, None] * value_stride + head * DIM + column[None, :], mask=mask, other=0.0)
+    made = tl.dot(inverse, (value * strength[:, None]).to(kind), input_precision="ieee")
+    tl.store(values + at * DIM + column[None, :], made.to(kind), mask=mask)
+
+
+@triton.jit
+def _inverse_norm(x, L2_EPS: tl.constexpr, NORM: tl.constexpr):
+    """Of each line of x."""
+    x = x.to(tl.float32)
+    if NORM:
+        return tl.rsqrt(tl.sum(x * x, 1) + L2_EPS)
+    else:
+        return tl.sum(x * 0.0, 1) + 1.0
+
+
+# grid: (rows, value heads, blocks of value columns)
+@triton.jit
+def _pass_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    keys,
+    values,
+    scores,
+    out,
+    state,
+    slots,
+    starts,
+    first_positions,
+    chunks,
+    chunk_starts,
+    save_slots,
+    scale,
+    key_stride,
+    value_stride,
+    slot_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    KEY_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    L2_EPS: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    start = tl.load(starts + row)
+    num_tokens = tl.load(starts + row + 1) - start
+    if num_tokens == 0:
+        return
+    dim = tl.arange(0, KEY_BLOCK)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    is_dim = dim < KEY_DIM
+    is_column = column < DIM
+    is_inside = is_dim[:, None] & is_column[None, :]
+    matrix = state + head * (KEY_DIM * DIM) + dim[:, None] * DIM + column[None, :]
+    own = tl.load(slots + row).to(tl.int64) * slot_stride
+    begins = tl.load(first_positions + row) == 0
+    held = tl.load(matrix + own, mask=is_inside & (begins == 0), other=0.0)
+    key_head = (head // GROUP) * KEY_DIM
+
+    if num_tokens == 1:
+        token = start.to(tl.int64)
+        key = tl.load(k + token * key_stride + key_head + dim, mask=is_dim, other=0.0).to(tl.float32)
+        query = tl.load(q + token * key_stride + key_head + dim, mask=is_dim, other=0.0).to(tl.float32)
+        if NORM:
+            key *= tl.rsqrt(tl.sum(key * key, 0) + L2_EPS)
+            query *= tl.rsqrt(tl.sum(query * query, 0) + L2_EPS)
+        value = tl.load(v + token * value_stride + head * DIM + column, mask=is_column, other=0.0).to(tl.float32)
+        at = token * HEADS + head
+        held *= tl.exp(tl.load(g + at))
+        delta = tl.load(beta + at) * (value - tl.sum(held * key[:, None], 0))
+        held += key[:, None] * delta[None, :]
+        made = tl.sum(held * query[:, None], 0) * scale
+        tl.store(out + at * DIM + column, made.to(out.dtype.element_ty), mask=is_column)
+        if chunks is not None:
+            saved = tl.load(chunks + tl.load(chunk_starts + row) * 4 + 3)
+        elif save_slots is not None:
+            saved = tl.load(save_slots + row)
+        else:
+            saved = -1
+        tl.store(matrix + tl.maximum(saved, 0).to(tl.int64) * slot_stride, held, mask=is_inside & (saved >= 0))
+    elif chunks is not None:
+        kind: tl.constexpr = values.dtype.element_ty
+        place = tl.arange(0, CHUNK)
+        for entry in range(tl.load(chunk_starts + row), tl.load(chunk_starts + row + 1)):
+            first = tl.load(chunks + entry * 4 + 1)
+            inside = place < tl.load(chunks + entry * 4 + 2)
+            saved = tl.load(chunks + entry * 4 + 3)
+            token = (first + place).to(tl.int64)
+            at = token * HEADS + head
+            source = token[:, None] * key_stride + key_head + dim[None, :]
+            mask = inside[:, None] & is_dim[None, :]
+            query = tl.load(q + source, mask=mask, other=0.0)
+            key = tl.load(k + source, mask=mask, other=0.0)
+            solved = tl.load(keys + at[:, None] * KEY_DIM + dim[None, :], mask=mask, other=0.0)
+            mask = inside[:, None] & is_column[None, :]
+            value = tl.load(values + at[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
+            seen = tl.load(scores + at[:, None] * CHUNK + place[None, :], mask=inside[:, None], other=0.0)
+            decay = tl.load(g + at, mask=inside, other=0.0)
+            total = tl.cumsum(decay, 0)
+            whole = tl.sum(decay, 0)
+            rounded = held.to(kind)
+            value -= tl.dot(solved, rounded, input_precision="ieee")
+            query_scale = _inverse_norm(query, L2_EPS, NORM) * scale * tl.exp(total)
+            made = tl.dot(query, rounded, input_precision="ieee") * query_scale[:, None]
+            made = tl.dot(seen, value.to(kind), made, input_precision="ieee")
+            tl.store(out + at[:, None] * DIM + column[None, :], made.to(out.dtype.element_ty), mask=mask)
+            value *= (_inverse_norm(key, L2_EPS, NORM) * tl.exp(whole - total))[:, None]
+            held = tl.dot(tl.trans(key), value.to(kind), held * tl.exp(whole), input_precision="ieee")
+            if saved >= 0:
+                tl.store(matrix + saved.to(tl.int64) * slot_stride, held, mask=is_inside)
+    tl.store(matrix + own, held, mask=is_inside)

@@ -52,7 +52,7 @@ FEATURES = {
 }
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2", "qwen3_5"])
 def folder(request, tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param))
 

@@ -40,7 +40,7 @@ def in_steps(runner: HandRunner, prompts: dict[str, list[int]], sizes: list[dict
 
 
 LENGTHS = {"a": 160, "b": 96}
-ODD = [{"b": 1, "a": 50}, {"a": 1, "b": 70}, {"b": 1, "a": 77}, {"a": 1, "b": 1}, {"b": 21, "a": 31}, {"b": 1}, {"b": 1}]
+ODD = [{"b": 1, "a": 50}, {"a": 1, "b": 70}, {"b": 1, "a": 77}, {"a": 1, "b": 1}, {"b": 22, "a": 31}, {"b": 1}]
 ONE = [{"a": 1, "b": 1}] * 96 + [{"a": 1}] * 64
 
 

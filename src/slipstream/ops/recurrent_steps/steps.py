@@ -35,8 +35,8 @@ class RecurrentSteps:
     save_slots: torch.Tensor | None = None  # [B] int32, only if `is_single`: slot to store the new state to too, or -1
 
     def covers(self, num_tokens: int) -> bool:
-        """Host: whether each of the step's tokens belongs to a row and `num_tokens` is exact. False if the step is padded
-        with tokens of no row."""
+        """Host: whether each of the step's tokens belongs to a row, and the counts are exact. False if the step is
+        padded with tokens of no row."""
         return self.is_single or int(self.num_tokens.sum()) == num_tokens
 
 

@@ -252,9 +252,7 @@ def _past(conv, ring, channel, is_channel, position, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _present(
-    total, given, conv, ring, save_ring, channel, is_channel, writes, position, saved, WIDTH: tl.constexpr
-):
+def _present(total, given, conv, ring, save_ring, channel, is_channel, writes, position, saved, WIDTH: tl.constexpr):
     """silu(convolution), of `_past` and this token's input, which goes to the ring if the program `writes`."""
     new = tl.load(given + channel, mask=is_channel, other=0.0)
     weight = tl.load(conv + channel * WIDTH + (WIDTH - 1), mask=is_channel, other=0.0)

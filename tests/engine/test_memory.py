@@ -227,6 +227,23 @@ def test_a_step_of_many_rows_stays_within_the_bound(tmp_path, rows, prompt_logpr
     assert peak <= memory.activations
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("rows", "tokens"), [(3, 300), (12, 64), (40, 40)])
+def test_a_step_of_a_hybrid_stays_within_the_bound(tmp_path, rows, tokens, dtype):
+    heads = dict(linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=64, intermediate_size=64)
+    folder = write_tiny(tmp_path, "qwen3_5", **heads)
+    peak, memory = peak_of_run(
+        str(folder),
+        FEATURES["greedy"],
+        max_model_len=140,
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
+        num_pages=1200,
+        dtype=dtype,
+    )
+    assert 0.15 * memory.activations < peak <= memory.activations
+
+
 POOLING = [
     ("Model", "embed"),
     ("Model", "token_embed"),

@@ -193,7 +193,7 @@ def activation_bytes(
     """Of the largest step: hidden states, attention's workspace, and logits."""
     size, real = ITEMSIZE[dtype], max(ITEMSIZE[dtype], 4)  # logits are float32 at least
     stream = 4 * info.hidden_size  # x, its norm, the residual before and after
-    hidden = tokens * (stream + sizes.widest + sizes.rotary) * size + tokens * 64
+    hidden = tokens * (stream + sizes.widest + sizes.rotary) * size + tokens * 64 + sizes.per_step * real
     attention = rows * min(MAX_SPLITS, -(-length // SMALLEST_SPLIT)) * sizes.split_sums * 4
     if sizes.relative_heads:  # a score per token, head and distance; on the CPU also per pair of tokens
         distances = tokens * sizes.relative_heads * (2 * length - 1) * size

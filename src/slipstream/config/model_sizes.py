@@ -12,6 +12,7 @@ class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Counts of numbers, not bytes."""
 
     widest: int = 0  # per token, inside the sublayer that takes the most; hidden states beside it not included
+    per_step: int = 0  # however few tokens the step has, in float32 at least: copies of recurrent states
     rotary: int = 0  # per token: rows of the rope tables and their index
     split_sums: int = 0  # per row and split of its keys, over all cache groups: partial sums of attention
     keys: int = 0  # per position: keys of the site that has the most, and as many values

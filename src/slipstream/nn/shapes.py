@@ -53,6 +53,10 @@ class MixerShape:
         """Upper bound of the numbers that it holds per token besides hidden states."""
         raise NotImplementedError
 
+    def numbers_per_step(self, on_cpu: bool) -> int:
+        """Upper bound of the numbers that it holds however few tokens a step has, in float32 at least."""
+        return 0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape(MixerShape):
@@ -127,9 +131,14 @@ class DeltaShape(MixerShape):
         """Projections, the convolution's output, factors of chunks, and the output before and after its norm."""
         heads = self.num_value_heads
         made = self.num_channels + self.value_size + 2 * heads + self.num_channels + 3 * self.value_size
-        if on_cpu:  # the reference repeats keys for value heads and has a copy for each step of the computation
-            return made + 4 * self.num_channels + heads * (12 * (self.key_dim + self.value_dim) + 6 * STATE_CHUNK)
+        if on_cpu:  # the taps of the convolution; queries and keys normed and repeated for value heads; the output
+            return made + 4 * self.num_channels + heads * (6 * self.key_dim + 3 * self.value_dim)
         return made + heads * (self.key_dim + self.value_dim + STATE_CHUNK + 4)
+
+    def numbers_per_step(self, on_cpu: bool) -> int:
+        """On the CPU: copies of the states of 4 rows, and factors of 4 chunks, which are padded. Kernels need none."""
+        chunks = 4 * STATE_CHUNK * (6 * (self.key_dim + self.value_dim) + 5 * STATE_CHUNK)
+        return self.num_value_heads * (12 * self.key_dim * self.value_dim + chunks) if on_cpu else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,6 +264,7 @@ def sizes_of(layers: tuple[LayerShape, ...], hidden_size: int, on_cpu: bool) -> 
     }
     return ModelSizes(
         widest=max(widths, default=0) + max(experts, default=0) + _beside(layers, hidden_size),
+        per_step=max((sum(mixer.numbers_per_step(on_cpu) for mixer in layer.mixers) for layer in layers), default=0),
         rotary=3 * sum({mixer.rope: mixer.head_dim for mixer in mixers}.values()),
         split_sums=sum(num_heads * head_dim + 2 * num_heads for num_heads, _, head_dim, *_ in groups),
         keys=max((mixer.num_kv_heads * mixer.head_dim for mixer in mixers), default=0),

@@ -70,11 +70,11 @@ def gated_delta_rule(
     inputs = _Inputs(q, k, v.to(wide), g.to(wide), beta.to(wide))
     out = torch.zeros(v.shape, dtype=wide, device=v.device)
     num_single = _num_single(steps, len(v))
-    rows = slice(num_single)
-    if num_single:
-        saves = steps.save_slots if steps.chunks is None else steps.chunks[rows, 3]
-        begins = steps.first_positions[rows] == 0
-        out[rows] = _recurrent(inputs.of(rows), state, steps.slots[rows].long(), begins, saves)
+    saves = steps.save_slots if steps.chunks is None else steps.chunks[:, 3]
+    for first in range(0, num_single, _ROWS):
+        rows = slice(first, min(first + _ROWS, num_single))
+        slots, begins = steps.slots[rows].long(), steps.first_positions[rows] == 0
+        out[rows] = _recurrent(inputs.of(rows), state, slots, begins, None if saves is None else saves[rows])
     if steps.chunks is not None:
         last = num_single + max_chunks(len(v) - num_single, len(steps.slots) - num_single)
         for first in range(num_single, last, _BLOCK):
@@ -107,16 +107,17 @@ def _recurrent(
 ) -> torch.Tensor:
     """One token for each of `slots`."""
     q, k, v, g, beta = inputs
-    held = torch.where(begins[:, None, None, None], 0.0, state.index_select(0, slots)) * g.exp()[..., None, None]
-    recalled = (held * k[..., None]).sum(-2)
-    held = held + k[..., None] * ((v - recalled) * beta[..., None])[..., None, :]
+    held = torch.where(begins[:, None, None, None], 0.0, state.index_select(0, slots)).mul_(g.exp()[..., None, None])
+    recalled = (k[..., None, :] @ held)[..., 0, :]
+    held += k[..., None] * ((v - recalled) * beta[..., None])[..., None, :]
     state.index_copy_(0, slots, held)
     if saves is not None:
         state.index_copy_(0, torch.where(saves < 0, slots, saves.long()), held)
-    return (held * q[..., None]).sum(-2)
+    return (q[..., None, :] @ held)[..., 0, :]
 
 
-_BLOCK = 16  # chunks whose factors are computed together: bounds memory
+_ROWS = 4  # rows of one token that are computed together: bounds the memory for copies of states
+_BLOCK = 4  # chunks whose factors are computed together: bounds their memory
 
 
 def _chunked(inputs: _Inputs, state: torch.Tensor, steps: RecurrentSteps, entries: slice, out: torch.Tensor) -> None:

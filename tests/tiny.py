@@ -197,9 +197,11 @@ def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0
     gemma, olmo, qkv_bias = family.startswith("Gemma"), family == "Olmo2", attention_bias or family.startswith("Qwen2")
     is_delta = family in ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
     norm_middle = 0.0 if gemma or is_delta else 1.0  # of what is stored
+    # the rounding of a delta rule grows with its state: smaller logits keep it under 1e-4 in float32
+    logit_spread = 0.12 if is_delta else 0.3
     attention_bias = attention_bias and family != "Glm4Moe"
 
-    weights = {"model.embed_tokens.weight": random(vocab, hidden, spread=0.3)}
+    weights = {"model.embed_tokens.weight": random(vocab, hidden, spread=logit_spread)}
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         products = {
@@ -256,7 +258,7 @@ def tiny_weights(folder: Path, dtype: torch.dtype = torch.float32, seed: int = 0
             weights[f"{prefix}.{name}.weight"] = random(size, middle=norm_middle)
     weights["model.norm.weight"] = random(hidden, middle=norm_middle)
     if not config["tie_word_embeddings"]:
-        weights["lm_head.weight"] = random(vocab, hidden, spread=0.3)
+        weights["lm_head.weight"] = random(vocab, hidden, spread=logit_spread)
     return weights
 
 

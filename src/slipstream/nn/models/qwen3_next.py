@@ -13,7 +13,7 @@ from slipstream.config.model_info import ModelInfo
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.llama import llama_attention, llama_mlp, llama_rules, llama_shape
-from slipstream.nn.models.moe import expert_names, qwen_shared_feeds, needed_number
+from slipstream.nn.models.moe import expert_names, needed_number, qwen_shared_feeds
 from slipstream.nn.shapes import DeltaShape, NormShape
 from slipstream.nn.weights.rules import Rules
 

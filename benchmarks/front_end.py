@@ -36,7 +36,7 @@ from slipstream.messages import Abort, Output, Pooled, Submit
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
 from slipstream.serve.http.settings import ServerSettings
-from slipstream.transport.frames import Opening, Ready
+from slipstream.transport.frames import ModelDescriptions, Ready
 from slipstream.transport.socket_server import Connection, SocketServer
 
 PROMPT = "Wind moves the tall grass of the valley while a slow river carries leaves past the old mill."
@@ -164,7 +164,7 @@ def say_hello(hub: SocketServer) -> None:
         facts, name="embedder", tokenizer=str(default_embedder().path), vocab_size=30522, max_model_len=256,
         pooling=pooling,
     )  # fmt: skip
-    hub.broadcast(Opening([facts, embedder], os.getpid()))
+    hub.broadcast(ModelDescriptions([facts, embedder], os.getpid()))
     hub.broadcast(Ready())
 
 

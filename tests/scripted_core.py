@@ -18,7 +18,16 @@ from slipstream.messages import LOGPROB, Abort, Output, Pooled, Submit, SubmitAl
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
-from slipstream.transport.frames import AbortAll, AbortedAll, FromCore, Opening, Ready, ToCore, frame, to_core_frames
+from slipstream.transport.frames import (
+    AbortAll,
+    AbortedAll,
+    FromCore,
+    ModelDescriptions,
+    Ready,
+    ToCore,
+    frame,
+    to_core_frames,
+)
 from slipstream.transport.socket_client import SocketClient
 
 TEXT = b"All is well. "
@@ -68,7 +77,7 @@ class ScriptedCore(asyncio.Protocol):
         ours, theirs = socket.socketpair()
         _, core = await asyncio.get_running_loop().create_unix_connection(lambda: cls(**script), sock=theirs)
         engine = AsyncEngine(client=await SocketClient.connect(ours))
-        core.say(Opening(list(models), os.getpid()))
+        core.say(ModelDescriptions(list(models), os.getpid()))
         if ready:
             core.say(Ready())
             await engine.until_ready()

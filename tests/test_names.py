@@ -1,6 +1,7 @@
-"""One idea per word: a public class name is used once in the package."""
+"""Names: a public class name is used once in the package, and words of the former private vocabulary do not return."""
 
 import ast
+import re
 from collections import defaultdict
 from pathlib import Path
 
@@ -31,3 +32,37 @@ def test_two_classes_of_one_name_are_found(tmp_path):
     (tmp_path / "one.py").write_text("class Twice: ...\nclass Once: ...\nclass _Private: ...\n")
     (tmp_path / "two.py").write_text("class Twice: ...\nclass _Private: ...\n")
     assert public_classes(tmp_path) == {"Twice": ["one.py", "two.py"], "Once": ["one.py"]}
+
+
+# Metaphors of people, and private words for which the field has a term. Matched as whole words, "_" as a space.
+BANNED = [
+    "nobody", "anybody", "somebody", "everybody", "whoever", "mishap", r"reckon\w*", "way out", "unwanted", "ran dry",
+    "(?:is|are|was|were|be) told", "(?:tells?|told|speaks?|says?|asks?) of", "stands? for", "sees? off", "sits? down",
+    "saves? up", "gives? way", "takes? heed", "caller's hands", "one who", "those who", "meets?",
+]  # fmt: skip
+EXCEPTIONS = {  # by file: the line's text, with the reason
+    "config/read_pooling.py": "Judge whether the Document meets the requirements",  # Qwen3-Reranker's own prompt
+}
+
+
+def banned_words(src: Path) -> list[str]:
+    """Lines of Python and C files, code and comments, that have a banned word."""
+    pattern = re.compile(rf"\b(?:{'|'.join(BANNED)})\b", re.I)
+    found = []
+    for file in sorted(file for kind in ("py", "c", "h") for file in src.rglob(f"*.{kind}")):
+        name = file.relative_to(src).as_posix()
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+            allowed = name in EXCEPTIONS and EXCEPTIONS[name] in line
+            if not allowed and pattern.search(re.sub(r"_+|\s+", " ", line)):
+                found.append(f"{name}:{number}: {line.strip()}")
+    return found
+
+
+def test_no_word_of_the_private_vocabulary_is_used():
+    assert banned_words(SRC) == []
+
+
+def test_banned_words_are_found_in_names_and_comments(tmp_path):
+    (tmp_path / "one.py").write_text("_way_out = 1\n# Nobody waits\nwaits_for = 'the one whom'  # told\n")
+    (tmp_path / "two.c").write_text("// the row that stands for padding\nint meetsy;\n")
+    assert [line.split(": ")[0] for line in banned_words(tmp_path)] == ["one.py:1", "one.py:2", "two.c:1"]

@@ -1,4 +1,4 @@
-"""Every exception a user can meet.
+"""Every exception that users may get.
 
     SlipstreamError
     ├── UserError                 a request or an option is wrong; other requests are not affected

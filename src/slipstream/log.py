@@ -42,7 +42,7 @@ def pass_on_log(level: str, style: str) -> None:
 
 
 def set_up_child_log() -> None:
-    """For a child that is told nothing else."""
+    """Log settings of a child process without settings of its own."""
     set_up_log(os.environ.get(LEVEL) or "warning", os.environ.get(FORMAT) or "text")
 
 
@@ -55,7 +55,7 @@ _TIME = "%Y-%m-%dT%H:%M:%SZ"
 
 
 class JsonLines(logging.Formatter):
-    """What a record was given beside its message, a request's id above all, stands in fields of its own."""
+    """One JSON object per line. Extra attributes of a record, such as a request's id, become fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {

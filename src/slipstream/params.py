@@ -1,8 +1,7 @@
-"""SamplingParams: what one request may ask of the sampler.
+"""SamplingParams: the sampling parameters of one request.
 
-Frozen, and checked where it is built: a bad value fails in the caller's hands, never inside a step.
-What needs the model to be checked (ids against the vocabulary) is checked by `frontend/inputs.py`, which also
-settles what only the model can say: -1 for the whole vocabulary, and bad words as token ids.
+Frozen. The constructor raises for a bad value, so that no step fails on it. Checks that need the model (ids against the
+vocabulary) are in `frontend/inputs.py`, which also replaces -1 by the vocabulary size and tokenises bad words.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MAX_FACTOR = 1e6  # beyond it logits would leave the range of float32
 MAX_BIAS = 100.0
 MAX_BAD_WORD = 32  # tokens of one bad word
 MAX_BAD_WORDS = 2**15  # tokens of all bad words of a request
-MAX_PACKED_LOGPROBS = 32  # likeliest tokens with each token; whoever wants more is reported on apart from the others
+MAX_PACKED_LOGPROBS = 32  # likeliest tokens that all rows share a report of; rows with more have another report
 
 
 class CheckedNames(msgspec.StructMeta):
@@ -179,18 +178,18 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
 
     @property
     def needs_history(self) -> bool:
-        """Whether choosing a token takes the tokens before it."""
+        """Whether sampling needs the request's earlier tokens."""
         return self.has_penalties or bool(self.bad_words)
 
     @property
     def report_width(self) -> int:
-        """Numbers in a line of its own in which each token is reported; 0: what all rows get is enough for it."""
+        """Values per token in the wide logprobs report; 0: the report that all rows share is enough."""
         num = self.num_logprobs or 0
         return max(1 + num if num > MAX_PACKED_LOGPROBS else 0, len(self.requested_ids))
 
     @property
     def num_logprobs(self) -> int | None:
-        """The likeliest tokens to report with each token drawn; None if nothing at all is to be reported."""
+        """Number of likeliest tokens to report with each sampled token; None: no logprobs."""
         return 0 if self.logprobs is None and self.requested_ids else self.logprobs
 
     def with_changes(self, **changes: Any) -> SamplingParams:
@@ -202,7 +201,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
 def _real(
     name: str, value: object, low: float | None, high: float | None, *, open_low: bool = False, of: str = ""
 ) -> None:
-    """`of`: which of its values it is."""
+    """Checks that the value is a finite number in a range. `of`: which value of a parameter, for the message."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidParams(f"{name}{of} is {value!r}; give a number", param=name)
     if not math.isfinite(value):
@@ -220,13 +219,13 @@ def check_whole(name: str, value: object, low: int | None, high: int | None) -> 
 
 
 def check_turn(priority: object, cache_salt: object) -> None:
-    """What every request says of its turn, and of who may share its pages."""
+    """Checks priority and cache_salt."""
     check_whole("priority", priority, -(2**62), 2**62)
     check_text("cache_salt", cache_salt)
 
 
 def check_text(name: str, value: object) -> None:
-    """A str that can be sent. A core ends the connection to a front end that sends anything else in its place."""
+    """Checks that the value is a str that UTF-8 can encode: the core closes connections that send anything else."""
     if not isinstance(value, str):
         raise InvalidParams(f"{name} is {value!r}; give a string", param=name)
     try:
@@ -276,7 +275,7 @@ def check_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def _bias(value: object) -> dict[int, float] | None:
-    """Ids may be written as texts, as JSON does."""
+    """Checks logit_bias. Ids may be strings, as in JSON."""
     if not isinstance(value, Mapping):
         raise InvalidParams(f"logit_bias is {value!r}; give an object of token ids and numbers", param="logit_bias")
     bias: dict[int, float] = {}

@@ -1,7 +1,7 @@
-"""PoolingParams: what one request may ask of a model's hidden states instead of tokens.
+"""PoolingParams: the parameters of one pooling request: task, size and form of its result.
 
-Frozen, and checked where it is built, as `SamplingParams` is. What needs the model to be checked (its tasks, the sizes
-a vector may be cut to) is checked by `frontend/inputs.py`, which also names the task: past it none is None.
+Frozen, and checked in the constructor, as `SamplingParams` is. Checks that need the model (its tasks, the sizes to
+which a vector may be truncated) are in `frontend/pooling/params.py`, which also sets `task`: after it no task is None.
 """
 
 from __future__ import annotations

@@ -85,9 +85,9 @@ def test_modules_behind_the_pooling_keep_their_order(tmp_path: Path) -> None:
     assert pooling.normalize and pooling.embed_size == 8
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(pooling), type=PoolingInfo) == pooling  # front ends get it so
     files["2_LayerNorm__config"] = {"dimension": 32}
-    with pytest.raises(BadCheckpoint, match="2_LayerNorm takes vectors of 32 numbers, and what comes to it has 64"):
+    with pytest.raises(BadCheckpoint, match="2_LayerNorm takes vectors of size 32, and its input has size 64"):
         read(tmp_path, BERT, modules=modules("Transformer", *kinds), **files)
-    with pytest.raises(BadCheckpoint, match="has 32"):  # a flag may not fit either
+    with pytest.raises(BadCheckpoint, match="has size 32"):  # a flag may not fit either
         read(tmp_path, BERT, {"pooling_type": "max"}, modules=modules("Transformer", "Pooling", "Dense"),
              **{"1_Pooling__config": {"pooling_mode": ["cls", "mean"]}, "2_Dense__config": dense})  # fmt: skip
 

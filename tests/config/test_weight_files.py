@@ -37,7 +37,7 @@ def test_weights_of_others_are_named(tmp_path: Path, name: str, kind: str) -> No
 
 
 @pytest.mark.parametrize("with_config", [False, True])
-def test_an_adapter_names_its_base_and_the_way_out(tmp_path: Path, with_config: bool) -> None:
+def test_an_adapter_names_its_base_and_the_alternative(tmp_path: Path, with_config: bool) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
     (tmp_path / "adapter_model.safetensors").touch()
     if with_config:

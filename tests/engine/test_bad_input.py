@@ -190,7 +190,7 @@ def test_unknown_option_names_a_near_one(folder):
         (dict(load_format="gguf"), "folder"),
     ],
 )
-def test_options_that_cannot_be_honoured_name_the_way_out(folder, option, says):
+def test_options_that_cannot_be_honoured_name_the_alternative(folder, option, says):
     with pytest.raises(InvalidOption, match=says):
         LLM(str(folder), **(dict(use_tqdm_on_load=False) | option))
 

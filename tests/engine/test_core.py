@@ -76,7 +76,7 @@ def test_prompts_of_one_call_are_taken_in_together_or_not_at_all(place, why):
     if why == "bug":
         group[place] = submit("r", [1], logprobs=-1)
     errors = {"room": QueueFull, "id": UserError, "bug": AssertionError}
-    words = {"room": "^[0-9]+ requests are waiting", "id": f"prompt {place + 1} of 5: ", "bug": "inputs settle"}
+    words = {"room": "^[0-9]+ requests are waiting", "id": f"prompt {place + 1} of 5: ", "bug": "replaces -1"}
     with pytest.raises(errors[why], match=words[why]):
         core.submit(*group)
     assert core.scheduler.num_waiting == 5 and core._num_submitted == 5  # which others' seeds are made of

@@ -93,9 +93,9 @@ def test_the_memory_it_was_told_to_leave_stays_free(folder, eager):
 def test_the_devices_time_is_accounted(folder):
     with LLM(folder, **OPTIONS, depth=1) as llm:
         llm.generate(PROMPTS, USUAL["greedy"])
-        before = llm.core.account.total.copy()
+        before = llm.core.timer.total.copy()
         llm.generate(PROMPTS, USUAL["greedy"])
-        spent = llm.core.account.total.since(before)
+        spent = llm.core.timer.total.since(before)
         assert spent.num_steps >= 20 and spent.busy > 0 and 0 < spent.busy_share <= 1
 
 

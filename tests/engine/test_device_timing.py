@@ -1,4 +1,4 @@
-"""The account of the device's time, on scripted clocks."""
+"""Device time accounting, on scripted clocks."""
 
 import pytest
 
@@ -38,20 +38,20 @@ class Span:
 
 
 class Engine:
-    """Drives an account as a core does."""
+    """Calls a DeviceTimer as a core does."""
 
     def __init__(self):
         self.clock = Clock()
-        self.account = DeviceTimer(self.clock)
+        self.timer = DeviceTimer(self.clock)
 
     def step(self, span, inside=0.001, outside=0.0, has_work=True):
         self.clock.advance(outside)
-        self.account.enter()
+        self.timer.enter()
         self.clock.advance(inside)
-        cause = self.account.launched()
-        self.account.follow(span)
-        self.account.book(span, cause)
-        self.account.leave(has_work)
+        cause = self.timer.launched()
+        self.timer.follow(span)
+        self.timer.record(span, cause)
+        self.timer.leave(has_work)
         return cause
 
 
@@ -59,7 +59,7 @@ def test_busy_time_and_gaps_add_up_to_the_time_between_first_and_last():
     engine = Engine()
     for span in (Span(0, 2), Span(2.5, 4), Span(4, 7)):
         engine.step(span)
-    total = engine.account.total
+    total = engine.timer.total
     assert (total.num_steps, total.busy, total.idle) == (3, 6.5, 0.5)
     assert total.busy_share == 6.5 / 7
 
@@ -68,7 +68,7 @@ def test_a_gap_is_the_devices_own_if_the_step_before_was_still_there():
     engine = Engine()
     engine.step(Span(0, 2, ended=False))
     assert engine.step(Span(2.25, 3)) == "turnaround"
-    assert engine.account.total.turnaround == 0.25
+    assert engine.timer.total.turnaround == 0.25
 
 
 def test_a_gap_is_the_hosts_or_its_callers_by_who_took_longer():
@@ -76,7 +76,7 @@ def test_a_gap_is_the_hosts_or_its_callers_by_who_took_longer():
     engine.step(Span(0, 2))
     assert engine.step(Span(3, 4), inside=0.01, outside=0.002) == "host_late"
     assert engine.step(Span(6, 7), inside=0.01, outside=0.5) == "output"
-    total = engine.account.total
+    total = engine.timer.total
     assert (total.host_late, total.output) == (1, 2)
 
 
@@ -85,7 +85,7 @@ def test_a_gap_after_there_was_nothing_to_do_counts_as_no_work():
     assert engine.step(Span(0, 2), has_work=False) == "no_work"
     assert engine.step(Span(100, 101), outside=98) == "no_work"
     assert engine.step(Span(102, 103), inside=0.5) == "host_late"
-    total = engine.account.total
+    total = engine.timer.total
     assert (total.no_work, total.host_late) == (98, 1)
     assert total.busy_share == 4 / 5  # of the time with work
 
@@ -100,8 +100,8 @@ def test_a_device_that_is_still_at_work_had_no_rest():
 @pytest.mark.parametrize("how", ["ended", "aborted"])
 def test_with_nobody_left_there_is_nothing_to_do_whatever_is_still_in_flight(depth, how):
     core = scripted_core(depth)
-    causes, launched = [], core.account.launched
-    core.account.launched = lambda: causes.append(launched()) or causes[-1]
+    causes, launched = [], core.timer.launched
+    core.timer.launched = lambda: causes.append(launched()) or causes[-1]
     core.submit(submit("a", [1, 2, 3], max_tokens=9))
     while not core.step():
         pass
@@ -120,8 +120,8 @@ def test_with_nobody_left_there_is_nothing_to_do_whatever_is_still_in_flight(dep
 def test_a_call_that_has_more_prompts_is_work(depth, tmp_path):
     folder = write_tiny_encoder(tmp_path)
     with LLM(str(folder), depth=depth, max_num_seqs=4, num_threads=1, use_tqdm_on_load=False, device="cpu") as llm:
-        causes, launched = [], llm.core.account.launched
-        llm.core.account.launched = lambda: causes.append(launched()) or causes[-1]
+        causes, launched = [], llm.core.timer.launched
+        llm.core.timer.launched = lambda: causes.append(launched()) or causes[-1]
         for _ in range(2):
             llm.embed([[5, 6, 7 + i] for i in range(20)], use_tqdm=False)
     assert len(causes) >= 10
@@ -130,29 +130,29 @@ def test_a_call_that_has_more_prompts_is_work(depth, tmp_path):
 
 def test_waiting_for_the_device_is_not_the_hosts_time():
     engine = Engine()
-    account, clock = engine.account, engine.clock
-    account.enter()
+    timer, clock = engine.timer, engine.clock
+    timer.enter()
     clock.advance(1)
-    account.waits()
+    timer.waits()
     clock.advance(50)
-    account.waited()
+    timer.waited()
     clock.advance(2)
-    account.leave(True)
-    assert account.total.host == 3
+    timer.leave(True)
+    assert timer.total.host == 3
     clock.advance(10)
-    account.enter()
-    account.launched()
-    assert account.host_seconds == 3
+    timer.enter()
+    timer.launched()
+    assert timer.host_seconds == 3
 
 
 def test_cores_that_share_a_device_are_not_idle_while_another_has_it():
     first, second = Engine(), Engine()
     second.clock = first.clock
-    second.account.timeline = first.account.timeline
+    second.timer.timeline = first.timer.timeline
     for start in range(0, 8, 4):  # one after another, without a gap but for a second before the last
         first.step(Span(start, start + 1))
         second.step(Span(start + 1, start + 4 if start else start + 3))
-    totals = first.account.total, second.account.total
+    totals = first.timer.total, second.timer.total
     assert [total.busy for total in totals] == [2, 5]
     assert [total.idle for total in totals] == [1, 0]
 
@@ -160,7 +160,7 @@ def test_cores_that_share_a_device_are_not_idle_while_another_has_it():
 def test_nothing_to_do_for_one_of_several_is_no_rest_for_the_device():
     first, second = Engine(), Engine()
     second.clock = first.clock
-    second.account.timeline = first.account.timeline
+    second.timer.timeline = first.timer.timeline
     first.step(Span(0, 1))
     second.step(Span(1, 2), has_work=False)
     assert first.step(Span(3, 4), inside=0.5, has_work=False) == "host_late"
@@ -171,7 +171,7 @@ def test_a_step_nobody_timed_is_passed_over():
     engine = Engine()
     engine.step(None)
     engine.step(Span(0, 1))
-    assert engine.account.total.num_steps == 1
+    assert engine.timer.total.num_steps == 1
 
 
 def test_a_difference_is_that_of_every_field():
@@ -187,4 +187,4 @@ def test_the_clocks_grain_makes_no_negative_gap(grain):
     engine = Engine()
     engine.step(Span(0, 2))
     engine.step(Span(2 + grain, 3))
-    assert engine.account.total.idle == 0
+    assert engine.timer.total.idle == 0

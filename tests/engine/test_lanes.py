@@ -19,7 +19,7 @@ class FakeCore:
 
     def __init__(self, seconds: float, work: int = 0, *, whole: bool = False) -> None:
         self.config = SimpleNamespace(scheduler=SimpleNamespace(is_encoder=whole))
-        self.account = SimpleNamespace(total=SimpleNamespace(busy=0.0), timeline=None)
+        self.timer = SimpleNamespace(total=SimpleNamespace(busy=0.0), timeline=None)
         self.scheduler = SimpleNamespace(serves=lambda name: name in self.taken, check=lambda: None)
         self.seconds = seconds
         self.work = work
@@ -41,7 +41,7 @@ class FakeCore:
     def step(self) -> list:
         self.work -= 1
         self.num_steps += 1
-        self.account.total.busy += self.seconds
+        self.timer.total.busy += self.seconds
         return []
 
     def close(self) -> None:
@@ -61,14 +61,14 @@ def test_the_device_is_shared_by_weight_whatever_a_step_takes():
     chat, embed = FakeCore(0.001, 10_000), FakeCore(0.010, 10_000, whole=True)
     lanes = Lanes({"chat": chat, "embed": embed})
     run(lanes, 4200)
-    ratio = chat.account.total.busy / embed.account.total.busy
+    ratio = chat.timer.total.busy / embed.timer.total.busy
     assert ratio == pytest.approx(2.0, rel=0.05)
 
 
 def test_two_that_generate_get_the_same():
     first, second = FakeCore(0.001, 10_000), FakeCore(0.004, 10_000)
     run(Lanes({"first": first, "second": second}), 2000)
-    assert first.account.total.busy == pytest.approx(second.account.total.busy, rel=0.05)
+    assert first.timer.total.busy == pytest.approx(second.timer.total.busy, rel=0.05)
 
 
 def test_a_lane_alone_with_work_gets_every_step():

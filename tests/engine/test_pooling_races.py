@@ -120,13 +120,13 @@ def test_a_step_in_which_nobody_ends_is_waited_for_by_nobody(tmp_path, depth, mo
         for _ in range(depth + 1):
             assert bench.step() == []
         assert core.num_steps == depth + 1 and len(core.in_flight) == depth
-        assert core.account.total.num_steps == 0  # it has not ended, so nobody knows how long it took
+        assert core.timer.total.num_steps == 0  # it has not ended, so nobody knows how long it took
         real = StepHandle.wait_until_ended
         monkeypatch.setattr(StepHandle, "wait_until_ended", lambda handle: (gate.set(), real(handle)))
         bench.step()  # one more is launched, and this is as far ahead as anyone runs
         assert gate.is_set()
         bench.run()
-        assert core.account.total.num_steps == core.num_steps == 6
+        assert core.timer.total.num_steps == core.num_steps == 6
 
 
 @pytest.mark.parametrize("method", ["last", "mean"])
@@ -140,7 +140,7 @@ def test_a_step_that_generates_and_pools_makes_one_copy(tmp_path, method):
         bench.pool([[5, 6, 7], [8, 9], [10, 11, 12]], [params, EMBED, TOKENS])
         assert bench.core.num_steps == 3
         assert len(copies) == 3 * 2  # a step: a wait for it, and a copy
-        spent = bench.core.account.total
+        spent = bench.core.timer.total
         assert spent.num_steps == 3 and spent.busy > 0
 
 

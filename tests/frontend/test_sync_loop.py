@@ -269,7 +269,7 @@ def test_only_prompts_that_the_next_steps_can_use_are_submitted(is_early, monkey
 def test_waiting_for_prompts_does_not_count_as_host_time(depth):
     world = World(depth, max_num_batched_tokens=16, max_num_seqs=4)
     now, ended = 0.0, -1.0  # seconds; and when the device was done last
-    world.core.account = account = DeviceTimer(lambda: now)
+    world.core.timer = timer = DeviceTimer(lambda: now)
     launch, finish = world.core.executor.launch, world.core.executor.finish
 
     def point(time):
@@ -298,7 +298,7 @@ def test_waiting_for_prompts_does_not_count_as_host_time(depth):
 
     prompts = Slow((submit(f"r{place}", [place + 1] * 8, max_tokens=3), None) for place in range(20))
     world.drive.run(SERVED, prompts, late=True)
-    total, num_steps = account.total, len(world.plans)
+    total, num_steps = timer.total, len(world.plans)
     assert total.num_steps == num_steps and total.host == pytest.approx(0.001 * num_steps)
     assert world.core.pace._host < 0.0011
     assert total.output > 5 and total.host_late < 0.001 * num_steps + 1e-9

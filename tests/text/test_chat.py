@@ -189,7 +189,7 @@ def test_one_long_rendering_does_not_use_up_the_turns_of_the_next() -> None:
     assert [render(template) for _ in range(4)] == ["ok"] * 4
 
 
-def test_no_template_or_a_broken_one_names_the_way_out(tmp_path: Path) -> None:
+def test_no_template_or_a_broken_one_names_the_alternative(tmp_path: Path) -> None:
     with pytest.raises(BadTokenizer, match="chat_template="):
         render_chat(None, HI)
     with pytest.raises(BadTokenizer, match="line 2.*chat_template="):

@@ -113,7 +113,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_not() -> None:
         (dict(merges=[1]), ["tokenizer.ggml.merges is missing or of the wrong kind"]),
     ],
 )
-def test_a_vocabulary_we_cannot_use_is_refused_with_the_way_out(given: dict[str, Any], words: list[str]) -> None:
+def test_a_vocabulary_we_cannot_use_is_refused_with_the_alternative(given: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(BadTokenizer) as caught:
         gguf_tokenizer(byte_level(**given))
     for word in [*words, "skip_tokenizer_init"]:

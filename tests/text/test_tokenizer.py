@@ -173,13 +173,13 @@ def test_no_chat_template_is_none(tiny_folder: Path) -> None:
         ("chat_template.json", b"\xff"),
     ],
 )
-def test_broken_files_are_named_with_the_way_out(tiny_folder: Path, name: str, content: bytes) -> None:
+def test_broken_files_are_named_with_the_alternative(tiny_folder: Path, name: str, content: bytes) -> None:
     (tiny_folder / name).write_bytes(content)
     with pytest.raises(BadTokenizer, match=f"{name}.*skip_tokenizer_init=True"):
         Tokenizer.load(tiny_folder)
 
 
-def test_a_missing_tokenizer_names_the_way_out(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_names_the_alternative(tmp_path: Path) -> None:
     with pytest.raises(BadTokenizer, match="no tokenizer.json; .*skip_tokenizer_init=True and prompts as token ids"):
         Tokenizer.load(tmp_path)
     with pytest.raises(BadTokenizer, match="there is no tokenizer at"):

@@ -30,10 +30,10 @@ def late_info(path: Path, folder: SentenceFolder, *, is_causal: bool, reach: int
     found = _of_folder(path, folder) if folder.has_modules else _of_colbert(path)
     query: Role = found["query"]
     if not query.filler_is_seen and (is_causal or (reach is not None and reach < query.filled - 1)):
-        sees = "those before only" if is_causal else f"{reach} tokens to each side"
+        sees = "earlier tokens only" if is_causal else f"{reach} tokens to each side"
         raise UnsupportedModel(
-            f"{path.name} fills a query up to {query.filled} tokens with some that see its text and not each other, "
-            f"and the model sees {sees}; that runs where every layer sees all of it"
+            f"{path.name} pads queries to {query.filled} tokens with mask tokens that no token attends to, and some "
+            f"layer attends to {sees}; this needs a model whose every layer attends to the whole query"
         )
     return found
 

@@ -25,7 +25,7 @@ _WANTED = [
     "artifact.metadata", "*_linear.pt", "[0-9]_*/pytorch_model.bin",  # files of pooling modules
 ]  # fmt: skip
 _OLDER = ["pytorch_model*.bin"]  # weights of repositories without safetensors
-_UNWANTED = ["original/*", "consolidated*"]
+_NOT_DOWNLOADED = ["original/*", "consolidated*"]
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -96,7 +96,7 @@ def _in_folder(folder: Path, name: str) -> LocatedModel:
     if (folder / "modules.json").is_file() and (inside := sorted(folder.glob("0_*/config.json"))):
         raise ModelNotFound(
             f"{folder} has its model in {inside[0].parent.name}, as sentence-transformers did before 2.0; load and "
-            "save it with a newer one, and it will stand beside modules.json"
+            "save it with a newer version, which puts it beside modules.json"
         )
     raise ModelNotFound(f"{folder} holds neither config.json nor a .gguf file; give a folder in Hugging Face layout")
 
@@ -111,7 +111,7 @@ def _download(name: str, revision: str | None) -> Path:
         ) from None
     asked = name if revision is None else f"{name} at {revision}"
     try:
-        settings: dict[str, Any] = {"revision": revision, "ignore_patterns": _UNWANTED}
+        settings: dict[str, Any] = {"revision": revision, "ignore_patterns": _NOT_DOWNLOADED}
         path = Path(snapshot_download(name, allow_patterns=_WANTED, **settings))
         if not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf")):
             path = Path(snapshot_download(name, allow_patterns=[*_WANTED, *_OLDER], **settings))

@@ -42,7 +42,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str | None = None  # of the checkpoint, if it says
     is_causal: bool = True  # False: every token attends to the whole text, so the model cannot generate
     position_offset: int = 0  # rows of the position table before that of position 0 (RoBERTa)
-    num_types: int = 0  # token types: an encoder tells the two texts of a pair apart by them
+    num_types: int = 0  # token types, which mark the two texts of a pair
     extra: dict[str, Any] = {}  # all of config.json, for facts that only one family has
 
     @property

@@ -127,9 +127,9 @@ def make_options(**given: Any) -> Options:
         if name in known:
             continue
         if name in _FOREIGN:
-            fine, way_out = _FOREIGN[name]
+            fine, hint = _FOREIGN[name]
             if value not in fine:
-                raise InvalidOption(f"{name}={value!r} is not supported: {way_out}")
+                raise InvalidOption(f"{name}={value!r} is not supported: {hint}")
             del given[name]
             continue
         near = difflib.get_close_matches(name, known, n=1)
@@ -146,10 +146,10 @@ def unknown_device(text: str, source: str) -> InvalidOption:
     """The error for a device that is neither the CPU nor CUDA. `source`: what asked for it."""
     kind, _, place = text.partition(":")
     if kind == "cuda" and place.isdecimal():
-        way_out = f"it takes cuda, and CUDA_VISIBLE_DEVICES={place} in the environment chooses the GPU"
+        hint = f"it takes cuda, and CUDA_VISIBLE_DEVICES={place} in the environment chooses the GPU"
     else:
-        way_out = "models run on cpu, and on NVIDIA GPUs as cuda; use one of these, or auto"
-    return InvalidOption(f"{source} is {text!r}, which is not supported: {way_out}")
+        hint = "models run on cpu, and on NVIDIA GPUs as cuda; use one of these, or auto"
+    return InvalidOption(f"{source} is {text!r}, which is not supported: {hint}")
 
 
 def _check_type(name: str, value: Any, hint: Any) -> None:

@@ -88,7 +88,7 @@ class PoolingInfo(msgspec.Struct, frozen=True, kw_only=True):
     include_prompt: bool = True  # False: the tokens of a prompt prefix are not pooled
     is_causal: bool = True  # False: every token attends to the whole prompt, which is computed in one step, uncached
     generates: bool = False  # the model can generate too
-    why_silent: str = ""  # why it cannot generate, if its architecture's name says that it can
+    why_no_generation: str = ""  # why it cannot generate, if its architecture's name says that it can
     normalize: bool = True  # vectors have length 1 unless a request says otherwise
     modules: tuple[ModuleInfo, ...] = ()  # applied to a pooled vector, or to tokens, one after another
     embed_size: int  # of a vector, after the modules

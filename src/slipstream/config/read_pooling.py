@@ -155,7 +155,7 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
         methods=folder.methods or (_gguf_method(config, path) or "last",),
         normalize=folder.normalize or not folder.has_modules,
         generates=continues and info.has_lm_head,
-        why_silent="its weights have no lm_head.weight" if continues and not info.has_lm_head else "",
+        why_no_generation="its weights have no lm_head.weight" if continues and not info.has_lm_head else "",
         **common,
     )
 
@@ -186,7 +186,7 @@ def _with_task(options: Options, info: ModelInfo, pooling: PoolingInfo) -> Pooli
     if options.task in ("auto", "generate"):
         if options.task == "generate" and not pooling.generates:
             does = ", ".join(pooling.tasks)
-            why = f" ({pooling.why_silent})" if pooling.why_silent else ""
+            why = f" ({pooling.why_no_generation})" if pooling.why_no_generation else ""
             raise InvalidOption(
                 f"task is generate, and {info.architecture} does not continue text{why}; it does {does}"
             )
@@ -242,7 +242,7 @@ def _embed_size(info: ModelInfo, folder: SentenceFolder, methods: tuple[Method, 
         takes = module.in_features if isinstance(module, DenseInfo) else module.size
         if takes != size:
             raise BadCheckpoint(
-                f"{module.path} takes vectors of {takes} numbers, and what comes to it has {size} ({'+'.join(methods)} "
+                f"{module.path} takes vectors of size {takes}, and its input has size {size} ({'+'.join(methods)} "
                 f"of {info.hidden_size}); check that its config and the pooling belong together"
             )
         size = module.size

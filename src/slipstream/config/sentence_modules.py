@@ -147,14 +147,15 @@ def _dense(settings: dict[str, Any], path: str, found: Modules) -> DenseInfo:
         found.scores = True
     elif target != source or source not in ("sentence_embedding", "token_embeddings"):
         raise UnsupportedModel(
-            f"{path} makes {target} of {source}, which does not run here; vectors of vectors and scores of vectors do"
+            f"{path} makes {target} of {source}, which is not supported; supported are vector to vector and vector to "
+            "scores"
         )
     name = settings.get("activation_function", "torch.nn.modules.activation.Tanh")
     kind = torch_class(name)
     if kind is None or (per_token and (kind in OF_LINES or kind == HALVING)):
         raise UnsupportedModel(
-            f"{path} has the activation {name}{' of token vectors' if per_token and kind else ''}, which does not run "
-            "here; activations of torch.nn that take no arguments do"
+            f"{path} has the activation {name}{' of token vectors' if per_token and kind else ''}, which is not "
+            "supported; activations of torch.nn that take no arguments are"
         )
     try:
         return DenseInfo(
@@ -172,7 +173,9 @@ def _dense(settings: dict[str, Any], path: str, found: Modules) -> DenseInfo:
 
 def _layer_norm(settings: dict[str, Any], path: str, found: Modules) -> LayerNormInfo:
     if not found.methods:
-        raise UnsupportedModel(f"{path} is a LayerNorm before any Pooling, which does not run here; behind it one does")
+        raise UnsupportedModel(
+            f"{path} is a LayerNorm before any Pooling, which is not supported; put it after the Pooling"
+        )
     size = settings.get("dimension")
     if type(size) is not int or size < 1:
         raise BadCheckpoint(f"{path}/config.json: dimension is {size!r}, not a number from 1 up; download it again")

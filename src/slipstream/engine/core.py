@@ -50,10 +50,10 @@ class EngineCore:
             self.scheduler = Scheduler(config.scheduler, CacheManager(config.cache))
         self.executor = executor
         self.in_flight: deque[Handle] = deque()
-        self.account = DeviceTimer()
+        self.timer = DeviceTimer()
         self.pace = Pacer(config.scheduler.max_itl)
         self._causes: deque[str] = deque()  # causes of the device's idle gaps before the steps in flight
-        self._unbooked: deque[tuple[Handle, str]] = deque()  # committed without waiting: may still run on the device
+        self._untimed: deque[tuple[Handle, str]] = deque()  # committed without waiting: may still run on the device
         self.num_steps = 0
         self._num_submitted = 0
         self._failure: BaseException | None = None
@@ -93,14 +93,14 @@ class EngineCore:
     def abort(self, message: Abort) -> int:
         """Returns how many samples this ended. Others may have ended before."""
         ended = self.scheduler.abort(message.request_id, message.sample)
-        self.rest_if_unwanted()
+        self.mark_idle_if_no_request()
         self._free_queries_if_idle()
         return len(ended)
 
-    def rest_if_unwanted(self) -> None:
+    def mark_idle_if_no_request(self) -> None:
         """If nothing is wanted, tell the device timer that the device is idle for lack of work."""
         if not self._is_wanted():
-            self.account.rest()
+            self.timer.rest()
 
     def _is_wanted(self) -> bool:
         """Whether a caller waits for a result or has more prompts. Steps in flight may be for aborted requests."""
@@ -116,7 +116,7 @@ class EngineCore:
     def step(self) -> list[Output]:
         """Launch a step if there is one, and commit the oldest step once enough are in flight."""
         self._check_alive()
-        self.account.enter()
+        self.timer.enter()
         try:
             outputs = self._advance()
             self._free_queries_if_idle()
@@ -127,7 +127,7 @@ class EngineCore:
                 raise
             raise EngineDead(f"the engine failed in step {self.num_steps}: {error}; start a new one") from error
         finally:
-            self.account.leave(self._is_wanted())
+            self.timer.leave(self._is_wanted())
 
     def _advance(self) -> list[Output]:
         if self.runs_far_ahead():
@@ -146,46 +146,46 @@ class EngineCore:
         return self.scheduler.take_failures()
 
     def _nap(self) -> None:
-        self.account.waits()
+        self.timer.waits()
         self.pace.nap()
-        self.account.waited()
+        self.timer.waited()
 
     def _launch(self, plan: StepPlan) -> None:
         self._keep_room()  # aborted requests may have left steps without results
         self.executor.launch(plan)
-        self._causes.append(self.account.launched())
+        self._causes.append(self.timer.launched())
         handle = self.executor.finish()
         self.in_flight.append(handle)
-        self.account.follow(_span(handle))
-        self.pace.launched(plan, self.account.host_seconds)
+        self.timer.follow(_span(handle))
+        self.pace.launched(plan, self.timer.host_seconds)
         self.num_steps += 1
 
     def _commit(self) -> list[Output]:
         """Process the oldest step's result. The host waits for the device only here and in `_keep_room`."""
         handle, cause = self.in_flight.popleft(), self._causes.popleft()
-        self._unbooked.append((handle, cause))
+        self._untimed.append((handle, cause))
         has_no_result = getattr(handle, "has_no_result", False)
-        self.account.waits()
+        self.timer.waits()
         result = handle.wait()
-        self.account.waited()
+        self.timer.waited()
         if has_no_result:
             self._keep_room()
         # the step that was waited for has ended, and all before it
-        while self._unbooked and (not has_no_result or self._unbooked[0][0].done()):
+        while self._untimed and (not has_no_result or self._untimed[0][0].done()):
             self._book()
         return self.scheduler.commit(result)
 
     def _keep_room(self) -> None:
         """Wait for the oldest step without a result when every ring buffer is in use."""
-        if len(self._unbooked) + len(self.in_flight) > self.depth + 1:
-            self.account.waits()
-            self._unbooked[0][0].wait_until_ended()
-            self.account.waited()
+        if len(self._untimed) + len(self.in_flight) > self.depth + 1:
+            self.timer.waits()
+            self._untimed[0][0].wait_until_ended()
+            self.timer.waited()
             self._book()
 
     def _book(self) -> None:
-        handle, cause = self._unbooked.popleft()
-        self.pace.committed(self.account.book(_span(handle), cause))
+        handle, cause = self._untimed.popleft()
+        self.pace.committed(self.timer.record(_span(handle), cause))
 
     def _free_queries_if_idle(self) -> None:
         """The next plan frees queries that no request needs any more. Without work there is no next plan: free now."""
@@ -194,7 +194,7 @@ class EngineCore:
 
     def close(self) -> None:
         self.in_flight.clear()
-        self._unbooked.clear()
+        self._untimed.clear()
         self.executor.close()
 
     def _check_alive(self) -> None:

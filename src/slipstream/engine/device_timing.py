@@ -20,7 +20,7 @@ class DeviceTime(msgspec.Struct):
     turnaround: float = 0.0  # between a step and the next one that was launched in time
     host_late: float = 0.0  # the next step was not launched in time
     output: float = 0.0  # the caller, which reads results or supplies prompts, delayed the core
-    grammar: float = 0.0  # the masks of the next tokens were not ready
+    grammar: float = 0.0  # always 0: reserved for structured output, which is not implemented
     no_work: float = 0.0
     host: float = 0.0  # the core's own time on the host's clock: planning, launching, committing
 
@@ -105,11 +105,11 @@ class DeviceTimer:
         line = self.timeline
         if line.last is not None and not line.last.ended.done():
             cause = "turnaround"
-        elif line.ran_dry:
+        elif line.had_no_work:
             cause = "no_work"
         else:
             cause = "output" if line.outside > line.inside else "host_late"
-        line.ran_dry = False
+        line.had_no_work = False
         self.host_seconds = line.inside
         line.inside = line.outside = 0.0
         return cause
@@ -119,7 +119,7 @@ class DeviceTimer:
         self._before.append(self.timeline.last)
         self.timeline.last = span
 
-    def book(self, span: StepInterval | None, cause: str) -> float:
+    def record(self, span: StepInterval | None, cause: str) -> float:
         """The oldest step has ended. Returns its seconds on the device."""
         before = self._before.popleft()
         if span is None:
@@ -139,7 +139,7 @@ class Timeline:
     def __init__(self, clock: Clock) -> None:
         self.last: StepInterval | None = None  # the step launched last
         self.inside = self.outside = 0.0  # host seconds inside and outside the cores since the last launch
-        self.ran_dry = True  # whether there was a time without work since the last launch
+        self.had_no_work = True  # whether there was a time without work since the last launch
         self.working: set[DeviceTimer] = set()  # timers of cores with work
         self._clock = clock
         self._mark = clock()
@@ -149,7 +149,7 @@ class Timeline:
         before, self._mark = self._mark, self._clock()
         return self._mark - before
 
-    def rest(self, account: DeviceTimer) -> None:
+    def rest(self, timer: DeviceTimer) -> None:
         """The core of this timer has no work."""
-        self.working.discard(account)
-        self.ran_dry |= not self.working
+        self.working.discard(timer)
+        self.had_no_work |= not self.working

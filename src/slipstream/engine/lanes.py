@@ -29,7 +29,7 @@ class Lanes:
         self._lanes = {name: _Lane(name, core) for name, core in self.cores.items()}
         self._default = next(iter(self._lanes.values()))
         for core in self.cores.values():
-            core.account.timeline = self._default.core.account.timeline  # they share a device
+            core.timer.timeline = self._default.core.timer.timeline  # they share a device
         self._failure: tuple[str, BaseException] | None = None  # of any lane: all fail together
 
     @property
@@ -124,11 +124,11 @@ class _Lane:
         self.worked = False  # whether it had work at the last step
 
     def step(self) -> list[Output]:
-        busy, num_launched = self.core.account.total.busy, self.core.num_steps
+        busy, num_launched = self.core.timer.total.busy, self.core.num_steps
         outputs = self.core.step()
-        used = self.core.account.total.busy - busy
+        used = self.core.timer.total.busy - busy
         # a device without a clock: every step counts the same
-        if not self.core.account.total.busy and self.core.num_steps > num_launched:
+        if not self.core.timer.total.busy and self.core.num_steps > num_launched:
             used = 1e-3
         self.used += used / self.weight
         return outputs

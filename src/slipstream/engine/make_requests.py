@@ -42,7 +42,7 @@ def _pooling_request(message: Submit, params: PoolingParams) -> Request:
 
 
 def _samples(message: Submit, params: SamplingParams, config: EngineConfig, number: int) -> list[Request]:
-    assert -1 not in (params.logprobs, params.prompt_logprobs), "inputs settle what the whole vocabulary is"
+    assert -1 not in (params.logprobs, params.prompt_logprobs), "InputProcessor replaces -1 by the vocabulary size"
     limit = config.scheduler.max_model_len
     length = len(message.prompt_token_ids)
     max_length = limit if params.max_tokens is None else min(limit, length + params.max_tokens)

@@ -39,7 +39,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.name} has 0 to {self.vocab_size - 1}"
 
     @property
-    def way_out(self) -> str:
+    def too_long_hint(self) -> str:
         """For error messages about prompts that are too long."""
         raise_it = ", or raise max_model_len" if self.max_model_len < self.max_positions else ""
         return f"shorten it or set truncate_prompt_tokens{raise_it}"

@@ -68,7 +68,7 @@ class InputProcessor:
         """
         message, text = self.draft(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
         if not message.prompt_token_ids:
-            read = self.to_read(message, text or "")
+            read = self.to_tokenise(message, text or "")
             message = self.complete(message, self.encode([read], add_special_tokens)[0])
         return message, text and plain(text)
 
@@ -94,7 +94,7 @@ class InputProcessor:
         message = Submit(request_id, [], params, time.time(), params.priority, params.cache_salt, bad_words)
         return (message if ids is None else self.complete(message, ids)), text
 
-    def to_read(self, message: Submit, text: str) -> str:
+    def to_tokenise(self, message: Submit, text: str) -> str:
         """Returns the part of a text that must be tokenised: its end, where truncate_prompt_tokens cuts it, else all.
 
         Raises for a text that is far too long, without tokenising all of it.
@@ -110,7 +110,7 @@ class InputProcessor:
             fact = (
                 f"the prompt has {len(text)} characters and more than {limit} tokens, {self.facts.name} takes {limit}"
             )
-            raise PromptTooLong(f"{fact} including at least one generated token; {self.facts.way_out}")
+            raise PromptTooLong(f"{fact} including at least one generated token; {self.facts.too_long_hint}")
         return text
 
     def complete(self, message: Submit, ids: list[int]) -> Submit:
@@ -124,7 +124,7 @@ class InputProcessor:
         if len(ids) >= limit:
             raise PromptTooLong(
                 f"the prompt has {len(ids)} tokens, {self.facts.name} takes {limit} including at least one generated "
-                f"token; {self.facts.way_out}"
+                f"token; {self.facts.too_long_hint}"
             )
         if self._has_extra_tokens and (token := max(ids)) >= self.facts.vocab_size:
             assert self.tokenizer is not None
@@ -203,7 +203,7 @@ class InputProcessor:
 
     def _check_generates(self) -> None:
         if (pooling := self.facts.pooling) is not None and not pooling.generates:
-            why = f" ({pooling.why_silent})" if pooling.why_silent else ""
+            why = f" ({pooling.why_no_generation})" if pooling.why_no_generation else ""
             raise InvalidParams(
                 f"{self.facts.name} does not generate text{why}; it does {', '.join(pooling.tasks)}: use encode, or "
                 "another model",

@@ -43,7 +43,7 @@ class PromptFeeder:
 
         An error of a prompt must not end the step: it is stored in `error`, which the call raises after the step.
         """
-        self._core.account.leave(has_work=True)  # the time to tokenise a text does not count as the core's
+        self._core.timer.leave(has_work=True)  # the time to tokenise a text does not count as the core's
         try:
             return self._take(limit)
         except BaseException as error:
@@ -53,7 +53,7 @@ class PromptFeeder:
             self.ended, self.error = True, error
             return 0
         finally:
-            self._core.account.enter()
+            self._core.timer.enter()
 
     def _room(self, num_new: int) -> int:
         """How many prompts to submit now; `num_new` were submitted since the last step."""

@@ -144,21 +144,21 @@ def _complete(
     inputs: InputProcessor, drafts: Sequence[PreparedPrompt], special: bool, part: slice
 ) -> list[PreparedPrompt]:
     """Tokenises the texts of a part of the drafts, in one call of the tokenizer."""
-    to_read: list[str | None] = []  # None where the prompt has token ids
+    to_tokenise: list[str | None] = []  # None where the prompt has token ids
     made: list[PreparedPrompt] = []
     try:
         for message, text in drafts[part]:
-            to_read.append(None if message.prompt_token_ids else inputs.to_read(message, text or ""))
+            to_tokenise.append(None if message.prompt_token_ids else inputs.to_tokenise(message, text or ""))
     except UserError as error:
-        raise error.of_prompt(part.start + len(to_read), len(drafts)) from None
-    texts = [text for text in to_read if text is not None]
+        raise error.of_prompt(part.start + len(to_tokenise), len(drafts)) from None
+    texts = [text for text in to_tokenise if text is not None]
     try:
         encoded = inputs.encode(texts, special) if texts else []
     except InvalidPrompt:
         encoded = []  # encoded one by one below, which shows the text that fails
     each = iter(encoded)
     try:
-        for (message, text), read in zip(drafts[part], to_read, strict=True):
+        for (message, text), read in zip(drafts[part], to_tokenise, strict=True):
             if read is not None:
                 message = inputs.complete(message, next(each) if encoded else inputs.encode([read], special)[0])
             made.append((message, text and plain(text)))

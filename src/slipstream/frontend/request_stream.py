@@ -1,4 +1,4 @@
-"""RequestStream: the requests of one reader, which is told by a Mailbox which of them have new output."""
+"""RequestStream: the requests of one reader, to which a Mailbox reports which of them have new output."""
 
 from __future__ import annotations
 

@@ -26,7 +26,17 @@ from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.stats import ModelStats
 from slipstream.params import check_text
 from slipstream.transport.client import CoreClient
-from slipstream.transport.frames import AbortAll, AbortedAll, Begun, FromCore, Loading, Opening, Pulse, Ready, Refused
+from slipstream.transport.frames import (
+    AbortAll,
+    AbortedAll,
+    Begun,
+    FromCore,
+    Loading,
+    ModelDescriptions,
+    Pulse,
+    Ready,
+    Refused,
+)
 
 log = logging.getLogger("slipstream.front")
 
@@ -43,7 +53,7 @@ class RequestRouter:
         self.stats: dict[str, ModelStats] = {}  # by model
         self.core_pid: int | None = None  # of a core in another process
         self.stage = "waiting for the engine core"  # of the start, for messages
-        self.heard = time.monotonic()  # time of the core's last message
+        self.last_message_time = time.monotonic()
         self.failure: BaseException | None = None
         self.stream_interval = 1  # tokens between two increments of a stream, after the first increment
         self._ready = False
@@ -208,7 +218,7 @@ class RequestRouter:
 
     def receive(self, messages: list[FromCore]) -> None:
         """Handles messages. An exception in one does not stop the others, since each may finish a request."""
-        self.heard = time.monotonic()
+        self.last_message_time = time.monotonic()
         outputs: list[Output] = []
         for message in messages:
             if isinstance(message, Output):
@@ -230,7 +240,7 @@ class RequestRouter:
             self.pulse = message
         elif isinstance(message, Loading):
             self.stage = message.stage
-        elif isinstance(message, Opening):
+        elif isinstance(message, ModelDescriptions):
             self.core_pid = message.pid
             self._opening = asyncio.ensure_future(self._open(message))
         elif isinstance(message, Ready):
@@ -292,7 +302,7 @@ class RequestRouter:
         if (mailbox := self._mailboxes.get(message.request_id)) is not None:
             mailbox.fail(message.error())
 
-    async def _open(self, opening: Opening) -> None:
+    async def _open(self, opening: ModelDescriptions) -> None:
         """Loads tokenizers in a thread, while the core loads weights."""
         loop = asyncio.get_running_loop()
         try:

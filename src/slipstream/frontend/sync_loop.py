@@ -105,7 +105,7 @@ class SyncLoop:
             raise
         finally:
             core.scheduler.refill = feeder.error = None  # breaks the reference cycle of an exception and its frames
-            core.rest_if_unwanted()
+            core.mark_idle_if_no_request()
         return states
 
     def may_be_late(self, served: ServedModel, submits: Sequence[PreparedPrompt]) -> bool:

@@ -1,7 +1,6 @@
 """Board: shared memory to which several front ends write their counts, so that each can report the total.
 
-Each front end has a place of its own, and no process waits. A reader that meets a write in progress uses its last
-reading.
+Each front end writes to its own part, and no process waits. A reader that reads during a write uses its last reading.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class BatchView:
     rope_rows: torch.Tensor | None = None  # [T] int64, each token's row in the rope table; None: its position
     query_starts: torch.Tensor | None = None  # [B + 1] int32, first token of each row; None: one token a row
     token_types: torch.Tensor | None = None  # [T] int64, of encoders that tell two texts apart; None: all are 0
-    # tokens of each row that others attend to, from the first on; the rest only attend themselves. None: all
+    # Number of leading tokens of each row that are seen: the rest attend to the seen tokens, and no token attends to
+    # the rest. None: all are seen.
     num_seen: torch.Tensor | None = None  # [B] int32
     host_seen: NDArray[np.int32] | None = None  # host [B], the same
 

@@ -99,7 +99,7 @@ class StepSpan(NamedTuple):
 
 
 class StepHandle:
-    """A step in flight. `wait` is the only place where the host waits for the device."""
+    """A step in flight. The commit waits for the device in `wait`; `wait_until_ended` and `HostRing.open` wait too."""
 
     def __init__(self, ready: Event | None, shape: ResultShape, host: Bytes | None, count: int | None = None) -> None:
         """`ready`: the event after the copy; None if nothing of the step is copied, so that `wait` does not wait.

@@ -30,10 +30,10 @@ def check_admissible(request: Request, config: SchedulerConfig, cache: CacheMana
     length = request.max_length - 1  # the last token is never computed
     if not cache.can_ever_fit(length):
         output = f" and up to {request.max_length - request.num_prompt} of output" if wants_output else ""
-        way_out = "lower max_tokens" if wants_output else "shorten it"
+        hint = "lower max_tokens" if wants_output else "shorten it"
         raise RequestTooLarge(
             f"the prompt's {request.num_prompt} tokens{output} need {cache.pages_for(length)} cache pages, there are "
-            f"{cache.num_usable} in all; {way_out} or give the cache more memory"
+            f"{cache.num_usable} in all; {hint} or give the cache more memory"
         )
     if request.next_scored != NEVER and not config.chunked_prefill:
         _check_scores(request.num_prompt - 1, request.params.prompt_logprobs or 0, config.max_reported)

@@ -67,7 +67,7 @@ class QueryRegistry(Generic[R]):
         if self._num_tokens + num_tokens > self._max_num_tokens:
             raise QueueFull(
                 f"queries of {self._num_tokens} tokens are kept for documents, and one of {num_tokens} does not fit "
-                f"under the limit of {self._max_num_tokens}; send their documents, or give them up, first"
+                f"under the limit of {self._max_num_tokens}; submit their documents, or abort the queries, first"
             )
 
     def number_of(self, params: PoolingParams) -> int:

@@ -1,7 +1,7 @@
 """RowAllocator: assigns rows to running requests.
 
 A row is free as soon as its request gives it up: steps in flight run before the plan that uses the row next, and that
-plan tells the device about the release.
+plan sends the release to the device.
 """
 
 from __future__ import annotations

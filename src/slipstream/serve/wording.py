@@ -1,4 +1,4 @@
-"""Errors of the engine in the words of the one who asked: options as the flags that they are outside of Python."""
+"""Rewrites errors of the engine for the command line: options are named as flags."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from slipstream.text.chat_fields import (
 )
 from slipstream.text.control_tokens import ControlTokens
 
-_WAY_OUT = "pass chat_template=... with a Jinja template or the path of one"
+_HINT = "pass chat_template=... with a Jinja template or the path of one"
 _MAX_ITERATIONS = 200_000  # of all loops and macro calls in one rendering
 _MAX_REPEATED = 1_000_000  # length of a repeated string or list, digits of a power
 _MARK = "\ue000end of the message to continue\ue000"  # private-use characters: no text has them
@@ -56,7 +56,7 @@ def render_chat(
     With `continue_final_message` the text ends where the content of the last message ends, and the model continues it.
     """
     if template is None:
-        raise BadTokenizer(f"the model has no chat template; {_WAY_OUT}, or give a plain prompt to generate")
+        raise BadTokenizer(f"the model has no chat template; {_HINT}, or give a plain prompt to generate")
     conversation = [_checked(message, place) for place, message in enumerate(_listed(messages))]
     if continue_final_message:
         if add_generation_prompt:
@@ -98,7 +98,7 @@ def load_chat_template(given: str) -> str:
             template = Path(given).expanduser().read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
             raise BadTokenizer(
-                f"chat_template={given!r} is neither a template nor a readable file: {error}; {_WAY_OUT}"
+                f"chat_template={given!r} is neither a template nor a readable file: {error}; {_HINT}"
             ) from None
     _compile(template)  # raises at start, not at the first request
     return template
@@ -278,11 +278,9 @@ def _compile(template: str) -> jinja2.Template:
     try:
         return _environment().from_string(template)
     except jinja2.TemplateSyntaxError as error:
-        raise BadTokenizer(
-            f"the chat template is invalid in line {error.lineno}: {error.message}; {_WAY_OUT}"
-        ) from None
+        raise BadTokenizer(f"the chat template is invalid in line {error.lineno}: {error.message}; {_HINT}") from None
     except RecursionError:
-        raise BadTokenizer(f"the chat template is nested too deeply; {_WAY_OUT}") from None
+        raise BadTokenizer(f"the chat template is nested too deeply; {_HINT}") from None
 
 
 @lru_cache(maxsize=1)

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from slipstream.errors import BadTokenizer
 from slipstream.text.gguf_splits import SPLIT_RULES
 
-_WAY_OUT = "pass tokenizer=... with the folder or tokenizer.json of the same model, or skip_tokenizer_init=True"
+_HINT = "pass tokenizer=... with the folder or tokenizer.json of the same model, or skip_tokenizer_init=True"
 
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -27,7 +27,7 @@ def gguf_tokenizer(fields: Mapping[str, Any]) -> Tokenizer:
     build = {"gpt2": _byte_level, "llama": _sentence_piece, "bert": _word_piece}.get(str(kind))
     if build is None:
         raise BadTokenizer(
-            f"the GGUF's vocabulary is of kind {kind!r}; supported are 'gpt2', 'llama' and 'bert'; {_WAY_OUT}"
+            f"the GGUF's vocabulary is of kind {kind!r}; supported are 'gpt2', 'llama' and 'bert'; {_HINT}"
         )
     tokens = _list(fields, "tokens", str)
     types = _list(fields, "token_type", int) if "tokenizer.ggml.token_type" in fields else [1] * len(tokens)
@@ -58,7 +58,7 @@ def _byte_level(fields: Mapping[str, Any], tokens: list[str], types: list[int]) 
     name = str(fields.get("tokenizer.ggml.pre", "default"))
     rule = SPLIT_RULES.get(name)
     if rule is None:
-        raise BadTokenizer(f"the GGUF splits text by {name!r}; known are {', '.join(sorted(SPLIT_RULES))}; {_WAY_OUT}")
+        raise BadTokenizer(f"the GGUF splits text by {name!r}; known are {', '.join(sorted(SPLIT_RULES))}; {_HINT}")
     merges = [_pair(merge) for merge in _list(fields, "merges", str)]
     tokenizer = Tokenizer(models.BPE(vocab=_numbered(tokens), merges=merges, ignore_merges=rule.ignores_merges))
     if rule.composes:
@@ -178,4 +178,4 @@ def _list(fields: Mapping[str, Any], name: str, kind: type) -> list[Any]:
 
 
 def _broken(what: str) -> BadTokenizer:
-    return BadTokenizer(f"the GGUF's vocabulary is broken: {what}; {_WAY_OUT}")
+    return BadTokenizer(f"the GGUF's vocabulary is broken: {what}; {_HINT}")

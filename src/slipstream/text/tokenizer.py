@@ -24,7 +24,7 @@ from slipstream.text.roberta_bpe import roberta_tokenizer
 from slipstream.text.token_bytes import token_bytes
 from slipstream.text.wordpiece import wordpiece_tokenizer
 
-_WAY_OUT = "pass tokenizer=... with a folder that has one, or skip_tokenizer_init=True and prompts as token ids"
+_HINT = "pass tokenizer=... with a folder that has one, or skip_tokenizer_init=True and prompts as token ids"
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -61,7 +61,7 @@ class Tokenizer:
         if path.is_dir():
             return cls.from_folder(path)
         if not path.exists():
-            raise BadTokenizer(f"there is no tokenizer at {path}; {_WAY_OUT}")
+            raise BadTokenizer(f"there is no tokenizer at {path}; {_HINT}")
         return cls.from_gguf(GgufFile.open(path)) if path.suffix.lower() == ".gguf" else cls.from_file(path)
 
     @classmethod
@@ -75,7 +75,7 @@ class Tokenizer:
         elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
             backend, names = roberta_tokenizer(folder, config, names)
         else:
-            raise BadTokenizer(f"{folder} has no tokenizer.json{_what_else(folder)}; {_WAY_OUT}")
+            raise BadTokenizer(f"{folder} has no tokenizer.json{_what_else(folder)}; {_HINT}")
         _declare_added(backend, config.get("added_tokens_decoder"))
         return cls(backend, names, _chat_templates(folder, config))
 
@@ -187,7 +187,7 @@ def _read_backend(path: Path) -> Backend:
     try:
         return Backend.from_buffer(path.read_bytes())
     except Exception as error:  # the library raises plain Exceptions
-        raise BadTokenizer(f"{path} cannot be read as a tokenizer: {error}; download it again, or {_WAY_OUT}") from None
+        raise BadTokenizer(f"{path} cannot be read as a tokenizer: {error}; download it again, or {_HINT}") from None
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -197,9 +197,9 @@ def _read_object(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise BadTokenizer(f"{path} cannot be read: {error}; download it again, or {_WAY_OUT}") from None
+        raise BadTokenizer(f"{path} cannot be read: {error}; download it again, or {_HINT}") from None
     if not isinstance(value, dict):
-        raise BadTokenizer(f"{path} is not a JSON object; download it again, or {_WAY_OUT}")
+        raise BadTokenizer(f"{path} is not a JSON object; download it again, or {_HINT}")
     return value
 
 
@@ -222,7 +222,7 @@ def _declare_added(backend: Backend, declared: Any) -> None:
     for number, entry in sorted(declared.items(), key=lambda item: int(item[0]) if item[0].isdecimal() else -1):
         if not isinstance(entry, dict) or not isinstance(entry.get("content"), str) or not number.isdecimal():
             raise BadTokenizer(
-                f"tokenizer_config.json: added token {number!r} is broken; download it again, or {_WAY_OUT}"
+                f"tokenizer_config.json: added token {number!r} is broken; download it again, or {_HINT}"
             )
         special = bool(entry.get("special"))
         if int(number) in known and known[int(number)].special == special:

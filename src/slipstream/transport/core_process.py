@@ -37,7 +37,7 @@ from slipstream.transport.frames import (
     FromCore,
     Join,
     Loading,
-    Opening,
+    ModelDescriptions,
     Pulse,
     Ready,
     ToCore,
@@ -55,7 +55,7 @@ PULSE_SECONDS = 0.25
 class CoreProcess:
     """Steps the lanes, and routes messages between them and the front ends."""
 
-    def __init__(self, lanes: Lanes, server: SocketServer, opening: Opening | None = None) -> None:
+    def __init__(self, lanes: Lanes, server: SocketServer, opening: ModelDescriptions | None = None) -> None:
         """`opening`: the message about the models, for front ends that join later."""
         self.lanes = lanes
         self.server = server
@@ -164,7 +164,7 @@ class CoreProcess:
 
 
 def _lane_stats(name: str, core: EngineCore) -> LaneStats:
-    scheduler, time = core.scheduler, core.account.total
+    scheduler, time = core.scheduler, core.timer.total
     cache = getattr(scheduler, "cache", None)  # encoders have none
     pool = cache.groups[0].pool if cache is not None and cache.groups else None
     return LaneStats(
@@ -224,7 +224,7 @@ def _load(options: list[Options], server: SocketServer) -> CoreProcess:
 
     server.broadcast(Loading("reading the model's files"))
     opened = open_models(options)
-    opening = Opening([each.facts for each in opened], os.getpid())
+    opening = ModelDescriptions([each.facts for each in opened], os.getpid())
     server.broadcast(opening)
     lanes = build_lanes(options, opened, tell=lambda name: server.broadcast(Loading(f"loading {name}")))[0]
     return CoreProcess(lanes, server, opening)

@@ -73,7 +73,7 @@ class Loading(msgspec.Struct, frozen=True, tag=True, array_like=True):
     stage: str
 
 
-class Opening(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class ModelDescriptions(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The descriptions of the models, sent before weights load, so that front ends load tokenizers meanwhile."""
 
     models: list[ModelDescription]
@@ -97,7 +97,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 ToCore = Submit | SubmitAll | Abort | AbortAll | AbortedAll
-FromCore = Output | Begun | Refused | AbortAll | AbortedAll | Loading | Opening | Ready | Pulse | Failed
+FromCore = Output | Begun | Refused | AbortAll | AbortedAll | Loading | ModelDescriptions | Ready | Pulse | Failed
 
 Message = TypeVar("Message")
 

@@ -271,7 +271,7 @@ class PoolingPromptReader:
                 fact = f"the prompt has {len(text)} characters and more than {limit} tokens"
                 if cut[1] == "never" and max_seq_length is not None:
                     raise PromptTooLong(f"{fact}, {self.facts.name} reads {max_seq_length} of a text; {_TRUNCATE}")
-                raise PromptTooLong(f"{fact}, {self.facts.name} takes {limit}; {self.facts.way_out}")
+                raise PromptTooLong(f"{fact}, {self.facts.name} takes {limit}; {self.facts.too_long_hint}")
 
     def _encoder(self) -> Pieces:
         if self._pieces is None:
@@ -287,7 +287,8 @@ class PoolingPromptReader:
                 "least one token or a word"
             )
         raise PromptTooLong(
-            f"the prompt has {length} tokens, {self.facts.name} takes {self.facts.max_model_len}; {self.facts.way_out}"
+            f"the prompt has {length} tokens, {self.facts.name} takes {self.facts.max_model_len}; "
+            f"{self.facts.too_long_hint}"
         )
 
     def _check_range(self, prepared: list[EncodedPrompt]) -> None:

@@ -25,7 +25,7 @@ class CudaChain:
         self.last_block = len(self.parts) - len(parts[-1])  # its first sublayer
         self.norm = norm
         self.has_tail = has_tail
-        # products of one size are served alike, so one of each is asked
+        # weights of equal shape use the same kernel: check one per shape
         linears = [linear for part in self.parts for linear in (part.products.first, part.products.last)]
         self.linears = list({(linear.num_outputs, linear.num_inputs): linear for linear in linears}.values())
 

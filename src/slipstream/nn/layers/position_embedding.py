@@ -1,4 +1,4 @@
-"""What a model learned of places: a vector for each position or token type, or a bias for each distance."""
+"""Learned position embeddings: a vector per position or token type, or a bias per distance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the runner asks of a model that continues text."""
+"""The interface between the runner and a generating model."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ _BERT_WORDS: dict[str, str | None] = {
     "cls.predictions.transform.dense.{kind}": "heads.transform.dense.{kind}",
     "cls.predictions.transform.LayerNorm.{kind}": "heads.transform.norm.{kind}",
     "cls.predictions.bias": "heads.vocabulary_bias.bias",
-    "cls.*": None,  # the embedding again, and what told whether two sentences follow each other
+    "cls.*": None,  # the tied embedding, and the head for next-sentence prediction
 }
 ROBERTA_WORDS: dict[str, str | None] = {
     "lm_head.dense.{kind}": "heads.transform.dense.{kind}",

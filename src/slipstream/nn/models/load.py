@@ -1,6 +1,6 @@
 """load_model: a ModelConfig to a model with its weights in place.
 
-It stands among the models because it knows them all; `nn/weights` knows none.
+It is in this package because it imports all models; `nn/weights` imports none.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def load_model(config: ModelConfig, device: torch.device, progress: bool = False
 
 
 def open_model(config: ModelConfig, device: torch.device) -> tuple[Decoder | Encoder, Callable[[bool], None]]:
-    """The model with memory and no weights in it yet, and what reads them; told whether to show progress."""
+    """The model with allocated, unfilled weights, and a function that reads them and takes whether to show progress."""
     model = lay_out(config, device)
     slots = find_slots(model)
     tensors, unused = find_tensors(config, model, slots, device)
@@ -85,7 +85,7 @@ def lay_out(config: ModelConfig, device: torch.device) -> Decoder | Encoder:
 
 
 def _heads(config: ModelConfig, model: Decoder | Encoder, dtype: torch.dtype) -> Heads | None:
-    """None where nothing stands behind the hidden states that pooling could use."""
+    """None if the checkpoint has no layer behind the hidden states that pooling could use."""
     pooling, info = config.pooling, config.info
     if pooling is None:
         return None
@@ -101,7 +101,7 @@ def _heads(config: ModelConfig, model: Decoder | Encoder, dtype: torch.dtype) ->
         return None
     is_tied = isinstance(model, Encoder)
     if shape.vocabulary and not info.tied_embeddings:
-        raise UnsupportedModel("its projection back to words is not its embedding, which is not built")
+        raise UnsupportedModel("a masked-LM head with untied output weights is not supported; use a tied one")
     return Heads(
         shape,
         pooling,
@@ -147,7 +147,7 @@ def _beside(config: ModelConfig, heads: Heads | None) -> Iterator[tuple[WeightSo
 
 
 def stays_low_bit(config: ModelConfig, device: str) -> bool:
-    """Whether weights that the file has at 4 or 8 bits stay so: such products are of the CPU, on float32."""
+    """Whether 4-bit and 8-bit weights stay low-bit: low-bit GEMMs exist only on the CPU with float32 activations."""
     wanted = config.load_format == "gguf" and not config.dequantize
     return wanted and device == "cpu" and config.dtype == "float32" and find_kernel() is not None
 
@@ -162,7 +162,7 @@ def choose_formats(config: ModelConfig, device: torch.device, *, is_encoder: boo
     elif kernel is not None:
         format = LowBit(kernel)
     if is_encoder and transposed_is_faster(device, dtype) and not config.deterministic:
-        # products of an encoder have many tokens; the embedding is looked up by rows
+        # GEMMs of an encoder have many tokens; the embedding is looked up by rows
         return lambda name: format if name == "embedding" else Transposed(dtype)
     return lambda name: format
 

@@ -140,7 +140,7 @@ class Heads(nn.Module):
         assert self.transform is not None and self.vocabulary_bias is not None, "the checkpoint gives words no weights"
         assert self._lm_logits is not None
         hidden = self.transform(hidden.to(self.model_dtype))
-        # a row more than there are, for tokens of nobody
+        # one extra row for padding tokens
         most = torch.full((len(starts), self.vocab_size), -torch.inf, dtype=self.dtype, device=hidden.device)
         for first in range(0, len(hidden), VOCABULARY_CHUNK):
             segment_max_into(most, self._lm_logits(hidden[first : first + VOCABULARY_CHUNK]), starts, first)

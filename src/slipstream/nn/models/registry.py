@@ -46,7 +46,7 @@ from slipstream.nn.weights.rules import Rules
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Of decoders."""
+    """How the decoders of a family are built: shape and tensor rules."""
 
     shape: Callable[[ModelInfo], DecoderShape]
     rules: Callable[[DecoderShape], Rules]
@@ -93,7 +93,7 @@ DECODER_ENDINGS = (
     "ForCausalLM", "Model", "ForSequenceClassification", "ForTokenClassification", "ForRewardModel",
     "ForProcessRewardModel",
 )  # fmt: skip
-PICTURES = {
+MULTIMODAL = {
     "Gemma3ForConditionalGeneration": Family(gemma3_shape, gemma_text_rules),
     "Gemma3nForConditionalGeneration": Family(gemma3n_shape, gemma3n_text_rules),
     "Gemma4ForConditionalGeneration": Family(gemma4_shape, gemma4_text_rules),
@@ -121,15 +121,15 @@ ENCODER_ENDINGS = ("Model", "ForMaskedLM", "ForPreTraining", "ForSequenceClassif
 def find_family(info: ModelInfo) -> Family | EncoderFamily:
     name = info.architecture
     family = family_name(name)
-    if name in PICTURES:
-        return PICTURES[name]
+    if name in MULTIMODAL:
+        return MULTIMODAL[name]
     if family in DECODERS and name.removeprefix(family) in DECODER_ENDINGS:
         return DECODERS[family]
     if family in ENCODER_FAMILIES and (name.removeprefix(family) in ENCODER_ENDINGS or name == family == "HF_ColBERT"):
         return ENCODER_FAMILIES[family]
     causal = ", ".join([f"{known}ForCausalLM" for known in DECODERS if known[-1].isdigit() or known[-1].islower()])
     raise UnsupportedModel(
-        f"{name} is not an architecture we run; we run {causal}, {', '.join(PICTURES)}, and encoders: "
+        f"{name} is not an architecture we run; we run {causal}, {', '.join(MULTIMODAL)}, and encoders: "
         f"{', '.join(ENCODER_FAMILIES)}"
     )
 

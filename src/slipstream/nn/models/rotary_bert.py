@@ -18,12 +18,12 @@ from slipstream.nn.weights.rules import Rules
 def nomic_shape(info: ModelInfo) -> EncoderShape:
     extra = info.extra
     if extra.get("num_experts") or extra.get("moe_every_n_layers"):
-        raise UnsupportedModel("NomicBERT with experts is not built; the dense ones are")
+        raise UnsupportedModel("NomicBERT with experts is not supported; use a dense one")
     if extra.get("prenorm") or extra.get("rotary_emb_interleaved") or extra.get("use_rms_norm"):
-        raise UnsupportedModel("this NomicBERT norms or turns in a way that no release we know does")
+        raise UnsupportedModel("NomicBERT with prenorm, interleaved rope or RMS norms is not supported; use another")
     fraction = extra.get("rotary_emb_fraction", 1.0)
     if fraction != 1.0:
-        raise UnsupportedModel(f"NomicBERT with rotary_emb_fraction {fraction} is not built; 1 is")
+        raise UnsupportedModel(f"NomicBERT with rotary_emb_fraction {fraction} is not supported; 1 is")
     theta = extra.get("rotary_emb_base")  # where the first releases have it
     return replace(
         bert_shape(info),

@@ -1,4 +1,4 @@
-"""What a folder's weights say of the projection to tokens, where config.json says something else.
+"""The projection to tokens as the folder's weights have it, if config.json disagrees with them.
 
 As transformers does: tied weights that are both in the file and differ are not tied. An untied checkpoint without
 `lm_head.weight` (how several embedders are published) does not generate.

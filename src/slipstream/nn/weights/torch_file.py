@@ -65,24 +65,24 @@ class _Tensor:
 
 def _open(path: Path) -> dict[str, _Tensor]:
     """The tensors of a file by name, without reading them."""
-    way_out = "convert it to safetensors"
+    hint = "convert it to safetensors"
     try:
         with zipfile.ZipFile(path) as archive:
             pickled = next(name for name in archive.namelist() if name.endswith("data.pkl"))
             load = partial(_storage, pickled.removesuffix("data.pkl"))
             found = read_pickle(archive.read(pickled), _NAMES, load)
     except zipfile.BadZipFile:
-        raise BadCheckpoint(f"{path} is not a zip file: it is corrupt, or older than torch 1.6; {way_out}") from None
+        raise BadCheckpoint(f"{path} is not a zip file: it is corrupt, or older than torch 1.6; {hint}") from None
     except NotPlain as error:
         raise BadCheckpoint(
-            f"{path} contains {error}, not only tensors; Slipstream does not execute code of checkpoints; {way_out}"
+            f"{path} contains {error}, not only tensors; Slipstream does not execute code of checkpoints; {hint}"
         ) from None
     except (OSError, StopIteration, ValueError, NotImplementedError, RuntimeError, zlib.error) as error:
         raise BadCheckpoint(f"{path} cannot be read: {error}; download it again") from None
     if isinstance(found, dict) and isinstance(found.get("state_dict"), dict):
         found = found["state_dict"]
     if not isinstance(found, dict) or not all(isinstance(tensor, _Tensor) for tensor in found.values()):
-        raise BadCheckpoint(f"{path} is not a dictionary of tensors; {way_out}")
+        raise BadCheckpoint(f"{path} is not a dictionary of tensors; {hint}")
     return {str(name): tensor for name, tensor in found.items()}
 
 

@@ -4,8 +4,8 @@ A new kind of cache (for example a recurrent state with checkpoints) is a new fi
 `cache_spec.py` and an entry in `KINDS` in `manager.py`. The manager asks every group the same questions, and changes
 nothing before all groups have agreed.
 
-Entry n of a request's page table stands for its n-th `page_size` positions. An entry whose page the request no longer
-holds has the null page.
+Entry n of a request's page table is the page of its n-th `page_size` positions. An entry whose page the request no
+longer holds has the null page.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _run(
     submitted: dict[str, float] = {}
     token_times: dict[str, list[float]] = {}
     states: list[RequestState] = []
-    first_step, device = core.num_steps, core.account.total.copy()
+    first_step, device = core.num_steps, core.timer.total.copy()
     waiting = iter(enumerate(items))
     active = 0
     begin = clock()
@@ -177,7 +177,7 @@ def _run(
         ttft_ms=spread([times[0] - submitted[name] for name, times in token_times.items()]),
         itl_ms=spread(gaps) if gaps else None,
         request_ms=spread([times[-1] - submitted[name] for name, times in token_times.items()]),
-        device=core.account.total.since(device),
+        device=core.timer.total.since(device),
         itl_at_ms=_gaps_along(list(token_times.values())),
     )
 

@@ -103,7 +103,8 @@ class App:
     def refusal(
         self, method: str, path: str, headers: Headers, client: Address | None
     ) -> tuple[HTTPException, str] | None:
-        """Returns the error and the id of a request that is refused because the queue is full, by its head alone.
+        """Returns the error and the id of a request that is refused because the queue is full,
+        from the request line and headers, before the body is read.
 
         None where the request takes the normal path: there is room, or another check must answer first.
         """

@@ -72,10 +72,10 @@ class Request:
             fact = f"no model here does {wanted}"
         able = [other for other, each in models.items() if any(each.can(task) for task in tasks)]
         if able:
-            way_out = f"choose {' or '.join(able)}"
+            hint = f"choose {' or '.join(able)}"
         else:
-            way_out = "here " + "; ".join(f"{other} does {_tasks(each)}" for other, each in models.items())
-        raise bad_request(f"{fact}; {way_out}", "model", "model_cannot")
+            hint = "here " + "; ".join(f"{other} does {_tasks(each)}" for other, each in models.items())
+        raise bad_request(f"{fact}; {hint}", "model", "model_cannot")
 
 
 def _tasks(served: ServedModel) -> str:

@@ -35,7 +35,7 @@ class Watchdog:
             return
         if self._busy_since is None:
             self._busy_since = now
-        silent = now - max(self._busy_since, engine.heard)
+        silent = now - max(self._busy_since, engine.last_message_time)
         if silent < self.seconds:
             self.state.stalled = None
         elif self.state.stalled is None:

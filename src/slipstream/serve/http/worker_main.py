@@ -1,6 +1,6 @@
 """`python -m slipstream.serve.http.worker_main LISTENER CORE [BOARD PLACE]`: one of several front ends.
 
-ServerStandard input has the ServerSettings as JSON. BOARD is shared memory for the counters of all front ends.
+Standard input has the ServerSettings as JSON. BOARD is shared memory for the counters of all front ends.
 """
 
 from __future__ import annotations

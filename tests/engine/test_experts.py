@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from replay_device import ReplayDevice
 from slipstream import LLM, SamplingParams
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from tiny import write_tiny, write_weights
@@ -44,6 +45,22 @@ def test_tokens_do_not_depend_on_scheduling(family, tmp_path):
         {"num_pages": 17},  # too few for all rows at once
     ):
         assert tokens(folder, **options) == alone, options
+
+
+def test_padding_of_captured_steps_changes_nothing(tmp_path):
+    """Decode steps are padded to the sizes of graphs; padding is routed to no expert."""
+    folder = write_tiny(tmp_path, "qwen3_moe", torch.float64)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    options = {"max_model_len": 64, "page_size": 4, "dtype": "float64", "num_threads": 1, "depth": 0}
+    found = []
+    for device in (None, ReplayDevice(0)):
+        with LLM(str(folder), use_tqdm_on_load=False, _device=device, **options) as llm:
+            llm.core.executor.graphs.token_sizes = []  # the CPU's attention takes no padded chunks
+            results = llm.generate(PROMPTS[:3], params, use_tqdm=False)  # three rows, padded to four
+            found.append([list(result.outputs[0].token_ids) for result in results])
+            captured = [key for key, entry in llm.core.executor.graphs._captured.items() if entry is not None]
+    assert found[0] == found[1]
+    assert any(key[0] == "body" and key[1].rows == 4 for key in captured)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

@@ -135,6 +135,7 @@ def experts() -> dict[str, Callable[[], Any]]:
     routing = Routing(ints(3, 2).int(), torch.rand(3, 2))
     return {
         "route": lambda: get("moe.triton.route")(half(3, 8), RouterRule(2), None),
+        "route without padding": lambda: get("moe.triton.route")(half(3, 8), RouterRule(2), None, ints(3), 16),
         "expert_mlp": lambda: get("moe.triton.expert_mlp")(half(3, 32), routing, half(8, 96, 32), half(8, 32, 48)),
         "expert_mlp with biases": lambda: get("moe.triton.expert_mlp")(
             half(3, 32), routing, half(8, 96, 32), half(8, 32, 48), False, ExpertBiases(half(8, 96), half(8, 32))

@@ -117,8 +117,8 @@ def experts():
     x = of(HALF, "logits x weight out") | of(FLOAT, "bias weights pair_weights") | of(INT, "ids order table")
     x |= {"scale": "fp32"}
     rule = dict(TOP_K=6, PADDED_K=8, EXPERTS=64, RENORMALIZE=True, SIGMOID=True, GROUPS=8, KEPT_GROUPS=4, TOP2=True)
-    build(moe + "route", "_route_kernel", x | of(FLOAT, "weights"), **rule)
-    plain = dict(SIGMOID=False, GROUPS=1, KEPT_GROUPS=1, TOP2=False, bias=None)
+    build(moe + "route", "_route_kernel", x | of(FLOAT, "weights") | {"slots": LONG}, **rule)
+    plain = dict(SIGMOID=False, GROUPS=1, KEPT_GROUPS=1, TOP2=False, bias=None, slots=None)
     build(moe + "route", "_route_kernel", x | of(FLOAT, "weights"), **rule | plain)
     build(moe + "sort", "_sort_kernel", x, BINS=256, SIZE=16, BLOCK=1024)
     tile = dict(PAIRS=16, OUTPUTS=64, INPUTS=128)

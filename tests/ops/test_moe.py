@@ -72,6 +72,23 @@ def test_routing_is_the_definition(name, version, biased):
         assert weights == pytest.approx([weight for _, weight in expected], rel=1e-5)
 
 
+@pytest.mark.parametrize("version", ["reference", "kernel"])
+def test_padding_has_no_expert_and_adds_nothing(version):
+    """Slots of padding lie in page 0. The other tokens get what they get without it."""
+    x, _, gate_up, down = make(6, 32, 24, 5, 2)
+    logits, rule = torch.randn(6, 5, device=DEVICE), RouterRule(2)
+    slots = torch.tensor([16, 3, 900, 0, 17, 15], device=DEVICE)
+    module, multiply = (reference, host.expert_mlp) if version == "reference" else (kernels(), kernels().expert_mlp)
+    found, plain = module.route(logits, rule, None, slots, 16), module.route(logits, rule)
+    real = [0, 2, 4]
+    assert found.has_padding and not plain.has_padding
+    assert found.ids[real].equal(plain.ids[real]) and found.weights[real].equal(plain.weights[real])
+    assert found.ids[[1, 3, 5]].eq(5).all() and found.weights[[1, 3, 5]].eq(0).all()
+    with_padding, without = multiply(x, found, gate_up, down), multiply(x, plain, gate_up, down)
+    assert with_padding[[1, 3, 5]].eq(0).all()
+    torch.testing.assert_close(with_padding[real], without[real], rtol=1e-6, atol=1e-6)
+
+
 def test_routing_keeps_float64():
     logits = torch.randn(3, 8, dtype=torch.float64)
     routing = reference.route(logits, RouterRule(2))
@@ -187,7 +204,10 @@ def test_versions_agree_in_float64(kind):
 def test_no_tokens_are_no_rows():
     for expert_mlp in (host, kernels()):
         x, routing, gate_up, down = make(2, 64, 32, 8, 2)
-        assert expert_mlp.expert_mlp(x[:0], Routing(*(part[:0] for part in routing)), gate_up, down).shape == (0, 64)
+        assert expert_mlp.expert_mlp(x[:0], Routing(routing.ids[:0], routing.weights[:0]), gate_up, down).shape == (
+            0,
+            64,
+        )
 
 
 @pytest.mark.cuda

@@ -47,9 +47,10 @@ class DenseAndExperts(Layer):
         normed, total = norm(*of_last(x, residual, last))
         dense, _ = self.dense_out_norm(self.dense(normed, context))
         logits = self.routed.router(self.router_norm(total)[0], context) * self.router_scale
-        ids, weights = self.routed.choose(logits)
-        scales = self.expert_scale.index_select(0, ids.flatten()).view(ids.shape)
-        routed = self.routed.run(self.routed_norm(total)[0], Routing(ids, weights * scales))
+        ids, weights, has_padding = self.routed.choose(logits, context)
+        known = ids.flatten().clamp(max=len(self.expert_scale) - 1)  # padding has no expert
+        scales = self.expert_scale.index_select(0, known).view(ids.shape)
+        routed = self.routed.run(self.routed_norm(total)[0], Routing(ids, weights * scales, has_padding))
         return dense + self.routed_out_norm(routed)[0], total
 
     def products(self) -> None:

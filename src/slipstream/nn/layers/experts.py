@@ -40,7 +40,7 @@ class Experts(Layer):
         self.shared_gate = Linear(hidden, {"": 1}, False, plain, dtype) if shape.shared_gate else None
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        out = self.run(x, self.choose(self.router(x, context)))
+        out = self.run(x, self.choose(self.router(x, context), context))
         if self.shared is None:
             return out
         shared = self.shared(x, context)
@@ -48,9 +48,13 @@ class Experts(Layer):
             shared = torch.sigmoid(self.shared_gate(x, context)) * shared
         return out + shared
 
-    def choose(self, logits: torch.Tensor) -> Routing:
-        """Experts of each token from router logits [T, experts]."""
-        return route(logits, self.shape.router, self.correction_bias)
+    def choose(self, logits: torch.Tensor, context: ForwardContext) -> Routing:
+        """Experts of each token from router logits [T, experts]. In steps of one token per row, which may be padded to
+        the size of a graph, padding has none: it would have weights read for nothing."""
+        batch, slots, page_size = context.batch, None, 0
+        if batch.slots and context.caches and batch.num_single == len(logits):
+            slots, page_size = batch.slots[0], context.caches[0][0].shape[1]
+        return route(logits, self.shape.router, self.correction_bias, slots, page_size)
 
     def run(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         """The routed experts alone."""

@@ -29,9 +29,9 @@ def expert_mlp(
     flat = routing.ids.flatten().to(torch.int64)
     order = flat.argsort(stable=True)
     with sync_allowed("the counts lie on the CPU, as all tensors here"):
-        counts = torch.bincount(flat, minlength=len(gate_up)).numpy()
+        counts = torch.bincount(flat, minlength=len(gate_up)).numpy()[: len(gate_up)]  # without padding
     rows = x.index_select(0, order // top_k)
-    made = torch.empty_like(rows)
+    made = torch.zeros_like(rows) if routing.has_padding else torch.empty_like(rows)
     begin = 0
     for expert, count in enumerate(counts):
         if not count:

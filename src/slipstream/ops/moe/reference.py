@@ -30,12 +30,23 @@ class RouterRule:
 
 
 class Routing(NamedTuple):
-    ids: torch.Tensor  # [tokens, top_k] int32, experts by descending score
+    ids: torch.Tensor  # [tokens, top_k] int32, experts by descending score; the number of experts: none
     weights: torch.Tensor  # [tokens, top_k] float32, or float64 for float64 logits
+    has_padding: bool = False  # some tokens may have no expert
 
 
-def route(logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None = None) -> Routing:
-    """Experts of each token from logits [tokens, experts]. `bias` [experts] changes the choice, never the weights."""
+def route(
+    logits: torch.Tensor,
+    rule: RouterRule,
+    bias: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    page_size: int = 0,
+) -> Routing:
+    """Experts of each token from logits [tokens, experts]. `bias` [experts] changes the choice, never the weights.
+
+    `slots` [tokens]: the cache slot of each token, where padding lies in page 0 of `page_size` slots. Padding is routed
+    to no expert: its ids are the number of experts, its weights 0, and the output of `expert_mlp` is 0.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scores = logits.softmax(-1) if rule.scores == "softmax" else logits.sigmoid()
     choice = scores if bias is None else scores + bias
@@ -49,7 +60,12 @@ def route(logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None = No
     weights = scores.gather(1, ids)
     if rule.renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return Routing(ids.to(torch.int32), weights * rule.scale)
+    routing = Routing(ids.to(torch.int32), weights * rule.scale)
+    if slots is None:
+        return routing
+    is_padding = (slots < page_size).unsqueeze(1)
+    ids = routing.ids.masked_fill(is_padding, logits.shape[1])
+    return Routing(ids, routing.weights.masked_fill(is_padding, 0.0), has_padding=True)
 
 
 class ExpertBiases(NamedTuple):

@@ -50,7 +50,9 @@ def expert_mlp(
     hidden = torch.empty(num_tokens * top_k, inner, dtype=x.dtype, device=x.device)
     gate_up_bias, down_bias = (None, None) if biases is None else biases
     _multiply(x, gate_up, gate_up_bias, hidden, tiles, None, top_k, tile, gate)
-    made = torch.empty(num_tokens * top_k, x.shape[1], dtype=x.dtype, device=x.device)
+    # pairs of no expert are in no tile, so their rows stay 0
+    new = torch.zeros if routing.has_padding else torch.empty
+    made = new(num_tokens * top_k, x.shape[1], dtype=x.dtype, device=x.device)
     _multiply(hidden, down, down_bias, made, tiles, routing.weights, 1, tile)
     return made.view(num_tokens, top_k, -1).sum(1)
 

@@ -10,12 +10,18 @@ from slipstream.ops.moe import reference
 from slipstream.ops.moe.reference import RouterRule, Routing
 
 
-def route(logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None = None) -> Routing:
+def route(
+    logits: torch.Tensor,
+    rule: RouterRule,
+    bias: torch.Tensor | None = None,
+    slots: torch.Tensor | None = None,
+    page_size: int = 0,
+) -> Routing:
     """As the reference. Of equal scores the expert with the lower index is chosen."""
     num_tokens, num_experts = logits.shape
     size = num_experts // rule.num_groups
     if rule.num_groups > 1 and num_experts & (num_experts - 1) | rule.num_groups & (rule.num_groups - 1):
-        return reference.route(logits, rule, bias)  # the kernel needs groups of a power of two
+        return reference.route(logits, rule, bias, slots, page_size)  # the kernel needs groups of a power of two
     assert logits.stride(1) == 1 and size * rule.num_groups == num_experts
     ids = torch.empty(num_tokens, rule.top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(num_tokens, rule.top_k, dtype=torch.float32, device=logits.device)
@@ -23,11 +29,13 @@ def route(logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None = No
         _route_kernel[(num_tokens,)](
             logits,
             bias,
+            slots,
             ids,
             weights,
             num_experts,
             logits.stride(0),
             rule.scale,
+            page_size,
             TOP_K=rule.top_k,
             PADDED_K=triton.next_power_of_2(rule.top_k),
             EXPERTS=triton.next_power_of_2(num_experts),
@@ -38,7 +46,7 @@ def route(logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None = No
             TOP2=rule.group_score == "top2",
             num_warps=1 if num_experts <= 128 else 4,
         )
-    return Routing(ids, weights)
+    return Routing(ids, weights, has_padding=slots is not None)
 
 
 # grid: (tokens,)
@@ -46,11 +54,13 @@ def route(logits: torch.Tensor, rule: RouterRule, bias: torch.Tensor | None = No
 def _route_kernel(
     logits,
     bias,
+    slots,
     ids,
     weights,
     num_experts,
     stride,
     scale,
+    page_size,
     TOP_K: tl.constexpr,
     PADDED_K: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -100,5 +110,9 @@ def _route_kernel(
         choice = tl.where(expert == top, -float("inf"), choice)
     if RENORMALIZE:
         chosen_weights = chosen_weights / (tl.sum(chosen_weights, 0) + 1e-20)
+    if slots is not None:
+        is_padding = tl.load(slots + token) < page_size
+        chosen_ids = tl.where(is_padding, num_experts, chosen_ids)
+        chosen_weights = tl.where(is_padding, 0.0, chosen_weights)
     tl.store(ids + token * TOP_K + place, chosen_ids, mask=place < TOP_K)
     tl.store(weights + token * TOP_K + place, chosen_weights * scale, mask=place < TOP_K)

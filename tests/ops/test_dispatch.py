@@ -38,6 +38,17 @@ def test_the_first_tensor_decides(kernels: str) -> None:
     assert op.__name__ == "double"
 
 
+def test_an_op_without_a_kernel_names_itself_and_the_module(kernels: str) -> None:
+    def triple(x: Any) -> Any:
+        return x
+
+    op = dispatch._pick(triple, kernels)
+    here = on(False)
+    assert op(here) is here
+    with pytest.raises(NotImplementedError, match="triple has no CUDA kernel: invented_kernels does not define it"):
+        op(on(True))
+
+
 def test_float64_stays_with_the_host_version(kernels: str) -> None:
     x = on(True, torch.float64)
     assert dispatch._pick(double, kernels)(x)[0] == "host"

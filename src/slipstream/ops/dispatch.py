@@ -42,7 +42,12 @@ def _pick(host: Callable[P, R], module: str) -> Callable[P, R]:
         if not first.is_cuda or first.dtype is torch.float64:
             return host(first, *args, **kwargs)  # type: ignore[call-arg]
         if kernel is None:
-            kernel = getattr(importlib.import_module(module), name)
+            kernel = getattr(importlib.import_module(module), name, None)
+            if kernel is None:
+                raise NotImplementedError(
+                    f"{name} has no CUDA kernel: {module} does not define it; write one, or export the host function "
+                    "without by_device"
+                )
         if _validated is not None:
             return _run_both(host, kernel, (first, *args), kwargs)
         return kernel(first, *args, **kwargs)

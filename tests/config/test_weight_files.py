@@ -46,7 +46,7 @@ def test_an_adapter_names_its_base_and_the_alternative(tmp_path: Path, with_conf
         require_weights(locate(str(tmp_path)).path)
 
 
-def test_an_adapter_beside_weights_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_adapter_beside_weights_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "adapter_config.json").write_text("[broken")
     (tmp_path / WHOLE).touch()
     with caplog.at_level(logging.WARNING):

@@ -272,7 +272,7 @@ def test_min_tokens_beyond_the_model_length_are_refused(llm):
 
 
 @pytest.mark.parametrize("kind", [LLM, AsyncEngine])
-def test_a_tokenizer_that_cannot_be_read_is_told_before_anything_is_loaded(folder, tmp_path, kind, monkeypatch):
+def test_an_unreadable_tokenizer_is_reported_before_weights_are_loaded(folder, tmp_path, kind, monkeypatch):
     copy = changed(folder, tmp_path)
     (copy / "tokenizer.json").write_text("{}")
     monkeypatch.setattr("slipstream.engine.build.build_core", None)

@@ -34,7 +34,7 @@ def test_the_host_waits_once_a_step_and_only_for_the_oldest(depth):
     assert core.num_steps == core.executor.num_waits == 9
 
 
-def test_a_result_that_is_there_is_told_while_the_next_launch_is_held_back(monkeypatch):
+def test_a_finished_result_is_returned_while_the_next_launch_is_delayed(monkeypatch):
     """Steps are long, so launching further ahead is of no use; the oldest step's tokens are."""
     core = scripted_core(depth=2)
     core.submit(submit("a", [1, 2, 3], max_tokens=9))
@@ -49,8 +49,8 @@ def test_a_result_that_is_there_is_told_while_the_next_launch_is_held_back(monke
     assert len(naps) == 1 and not core.executor.num_waits
 
 
-def test_one_that_is_refused_changes_nobody_elses_draws():
-    """Who brings no seed gets one by its place in line, however often it had to ask."""
+def test_a_refused_request_does_not_change_the_samples_of_others():
+    """The seed of a request without one depends on its order among accepted requests, not on refused attempts."""
     seeds = []
     for num_refused in (0, 3):
         core = scripted_core(max_waiting=1)
@@ -92,7 +92,9 @@ def test_a_query_that_is_taken_back_with_its_documents_leaves_no_trace():
         Submit(name, ids, PoolingParams(task="token_embed", query_key="q"), 0.0)
         for name, ids in (("d", [3]), ("e", []))
     )
-    with pytest.raises(InvalidPrompt, match="^the prompt"):  # whoever sent them sorts by length: its place says nothing
+    with pytest.raises(
+        InvalidPrompt, match="^the prompt"
+    ):  # the sender sorts prompts by length, so an index would mean nothing
         core.submit(query, document, bad)
     assert not core.has_work() and not core.scheduler.keeps_query("q")
 
@@ -112,7 +114,7 @@ def test_a_device_that_breaks_ends_the_engine_with_its_reason(depth, where):
         core.step()
     with pytest.raises(EngineDead, match="has failed before: device-side assert"):
         core.submit(submit("b", [1]))
-    core.abort(Abort("a"))  # whoever leaves now is not troubled
+    core.abort(Abort("a"))  # an abort now raises nothing
     core.close()
     assert core.executor.closed
 
@@ -160,8 +162,8 @@ def test_the_last_token_in_flight_ends_it_once(depth):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_silent_steps_of_one_who_left_leave_the_rings_their_room(depth):
-    """Nobody waits for steps in which nobody ends: those left behind by an abort still lie in slots of the rings."""
+def test_steps_without_outputs_of_an_aborted_request_do_not_exhaust_the_rings(depth):
+    """The core does not wait for steps without outputs, so after an abort they still occupy ring buffers."""
     core = scripted_core(depth, max_num_batched_tokens=4)
     device = core.executor
     finish, most = device.finish, 0

@@ -124,7 +124,7 @@ class Day:
                 if front in self.hub.connections and (name, sample) not in self.aborted:
                     assert (tokens, ends) == (wanted, [reason])
                 assert tokens == wanted[: len(tokens)] and len(ends) <= 1
-        assert not got, "somebody got what was another's"
+        assert not got, "a request got the output of another one"
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -186,7 +186,7 @@ def test_a_sample_that_ended_before_its_abort_came_costs_the_others_nothing() ->
     assert ends == [FinishReason.LENGTH] * 2
 
 
-def test_what_cannot_run_is_refused_and_nobody_else_notices() -> None:
+def test_a_request_that_cannot_run_is_refused_without_effect_on_others() -> None:
     day = Day(depth=1)
     day.process._handle(0, submit("a", [1] * 60, "one"))
     day.process._handle(0, submit("b", [1], "three"))

@@ -177,7 +177,7 @@ def run_all(llm: LLM):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_no_more_is_taken_than_was_foretold(tmp_path, name):
+def test_no_more_memory_is_taken_than_planned(tmp_path, name):
     kind = KINDS[name]
     folder = write_small(tmp_path, **kind.model)
     write_byte_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""Pooling on a GPU: replayed or eager, ahead or not, whole or in chunks: the CPU's numbers, and nobody waits."""
+"""Pooling on a GPU: replayed or eager, ahead or not, whole or in chunks: the CPU's values, without waiting."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_every_head_gives_the_cpus_numbers_and_nobody_waits(name, tmp_path):
+def test_every_head_gives_the_cpus_values_without_waiting(name, tmp_path):
     (family, *task), (alike, other), types = (HEADS[name][0].split(), *HEADS[name][1:])
     if family == "reward":
         folder = write_reward_model(tmp_path)

@@ -76,7 +76,7 @@ def test_a_model_that_only_pools_is_ready_too(kind, tmp_path, monkeypatch):
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="reads the whole card's memory: run it without -n")
 @pytest.mark.parametrize("eager", [False, True])
-def test_the_memory_it_was_told_to_leave_stays_free(folder, eager):
+def test_the_memory_to_keep_free_stays_free(folder, eager):
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     share = (total - free + 6 * 2**30) / total

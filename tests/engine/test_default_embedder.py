@@ -84,7 +84,7 @@ def test_vectors_are_the_mean_of_transformers_hidden_states(folder, vectors):
     assert np.abs(np.linalg.norm(vectors, axis=1) - 1).max() < 1e-5
 
 
-def test_a_text_has_one_vector_whatever_stands_beside_it(llm, vectors):
+def test_a_text_has_the_same_vector_in_every_batch(llm, vectors):
     for place in (0, 5, 9):
         alone = llm.embed(SENTENCES[place])[0].outputs.data
         np.testing.assert_allclose(alone, vectors[place], atol=1e-6)

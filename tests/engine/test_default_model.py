@@ -76,7 +76,7 @@ def test_low_bit_answers_are_those_of_the_dequantised_weights_and_repeat_to_the_
         assert repeated.outputs[0].logprobs == low_bit.outputs[0].logprobs
 
 
-def test_it_has_defaults_of_its_own_for_sampling_when_nobody_names_it() -> None:
+def test_the_default_model_has_its_own_sampling_defaults() -> None:
     with LLM(use_tqdm_on_load=False, max_model_len=64, num_pages=8) as llm:
         assert llm.default_sampling_params() == SamplingParams(temperature=0.2, top_p=0.9)
     with LLM(str(PATH), use_tqdm_on_load=False, max_model_len=64, num_pages=8) as llm:

@@ -71,7 +71,7 @@ def test_a_gap_is_the_devices_own_if_the_step_before_was_still_there():
     assert engine.timer.total.turnaround == 0.25
 
 
-def test_a_gap_is_the_hosts_or_its_callers_by_who_took_longer():
+def test_a_gap_is_assigned_to_the_core_or_its_caller_whichever_took_longer():
     engine = Engine()
     engine.step(Span(0, 2))
     assert engine.step(Span(3, 4), inside=0.01, outside=0.002) == "host_late"
@@ -98,7 +98,7 @@ def test_a_device_that_is_still_at_work_had_no_rest():
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("how", ["ended", "aborted"])
-def test_with_nobody_left_there_is_nothing_to_do_whatever_is_still_in_flight(depth, how):
+def test_without_open_requests_idle_time_is_no_work_even_with_steps_in_flight(depth, how):
     core = scripted_core(depth)
     causes, launched = [], core.timer.launched
     core.timer.launched = lambda: causes.append(launched()) or causes[-1]
@@ -167,7 +167,7 @@ def test_nothing_to_do_for_one_of_several_is_no_rest_for_the_device():
     assert second.step(Span(9, 10), has_work=False) == "no_work"
 
 
-def test_a_step_nobody_timed_is_passed_over():
+def test_a_step_without_events_is_skipped():
     engine = Engine()
     engine.step(None)
     engine.step(Span(0, 1))

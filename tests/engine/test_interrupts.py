@@ -54,7 +54,7 @@ def test_an_error_does_not_swallow_an_interrupt():
     assert isinstance(found.value.__context__, ValueError)
 
 
-def test_whoever_handles_interrupts_goes_on_doing_so():
+def test_an_existing_interrupt_handler_stays_installed():
     came = []
     signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     with held_back():

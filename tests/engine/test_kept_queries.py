@@ -1,4 +1,4 @@
-"""Queries that the device keeps for late interaction go when those who wanted them have gone, however that was."""
+"""Stored queries of late interaction are dropped when their requests end, in whatever way they end."""
 
 from __future__ import annotations
 
@@ -74,21 +74,21 @@ def test_no_more_prompts_of_a_call_are_sent_than_the_core_lets_wait(folder):
                 core.say(done(core.submits[num_sent - 2], float(num_sent)))
             core.say(done(core.submits[3], 5.0))
             assert [one.outputs.data.tolist() for one in await call] == [[2.0], [3.0], [4.0], [5.0]]
-            # strangers fill the queue: somebody new waits until there is room
+            # other callers fill the queue: a new one waits until there is room
             first = asyncio.create_task(engine.encode([[1], [2], [3]]))
             await core.until(lambda: len(core.submits) == 6)
             second, third = (asyncio.create_task(engine.encode([ids])) for ids in ([5], [6]))
             for _ in range(5):
                 await asyncio.sleep(0)
             assert len(core.submits) == 6
-            second.cancel()  # one that leaves while it waits takes nobody's turn
+            second.cancel()  # a cancelled waiter does not take the turn of another one
             core.say(done(core.submits[4], 1.0), done(core.submits[5], 2.0))
             await core.until(lambda: len(core.submits) == 8)
             for submit in core.submits[6:]:
                 core.say(done(submit, float(submit.prompt_token_ids[0])))
             assert [one.outputs.data.tolist() for one in await first] == [[1.0], [2.0], [3.0]]
             assert [one.outputs.data.tolist() for one in await third] == [[6.0]]
-            # those who wait hear that the engine is closed
+            # waiters get the error that the engine is closed
             first, second = (asyncio.create_task(engine.encode([[1], [2]])) for _ in range(2))
             await core.until(lambda: len(core.submits) == 10)
             await engine.close()
@@ -102,7 +102,7 @@ def test_no_more_prompts_of_a_call_are_sent_than_the_core_lets_wait(folder):
 
 
 def test_of_many_pairs_some_are_sent_and_then_others(folder):
-    """Whoever sends them: no more queries are kept at once than there is room for."""
+    """No more queries are kept at once than there is room for, whichever caller sends them."""
 
     async def scenario():
         engine, core = await ScriptedCore.open(facts(folder, pooling=LATE, max_kept=100), answers=False)
@@ -198,7 +198,7 @@ def test_a_core_forgets_the_queries_of_a_front_end_that_has_gone(folder):
             process._deliver(process.lanes.step())
         assert not queries
         process._pulse(False)
-        assert not process._kept_queries, "used up, so nobody need be asked"
+        assert not process._kept_queries, "all documents have arrived, so no release is needed"
 
 
 def test_an_id_that_keeps_a_query_names_no_second_one(folder):

@@ -1,4 +1,4 @@
-"""Several models under one loop: who is stepped next, and that nobody starves."""
+"""Several models under one loop: which lane is stepped next; no lane starves."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_lane_alone_with_work_gets_every_step():
     assert (chat.num_steps, embed.num_steps) == (0, 50)
 
 
-def test_nobody_saves_up_while_idle():
+def test_idle_lanes_earn_no_credit():
     """After a long time alone the busy lane is not made to wait until the other has caught up."""
     chat, embed = FakeCore(0.001, 0), FakeCore(0.001, 10_000, whole=True)
     lanes = Lanes({"chat": chat, "embed": embed})
@@ -96,7 +96,7 @@ def test_a_long_step_of_one_is_paid_back():
 
 
 def test_a_step_of_prompts_is_short_while_others_read_along():
-    """`max_itl` bounds it, by what its lane has seen; and not any more once nobody reads."""
+    """`max_itl` limits the other lane's steps by its own lane's token times, until no reader is left."""
     chat, embed = FakeCore(0.001, 3), FakeCore(0.001, 8, whole=True)
     embed.pace = SimpleNamespace(max_num_tokens=lambda: 77)
     embed.scheduler = EncoderScheduler(
@@ -138,7 +138,7 @@ def test_an_id_is_one_request_over_all_lanes():
         lanes.submit(submit("a", "chat"))
 
 
-def test_an_abort_reaches_whoever_has_it():
+def test_an_abort_reaches_the_lane_of_its_request():
     chat, embed = FakeCore(0.001), FakeCore(0.001, whole=True)
     lanes = Lanes({"chat": chat, "embed": embed})
     lanes.submit(submit("b", "embed"))
@@ -153,7 +153,7 @@ def test_closing_closes_all():
 
 
 def test_when_one_fails_all_have_failed():
-    """They share a device, and whatever hit one may have hit it: nobody is told later and elsewhere."""
+    """Lanes share a device, so a device failure in one ends all of them at once."""
 
     class Failing(FakeCore):
         def step(self) -> list:

@@ -141,7 +141,7 @@ def test_nothing_leaks_when_the_query_is_aborted(model, steps):
         check_freed(bench)
 
 
-def test_a_query_that_nobody_used_goes_when_its_owner_says_so(model):
+def test_an_unused_query_is_dropped_when_its_owner_releases_it(model):
     with PoolBench(**model) as bench:
         owner = bench.submit(QUERY, query(3))
         bench.run()

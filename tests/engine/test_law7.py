@@ -242,8 +242,8 @@ def test_replayed_steps_give_the_same_tokens(model, depth, feature):
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_row_that_changes_hands_forgets_what_was_asked_of_it(model, depth):
-    """Replayed work finds in tables what each row asks for, also those that whoever sits there now did not write."""
+def test_a_reused_row_has_none_of_the_earlier_requests_parameters(model, depth):
+    """Replayed work reads each row's parameters from tables, also defaults that the present request did not write."""
     order = random.Random(1).sample(3 * [*REPLAYED.values()], 3 * len(REPLAYED))
     params = [asked.with_changes(max_tokens=9 + place % 5) for place, asked in enumerate(order)]
     prompts = [[7 + place, 9, 11] for place in range(len(params))]
@@ -255,7 +255,7 @@ def test_a_row_that_changes_hands_forgets_what_was_asked_of_it(model, depth):
 
 
 def test_few_graphs_serve_whatever_number_of_logprobs_is_wanted(model):
-    """A step tells a few more than are wanted, and nobody sees them."""
+    """A step reports a few more logprobs than requested; results contain the requested ones only."""
     asked = [GREEDY.with_changes(logprobs=k) for k in (0, *range(2, 6), 17, 18, 19, 20)]
     with make(model, batched=False) as llm:
         wanted = [llm.generate(PROMPTS[:1], params) for params in asked]

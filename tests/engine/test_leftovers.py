@@ -1,4 +1,4 @@
-"""Pages keep what others left in them. Whoever gets them next must not feel it, be it NaN."""
+"""Reused pages hold values of earlier requests, also NaN; they must not change the results of the next request."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_cache_full_of_nan_is_as_good_as_new(folder, dtype, depth, max_tokens)
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_those_who_get_the_pages_of_a_failed_request_do_not_fail(folder, dtype, depth, rows):
+def test_requests_that_reuse_pages_of_a_failed_request_do_not_fail(folder, dtype, depth, rows):
     """Pooling rows leave with their last launch: with steps in flight, others have their pages before anybody knows."""
     with make_bench(folder, dtype=dtype, depth=depth, max_num_seqs=rows, max_num_batched_tokens=8 * rows) as bench:
         wanted = [bench.pool([prompt], params)[0] for prompt in GOOD for params in (EMBED, GENERATE)]
@@ -95,8 +95,8 @@ def test_those_who_get_the_pages_of_a_failed_request_do_not_fail(folder, dtype, 
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_those_who_get_the_pages_of_an_aborted_request_do_not_fail(folder, dtype, depth):
-    """Its numbers were never looked at: nobody could have known."""
+def test_requests_that_reuse_pages_of_an_aborted_request_do_not_fail(folder, dtype, depth):
+    """The host never read its values, so it could not know that they were NaN."""
     with make_bench(folder, dtype=dtype, depth=depth) as bench:
         wanted = bench.pool(GOOD, EMBED)
         for _ in range(4):

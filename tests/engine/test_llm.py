@@ -146,7 +146,7 @@ def test_an_interrupt_while_texts_are_encoded(llm, encoded, monkeypatch, at):
 
 
 @pytest.mark.parametrize("bad", ["", "\ud800", {"prompt": ""}, {"prompt": 3}, [-1], [True], 5])
-def test_a_bad_prompt_is_told_by_its_place_before_any_runs(llm, bad):
+def test_a_bad_prompt_is_named_by_its_index_before_any_prompt_runs(llm, bad):
     num_steps = llm.core.num_steps
     with pytest.raises(InvalidPrompt, match="prompt 3 of 4: "):
         llm.generate(["Hello", [1], bad, "world"], FOUR)
@@ -283,7 +283,7 @@ def test_threads_that_share_it_take_turns(folder, depth):
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("by_reader", [True, False])
-def test_whoever_drops_a_stream_waits_for_no_step(folder, depth, by_reader):
+def test_dropping_a_stream_does_not_wait_for_a_step(folder, depth, by_reader):
     """The collector drops streams too, in a thread that the step may be waiting for."""
     entered, leave, left_in_time = threading.Event(), threading.Event(), []
     with LLM(folder, **SMALL, depth=depth) as llm:
@@ -384,7 +384,7 @@ def test_closing_frees_the_cache(folder):
     assert cache() is None
 
 
-def test_a_failure_of_the_device_is_told_with_its_cause(folder):
+def test_a_device_failure_is_raised_with_its_cause(folder):
     for depth in (0, 1, 2):
         with LLM(folder, **SMALL, depth=depth) as llm:
             llm.core.executor.model.logits = None  # not callable
@@ -444,7 +444,7 @@ def test_a_stream_of_a_closed_engine_says_so(folder):
         next(stream)
 
 
-def test_an_engine_nobody_closed_leaves_no_thread(folder):
+def test_an_engine_that_was_not_closed_leaves_no_thread(folder):
     before = threading.active_count()
     llm = LLM(folder, **SMALL, depth=2)
     llm.generate([1], FOUR)

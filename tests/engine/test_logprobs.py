@@ -1,4 +1,4 @@
-"""LogprobList: a list of dicts to whoever reads them, and bytes until somebody does."""
+"""LogprobList: a list of dicts for readers, kept as bytes until it is read."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_deep_copy_is_its_own():
     assert own and lazy == as_list()
 
 
-def test_msgspec_writes_them_as_lists_where_it_is_told_how():
+def test_msgspec_writes_them_as_lists_with_an_enc_hook():
     lazy, plain = both()[1]
     assert msgspec.json.encode(lazy, enc_hook=list) == msgspec.json.encode(plain)
 
@@ -146,7 +146,7 @@ def test_what_was_handed_out_stays_while_more_comes():
     for place in range(NUM):
         store.take(DATA[place * SIZE : (place + 1) * SIZE])
         seen.append(LogprobList(store, range(len(store))))
-        entries = iter(seen[-1])  # a reader that is not done yet keeps nobody out
+        entries = iter(seen[-1])  # an unfinished reader does not block others
         next(entries)
     assert [list(each) for each in seen] == [as_list()[: place + 1] for place in range(NUM)]
 
@@ -187,7 +187,7 @@ def made(monkeypatch):
 ASKING = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=3, prompt_logprobs=2, n=2)
 
 
-def test_logprobs_that_nobody_reads_are_never_made(llm, made, monkeypatch):
+def test_logprobs_that_are_not_read_are_never_built(llm, made, monkeypatch):
     decoded = []
     monkeypatch.setattr(llm.tokenizer, "text_of", lambda token: decoded.append(token) or str(token))
     results = llm.generate(["abc", "defg"], ASKING, use_tqdm=False)

@@ -67,7 +67,7 @@ def check_buffers(llm, memory):
         ("deepseek_v3", "float32", 1),
     ],
 )
-def test_weights_cache_and_rings_are_foretold_to_the_byte(tmp_path, family, dtype, depth):
+def test_the_plan_of_weights_cache_and_rings_is_exact_to_the_byte(tmp_path, family, dtype, depth):
     folder = write_tiny(tmp_path, family, tie_word_embeddings=depth == 0)
     options = dict(model=str(folder), dtype=dtype, depth=depth, max_num_seqs=5, max_model_len=100, num_threads=1)
     llm, memory = open_model(options)
@@ -91,7 +91,7 @@ def tensors_in(thing) -> list[torch.Tensor]:
 
 @needs_smollm2
 @pytest.mark.parametrize("dequantize", [False, True])
-def test_the_default_model_is_foretold_to_the_byte(dequantize):
+def test_the_plan_of_the_default_model_is_exact_to_the_byte(dequantize):
     llm, memory = open_model(dict(dequantize=dequantize, max_model_len=256, max_num_seqs=4, num_threads=1))
     with llm:
         model = llm.core.executor.model
@@ -158,7 +158,7 @@ WHOLE = [
     "wanted", [WHOLE, [WHOLE[0]], [WHOLE[1]], [WHOLE[4]]], ids=["mixed", "tokens", "prompts", "given"]
 )
 @pytest.mark.parametrize("options", [dict(depth=0), dict(depth=1, dtype="float64")], ids=["float32", "float64"])
-def test_whole_vocabularies_stay_within_what_was_foretold(tmp_path, wanted, options, monkeypatch):
+def test_logprobs_of_whole_vocabularies_stay_within_the_plan(tmp_path, wanted, options, monkeypatch):
     monkeypatch.setattr(slipstream.config.memory, "MAX_REPORTED_LOGPROBS", 4 * 2001)
     folder = write_small(tmp_path, vocab_size=2000)
     options |= dict(model=folder, load_format="dummy", skip_tokenizer_init=True, num_threads=1)
@@ -258,7 +258,7 @@ POOLING = [
 @pytest.mark.parametrize(("kind", "task"), POOLING)
 @pytest.mark.parametrize("lengths", [(1,), (60,), (3, 60, 17)], ids=["short", "long", "mixed"])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_pooling_stays_within_what_was_foretold(tmp_path, kind, task, lengths, depth):
+def test_pooling_stays_within_the_plan(tmp_path, kind, task, lengths, depth):
     if kind == "decoder":
         path = rewrite(write_tiny(tmp_path, "llama"), {"architectures": ["LlamaModel"]}, {})
     else:
@@ -355,7 +355,7 @@ def small_options(folder):
 
 
 @needs_proc
-def test_the_process_grows_no_more_than_foretold(tmp_path):
+def test_the_process_grows_no_more_than_planned(tmp_path):
     size = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=4, vocab_size=32_000)
     folder = write_small(tmp_path / "model", **size)
     options = COMMON | dict(model=folder, load_format="dummy", max_model_len=128, max_num_seqs=16)
@@ -365,7 +365,7 @@ def test_the_process_grows_no_more_than_foretold(tmp_path):
 
 @needs_proc
 @needs_smollm2
-def test_the_default_model_grows_no_more_than_foretold(tmp_path):
+def test_the_default_model_grows_no_more_than_planned(tmp_path):
     options = COMMON | dict(max_model_len=128, max_num_seqs=4, kv_cache_memory="32MiB")
     found = grown(options, small_options(tmp_path))
     file_bytes = locate(None).path.stat().st_size  # read through a map, so its pages count while they are there

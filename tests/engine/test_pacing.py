@@ -73,7 +73,7 @@ def test_a_long_step_is_followed_only_shortly_before_its_end():
     while world.pace.is_early():
         world.pace.nap()
     assert world.now - start == pytest.approx(0.35 - MIN_AHEAD, abs=MIN_NAP)
-    assert max(world.naps) <= MAX_NAP  # somebody may come meanwhile
+    assert max(world.naps) <= MAX_NAP  # a request may arrive meanwhile
 
 
 def test_a_smaller_step_is_expected_to_take_less():

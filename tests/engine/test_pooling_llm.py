@@ -291,7 +291,7 @@ def test_the_wrong_task_for_the_model(embedder, cross, folders):
     assert embedder.embed("still here")[0].finished
 
 
-def test_bad_input_harms_nobody_else(embedder):
+def test_bad_input_does_not_affect_other_prompts(embedder):
     for prompts, error in ((["fine", []], InvalidPrompt), ([[1], [999]], InvalidPrompt), ([[5] * 129], PromptTooLong)):
         with pytest.raises(error):
             embedder.embed(prompts)

@@ -34,7 +34,7 @@ class HeldStream(ThreadedStream):
         super().__init__("held-copy", None)
 
     def before(self) -> None:
-        assert self.gate.wait(60), "nobody let the copies go"
+        assert self.gate.wait(60), "the test did not release the copies"
 
 
 class HeldDevice(DelayedDevice):
@@ -78,7 +78,7 @@ def test_results_survive_the_steps_behind_them(model, params):
 
 
 def test_the_race_would_be_seen(model, monkeypatch):
-    """With one slot for all steps and nobody waiting for it, a later step's result comes out for an earlier one's."""
+    """With one buffer for all steps and no wait before its reuse, a step returns the result of a later one."""
     real = ResultRing.open
 
     def careless(ring, *args):
@@ -93,7 +93,7 @@ def test_the_race_would_be_seen(model, monkeypatch):
     assert any(not np.allclose(ours, theirs) for ours, theirs in zip(got, wanted, strict=True))
 
 
-def test_a_step_in_which_nobody_ends_copies_nothing(tmp_path):
+def test_a_step_in_which_no_prompt_ends_copies_nothing(tmp_path):
     """Nine pieces of two prompts; results leave in the two that end one."""
     for method in ("last", "first", "mean"):
         for params in (EMBED, TOKENS):
@@ -109,7 +109,7 @@ def test_a_step_in_which_nobody_ends_copies_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_step_in_which_nobody_ends_is_waited_for_by_nobody(tmp_path, depth, monkeypatch):
+def test_the_commit_of_a_step_in_which_no_prompt_ends_does_not_wait(tmp_path, depth, monkeypatch):
     """The device does nothing yet. The pieces before the last are committed; then the rings' last slot is taken."""
     device = DelayedDevice(depth, longest=0.0)
     gate = threading.Event()
@@ -120,7 +120,7 @@ def test_a_step_in_which_nobody_ends_is_waited_for_by_nobody(tmp_path, depth, mo
         for _ in range(depth + 1):
             assert bench.step() == []
         assert core.num_steps == depth + 1 and len(core.in_flight) == depth
-        assert core.timer.total.num_steps == 0  # it has not ended, so nobody knows how long it took
+        assert core.timer.total.num_steps == 0  # it has not ended, so its time is unknown
         real = StepHandle.wait_until_ended
         monkeypatch.setattr(StepHandle, "wait_until_ended", lambda handle: (gate.set(), real(handle)))
         bench.step()  # one more is launched, and this is as far ahead as anyone runs

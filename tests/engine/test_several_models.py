@@ -1,4 +1,4 @@
-"""Several models in one engine: each verb finds its model, and nobody's numbers change by the company they keep."""
+"""Several models in one engine: each method finds its model, and results are the same as alone."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_a_full_server_refuses_on_the_head_alone_and_goes_on_with_the_connection
     at_door(folder, scenario, answers=False, max_queued_requests=1, api_key=["key"])
 
 
-def test_who_has_no_key_is_not_told_how_busy_it_is_and_tokenizing_goes_on(folder):
+def test_without_a_key_the_answer_is_401_even_if_full_and_tokenizing_still_works(folder):
     async def scenario(door):
         async with served(door) as port, full(door):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -155,8 +155,8 @@ def test_an_answer_without_a_body_leaves_at_once_and_the_connection_goes_on(fold
     at_door(folder, scenario)
 
 
-def test_a_refused_request_that_waits_for_a_word_to_go_on_ends_its_connection(folder):
-    """Whoever asks first may leave its body away, and what comes next would be taken for it."""
+def test_a_refused_request_that_expects_100_continue_ends_its_connection(folder):
+    """A client that expects 100-continue may omit its body; its next request must not be read as the body."""
 
     async def scenario(door):
         async with served(door) as port, full(door):
@@ -170,7 +170,7 @@ def test_a_refused_request_that_waits_for_a_word_to_go_on_ends_its_connection(fo
     at_door(folder, scenario, answers=False, max_queued_requests=1, api_key=["key"])
 
 
-def test_a_refused_connection_that_falls_silent_is_closed(folder):
+def test_a_refused_connection_that_sends_nothing_more_is_closed(folder):
     async def scenario(door):
         async with served(door, timeout_keep_alive=0.2) as port, full(door):
             for rest in (b"x" * 100, b"x"):  # all of its body, or a part of it

@@ -53,7 +53,7 @@ def test_pieces_with_spaces_and_a_token_before_the_text_are_sliced_too(tmp_path)
     at_door(tmp_path, scenario)
 
 
-def test_tokens_that_are_no_text_are_told_apart_in_top_logprobs(folder):
+def test_tokens_that_are_no_text_are_distinct_in_top_logprobs(folder):
     async def scenario(door):
         body = {"prompt": [0xE6, 0x97, 0xA5], "echo": True, "logprobs": 2, "max_tokens": 1}
         (choice,) = (await door.post("/v1/completions", body)).json()["choices"]

@@ -89,7 +89,7 @@ def test_what_the_engine_says_in_python_is_said_in_json():
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
-def test_a_route_that_generates_finds_the_model_that_can_wherever_it_stands(folder, path):
+def test_a_generating_route_finds_the_generating_model_at_any_index(folder, path):
     models = facts(folder, "vectors", pooling=EMBED), facts(folder, "writer")
     body = {"prompt": "x"} if path == "/v1/completions" else CHAT
     answer = asked(folder, path, body, *models)

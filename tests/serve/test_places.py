@@ -45,7 +45,7 @@ def encrypted(port):
     return http.client.HTTPSConnection("localhost", port, context=ssl.create_default_context(cafile=CERT), timeout=60)
 
 
-def test_a_server_with_a_certificate_speaks_https_and_nothing_else(tiny_folder, monkeypatch):
+def test_a_server_with_a_certificate_accepts_https_only(tiny_folder, monkeypatch):
     server = ServerProcess(tiny_folder, "--ssl-certfile", CERT, "--ssl-keyfile", KEY, "--workers", "2")
     server.until("ready: serving")
     assert server.url.startswith("https://")
@@ -63,7 +63,7 @@ def test_a_server_with_a_certificate_speaks_https_and_nothing_else(tiny_folder, 
         except ConnectionResetError:
             pass
         assert b"HTTP/" not in answer
-    with pytest.raises(ssl.SSLError):  # who does not know the certificate
+    with pytest.raises(ssl.SSLError):  # a client without the certificate
         http.client.HTTPSConnection("localhost", server.port, timeout=60).request("GET", "/health")
     monkeypatch.setenv("SSL_CERT_FILE", CERT)
     from slipstream.serve.cli.main import main
@@ -94,7 +94,7 @@ def test_a_certificate_may_hold_its_key(tmp_path):
     assert server_settings({"ssl_certfile": str(both)}).ssl_keyfile is None
 
 
-def test_a_handshake_that_never_ends_holds_up_nobody(folder):
+def test_a_handshake_that_never_ends_does_not_delay_others(folder):
     """Nor does one that ends in the middle."""
     from serve.test_http_server import served
     from slipstream.serve.http.tls import server_context

@@ -63,7 +63,7 @@ def test_debug_says_why_a_request_was_refused_and_what_the_engine_did(folder, ca
     assert "tiny, 2 prompts of 5 tokens, 0 of them cached, 4 samples of 16 tokens, ended by length" in told
 
 
-def test_a_vector_is_told_without_samples(folder, caplog, monkeypatch):
+def test_a_pooling_request_is_logged_without_samples(folder, caplog, monkeypatch):
     from scripted_core import EVERY_TASK, facts
 
     monkeypatch.setattr("serve.asgi.facts", lambda folder, **more: facts(folder, pooling=EVERY_TASK, **more))

@@ -163,7 +163,7 @@ def test_health_comes_before_the_model_and_a_bad_model_is_the_last_line(folder, 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_taken_port_is_one_line(folder, workers):
-    """Also where the one who has it would share it."""
+    """Also if the process that listens there allows sharing."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         sock.listen()

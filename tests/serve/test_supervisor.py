@@ -224,7 +224,7 @@ def test_a_second_signal_ends_all_front_ends_at_once(folder):
 
 
 def test_a_front_end_that_cannot_start_is_not_started_again(folder, tmp_path):
-    """As with one front end: the cause is told, and the server ends."""
+    """As with one front end: the cause is reported, and the server ends."""
     broken = shutil.copytree(folder, tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
     server = ServerProcess(str(broken), "--workers", "2", wait=False)

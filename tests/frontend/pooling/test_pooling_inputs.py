@@ -182,7 +182,7 @@ def test_texts_are_cut_as_asked_then_as_the_folder_says():
     assert list(prepared(inputs(), [[1, 2, 3, 4, 5]], asked)[0].ids) == [1, 2, 3, 4]
 
 
-def test_a_prompt_by_name_stands_before_texts():
+def test_a_named_prompt_is_put_before_texts():
     given = inputs(prompts={"query": "Q:", "document": ""}, default_prompt_name="query")
     assert given.prefix(None) == "Q:" and given.prefix("document") == "" and given.prefix(None, "X:") == "X:"
     assert list(prepared(given, ["a"], prefix=given.prefix("query"))[0].ids) == ids_of("Q:a")

@@ -16,6 +16,7 @@ from hand_batch import HandRunner
 from hand_load import load
 from slipstream.config.model_info import model_info_from_config, read_model_info
 from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.nn.layers import delta_net
 from slipstream.nn.models.registry import find_shape
 from slipstream.nn.shapes import AttentionShape, DeltaShape
 from tiny import write_tiny, write_weights
@@ -64,6 +65,26 @@ def test_long_texts_equal_transformers_whole_in_odd_chunks_and_token_by_token(fa
     for name in prompts:
         assert expected[name].std() > 0.5
         torch.testing.assert_close(found[name], expected[name], rtol=0, atol=3e-4)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5"])
+def test_projections_on_two_streams_are_those_of_one_product(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(write_tiny(tmp_path, family, torch.float64), torch.float64)
+    prompts = texts(a=64, b=7)
+    expected = HandRunner(model, torch.float64).run(prompts)
+    sizes: list[int] = []
+
+    def two(x: torch.Tensor) -> bool:
+        sizes.append(len(x))
+        return True
+
+    monkeypatch.setattr(delta_net, "takes_two_streams", two)
+    found = HandRunner(model, torch.float64).run(prompts)
+    assert sizes == [71, 71]
+    for name in prompts:
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-12)
 
 
 def multimodal(folder: Path, family: str) -> Path:

@@ -14,9 +14,10 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.layers.products import Products
 from slipstream.nn.shapes import DeltaShape, NormShape
-from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, UnquantizedWeight, WeightSlot, new_parameter
 from slipstream.ops.conv1d import causal_conv1d
 from slipstream.ops.delta_rule import DeltaWeights, delta_decode, delta_gates, gated_delta_rule, gated_rms_norm
+from slipstream.ops.delta_rule.projections import project_on_two_streams, takes_two_streams
 
 
 class DeltaNet(Layer):
@@ -42,6 +43,7 @@ class DeltaNet(Layer):
         self.a_log = new_parameter(heads, dtype=wide)
         self.dt_bias = new_parameter(heads, dtype=wide)
         self.norm = new_parameter(shape.value_dim, dtype=dtype)
+        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def forward(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
         """x [T, hidden] to [T, hidden], or to [B, hidden] of the `last` tokens."""
@@ -57,19 +59,42 @@ class DeltaNet(Layer):
         last: LastTokens | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Body.after_norm`."""
-        projected, total = self.input.after_norm(norm, x, residual, context)
-        mixed = self.mix(projected, context, last)
+        rows = self._weight_rows() if takes_two_streams(x) else None
+        if rows is not None:
+            normed, total = norm(x, residual)
+            qkvz, gates = project_on_two_streams(normed, *rows)
+            mixed = self._mix(qkvz, gates, context, last)
+        else:
+            projected, total = self.input.after_norm(norm, x, residual, context)
+            mixed = self.mix(projected, context, last)
         return self.output(mixed, context), total if last is None else last.of(total)
+
+    def _weight_rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The weights of q, k, v and z, and those of b and a; None if the format has no rows to take apart."""
+        weight = self.input.weight
+        if type(weight) is not UnquantizedWeight:
+            return None
+        if self._rows is None:  # the same tensors in every step: kernels keep counters by weight
+            num_gates = 2 * self.shape.num_value_heads
+            self._rows = (weight.data[:-num_gates], weight.data[-num_gates:])
+        return self._rows
 
     def products(self) -> Products:
         return Products(self.shape, self.input, self.output, mix=self.mix)
 
     def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
         """The part between the two projections, to [T, value size]. All tokens change the state, `last` or not."""
+        num_gates = 2 * self.shape.num_value_heads
+        qkvz, gates = projected.split([projected.shape[1] - num_gates, num_gates], 1)
+        return self._mix(qkvz, gates, context, last)
+
+    def _mix(
+        self, qkvz: torch.Tensor, gates: torch.Tensor, context: ForwardContext, last: LastTokens | None
+    ) -> torch.Tensor:
         shape, steps, state = self.shape, context.recurrent, context.states[self.site]
         assert steps is not None
-        heads = shape.num_value_heads
-        qkv, z, b, a = projected.split([shape.num_channels, shape.value_size, heads, heads], 1)
+        qkv, z = qkvz.split([shape.num_channels, shape.value_size], 1)
+        b, a = gates.split(shape.num_value_heads, 1)
         weights = DeltaWeights(self.conv, self.a_log, self.dt_bias, self.norm, self.eps)
         if steps.is_single:
             out = delta_decode(qkv, z, b, a, weights, state["conv"], state["delta"], steps)

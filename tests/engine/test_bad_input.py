@@ -211,7 +211,7 @@ def test_no_memory(folder):
 def test_auto_length_fits_the_memory(folder):
     for auto in ("auto", -1):
         with LLM(str(folder), use_tqdm_on_load=False, num_pages=3, page_size=4, max_model_len=auto) as llm:
-            assert llm.config.scheduler.max_model_len == llm.inputs.facts.max_model_len == 12
+            assert llm.config.scheduler.max_model_len == llm.inputs.description.max_model_len == 12
             with pytest.raises(PromptTooLong, match="takes 12"):
                 llm.generate([1] * 12)
             assert (

@@ -235,10 +235,10 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
 
         # an embedder without its vectors: what is left is compared token by token
         (served,) = llm.models.values()
-        pooling = msgspec.structs.replace(served.facts.pooling, tasks=("token_embed",), late=True)
+        pooling = msgspec.structs.replace(served.description.pooling, tasks=("token_embed",), late=True)
         served.pooling_inputs.pooling = pooling
-        facts = msgspec.structs.replace(served.facts, pooling=pooling)
-        llm.models[served.facts.name] = msgspec.structs.replace(served, facts=facts)
+        facts = msgspec.structs.replace(served.description, pooling=pooling)
+        llm.models[served.description.name] = msgspec.structs.replace(served, description=facts)
         matrices = [one.outputs.data for one in llm.encode(TEXTS, pooling_task="token_embed")]
         expected = [float((matrices[0] @ other.T).max(1).sum()) for other in matrices[1:]]
         scores = [one.outputs.score for one in llm.score(TEXTS[0], TEXTS[1:])]
@@ -247,7 +247,7 @@ def test_late_interaction_is_the_sum_of_the_nearest(folders, monkeypatch):
         assert each[0] == pytest.approx(expected[1], rel=1e-5)
         # of many pairs no more queries are kept at once than there is room for
         most = llm.core.scheduler._queries._max_num_tokens = 8 * max(map(len, matrices))
-        served.pooling_inputs.facts = msgspec.structs.replace(facts, max_kept=most)
+        served.pooling_inputs.description = msgspec.structs.replace(facts, max_kept=most)
         firsts, seconds = (TEXTS * 20)[:70], (TEXTS[1:] * 20)[:70]
         made = dict(zip(TEXTS, matrices, strict=True))
         bars = []

@@ -38,7 +38,7 @@ class Opened(msgspec.Struct, frozen=True):
     """A model that is located and configured; nothing is loaded yet."""
 
     config: EngineConfig
-    facts: ModelDescription
+    description: ModelDescription
     file: GgufFile | None  # kept open, so that every later open reuses it and its header is read once
 
 
@@ -76,7 +76,7 @@ def build_lanes(
     Models without a cache come first and take what they need. The others share evenly what is left of the GPU up to
     `gpu_memory_utilization`, except those whose options set the size of their cache.
     """
-    names = [each.facts.name for each in opened]
+    names = [each.description.name for each in opened]
     kinds = {each.config.device.kind for each in opened}
     if len(kinds) > 1:
         asked = " and ".join(sorted(kinds))
@@ -106,7 +106,7 @@ def build_lanes(
 
 def open_models(options: Sequence[Options]) -> list[Opened]:
     opened = [open_model(each) for each in options]
-    names = [each.facts.name for each in opened]
+    names = [each.description.name for each in opened]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InvalidOption(f"two models are called {twice}; give one another name")
     return opened

@@ -248,7 +248,7 @@ class AsyncEngine(RequestRouter):
 
     def _named(self, model: str | None, *tasks: str) -> str:
         self.check()
-        return self.model(model, *tasks).facts.name
+        return self.model(model, *tasks).description.name
 
     def _inputs(self, model: str | None) -> InputProcessor:
         self.check()

@@ -16,6 +16,6 @@ def build_served(
 ) -> tuple[Lanes, dict[str, ServedModel]]:
     """Returns the lanes of all models, and each model by name. Tokenizers load first, because weights take longer."""
     opened = open_models(options)
-    tokenizers = {each.facts.name: each.facts.load_tokenizer() for each in opened}
+    tokenizers = {each.description.name: each.description.load_tokenizer() for each in opened}
     lanes, settled = build_lanes(options, opened, progress=progress, device=device)
-    return lanes, {name: ServedModel.of(each.facts, tokenizers[name]) for name, each in settled.items()}
+    return lanes, {name: ServedModel.of(each.description, tokenizers[name]) for name, each in settled.items()}

@@ -38,19 +38,19 @@ _MAX_ADDED = 16  # upper bound of the special tokens that a tokenizer adds to a 
 
 
 class InputProcessor:
-    def __init__(self, facts: ModelDescription, tokenizer: Tokenizer | None) -> None:
-        self.facts = facts
+    def __init__(self, description: ModelDescription, tokenizer: Tokenizer | None) -> None:
+        self.description = description
         self.tokenizer = tokenizer
         self._excerpts = None if tokenizer is None else Excerpts(tokenizer)
         self._controls_of: dict[str, ControlTokens] = {}  # by chat template
         self._resolved: tuple[SamplingParams | None, SamplingParams] | None = None  # the last ones: given, resolved
         # a tokenizer may have tokens that the model has no embedding for
-        self._has_extra_tokens = tokenizer is not None and tokenizer.vocab_size > facts.vocab_size
-        self._ids_type = list[Annotated[int, msgspec.Meta(ge=0, lt=facts.vocab_size)]]
+        self._has_extra_tokens = tokenizer is not None and tokenizer.vocab_size > description.vocab_size
+        self._ids_type = list[Annotated[int, msgspec.Meta(ge=0, lt=description.vocab_size)]]
 
     def default_params(self) -> SamplingParams:
         """The parameters of the model's generation_config.json, and our own defaults for the others."""
-        return SamplingParams(**self.facts.defaults.params)
+        return SamplingParams(**self.description.defaults.params)
 
     def submit(
         self,
@@ -99,7 +99,7 @@ class InputProcessor:
 
         Raises for a text that is far too long, without tokenising all of it.
         """
-        params, limit = message.params, self.facts.max_model_len
+        params, limit = message.params, self.description.max_model_len
         assert isinstance(params, SamplingParams)
         excerpts = self._excerpts
         if excerpts is None or excerpts.is_short(text, limit):
@@ -107,15 +107,14 @@ class InputProcessor:
         if (keep := params.truncate_prompt_tokens) is not None:
             return excerpts.end(text, keep if keep > 0 else limit - 1)
         if excerpts.exceeds(text, limit):
-            fact = (
-                f"the prompt has {len(text)} characters and more than {limit} tokens, {self.facts.name} takes {limit}"
-            )
-            raise PromptTooLong(f"{fact} including at least one generated token; {self.facts.too_long_hint}")
+            name = self.description.name
+            fact = f"the prompt has {len(text)} characters and more than {limit} tokens, {name} takes {limit}"
+            raise PromptTooLong(f"{fact} including at least one generated token; {self.description.too_long_hint}")
         return text
 
     def complete(self, message: Submit, ids: list[int]) -> Submit:
         """Returns the message with the prompt's token ids, truncated and checked."""
-        params, limit = message.params, self.facts.max_model_len
+        params, limit = message.params, self.description.max_model_len
         assert isinstance(params, SamplingParams)
         if (keep := params.truncate_prompt_tokens) is not None:
             ids = ids[-(keep if keep > 0 else limit - 1) :]
@@ -123,14 +122,15 @@ class InputProcessor:
             raise InvalidPrompt("the prompt has no tokens; give at least one")
         if len(ids) >= limit:
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens, {self.facts.name} takes {limit} including at least one generated "
-                f"token; {self.facts.too_long_hint}"
+                f"the prompt has {len(ids)} tokens, {self.description.name} takes {limit} "
+                "including at least one generated "
+                f"token; {self.description.too_long_hint}"
             )
-        if self._has_extra_tokens and (token := max(ids)) >= self.facts.vocab_size:
+        if self._has_extra_tokens and (token := max(ids)) >= self.description.vocab_size:
             assert self.tokenizer is not None
             raise InvalidPrompt(
                 f"the prompt has {self.tokenizer.piece(token)!r}, token id {token} of the tokenizer; "
-                f"{self.facts.known_ids}, remove it"
+                f"{self.description.known_ids}, remove it"
             )
         self._check_num_logprobs(params, len(ids))
         return msgspec.structs.replace(message, prompt_token_ids=ids)
@@ -148,7 +148,7 @@ class InputProcessor:
             size = len(text) if text.isascii() else len(text.encode())
         except UnicodeEncodeError:
             return False
-        limit, keep = self.facts.max_model_len, params.truncate_prompt_tokens
+        limit, keep = self.description.max_model_len, params.truncate_prompt_tokens
         return size + _MAX_ADDED < limit or (keep is not None and keep < limit)
 
     def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
@@ -182,7 +182,7 @@ class InputProcessor:
                 param="chat_template_kwargs",
             )
         template = tokenizer.chat_template(with_tools=bool(tools))
-        allowed = self.facts.allow_control_tokens if allow_control_tokens is None else allow_control_tokens
+        allowed = self.description.allow_control_tokens if allow_control_tokens is None else allow_control_tokens
         return render_chat(
             template,
             messages,
@@ -202,10 +202,11 @@ class InputProcessor:
         return controls
 
     def _check_generates(self) -> None:
-        if (pooling := self.facts.pooling) is not None and not pooling.generates:
+        if (pooling := self.description.pooling) is not None and not pooling.generates:
             why = f" ({pooling.why_no_generation})" if pooling.why_no_generation else ""
             raise InvalidParams(
-                f"{self.facts.name} does not generate text{why}; it does {', '.join(pooling.tasks)}: use encode, or "
+                f"{self.description.name} does not generate text{why}; it does {', '.join(pooling.tasks)}: "
+                "use encode, or "
                 "another model",
                 param="model",
             )
@@ -240,8 +241,8 @@ class InputProcessor:
             if isinstance(token, bool) or not hasattr(token, "__index__"):
                 raise InvalidPrompt(f"token id {token!r} is not an integer")
             token = token.__index__()
-            if not 0 <= token < self.facts.vocab_size:
-                raise InvalidPrompt(f"token id {token} is unknown; {self.facts.known_ids}")
+            if not 0 <= token < self.description.vocab_size:
+                raise InvalidPrompt(f"token id {token} is unknown; {self.description.known_ids}")
             checked.append(token)
         return checked
 
@@ -254,7 +255,7 @@ class InputProcessor:
             self._check_params(params)
             unlimited = [name for name in ("logprobs", "prompt_logprobs") if getattr(params, name) == -1]
             if unlimited:
-                params = params.with_changes(**dict.fromkeys(unlimited, self.facts.vocab_size))
+                params = params.with_changes(**dict.fromkeys(unlimited, self.description.vocab_size))
             self._resolved = last = given, params
         return last[1]
 
@@ -263,20 +264,21 @@ class InputProcessor:
             raise InvalidParams(f"sampling_params is {type(params).__name__}; give SamplingParams or a list of them")
         for name in ("stop_token_ids", "logprob_token_ids", "allowed_token_ids", "logit_bias"):
             # only the largest needs a check: SamplingParams has checked that none is negative
-            if (ids := getattr(params, name)) and (token := max(ids)) >= self.facts.vocab_size:
-                raise InvalidParams(f"{name} has {token}; {self.facts.known_ids}", param=name)
+            if (ids := getattr(params, name)) and (token := max(ids)) >= self.description.vocab_size:
+                raise InvalidParams(f"{name} has {token}; {self.description.known_ids}", param=name)
         for name in ("logprobs", "prompt_logprobs"):
-            if (getattr(params, name) or 0) > self.facts.vocab_size:
+            if (getattr(params, name) or 0) > self.description.vocab_size:
                 raise InvalidParams(
-                    f"{name} is {getattr(params, name)}; the vocabulary has {self.facts.vocab_size} tokens, lower it, "
+                    f"{name} is {getattr(params, name)}; the vocabulary has {self.description.vocab_size} tokens, "
+                    "lower it, "
                     "or use -1 for the whole vocabulary",
                     param=name,
                 )
-        if params.min_tokens >= (limit := self.facts.max_model_len):
+        if params.min_tokens >= (limit := self.description.max_model_len):
             raise InvalidParams(
                 f"min_tokens is {params.min_tokens}, the model length {limit}; lower it", param="min_tokens"
             )
-        if (room := self.facts.max_waiting) is not None and params.n > room:
+        if (room := self.description.max_waiting) is not None and params.n > room:
             raise InvalidParams(
                 f"n is {params.n}, and the queue holds {room} samples; lower n or raise max_waiting", param="n"
             )
@@ -293,7 +295,7 @@ class InputProcessor:
     def _check_num_logprobs(self, params: SamplingParams, num_prompt: int) -> None:
         """Raises where the logprobs of one answer would fill the memory, before anything runs."""
         each = (params.logprobs or 0) + len(params.requested_ids)
-        num_new = self.facts.max_model_len - num_prompt
+        num_new = self.description.max_model_len - num_prompt
         if params.max_tokens is not None:
             num_new = min(num_new, params.max_tokens)
         of_prompt = params.prompt_logprobs or 0
@@ -323,9 +325,9 @@ class InputProcessor:
                 found[tuple(after_space)] = None
         words = [list(word) for word in found if word]
         for word in words:
-            if max(word) >= self.facts.vocab_size:
+            if max(word) >= self.description.vocab_size:
                 raise InvalidParams(
-                    f"bad_words has token id {max(word)}; {self.facts.known_ids}, remove it", param="bad_words"
+                    f"bad_words has token id {max(word)}; {self.description.known_ids}, remove it", param="bad_words"
                 )
             if len(word) > MAX_BAD_WORD:
                 text = self.tokenizer.decode(word)

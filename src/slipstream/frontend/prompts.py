@@ -130,7 +130,7 @@ class GenerationPrompts:
             message.prompt_token_ids or inputs.surely_fits(message, text or "") for message, text in self.drafts
         )
         make = partial(_complete, inputs, self.drafts, add_special_tokens)  # no reference to self: avoids a cycle
-        self._made = Lookahead(make, _parts(self.drafts, _CHARS_PER_TOKEN * inputs.facts.max_batch_tokens))
+        self._made = Lookahead(make, _parts(self.drafts, _CHARS_PER_TOKEN * inputs.description.max_batch_tokens))
 
     def __iter__(self) -> Iterator[PreparedPrompt]:
         return self._made

@@ -38,8 +38,10 @@ class OutputProcessor:
         `model`: required for pooling."""
         state: RequestState
         if isinstance(message.params, PoolingParams):
-            assert model is not None and model.facts.pooling is not None, f"{message.request_id} needs a pooling model"
-            state = PoolingRequestState(message, prompt, model.facts.pooling)
+            assert model is not None and model.description.pooling is not None, (
+                f"{message.request_id} needs a pooling model"
+            )
+            state = PoolingRequestState(message, prompt, model.description.pooling)
         else:
             tokenizer = self.tokenizer if model is None else model.tokenizer
             state = GenerationRequestState(message, prompt, tokenizer, streaming=streaming)

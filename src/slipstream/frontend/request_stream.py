@@ -101,7 +101,7 @@ class RequestStream(Generic[State]):
 
         Prompts that exceed the core's `max_waiting` are sent as the queue empties, also where other callers fill it.
         """
-        router, limit = self._router, self.served.facts.max_waiting or len(submits)
+        router, limit = self._router, self.served.description.max_waiting or len(submits)
         num_sent = num_open = 0
         while True:
             room = max(limit - router.num_queued(self.served), 0)

@@ -87,7 +87,7 @@ class RequestRouter:
         check_text("caller", caller)
         self.client.listen(self)
         served = self.model(model)
-        count, limit = sum(message.num_samples for message, _ in submits), served.facts.max_waiting
+        count, limit = sum(message.num_samples for message, _ in submits), served.description.max_waiting
         if limit is not None and count > limit:
             raise RequestTooLarge(
                 f"{len(submits)} prompts have {count} samples, and the queue holds {limit}; send fewer at once, "
@@ -125,17 +125,17 @@ class RequestRouter:
             raise in_use(name)
         if (limit := self.client.max_result) is not None:
             try:
-                check_result_size(served.facts, message, limit)
+                check_result_size(served.description, message, limit)
             except UserError:
                 self.end(stream, failed=True)
                 raise
         if len(self.models) > 1 or stream.caller:
-            model = served.facts.name if len(self.models) > 1 else ""
+            model = served.description.name if len(self.models) > 1 else ""
             message = msgspec.structs.replace(message, model=model, caller=stream.caller)
         self._mailboxes[name] = stream.mailbox
         state = self._outputs.open(message, text, streaming=stream.streaming, model=served)
-        if (stats := self.stats.get(served.facts.name)) is None:
-            stats = self.stats[served.facts.name] = ModelStats()
+        if (stats := self.stats.get(served.description.name)) is None:
+            stats = self.stats[served.description.name] = ModelStats()
         state.stats = stats
         stream.states.append(state)
         num_tokens = len(message.prompt_token_ids)
@@ -155,7 +155,7 @@ class RequestRouter:
 
     def num_queued(self, served: ServedModel) -> int:
         """The number of this front end's prompts that wait for the model."""
-        return self.load.queued_of[served.facts.name if len(self.models) > 1 else ""]
+        return self.load.queued_of[served.description.name if len(self.models) > 1 else ""]
 
     async def until_one_starts(self) -> None:
         """Returns when a prompt has left the queue; raises where the core is lost."""
@@ -306,8 +306,8 @@ class RequestRouter:
         """Loads tokenizers in a thread, while the core loads weights."""
         loop = asyncio.get_running_loop()
         try:
-            for facts in opening.models:
-                self.models[facts.name] = await loop.run_in_executor(None, ServedModel.load, facts)
+            for description in opening.models:
+                self.models[description.name] = await loop.run_in_executor(None, ServedModel.load, description)
         except Exception as error:
             self.fail(error)
         self._opening = None

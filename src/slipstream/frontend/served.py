@@ -15,26 +15,26 @@ from slipstream.text.tokenizer import Tokenizer
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    facts: ModelDescription
+    description: ModelDescription
     tokenizer: Tokenizer | None
     inputs: InputProcessor
     pooling_inputs: PoolingInputs | None = None  # None where the model only generates
 
     @classmethod
-    def load(cls, facts: ModelDescription) -> ServedModel:
+    def load(cls, description: ModelDescription) -> ServedModel:
         """Loads the tokenizer, which may take a second."""
-        return cls.of(facts, facts.load_tokenizer())
+        return cls.of(description, description.load_tokenizer())
 
     @classmethod
-    def of(cls, facts: ModelDescription, tokenizer: Tokenizer | None) -> ServedModel:
-        pooling_inputs = None if facts.pooling is None else PoolingInputs(facts, tokenizer)
-        return cls(facts, tokenizer, InputProcessor(facts, tokenizer), pooling_inputs)
+    def of(cls, description: ModelDescription, tokenizer: Tokenizer | None) -> ServedModel:
+        pooling_inputs = None if description.pooling is None else PoolingInputs(description, tokenizer)
+        return cls(description, tokenizer, InputProcessor(description, tokenizer), pooling_inputs)
 
     def can(self, task: str) -> bool:
         """`task`: generate, score, or a pooling task."""
-        pooling = self.facts.pooling
+        pooling = self.description.pooling
         if pooling is None or task == "generate":
-            return task == "generate" and self.facts.generates
+            return task == "generate" and self.description.generates
         if task == "score":
             return "classify" in pooling.tasks and pooling.num_labels == 1
         return task in pooling.tasks
@@ -43,7 +43,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     def max_num_tokens(self) -> int:
         """The longest text in tokens: max_seq_length of a model that only pools, where its files have one, else the
         model length."""
-        pooling, limit = self.facts.pooling, self.facts.max_model_len
+        pooling, limit = self.description.pooling, self.description.max_model_len
         if pooling is None or pooling.generates or pooling.max_seq_length is None:
             return limit
         return min(limit, pooling.max_seq_length)
@@ -51,7 +51,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     def require_pooling(self) -> PoolingInputs:
         """Returns the input processing for pooling; raises where the model only generates."""
         if self.pooling_inputs is None:
-            raise InvalidParams(f"{self.facts.name} only generates; use a model that embeds or classifies")
+            raise InvalidParams(f"{self.description.name} only generates; use a model that embeds or classifies")
         return self.pooling_inputs
 
 

@@ -224,7 +224,7 @@ def _load(options: list[Options], server: SocketServer) -> CoreProcess:
 
     server.broadcast(Loading("reading the model's files"))
     opened = open_models(options)
-    opening = ModelDescriptions([each.facts for each in opened], os.getpid())
+    opening = ModelDescriptions([each.description for each in opened], os.getpid())
     server.broadcast(opening)
     lanes = build_lanes(options, opened, tell=lambda name: server.broadcast(Loading(f"loading {name}")))[0]
     return CoreProcess(lanes, server, opening)

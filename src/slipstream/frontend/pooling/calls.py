@@ -81,7 +81,7 @@ def score(
         return (yield from _score_by_cross_encoder(inputs, left, right, resolved, instruction, prefix))
     if instruction is not None:
         raise InvalidParams(
-            f"{inputs.facts.name} compares vectors and takes no instruction; remove it", param="instruction"
+            f"{inputs.description.name} compares vectors and takes no instruction; remove it", param="instruction"
         )
     names = (_prompt_name(inputs, "query"), _prompt_name(inputs, "document", "passage")) if roles else (None, None)
     prefixes = [inputs.prefix(prompt_name or name) for name in names]
@@ -97,7 +97,8 @@ def score(
             ]
         return (yield from _score_by_late_interaction(inputs, left, right, resolved, prefixes))
     raise InvalidParams(
-        f"{inputs.facts.name} does {', '.join(inputs.pooling.tasks)}, and score needs classify, embed or token_embed; "
+        f"{inputs.description.name} does {', '.join(inputs.pooling.tasks)}, and score needs classify, embed "
+        "or token_embed; "
         "use encode, or another model"
     )
 
@@ -152,7 +153,7 @@ def _score_by_cross_encoder(
 ) -> PoolingCall[list[ScoringRequestOutput]]:
     if inputs.pooling.num_labels != 1:
         raise InvalidParams(
-            f"{inputs.facts.name} has {inputs.pooling.num_labels} classes, and score needs a model with one; "
+            f"{inputs.description.name} has {inputs.pooling.num_labels} classes, and score needs a model with one; "
             "use classify",
             param="model",
         )
@@ -217,7 +218,7 @@ def _score_by_late_interaction(
 
 def _query_parts(inputs: PoolingInputs, queries: Sequence[str], params: PoolingParams, prefix: str) -> Iterator[slice]:
     """Slices of queries that the device keeps at the same time. One call uses at most a quarter of that memory."""
-    limit = None if inputs.facts.max_kept is None else inputs.facts.max_kept // 4
+    limit = None if inputs.description.max_kept is None else inputs.description.max_kept // 4
     start = size = 0
     for place, text in enumerate(queries):
         own = inputs.max_num_tokens(prefix + text, params, inputs.pooling.query)

@@ -42,7 +42,7 @@ class PoolingInputs(PoolingPromptReader):
 
     def resolve(self, params: PoolingParams | None, task: Task | None = None) -> PoolingParams:
         """Returns parameters with a task. Raises where the model cannot do what they say."""
-        return resolve_params(params, task, self.pooling, self.facts)
+        return resolve_params(params, task, self.pooling, self.description)
 
     def prefix(self, prompt_name: str | None, prompt: str | None = None) -> str:
         """Returns the text to put before each input: `prompt`, the model's prompt of that name, or its default one."""
@@ -59,7 +59,7 @@ class PoolingInputs(PoolingPromptReader):
             return ""
         if name not in prompts:
             known = ", ".join(prompts) or "none"
-            raise InvalidParams(f"{self.facts.name} has no prompt {name!r}; it has {known}", param="prompt_name")
+            raise InvalidParams(f"{self.description.name} has no prompt {name!r}; it has {known}", param="prompt_name")
         return prompts[name]
 
     def after_prefix(self, params: PoolingParams, prefix: str) -> PoolingParams:
@@ -98,7 +98,7 @@ class PoolingInputs(PoolingPromptReader):
         template = self.pooling.pair_template
         if template is None:
             if instruction is not None:
-                raise InvalidParams(f"{self.facts.name} takes no instruction; remove it", param="instruction")
+                raise InvalidParams(f"{self.description.name} takes no instruction; remove it", param="instruction")
             return query, document
         instruction = self.pooling.instruction if instruction is None else instruction
         parts = {"{instruction}": instruction, "{query}": query, "{document}": document}
@@ -117,7 +117,7 @@ class PoolingInputs(PoolingPromptReader):
     def _controls(self) -> ControlTokens | None:
         """The control tokens that the pair template may contain and the texts may not; None allows all in both."""
         template = self.pooling.pair_template
-        if self.tokenizer is None or template is None or self.facts.allow_control_tokens:
+        if self.tokenizer is None or template is None or self.description.allow_control_tokens:
             return None
         if self._pair_controls is None:
             self._pair_controls = ControlTokens(self.tokenizer, template)
@@ -209,7 +209,7 @@ class PoolingPrompts:
 
     def num_bytes(self, submits: Sequence[PreparedPrompt]) -> int:
         """The size of all results, duplicates included. `submits`: all messages, in the order of iteration."""
-        each = [num_result_bytes(self.inputs.facts, message) for message, _ in submits]
+        each = [num_result_bytes(self.inputs.description, message) for message, _ in submits]
         return sum(each[sent] for sent in self._sent)
 
     def in_order(self, sent_results: Sequence[PoolingRequestOutput[Any]]) -> list[Any]:

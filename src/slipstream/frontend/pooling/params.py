@@ -11,10 +11,10 @@ VECTOR_TASKS = ("embed", "token_embed")
 
 
 def resolve_params(
-    params: PoolingParams | None, task: Task | None, pooling: PoolingInfo, facts: ModelDescription
+    params: PoolingParams | None, task: Task | None, pooling: PoolingInfo, description: ModelDescription
 ) -> PoolingParams:
     """Returns parameters with a task. Raises where the model cannot do what they say."""
-    model_name = facts.name
+    model_name = description.name
     params = PoolingParams() if params is None else params
     if not isinstance(params, PoolingParams):
         raise InvalidParams(f"pooling_params is {type(params).__name__}; give PoolingParams or a list of them")
@@ -43,9 +43,10 @@ def resolve_params(
             f"returned_token_ids has {max(params.columns)}; {model_name} has labels 0 to {pooling.num_labels - 1}",
             param="returned_token_ids",
         )
-    if (keep := params.truncate_prompt_tokens) is not None and keep > facts.max_model_len:
+    if (keep := params.truncate_prompt_tokens) is not None and keep > description.max_model_len:
         raise InvalidParams(
-            f"truncate_prompt_tokens is {keep}, {model_name} takes {facts.max_model_len}; give at most that, or -1",
+            f"truncate_prompt_tokens is {keep}, {model_name} takes {description.max_model_len}; "
+            "give at most that, or -1",
             param="truncate_prompt_tokens",
         )
     return params if params.task == task else params.with_changes(task=task)

@@ -62,10 +62,10 @@ class EncodedPrompt(msgspec.Struct, frozen=True, gc=False):
 
 
 class PoolingPromptReader:
-    def __init__(self, facts: ModelDescription, tokenizer: Tokenizer | None) -> None:
-        assert facts.pooling is not None, f"{facts.name} only generates"
-        self.facts = facts
-        self.pooling = facts.pooling
+    def __init__(self, description: ModelDescription, tokenizer: Tokenizer | None) -> None:
+        assert description.pooling is not None, f"{description.name} only generates"
+        self.description = description
+        self.pooling = description.pooling
         self.tokenizer = tokenizer
         self._pieces: Pieces | None = None  # built for the first text
 
@@ -132,8 +132,8 @@ class PoolingPromptReader:
                     prepared[place] = EncodedPrompt(start + place, None, array("i", found), begin, params[place])
             done = cast(list[EncodedPrompt], prepared)
             lengths = [len(one.ids) for one in done]
-            if min(lengths) < 1 or max(lengths) > self.facts.max_model_len:
-                place = next(i for i, length in enumerate(lengths) if not 0 < length <= self.facts.max_model_len)
+            if min(lengths) < 1 or max(lengths) > self.description.max_model_len:
+                place = next(i for i, length in enumerate(lengths) if not 0 < length <= self.description.max_model_len)
                 self._raise_for_length(lengths[place])
             place = -1
             self._check_range(done)
@@ -148,10 +148,10 @@ class PoolingPromptReader:
         limit, side = cut = self._limit(params, NO_ROLE)
         self._check_size(cut, text)
         (ids,) = self._encode(self._case([prefix + text]), limit, side)
-        if not 0 < len(ids) <= self.facts.max_model_len:
+        if not 0 < len(ids) <= self.description.max_model_len:
             self._raise_for_length(len(ids))
-        if max(ids) >= self.facts.vocab_size:
-            raise InvalidPrompt(f"token id {max(ids)} is unknown; {self.facts.known_ids}")
+        if max(ids) >= self.description.vocab_size:
+            raise InvalidPrompt(f"token id {max(ids)} is unknown; {self.description.known_ids}")
         return ids
 
     def prefix_length(self, prefix: str) -> int:
@@ -166,14 +166,16 @@ class PoolingPromptReader:
     def max_num_tokens(self, text: str, params: PoolingParams, role: Role) -> int:
         """An upper bound of the tokens of a text, from its bytes: a token has at least one."""
         limit = self._limit(params, role)[0]
-        length = min(len(text.encode(errors="replace")) + _MAX_SPECIAL, self.facts.max_model_len)
-        return max(length if limit is None else min(length, limit + 1), min(role.filled, self.facts.max_model_len))
+        length = min(len(text.encode(errors="replace")) + _MAX_SPECIAL, self.description.max_model_len)
+        return max(
+            length if limit is None else min(length, limit + 1), min(role.filled, self.description.max_model_len)
+        )
 
     def _truncate(self, ids: array[int], params: PoolingParams) -> array[int]:
         keep = params.truncate_prompt_tokens
         if keep is None or params.truncation_side == "never":
             return ids
-        keep = keep if keep > 0 else self.facts.max_model_len
+        keep = keep if keep > 0 else self.description.max_model_len
         return ids[-keep:] if params.truncation_side == "left" else ids[:keep]
 
     def _limit(self, params: PoolingParams, role: Role) -> _Cut:
@@ -186,7 +188,7 @@ class PoolingPromptReader:
             keep = self.pooling.max_seq_length if role.length is None else role.length
             if keep is None:
                 return None, side
-        keep = self.facts.max_model_len if keep < 0 else min(keep, self.facts.max_model_len)
+        keep = self.description.max_model_len if keep < 0 else min(keep, self.description.max_model_len)
         return (keep if role.token_id is None else max(keep - 1, 1)), side
 
     def _with_role(self, role: Role, found: list[int]) -> tuple[array[int], int | None]:
@@ -194,7 +196,7 @@ class PoolingPromptReader:
         ids = array("i", found)
         if role.token_id is not None:
             ids.insert(1, role.token_id)
-        missing = min(role.filled, self.facts.max_model_len) - len(ids)
+        missing = min(role.filled, self.description.max_model_len) - len(ids)
         if role.filler_id is None or missing <= 0:
             return ids, None
         num_seen = None if role.filler_is_seen else len(ids)
@@ -214,7 +216,9 @@ class PoolingPromptReader:
         if num_zeros == count:
             return None
         if not self.pooling.has_types:
-            raise InvalidPrompt(f"token_type_ids has ones, and {self.facts.name} has one token type only; remove them")
+            raise InvalidPrompt(
+                f"token_type_ids has ones, and {self.description.name} has one token type only; remove them"
+            )
         return num_zeros
 
     def _pair(self, pair: object, prefix: str) -> tuple[str, str]:
@@ -240,7 +244,7 @@ class PoolingPromptReader:
             return text
         excerpts = self._encoder().excerpts
         part = excerpts.end if params.truncation_side == "left" else excerpts.beginning
-        return part(text, keep if keep > 0 else self.facts.max_model_len)
+        return part(text, keep if keep > 0 else self.description.max_model_len)
 
     def beginnings(self, texts: Sequence[str], limit: int) -> list[str]:
         """Returns the beginning of each text that has its first `limit` tokens."""
@@ -259,19 +263,22 @@ class PoolingPromptReader:
             for ids in found:
                 if len(ids) > limit:
                     raise PromptTooLong(
-                        f"the prompt has {len(ids)} tokens, {self.facts.name} reads {limit} of a text; {_TRUNCATE}"
+                        f"the prompt has {len(ids)} tokens, {self.description.name} reads {limit} of a text; "
+                        f"{_TRUNCATE}"
                     )
         return found
 
     def _check_size(self, cut: _Cut, *texts: str) -> None:
         """Raises for texts that are far too long and not truncated, without tokenising all of them."""
-        limit, max_seq_length = self.facts.max_model_len, self.pooling.max_seq_length
+        limit, max_seq_length = self.description.max_model_len, self.pooling.max_seq_length
         for text in texts if cut[0] is None else ():
             if self._encoder().excerpts.exceeds(text, limit):
                 fact = f"the prompt has {len(text)} characters and more than {limit} tokens"
                 if cut[1] == "never" and max_seq_length is not None:
-                    raise PromptTooLong(f"{fact}, {self.facts.name} reads {max_seq_length} of a text; {_TRUNCATE}")
-                raise PromptTooLong(f"{fact}, {self.facts.name} takes {limit}; {self.facts.too_long_hint}")
+                    raise PromptTooLong(
+                        f"{fact}, {self.description.name} reads {max_seq_length} of a text; {_TRUNCATE}"
+                    )
+                raise PromptTooLong(f"{fact}, {self.description.name} takes {limit}; {self.description.too_long_hint}")
 
     def _encoder(self) -> Pieces:
         if self._pieces is None:
@@ -283,22 +290,23 @@ class PoolingPromptReader:
     def _raise_for_length(self, length: int) -> None:
         if not length:
             raise InvalidPrompt(
-                f"the prompt has no tokens, and the tokenizer of {self.facts.name} adds none to an empty text; give at "
+                f"the prompt has no tokens, and the tokenizer of {self.description.name} adds none to an empty text; "
+                "give at "
                 "least one token or a word"
             )
         raise PromptTooLong(
-            f"the prompt has {length} tokens, {self.facts.name} takes {self.facts.max_model_len}; "
-            f"{self.facts.too_long_hint}"
+            f"the prompt has {length} tokens, {self.description.name} takes {self.description.max_model_len}; "
+            f"{self.description.too_long_hint}"
         )
 
     def _check_range(self, prepared: list[EncodedPrompt]) -> None:
         """Checks the ids of all prompts in one numpy call: a check per prompt would cost more than tokenising it."""
         ids = np.frombuffer(b"".join([one.ids for one in prepared]), np.int32)
-        if ids.min() < 0 or ids.max() >= self.facts.vocab_size:
+        if ids.min() < 0 or ids.max() >= self.description.vocab_size:
             for one in prepared:
                 for token in one.ids:
-                    if not 0 <= token < self.facts.vocab_size:
-                        raise InvalidPrompt(f"token id {token} is unknown; {self.facts.known_ids}")
+                    if not 0 <= token < self.description.vocab_size:
+                        raise InvalidPrompt(f"token id {token} is unknown; {self.description.known_ids}")
 
 
 @functools.lru_cache(64)

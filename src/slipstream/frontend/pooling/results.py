@@ -190,18 +190,22 @@ def num_result_values(pooling: PoolingInfo, vocab_size: int, params: PoolingPara
     return size * num_tokens if params.task in TOKEN_TASKS else size
 
 
-def num_result_bytes(facts: ModelDescription, message: Submit) -> int:
+def num_result_bytes(description: ModelDescription, message: Submit) -> int:
     """The size of the result of a pooling request as the core sends it."""
-    assert facts.pooling is not None and isinstance(message.params, PoolingParams), f"{message.request_id} generates"
-    each = 8 if facts.dtype == "float64" else 4
-    return each * num_result_values(facts.pooling, facts.vocab_size, message.params, len(message.prompt_token_ids))
+    assert description.pooling is not None and isinstance(message.params, PoolingParams), (
+        f"{message.request_id} generates"
+    )
+    each = 8 if description.dtype == "float64" else 4
+    return each * num_result_values(
+        description.pooling, description.vocab_size, message.params, len(message.prompt_token_ids)
+    )
 
 
-def check_result_size(facts: ModelDescription, message: Submit, limit: int) -> None:
+def check_result_size(description: ModelDescription, message: Submit, limit: int) -> None:
     """Raises where the result of one request has more than `limit` bytes. Only token tasks can reach such sizes."""
     if not isinstance(message.params, PoolingParams) or message.params.task not in TOKEN_TASKS:
         return
-    if (size := num_result_bytes(facts, message)) > limit:
+    if (size := num_result_bytes(description, message)) > limit:
         fact = f"the result of a prompt of {len(message.prompt_token_ids)} tokens would have {size} bytes"
         raise RequestTooLarge(
             f"{fact}, and the engine core can send {limit}; send a shorter prompt, or ask for fewer dimensions"

@@ -139,9 +139,9 @@ class App:
         self.state.counters.requests[name, status] += 1
         level = logging.DEBUG if route is not None and route.quiet else logging.INFO
         if log.isEnabledFor(level):
-            facts = {"request_id": request_id, "client": _shown(client), "method": method, "route": name}
-            facts |= {"status": status, "seconds": round(seconds, 6)}  # type: ignore[dict-item]
-            log.log(level, "%s %s %s %s %d %.3f s", *facts.values(), extra=facts)
+            fields = {"request_id": request_id, "client": _shown(client), "method": method, "route": name}
+            fields |= {"status": status, "seconds": round(seconds, 6)}  # type: ignore[dict-item]
+            log.log(level, "%s %s %s %s %d %.3f s", *fields.values(), extra=fields)
 
     def _find(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
         found = self._exact.get(path)

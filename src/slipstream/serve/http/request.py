@@ -67,7 +67,7 @@ class Request:
             return served
         wanted = tasks[0] if len(tasks) == 1 else f"any of {', '.join(tasks)}"
         if name:
-            fact = f"the model {served.facts.name} does {_tasks(served)}, and this route needs {wanted}"
+            fact = f"the model {served.description.name} does {_tasks(served)}, and this route needs {wanted}"
         else:
             fact = f"no model here does {wanted}"
         able = [other for other, each in models.items() if any(each.can(task) for task in tasks)]
@@ -79,6 +79,6 @@ class Request:
 
 
 def _tasks(served: ServedModel) -> str:
-    pooling = served.facts.pooling
-    tasks = (*(("generate",) if served.facts.generates else ()), *(() if pooling is None else pooling.tasks))
+    pooling = served.description.pooling
+    tasks = (*(("generate",) if served.description.generates else ()), *(() if pooling is None else pooling.tasks))
     return ", ".join(tasks)

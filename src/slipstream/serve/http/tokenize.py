@@ -87,7 +87,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
 
     tokens = await request.state.off_loop(size, work)
     texts = [tokenizer.text_of(token) for token in tokens] if body.return_token_strs else None
-    return json_response(TokenizeResponse(len(tokens), served.facts.max_model_len, tokens, texts))
+    return json_response(TokenizeResponse(len(tokens), served.description.max_model_len, tokens, texts))
 
 
 _OF_MESSAGES = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "allow_control_tokens")
@@ -105,8 +105,8 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     tokenizer = _tokenizer(served)
     request.set_input_field("tokens")
     for token in body.tokens:
-        if not 0 <= token < served.facts.vocab_size:
-            raise InvalidPrompt(f"token id {token} is unknown; {served.facts.known_ids}")
+        if not 0 <= token < served.description.vocab_size:
+            raise InvalidPrompt(f"token id {token} is unknown; {served.description.known_ids}")
     text = await request.state.off_loop(
         len(body.tokens), lambda: tokenizer.decode(body.tokens, skip_special_tokens=False)
     )

@@ -51,7 +51,7 @@ def describe_engine_requests(request: Request) -> str:
 def _engine_attributes(request: Request) -> dict[str, Any]:
     states = request.request_states
     first = states[0]
-    model = request.state.engine.model(first.message.model).facts.name
+    model = request.state.engine.model(first.message.model).description.name
     num_prompt = sum(len(one.message.prompt_token_ids) for one in states)
     attributes: dict[str, Any] = {
         "gen_ai.system": "slipstream",

@@ -175,11 +175,11 @@ class _Job:
             request.field_names["max_tokens"] = "max_completion_tokens"
         self.limit = limit
         own: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
-        own["max_tokens"] = limit if limit is not None else self.inputs.facts.defaults.params.get("max_tokens")
+        own["max_tokens"] = limit if limit is not None else self.inputs.description.defaults.params.get("max_tokens")
         self.params = sampling_params(given, self.inputs, request.state.settings, own, request.field_names)
         request.check_samples(1, self.params.n)
         self.names = TokenNames(served.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
-        self.id, self.created, self.model = f"chatcmpl-{request.id}", int(time.time()), served.facts.name
+        self.id, self.created, self.model = f"chatcmpl-{request.id}", int(time.time()), served.description.name
 
     def submits(self) -> list[PreparedPrompt]:
         body = self.body

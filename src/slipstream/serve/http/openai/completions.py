@@ -87,7 +87,7 @@ class _Job:
         refuse(given, _REFUSED)
         request.set_input_field("prompt")
         settings, served = request.state.settings, request.choose_model(body.model, "generate")
-        self.model = served.facts.name
+        self.model = served.description.name
         self.prompts = _prompts(body.prompt)
         request.check_count(len(self.prompts), "prompt")
         self.size = sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))

@@ -150,10 +150,10 @@ def sampling_params(
     _check_limits(given | own, settings, names)
     _check_together(given, own)
     requested = {name: given[name] for name in given.keys() & _SAMPLING_FIELDS}
-    values = {**inputs.facts.defaults.params, **requested, **own}
+    values = {**inputs.description.defaults.params, **requested, **own}
     if values.get("truncate_prompt_tokens") == -1 and values.get("max_tokens"):
         # as much of the prompt as fits with max_tokens
-        values["truncate_prompt_tokens"] = max(1, inputs.facts.max_model_len - values["max_tokens"])
+        values["truncate_prompt_tokens"] = max(1, inputs.description.max_model_len - values["max_tokens"])
     return SamplingParams(**values)
 
 

@@ -44,15 +44,15 @@ async def start(
 
 def _check_room(request: Request, model: str | None, message: Submit, limit: int | None) -> None:
     """Raises where the prompt and max_tokens, or min_tokens, are longer than the model length."""
-    facts, params = request.state.engine.model(model).facts, message.params
+    description, params = request.state.engine.model(model).description, message.params
     assert isinstance(params, SamplingParams)
-    num_prompt, most = len(message.prompt_token_ids), facts.max_model_len
+    num_prompt, most = len(message.prompt_token_ids), description.max_model_len
     for name, wanted in (("max_tokens", limit), ("min_tokens", params.min_tokens)):
         if wanted is not None and num_prompt + wanted > most:
             name = request.field_names.get(name, name)
             raise bad_request(
                 f"the prompt has {num_prompt} tokens and {name} is {wanted}, {num_prompt + wanted} together; "
-                f"{facts.name} takes {most}: lower {name} to {most - num_prompt}, or shorten the prompt",
+                f"{description.name} takes {most}: lower {name} to {most - num_prompt}, or shorten the prompt",
                 name,
                 "context_length_exceeded",
             )

@@ -30,7 +30,7 @@ class Chosen:
     __slots__ = ("name", "served", "inputs")
 
     def __init__(self, served: ServedModel, inputs: PoolingInputs) -> None:
-        self.name = served.facts.name
+        self.name = served.description.name
         self.served = served
         self.inputs = inputs
 
@@ -43,7 +43,7 @@ class Chosen:
 def choose(request: Request, name: str | None, *tasks: str) -> Chosen:
     """Returns the model of that name, or the best one for the first of the tasks that any model can do."""
     served = request.choose_model(name, *tasks)
-    assert served.pooling_inputs is not None, f"{served.facts.name} can do one of {tasks}"
+    assert served.pooling_inputs is not None, f"{served.description.name} can do one of {tasks}"
     return Chosen(served, served.pooling_inputs)
 
 

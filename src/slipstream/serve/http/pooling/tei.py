@@ -195,16 +195,16 @@ class Info(msgspec.Struct):
 async def info(request: Request, body: None) -> Response:
     request.state.check_ready()
     chosen, settings = choose(request, None, *POOLING_TASKS), request.state.settings
-    facts = chosen.served.facts
+    description = chosen.served.description
     return json_response(
         Info(
             model_id=chosen.name,
             model_sha=None,
-            model_dtype=facts.dtype,
+            model_dtype=description.dtype,
             model_type=_model_type(chosen),
             max_concurrent_requests=settings.max_queued_requests,
             max_input_length=chosen.served.max_num_tokens,
-            max_batch_tokens=facts.max_batch_tokens,
+            max_batch_tokens=description.max_batch_tokens,
             max_batch_requests=None,
             max_client_batch_size=settings.max_inputs,
             auto_truncate=chosen.inputs.pooling.max_seq_length is not None,

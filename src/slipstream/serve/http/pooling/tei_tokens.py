@@ -41,7 +41,7 @@ async def tei_tokenize(
         before = served.pooling_inputs.prefix(prompt_name)
         texts = [before + text for text in texts]
     elif prompt_name is not None:
-        raise bad_request(f"{served.facts.name} has no named prompts; remove prompt_name", "prompt_name")
+        raise bad_request(f"{served.description.name} has no named prompts; remove prompt_name", "prompt_name")
 
     def work() -> list[list[SimpleToken]]:
         tokenizer.encodings(texts, add_special_tokens=special)  # raises for a text that cannot be encoded
@@ -83,8 +83,8 @@ async def decode(request: Request, body: DecodeRequest) -> Response:
         if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
             raise bad_request("ids must be a list of token ids, or a list of such lists", "ids")
         for token in ids:
-            if not 0 <= token < served.facts.vocab_size:
-                raise InvalidPrompt(f"token id {token} is unknown; {served.facts.known_ids}")
+            if not 0 <= token < served.description.vocab_size:
+                raise InvalidPrompt(f"token id {token} is unknown; {served.description.known_ids}")
     size = sum(map(len, lists))
 
     def work() -> list[str]:

@@ -1,0 +1,205 @@
+"""State space scans in plain torch, in float32 at least, in float64 when the state is float64.
+
+Mamba-2 (SSD), for each head, with state S [head dim, state size], step size dt and decay a < 0:
+
+    S = exp(dt a) S + dt x b^T
+    y = S c + d x
+
+A chunk of several tokens is a few matrix products: scores c_i . b_j, times the decay between i and j, applied to dt x.
+Mamba-1 has a decay for each channel and state; a chunk is a scan by doubling, and y is scaled by silu(z).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.cache_spec import STATE_CHUNK
+from slipstream.ops.recurrent_steps import RecurrentSteps, max_chunks
+
+ROWS = 4  # rows of one token that are computed together: bounds the memory for copies of states
+
+
+class SsdWeights(NamedTuple):
+    a_log: torch.Tensor  # [heads], float32 or float64; a = -exp(a_log)
+    dt_bias: torch.Tensor  # [heads], as a_log
+    d: torch.Tensor  # [heads], as a_log
+    dt_min: float = 0.0  # limits of dt after its softplus
+    dt_max: float = float("inf")
+
+
+class SelectiveWeights(NamedTuple):
+    a_log: torch.Tensor  # [channels, state size], float32 or float64
+    dt_bias: torch.Tensor  # [channels], as a_log
+    d: torch.Tensor  # [channels], as a_log
+
+
+def gated_group_norm(
+    x: torch.Tensor,  # [T, size]
+    gate: torch.Tensor,  # [T, size]
+    weight: torch.Tensor,  # [size]
+    eps: float,
+    num_groups: int = 1,
+    norm_first: bool = False,
+) -> torch.Tensor:
+    """weight * RMS norm of x * silu(gate) in groups of neighbours, or with `norm_first` silu(gate) * weight * RMS norm
+    of x; of the gate's dtype."""
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    x, opened = x.to(wide), F.silu(gate.to(wide))
+    if not norm_first:
+        x = x * opened
+    grouped = x.unflatten(1, (num_groups, -1))
+    x = F.rms_norm(grouped, grouped.shape[2:], None, eps).flatten(1) * weight.to(wide)
+    return (x * opened if norm_first else x).to(gate.dtype)
+
+
+def ssd_scan(
+    x: torch.Tensor,  # [T, heads, head dim]
+    dt: torch.Tensor,  # [T, heads], before bias and softplus
+    b: torch.Tensor,  # [T, groups, state size]
+    c: torch.Tensor,  # as b
+    weights: SsdWeights,
+    state: torch.Tensor,  # [slots, heads, head dim, state size], float32 or float64
+    steps: RecurrentSteps,
+) -> torch.Tensor:
+    """Mamba-2: [T, heads, head dim]. A group of b and c serves heads / groups neighbours.
+
+    A row that begins at position 0 starts from zeros, whatever its slot holds. The new states go to the rows' slots,
+    and the states at the ends of chunks with a save to the save slots. Tokens of no row get zeros.
+    """
+    wide = state.dtype
+    dt = F.softplus(dt.to(wide) + weights.dt_bias).clamp(weights.dt_min, weights.dt_max)
+    decay = -weights.a_log.exp() * dt
+    repeats = x.shape[1] // b.shape[1]
+
+    def single(tokens: slice, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        now = x[tokens].to(wide)
+        written, read = (part[tokens].to(wide).repeat_interleave(repeats, 1) for part in (b, c))
+        held = held * decay[tokens].exp()[..., None, None]
+        held += (now * dt[tokens][..., None])[..., None] * written[..., None, :]
+        return (held @ read[..., None])[..., 0] + weights.d[:, None] * now, held
+
+    def chunk(part: _Chunk, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        now, steps_of, falls = part.cut(x).to(wide), part.cut(dt), part.cut(decay)
+        written, read = (part.cut(every).to(wide).transpose(0, 1) for every in (b, c))  # [groups, places, state size]
+        total = falls.cumsum(0).T  # [heads, places]: log decay from the chunk's start
+        between = (total[:, :, None] - total[:, None, :]).masked_fill(part.later, -torch.inf).exp()
+        scores = (read @ written.mT).repeat_interleave(repeats, 0) * between
+        scaled = (now * steps_of[..., None]).transpose(0, 1)  # [heads, places, head dim]
+        recalled = (read[:, None] @ held.unflatten(0, (-1, repeats)).mT).flatten(0, 1) * total.exp()[..., None]
+        out = (scores @ scaled + recalled).transpose(0, 1) + weights.d[:, None] * now
+        ending = scaled * (total[:, -1:] - total).exp()[..., None]
+        added = (ending.unflatten(0, (-1, repeats)).mT @ written[:, None]).flatten(0, 1)
+        return out, held * total[:, -1].exp()[:, None, None] + added
+
+    out = torch.zeros(x.shape, dtype=wide, device=x.device)
+    _scan(out, state, steps, single, chunk)
+    return out.to(x.dtype)
+
+
+def selective_scan(
+    x: torch.Tensor,  # [T, channels]
+    dt: torch.Tensor,  # [T, channels], before bias and softplus
+    b: torch.Tensor,  # [T, state size]
+    c: torch.Tensor,  # as b
+    z: torch.Tensor,  # [T, channels]
+    weights: SelectiveWeights,
+    state: torch.Tensor,  # [slots, channels, state size], float32 or float64
+    steps: RecurrentSteps,
+) -> torch.Tensor:
+    """Mamba-1, times silu(z): [T, channels]. States as in `ssd_scan`."""
+    wide = state.dtype
+    dt = F.softplus(dt.to(wide) + weights.dt_bias)
+    a = -weights.a_log.exp()
+
+    def terms(x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decay and input of each token, [tokens, channels, state size]."""
+        return (dt[..., None] * a).exp(), (dt * x.to(wide))[..., None] * b.to(wide)[:, None]
+
+    def single(tokens: slice, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        decay, added = terms(x[tokens], dt[tokens], b[tokens])
+        held = held * decay + added
+        return (held @ c[tokens].to(wide)[..., None])[..., 0], held
+
+    def chunk(part: _Chunk, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        decay, added = terms(part.cut(x), part.cut(dt), part.cut(b))
+        reach = 1  # tokens that each place has summed over
+        while reach < len(decay):
+            added = torch.cat((added[:reach], added[reach:] + decay[reach:] * added[:-reach]))
+            decay = torch.cat((decay[:reach], decay[reach:] * decay[:-reach]))
+            reach *= 2
+        states = added.addcmul_(decay, held)
+        return (states @ part.cut(c).to(wide)[..., None])[..., 0], states[-1]
+
+    out = torch.zeros(x.shape, dtype=wide, device=x.device)
+    _scan(out, state, steps, single, chunk)
+    used = torch.arange(len(x), device=x.device) < steps.starts[-1]
+    found = (out + weights.d * x.to(wide)) * F.silu(z.to(wide))
+    return torch.where(used[:, None], found, 0.0).to(x.dtype)
+
+
+class _Chunk(NamedTuple):
+    """Tokens of one chunk; places past its end hold zeros."""
+
+    tokens: torch.Tensor  # [places]
+    inside: torch.Tensor  # [places] bool
+    later: torch.Tensor  # [places, places] bool: the second place comes after the first
+
+    def cut(self, x: torch.Tensor) -> torch.Tensor:
+        found = x.index_select(0, self.tokens)
+        return torch.where(self.inside.view(-1, *(1,) * (x.dim() - 1)), found, 0.0)
+
+
+_Made = tuple[torch.Tensor, torch.Tensor]  # outputs and the new state
+
+
+def _scan(
+    out: torch.Tensor,  # [T, ...] zeros, filled here
+    state: torch.Tensor,
+    steps: RecurrentSteps,
+    single: Callable[[slice, torch.Tensor], _Made],
+    chunk: Callable[[_Chunk, torch.Tensor], _Made],
+) -> None:
+    """Rows of one token by `single`, some at a time; other rows chunk by chunk. No value is read on the host: unused
+    chunks change nothing."""
+    num_tokens, num_single = len(out), num_single_rows(steps, len(out))
+    saves = steps.save_slots if steps.chunks is None else steps.chunks[:, 3]
+    for first in range(0, num_single, ROWS):
+        rows = slice(first, min(first + ROWS, num_single))
+        slots, begins = steps.slots[rows].long(), steps.first_positions[rows] == 0
+        held = torch.where(begins.view(-1, *(1,) * (state.dim() - 1)), 0.0, state.index_select(0, slots))
+        out[rows], held = single(rows, held)
+        state.index_copy_(0, slots, held)
+        if saves is not None:
+            state.index_copy_(0, torch.where(saves[rows] < 0, slots, saves[rows].long()), held)
+    if steps.chunks is None:
+        return
+    last = num_single + max_chunks(num_tokens - num_single, len(steps.slots) - num_single)
+    rows_of, firsts, counts, saved = steps.chunks[num_single:last].long().unbind(1)
+    used, rows_of = rows_of >= 0, rows_of.clamp(min=0)
+    slots = steps.slots.long()[rows_of]
+    saved = torch.where(used & (saved >= 0), saved, slots)
+    starts = (steps.first_positions[rows_of] == 0) & (firsts == steps.starts[rows_of])
+    place = torch.arange(min(STATE_CHUNK, num_tokens), device=out.device)
+    later = place[:, None] < place
+    for entry in range(len(rows_of)):
+        inside = used[entry] & (place < counts[entry])
+        tokens = (firsts[entry] + place).clamp(0, num_tokens - 1)
+        slot = slots[entry : entry + 1]
+        old = state.index_select(0, slot)[0]
+        made, new = chunk(_Chunk(tokens, inside, later), torch.where(starts[entry], 0.0, old))
+        new = torch.where(used[entry], new, old)[None]
+        state.index_copy_(0, slot, new)
+        state.index_copy_(0, saved[entry : entry + 1], new)
+        # zeros are added for places past the chunk's end, whose tokens belong to others
+        out.index_add_(0, tokens, torch.where(inside.view(-1, *(1,) * (out.dim() - 1)), made, 0.0))
+
+
+def num_single_rows(steps: RecurrentSteps, num_tokens: int) -> int:
+    """Leading rows that are known to have one token. They have one chunk each."""
+    if steps.is_single:
+        return len(steps.slots)
+    return int((steps.num_tokens == 1).argmin()) if steps.covers(num_tokens) else 0

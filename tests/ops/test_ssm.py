@@ -1,0 +1,155 @@
+"""Scans of Mamba-1 and Mamba-2 over packed rows: against transformers, and chunked against recurrent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
+from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
+
+from hand_steps import StepRow, hand_steps
+from slipstream.ops.ssm import SelectiveWeights, SsdWeights, gated_group_norm, selective_scan, ssd_scan
+
+HEADS, GROUPS, DIM, STATE, SLOTS = 4, 2, 6, 5, 9
+TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9}
+KINDS = pytest.mark.parametrize("kind", ["ssd", "selective"])
+LIMITS = (0.2, 1.5)  # of dt: both are reached
+
+
+class Scan:
+    """Inputs of some rows by slot, and the outputs of each row computed token by token."""
+
+    def __init__(self, kind: str, lengths: dict[int, int], dtype: torch.dtype = torch.float32) -> None:
+        torch.manual_seed(len(lengths))
+        self.kind, self.dtype = kind, dtype
+        is_ssd = kind == "ssd"
+        channels, shape = HEADS * DIM, (HEADS, DIM, STATE) if is_ssd else (HEADS * DIM, STATE)
+        width = HEADS if is_ssd else channels
+        self.weights: Any
+        if is_ssd:
+            self.weights = SsdWeights(self.rand(width) * 0.5, self.rand(width), self.rand(width), *LIMITS)
+        else:
+            self.weights = SelectiveWeights(self.rand(width, STATE) * 0.5, self.rand(width), self.rand(width))
+        self.state = torch.full((SLOTS, 2, *shape), torch.nan, dtype=dtype)[:, 1]
+        self.inputs = {slot: self.random(n) for slot, n in lengths.items()}
+        self.expected = {slot: self.by_token(*inputs) for slot, inputs in self.inputs.items()}
+
+    def rand(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=self.dtype)
+
+    def random(self, n: int) -> list[torch.Tensor]:
+        if self.kind == "ssd":
+            return [
+                self.rand(n, HEADS, DIM), self.rand(n, HEADS), self.rand(n, GROUPS, STATE), self.rand(n, GROUPS, STATE)
+            ]  # fmt: skip
+        channels = HEADS * DIM
+        return [
+            self.rand(n, channels), self.rand(n, channels), self.rand(n, STATE), self.rand(n, STATE),
+            self.rand(n, channels),
+        ]  # fmt: skip
+
+    def by_token(self, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *z: torch.Tensor):
+        """The definition."""
+        dt, a = F.softplus(dt + self.weights.dt_bias), -self.weights.a_log.exp()
+        if self.kind == "ssd":
+            dt = dt.clamp(*LIMITS)
+            b, c = (part.repeat_interleave(HEADS // GROUPS, 1)[:, :, None] for part in (b, c))
+            dt, a, d = dt[..., None, None], a[:, None, None], self.weights.d[:, None]
+        else:
+            b, c, dt, d = b[:, None], c[:, None], dt[..., None], self.weights.d
+        held, out = torch.zeros(self.state.shape[1:], dtype=self.dtype), []
+        for t in range(len(x)):
+            held = held * (dt[t] * a).exp() + dt[t] * x[t][..., None] * b[t]
+            out.append((held * c[t]).sum(-1) + d * x[t])
+        return torch.stack(out) * (F.silu(z[0]) if z else 1.0)
+
+    def run(self, rows: list[StepRow], chunked: bool = False, **padding: int) -> None:
+        steps = hand_steps(rows, chunked=chunked, **padding)
+        total = max(padding.get("num_tokens", 0), int(steps.num_tokens.sum()))
+        spans = [(row.slot, slice(row.first, row.first + row.count)) for row in rows]
+        packed = []
+        for part in range(len(next(iter(self.inputs.values())))):
+            found = torch.cat([self.inputs[slot][part][span] for slot, span in spans])
+            packed.append(torch.full((total, *found.shape[1:]), torch.nan, dtype=self.dtype))
+            packed[-1][: len(found)] = found
+        scan = ssd_scan if self.kind == "ssd" else selective_scan
+        out = scan(*packed, self.weights, self.state, steps)
+        expected = torch.cat([self.expected[slot][span] for slot, span in spans])
+        assert out.dtype == expected.dtype
+        tolerance = TOLERANCE[self.dtype]
+        torch.testing.assert_close(out[: len(expected)], expected, rtol=tolerance, atol=tolerance)
+        if not steps.is_single:
+            assert not out[len(expected) :].any(), "tokens of no row must get zeros"
+
+
+@pytest.mark.parametrize("length", [1, 5, 64, 150])
+def test_the_definition_of_mamba2_is_what_transformers_computes(length: int) -> None:
+    scan = Scan("ssd", {1: length})
+    x, dt, b, c = (part[None] for part in scan.inputs[1])
+    weights = scan.weights
+    out = mamba2_chunk_scan(
+        x, dt, -weights.a_log.exp(), b, c, chunk_size=32, D=weights.d, dt_bias=weights.dt_bias, dt_softplus=True,
+        dt_limit=LIMITS,
+    )  # fmt: skip
+    torch.testing.assert_close(out[0], scan.expected[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("length", [1, 5, 80])
+def test_the_definition_of_mamba1_is_what_transformers_computes(length: int) -> None:
+    scan = Scan("selective", {1: length})
+    x, dt, b, c, z = (part.T[None] for part in scan.inputs[1])
+    weights = scan.weights
+    out = mamba_selective_scan(
+        x, dt, -weights.a_log.exp(), b, c, D=weights.d, z=z, delta_bias=weights.dt_bias, delta_softplus=True
+    )
+    torch.testing.assert_close(out[0].T, scan.expected[1], rtol=1e-4, atol=1e-4)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_rows_cut_anywhere_equal_the_definition(kind: str, dtype: torch.dtype) -> None:
+    """Cuts inside chunks, at their borders, single tokens among chunks, padding."""
+    scan = Scan(kind, {1: 200, 4: 70, 2: 3}, dtype)
+    scan.run([StepRow(4, 0, 1), StepRow(1, 0, 67)])
+    scan.run([StepRow(4, 1, 1), StepRow(1, 67, 1), StepRow(2, 0, 1)], padding=2)
+    scan.run([StepRow(2, 1, 1), StepRow(4, 2, 66), StepRow(1, 68, 60)], padding=1, num_tokens=140)
+    scan.run([StepRow(4, 68, 1), StepRow(1, 128, 64)])
+    scan.run([StepRow(2, 2, 1), StepRow(4, 69, 1), StepRow(1, 192, 1)], chunked=True)
+    scan.run([StepRow(1, 193, 7)])
+
+
+@KINDS
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_save_continues_as_its_row_does(kind: str, chunked: bool) -> None:
+    scan = Scan(kind, {1: 200, 4: 200, 2: 70})
+    if chunked:
+        rows = [StepRow(2, 0, 10), StepRow(1, 0, 130, {64: 5, 128: 6}), StepRow(4, 0, 64, {64: 7})]
+        scan.run(rows, padding=1)
+        resumed = {5: (1, 64), 6: (1, 128), 7: (4, 64)}
+    else:
+        scan.run([StepRow(1, 0, 63), StepRow(4, 0, 127)])
+        scan.run([StepRow(1, 63, 1, {64: 5}), StepRow(4, 127, 1, {128: 7}), StepRow(2, 0, 1)])
+        resumed = {5: (1, 64), 7: (4, 128)}
+    for slot, (source, _) in resumed.items():
+        scan.inputs[slot], scan.expected[slot] = scan.inputs[source], scan.expected[source]
+    scan.run([StepRow(slot, first, 2) for slot, (_, first) in resumed.items()])
+    scan.run([StepRow(slot, first + 2, 1) for slot, (_, first) in resumed.items()])
+    untouched = [slot for slot in range(SLOTS) if slot not in {0, 1, 2, 4, *resumed}]
+    assert scan.state[untouched].isnan().all()
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_gated_norm(norm_first: bool, num_groups: int) -> None:
+    torch.manual_seed(0)
+    x, gate = torch.randn(2, 7, 24).unbind(0)
+    norm = FalconH1RMSNormGated(24, 0.1, num_groups, norm_first)
+    norm.weight.data.normal_()
+    out = gated_group_norm(x, gate, norm.weight.detach(), 0.1, num_groups, norm_first)
+    torch.testing.assert_close(out, norm(x[None], gate[None])[0].detach(), rtol=1e-5, atol=1e-5)
+    wide = gated_group_norm(x.double(), gate.double(), norm.weight.detach().double(), 0.1, num_groups, norm_first)
+    assert wide.dtype is torch.float64

@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM
 
 
 def oracle(folder: Path, dtype: torch.dtype, prompts: dict[str, list[int]]) -> dict[str, torch.Tensor]:
-    # the sdpa attention of transformers ignores soft caps and sinks
+    # the sdpa attention of transformers ignores soft caps and sinks; models without attention refuse it
     config = (folder / "config.json").read_text()
-    how = "eager" if '"attn_logit_softcapping"' in config or '"gpt_oss"' in config else "sdpa"
+    eager = ('"attn_logit_softcapping"', '"gpt_oss"', '"mamba"', '"mamba2"')
+    how = "eager" if any(word in config for word in eager) else "sdpa"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=how).eval()
     if dtype is torch.float64:
         norm_in_float64(model)

@@ -101,6 +101,15 @@ _DELTA_NET = {
 }  # fmt: skip
 # every layer of Qwen3.5-MoE has experts: no MLP has the size that its config leaves out
 _DELTA_NET_MOE = _DELTA_NET | {"intermediate_size": 512}
+# without attention a model has no longest context; this one is run unless max_model_len says less
+_MAMBA = {
+    "num_attention_heads": 1, "intermediate_size": 0, "max_position_embeddings": 32_768, "state_size": 16,
+    "conv_kernel": 4, "layer_norm_eps": 1e-5,
+}  # fmt: skip
+_MAMBA_HYBRID = {
+    "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+    "num_key_value_heads": 8,
+}  # fmt: skip
 _DECODERS: dict[str, dict[str, Any]] = {
     "Mistral": {"sliding_window": 4096},
     "Qwen2": {"sliding_window": 4096},
@@ -130,6 +139,17 @@ _DECODERS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "Mamba": _MAMBA | {"tie_word_embeddings": True},
+    "Mamba2": _MAMBA | {"num_heads": 128, "head_dim": 64, "n_groups": 8},
+    "GraniteMoeHybrid": _MAMBA_HYBRID,
+    "Bamba": _MAMBA_HYBRID | {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
+    "FalconH1": _MAMBA_HYBRID | {"rms_norm_eps": 1e-5},
+    "Jamba": {"mamba_d_state": 16, "mamba_d_conv": 4, "num_experts_per_tok": 2, "num_experts": 16},
+    "NemotronH": {
+        "layer_norm_eps": 1e-5, "intermediate_size": 21_504, "max_position_embeddings": 4096, "conv_kernel": 4,
+        "n_groups": 8, "ssm_state_size": 128, "mamba_num_heads": 128, "mamba_head_dim": 64,
+    },
+    "Lfm2": {"conv_L_cache": 3, "norm_eps": 1e-5, "rope_theta": 1_000_000.0, "tie_word_embeddings": True},
     "Qwen3Next": _DELTA_NET,
     "Qwen3_5": _DELTA_NET,
     "Qwen3_5Text": _DELTA_NET,
@@ -251,6 +271,9 @@ def _rename(config: dict[str, Any]) -> dict[str, Any]:
         for theirs in names
         if ours not in config and config.get(theirs) is not None
     }
+    kinds = config.get("layers_block_type")  # Nemotron-H leaves out how many layers there are
+    if "num_hidden_layers" not in config and isinstance(kinds, list):
+        found["num_hidden_layers"] = len(kinds)
     return config | found
 
 

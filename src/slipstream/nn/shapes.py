@@ -39,6 +39,7 @@ class MixerShape:
 
     name: str  # of the module inside its block, which the checkpoint rules refer to
     causal: bool = True
+    output_scale: float = 1.0  # multiplies its output
 
     @property
     def has_own_site(self) -> bool:
@@ -154,6 +155,8 @@ class MlpShape:
     sparsity: float = 0.0  # the share of gates that become 0, as if they were spread normally (Gemma 3n); 0: none
     fused: bool = False  # the checkpoint stores gate and up as one tensor
     up_first: bool = False  # with up in its first half
+    gate_scale: float = 1.0  # multiplies the gate before its activation
+    output_scale: float = 1.0  # multiplies the output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +233,7 @@ class LayerShape:
     layer_input: LayerInputShape | None = None
     altup: AltUpShape | None = None
     output_scale: bool = False  # a learned number multiplies the layer's output
+    branch_scale: float = 1.0  # multiplies what each sublayer adds to the residual
 
     @property
     def stores_nothing(self) -> bool:

@@ -23,6 +23,7 @@ from slipstream.nn.layers.layer_inputs import LayerInput
 from slipstream.nn.layers.mlp import Mlp, PlainMlp
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.layers.products import Products
+from slipstream.nn.layers.ssm import Mamba1, Mamba2, ShortConv
 from slipstream.nn.shapes import (
     AttentionShape,
     DeltaShape,
@@ -31,8 +32,10 @@ from slipstream.nn.shapes import (
     FeedShape,
     LayerShape,
     MixerShape,
+    MlpShape,
     NormShape,
 )
+from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
 from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
 
 
@@ -114,13 +117,18 @@ class DecoderBlock(Layer):
             ]
             for mixer, module in zip(shape.mixers, mixers, strict=True):
                 self.add_module(mixer.name, module)
-            sublayers.append(
-                self._sublayer(shape.mixers[0].name, mixers[0] if len(mixers) == 1 else Parallel(mixers), layout)
-            )
+            scaled = [
+                with_scale(module, mixer.output_scale * shape.branch_scale)
+                for mixer, module in zip(shape.mixers, mixers, strict=True)
+            ]
+            body = scaled[0] if len(scaled) == 1 else Parallel(scaled)
+            sublayers.append(self._sublayer(shape.mixers[0].name, body, layout))
         if shape.feed is not None:
             feed = new_feed(name, shape.feed, layout)
             self.add_module(shape.feed.name, feed)
-            sublayers.append(self._sublayer(shape.feed.name, feed, layout))
+            own_scale = shape.feed.output_scale if isinstance(shape.feed, MlpShape) else 1.0
+            body = with_scale(feed, own_scale * shape.branch_scale)
+            sublayers.append(self._sublayer(shape.feed.name, body, layout))
         if shape.layer_input is not None:
             own = LayerInput(f"{name}.{shape.layer_input.name}", shape.layer_input, number, layout)
             self.add_module(shape.layer_input.name, own)
@@ -199,6 +207,35 @@ class Parallel:
         return None
 
 
+class Scaled:
+    """A body whose output is multiplied by a number."""
+
+    def __init__(self, body: Any, scale: float) -> None:
+        self.body, self.scale = body, scale
+
+    def __call__(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None) -> torch.Tensor:
+        out: torch.Tensor = self.body(x, context, last)
+        return out * self.scale
+
+    def after_norm(
+        self,
+        norm: RMSNorm | NoNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        context: ForwardContext,
+        last: LastTokens | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, total = self.body.after_norm(norm, x, residual, context, last)
+        return out * self.scale, total
+
+    def products(self) -> None:
+        return None
+
+
+def with_scale(body: Any, scale: float) -> Any:
+    return body if scale == 1.0 else Scaled(body, scale)
+
+
 def new_attention(
     name: str, shape: AttentionShape, norm: NormShape, site: int | None, layout: Layout
 ) -> Attention | LatentAttention:
@@ -207,7 +244,13 @@ def new_attention(
     return Attention(name, shape, norm, site, layout)
 
 
-MIXERS: dict[type[MixerShape], Callable[..., Any]] = {AttentionShape: new_attention, DeltaShape: DeltaNet}
+MIXERS: dict[type[MixerShape], Callable[..., Any]] = {
+    AttentionShape: new_attention,
+    DeltaShape: DeltaNet,
+    Mamba1Shape: Mamba1,
+    Mamba2Shape: Mamba2,
+    ShortConvShape: ShortConv,
+}
 """The layer of each kind of mixer. It is called with the mixer's full name, its shape, the layer's norm, its site (a
 cache site, or a state site if it has a recurrent state) and the layout."""
 

@@ -100,6 +100,16 @@ def _gate_by(activation: Activation, gate_up: torch.Tensor) -> torch.Tensor:
     return activation(gate) * up
 
 
+def scaled_gated(name: str, scale: float) -> Activation:
+    """As `find_gated`, of gates that are multiplied by a number first."""
+    return partial(_gate_scaled, find_activation(name), scale)
+
+
+def _gate_scaled(activation: Activation, scale: float, gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return activation(gate * scale) * up
+
+
 def sparse_gated(name: str, sparsity: float, dtype: torch.dtype) -> Activation:
     """As `find_gated`, of gates from which a cutoff was subtracted and negative ones removed. If a token's gates were
     spread normally, a share `sparsity` of them would be removed."""

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from slipstream.nn.context import ForwardContext, LastTokens
-from slipstream.nn.layers.activations import find_activation, find_gated, sparse_gated
+from slipstream.nn.layers.activations import find_activation, find_gated, scaled_gated, sparse_gated
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
@@ -26,6 +26,8 @@ class Mlp(Layer):
         self.activation = find_gated(shape.activation)
         if shape.sparsity:
             self.activation = sparse_gated(shape.activation, shape.sparsity, layout.dtype)
+        if shape.gate_scale != 1.0:
+            self.activation = scaled_gated(shape.activation, shape.gate_scale)
         hidden_size, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
         gate_up = {"": 2 * shape.size} if shape.fused else {"gate": shape.size, "up": shape.size}
         kind = _UpGate if shape.up_first else Linear
@@ -49,7 +51,9 @@ class Mlp(Layer):
         hidden, total = self.gate_up.after_norm(norm, x, residual, context, self.activation)
         return self.down(hidden, context), total
 
-    def products(self) -> Products:
+    def products(self) -> Products | None:
+        if self.shape.gate_scale != 1.0:
+            return None
         return Products(self.shape, self.gate_up, self.down, self.activation)
 
 

@@ -84,6 +84,11 @@ def rope_frequencies(info: RopeInfo, head_dim: int, max_positions: int, num_posi
         raise BadCheckpoint(f"rope scaling of kind {info.kind} holds a value of the wrong kind: {error}") from None
 
 
+def _none(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
+    """Nothing turns: attention without positions, in models whose other layers know the order of tokens."""
+    return torch.zeros_like(plain), 1.0
+
+
 def _default(plain: torch.Tensor, info: RopeInfo, max_positions: int, num_positions: int) -> Frequencies:
     return plain, 1.0
 
@@ -181,6 +186,7 @@ def _yarn_scale(factors: dict[str, Any], factor: float) -> float:
 
 KINDS: dict[str, Callable[[torch.Tensor, RopeInfo, int, int], Frequencies]] = {
     "default": _default,
+    "none": _none,
     "dynamic": _dynamic,
     "linear": _linear,
     "proportional": _proportional,

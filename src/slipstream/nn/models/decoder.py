@@ -83,14 +83,16 @@ class Decoder(nn.Module):
         batch = context.batch
         weight, scale = self.embedding.weight, self.embedding_scale
         rope_rows = batch.positions if batch.rope_rows is None else batch.rope_rows
-        first, *others = self.ropes
-        if type(weight) is UnquantizedWeight:
-            x, rotary = lookup_embedding_and_rope(weight.data, batch.ids, scale, first.table, rope_rows)
+        ropes = list(self.ropes)
+        rotary: tuple[torch.Tensor, ...] = ()
+        if ropes and type(weight) is UnquantizedWeight:
+            x, found = lookup_embedding_and_rope(weight.data, batch.ids, scale, ropes.pop(0).table, rope_rows)
+            rotary = (found,)
         else:
-            x, rotary = self.embedding(batch.ids), first(rope_rows)
+            x = self.embedding(batch.ids)
             x = x if scale == 1.0 else x * scale
-        rows = (rope_rows if rope.switches else batch.positions for rope in others)
-        context = context.with_rotary((rotary, *(rope(row) for rope, row in zip(others, rows, strict=True))))
+        rotary += tuple(rope(rope_rows if rope.switches else batch.positions) for rope in ropes)
+        context = context.with_rotary(rotary)
         if self.layer_inputs is not None:
             context = replace(context, layer_inputs=self.layer_inputs(batch.ids, x, context))
         if self.streams is not None:
@@ -121,7 +123,8 @@ class Decoder(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         assert not self.shape.headless, "a checkpoint without a projection to tokens generates no text"
         logits: torch.Tensor = self.embedding.logits(hidden) if self.head is None else self.head(hidden)
-        cap = self.shape.logit_cap
+        cap, scale = self.shape.logit_cap, self.shape.logit_scale
+        logits = logits if scale == 1.0 else logits * scale
         return logits if not cap else torch.tanh(logits / cap) * cap
 
     def cache_specs(self, page_size: int, dtype: str) -> list[CacheSpec]:

@@ -27,13 +27,14 @@ class DecoderShape:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerShape, ...]
-    ropes: tuple[RopeShape, ...]  # mixers refer to them by index
+    ropes: tuple[RopeShape, ...]  # mixers refer to them by index; empty: no mixer is attention
     norm: NormShape  # of the last hidden states
     max_positions: int  # that the model was trained for
     tied: bool  # the embedding is also the projection to tokens
     layer_inputs: LayerInputsShape | None = None
     logit_cap: float = 0.0  # logits become logit_cap * tanh(logit / logit_cap); 0: they stay as they are
     embedding_scale: float = 1.0
+    logit_scale: float = 1.0
     transposed_experts: bool = False  # stacked experts of the checkpoint are [experts, inputs, outputs]
     headless: bool = False  # the checkpoint has no projection to tokens: it gives vectors or scores
 

@@ -23,7 +23,17 @@ from slipstream.nn.models.gemma import gemma2_shape, gemma3_shape, gemma_rules, 
 from slipstream.nn.models.gemma3n import gemma3n_rules, gemma3n_shape, gemma3n_text_rules
 from slipstream.nn.models.gemma4 import gemma4_rules, gemma4_shape, gemma4_text_rules
 from slipstream.nn.models.gpt_oss import gpt_oss_rules, gpt_oss_shape
+from slipstream.nn.models.lfm2 import lfm2_rules, lfm2_shape
 from slipstream.nn.models.llama import llama_rules, llama_shape, mistral_shape
+from slipstream.nn.models.mamba import mamba1_shape, mamba2_shape, mamba_rules
+from slipstream.nn.models.mamba_hybrids import (
+    bamba_shape,
+    falcon_h1_shape,
+    granite_hybrid_rules,
+    granite_hybrid_shape,
+    hybrid_rules,
+    jamba_shape,
+)
 from slipstream.nn.models.modernbert import modernbert_heads, modernbert_rules, modernbert_shape
 from slipstream.nn.models.moe import (
     glm4_moe_shape,
@@ -35,6 +45,7 @@ from slipstream.nn.models.moe import (
     qwen3_moe_shape,
 )
 from slipstream.nn.models.mpnet import mpnet_rules, mpnet_shape
+from slipstream.nn.models.nemotron_h import nemotron_h_rules, nemotron_h_shape
 from slipstream.nn.models.olmo import olmo2_rules, olmo2_shape
 from slipstream.nn.models.phi import phi3_rules, phi3_shape
 from slipstream.nn.models.pooling_heads import HeadShape
@@ -87,6 +98,14 @@ DECODERS = {
     "Qwen3_5Text": Family(qwen3_5_shape, qwen3_5_rules),
     "Qwen3_5Moe": Family(qwen3_5_shape, qwen3_5_rules),
     "Qwen3_5MoeText": Family(qwen3_5_shape, qwen3_5_rules),
+    "Mamba": Family(mamba1_shape, mamba_rules),
+    "Mamba2": Family(mamba2_shape, mamba_rules),
+    "GraniteMoeHybrid": Family(granite_hybrid_shape, granite_hybrid_rules),
+    "Bamba": Family(bamba_shape, hybrid_rules),
+    "FalconH1": Family(falcon_h1_shape, hybrid_rules),
+    "Jamba": Family(jamba_shape, hybrid_rules),
+    "NemotronH": Family(nemotron_h_shape, nemotron_h_rules),
+    "Lfm2": Family(lfm2_shape, lfm2_rules),
 }
 """By how their architectures' names begin."""
 DECODER_ENDINGS = (

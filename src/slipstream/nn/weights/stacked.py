@@ -8,13 +8,15 @@ Hub checkpoints have `experts.3.gate_proj.weight`; transformers 5 can also save 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 
 _GATE_UP, _DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+# of Granite: the same tensors under other names
+_GRANITE = {".block_sparse_moe.input_linear.weight": _GATE_UP, ".block_sparse_moe.output_linear.weight": _DOWN}
 _BIAS = "_bias"
 
 
@@ -24,7 +26,7 @@ class UnstackedSource:
         self.source, self.transposed = source, transposed
 
     def __iter__(self) -> Iterator[SourceTensor]:
-        for tensor in self.source:
+        for tensor in map(_renamed, self.source):
             is_bias = tensor.name.endswith(_BIAS)
             if not tensor.name.removesuffix(_BIAS).endswith((_GATE_UP, _DOWN)):
                 yield tensor
@@ -34,6 +36,14 @@ class UnstackedSource:
                 yield from _experts(tensor)
             else:
                 yield tensor
+
+
+def _renamed(tensor: SourceTensor) -> SourceTensor:
+    for theirs, ours in _GRANITE.items():
+        if tensor.name.endswith(theirs):
+            name = f"{tensor.name.removesuffix(theirs)}.block_sparse_moe{ours}"
+            return replace(tensor, name=name)
+    return tensor
 
 
 def _transposed_experts(tensor: SourceTensor, is_bias: bool) -> Iterator[SourceTensor]:

@@ -1,0 +1,184 @@
+"""Mamba2, Mamba1 and ShortConv: mixers whose state is a ring of inputs of a convolution, and a matrix for a scan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.layers.layer import Layer, Layout
+from slipstream.nn.layers.linear import Linear
+from slipstream.nn.layers.norm import NoNorm, RMSNorm
+from slipstream.nn.layers.products import Products
+from slipstream.nn.shapes import MixerShape, NormShape
+from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
+from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
+from slipstream.ops.conv1d import causal_conv1d
+from slipstream.ops.ssm import SelectiveWeights, SsdWeights, gated_group_norm, selective_scan, ssd_scan
+
+
+class _ConvMixer(Layer):
+    """One projection, a convolution and more between, and one projection to the hidden size."""
+
+    shape: MixerShape
+    input: Linear
+    output: Linear
+
+    def __init__(self, site: int | None, num_channels: int, width: int, bias: bool, dtype: torch.dtype) -> None:
+        """`site`: the state site; the other arguments describe the convolution."""
+        super().__init__()
+        assert site is not None, "a recurrent mixer needs a state site"
+        self.site = site
+        self.conv = new_parameter(num_channels, width, dtype=dtype)
+        self.conv_bias = new_parameter(num_channels, dtype=dtype) if bias else None
+
+    def forward(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
+        """x [T, hidden] to [T, hidden], or to [B, hidden] of the `last` tokens."""
+        projected: torch.Tensor = self.output(self.mix(self.input(x, context), context, last), context)
+        return projected
+
+    def after_norm(
+        self,
+        norm: RMSNorm | NoNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        context: ForwardContext,
+        last: LastTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Body.after_norm`."""
+        projected, total = self.input.after_norm(norm, x, residual, context)
+        mixed = self.mix(projected, context, last)
+        return self.output(mixed, context), total if last is None else last.of(total)
+
+    def products(self) -> Products:
+        return Products(self.shape, self.input, self.output, mix=self.mix)
+
+    def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
+        """The part between the two projections. All tokens change the state, `last` or not."""
+        raise NotImplementedError
+
+    def own(self) -> dict[str, str]:
+        """Parameters that the checkpoint stores as they are: name of the slot to attribute."""
+        return {}
+
+    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+        num_channels, width = self.conv.shape
+        yield "conv.weight", WeightSlot((num_channels, 1, width), self._fill_conv)
+        names = self.own() | ({} if self.conv_bias is None else {"conv.bias": "conv_bias"})
+        for name, attribute in names.items():
+            yield name, WeightSlot(tuple(getattr(self, attribute).shape), partial(self._fill, attribute))
+
+    def _fill_conv(self, piece: CheckpointTensor) -> None:
+        self.conv.copy_(piece.read()[:, 0])
+
+    def _fill(self, attribute: str, piece: CheckpointTensor) -> None:
+        piece.write_to(getattr(self, attribute))
+
+
+class Mamba2(_ConvMixer):
+    """The state of a row: "conv", a ring of inputs of the convolution, and "ssm", a matrix per head. One product makes
+    the gate, x, b, c and dt."""
+
+    shape: Mamba2Shape
+
+    def __init__(self, name: str, shape: Mamba2Shape, norm: NormShape, site: int | None, layout: Layout) -> None:
+        """`norm` gives the eps of the gated norm."""
+        hidden, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
+        super().__init__(site, shape.num_channels, shape.conv_width, shape.conv_bias, dtype)
+        self.shape = shape
+        self.eps = norm.eps
+        num_outputs = shape.size + shape.num_channels + shape.num_heads
+        self.input = Linear(hidden, {"": num_outputs}, shape.input_bias, format_of(f"{name}.input"), dtype)
+        self.output = Linear(shape.size, {"": hidden}, shape.output_bias, format_of(f"{name}.output"), dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.a_log, self.dt_bias, self.d = (new_parameter(shape.num_heads, dtype=wide) for _ in range(3))
+        self.norm = None if shape.norm == "none" else new_parameter(shape.size, dtype=dtype)
+
+    def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
+        shape, steps, state = self.shape, context.recurrent, context.states[self.site]
+        assert steps is not None
+        parts = [shape.size, shape.size, shape.group_size, shape.group_size, shape.num_heads]
+        for part, scale in zip(projected.split(parts, 1), shape.part_scales, strict=True):
+            if scale != 1.0:
+                part.mul_(scale)
+        gate, inner, dt = projected.split([shape.size, shape.num_channels, shape.num_heads], 1)
+        mixed = causal_conv1d(inner, self.conv, self.conv_bias, state["conv"], steps, "silu")
+        x, b, c = mixed.split([shape.size, shape.group_size, shape.group_size], 1)
+        x = x.unflatten(1, (-1, shape.head_dim))
+        b, c = (part.unflatten(1, (-1, shape.state_size)) for part in (b, c))
+        weights = SsdWeights(self.a_log, self.dt_bias, self.d, shape.dt_min, shape.dt_max)
+        out = ssd_scan(x, dt, b, c, weights, state["ssm"], steps).flatten(1)
+        if last is not None:
+            out, gate = last.of(out), last.of(gate)
+        if self.norm is None:
+            return out * F.silu(gate)
+        return gated_group_norm(out, gate, self.norm, self.eps, shape.norm_groups, shape.norm == "norm_first")
+
+    def own(self) -> dict[str, str]:
+        names = {name: name for name in ("a_log", "dt_bias", "d")}
+        return names if self.norm is None else names | {"norm.weight": "norm"}
+
+
+class Mamba1(_ConvMixer):
+    """The state of a row: "conv", a ring of inputs of the convolution, and "ssm", a matrix. One product makes x and the
+    gate z; dt, b and c are projections of x behind the convolution."""
+
+    shape: Mamba1Shape
+
+    def __init__(self, name: str, shape: Mamba1Shape, norm: NormShape, site: int | None, layout: Layout) -> None:
+        """`norm` gives the eps of the norms of dt, b and c."""
+        hidden, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
+        super().__init__(site, shape.size, shape.conv_width, shape.conv_bias, dtype)
+        self.shape = shape
+        sizes = {"dt": shape.dt_rank, "b": shape.state_size, "c": shape.state_size}
+        self.input = Linear(hidden, {"": 2 * shape.size}, shape.bias, format_of(f"{name}.input"), dtype)
+        self.output = Linear(shape.size, {"": hidden}, shape.bias, format_of(f"{name}.output"), dtype)
+        self.selected = Linear(shape.size, {"": sum(sizes.values())}, False, format_of(f"{name}.selected"), dtype)
+        self.dt = Linear(shape.dt_rank, {"": shape.size}, False, format_of(f"{name}.dt"), dtype)
+        wide = torch.promote_types(dtype, torch.float32)
+        self.a_log = new_parameter(shape.size, shape.state_size, dtype=wide)
+        self.dt_bias, self.d = (new_parameter(shape.size, dtype=wide) for _ in range(2))
+        self.norms = torch.nn.ModuleDict(
+            {part: RMSNorm(size, norm.eps, dtype) for part, size in sizes.items() if shape.norms}
+        )
+
+    def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
+        shape, steps, state = self.shape, context.recurrent, context.states[self.site]
+        assert steps is not None
+        x, z = projected.split(shape.size, 1)
+        x = causal_conv1d(x, self.conv, self.conv_bias, state["conv"], steps, "silu")
+        sizes = [shape.dt_rank, shape.state_size, shape.state_size]
+        dt, b, c = self.selected(x, context).split(sizes, 1)
+        if shape.norms:
+            dt, b, c = (
+                self.norms[name](part.contiguous())[0] for name, part in (("dt", dt), ("b", b), ("c", c))
+            )
+        weights = SelectiveWeights(self.a_log, self.dt_bias, self.d)
+        out = selective_scan(x, self.dt(dt.contiguous(), context), b, c, z, weights, state["ssm"], steps)
+        return out if last is None else last.of(out)
+
+    def own(self) -> dict[str, str]:
+        return {name: name for name in ("a_log", "dt_bias", "d")}
+
+
+class ShortConv(_ConvMixer):
+    """The state of a row is "conv", a ring of inputs of the convolution. One product makes b, c and x."""
+
+    shape: ShortConvShape
+
+    def __init__(self, name: str, shape: ShortConvShape, norm: NormShape, site: int | None, layout: Layout) -> None:
+        hidden, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
+        super().__init__(site, shape.size, shape.conv_width, shape.bias, dtype)
+        self.shape = shape
+        self.input = Linear(hidden, {"": 3 * shape.size}, shape.bias, format_of(f"{name}.input"), dtype)
+        self.output = Linear(shape.size, {"": hidden}, shape.bias, format_of(f"{name}.output"), dtype)
+
+    def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
+        steps, state = context.recurrent, context.states[self.site]
+        assert steps is not None
+        b, c, x = projected.chunk(3, 1)
+        mixed = causal_conv1d(b * x, self.conv, self.conv_bias, state["conv"], steps)
+        return c * mixed if last is None else last.of(c) * last.of(mixed)

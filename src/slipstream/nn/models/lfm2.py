@@ -1,0 +1,78 @@
+"""LFM2: short convolutions, and attention in some layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slipstream.config.model_info import ModelInfo
+from slipstream.errors import BadCheckpoint
+from slipstream.nn.models.decoder_shape import DecoderShape
+from slipstream.nn.models.llama import llama_attention, llama_rules, llama_shape
+from slipstream.nn.models.mamba import read_conv_width
+from slipstream.nn.shapes import MlpShape
+from slipstream.nn.ssm_shapes import ShortConvShape
+from slipstream.nn.weights.rules import Rules
+
+CONV, FULL = "conv", "full_attention"
+
+
+def lfm2_shape(info: ModelInfo) -> DecoderShape:
+    conv = ShortConvShape(
+        size=info.hidden_size,
+        conv_width=read_conv_width(info, "conv_L_cache"),
+        bias=bool(info.extra.get("conv_bias", False)),
+    )
+    attention = replace(llama_attention(info), qk_norm="heads", qkv_bias=False, output_bias=False)
+    shape = llama_shape(info, attention, MlpShape(size=_ffn_size(info), activation="silu"))
+    layers = (
+        replace(layer, mixers=(conv,) if kind == CONV else layer.mixers)
+        for layer, kind in zip(shape.layers, _layer_kinds(info), strict=True)
+    )
+    return replace(shape, layers=tuple(layers))
+
+
+def _ffn_size(info: ModelInfo) -> int:
+    """Two thirds of what the config says, times a factor, rounded up to a multiple."""
+    extra, size = info.extra, int(info.extra.get("block_ff_dim") or info.ffn_size)
+    if not extra.get("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(2 * size / 3)
+    factor = extra.get("block_ffn_dim_multiplier", 1.0)
+    if factor is None:
+        return size
+    multiple = int(extra.get("block_multiple_of", 256))
+    return -(-int(float(factor) * size) // multiple) * multiple
+
+
+def _layer_kinds(info: ModelInfo) -> list[str]:
+    kinds = info.extra.get("layer_types")
+    if kinds is None:
+        attending = info.extra.get("full_attn_idxs")
+        numbers = range(info.num_layers)
+        return [FULL if attending is None or layer in attending else CONV for layer in numbers]
+    if not isinstance(kinds, list) or len(kinds) != info.num_layers or not {*kinds} <= {CONV, FULL}:
+        raise BadCheckpoint(
+            f"layer_types of config.json is {kinds!r}; it must say {CONV} or {FULL} for each of {info.num_layers} layers"
+        )
+    return kinds
+
+
+def lfm2_rules(shape: DecoderShape) -> Rules:
+    layer = "model.layers.{n}"
+    names: dict[str, str | None] = {
+        f"model.layers.{number}.operator_norm.weight": f"layers.{number}.{each.mixers[0].name}_norm.weight"
+        for number, each in enumerate(shape.layers)
+    }
+    names |= {
+        "model.embedding_norm.weight": "norm.weight",
+        f"{layer}.ffn_norm.weight": "layers.{n}.mlp_norm.weight",
+        f"{layer}.conv.conv.{{kind}}": "layers.{n}.conv.conv.{kind}",
+        f"{layer}.conv.in_proj.{{kind}}": "layers.{n}.conv.input.{kind}",
+        f"{layer}.conv.out_proj.{{kind}}": "layers.{n}.conv.output.{kind}",
+        f"{layer}.self_attn.out_proj.{{kind}}": "layers.{n}.attention.output.{kind}",
+        f"{layer}.self_attn.{{part}}_layernorm.weight": "layers.{n}.attention.norm.{part}.weight",
+        f"{layer}.feed_forward.w1.{{kind}}": "layers.{n}.mlp.gate_up.gate.{kind}",
+        f"{layer}.feed_forward.w3.{{kind}}": "layers.{n}.mlp.gate_up.up.{kind}",
+        f"{layer}.feed_forward.w2.{{kind}}": "layers.{n}.mlp.down.{kind}",
+    }
+    return llama_rules(shape, names)

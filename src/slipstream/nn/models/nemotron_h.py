@@ -1,0 +1,97 @@
+"""Nemotron-H: layers of one sublayer each, which is Mamba-2, attention without rope, or an MLP with squared ReLU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from slipstream.config.model_info import ModelInfo
+from slipstream.config.rope_info import RopeInfo
+from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
+from slipstream.nn.models.llama import llama_attention, llama_rules, llama_shape
+from slipstream.nn.models.mamba import check_activation, mamba_names, read_mamba2
+from slipstream.nn.models.moe import needed_number
+from slipstream.nn.shapes import LayerShape, MlpShape, NormShape
+from slipstream.nn.weights.rules import Rules
+
+_PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
+_FIELDS = {
+    "num_heads": "mamba_num_heads", "head_dim": "mamba_head_dim", "num_groups": "n_groups",
+    "state_size": "ssm_state_size", "conv_width": "conv_kernel",
+}  # fmt: skip
+
+
+def nemotron_h_shape(info: ModelInfo) -> DecoderShape:
+    extra = info.extra
+    check_activation(info, str(extra.get("mamba_hidden_act", "silu")))
+    size = needed_number(info, "mamba_num_heads") * needed_number(info, "mamba_head_dim")
+    bias = bool(extra.get("use_bias", False))
+    mixer = read_mamba2(info, _FIELDS, size)
+    mixer = replace(
+        mixer,
+        conv_bias=bool(extra.get("use_conv_bias", True)),
+        input_bias=bias,
+        output_bias=bias,
+        dt_min=float(extra.get("time_step_min", 0.001)),  # the smallest step size, and no largest one
+        dt_max=float("inf"),
+        norm_groups=mixer.num_groups,
+    )
+    attention = replace(llama_attention(info), qkv_bias=False, output_bias=False)
+    mlp = MlpShape(
+        size=info.ffn_size,
+        activation=str(extra.get("mlp_hidden_act", "relu2")),
+        gated=False,
+        bias=info.mlp_bias,
+        down_bias=info.mlp_bias,
+    )
+    norm = NormShape(eps=info.norm_eps)
+    layers = {
+        "mamba": LayerShape(mixers=(mixer,), feed=None, norm=norm),
+        "attention": LayerShape(mixers=(attention,), feed=None, norm=norm),
+        "mlp": LayerShape(mixers=(), feed=mlp, norm=norm),
+    }
+    kinds = _layer_kinds(info)
+    if "moe" in kinds:
+        raise UnsupportedModel(
+            f"{info.architecture} has experts without gates (Nemotron 3), which are not built; run a Nemotron-H "
+            "without experts"
+        )
+    return replace(
+        llama_shape(info),
+        layers=tuple(layers[kind] for kind in kinds),
+        ropes=(RopeShape(RopeInfo(kind="none"), info.head_dim),) if "attention" in kinds else (),
+    )
+
+
+def _layer_kinds(info: ModelInfo) -> list[str]:
+    kinds: Any = info.extra.get("layers_block_type") or info.extra.get("layer_types")
+    if kinds is None:
+        kinds = [_PATTERN.get(sign, sign) for sign in info.extra.get("hybrid_override_pattern") or ""]
+    kinds = [_KINDS.get(kind, kind) for kind in kinds]
+    if unknown := {*kinds} - {*_PATTERN.values()} or not kinds:
+        raise BadCheckpoint(
+            f"config.json of {info.architecture} has layers of kind {unknown!r}; layers_block_type or "
+            "hybrid_override_pattern must list mamba, attention, mlp or moe"
+        )
+    return kinds
+
+
+def nemotron_h_rules(shape: DecoderShape) -> Rules:
+    names: dict[str, str | None] = {}
+    for number, layer in enumerate(shape.layers):
+        part = layer.mixers[0].name if layer.mixers else "mlp"
+        names[f"model.layers.{number}.norm.weight"] = f"layers.{number}.{part}_norm.weight"
+    mixer = "model.layers.{n}.mixer"
+    names |= {
+        "model.embeddings.weight": "embedding.weight",
+        "model.norm_f.weight": "norm.weight",
+        f"{mixer}.o_proj.{{kind}}": "layers.{n}.attention.output.{kind}",
+        f"{mixer}.up_proj.{{kind}}": "layers.{n}.mlp.up.{kind}",
+        f"{mixer}.down_proj.{{kind}}": "layers.{n}.mlp.down.{kind}",
+        **{f"{mixer}.{part}_proj.{{kind}}": f"layers.{{n}}.attention.qkv.{part}.{{kind}}" for part in "qkv"},
+        **mamba_names(mixer),
+    }
+    left_out = dict.fromkeys(("mtp.*", "model.mtp.*", "backbone.mtp.*"))
+    return Rules(left_out) | llama_rules(shape, names, ("backbone", "model", ""))

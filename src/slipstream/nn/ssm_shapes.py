@@ -1,0 +1,112 @@
+"""Shapes of state space mixers and short convolutions: sizes and facts, no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from slipstream.cache_spec import STATE_CHUNK, StateField
+from slipstream.nn.shapes import MixerShape
+from slipstream.ops.ssm.reference import rows_at_once
+
+
+def _wide(dtype: str) -> str:
+    return "float64" if dtype == "float64" else "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Shape(MixerShape):
+    """Mamba-2: a convolution over x, b and c, a scan with one decay per head, and a gated norm."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int  # of b and c; a group serves num_heads / num_groups heads
+    state_size: int
+    conv_width: int
+    name: str = "mamba"
+    conv_bias: bool = True
+    input_bias: bool = False
+    output_bias: bool = False
+    dt_min: float = 0.0  # limits of the step size
+    dt_max: float = float("inf")
+    norm: Literal["gate_first", "norm_first", "none"] = "gate_first"  # whether the gate comes before or after the norm
+    norm_groups: int = 1
+    part_scales: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)  # of gate, x, b, c and dt
+
+    @property
+    def size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Of b, and of c."""
+        return self.num_groups * self.state_size
+
+    @property
+    def num_channels(self) -> int:
+        """Of the convolution: x, b and c."""
+        return self.size + 2 * self.group_size
+
+    def state_fields(self, dtype: str) -> tuple[StateField, ...]:
+        return (
+            StateField("conv", (self.num_channels, self.conv_width), dtype),
+            StateField("ssm", (self.num_heads, self.head_dim, self.state_size), _wide(dtype)),
+        )
+
+    def numbers_per_token(self, on_cpu: bool) -> int:
+        """Projections, taps and output of the convolution, the scan's inputs and output, and the norm's copies; the
+        last two in float32."""
+        taps = 5 if on_cpu else 1
+        return 2 * self.size + (1 + taps) * self.num_channels + 2 * (8 * self.size + 5 * self.num_heads)
+
+    def numbers_per_step(self, on_cpu: bool) -> int:
+        """Copies of the states of some rows, or the factors of a chunk."""
+        state = self.size * self.state_size
+        chunk = self.num_heads * STATE_CHUNK * (4 * STATE_CHUNK + 6 * self.head_dim) + 6 * STATE_CHUNK * self.group_size
+        return max(4 * rows_at_once(on_cpu) * state, chunk + 5 * state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba1Shape(MixerShape):
+    """Mamba-1: a convolution over x, a selective scan with a decay per channel and state, and a gate."""
+
+    size: int
+    state_size: int
+    dt_rank: int
+    conv_width: int
+    name: str = "mamba"
+    conv_bias: bool = True
+    bias: bool = False  # of the first and last projection
+    norms: bool = False  # RMS norms of dt, b and c (Jamba)
+
+    def state_fields(self, dtype: str) -> tuple[StateField, ...]:
+        return (
+            StateField("conv", (self.size, self.conv_width), dtype),
+            StateField("ssm", (self.size, self.state_size), _wide(dtype)),
+        )
+
+    def numbers_per_token(self, on_cpu: bool) -> int:
+        """Projections, taps and output of the convolution, step sizes, and the scan's inputs and output in float32."""
+        taps = 5 if on_cpu else 1
+        return (4 + taps) * self.size + 3 * (self.dt_rank + 2 * self.state_size) + 2 * 7 * self.size
+
+    def numbers_per_step(self, on_cpu: bool) -> int:
+        """Decays and inputs of some rows or of a chunk, and what a round of the scan makes of them."""
+        return 7 * max(rows_at_once(on_cpu), STATE_CHUNK) * self.size * self.state_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvShape(MixerShape):
+    """c * convolution(b * x), where b, c and x are projections of the token (LFM2)."""
+
+    size: int
+    conv_width: int
+    name: str = "conv"
+    bias: bool = False  # of the projections and the convolution
+
+    def state_fields(self, dtype: str) -> tuple[StateField, ...]:
+        return (StateField("conv", (self.size, self.conv_width), dtype),)
+
+    def numbers_per_token(self, on_cpu: bool) -> int:
+        """Projections, the convolution's input, taps and output, and the product."""
+        return (11 if on_cpu else 7) * self.size

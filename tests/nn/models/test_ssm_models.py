@@ -1,0 +1,116 @@
+"""State space models and hybrids with them against transformers: whole, in odd chunks, token by token; refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from causal_oracle import oracle
+from hand_batch import HandRunner
+from hand_load import load
+from slipstream.config.model_info import model_info_from_config
+from slipstream.errors import BadCheckpoint, UnsupportedModel
+from slipstream.nn.models.registry import find_shape
+from tiny import SAVED, write_tiny
+
+LENGTHS = {"a": 100, "b": 70}
+ODD = [{"b": 1, "a": 50}, {"a": 1, "b": 50}, {"b": 1, "a": 29}, {"a": 1, "b": 1}, {"b": 17, "a": 19}]
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in SAVED},
+    "mamba biased": ("mamba", {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": True}),
+    "mamba2 biased": ("mamba2", {"use_bias": True, "use_conv_bias": False}),
+    "granite dense with rope": ("granite_moe_hybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}),
+    "bamba biased": ("bamba", {"mamba_proj_bias": True, "attention_bias": True, "mlp_bias": True}),
+    "falcon_h1 norm first": ("falcon_h1", {"mamba_rms_norm": True, "projectors_bias": True}),
+    "falcon_h1 gate first": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "nemotron_h biased": ("nemotron_h", {"use_bias": True, "mlp_bias": True}),
+    "jamba dense": ("jamba", {"num_experts": 1}),
+    "lfm2 biased": ("lfm2", {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
+}
+
+
+def texts(**lengths: int) -> dict[str, list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randint(0, 300, (n,), generator=generator).tolist() for name, n in lengths.items()}
+
+
+def in_steps(runner: HandRunner, prompts: dict[str, list[int]], sizes: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+    """Logits of the prompts, computed by steps of some tokens of some rows."""
+    place, found = dict.fromkeys(prompts, 0), {name: [] for name in prompts}
+    for step in sizes:
+        chunks = {name: prompts[name][place[name] : place[name] + size] for name, size in step.items()}
+        for name, logits in runner.run(chunks).items():
+            found[name].append(logits)
+            place[name] += step[name]
+    return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers_in_float64(variant: str, tmp_path: Path) -> None:
+    family, changes = VARIANTS[variant]
+    prompts = texts(**LENGTHS)
+    folder = write_tiny(tmp_path, family, torch.float64, **changes)
+    expected = oracle(folder, torch.float64, prompts)
+    model = load(folder, torch.float64)
+    found = in_steps(HandRunner(model, torch.float64, num_pages=128), prompts, ODD)
+    last = HandRunner(model, torch.float64, num_pages=128).run_last(prompts)
+    for name in prompts:
+        assert expected[name].std() > 0.3
+        # the cosines of some positions differ in the last bit of float32: vector and scalar code of torch
+        torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(last[name], expected[name][-1], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", SAVED)
+def test_logits_equal_transformers_in_float32(family: str, tmp_path: Path) -> None:
+    prompts = texts(**LENGTHS)
+    folder = write_tiny(tmp_path, family, torch.float32)
+    expected = oracle(folder, torch.float32, prompts)
+    model = load(folder)
+    for sizes in ([LENGTHS], ODD):
+        found = in_steps(HandRunner(model, num_pages=128), prompts, sizes)
+        for name in prompts:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", SAVED)
+def test_steps_of_any_size_agree_in_float64(family: str, tmp_path: Path) -> None:
+    prompts = texts(a=80, b=66)
+    model = load(write_tiny(tmp_path, family, torch.float64), torch.float64)
+    whole, odd, one = (
+        in_steps(HandRunner(model, torch.float64, num_pages=128), prompts, sizes)
+        for sizes in ([{"a": 80, "b": 66}], [{"b": 1, "a": 40}, {"a": 40, "b": 65}], [{"a": 1, "b": 1}] * 66)
+    )
+    for name in prompts:
+        torch.testing.assert_close(odd[name], whole[name], rtol=0, atol=1e-9)
+        torch.testing.assert_close(one[name], whole[name][:66], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "error", "words"),
+    [
+        ("mamba2", {"num_heads": 4}, BadCheckpoint, "must fit"),
+        ("mamba2", {"n_groups": 3}, BadCheckpoint, "3 groups"),
+        ("mamba", {"conv_kernel": 1}, UnsupportedModel, "convolution of 1 token"),
+        ("mamba", {"hidden_act": "gelu"}, UnsupportedModel, "only silu"),
+        ("bamba", {"hidden_act": "gelu"}, UnsupportedModel, "only silu"),
+        ("granite_moe_hybrid", {"position_embedding_type": "alibi"}, UnsupportedModel, "alibi"),
+        ("granite_moe_hybrid", {"layer_types": ["mamba"]}, BadCheckpoint, "kinds of its 3 layers"),
+        ("falcon_h1", {"attention_bias": True}, UnsupportedModel, "attention_in_multiplier"),
+        ("falcon_h1", {"mamba_proj_bias": True}, UnsupportedModel, "ssm_in_multiplier"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "moe"]}, UnsupportedModel, "experts without gates"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "pool"]}, BadCheckpoint, "pool"),
+        ("lfm2", {"layer_types": ["conv"]}, BadCheckpoint, "layer_types"),
+        ("mamba2", {"is_causal": False}, UnsupportedModel, "recurrent layers"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    family: str, changes: dict[str, Any], error: type[Exception], words: str, tmp_path: Path
+) -> None:
+    config = json.loads((write_tiny(tmp_path, family) / "config.json").read_text()) | changes
+    with pytest.raises(error, match=words):
+        find_shape(model_info_from_config(config))

@@ -15,7 +15,7 @@ from slipstream import LLM, SamplingParams
 from slipstream.device.device import Device
 from tiny import write_tiny
 
-FAMILIES = ["qwen3_next", "qwen3_5"]
+FAMILIES = ["qwen3_next", "qwen3_5", "mamba2", "falcon_h1"]
 GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=1)
 SAMPLED = SamplingParams(n=2, temperature=1.0, seed=3, max_tokens=6, logprobs=0, ignore_eos=True)
 TEXT = random.Random(0).choices(range(300), k=230)
@@ -77,7 +77,8 @@ def test_tokens_do_not_depend_on_scheduling(hybrid: Hybrid, cell: str) -> None:
         for _ in range(2):  # the second time the cache is warm
             check(llm, hybrid.greedy)
         scheduler = llm.core.scheduler
-        assert scheduler.num_preemptions > 0 or "preempted" not in cell
+        has_pages = bool(llm.core.executor.model.cache_specs(16, "float64"))  # without them nothing runs out
+        assert scheduler.num_preemptions > 0 or "preempted" not in cell or not has_pages
         assert scheduler.cache.num_hits > 400 or "cached" not in cell
 
 

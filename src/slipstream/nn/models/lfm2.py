@@ -52,7 +52,8 @@ def _layer_kinds(info: ModelInfo) -> list[str]:
         return [FULL if attending is None or layer in attending else CONV for layer in numbers]
     if not isinstance(kinds, list) or len(kinds) != info.num_layers or not {*kinds} <= {CONV, FULL}:
         raise BadCheckpoint(
-            f"layer_types of config.json is {kinds!r}; it must say {CONV} or {FULL} for each of {info.num_layers} layers"
+            f"layer_types of config.json is {kinds!r}; it must say {CONV} or {FULL} for each of "
+            f"{info.num_layers} layers"
         )
     return kinds
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
 from hand_steps import StepRow, hand_steps
+from nets.host_reads import no_host_reads
 from slipstream.ops.ssm import SelectiveWeights, SsdWeights, gated_group_norm, selective_scan, ssd_scan
 
 HEADS, GROUPS, DIM, STATE, SLOTS = 4, 2, 6, 5, 9
@@ -26,6 +29,7 @@ class Scan:
     def __init__(self, kind: str, lengths: dict[int, int], dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(len(lengths))
         self.kind, self.dtype = kind, dtype
+        self.guard: Callable[[], AbstractContextManager[Any]] = nullcontext
         is_ssd = kind == "ssd"
         channels, shape = HEADS * DIM, (HEADS, DIM, STATE) if is_ssd else (HEADS * DIM, STATE)
         width = HEADS if is_ssd else channels
@@ -77,7 +81,8 @@ class Scan:
             packed.append(torch.full((total, *found.shape[1:]), torch.nan, dtype=self.dtype))
             packed[-1][: len(found)] = found
         scan = ssd_scan if self.kind == "ssd" else selective_scan
-        out = scan(*packed, self.weights, self.state, steps)
+        with self.guard():
+            out = scan(*packed, self.weights, self.state, steps)
         expected = torch.cat([self.expected[slot][span] for slot, span in spans])
         assert out.dtype == expected.dtype
         tolerance = TOLERANCE[self.dtype]
@@ -107,6 +112,15 @@ def test_the_definition_of_mamba1_is_what_transformers_computes(length: int) -> 
         x, dt, -weights.a_log.exp(), b, c, D=weights.d, z=z, delta_bias=weights.dt_bias, delta_softplus=True
     )
     torch.testing.assert_close(out[0].T, scan.expected[1], rtol=1e-4, atol=1e-4)
+
+
+@KINDS
+def test_on_a_gpu_no_value_is_read_on_the_host(kind: str) -> None:
+    scan = Scan(kind, {1: 200, 4: 70, 2: 3})
+    scan.guard = no_host_reads
+    scan.run([StepRow(4, 0, 1), StepRow(1, 0, 67, {64: 5})])
+    scan.run([StepRow(4, 1, 1), StepRow(1, 67, 1), StepRow(2, 0, 1)], padding=2)
+    scan.run([StepRow(2, 1, 1), StepRow(4, 2, 66), StepRow(1, 68, 60)], padding=1, num_tokens=140)
 
 
 @KINDS

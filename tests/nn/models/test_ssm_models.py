@@ -15,7 +15,8 @@ from hand_load import load
 from slipstream.config.model_info import model_info_from_config
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.models.registry import find_shape
-from tiny import SAVED, write_tiny
+from tiny import write_tiny
+from tiny_saved import SAVED
 
 LENGTHS = {"a": 100, "b": 70}
 ODD = [{"b": 1, "a": 50}, {"a": 1, "b": 50}, {"b": 1, "a": 29}, {"a": 1, "b": 1}, {"b": 17, "a": 19}]

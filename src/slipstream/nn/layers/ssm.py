@@ -153,9 +153,7 @@ class Mamba1(_ConvMixer):
         sizes = [shape.dt_rank, shape.state_size, shape.state_size]
         dt, b, c = self.selected(x, context).split(sizes, 1)
         if shape.norms:
-            dt, b, c = (
-                self.norms[name](part.contiguous())[0] for name, part in (("dt", dt), ("b", b), ("c", c))
-            )
+            dt, b, c = (self.norms[name](part.contiguous())[0] for name, part in (("dt", dt), ("b", b), ("c", c)))
         weights = SelectiveWeights(self.a_log, self.dt_bias, self.d)
         out = selective_scan(x, self.dt(dt.contiguous(), context), b, c, z, weights, state["ssm"], steps)
         return out if last is None else last.of(out)

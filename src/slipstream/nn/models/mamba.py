@@ -58,15 +58,17 @@ def _without_attention(info: ModelInfo, mixer: MixerShape) -> DecoderShape:
 
 def read_mamba2(info: ModelInfo, fields: Mapping[str, str], size: int) -> Mamba2Shape:
     """The sizes and limits of a Mamba-2 mixer. `size` is that of all heads, by the config."""
-    given = dict(info.extra)
-    if given.get(fields["head_dim"]) == "auto":
-        given[fields["head_dim"]] = size // needed_number(info, fields["num_heads"])
-    sizes = {}
-    for ours, theirs in fields.items():
-        sizes[ours] = given[theirs] if isinstance(given.get(theirs), int) else needed_number(info, theirs)
-    read_conv_width(info, fields["conv_width"])
+    num_heads, head_dim = needed_number(info, fields["num_heads"]), fields["head_dim"]
     low, high = map(_limit, info.extra.get("time_step_limit") or (0.0, "inf"))
-    shape = Mamba2Shape(**sizes, dt_min=low, dt_max=high)
+    shape = Mamba2Shape(
+        num_heads=num_heads,
+        head_dim=size // num_heads if info.extra.get(head_dim) == "auto" else needed_number(info, head_dim),
+        num_groups=needed_number(info, fields["num_groups"]),
+        state_size=needed_number(info, fields["state_size"]),
+        conv_width=read_conv_width(info, fields["conv_width"]),
+        dt_min=low,
+        dt_max=high,
+    )
     if shape.size != size or shape.num_heads % shape.num_groups:
         raise BadCheckpoint(
             f"config.json of {info.architecture} has {shape.num_heads} heads of {shape.head_dim} values in "
@@ -104,7 +106,7 @@ def read_kinds(info: ModelInfo, kinds: Any) -> list[str]:
         raise BadCheckpoint(
             f"config.json of {info.architecture} must list the kinds of its {info.num_layers} layers; it has {kinds!r}"
         )
-    found = [_OLD_KINDS.get(kind, kind) for kind in kinds]
+    found: list[str] = [_OLD_KINDS.get(kind) or str(kind) for kind in kinds]
     if unknown := {*found} - {RECURRENT, FULL}:
         raise UnsupportedModel(f"{info.architecture} has layers of kind {', '.join(map(str, unknown))}, not built")
     return found

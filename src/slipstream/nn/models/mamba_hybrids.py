@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.rope_info import RopeInfo
@@ -63,9 +64,7 @@ def _granite_mixer(info: ModelInfo) -> Mamba2Shape:
     size = int(info.extra.get("mamba_expand", 2)) * info.hidden_size
     bias = bool(info.extra.get("mamba_proj_bias", False))
     mixer = read_mamba2(info, MAMBA2_FIELDS, size)
-    return replace(
-        mixer, conv_bias=bool(info.extra.get("mamba_conv_bias", True)), input_bias=bias, output_bias=bias
-    )
+    return replace(mixer, conv_bias=bool(info.extra.get("mamba_conv_bias", True)), input_bias=bias, output_bias=bias)
 
 
 def falcon_h1_shape(info: ModelInfo) -> DecoderShape:
@@ -95,7 +94,7 @@ def falcon_h1_shape(info: ModelInfo) -> DecoderShape:
     parts = [float(part) * factor("ssm_in_multiplier") for part in extra.get("ssm_multipliers") or [1.0] * 5]
     if extra.get("mamba_proj_bias") and factor("ssm_in_multiplier") != 1.0:
         raise UnsupportedModel(f"{info.architecture} has mamba_proj_bias and ssm_in_multiplier; one is run")
-    norm = "none"
+    norm: Literal["gate_first", "norm_first", "none"] = "none"
     if extra.get("mamba_rms_norm", False):
         norm = "norm_first" if extra.get("mamba_norm_before_gate", True) else "gate_first"
     gate, x, b, c, dt = parts

@@ -26,7 +26,6 @@ def rows_at_once(on_cpu: bool) -> int:
     return 4 if on_cpu else 64
 
 
-
 class SsdWeights(NamedTuple):
     a_log: torch.Tensor  # [heads], float32 or float64; a = -exp(a_log)
     dt_bias: torch.Tensor  # [heads], as a_log
@@ -169,7 +168,7 @@ def _scan(
 ) -> None:
     """Rows of one token by `single`, some at a time; other rows chunk by chunk. No value is read on the host: unused
     chunks change nothing."""
-    num_tokens, num_single = len(out), num_single_rows(steps, len(out))
+    num_tokens, num_single = len(out), _num_single(steps, out)
     saves = steps.save_slots if steps.chunks is None else steps.chunks[:, 3]
     at_once = rows_at_once(not out.is_cuda)
     for first in range(0, num_single, at_once):
@@ -203,8 +202,10 @@ def _scan(
         out.index_add_(0, tokens, torch.where(inside.view(-1, *(1,) * (out.dim() - 1)), made, 0.0))
 
 
-def num_single_rows(steps: RecurrentSteps, num_tokens: int) -> int:
-    """Leading rows that are known to have one token. They have one chunk each."""
+def _num_single(steps: RecurrentSteps, out: torch.Tensor) -> int:
+    """Leading rows that are known to have one token. They have one chunk each. On a GPU a graph may replay the step
+    with other counts, so host counts are not used there."""
     if steps.is_single:
         return len(steps.slots)
-    return int((steps.num_tokens == 1).argmin()) if steps.covers(num_tokens) else 0
+    is_known = not out.is_cuda and steps.covers(len(out))
+    return int((steps.num_tokens == 1).argmin()) if is_known else 0

@@ -132,8 +132,8 @@ def test_distances_of_mpnet_that_cannot_be_are_named(buckets: Any) -> None:
 
 
 def test_what_we_do_not_run_is_named() -> None:
-    with pytest.raises(UnsupportedModel, match="Qwen3NextForCausalLM is not an architecture we run"):
-        shape("Qwen3NextForCausalLM")
+    with pytest.raises(UnsupportedModel, match="RwkvForCausalLM is not an architecture we run"):
+        shape("RwkvForCausalLM")
     with pytest.raises(UnsupportedModel, match="lacks 'hidden_size'"):
         model_info_from_config({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}})
 

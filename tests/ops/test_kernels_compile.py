@@ -122,10 +122,12 @@ def experts():
     build(moe + "route", "_route_kernel", x | of(FLOAT, "weights"), **rule | plain)
     build(moe + "sort", "_sort_kernel", x, BINS=256, SIZE=16, BLOCK=1024)
     tile = dict(PAIRS=16, OUTPUTS=64, INPUTS=128)
-    into, out = dict(TOP_K=8, GATED=True, pair_weights=None), dict(TOP_K=1, GATED=False, GATE=0)
+    into = dict(TOP_K=8, INWARD=True, GATED=True, pair_weights=None)
+    out = dict(TOP_K=1, INWARD=False, GATED=False, GATE=0)
     build(moe + "gemm", "_grouped_kernel", x, EVEN=True, GATE=0, bias=None, **into, **tile)
     build(moe + "gemm", "_grouped_kernel", x, EVEN=True, GATE=1, bias=None, **into, **tile)
     build(moe + "gemm", "_grouped_kernel", x | {"bias": HALF}, EVEN=False, GATE=2, **into, **tile)
+    build(moe + "gemm", "_grouped_kernel", x, EVEN=True, GATE=3, bias=None, **into | {"GATED": False}, **tile)
     build(moe + "gemm", "_grouped_kernel", x, EVEN=False, bias=None, **out, **tile)
     build(moe + "gemm", "_grouped_kernel", x | {"bias": HALF}, EVEN=True, **out, **tile)
 

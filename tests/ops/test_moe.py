@@ -164,12 +164,14 @@ def gated_by_hand(gate: float, up: float, kind: Gate) -> float:
     if kind == "clamped_swiglu":
         gate, up = min(gate, 7.0), min(max(up, -7.0), 7.0)
         return (up + 1) * gate / (1 + math.exp(-1.702 * gate))
+    if kind == "relu2":  # without gates both are the same
+        return max(gate, 0.0) * max(up, 0.0)
     if kind == "gelu_tanh":
         return gate * 0.5 * (1 + math.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
     return gate / (1 + math.exp(-gate)) * up
 
 
-@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "clamped_swiglu"])
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "clamped_swiglu", "relu2"])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("version", ["reference", "host", "kernel"])
 def test_gates_and_biases_are_the_definition(kind, biased, version):
@@ -177,14 +179,17 @@ def test_gates_and_biases_are_the_definition(kind, biased, version):
         pytest.skip("the CPU's")
     x, routing, gate_up, down = make(11, 30, 24, 5, 2)
     gate_up *= 6  # beyond the limit of the clamp
-    biases = ExpertBiases(torch.randn(5, 48, device=DEVICE), torch.randn(5, 30, device=DEVICE)) if biased else None
+    if kind == "relu2":
+        gate_up = gate_up[:, :24].contiguous() / 6
+    given = ExpertBiases(torch.randn(gate_up.shape[:2], device=DEVICE), torch.randn(5, 30, device=DEVICE))
+    biases = given if biased else None
     module = {"reference": reference, "host": host}.get(version) or kernels()
     found = module.expert_mlp(x, routing, gate_up, down, False, biases, kind)
     expected = torch.zeros(x.shape, dtype=torch.float64)
     for token, (ids, weights) in enumerate(zip(routing.ids.tolist(), routing.weights.tolist(), strict=True)):
         for expert, weight in zip(ids, weights, strict=True):
             made = gate_up[expert].double() @ x[token].double() + (biases.gate_up[expert].double() if biases else 0)
-            gate, up = made.cpu().chunk(2)
+            gate, up = (made.cpu(), made.cpu()) if kind == "relu2" else made.cpu().chunk(2)
             inner = [gated_by_hand(*pair, kind) for pair in zip(gate.tolist(), up.tolist(), strict=True)]
             out = down[expert].cpu().double() @ torch.tensor(inner, dtype=torch.float64)
             expected[token] += weight * (out + (biases.down[expert].cpu().double() if biases else 0))

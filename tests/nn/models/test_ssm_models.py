@@ -29,6 +29,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1 norm first": ("falcon_h1", {"mamba_rms_norm": True, "projectors_bias": True}),
     "falcon_h1 gate first": ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "nemotron_h biased": ("nemotron_h", {"use_bias": True, "mlp_bias": True}),
+    "nemotron 3": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "moe", "attention", "moe"],
+            "n_routed_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "moe_shared_expert_intermediate_size": 56,
+            "routed_scaling_factor": 1.5,
+            "n_group": 3,
+            "topk_group": 2,
+        },
+    ),
     "jamba dense": ("jamba", {"num_experts": 1}),
     "lfm2 biased": ("lfm2", {"conv_bias": True, "block_auto_adjust_ff_dim": False}),
 }
@@ -103,7 +116,7 @@ def test_steps_of_any_size_agree_in_float64(family: str, tmp_path: Path) -> None
         ("granite_moe_hybrid", {"layer_types": ["mamba"]}, BadCheckpoint, "kinds of its 3 layers"),
         ("falcon_h1", {"attention_bias": True}, UnsupportedModel, "attention_in_multiplier"),
         ("falcon_h1", {"mamba_proj_bias": True}, UnsupportedModel, "ssm_in_multiplier"),
-        ("nemotron_h", {"layers_block_type": ["mamba", "moe"]}, UnsupportedModel, "experts without gates"),
+        ("nemotron_h", {"layers_block_type": ["moe"], "moe_latent_size": 8}, UnsupportedModel, "moe_latent_size"),
         ("nemotron_h", {"layers_block_type": ["mamba", "pool"]}, BadCheckpoint, "pool"),
         ("lfm2", {"layer_types": ["conv"]}, BadCheckpoint, "layer_types"),
         ("mamba2", {"is_causal": False}, UnsupportedModel, "recurrent layers"),

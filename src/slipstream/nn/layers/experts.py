@@ -10,7 +10,7 @@ import torch
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.mlp import Mlp, of_last
+from slipstream.nn.layers.mlp import Mlp, PlainMlp, of_last
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.shapes import ExpertShape
 from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightSlot, new_parameter
@@ -21,6 +21,7 @@ class Experts(Layer):
     """sum of weight * down(gate and up of x, combined) over a token's experts, plus the shared expert if there is one.
 
     Weights of all experts are stacked: [experts, 2 * size, hidden] and [experts, hidden, size], in the model's dtype.
+    Experts without gates have half as many rows in the first.
     """
 
     def __init__(self, name: str, shape: ExpertShape, layout: Layout) -> None:
@@ -32,11 +33,15 @@ class Experts(Layer):
         plain = format if self.batch_invariant else Unquantized(dtype)
         self.router = Linear(hidden, {"": shape.num_experts}, shape.router_bias, plain, dtype)
         self.correction_bias = new_parameter(shape.num_experts, dtype=_wide(dtype)) if shape.correction_bias else None
-        self.gate_up = new_parameter(shape.num_experts, 2 * shape.size, hidden, dtype=dtype)
+        self.parts = ("up",) if shape.gate == "relu2" else ("gate", "up")
+        num_rows = len(self.parts) * shape.size
+        self.gate_up = new_parameter(shape.num_experts, num_rows, hidden, dtype=dtype)
         self.down = new_parameter(shape.num_experts, hidden, shape.size, dtype=dtype)
-        self.gate_up_bias = new_parameter(shape.num_experts, 2 * shape.size, dtype=dtype) if shape.bias else None
+        self.gate_up_bias = new_parameter(shape.num_experts, num_rows, dtype=dtype) if shape.bias else None
         self.down_bias = new_parameter(shape.num_experts, hidden, dtype=dtype) if shape.bias else None
-        self.shared = None if shape.shared is None else Mlp(f"{name}.shared", shape.shared, layout)
+        self.shared: Mlp | PlainMlp | None = None
+        if shape.shared is not None:
+            self.shared = (Mlp if shape.shared.gated else PlainMlp)(f"{name}.shared", shape.shared, layout)
         self.shared_gate = Linear(hidden, {"": 1}, False, plain, dtype) if shape.shared_gate else None
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
@@ -83,7 +88,8 @@ class Experts(Layer):
         kinds = {"weight": ("gate_up", "down")} | ({"bias": ("gate_up_bias", "down_bias")} if self.shape.bias else {})
         for expert in range(self.shape.num_experts):
             for kind, (gate_up, down) in kinds.items():
-                for part, first in (("gate", 0), ("up", self.shape.size)):
+                for place, part in enumerate(self.parts):
+                    first = place * self.shape.size
                     yield f"experts.{expert}.{part}.{kind}", self._slot(gate_up, expert, first, self.shape.size)
                 yield f"experts.{expert}.down.{kind}", self._slot(down, expert)
         if self.correction_bias is not None:

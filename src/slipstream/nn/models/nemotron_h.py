@@ -1,4 +1,5 @@
-"""Nemotron-H: layers of one sublayer each, which is Mamba-2, attention without rope, or an MLP with squared ReLU."""
+"""Nemotron-H and Nemotron 3: layers of one sublayer each, which is Mamba-2, attention without rope, an MLP with squared
+ReLU, or experts with it."""
 
 from __future__ import annotations
 
@@ -11,9 +12,10 @@ from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
 from slipstream.nn.models.llama import llama_attention, llama_rules, llama_shape
 from slipstream.nn.models.mamba import check_activation, mamba_names, read_mamba2
-from slipstream.nn.models.moe import needed_number
-from slipstream.nn.shapes import LayerShape, MlpShape, NormShape
+from slipstream.nn.models.moe import expert_shape, needed_number
+from slipstream.nn.shapes import ExpertShape, LayerShape, MlpShape, NormShape
 from slipstream.nn.weights.rules import Rules
+from slipstream.ops.moe.reference import RouterRule
 
 _PATTERN = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 _KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -54,15 +56,35 @@ def nemotron_h_shape(info: ModelInfo) -> DecoderShape:
     }
     kinds = _layer_kinds(info)
     if "moe" in kinds:
-        raise UnsupportedModel(
-            f"{info.architecture} has experts without gates (Nemotron 3), which are not built; run a Nemotron-H "
-            "without experts"
-        )
+        layers["moe"] = LayerShape(mixers=(), feed=_experts(info, mlp), norm=norm)
     return replace(
         llama_shape(info),
         layers=tuple(layers[kind] for kind in kinds),
         ropes=(RopeShape(RopeInfo(kind="none"), info.head_dim),) if "attention" in kinds else (),
     )
+
+
+def _experts(info: ModelInfo, mlp: MlpShape) -> ExpertShape:
+    extra = info.extra
+    if extra.get("moe_latent_size") is not None:
+        raise UnsupportedModel(
+            f"{info.architecture} has experts behind a projection to {extra['moe_latent_size']} values "
+            "(moe_latent_size), which are not built; run a model whose experts read the hidden state"
+        )
+    if mlp.activation != "relu2":
+        raise UnsupportedModel(f"{info.architecture} has experts with {mlp.activation}; only relu2 is built")
+    rule = RouterRule(
+        needed_number(info, "num_experts_per_tok"),
+        "sigmoid",
+        bool(extra.get("norm_topk_prob", True)),
+        float(extra.get("routed_scaling_factor", 1.0)),
+        int(extra.get("n_group", 1)),
+        int(extra.get("topk_group", 1)),
+        "top2",
+    )
+    experts = expert_shape(info, needed_number(info, "moe_intermediate_size"), rule)
+    shared = replace(mlp, size=needed_number(info, "moe_shared_expert_intermediate_size"))
+    return replace(experts, gate="relu2", correction_bias=True, shared=shared)
 
 
 def _layer_kinds(info: ModelInfo) -> list[str]:
@@ -88,6 +110,10 @@ def nemotron_h_rules(shape: DecoderShape) -> Rules:
         "model.embeddings.weight": "embedding.weight",
         "model.norm_f.weight": "norm.weight",
         f"{mixer}.o_proj.{{kind}}": "layers.{n}.attention.output.{kind}",
+        f"{mixer}.gate.weight": "layers.{n}.mlp.router.weight",
+        f"{mixer}.gate.e_score_correction_bias": "layers.{n}.mlp.correction_bias",
+        f"{mixer}.experts.{{e}}.{{part}}_proj.weight": "layers.{n}.mlp.experts.{e}.{part}.weight",
+        f"{mixer}.shared_experts.{{part}}_proj.{{kind}}": "layers.{n}.mlp.shared.{part}.{kind}",
         f"{mixer}.up_proj.{{kind}}": "layers.{n}.mlp.up.{kind}",
         f"{mixer}.down_proj.{{kind}}": "layers.{n}.mlp.down.{kind}",
         **{f"{mixer}.{part}_proj.{{kind}}": f"layers.{{n}}.attention.qkv.{part}.{{kind}}" for part in "qkv"},

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from slipstream.ops.activation.reference import gelu_tanh_and_mul, silu_and_mul
 
-Gate = Literal["silu", "gelu_tanh", "clamped_swiglu"]
-"""How an expert combines gate and up."""
+Gate = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
+"""How an expert combines gate and up. "relu2": experts without gates, the squared ReLU of up."""
 CLAMP_ALPHA, CLAMP_LIMIT = 1.702, 7.0  # of gpt-oss
 
 
@@ -69,7 +69,7 @@ def route(
 
 
 class ExpertBiases(NamedTuple):
-    gate_up: torch.Tensor  # [experts, 2 * inner], gates first
+    gate_up: torch.Tensor  # [experts, 2 * inner], gates first; [experts, inner] without gates
     down: torch.Tensor  # [experts, hidden]
 
 
@@ -80,7 +80,11 @@ def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return (up + 1) * (gate * torch.sigmoid(gate * CLAMP_ALPHA))
 
 
-GATES = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "clamped_swiglu": clamped_swiglu}
+def relu2(up: torch.Tensor) -> torch.Tensor:
+    return F.relu(up).square_()
+
+
+GATES = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "clamped_swiglu": clamped_swiglu, "relu2": relu2}
 
 
 def expert_mlp(
@@ -94,8 +98,9 @@ def expert_mlp(
 ) -> torch.Tensor:
     """Sum over a token's experts of weight * down(gate(gate and up of x)).
 
-    x [tokens, hidden]; gate_up [experts, 2 * inner, hidden], gates first; down [experts, hidden, inner]. Computes every
-    expert for every token, so no shape depends on values. `batch_invariant`: kernels use one tile size for all batches.
+    x [tokens, hidden]; gate_up [experts, 2 * inner, hidden], gates first, or [experts, inner, hidden] without gates;
+    down [experts, hidden, inner]. Computes every expert for every token, so no shape depends on values.
+    `batch_invariant`: kernels use one tile size for all batches.
     """
     total = torch.zeros(x.shape, dtype=routing.weights.dtype, device=x.device)
     for expert, (into, out) in enumerate(zip(gate_up, down, strict=True)):

@@ -26,7 +26,7 @@ class GroupedTile(NamedTuple):
 
 
 BATCH_INVARIANT = GroupedTile(64, 64, 64, 4, 4)
-_GATES: tuple[Gate, ...] = ("silu", "gelu_tanh", "clamped_swiglu")  # the kernel uses the index
+_GATES: tuple[Gate, ...] = ("silu", "gelu_tanh", "clamped_swiglu", "relu2")  # the kernel uses the index
 ALPHA, LIMIT = tl.constexpr(CLAMP_ALPHA), tl.constexpr(CLAMP_LIMIT)
 
 
@@ -77,7 +77,7 @@ def _multiply(
     tile: GroupedTile,
     gate: Gate = "silu",
 ) -> None:
-    """`pair_weights` None: gate and up, from tokens into sorted rows; else from sorted rows to pairs, weighted."""
+    """`pair_weights` None: gate and up (or up), from tokens into sorted rows; else sorted rows to pairs, weighted."""
     num_out, num_in = out.shape[1], x.shape[1]
     assert weight.stride(2) == 1 and x.stride(1) == 1, "inputs must be contiguous"
     grid = (tiles.table.shape[1], triton.cdiv(num_out, tile.outputs))
@@ -96,7 +96,8 @@ def _multiply(
         weight.stride(0),
         weight.stride(1),
         TOP_K=top_k,
-        GATED=pair_weights is None,
+        INWARD=pair_weights is None,
+        GATED=pair_weights is None and gate != "relu2",
         GATE=_GATES.index(gate),
         PAIRS=tile.pairs,
         OUTPUTS=tile.outputs,
@@ -124,6 +125,7 @@ def _grouped_kernel(
     expert_stride,
     weight_stride,
     TOP_K: tl.constexpr,
+    INWARD: tl.constexpr,
     GATED: tl.constexpr,
     GATE: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -138,7 +140,7 @@ def _grouped_kernel(
     place = tl.load(table + max_tiles + tile) + tl.arange(0, PAIRS)
     there = place < tl.load(table + 2 * max_tiles + tile)
     pair = tl.load(order + place, mask=there, other=0)
-    source = pair // TOP_K if GATED else place
+    source = pair // TOP_K if INWARD else place
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < num_out
     k = tl.arange(0, INPUTS)
@@ -181,6 +183,10 @@ def _grouped_kernel(
         else:
             gate = gate * tl.sigmoid(gate)
         total = gate.to(out.dtype.element_ty).to(tl.float32) * up
+        target = place
+    elif INWARD:
+        total = tl.maximum(total.to(out.dtype.element_ty).to(tl.float32), 0.0)
+        total *= total
         target = place
     else:
         total *= tl.load(pair_weights + pair, mask=there, other=0.0)[:, None]

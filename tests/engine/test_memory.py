@@ -244,6 +244,26 @@ def test_a_step_of_a_hybrid_stays_within_the_bound(tmp_path, rows, tokens, dtype
     assert 0.15 * memory.activations < peak <= memory.activations
 
 
+STATE_SPACE = {
+    "falcon_h1": dict(mamba_d_ssm=1024, mamba_n_heads=16, mamba_d_head=64, mamba_d_state=32),
+    "jamba": dict(mamba_expand=8, num_experts=1),
+}
+
+
+@pytest.mark.parametrize("family", STATE_SPACE)
+def test_a_step_of_a_state_space_model_stays_within_the_bound(tmp_path, family):
+    folder = write_tiny(tmp_path, family, **STATE_SPACE[family])
+    peak, memory = peak_of_run(
+        str(folder),
+        FEATURES["greedy"],
+        max_model_len=140,
+        max_num_seqs=3,
+        max_num_batched_tokens=300,
+        num_pages=1200,
+    )
+    assert 0.15 * memory.activations < peak <= memory.activations
+
+
 POOLING = [
     ("Model", "embed"),
     ("Model", "token_embed"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from slipstream.config.generation import GenerationDefaults
 from slipstream.engine.model_description import ModelDescription
-from slipstream.errors import PromptTooLong, QueueFull
+from slipstream.errors import InvalidParams, PromptTooLong, QueueFull
 from slipstream.messages import Abort, Output, Pooled, Submit, SubmitAll
 from slipstream.metrics.lane import LaneStats
 from slipstream.params import SamplingParams
@@ -173,6 +173,8 @@ def test_parameters_are_checked_again_on_arrival():
 
 def test_a_refusal_is_our_exception_again_and_nothing_else():
     assert type(Refused.of("a", QueueFull("full")).error()) is QueueFull
+    wrong = Refused.of("a", InvalidParams("wrong", param="structured_outputs")).error()
+    assert isinstance(wrong, InvalidParams) and wrong.param == "structured_outputs"
     assert str(Refused.of("a", PromptTooLong("long")).error()) == "long"
     for kind in ("Exception", "SystemExit", "ValueError", "annotations", "nothing"):
         assert type(Refused("a", kind, "x").error()) is RuntimeError

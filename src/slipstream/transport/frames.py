@@ -14,7 +14,7 @@ import msgspec
 
 from slipstream import errors
 from slipstream.engine.model_description import ModelDescription
-from slipstream.errors import SlipstreamError
+from slipstream.errors import SlipstreamError, UserError
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.lane import LaneStats
 from slipstream.request import FinishReason
@@ -31,14 +31,17 @@ class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request_id: str
     kind: str  # name of the exception
     message: str
+    param: str | None = None  # the parameter that a UserError is about
 
     @classmethod
     def of(cls, request_id: str, error: Exception) -> Refused:
-        return cls(request_id, type(error).__name__, str(error))
+        return cls(request_id, type(error).__name__, str(error), getattr(error, "param", None))
 
     def error(self) -> Exception:
         """The same exception if it is a SlipstreamError, else a RuntimeError, whose text clients must not see."""
         kind = getattr(errors, self.kind, None)
+        if isinstance(kind, type) and issubclass(kind, UserError):
+            return kind(self.message, param=self.param)
         if isinstance(kind, type) and issubclass(kind, SlipstreamError):
             return kind(self.message)
         return RuntimeError(f"the engine core failed on a request: {self.kind}: {self.message}")

@@ -97,3 +97,21 @@ def test_a_file_that_is_not_text_is_named(terminal, tmp_path):
     path = tmp_path / "weights.bin"
     path.write_bytes(b"\xff\xfe\x00")
     assert "not UTF-8 text" in terminal.run("generate", "--file", str(path))[2]
+
+
+def test_the_shape_of_the_texts(terminal, tmp_path):
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array"}')
+    for flags, name, value in (
+        (["--json-schema", str(schema)], "json", '{"type": "array"}'),
+        (["--regex", "a+"], "regex", "a+"),
+        (["--choice", "a", "--choice", "b"], "choice", ("a", "b")),
+        (["--json-object"], "json_object", True),
+    ):
+        assert terminal.run("generate", "x", *flags)[0] == 0
+        assert getattr(terminal.llm.params[-1].structured_outputs, name) == value
+    schema.write_text("{")
+    code, _, err = terminal.run("generate", "x", "--json-schema", str(schema))
+    assert code and "not JSON" in err
+    code, _, err = terminal.run("generate", "x", "--json-schema", str(tmp_path / "none.json"))
+    assert code and "cannot read a schema" in err

@@ -42,10 +42,14 @@ VALUES: dict[str, Any] = {
     "raw_scores": True, "return_text": True, "truncate": False, "truncation_direction": "left", "activation": False,
     "use_activation": False, "softmax": False, "return_token_strs": True,
     "add_generation_prompt": False, "prompt_name": "query",
+    "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a+"}, "guided_json": {"type": "array"},
+    "guided_regex": "a+", "guided_choice": ["a", "b"], "guided_grammar": 'start: "a"',
+    "guided_whitespace_pattern": " ?",
 }  # fmt: skip
 # fields that need others beside them
 WITH: dict[str, dict[str, Any]] = {
     "include_stop_str_in_output": {"stop": "z"},
+    "guided_whitespace_pattern": {"guided_json": {"type": "object"}},
     "stream_options": {"stream": True},
     "logprob_token_ids": {"logprobs": True},
     "return_tokens_as_token_ids": {"logprobs": True},

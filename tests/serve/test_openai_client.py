@@ -247,3 +247,49 @@ def test_the_openapi_page_is_served(server):
     status, page = server.call("GET", "/openapi.json", authorization="Bearer key")
     assert status == 200 and "/v1/chat/completions" in page["paths"]
     assert json.dumps(page)  # plain JSON all through
+
+
+ANIMAL = {
+    "type": "object",
+    "properties": {"animal": {"enum": ["cat", "dog"]}, "legs": {"type": "integer", "minimum": 0, "maximum": 8}},
+    "required": ["animal", "legs"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_response_format_gives_json_of_the_schema(client, stream):
+    form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": ANIMAL, "strict": True}}
+    args = dict(model="tiny", messages=MESSAGES, temperature=1, max_tokens=200, response_format=form)
+    # random weights like whitespace; the end of the schema goes before min_tokens
+    args |= {"logit_bias": {"9": -100, "10": -100, "13": -100, "32": -100}, "extra_body": {"min_tokens": 100}}
+    if stream:
+        text = "".join(
+            chunk.choices[0].delta.content or "" for chunk in client.chat.completions.create(**args, stream=True)
+        )
+    else:
+        choice = client.chat.completions.create(**args).choices[0]
+        assert choice.finish_reason == "stop"
+        text = choice.message.content
+    found = json.loads(text)
+    assert found["animal"] in ("cat", "dog") and 0 <= found["legs"] <= 8
+
+
+def test_shapes_of_vllm_and_of_older_clients(client):
+    def complete(**extra):
+        return client.completions.create(model="tiny", prompt="x", max_tokens=50, extra_body=extra).choices[0].text
+
+    assert complete(structured_outputs={"choice": ["up", "down"]}) in ("up", "down")
+    assert complete(guided_regex="[0-9]{3}").isdigit()
+    assert complete(guided_choice=["yes"]) == "yes"
+    assert complete(guided_grammar='start: "(" /[a-z]/ ")"')[::2] == "()"
+    assert complete(guided_json={"const": "a"}, guided_whitespace_pattern=" ?") == '"a"'
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_schema_is_a_400_that_names_its_field(client, stream):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "strin"}}}
+    with pytest.raises(openai.BadRequestError, match="Invalid type: strin") as caught:
+        list(client.chat.completions.create(model="tiny", messages=MESSAGES, response_format=form, stream=stream))
+    assert caught.value.param == "response_format" and "response_format cannot be used" in str(caught.value)
+    assert client.completions.create(model="tiny", prompt="x", **GREEDY).choices[0].text

@@ -13,6 +13,7 @@ from slipstream.errors import InvalidPrompt, UserError
 from slipstream.serve.cli.flags import add_engine_flags, add_sampling_flags
 from slipstream.serve.cli.run import OpenLLM, open_with
 from slipstream.serve.cli.standard import read_stdin
+from slipstream.structured_params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from slipstream.frontend.results import RequestOutput
@@ -35,6 +36,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument("--chat", action="store_true", help="apply the model's chat template to each prompt")
     command.add_argument("--system", metavar="TEXT", help="the system message, with --chat")
     command.add_argument("--n", type=int, metavar="N", default=1, help="samples per prompt (default: 1)")
+    shapes = command.add_argument_group("structured output").add_mutually_exclusive_group()
+    shapes.add_argument("--json-schema", metavar="FILE", help="texts are JSON that is valid under this schema")
+    shapes.add_argument("--json-object", action="store_true", help="texts are JSON objects")
+    shapes.add_argument("--regex", metavar="TEXT", help="texts match this regular expression")
+    shapes.add_argument(
+        "--choice", action="append", metavar="TEXT", help="texts are one of these; give it several times"
+    )
+    shapes.add_argument("--grammar", metavar="FILE", help="texts follow this grammar, in Lark's or llama.cpp's syntax")
     add_sampling_flags(command, max_tokens=256)
     add_engine_flags(command)
     command.set_defaults(run=run)
@@ -45,7 +54,10 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         raise UserError("--system needs --chat: a plain prompt has no system message; add --chat or remove it")
     prompts = read_prompts(args.prompts, args.file)
     conversations = [_conversation(prompt, args.system) for prompt in prompts] if args.chat else None
+    structured = _structured_outputs(args)
     llm, params = open_with(args, opener)
+    if structured is not None:
+        params = params.with_changes(structured_outputs=structured)
     show_progress = sys.stderr.isatty()
     with closing(llm):
         if conversations is not None:
@@ -58,6 +70,19 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
     else:
         print_text(outputs)
     return 0
+
+
+def _structured_outputs(args: argparse.Namespace) -> StructuredOutputsParams | None:
+    """Read before the model is loaded, so that a mistake is reported at once."""
+    if args.json_schema is not None:
+        return StructuredOutputsParams(json=_read(Path(args.json_schema), "a schema"))
+    if args.grammar is not None:
+        return StructuredOutputsParams(grammar=_read(Path(args.grammar), "a grammar"))
+    if args.regex is not None:
+        return StructuredOutputsParams(regex=args.regex)
+    if args.choice is not None:
+        return StructuredOutputsParams(choice=args.choice)
+    return StructuredOutputsParams(json_object=True) if args.json_object else None
 
 
 def read_prompts(arguments: list[str], file: str | None) -> list[Prompt]:
@@ -132,9 +157,9 @@ def _json_or_none(line: str) -> Any:
         return None
 
 
-def _read(path: Path) -> str:
+def _read(path: Path, what: str = "prompts") -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UserError(f"cannot read prompts from {path}: {reason}") from None
+        raise UserError(f"cannot read {what} from {path}: {reason}") from None

@@ -14,6 +14,7 @@ import msgspec
 from slipstream.frontend.inputs import InputProcessor
 from slipstream.params import SamplingParams
 from slipstream.serve.http.errors import bad_request
+from slipstream.serve.http.openai.structured import structured_outputs
 from slipstream.serve.http.settings import ServerSettings
 
 
@@ -67,6 +68,18 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     return_tokens_as_token_ids: Annotated[bool | None, _doc("in logprobs, write tokens as token_id:N")] = None
     return_token_ids: Annotated[bool | None, _doc("return the ids of prompt and output too")] = None
 
+    response_format: Annotated[
+        dict[str, Any] | None, _doc("type is text, json_object, json_schema or structural_tag")
+    ] = None
+    structured_outputs: Annotated[
+        dict[str, Any] | None, _doc("vLLM's: json, regex, choice, grammar, json_object or structural_tag")
+    ] = None
+    guided_json: Annotated[str | dict[str, Any] | None, _doc("older name of structured_outputs.json")] = None
+    guided_regex: Annotated[str | None, _doc("older name of structured_outputs.regex")] = None
+    guided_choice: Annotated[list[str] | None, _doc("older name of structured_outputs.choice")] = None
+    guided_grammar: Annotated[str | None, _doc("older name of structured_outputs.grammar")] = None
+    guided_whitespace_pattern: Annotated[str | None, _doc("whitespace in JSON, with guided_json")] = None
+
     user: Label = None
     metadata: Label = None
     safety_identifier: Label = None
@@ -75,14 +88,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_cache_retention: Refused = None
     service_tier: Refused = None
     request_id: Refused = None
-    response_format: Refused = None
-    structured_outputs: Refused = None
-    guided_json: Refused = None
-    guided_regex: Refused = None
-    guided_choice: Refused = None
-    guided_grammar: Refused = None
     guided_decoding_backend: Refused = None
-    guided_whitespace_pattern: Refused = None
     best_of: Refused = None
     use_beam_search: Refused = None
     length_penalty: Refused = None
@@ -94,19 +100,11 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 _UNSUPPORTED = "unsupported_parameter"
-_STRUCTURED = "structured output is not implemented yet"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "prompt_cache_retention": (("in_memory", "in-memory"), "cached prompts stay until their memory is needed"),
     "service_tier": (("auto", "default"), "there is one tier; use priority"),
     "request_id": ((), "send the header X-Request-Id instead"),
-    "response_format": (({"type": "text"},), _STRUCTURED),
-    "structured_outputs": ((), _STRUCTURED),
-    "guided_json": ((), _STRUCTURED),
-    "guided_regex": ((), _STRUCTURED),
-    "guided_choice": ((), _STRUCTURED),
-    "guided_grammar": ((), _STRUCTURED),
-    "guided_decoding_backend": ((), _STRUCTURED),
-    "guided_whitespace_pattern": ((), _STRUCTURED),
+    "guided_decoding_backend": (("auto", "guidance"), "grammars are compiled by llguidance"),
     "best_of": ((1,), "use n and choose among the samples"),
     "use_beam_search": ((False,), "beam search is not supported"),
     "length_penalty": ((1, 1.0), "beam search is not supported"),
@@ -140,7 +138,7 @@ def sampling_params(
     inputs: InputProcessor,
     settings: ServerSettings,
     own: dict[str, Any],
-    names: Mapping[str, str],
+    names: dict[str, str],
 ) -> SamplingParams:
     """Builds SamplingParams from request fields of the same names.
 
@@ -151,6 +149,8 @@ def sampling_params(
     _check_together(given, own)
     requested = {name: given[name] for name in given.keys() & _SAMPLING_FIELDS}
     values = {**inputs.description.defaults.params, **requested, **own}
+    if (structured := structured_outputs(given, names)) is not None:
+        values["structured_outputs"] = structured
     if values.get("truncate_prompt_tokens") == -1 and values.get("max_tokens"):
         # as much of the prompt as fits with max_tokens
         values["truncate_prompt_tokens"] = max(1, inputs.description.max_model_len - values["max_tokens"])

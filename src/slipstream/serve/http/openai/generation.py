@@ -71,7 +71,7 @@ def check_end(request_state: GenerationRequestState) -> None:
     for sample in request_state.samples:
         if sample.finish_reason == "error":
             params = request_state.message.params
-            names = ("allowed_token_ids", "bad_words", "logit_bias")
+            names = ("structured_outputs", "allowed_token_ids", "bad_words", "logit_bias")
             narrowed = next((name for name in names if getattr(params, name, None)), None)
             if narrowed:
                 raise bad_request(str(sample.stop_reason), param=narrowed, code="no_token_possible")

@@ -51,7 +51,7 @@ class Scripted:
     def launch(self, plan: StepPlan) -> None:
         self.count = len(plan.rows)
 
-    def finish(self) -> Any:
+    def finish(self, late: object = None) -> Any:
         count, numbers = self.count, self.numbers
 
         class Done:

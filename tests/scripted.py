@@ -29,7 +29,7 @@ from slipstream.pooling_params import PoolingParams
 from slipstream.request import NEVER, FinishReason, Request
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.step import NO_POOLING, NULL_PAGE, Admission, PoolAdmission, StepLogprobs, StepPlan, StepResult
+from slipstream.step import NO_POOLING, NULL_PAGE, Admission, Late, PoolAdmission, StepLogprobs, StepPlan, StepResult
 
 VOCAB = 97
 
@@ -37,6 +37,11 @@ VOCAB = 97
 def draw(tokens: Sequence[int], seed: int, sample: int) -> int:
     """The next token of this history."""
     return hash((seed, sample, *tokens)) % VOCAB
+
+
+def choose(wanted: int, allowed: Callable[[int], bool]) -> int | None:
+    """The first allowed token from the wanted one on; None if there is none."""
+    return next((token for step in range(VOCAB) if allowed(token := (wanted + step) % VOCAB)), None)
 
 
 def pooled(tokens: Sequence[int]) -> float:
@@ -53,6 +58,7 @@ class _Row:
     def __init__(self, admission: Admission | PoolAdmission, num_groups: int) -> None:
         self.admission = admission
         self.pools = isinstance(admission, PoolAdmission)
+        self.has_grammar = not self.pools and admission.params.structured_outputs is not None
         self.num_known = admission.num_prompt_tokens if self.pools else admission.num_known
         self.tables: list[dict[int, int]] = [{} for _ in range(num_groups)]
         self.length = self.start = admission.num_cached  # after and before the present step
@@ -95,11 +101,17 @@ class ScriptedExecutor:
         self.queries: set[int] = set()  # kept for late interaction
         self.fail: Callable[[Admission, int], bool] = lambda admission, length: False
         self._queue: deque[StepPlan] = deque()
+        self._masks: dict[int, dict[int, np.ndarray]] = {}  # by step and row
         self._last_step = -1
         self._drawn: set[tuple[int, tuple[int, int]]] = set()  # slots, by group, of tokens that the last step drew
 
     def launch(self, plan: StepPlan) -> None:
         self._queue.append(plan)
+
+    def finish(self, late: Late | None) -> None:
+        """The masks of the plan launched last."""
+        if late is not None:
+            self._masks[self._queue[-1].step] = dict(zip(late.rows.tolist(), late.bits.copy(), strict=True))
 
     def wait(self) -> StepResult:
         """Run the oldest plan."""
@@ -198,6 +210,8 @@ class ScriptedExecutor:
             bound = length >= end if self.drafter and not num_host_tokens else length == end
             assert num >= 1 and bound, f"row {row} is at {state.length}, planned to {length}"
             assert state.admission.long_rope or length <= self.short_rope, f"row {row} needs the long rope factors"
+            if state.has_grammar and num_host_tokens and end > state.num_known:  # tokens that the grammar forced
+                state.num_known = end + (not plan.num_drawn[list(plan.rows).index(row)])
             for index, position in enumerate(range(state.length, end)):
                 known = index < num_host_tokens
                 assert known == (position < state.num_known), f"row {row}: who gives token {position}?"
@@ -227,13 +241,21 @@ class ScriptedExecutor:
         length = state.length
         drawn: list[int] = []
         failed = False
+        masks = self._masks.get(self._last_step, {})
+        assert (state.admission.row in masks) == state.has_grammar, "a mask is missing"
         for place in range(num_drawn):
             state.length = length - num_drawn + place + 1
             seen = self._see(state)
             if self.fail(state.admission, state.length):
                 failed = True
                 break
-            drawn.append(draw(seen, seed, sample))
+            token = draw(seen, seed, sample)
+            if (mask := masks.get(state.admission.row)) is not None:
+                token = choose(token, lambda token: mask[token >> 5] >> (token & 31) & 1)
+                if token is None:
+                    failed = True
+                    break
+            drawn.append(token)
             if place + 1 < num_drawn and drawn[-1] != state.next_tokens[place + 1]:
                 break
         count = len(drawn)

@@ -12,7 +12,8 @@ from slipstream.engine.core import EngineCore
 from slipstream.messages import Submit
 from slipstream.params import SamplingParams
 from slipstream.request import FinishReason, Request
-from slipstream.step import StepPlan, StepResult
+from slipstream.scheduler.grammar.constraints import Constraints
+from slipstream.step import Late, StepPlan, StepResult
 
 
 class ScriptedDevice:
@@ -30,8 +31,9 @@ class ScriptedDevice:
         self._break("launch")
         self.executor.launch(plan)
 
-    def finish(self) -> _Handle:
+    def finish(self, late: Late | None = None) -> _Handle:
         self._break("finish")
+        self.executor.finish(late)
         self.handles.append(_Handle(self))
         return self.handles[-1]
 
@@ -76,6 +78,7 @@ def scripted_core(
     max_num_batched_tokens: int = 64,
     max_model_len: int = 64,
     max_waiting: int = 1000,
+    constraints: Constraints | None = None,
 ) -> EngineCore:
     limits = SchedulerConfig(
         max_num_seqs=max_num_seqs,
@@ -92,7 +95,7 @@ def scripted_core(
         cache=make_config(page_size, num_pages),
         scheduler=limits,
     )
-    return EngineCore(config, ScriptedDevice(page_size, max_num_seqs))
+    return EngineCore(config, ScriptedDevice(page_size, max_num_seqs), constraints)
 
 
 def submit(name: str, prompt: list[int], model: str = "", **params: Any) -> Submit:

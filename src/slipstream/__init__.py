@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from slipstream.llm import LLM as LLM
     from slipstream.params import SamplingParams as SamplingParams
     from slipstream.pooling_params import PoolingParams as PoolingParams
+    from slipstream.structured_params import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -23,11 +24,21 @@ _HOMES = {
     "AsyncEngine": "slipstream.frontend.async_engine",
     "SamplingParams": "slipstream.params",
     "PoolingParams": "slipstream.pooling_params",
+    "StructuredOutputsParams": "slipstream.structured_params",
     "RequestOutput": "slipstream.frontend.results",
     "CompletionOutput": "slipstream.frontend.results",
 }
 
-__all__ = ["LLM", "AsyncEngine", "CompletionOutput", "PoolingParams", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "CompletionOutput",
+    "PoolingParams",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -92,3 +92,4 @@ class Output(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     error: str | None = None
     prompt_logprobs: bytes | None = None  # of the next prompt tokens, from the second on; one part per chunk
     pooled: Pooled | None = None  # the complete result of a pooling request, in its last output
+    param: str | None = None  # with an error: the request was refused, because this parameter is wrong

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from slipstream.errors import InvalidParams
+from slipstream.structured_params import StructuredOutputsParams, as_params
 
 GREEDY_BELOW = 1e-5  # temperatures under this draw the most likely token
 MAX_SEED = 2**64 - 1
@@ -87,6 +88,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
     """Sample only these tokens."""
     bad_words: Sequence[str] | None = None
     """Texts that may not be generated, with or without a leading space; also not as the end of one in the prompt."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The shape of the output: a JSON schema, a regular expression, choices or a grammar."""
     skip_special_tokens: bool = True
     """Omit special tokens from the text."""
     spaces_between_special_tokens: bool = True
@@ -132,6 +135,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
                 )
         if self.logit_bias is not None:
             self._freeze("logit_bias", _bias(self.logit_bias))
+        if self.structured_outputs is not None:
+            self._freeze("structured_outputs", as_params(self.structured_outputs))
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParams(f"{name} is {getattr(self, name)!r}; give True or False", param=name)
@@ -180,6 +185,13 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
     def needs_history(self) -> bool:
         """Whether sampling needs the request's earlier tokens."""
         return self.has_penalties or bool(self.bad_words)
+
+    @property
+    def can_append(self) -> bool:
+        """Whether tokens that a grammar forces may be appended without being drawn: nothing but the grammar depends on
+        the draw, and no logprob is reported."""
+        narrowed = self.allowed_token_ids is not None or self.min_tokens > 0
+        return not (narrowed or self.needs_history or self.num_logprobs is not None)
 
     @property
     def report_width(self) -> int:

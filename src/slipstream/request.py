@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
+
+if TYPE_CHECKING:
+    from slipstream.scheduler.grammar.session import Session
 
 NEVER = 2**30 - 1  # more tokens than any request has; a small int compares faster than a larger one
 
@@ -31,6 +35,7 @@ class WaitFor(enum.IntFlag):
     PROMPT = enum.auto()  # the first sample of its prompt is computing the prompt
     QUERY = enum.auto()  # a document: the query that it is scored against is not launched yet
     TOKENS = enum.auto()  # a preempted request: tokens that it drew are still in flight
+    GRAMMAR = enum.auto()  # the grammar of its output is being compiled
 
 
 class RequestStates:
@@ -64,6 +69,7 @@ class Request:
         "computed", "committed", "pending", "decode_limit", "num_cached", "num_preemptions", "known_launched_at",
         "leader", "siblings", "next_scored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity",
         "hashes", "num_published", "publish_after", "states", "next_border", "long_rope", "short_limit",
+        "session", "held",
     )  # fmt: skip
 
     def __init__(
@@ -137,6 +143,10 @@ class Request:
         self.leader: Request | None = None  # until this one is admitted
         self.siblings: list[Request] = []  # samples that wait for this request's prompt
 
+        # Structured output
+        self.session: Session | None = None  # once the grammar is compiled
+        self.held = False  # a running request that the next plans leave out; see `hold`
+
         # LongRoPE, set at admission: whether the long factors are used, and the maximum length for the short ones
         self.long_rope = False
         self.short_limit = NEVER
@@ -164,6 +174,25 @@ class Request:
     def set_decode_limit(self) -> None:
         """Call when all known tokens are launched, or after pages were reserved."""
         self.decode_limit = min(self.capacity, self.last_computed, self.next_border - 1)
+
+    def hold(self) -> None:
+        """Leave a running request out of the next plans: its next tokens or its mask are not known yet."""
+        self.held = True
+        self.decode_limit = 0  # so that `Scheduler.plan` checks `held`
+
+    def release_hold(self) -> None:
+        self.held = False
+        if self.computed >= self.num_known:
+            self.set_decode_limit()
+
+    def know_more(self, tokens: list[int]) -> None:
+        """Append tokens that the device did not draw. The next plan computes them as a chunk. No token is pending."""
+        assert not self.pending and self.computed >= self.num_known, f"{self} cannot take known tokens"
+        self.tokens += tokens
+        self.committed = self.computed
+        self.num_known = len(self.tokens)
+        self.held = False
+        self.decode_limit = 0
 
     @property
     def num_output(self) -> int:

@@ -143,6 +143,15 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Late:
+    """What a step's head needs and the host knows only when all older steps are committed: the tokens that rows with a
+    grammar may draw. The runner copies the arrays before it returns: their owner reuses them."""
+
+    rows: Ints  # [masked] rows of the plan that draw under a mask
+    bits: Ints  # [masked, words] bit t % 32 of word t // 32 is set if token t is allowed
+
+
+@dataclass(frozen=True, slots=True)
 class StepLogprobs:
     """Logprobs of the raw logits. Entry i belongs to the i-th drawn token, or to the i-th scored prompt token."""
 

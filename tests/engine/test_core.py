@@ -168,7 +168,7 @@ def test_steps_without_outputs_of_an_aborted_request_do_not_exhaust_the_rings(de
     device = core.executor
     finish, most = device.finish, 0
 
-    def finish_silently():
+    def finish_silently(late=None):
         nonlocal most
         most = max(most, len(device.handles) + 1)
         return SilentHandle(finish())

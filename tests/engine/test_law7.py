@@ -117,6 +117,15 @@ EVERYTHING = dict(
     cache_salt="salt",
 )
 
+JSON = {
+    "json": {
+        "type": "object",
+        "properties": {"kind": {"enum": ["circle", "square"]}, "size": {"type": "integer"}},
+        "required": ["kind", "size"],
+        "additionalProperties": False,
+    },
+    "disable_any_whitespace": True,
+}
 FEATURES = {
     "temperature": SamplingParams(temperature=0.9, max_tokens=20, logprobs=2),
     "seed": SamplingParams(temperature=1.3, seed=1234, max_tokens=20),
@@ -136,6 +145,8 @@ FEATURES = {
     "bad words": SamplingParams(bad_words=WORDS, max_tokens=30),
     "prompt logprobs": SamplingParams(temperature=0, prompt_logprobs=3, max_tokens=8),
     "prompt logprobs of samples": SamplingParams(n=2, prompt_logprobs=0, max_tokens=8),
+    "json schema": SamplingParams(temperature=1.0, max_tokens=40, structured_outputs=JSON),
+    "json schema, drawn": SamplingParams(temperature=1.0, max_tokens=40, structured_outputs=JSON, logprobs=2),
     "given ids": SamplingParams(logprob_token_ids=[3, 250, 17], max_tokens=10),
     "whole vocabulary": SamplingParams(logprobs=-1, prompt_logprobs=-1, logprob_token_ids=[1], max_tokens=5),
     "shown special tokens": SamplingParams(
@@ -161,6 +172,20 @@ FEATURES = {
         SamplingParams(min_tokens=8, stop_token_ids=list(range(256)), max_tokens=16),
     ],
 }
+
+FEATURES["grammars among others"] = [
+    FEATURES["json schema"],
+    FEATURES["temperature"],
+    SamplingParams(n=2, seed=5, max_tokens=20, structured_outputs={"regex": "[a-f]{4}-[0-9]{2,}"}),
+    SamplingParams(
+        max_tokens=24,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        structured_outputs={"grammar": 'start: "<" /[a-z]{1,6}/ ("," /[a-z]{1,6}/)* ">"'},
+    ),
+    FEATURES["repetition"],
+    SamplingParams(max_tokens=20, stop=["ight"], structured_outputs={"choice": ["the night is dark", "day is bright"]}),
+]
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -199,7 +224,7 @@ def test_a_late_device_changes_no_window_tokens(window_model, depth):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_late_device_changes_nothing(model, depth):
-    for params in (GREEDY, FEATURES["mixed"], FEATURES["everything among others"]):
+    for params in (GREEDY, FEATURES["mixed"], FEATURES["everything among others"], FEATURES["grammars among others"]):
         with make(model, batched=False) as llm:
             wanted = llm.generate(PROMPTS, params)
         with make(model, chunked=True, cached=True, preempted=True, depth=depth, late=True) as llm:
@@ -218,6 +243,18 @@ REPLAYED = {
     "allowed": GREEDY.with_changes(temperature=0.9, seed=6, allowed_token_ids=list(range(5, 80))),
     "min_tokens": GREEDY.with_changes(ignore_eos=False, min_tokens=9, stop_token_ids=list(range(2, 150))),
 }
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_replayed_masks_give_the_same_tokens(model, depth):
+    params = FEATURES["grammars among others"]
+    with make(model, batched=False) as llm:
+        wanted = llm.generate(PROMPTS, params)
+    with make(model, cached=True, preempted=True, depth=depth, device=ReplayDevice(depth)) as llm:
+        graphs = llm.core.executor.graphs
+        graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
+        assert_same(llm.generate(PROMPTS, params), wanted)
+        assert any("grammar" in key[-1] for key, entry in graphs._captured.items() if key[0] == "head" and entry)
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -280,7 +280,7 @@ def test_waiting_for_prompts_does_not_count_as_host_time(depth):
         now += 0.001
         launch(plan)
 
-    def timed():
+    def timed(late=None):
         nonlocal ended
         handle, start = finish(), max(now, ended)
         ended = start + 0.01

@@ -27,6 +27,7 @@ FEATURES = {
     "allowed": SamplingParams(allowed_token_ids=[5, 6, 7], max_tokens=6),
     "bias": SamplingParams(logit_bias={5: 2.0, 9: -3.0}, max_tokens=6),
     "bad words": SamplingParams(bad_words=["a", "the cat", "xyz"], max_tokens=6),
+    "grammar": SamplingParams(structured_outputs={"regex": "[a-z]*"}, max_tokens=6),
     "prompt logprobs": SamplingParams(prompt_logprobs=2, max_tokens=6),
     "given": SamplingParams(logprob_token_ids=[3, 4], max_tokens=6),
     "whole vocabulary": SamplingParams(logprobs=-1, prompt_logprobs=-1, max_tokens=6),
@@ -66,12 +67,14 @@ def drive(folder, params, *, num_pages=64, break_model=None, device=None) -> int
         if break_model is not None:
             break_model(runner)
         for i, one in enumerate(params):
+            if one.structured_outputs is not None:
+                core.constraints.grammars.compile(one.structured_outputs).result()
             core.submit(llm.inputs.submit(f"r{i}", list(range(3 + i, 14 + i)), one)[0])
         steps = 0
         with FakeTensorMode(allow_non_fake_inputs=True):
             while (plan := core.scheduler.plan()) is not None:
                 runner.launch(plan)
-                handle = runner.finish()
+                handle = runner.finish(core.constraints.late() if core.constraints.drawing else None)
                 result = handle.wait()  # the buffer's memory, which nothing wrote
                 count = int(plan.num_drawn.sum())
                 core.scheduler.commit(

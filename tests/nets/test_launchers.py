@@ -82,6 +82,7 @@ def sampling() -> dict[str, Callable[[], Any]]:
         "penalize_": lambda: get(at + "edit.penalize_")(logits, None, counts, seen, slots, values),
         "count_": lambda: get(at + "edit.count_")(counts, seen, slots, keys),
         "add_lines_": lambda: get(at + "edit.add_lines_")(logits, torch.rand(2, VOCAB), slots),
+        "mask_bits_": lambda: get(at + "edit.mask_bits_")(logits, ints(2, VOCAB // 32 + 1).int(), slots),
         "forbid_": lambda: get(at + "edit.forbid_")(logits, None, ints(ROWS, 2), random),
         "forbid_matched_": lambda: get(at + "edit.forbid_matched_")(logits, keys, ints(ROWS, 2), ints(ROWS, 2) > 1),
         "drop_below_": lambda: get(at + "edit.drop_below_")(logits, warm),

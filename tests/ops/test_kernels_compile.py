@@ -55,6 +55,7 @@ def sample():
     build(SAMPLE + "edit", "_forbid_kernel", x, BLOCK=64, index=None)
     build(SAMPLE + "edit", "_count_kernel", x, BLOCK=128)
     build(SAMPLE + "edit", "_add_kernel", x | {"table": FLOAT}, BLOCK=256)
+    build(SAMPLE + "edit", "_mask_bits_kernel", x | of(INT, "bits lines"), BLOCK=256)
     build(SAMPLE + "edit", "_forbid_kernel", x, BLOCK=64)
     build(SAMPLE + "edit", "_drop_kernel", x, BLOCK=256)
     spans = dict(ALL_SPANS=64, ALL_CHUNKS=8, SPAN=128, TILE=2)

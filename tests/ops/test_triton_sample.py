@@ -342,9 +342,11 @@ def test_work_on_all_rows_leaves_those_without_a_slot(size: int) -> None:
     values = torch.rand(5, 3).to(DEVICE) + 0.5
     seen = flags_of(counts)
     tokens = torch.tensor([size - 1, 5, 0, 2, 3], device=DEVICE)
+    words = torch.randint(-(2**31), 2**31, (3, size // 32 + 2), device=DEVICE, dtype=torch.int32)
     for name, args in {
         "penalize_": (None, counts, seen, slots, values),
         "add_lines_": (table, slots),
+        "mask_bits_": (words, slots),
         "forbid_": (None, tokens[:, None], slots >= 0),
     }.items():
         mine = randn(5, size)

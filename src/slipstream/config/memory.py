@@ -57,6 +57,8 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     features: int  # penalty counts and biases, if every row uses them; stored queries
     staging: int
     staging_host: int
+    masks: int  # of structured output, if every row has a grammar
+    masks_host: int
     results: int
     results_host: int
     reports: int  # growth of the result buffers if a step reports the maximum number of logprobs
@@ -74,7 +76,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def of_device(self) -> int:
-        rings = self.staging + self.results + self.reports
+        rings = self.staging + self.masks + self.results + self.reports
         kept = self.cache + self.states + self.checkpoints
         return self.weights + kept + self.tables + self.features + rings + self.activations + self.graphs
 
@@ -85,7 +87,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total(self) -> int:
-        return self.of_device + self.staging_host + self.results_host + self.reports_host
+        return self.of_device + self.staging_host + self.masks_host + self.results_host + self.reports_host
 
 
 def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
@@ -115,6 +117,7 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     if cache.states is not None:
         hidden += recurrent_bytes(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     captures = not on_cpu and not config.device.eager
+    masks = mask_bytes(rows, info.vocab_size) if generates else 0
     tables = rows * (len(cache.groups) * 8 * -(-scheduler.max_model_len // cache.page_size) + 256 + kept)
     return MemoryPlan(
         weights=weights,
@@ -126,6 +129,8 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
         + (feature_bytes(info, config.model.dtype, scheduler.max_num_seqs) if generates else 0),
         staging=staging,
         staging_host=num_buffers * staging,
+        masks=masks,
+        masks_host=masks,  # one buffer
         results=num_buffers * results,
         results_host=num_buffers * results,
         reports=num_buffers * report_bytes(config) + score_bytes(config) + list_bytes(config),
@@ -265,6 +270,17 @@ def arena_bytes(config: EngineConfig) -> int:
     per_row = 2048  # counts, picked rows, sampling parameters, copies
     wanted = tokens * per_token + new_pages + (scheduler.max_num_seqs + 1) * per_row + scheduler.staged_ints * 8 + 65536
     return -(-wanted // 16) * 16
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of 32 bits of a mask: a bit per token, and one for the end of the grammar."""
+    return (vocab_size + 32) // 32
+
+
+def mask_bytes(rows: int, vocab_size: int) -> int:
+    """Bytes of the masks of one step: the line of each row, and a line for each row but the padding row."""
+    lines = -(-rows * 4 // 16) * 16
+    return -(-(lines + (rows - 1) * mask_words(vocab_size) * 4) // 16) * 16
 
 
 def result_bytes(config: EngineConfig) -> int:

@@ -30,6 +30,8 @@ from slipstream.nn.models.stored_head import as_stored
 from slipstream.ops.compile_ahead import start_triton
 from slipstream.runner.assemble import build_runner
 from slipstream.scheduler.cache.layout import group_sites
+from slipstream.scheduler.grammar.constraints import Constraints
+from slipstream.scheduler.grammar.grammars import Grammars
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,11 @@ def open_model(options: Options) -> Opened:
 def build_core(opened: Opened, *, progress: bool = False, device: Device | None = None) -> EngineCore:
     """Loads the weights."""
     runner, config = build_runner(opened.config, progress=progress, device=device)
-    return EngineCore(config, runner)
+    constraints = None
+    if config.model.generates:
+        grammars = Grammars(opened.description.load_tokenizer, config.model.info.vocab_size)
+        constraints = Constraints(grammars, config.scheduler.max_num_seqs)
+    return EngineCore(config, runner, constraints)
 
 
 def build_lanes(

@@ -14,8 +14,9 @@ from slipstream.messages import Abort, Output, Submit
 from slipstream.params import SamplingParams
 from slipstream.scheduler.cache.manager import CacheManager
 from slipstream.scheduler.encoder_scheduler import EncoderScheduler
+from slipstream.scheduler.grammar.constraints import MIN_BUDGET, Constraints
 from slipstream.scheduler.scheduler import Scheduler
-from slipstream.step import StepPlan, StepResult
+from slipstream.step import Late, StepPlan, StepResult
 
 
 class Handle(Protocol):
@@ -31,23 +32,25 @@ class Handle(Protocol):
 
 
 class Executor(Protocol):
-    """Runs plans, in order, without waiting for them."""
+    """Runs plans, in order, without waiting for them. `finish` gets `late` if a row of the plan draws under a mask."""
 
     def launch(self, plan: StepPlan) -> None: ...
-    def finish(self) -> Handle: ...
+    def finish(self, late: Late | None = None) -> Handle: ...
     def free_queries(self, queries: tuple[int, ...]) -> None: ...
     def close(self) -> None: ...
 
 
 class EngineCore:
-    def __init__(self, config: EngineConfig, executor: Executor) -> None:
+    def __init__(self, config: EngineConfig, executor: Executor, constraints: Constraints | None = None) -> None:
+        """`constraints`: required for structured output."""
         self.config = config
+        self.constraints = constraints
         self.depth = config.scheduler.depth
         self.scheduler: Scheduler | EncoderScheduler
         if config.scheduler.is_encoder:
             self.scheduler = EncoderScheduler(config.scheduler)
         else:
-            self.scheduler = Scheduler(config.scheduler, CacheManager(config.cache))
+            self.scheduler = Scheduler(config.scheduler, CacheManager(config.cache), constraints)
         self.executor = executor
         self.in_flight: deque[Handle] = deque()
         self.timer = DeviceTimer()
@@ -139,26 +142,41 @@ class EngineCore:
         if isinstance(self.scheduler, Scheduler):
             self.scheduler.max_num_tokens = self.pace.max_num_tokens()
         plan = self.scheduler.plan()
-        if plan is not None:
-            self._launch(plan)
+        outputs = [] if plan is None else self._launch(plan)
         if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
-            return self._commit()
-        return self.scheduler.take_failures()
+            return outputs + self._commit()
+        if plan is None and self.constraints is not None and self.constraints.is_waiting:
+            self._wait_for_grammars(self.constraints)
+        return outputs + self.scheduler.take_failures()
 
     def _nap(self) -> None:
         self.timer.waits()
         self.pace.nap()
         self.timer.waited()
 
-    def _launch(self, plan: StepPlan) -> None:
+    def _wait_for_grammars(self, constraints: Constraints) -> None:
+        self.timer.waits()
+        constraints.wait()
+        self.timer.waited()
+
+    def _launch(self, plan: StepPlan) -> list[Output]:
         self._keep_room()  # aborted requests may have left steps without results
         self.executor.launch(plan)
         self._causes.append(self.timer.launched())
-        handle = self.executor.finish()
+        outputs: list[Output] = []
+        late = None
+        if self.constraints is not None and self.constraints.drawing:
+            # masks depend on the tokens of all older steps; the device is busy with this step's forward meanwhile
+            while self.in_flight:
+                outputs += self._commit()
+            self.constraints.budget = max(MIN_BUDGET, self.pace.expected(plan))
+            late = self.constraints.late()
+        handle = self.executor.finish(late)
         self.in_flight.append(handle)
         self.timer.follow(_span(handle))
         self.pace.launched(plan, self.timer.host_seconds)
         self.num_steps += 1
+        return outputs
 
     def _commit(self) -> list[Output]:
         """Process the oldest step's result. The host waits for the device only here and in `_keep_room`."""
@@ -195,6 +213,8 @@ class EngineCore:
     def close(self) -> None:
         self.in_flight.clear()
         self._untimed.clear()
+        if self.constraints is not None:
+            self.constraints.close()
         self.executor.close()
 
     def _check_alive(self) -> None:

@@ -71,11 +71,14 @@ class Pacer:
             return None
         return max(MIN_CHUNK, int(self.max_itl / self._per_token))
 
+    def expected(self, plan: StepPlan) -> float:
+        """Device seconds that a plan will take; 0 if no step of its kind was measured."""
+        kind, num_tokens, _ = _kind(plan)
+        return self._seconds.get(kind, 0.0) * num_tokens
+
     def launched(self, plan: StepPlan, host: float) -> None:
         """A plan was launched; `host`: host seconds for planning and launching it."""
-        has_chunks = len(plan.tokens) > 0
-        num_tokens = plan.total_tokens if has_chunks else len(plan.rows)
-        kind = 2 * num_tokens.bit_length() + has_chunks
+        kind, num_tokens, has_chunks = _kind(plan)
         self._host += _NEWEST * (host - self._host)
         self._steps.append(_Step(kind, num_tokens, has_chunks, not self._steps, self._clock(), host))
 
@@ -101,3 +104,10 @@ class Pacer:
 
     def _known(self, step: _Step) -> dict[int, float]:
         return self._rested if step.after_rest else self._seconds
+
+
+def _kind(plan: StepPlan) -> tuple[int, int, bool]:
+    """Plans of one kind take about the same time per token. Returns the kind, the tokens, and whether it has chunks."""
+    has_chunks = len(plan.tokens) > 0
+    num_tokens = plan.total_tokens if has_chunks else len(plan.rows)
+    return 2 * num_tokens.bit_length() + has_chunks, num_tokens, has_chunks

@@ -18,4 +18,7 @@ def build_served(
     opened = open_models(options)
     tokenizers = {each.description.name: each.description.load_tokenizer() for each in opened}
     lanes, settled = build_lanes(options, opened, progress=progress, device=device)
+    for name, core in lanes.cores.items():
+        if core.constraints is not None:
+            core.constraints.grammars.use(tokenizers[name])
     return lanes, {name: ServedModel.of(each.description, tokenizers[name]) for name, each in settled.items()}

@@ -286,6 +286,11 @@ class InputProcessor:
             raise InvalidParams(
                 "stop strings need a tokenizer, and skip_tokenizer_init is set; use stop_token_ids", param="stop"
             )
+        if params.structured_outputs is not None and self.tokenizer is None:
+            raise InvalidParams(
+                "structured_outputs need a tokenizer, and skip_tokenizer_init is set; unset it",
+                param="structured_outputs",
+            )
         if params.bad_words and self.tokenizer is None:
             raise InvalidParams(
                 "bad_words need a tokenizer, and skip_tokenizer_init is set; use logit_bias to exclude tokens",

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.errors import InvalidParams, UserError
 from slipstream.frontend.logprobs import LogprobList, LogprobStore, texts_of
 from slipstream.frontend.pooling.results import PoolingRequestOutput, wrap
 from slipstream.frontend.results import Increment, Logprob, RequestMetrics, RequestOutput
@@ -101,6 +102,7 @@ class RequestState:
     unread = 0  # tokens since the last increment
     samples: Sequence[SampleState] = ()
     num_cached = 0  # prompt tokens found in the prefix cache
+    refused: UserError | None = None  # the core found a parameter wrong after the request was submitted
 
     def __init__(self, message: Submit, prompt: str | None, *, streaming: bool) -> None:
         self.id = message.request_id
@@ -157,6 +159,8 @@ class GenerationRequestState(RequestState):
 
     def take(self, output: Output, now: float) -> bool:
         metrics = self.metrics
+        if output.param is not None:
+            self.refused = InvalidParams(output.error or "", param=output.param)
         if output.prompt_logprobs is not None and self._prompt_logprobs is not None:
             self._prompt_logprobs.take(output.prompt_logprobs)
         if output.token_ids:

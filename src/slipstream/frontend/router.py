@@ -294,7 +294,10 @@ class RequestRouter:
             self._start(state)
         if state.finished:
             self._close(state)
-            mailbox.put(state)
+            if state.refused is not None:
+                mailbox.fail(state.refused)
+            else:
+                mailbox.put(state)
         elif state.streaming and state.unread >= self.stream_interval:
             mailbox.put(state)
 

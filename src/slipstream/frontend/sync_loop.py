@@ -96,6 +96,8 @@ class SyncLoop:
                     for state in self.step():
                         if state.finished and state.id in unfinished:
                             unfinished.discard(state.id)
+                            if state.refused is not None:
+                                raise state.refused
                             advance(state.num_tokens)
                     if feeder.error is not None:
                         raise feeder.error
@@ -132,6 +134,8 @@ class SyncLoop:
                 with self.turn():
                     while state.num_tokens == shown and not state.finished:  # other threads step the engine too
                         self.step()
+                    if state.refused is not None:
+                        raise state.refused
                     shown, finished, result = state.num_tokens, state.finished, state.result()
                 yield result
         finally:

@@ -22,8 +22,9 @@ from slipstream.runner.kv_store import KVStore
 from slipstream.runner.pool_head import PoolHead
 from slipstream.runner.pooling.results import MixedHandle
 from slipstream.runner.results import NO_RESULTS, ResultRing, StepHandle
+from slipstream.runner.sampling.grammar_mask import GrammarMask
 from slipstream.runner.state_store import StateStore
-from slipstream.step import StepPlan
+from slipstream.step import Late, StepPlan
 
 
 class ModelRunner:
@@ -42,8 +43,9 @@ class ModelRunner:
         results: ResultRing,
         graphs: GraphPool,
         states: StateStore | None = None,
+        masks: GrammarMask | None = None,
     ) -> None:
-        """`states`: only for a model with recurrent states."""
+        """`states`: only for a model with recurrent states; `masks`: of a model that generates."""
         self.model = model
         self.device = device
         self.attention = attention
@@ -55,6 +57,7 @@ class ModelRunner:
         self.results = results
         self.graphs = graphs
         self.states = states
+        self.masks = masks
         self.hot_path = HotPath(cpu=device.kind == "cpu")
         self._launched: tuple[_Step, list[Head]] | None = None
 
@@ -62,9 +65,9 @@ class ModelRunner:
         with self.hot_path():
             self._launch(plan)
 
-    def finish(self) -> StepHandle:
+    def finish(self, late: Late | None = None) -> StepHandle:
         with self.hot_path():
-            return self._finish()
+            return self._finish(late)
 
     def free_queries(self, queries: tuple[int, ...]) -> None:
         """Free stored queries without a step, after all launched steps."""
@@ -103,10 +106,13 @@ class ModelRunner:
         self.device.compute.flush()
         self._launched = (step, heads)
 
-    def _finish(self) -> StepHandle:
+    def _finish(self, late: Late | None) -> StepHandle:
         assert self._launched is not None, "finish comes after launch"
         (step, heads), self._launched = self._launched, None
         compute = self.device.compute
+        if late is not None:
+            assert self.masks is not None, "a model that only pools draws nothing"
+            self.masks.send(late)
         for head in heads:
             compute.run(functools.partial(_run_head, head, step))
         sent = self.results.send()

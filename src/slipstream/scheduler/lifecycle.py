@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slipstream.request import Request, Status, WaitFor
 from slipstream.scheduler.cache.manager import CacheManager
+from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.query_registry import QueryRegistry
 from slipstream.scheduler.row_allocator import RowAllocator
 from slipstream.scheduler.sibling_samples import detach_from_leader, take_siblings
@@ -14,7 +15,12 @@ class RequestLifecycle:
     """The scheduler starts requests; they leave their rows here, for whatever reason."""
 
     def __init__(
-        self, cache: CacheManager, waiting: WaitingQueue, rows: RowAllocator, queries: QueryRegistry[Request]
+        self,
+        cache: CacheManager,
+        waiting: WaitingQueue,
+        rows: RowAllocator,
+        queries: QueryRegistry[Request],
+        constraints: Constraints | None = None,
     ) -> None:
         self.live: dict[str, list[Request]] = {}  # by id: samples that have not ended
         self.num_draining = 0
@@ -22,6 +28,7 @@ class RequestLifecycle:
         self._waiting = waiting
         self._rows = rows
         self._queries = queries
+        self._constraints = constraints
 
     def requeue(self, request: Request) -> None:
         """Move a running request back to the waiting queue. It is admitted again once its tokens in flight are
@@ -51,6 +58,8 @@ class RequestLifecycle:
             self._waiting.remove(request)
             self._cache.drop_match(request)
         request.status = Status.FINISHED
+        if request.params.structured_outputs is not None and self._constraints is not None:
+            self._constraints.num_live -= 1
         if request.pooling is not None:
             self._queries.end(request.pooling)
         if request.leader is not None:
@@ -73,3 +82,4 @@ class RequestLifecycle:
             self._waiting.charge(request, num_decoded)
         self._cache.release(request)
         self._rows.free(request)
+        request.held = False

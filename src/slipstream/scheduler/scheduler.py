@@ -28,6 +28,8 @@ from slipstream.scheduler.admission_checks import check_admissible
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager, Hit
 from slipstream.scheduler.committing import Committer
+from slipstream.scheduler.grammar.advance import GrammarAdvancer
+from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.in_flight import InFlight
 from slipstream.scheduler.lifecycle import RequestLifecycle
 from slipstream.scheduler.plan_builder import DecodeArrays, PlanBuilder
@@ -35,18 +37,20 @@ from slipstream.scheduler.prefill_chunks import add_chunk, add_drafted, fit_chun
 from slipstream.scheduler.query_registry import QueryRegistry
 from slipstream.scheduler.row_allocator import RowAllocator
 from slipstream.scheduler.sibling_samples import detach_from_leader, join_samples, leader_to_fork
-from slipstream.scheduler.step_outputs import lost_query
+from slipstream.scheduler.step_outputs import lost_query, refusal
 from slipstream.scheduler.waiting import WaitingQueue
 from slipstream.step import PoolPlan, StepPlan, StepResult
 
 
 class Scheduler:
-    def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
+    def __init__(self, config: SchedulerConfig, cache: CacheManager, constraints: Constraints | None = None) -> None:
+        """`constraints`: required for structured output."""
         assert config.chunked_prefill or config.max_num_batched_tokens >= config.max_model_len, (
             "the longest prompt must fit one step"
         )
         self.config = config
         self.cache = cache
+        self.constraints = constraints
         self.num_preemptions = 0
         self.max_num_tokens: int | None = None  # of a step with decode rows; None: the whole budget
         self.num_drafts = 0  # drafts per decode row and step; set by the engine core
@@ -57,8 +61,9 @@ class Scheduler:
         self._in_flight = InFlight()
         self._arrays = DecodeArrays()
         self._queries: QueryRegistry[Request] = QueryRegistry(config.max_kept)
-        self._lifecycle = RequestLifecycle(cache, self._waiting, self._row_allocator, self._queries)
+        self._lifecycle = RequestLifecycle(cache, self._waiting, self._row_allocator, self._queries, constraints)
         self._committer = Committer(cache, self._waiting, self._lifecycle, self._arrays)
+        self._advancer = None if constraints is None else GrammarAdvancer(constraints, self._waiting, self._lifecycle)
         self._failures: list[Output] = []
         self._begun: list[str] = []  # generation requests that the last plan admitted for the first time
         self._next_number = 0
@@ -107,14 +112,34 @@ class Scheduler:
         self._waiting.check_room(len(requests))
         pooling = leader.pooling
         is_ready = pooling is None or self._queries.enter(leader.id, leader, pooling, leader.num_prompt)
+        waits_for = WaitFor.NOTHING if is_ready else WaitFor.QUERY
+        if leader.params.structured_outputs is not None and not self._compile(requests):
+            waits_for = WaitFor.GRAMMAR
         number = self._next_number
         self._next_number += len(requests)
         self._lifecycle.live[leader.id] = list(requests)
         for offset, request in enumerate(requests):
             request.number = number + offset
-        self._waiting.push(leader, WaitFor.NOTHING if is_ready else WaitFor.QUERY)
+        self._waiting.push(leader, waits_for)
         for sibling in join_samples(requests):
-            self._waiting.push(sibling, WaitFor.PROMPT)
+            self._waiting.push(sibling, waits_for | WaitFor.PROMPT)
+
+    def _compile(self, requests: Sequence[Request]) -> bool:
+        """Start to compile the grammar of a request. Returns whether it is compiled already."""
+        if self.constraints is None:
+            raise UserError("this engine has no structured output; remove structured_outputs")
+        return self.constraints.submit(requests)
+
+    def _take_compiled(self, constraints: Constraints) -> None:
+        """Admit requests whose grammar is compiled, and refuse those whose grammar is wrong."""
+        for requests, error in constraints.take_compiled():
+            for request in requests:
+                if error is None:
+                    self._waiting.ready(request, WaitFor.GRAMMAR)
+                else:
+                    self._lifecycle.finish(request)
+                    self._failures.append(refusal(request, error))
+        constraints.wake()
 
     def abort(self, request_id: str, sample: int | None = None) -> list[Request]:
         """End a request, or one sample of it, in any state. Returns the samples that had not ended yet."""
@@ -132,6 +157,8 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to compute before another result is committed."""
         self._begun.clear()
+        if self.constraints is not None and self.constraints.is_waiting:
+            self._take_compiled(self.constraints)
         builder = PlanBuilder(self._next_step, len(self.cache.groups))
         budget = Budget(self.config, self._row_allocator.num_free)
         self._limit_prefill(budget)
@@ -140,6 +167,8 @@ class Scheduler:
         if not builder:
             return None  # rows released meanwhile are part of the next plan
         sampling = builder.sort()
+        if self.constraints is not None and self.constraints.num_live:
+            self.constraints.plan(sampling)
         num_logprobs = None
         if self._row_allocator.num_with_logprobs:
             asked = [
@@ -208,6 +237,8 @@ class Scheduler:
                     continue
                 if start + 1 >= request.max_length:
                     continue  # its last token is in flight
+                if request.held:
+                    continue
                 if start >= request.short_limit:
                     continue  # its next position needs the long rope factors: see `commit`
                 if not self._make_room(request, start + 1, builder):
@@ -345,7 +376,11 @@ class Scheduler:
 
     def commit(self, result: StepResult) -> list[Output]:
         """Process the result of the oldest plan in flight."""
-        return self.take_failures() + self._committer.commit(self._in_flight.oldest(), result)
+        launched = self._in_flight.oldest()
+        outputs = self.take_failures() + self._committer.commit(launched, result)
+        if self._advancer is not None and self.constraints is not None and self.constraints.num_live:
+            outputs += self._advancer.advance(launched.requests)
+        return outputs
 
     def take_freed_queries(self) -> tuple[int, ...]:
         """Stored queries that no request needs any more and that no plan has freed yet."""

@@ -145,10 +145,22 @@ def draw_failure(request: Request) -> Output:
     return _failure(
         request.id,
         f"no token could be drawn for position {len(request.tokens)} of this request: the model gave values that are "
-        f"not numbers, or the parameters forbid every token; others are not affected",
+        f"not numbers, or the parameters forbid every token{_why(request)}; others are not affected",
         sample=request.sample,
         num_cached=request.num_cached,
     )
+
+
+def refusal(request: Request, error: Exception) -> Output:
+    """The request is refused after its submission; its caller gets this error."""
+    param = getattr(error, "param", None)
+    return Output(request.id, request.sample, [], finish_reason=FinishReason.ERROR, error=str(error), param=param)
+
+
+def _why(request: Request) -> str:
+    """What the grammar of the request reports, in an error message."""
+    error = "" if request.session is None else request.session.error
+    return f" ({error})" if error else ""
 
 
 def _failure(request_id: str, error: str, *, sample: int = 0, num_cached: int = 0) -> Output:

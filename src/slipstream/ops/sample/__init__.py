@@ -27,6 +27,7 @@ find_floor = by_device(reference.find_floor, _KERNELS)
 forbid_ = by_device(reference.forbid_, _KERNELS)
 forbid_matched_ = by_device(reference.forbid_matched_, _KERNELS)
 argmax_rows = by_device(reference.argmax_rows, _KERNELS)
+mask_bits_ = by_device(reference.mask_bits_, _KERNELS)
 logprobs_of = by_device(reference.logprobs_of, _KERNELS)
 noise_bits = by_device(reference.noise_bits, _KERNELS)
 penalize_ = by_device(reference.penalize_, _KERNELS)
@@ -52,6 +53,7 @@ __all__ = [
     "forbid_matched_",
     "argmax_rows",
     "logprobs_of",
+    "mask_bits_",
     "match_words",
     "noise_bits",
     "penalize_",

@@ -227,6 +227,16 @@ def add_lines_(logits: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -
     logits.copy_(torch.where((slots >= 0)[:, None], logits + lines, logits))
 
 
+def mask_bits_(logits: torch.Tensor, bits: torch.Tensor, lines: torch.Tensor) -> None:
+    """Put -inf at the tokens whose bit is not set. bits [lines, words] int32: bit t % 32 of word t // 32 is token t.
+    lines [R]: the line of each row; negative: the row stays as it is."""
+    size = logits.shape[1]
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    own = bits.index_select(0, lines.clamp(min=0))
+    allowed = ((own[:, :, None] >> shifts) & 1).flatten(1)[:, :size] != 0
+    logits.masked_fill_(~(allowed | (lines < 0)[:, None]), -torch.inf)
+
+
 def find_floor(
     logits: torch.Tensor,
     limits: torch.Tensor,  # [R, 3] log of min_p, top_k, top_p; (-inf, >= V, > 1) keeps all

@@ -18,6 +18,7 @@ from slipstream.runner.batch.staging import Upload
 from slipstream.runner.sampling.bad_words import BadWords
 from slipstream.runner.sampling.bias import LogitBias
 from slipstream.runner.sampling.draw import Draw, DrawWork, greedy_by_row
+from slipstream.runner.sampling.grammar_mask import GrammarMask
 from slipstream.runner.sampling.logprobs import (
     LogprobsWork,
     RequestedLogprobs,
@@ -93,8 +94,10 @@ class Sampler:
         assert logits_dtype in _NUMPY, f"logits are sampled in float32 or float64, not {logits_dtype}"
         dtype = _NUMPY[logits_dtype]
         self.vocab_size = vocab_size
+        self.masks = GrammarMask(num_rows, vocab_size, device)
         self._scale = Scale(num_rows, device, dtype)
         self.stages: list[Stage] = [  # in the order in which they edit the logits
+            self.masks,
             LogitBias(num_rows, vocab_size, device, dtype, logits_dtype),
             MinTokens(num_rows, vocab_size, device, max_ids),
             Penalties(num_rows, vocab_size, device, dtype),

@@ -4,7 +4,15 @@ Logits may also be bfloat16 or float16; kernels convert them to float32 when the
 """
 
 from slipstream.ops.sample.triton.choose import argmax_rows, draw
-from slipstream.ops.sample.triton.edit import add_lines_, count_, drop_below_, forbid_, forbid_matched_, penalize_
+from slipstream.ops.sample.triton.edit import (
+    add_lines_,
+    count_,
+    drop_below_,
+    forbid_,
+    forbid_matched_,
+    mask_bits_,
+    penalize_,
+)
 from slipstream.ops.sample.triton.floor import find_floor
 from slipstream.ops.sample.triton.logprobs import logprobs_of, top_logprobs
 from slipstream.ops.sample.triton.noise import noise_bits, step_keys
@@ -19,6 +27,7 @@ __all__ = [
     "forbid_matched_",
     "argmax_rows",
     "logprobs_of",
+    "mask_bits_",
     "noise_bits",
     "penalize_",
     "step_keys",

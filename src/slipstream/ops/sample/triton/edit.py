@@ -162,3 +162,22 @@ def _drop_kernel(logits, floor, stride, size, BLOCK: tl.constexpr):
         where = logits + row * stride + token
         x = tl.load(where, mask=token < size, other=float("inf")).to(tl.float32)
         tl.store(where, float("-inf"), mask=x < lowest)
+
+
+def mask_bits_(logits: torch.Tensor, bits: torch.Tensor, lines: torch.Tensor) -> None:
+    size = logits.shape[1]
+    assert logits.stride(1) == 1 and bits.is_contiguous() and bits.dtype == torch.int32 and bits.shape[1] * 32 >= size
+    grid = (triton.cdiv(size, _BLOCK), len(lines))
+    _mask_bits_kernel[grid](logits, bits, lines, logits.stride(0), bits.shape[1], size, BLOCK=_BLOCK)
+
+
+# grid: (blocks, rows)
+@triton.jit
+def _mask_bits_kernel(logits, bits, lines, stride, num_words, size, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
+    line = tl.load(lines + row).to(tl.int64)
+    if line >= 0:
+        token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        word = tl.load(bits + line * num_words + token // 32, mask=token < size, other=-1)
+        allowed = (word >> (token % 32)) & 1
+        tl.store(logits + row * stride + token, float("-inf"), mask=(token < size) & (allowed == 0))

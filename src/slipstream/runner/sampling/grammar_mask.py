@@ -1,0 +1,75 @@
+"""GrammarMask: forbids tokens that the grammar of a row does not allow.
+
+The masks are made while the device computes the step's forward. They have a host buffer and a device buffer of their
+own and are copied on the copy stream; the compute stream waits for the copy before the step's head. One buffer is
+enough: the host makes masks only when all older steps are committed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from slipstream.config.memory import mask_bytes, mask_words
+from slipstream.device.device import Device
+from slipstream.ops.sample import mask_bits_
+from slipstream.runner.batch.staging import HostRing, Upload
+from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
+from slipstream.step import Ints, Late, StepPlan
+
+
+class GrammarMask(Stage):
+    def __init__(self, num_rows: int, vocab_size: int, device: Device) -> None:
+        """`num_rows`: with the padding row."""
+        self.device = device
+        self.words = mask_words(vocab_size)
+        self.ring = HostRing(1, mask_bytes(num_rows, vocab_size), device)
+        self._num_rows = num_rows
+        # views of the arena, at fixed addresses for captured work
+        arena, start = self.ring.arena, -(-num_rows * 4 // 16) * 16
+        self._lines = arena[: num_rows * 4].view(torch.int32)  # [rows] line of each row; -1: no mask
+        self._bits = arena[start : start + (num_rows - 1) * self.words * 4].view(torch.int32).view(-1, self.words)
+        self._has_grammar = np.zeros(num_rows, np.bool_)
+        self._users: set[int] = set()
+
+    def apply(self, plan: StepPlan) -> None:
+        if self._users:
+            gone = self._users.intersection(plan.released.tolist())
+            self._users -= gone
+            self._has_grammar[list(gone)] = False
+        for admission in plan.admitted:
+            if admission.params.structured_outputs is not None:
+                self._users.add(admission.row)
+                self._has_grammar[admission.row] = True
+
+    def flush(self, upload: Upload) -> None:
+        """Nothing changes with an admission: masks come with every step."""
+
+    def is_used_by(self, rows: Ints) -> bool:
+        return bool(self._users) and bool(self._has_grammar[rows].any())
+
+    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
+        return self.by_row(rows).work if self.is_used_by(rows) else None
+
+    def can_capture(self, rows: Ints) -> bool:
+        return True
+
+    def by_row(self, rows: Ints) -> ByRow:
+        lines, bits = self._lines, self._bits
+
+        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+            mask_bits_(logits, bits, lines.index_select(0, batch.rows))
+
+        return ByRow("grammar", StageWork(edit))
+
+    def send(self, late: Late) -> None:
+        """Host: copy the masks of the step whose forward was launched last."""
+        upload = self.ring.open()
+        _, lines = upload.room(np.int32, (self._num_rows,))
+        lines.fill(-1)
+        lines[late.rows] = np.arange(len(late.rows), dtype=np.int32)
+        _, bits = upload.room(np.int32, (len(late.rows), self.words))
+        bits[:] = late.bits
+        upload.send(self.device.copy)
+        self.device.copy.flush()
+        self.device.compute.wait_for(upload.sent)

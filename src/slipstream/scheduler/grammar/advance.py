@@ -1,0 +1,63 @@
+"""GrammarAdvancer: after a commit, grammars take the new tokens, end their requests, and give forced tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from slipstream.messages import Output
+from slipstream.request import FinishReason, Request, Status
+from slipstream.scheduler.grammar.constraints import Constraints
+from slipstream.scheduler.lifecycle import RequestLifecycle
+from slipstream.scheduler.stopping import check_stop
+from slipstream.scheduler.waiting import WaitingQueue
+
+MIN_APPENDED = 3
+"""Forced tokens that are appended at once. Appending fewer saves no step: the request sits one out."""
+
+
+class GrammarAdvancer:
+    def __init__(self, constraints: Constraints, waiting: WaitingQueue, lifecycle: RequestLifecycle) -> None:
+        self._constraints = constraints
+        self._waiting = waiting
+        self._lifecycle = lifecycle
+
+    def advance(self, requests: Sequence[Request]) -> Iterator[Output]:
+        """`requests` drew tokens in the step that was just committed. Ends those whose grammar is complete, and appends
+        forced tokens."""
+        own = [each for each in requests if each.session is not None and each.status is not Status.FINISHED]
+        self._constraints.advance(own)
+        for request in own:
+            session = request.session
+            assert session is not None
+            if session.is_complete:
+                self._lifecycle.finish(request)
+                yield Output(request.id, request.sample, [], None, FinishReason.STOP, None, request.num_cached)
+            elif session.forced and _can_append(request):
+                if not request.pending:
+                    yield self._append(request, session.forced)
+                elif len(session.forced) >= MIN_APPENDED:
+                    request.hold()  # the first of them is being drawn; the others are appended when it is committed
+
+    def _append(self, request: Request, forced: list[int]) -> Output:
+        """Append tokens that the grammar forces: they are computed as one chunk instead of one step each."""
+        assert request.session is not None
+        self._waiting.charge(request, request.computed - request.num_known)
+        new = forced[: request.max_length - len(request.tokens)]
+        request.know_more(new)
+        num_kept, reason, stop = check_stop(request, len(new))
+        if reason is None:
+            request.session.take_all(new)
+            reason = FinishReason.STOP if request.session.is_complete else None
+        elif num_kept < len(new):
+            del request.tokens[num_kept - len(new) :]
+            new = new[:num_kept]
+        if reason is not None:
+            self._lifecycle.finish(request)
+        elif len(request.tokens) > request.short_limit:
+            self._lifecycle.requeue(request)
+        return Output(request.id, request.sample, new, None, reason, stop, request.num_cached)
+
+
+def _can_append(request: Request) -> bool:
+    """Checkpoints of recurrent states are planned for tokens known at admission, so such requests draw every token."""
+    return request.status is Status.RUNNING and request.params.can_append and request.states is None

@@ -1,0 +1,37 @@
+"""The child process of `GrammarChecker`: checks grammars from standard input until it is closed.
+
+Compiling a hostile schema can take minutes and gigabytes, and a thread cannot be stopped. A process can. It is run as a
+script with `python -I`, so that it imports nothing but llguidance.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+
+HEAD = 4  # bytes of a message's length
+MAX_MEMORY = 2**30  # bytes of address space beyond what the process has at its start
+
+
+def main() -> None:
+    from llguidance import LLMatcher, LLParserLimits
+
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MAX_MEMORY, size + MAX_MEMORY))
+    limits = LLParserLimits(verbose_errors=False)
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    _send(target, b"")  # ready
+    while head := source.read(HEAD):
+        grammar = source.read(int.from_bytes(head, "little")).decode()
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, limits=limits)
+        _send(target, messages[0].encode() if is_error else b"")
+
+
+def _send(target: object, data: bytes) -> None:
+    target.write(len(data).to_bytes(HEAD, "little") + data)  # type: ignore[attr-defined]
+    target.flush()  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""GrammarChecker: checks a grammar in a child process, which is killed if it takes too long."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from slipstream.scheduler.grammar import check_child
+
+MAX_SECONDS = 1.0  # of one check
+_START_SECONDS = 30.0  # of the child's start, on a busy machine
+
+
+class GrammarTooComplex(ValueError):
+    """The check did not end within its limits of time and memory."""
+
+
+class GrammarChecker:
+    """One child process, started by the first check and restarted after one that was killed. For one thread."""
+
+    def __init__(self, max_seconds: float = MAX_SECONDS) -> None:
+        self.max_seconds = max_seconds
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def check(self, grammar: str) -> str:
+        """Returns what is wrong with a grammar of llguidance; an empty string if nothing is."""
+        child = self._child
+        if child is None:
+            child = self._child = _start()
+            self._read(child, _START_SECONDS)
+        data = grammar.encode()
+        assert child.stdin is not None
+        try:
+            child.stdin.write(len(data).to_bytes(check_child.HEAD, "little") + data)
+            child.stdin.flush()
+            return self._read(child, self.max_seconds).decode(errors="replace")
+        except (BrokenPipeError, TimeoutError, EOFError):
+            self.close()
+            raise GrammarTooComplex(
+                f"it is too complex: compiling it takes more than {self.max_seconds:g} s or "
+                f"{check_child.MAX_MEMORY >> 20} MiB"
+            ) from None
+
+    def close(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.communicate()  # closes the pipes and collects the child
+
+    def _read(self, child: subprocess.Popen[bytes], seconds: float) -> bytes:
+        end = time.monotonic() + seconds
+        size = int.from_bytes(_read_exactly(child, check_child.HEAD, end), "little")
+        return _read_exactly(child, size, end)
+
+
+def _start() -> subprocess.Popen[bytes]:
+    path = str(Path(check_child.__file__))
+    return subprocess.Popen(
+        [sys.executable, "-I", path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+    )
+
+
+def _read_exactly(child: subprocess.Popen[bytes], size: int, end: float) -> bytes:
+    assert child.stdout is not None
+    pipe, parts = child.stdout.fileno(), b""
+    while len(parts) < size:
+        if not select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
+            raise TimeoutError
+        part = os.read(pipe, size - len(parts))
+        if not part:
+            raise EOFError
+        parts += part
+    return parts

@@ -1,0 +1,224 @@
+"""Constraints: the requests of a scheduler whose output has a grammar, and the masks of their next tokens.
+
+The plan of a step is launched before the tokens of the step before it are known. The masks come later: between the
+launch of the step's forward and its head the core commits all older steps, which advances the sessions, and then asks
+for the masks (`late`). Threads fill them while the device computes the forward.
+
+A session whose masks take longer than that would delay the other rows. It is slow from then on: its request is planned
+only when its last token is known and a background thread has filled its mask, so it sits out some steps.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from slipstream.config.memory import mask_words
+from slipstream.request import Request, Status
+from slipstream.scheduler.grammar.grammars import Grammars
+from slipstream.scheduler.grammar.session import Session, Words
+from slipstream.step import Late
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+MIN_BUDGET = 0.001  # seconds for the masks of a step, however short the step is
+_MAX_THREADS = 8
+_WAIT = 0.005  # seconds; then the caller runs: other requests may have arrived
+
+
+class Constraints:
+    def __init__(self, grammars: Grammars, max_rows: int) -> None:
+        self.grammars = grammars
+        self.num_live = 0  # requests with a grammar that have not ended
+        self.budget = MIN_BUDGET  # seconds that the masks of the next step may take; set by the core
+        # of the newest plan: requests with a grammar that draw a token, and their rows
+        self.drawing: list[tuple[Request, int]] = []
+        self._compiling: list[tuple[Sequence[Request], Future[LLMatcher]]] = []  # samples of waiting requests
+        self._resting: list[Request] = []  # slow: a background thread fills their masks
+        self._finds_slow = False  # fill masks one by one and measure each
+        self._end = grammars.vocab_size
+        self._words = mask_words(grammars.vocab_size)
+        self._max_rows = max_rows
+        self._bits: Words = np.zeros((0, self._words), np.uint32)
+        self._executor: LLExecutor | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether background threads work for a request."""
+        return bool(self._compiling or self._resting)
+
+    def wait(self) -> None:
+        """Wait until a background thread has finished something, for a few milliseconds at most."""
+        if self.grammars.finished.wait(_WAIT):
+            self.grammars.finished.clear()
+
+    # Compiling
+
+    def submit(self, requests: Sequence[Request]) -> bool:
+        """Starts to compile the grammar of a request's samples. Returns whether it is compiled already; raises if it
+        is known to be wrong."""
+        spec = requests[0].params.structured_outputs
+        assert spec is not None
+        future = self.grammars.compile(spec)
+        if future.done():
+            self._open_sessions(requests, future.result())
+        else:
+            self._compiling.append((requests, future))
+        self.num_live += len(requests)
+        return future.done()
+
+    def take_compiled(self) -> Iterator[tuple[list[Request], Exception | None]]:
+        """Samples whose grammar is compiled, and have a session now, or is wrong."""
+        compiling, self._compiling = self._compiling, []
+        for requests, future in compiling:
+            if not future.done():
+                self._compiling.append((requests, future))
+                continue
+            live = [request for request in requests if request.status is not Status.FINISHED]
+            error = future.exception()
+            if error is None:
+                self._open_sessions(live, future.result())
+            elif not isinstance(error, Exception):
+                raise error
+            yield live, error
+
+    def _open_sessions(self, requests: Sequence[Request], grammar: LLMatcher) -> None:
+        """Give each sample a session of its own."""
+        for request in requests:
+            stop_ids = [token for token in request.stop_ids if token < self._end]
+            request.session = Session(grammar, request.num_prompt, stop_ids)
+
+    # Sessions
+
+    def plan(self, sampling: Sequence[Request]) -> None:
+        """These requests draw in the plan that is being made."""
+        self.drawing = [(request, request.row) for request in sampling if request.session is not None]
+        for request, _ in self.drawing:
+            if request.session is not None and request.session.is_slow:
+                request.hold()
+
+    def wake(self) -> None:
+        """Let requests run whose masks are filled now."""
+        for request in self._resting[:]:
+            session = request.session
+            assert session is not None
+            if session.job is None or session.job.done() or request.status is not Status.RUNNING:
+                self._resting.remove(request)
+                if request.status is Status.RUNNING:
+                    request.release_hold()
+
+    def advance(self, requests: Sequence[Request]) -> None:
+        """Sessions take the tokens that their requests have got since."""
+        single: list[tuple[LLMatcher, int]] = []
+        moved: list[Session] = []
+        for request in requests:
+            session = request.session
+            assert session is not None
+            new = request.tokens[session.num_taken :]
+            if not new:
+                continue
+            session.num_taken += len(new)
+            del session.forced[: len(new)]
+            moved.append(session)
+            if len(new) == 1:
+                single.append((session.matcher, new[0]))
+            else:
+                session.matcher.consume_tokens(new)
+        if single:
+            self._threads().consume_token_par(single)
+        for session in moved:
+            session.expect()
+        for request in requests:
+            session = request.session
+            if request.held and not request.pending and session is not None:
+                if session.is_slow and not session.forced:
+                    self._rest(request, session)
+                else:
+                    request.release_hold()
+
+    def _rest(self, request: Request, session: Session) -> None:
+        """Fill the mask of a slow session in the background."""
+        mask = np.zeros(self._words, np.uint32)
+
+        def fill() -> None:
+            start = time.perf_counter()
+            self._fill_one(session, mask)
+            session.ready = mask
+            session.is_slow = time.perf_counter() - start > self.budget / 2
+
+        session.job = self.grammars.run(fill)
+        self._resting.append(request)
+
+    # Masks
+
+    def late(self) -> Late:
+        """The masks of the newest plan's rows. All older steps are committed. The next call reuses the arrays."""
+        drawing, self.drawing = self.drawing, []
+        num = len(drawing)
+        if num > len(self._bits):
+            self._bits = np.zeros((min(self._max_rows, 2 * num), self._words), np.uint32)
+        bits = self._bits[:num]
+        pending: list[tuple[Session, int]] = []
+        for index, (request, _) in enumerate(drawing):
+            session = request.session
+            assert session is not None
+            if request.status is Status.FINISHED:
+                bits[index].fill(0xFFFFFFFF)  # its token will be dropped
+            elif session.forced:
+                session.write_forced(bits[index])
+            elif session.job is not None:
+                session.job.result()
+                assert session.ready is not None
+                bits[index] = session.ready
+            else:
+                pending.append((session, index))
+        if pending:
+            self._fill(pending, bits)
+        rows = np.array([row for _, row in drawing], np.int32)
+        return Late(rows, bits.view(np.int32))
+
+    def _fill(self, pending: list[tuple[Session, int]], bits: Words) -> None:
+        if self._finds_slow or len(pending) == 1:
+            self._finds_slow = False
+            for session, index in pending:
+                start = time.perf_counter()
+                self._fill_one(session, bits[index])
+                session.is_slow = time.perf_counter() - start > self.budget
+            return
+        start = time.perf_counter()
+        self._threads().unsafe_compute_mask_ptr(
+            [(session.matcher, index) for session, index in pending], bits.ctypes.data, self._words * 4, len(bits)
+        )
+        self._finds_slow = time.perf_counter() - start > self.budget
+        word, bit = self._end >> 5, np.uint32(1 << (self._end & 31))
+        ends = bits[:, word] & bit
+        if ends.any():
+            for session, index in pending:
+                if ends[index]:
+                    session.allow_end(bits[index])
+        for session, index in pending:
+            if session.matcher.is_error():
+                bits[index].fill(0)
+
+    def _fill_one(self, session: Session, mask: Words) -> None:
+        session.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if session.matcher.is_error():
+            mask.fill(0)
+        elif mask[self._end >> 5] & np.uint32(1 << (self._end & 31)):
+            session.allow_end(mask)
+
+    def _threads(self) -> LLExecutor:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(num_threads=max(1, min(_MAX_THREADS, (os.cpu_count() or 2) - 1)))
+        return self._executor
+
+    def close(self) -> None:
+        self.grammars.close()

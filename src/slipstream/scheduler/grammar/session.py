@@ -1,0 +1,62 @@
+"""Session: the state of one sample's grammar. It follows the true tokens of the request, never placeholders."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+Words = NDArray[np.uint32]
+
+
+class Session:
+    """Forced tokens are the next tokens where the grammar leaves no choice. They are the output also where the model
+    would spell the same text by other tokens, so that it does not matter whether they are drawn or appended."""
+
+    __slots__ = ("matcher", "num_taken", "forced", "is_complete", "is_slow", "ready", "job", "_stop_bits")
+
+    def __init__(self, grammar: LLMatcher, num_prompt: int, stop_ids: Iterable[int]) -> None:
+        self.matcher = grammar.deep_copy()
+        self.num_taken = num_prompt  # tokens of the request, prompt included, that the state has seen
+        self.forced: list[int] = self.matcher.compute_ff_tokens()
+        self.is_complete = False  # no further token is possible
+        self.is_slow = False  # its masks take longer than a step: it is planned only when its mask is known
+        self.ready: Words | None = None  # the mask of the present state, if a background thread has filled it
+        self.job: Future[None] | None = None  # which fills it
+        self._stop_bits = [(token >> 5, np.uint32(1 << (token & 31))) for token in stop_ids]
+
+    @property
+    def error(self) -> str:
+        """Why no token is possible; empty if the state is fine."""
+        return self.matcher.get_error().replace("<non-verbose/>", "").strip()
+
+    def expect(self) -> None:
+        """Call after tokens were taken: finds the forced tokens, unless some are left from before."""
+        self.ready = self.job = None
+        self.is_complete = self.matcher.is_stopped() and not self.matcher.is_error()  # an error gives an empty mask
+        if not self.forced:
+            self.forced = self.matcher.compute_ff_tokens()
+
+    def take_all(self, tokens: list[int]) -> None:
+        """Take tokens that were appended without being drawn."""
+        self.matcher.consume_tokens(tokens)
+        self.num_taken += len(tokens)
+        self.forced = []
+        self.expect()
+
+    def write_forced(self, mask: Words) -> None:
+        """Allow only the next forced token."""
+        token = self.forced[0]
+        mask.fill(0)
+        mask[token >> 5] = np.uint32(1 << (token & 31))
+
+    def allow_end(self, mask: Words) -> None:
+        """The grammar may end here: allow the tokens that end the request."""
+        for word, bit in self._stop_bits:
+            mask[word] |= bit

@@ -1,0 +1,153 @@
+"""Structured output of a model with random weights: valid, whatever else is asked; wrong shapes are errors at once."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema_rs
+import pytest
+
+from slipstream import LLM, SamplingParams, StructuredOutputsParams
+from slipstream.errors import InvalidParams
+from tiny import write_tiny
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3},
+        "size": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "tags", "size"],
+    "additionalProperties": False,
+}
+PROMPTS = [[5, 6, 7], [200, 201], [9] * 20]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_tiny(tmp_path_factory.mktemp("tiny"), "llama"))
+
+
+@pytest.fixture(scope="module", params=[0, 1, 2])
+def llm(request, model):
+    with LLM(model, depth=request.param, use_tqdm_on_load=False, max_model_len=256, num_threads=1) as llm:
+        yield llm
+
+
+def generate(llm, shape, **params):
+    asked = SamplingParams(**{"temperature": 1.0, "max_tokens": 200, "structured_outputs": shape} | params)
+    return [sample for result in llm.generate(PROMPTS, asked, use_tqdm=False) for sample in result.outputs]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{}, {"temperature": 0}, {"n": 3}, {"repetition_penalty": 1.5, "frequency_penalty": 1.0}, {"logprobs": 2},
+     {"ignore_eos": True}, {"top_k": 1, "min_p": 0.5}, {"min_tokens": 150}, {"bad_words": ["red"]}],
+    ids=str,
+)  # fmt: skip
+def test_json_is_valid_under_its_schema(llm, params):
+    samples = generate(llm, StructuredOutputsParams(json=SCHEMA, disable_any_whitespace=True), **params)
+    for sample in samples:
+        assert sample.finish_reason == "stop", sample
+        jsonschema_rs.validate(SCHEMA, json.loads(sample.text))
+        assert "bad_words" not in params or "red" not in sample.text
+
+
+def test_other_shapes(llm):
+    pattern = "[a-f]{3}-(x|yy)[0-9]{2}"
+    assert all(re.fullmatch(pattern, sample.text) for sample in generate(llm, {"regex": pattern}))
+    choices = ["left", "right", "straight on"]
+    assert {sample.text for sample in generate(llm, {"choice": choices}, n=4)} <= set(choices)
+    for text in [sample.text for sample in generate(llm, {"grammar": 'root ::= "a" ("b" | "c")? "d"'})]:
+        assert text in ("ad", "abd", "acd")
+    samples = generate(llm, {"json_object": True, "whitespace_pattern": " ?"}, max_tokens=60)
+    assert all(sample.text.startswith("{") for sample in samples)
+    for sample in samples:
+        assert sample.finish_reason == "length" or isinstance(json.loads(sample.text), dict)
+
+
+def test_a_stop_string_ends_a_shape_early(llm):
+    for sample in generate(llm, {"choice": ["one two three"]}, stop=["two"]):
+        assert (sample.text, sample.finish_reason, sample.stop_reason) == ("one ", "stop", "two")
+
+
+def test_structural_tags_bind_only_what_is_inside(llm):
+    tag = {
+        "structures": [{"begin": "<f=a>", "schema": {"const": 7}, "end": "</f>"}],
+        "triggers": ["<f="],
+    }
+    biased = {ord(letter): 100.0 for letter in "<f="}
+    for sample in generate(llm, {"structural_tag": tag}, logit_bias=biased, max_tokens=40):
+        for inside in re.findall("<f=(.*?)</f>", sample.text, re.S):
+            assert inside == "a>7"
+
+
+def test_wrong_shapes_raise_and_the_engine_goes_on(llm):
+    for shape, words in (
+        ({"regex": "("}, "unclosed group"),
+        ({"json": {"type": "strin"}}, "Invalid type"),
+        ({"grammar": "start: (("}, "Expected"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"structural_tag": {"format": {}}}, "structures"),
+    ):
+        for _ in range(2):  # compiled, then from the cache
+            with pytest.raises(InvalidParams, match=re.escape(words)) as caught:
+                generate(llm, shape)
+            assert caught.value.param == "structured_outputs"
+    assert {sample.text for sample in generate(llm, {"choice": ["ok"]})} == {"ok"}
+
+
+def test_hostile_shapes_end_within_their_limits(llm):
+    """The first takes minutes and gigabytes of memory in llguidance; the second only when its masks are made."""
+    patterns = {"allOf": [{"type": "string", "pattern": f".*a.{{{i}}}b.*"} for i in range(24)]}
+    with pytest.raises(InvalidParams, match="too complex"):
+        generate(llm, {"json": patterns})
+    for sample in generate(llm, {"regex": "(a{1,1000}){1,1000}"}, temperature=0, max_tokens=40):
+        assert sample.finish_reason in ("error", "length", "stop")
+    assert {sample.text for sample in generate(llm, {"choice": ["ok"]})} == {"ok"}
+
+
+def test_streams_of_a_wrong_shape_raise(llm):
+    with pytest.raises(InvalidParams, match="unclosed group"):
+        list(llm.stream([5, 6], SamplingParams(structured_outputs={"regex": "(("})))
+
+
+def test_an_engine_without_a_tokenizer_refuses(model):
+    with (
+        LLM(model, skip_tokenizer_init=True, use_tqdm_on_load=False, max_model_len=64, num_threads=1) as llm,
+        pytest.raises(InvalidParams, match="tokenizer"),
+    ):
+        generate(llm, {"regex": "a"})
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "none is given"),
+        ({"json": "{"}, "not JSON"),
+        ({"json": [1]}, "give an object"),
+        ({"regex": "a", "choice": ["b"]}, "regex and choice are given"),
+        ({"choice": "abc"}, "a list"),
+        ({"choice": ["a"] * 5000}, "the limit is 4096"),
+        ({"regex": "a" * 20000}, "the limit is 16384"),
+        ({"regex": "a", "disable_any_whitespace": True}, "json and json_object only"),
+        ({"json_object": 1}, "give True"),
+        ({"jsn": {}}, "there is no jsn"),
+    ],
+)
+def test_wrong_parameters_fail_where_they_are_built(given, words):
+    with pytest.raises(InvalidParams, match=re.escape(words)) as caught:
+        SamplingParams(structured_outputs=given)
+    assert caught.value.param == "structured_outputs"
+
+
+def test_deep_schemas_fail_where_they_are_built():
+    schema = {}
+    for _ in range(80):
+        schema = {"properties": {"a": schema}}
+    with pytest.raises(InvalidParams, match="64 levels"):
+        StructuredOutputsParams(json=schema)
+    with pytest.raises(InvalidParams, match="too deeply"):
+        StructuredOutputsParams(json="[" * 100000)

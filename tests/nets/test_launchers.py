@@ -24,6 +24,7 @@ from slipstream.ops.linear.triton import Norm  # noqa: E402
 from slipstream.ops.moe import ExpertBiases, RouterRule, Routing  # noqa: E402
 from slipstream.ops.paged_attention import work_list as work_module  # noqa: E402
 from slipstream.ops.sample.reference import Penalty  # noqa: E402
+from slipstream.ops.ssm import SelectiveWeights, SsdWeights  # noqa: E402
 from slipstream.ops.step_inputs import StepRows  # noqa: E402
 
 
@@ -65,6 +66,30 @@ def delta_rule() -> dict[str, Callable[[], Any]]:
         "delta decode": lambda: get(at + "delta_decode")(
             x[:2], half(2, 16), half(2, 2), half(2, 2), weights, conv, state, single
         ),
+    }
+
+
+def state_space() -> dict[str, Callable[[], Any]]:
+    steps = {
+        "chunks": hand_steps([StepRow(1, 0, 1), StepRow(2, 3, 70)]),
+        "tokens": hand_steps([StepRow(1, 0, 1), StepRow(2, 3, 1)]),
+    }
+    ssd = SsdWeights(torch.randn(2), torch.randn(2), torch.randn(2))
+    selective = SelectiveWeights(torch.randn(16, 4), torch.randn(16), torch.randn(16))
+
+    def scan_heads(kind: str, n: int) -> Any:
+        states, inputs = torch.randn(4, 2, 8, 4), (half(n, 2, 8), half(n, 2), half(n, 1, 4), half(n, 1, 4))
+        return get("ssm.triton.ssd_scan")(*inputs, ssd, states, steps[kind])
+
+    def scan_channels(kind: str, n: int) -> Any:
+        states, inputs = torch.randn(4, 16, 4), (half(n, 16), half(n, 16), half(n, 4), half(n, 4), half(n, 16))
+        return get("ssm.triton.selective_scan")(*inputs, selective, states, steps[kind])
+
+    return {
+        "ssd_scan of chunks": lambda: scan_heads("chunks", 71),
+        "ssd_scan of tokens": lambda: scan_heads("tokens", 2),
+        "selective_scan of chunks": lambda: scan_channels("chunks", 71),
+        "selective_scan of tokens": lambda: scan_channels("tokens", 2),
     }
 
 
@@ -126,6 +151,7 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
             ints(5), ints(5), tables, 4, 4, StepRows(rows, *chunks)
         ),
         **delta_rule(),
+        **state_space(),
         "list_chunks": lambda: get("recurrent_steps.triton.list_chunks")(starts, starts[1:], ints(2, 3).int(), 5),
         "segment_sum": lambda: get("segment_sum.triton.segment_sum")(x, starts),
         "segment_max_into": lambda: get("segment_max.triton.segment_max_into")(torch.rand(2, 64), x, starts, 0),

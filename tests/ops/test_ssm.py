@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -15,20 +16,37 @@ from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
 from hand_steps import StepRow, hand_steps
 from nets.host_reads import no_host_reads
-from slipstream.ops.ssm import SelectiveWeights, SsdWeights, gated_group_norm, selective_scan, ssd_scan
+from slipstream.ops.ssm import SelectiveWeights, SsdWeights, gated_group_norm, reference
 
+CUDA = torch.cuda.is_available()
+# the interpreter's own use of numpy
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 HEADS, GROUPS, DIM, STATE, SLOTS = 4, 2, 6, 5, 9
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-9}
 KINDS = pytest.mark.parametrize("kind", ["ssd", "selective"])
 LIMITS = (0.2, 1.5)  # of dt: both are reached
 
 
+def ops(version: str) -> Any:
+    if version == "reference":
+        return reference
+    pytest.importorskip("triton", reason="triton is not installed")
+    if not CUDA and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
+    import slipstream.ops.ssm.triton as kernels
+
+    return kernels
+
+
 class Scan:
     """Inputs of some rows by slot, and the outputs of each row computed token by token."""
 
-    def __init__(self, kind: str, lengths: dict[int, int], dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, kind: str, lengths: dict[int, int], dtype: torch.dtype = torch.float32, version: str = "reference"
+    ) -> None:
         torch.manual_seed(len(lengths))
-        self.kind, self.dtype = kind, dtype
+        self.kind, self.dtype, self.version = kind, dtype, version
+        self.device = "cuda" if CUDA and version == "kernel" else "cpu"
         self.guard: Callable[[], AbstractContextManager[Any]] = nullcontext
         is_ssd = kind == "ssd"
         channels, shape = HEADS * DIM, (HEADS, DIM, STATE) if is_ssd else (HEADS * DIM, STATE)
@@ -38,12 +56,12 @@ class Scan:
             self.weights = SsdWeights(self.rand(width) * 0.5, self.rand(width), self.rand(width), *LIMITS)
         else:
             self.weights = SelectiveWeights(self.rand(width, STATE) * 0.5, self.rand(width), self.rand(width))
-        self.state = torch.full((SLOTS, 2, *shape), torch.nan, dtype=dtype)[:, 1]
+        self.state = torch.full((SLOTS, 2, *shape), torch.nan, dtype=dtype, device=self.device)[:, 1]
         self.inputs = {slot: self.random(n) for slot, n in lengths.items()}
         self.expected = {slot: self.by_token(*inputs) for slot, inputs in self.inputs.items()}
 
     def rand(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, dtype=self.dtype)
+        return torch.randn(*shape, dtype=self.dtype, device=self.device)
 
     def random(self, n: int) -> list[torch.Tensor]:
         if self.kind == "ssd":
@@ -65,22 +83,23 @@ class Scan:
             dt, a, d = dt[..., None, None], a[:, None, None], self.weights.d[:, None]
         else:
             b, c, dt, d = b[:, None], c[:, None], dt[..., None], self.weights.d
-        held, out = torch.zeros(self.state.shape[1:], dtype=self.dtype), []
+        held, out = torch.zeros(self.state.shape[1:], dtype=self.dtype, device=self.device), []
         for t in range(len(x)):
             held = held * (dt[t] * a).exp() + dt[t] * x[t][..., None] * b[t]
             out.append((held * c[t]).sum(-1) + d * x[t])
         return torch.stack(out) * (F.silu(z[0]) if z else 1.0)
 
     def run(self, rows: list[StepRow], chunked: bool = False, **padding: int) -> None:
-        steps = hand_steps(rows, chunked=chunked, **padding)
+        steps = hand_steps(rows, device=self.device, chunked=chunked, **padding)
         total = max(padding.get("num_tokens", 0), int(steps.num_tokens.sum()))
         spans = [(row.slot, slice(row.first, row.first + row.count)) for row in rows]
         packed = []
         for part in range(len(next(iter(self.inputs.values())))):
             found = torch.cat([self.inputs[slot][part][span] for slot, span in spans])
-            packed.append(torch.full((total, *found.shape[1:]), torch.nan, dtype=self.dtype))
+            packed.append(torch.full((total, *found.shape[1:]), torch.nan, dtype=self.dtype, device=self.device))
             packed[-1][: len(found)] = found
-        scan = ssd_scan if self.kind == "ssd" else selective_scan
+        module = ops(self.version)
+        scan = module.ssd_scan if self.kind == "ssd" else module.selective_scan
         with self.guard():
             out = scan(*packed, self.weights, self.state, steps)
         expected = torch.cat([self.expected[slot][span] for slot, span in spans])
@@ -124,10 +143,12 @@ def test_on_a_gpu_no_value_is_read_on_the_host(kind: str) -> None:
 
 
 @KINDS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_rows_cut_anywhere_equal_the_definition(kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("version", "dtype"), [("reference", torch.float32), ("reference", torch.float64), ("kernel", torch.float32)]
+)
+def test_rows_cut_anywhere_equal_the_definition(kind: str, version: str, dtype: torch.dtype) -> None:
     """Cuts inside chunks, at their borders, single tokens among chunks, padding."""
-    scan = Scan(kind, {1: 200, 4: 70, 2: 3}, dtype)
+    scan = Scan(kind, {1: 200, 4: 70, 2: 3}, dtype, version)
     scan.run([StepRow(4, 0, 1), StepRow(1, 0, 67)])
     scan.run([StepRow(4, 1, 1), StepRow(1, 67, 1), StepRow(2, 0, 1)], padding=2)
     scan.run([StepRow(2, 1, 1), StepRow(4, 2, 66), StepRow(1, 68, 60)], padding=1, num_tokens=140)
@@ -137,9 +158,10 @@ def test_rows_cut_anywhere_equal_the_definition(kind: str, dtype: torch.dtype) -
 
 
 @KINDS
+@pytest.mark.parametrize("version", ["reference", "kernel"])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_save_continues_as_its_row_does(kind: str, chunked: bool) -> None:
-    scan = Scan(kind, {1: 200, 4: 200, 2: 70})
+def test_a_save_continues_as_its_row_does(kind: str, version: str, chunked: bool) -> None:
+    scan = Scan(kind, {1: 200, 4: 200, 2: 70}, version=version)
     if chunked:
         rows = [StepRow(2, 0, 10), StepRow(1, 0, 130, {64: 5, 128: 6}), StepRow(4, 0, 64, {64: 7})]
         scan.run(rows, padding=1)

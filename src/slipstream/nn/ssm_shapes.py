@@ -7,7 +7,7 @@ from typing import Literal
 
 from slipstream.cache_spec import STATE_CHUNK, StateField
 from slipstream.nn.shapes import MixerShape
-from slipstream.ops.ssm.reference import rows_at_once
+from slipstream.ops.ssm.reference import ROWS
 
 
 def _wide(dtype: str) -> str:
@@ -60,10 +60,10 @@ class Mamba2Shape(MixerShape):
         return 2 * self.size + (1 + taps) * self.num_channels + 2 * (8 * self.size + 5 * self.num_heads)
 
     def numbers_per_step(self, on_cpu: bool) -> int:
-        """Copies of the states of some rows, or the factors of a chunk."""
+        """On the CPU: copies of the states of some rows, or the factors of a chunk. Kernels need none."""
         state = self.size * self.state_size
         chunk = self.num_heads * STATE_CHUNK * (4 * STATE_CHUNK + 6 * self.head_dim) + 6 * STATE_CHUNK * self.group_size
-        return max(4 * rows_at_once(on_cpu) * state, chunk + 5 * state)
+        return max(4 * ROWS * state, chunk + 5 * state) if on_cpu else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +91,8 @@ class Mamba1Shape(MixerShape):
         return (4 + taps) * self.size + 3 * (self.dt_rank + 2 * self.state_size) + 2 * 7 * self.size
 
     def numbers_per_step(self, on_cpu: bool) -> int:
-        """Decays and inputs of some rows or of a chunk, and what a round of the scan makes of them."""
-        return 7 * max(rows_at_once(on_cpu), STATE_CHUNK) * self.size * self.state_size
+        """On the CPU: decays and inputs of a chunk, and what a round of the scan makes of them."""
+        return 7 * STATE_CHUNK * self.size * self.state_size if on_cpu else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

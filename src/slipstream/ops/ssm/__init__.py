@@ -1,9 +1,11 @@
-"""State space mixers: the scans of Mamba-2 (SSD) and Mamba-1, and the gated norm behind the first.
+"""State space mixers: the scans of Mamba-2 (SSD) and Mamba-1, and the gated norm behind the first."""
 
-There are only references so far. They read no value on the host, so they run on CUDA and under graphs too, with many
-small launches.
-"""
+from slipstream.ops.dispatch import by_device
+from slipstream.ops.ssm import reference
+from slipstream.ops.ssm.reference import SelectiveWeights, SsdWeights, gated_group_norm
 
-from slipstream.ops.ssm.reference import SelectiveWeights, SsdWeights, gated_group_norm, selective_scan, ssd_scan
+_KERNELS = "slipstream.ops.ssm.triton"
+ssd_scan = by_device(reference.ssd_scan, _KERNELS)
+selective_scan = by_device(reference.selective_scan, _KERNELS)
 
 __all__ = ["SelectiveWeights", "SsdWeights", "gated_group_norm", "selective_scan", "ssd_scan"]

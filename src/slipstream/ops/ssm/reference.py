@@ -20,10 +20,7 @@ import torch.nn.functional as F
 from slipstream.cache_spec import STATE_CHUNK
 from slipstream.ops.recurrent_steps import RecurrentSteps, max_chunks
 
-
-def rows_at_once(on_cpu: bool) -> int:
-    """Rows of one token that are computed together: bounds the memory for copies of states."""
-    return 4 if on_cpu else 64
+ROWS = 4  # rows of one token that are computed together: bounds the memory for copies of states
 
 
 class SsdWeights(NamedTuple):
@@ -170,9 +167,8 @@ def _scan(
     chunks change nothing."""
     num_tokens, num_single = len(out), _num_single(steps, out)
     saves = steps.save_slots if steps.chunks is None else steps.chunks[:, 3]
-    at_once = rows_at_once(not out.is_cuda)
-    for first in range(0, num_single, at_once):
-        rows = slice(first, min(first + at_once, num_single))
+    for first in range(0, num_single, ROWS):
+        rows = slice(first, min(first + ROWS, num_single))
         slots, begins = steps.slots[rows].long(), steps.first_positions[rows] == 0
         held = torch.where(begins.view(-1, *(1,) * (state.dim() - 1)), 0.0, state.index_select(0, slots))
         out[rows], held = single(rows, held)

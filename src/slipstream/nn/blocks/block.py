@@ -173,7 +173,7 @@ class DecoderBlock(Layer):
         found = tuple(part for part in parts if part is not None)
         return found if len(found) == len(parts) else None
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         """The block's own parameter; its modules name theirs."""
         if self.output_scale is not None:
             yield "output_scale", WeightSlot((1,), self._fill_scale)

@@ -53,7 +53,7 @@ class AltUp(Layer):
         routed = self.router(self.norm(x)[0] * self.router_scale, context)
         return torch.tanh(routed.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         yield "output_scale", WeightSlot(tuple(self.output_scale.shape), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:

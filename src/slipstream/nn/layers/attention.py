@@ -132,7 +132,7 @@ class Attention(Layer):
             query, context = last.of(query), last.context
         return context.attention.forward(query, None, None, self.site, shape.scale, context, self.sinks).flatten(1)
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         """The attention's own parameter; its projections and norms name theirs."""
         if self.sinks is not None:
             yield "sinks", WeightSlot((self.shape.num_heads,), self._fill_sinks)

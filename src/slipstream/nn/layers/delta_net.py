@@ -109,7 +109,7 @@ class DeltaNet(Layer):
             out, z = last.of(out), last.of(z)
         return gated_rms_norm(out, z, self.norm, self.eps).flatten(1)
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         shape = self.shape
         yield "conv.weight", WeightSlot((shape.num_channels, 1, shape.conv_width), self._fill_conv)
         for name, attribute in (("a_log", "a_log"), ("dt_bias", "dt_bias"), ("norm.weight", "norm")):

@@ -56,7 +56,7 @@ class DenseAndExperts(Layer):
     def products(self) -> None:
         return None
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         yield "expert_scale", WeightSlot(tuple(self.expert_scale.shape), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:

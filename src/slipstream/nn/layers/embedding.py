@@ -23,5 +23,5 @@ class Embedding(Layer):
         """The projection to tokens of a model with tied embeddings: the product with the same tensor."""
         return self.weight.multiply(hidden, None)
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         yield from self.weight.slots(0, self.num_tokens)

@@ -83,7 +83,7 @@ class Experts(Layer):
     def products(self) -> None:
         return None
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         """Per expert "experts.3.gate.weight", "experts.3.up.weight", "experts.3.down.weight", and biases likewise."""
         kinds = {"weight": ("gate_up", "down")} | ({"bias": ("gate_up_bias", "down_bias")} if self.shape.bias else {})
         for expert in range(self.shape.num_experts):

@@ -41,9 +41,9 @@ class InterleavedLinear(Linear):
         assert sorted(held) == sorted(outputs), f"the checkpoint stores {held}, the product has {list(outputs)}"
         self.stored = dict(stored)
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         """By the checkpoint's tensor and kind: "qkvz.weight"."""
-        own = dict(super().places())
+        own = dict(super().weight_slots())
         for name, rows in self.stored.items():
             first = rows.parts[0]
             kinds = [place.removeprefix(f"{first}.") for place in own if place.startswith(f"{first}.")]

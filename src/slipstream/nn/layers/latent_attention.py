@@ -101,7 +101,7 @@ class LatentAttention(Layer):
         keys.flatten(0, 1).index_copy_(0, context.batch.slots[context.group_of_site[self.site]], key)
         return key
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         num_heads, size, rank = self.expand.shape
         yield "expand.weight", WeightSlot((num_heads * size, rank), self._fill)
 
@@ -134,14 +134,14 @@ class _Reordered(Linear):
         super().__init__(num_inputs, outputs, bias, format, dtype)
         self.orders = orders
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
-        for name, place in super().places():
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+        for name, slot in super().weight_slots():
             order = self.orders.get(name.rpartition(".")[0])
-            fill = place.fill if order is None else partial(self._fill_reordered, place, order)
-            yield name, WeightSlot(place.shape, fill, place.num_bytes)
+            fill = slot.fill if order is None else partial(self._fill_reordered, slot, order)
+            yield name, WeightSlot(slot.shape, fill, slot.num_bytes)
 
-    def _fill_reordered(self, place: WeightSlot, order: list[int], piece: CheckpointTensor) -> None:
-        place.fill(_Rows(piece, order))
+    def _fill_reordered(self, slot: WeightSlot, order: list[int], piece: CheckpointTensor) -> None:
+        slot.fill(_Rows(piece, order))
 
 
 class _Rows:

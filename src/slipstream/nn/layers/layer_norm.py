@@ -28,7 +28,7 @@ class LayerNorm(Layer):
         """The norm of x + residual, and that sum."""
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         yield "weight", WeightSlot(tuple(self.weight.shape), self._fill_weight)
         if self.bias is not None:
             yield "bias", WeightSlot(tuple(self.bias.shape), self._fill_bias)

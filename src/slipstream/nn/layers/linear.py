@@ -76,10 +76,10 @@ class Linear(Layer):
     def after_unnormalized(
         self, x: Unnormalized, context: ForwardContext, activation: Activation | None = None
     ) -> torch.Tensor:
-        """The product with the norm that x waits for."""
+        """The GEMM with the normed x; the norm is not applied to x yet."""
         return self.weight.multiply_unnormalized(x, self.bias, activation)
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         """Where the checkpoint's tensors go, by part and kind: "q.weight", "q.bias". The format names the kinds."""
         first = 0
         for part, size in self.outputs.items():

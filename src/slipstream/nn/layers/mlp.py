@@ -102,12 +102,12 @@ class _UpGate(Linear):
     """Gate and up of a checkpoint that stores them as one tensor with up first. Every tensor of the weight's format
     must have a line per output."""
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
-        for name, place in super().places():
-            yield name, WeightSlot(place.shape, partial(self._fill_swapped, place), place.num_bytes)
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+        for name, slot in super().weight_slots():
+            yield name, WeightSlot(slot.shape, partial(self._fill_swapped, slot), slot.num_bytes)
 
-    def _fill_swapped(self, place: WeightSlot, piece: CheckpointTensor) -> None:
-        place.fill(_Swapped(piece))
+    def _fill_swapped(self, slot: WeightSlot, piece: CheckpointTensor) -> None:
+        slot.fill(_Swapped(piece))
 
 
 class _Swapped:

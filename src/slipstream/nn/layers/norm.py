@@ -27,7 +27,7 @@ class RMSNorm(Layer):
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         yield "weight", WeightSlot(tuple(self.weight.shape), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:
@@ -76,7 +76,7 @@ class PerHeadNorm(Layer):
         """x is [T, heads of all kinds, head dim]."""
         return rms_norm(x, self.weight, self.eps)
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         first = 0
         for kind, count in self.num_heads.items():
             yield f"{kind}.weight", WeightSlot((self.weight.shape[1],), partial(self._fill, first, count))

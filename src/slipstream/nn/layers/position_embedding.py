@@ -23,7 +23,7 @@ class Table(Layer):
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
         return self.weight.index_select(0, numbers)
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         num_rows, size = self.weight.shape
         yield "weight", WeightSlot((num_rows + self.offset, size), self._fill)
 
@@ -54,7 +54,7 @@ class DistanceBias(Layer):
         """[heads, 2 n - 1] as `AttentionBackend.bidirectional` takes it."""
         return self.weight.index_select(0, self.buckets).t().contiguous()
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         yield "weight", WeightSlot(tuple(self.weight.shape), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:
@@ -83,7 +83,7 @@ class RelativeKeys(Layer):
         distances = self.weight.t()
         return RelativeScores(query @ distances, key @ distances if self.with_keys else None)
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         yield "weight", WeightSlot((2 * self.max_positions - 1, self.weight.shape[1]), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:

@@ -64,7 +64,7 @@ class _ConvMixer(Layer):
         """Parameters that the checkpoint stores as they are: name of the slot to attribute."""
         return {}
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         num_channels, width = self.conv.shape
         yield "conv.weight", WeightSlot((num_channels, 1, width), self._fill_conv)
         names = self.own() | ({} if self.conv_bias is None else {"conv.bias": "conv_bias"})

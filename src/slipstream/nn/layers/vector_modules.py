@@ -64,7 +64,7 @@ class Slope(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.prelu(x, self.weight)
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         yield "weight", WeightSlot((1,), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:

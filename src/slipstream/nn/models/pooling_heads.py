@@ -171,7 +171,7 @@ class Bias(Layer):
         super().__init__()
         self.data = new_parameter(size, dtype=dtype)
 
-    def places(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
         yield "bias", WeightSlot(tuple(self.data.shape), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:

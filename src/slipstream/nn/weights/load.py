@@ -27,8 +27,8 @@ def find_slots(model: nn.Module) -> dict[str, WeightSlot]:
     """All weight slots of a model by name."""
     slots: dict[str, WeightSlot] = {}
     for prefix, module in model.named_modules():
-        if hasattr(module, "places"):
-            slots |= {f"{prefix}.{name}": slot for name, slot in module.places()}
+        if hasattr(module, "weight_slots"):
+            slots |= {f"{prefix}.{name}": slot for name, slot in module.weight_slots()}
     return slots
 
 

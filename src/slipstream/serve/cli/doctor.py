@@ -41,13 +41,13 @@ OPTIONAL = {
     "triton": ("kernels on a GPU", "pip install triton"),
     "huggingface_hub": ("models by hub name", "pip install huggingface_hub"),
 }
-# the requests of the short run, which together use every sampling stage
+# the requests of the short run, which together use every sampling stage but bad words: these need a tokenizer
 RUN = (
     dict(temperature=0.0),
     dict(temperature=0.8, top_p=0.9, top_k=40, min_p=0.02, seed=1),
     dict(temperature=1.0, top_p=0.9),
     dict(temperature=0.0, repetition_penalty=1.1, presence_penalty=0.2, frequency_penalty=0.2, min_tokens=4),
-    dict(temperature=0.5, logprobs=3, n=2),
+    dict(temperature=0.5, logprobs=3, n=2, logit_bias={1: 0.5}),
 )
 SMALL = {
     "architectures": ["LlamaForCausalLM"],
@@ -182,7 +182,7 @@ def short_run(options: dict[str, Any], opener: OpenLLM) -> list[Sync]:
         llm = opener(**(usual | options))
         with closing(llm):
             prompts = [[1 + (number * 7 + place) % 100 for place in range(12)] for number in range(len(RUN))]
-            params = [SamplingParams(max_tokens=8, ignore_eos=True, **one) for one in RUN]  # type: ignore[arg-type]
+            params = [SamplingParams(max_tokens=8, ignore_eos=True, **one) for one in RUN]
             with watch(cpu=on_cpu) as log:
                 llm.generate(prompts, params, use_tqdm=False)
     return [*log.found, *log.allowed]

@@ -145,5 +145,5 @@ def test_one_query_alone_and_among_others_is_the_same(tmp_path):
 
 
 def test_unseen_tokens_need_a_model_that_sees_as_far(tmp_path):
-    with pytest.raises(UnsupportedModel, match="query.*32.*sees 6 tokens to each side"):
+    with pytest.raises(UnsupportedModel, match="queries to 32.*attends to 6 tokens to each side"):
         LLM(str(pylate(tmp_path, "modernbert")), use_tqdm_on_load=False)

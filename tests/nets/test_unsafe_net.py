@@ -38,6 +38,7 @@ def test_a_planted_danger_is_caught(line):
         "AutoModel.from_pretrained(name, trust_remote_code=False)",
         "re.compile(x)",
         "subprocess.run(['cc', name])",
+        "subprocess.Popen([sys.executable, '-I', name])",
         "subprocess.run([sys.executable, name], env=child_environment())",
         "env = child_environment() | x; subprocess.run([sys.executable, name], env=env)",
     ],

@@ -55,7 +55,8 @@ def _call(node: ast.Call) -> Iterator[tuple[int, str]]:
 
 
 def _children(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """In a file that starts Python: children whose environment is not `child_environment()`, or made from it."""
+    """In a file that starts Python: children whose environment is not `child_environment()`, or made from it. Isolated
+    mode (-I) is safe too: it ignores the current directory and PYTHONPATH."""
     safe = {"child_environment()"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and "child_environment()" in ast.unparse(node.value):
@@ -63,5 +64,7 @@ def _children(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in STARTS:
             given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if node.args and ast.unparse(node.args[0]).startswith("[sys.executable, '-I'"):
+                continue
             if ast.unparse(node.func.value) == "subprocess" and given.get("env") not in safe:
                 yield node.lineno, "starts Python, which may import from the current directory; env=child_environment()"

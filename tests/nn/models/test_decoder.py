@@ -241,7 +241,10 @@ def test_unknown_architecture_names_those_we_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4, "factor": 2.0}}, "mrope.*default, dynamic"),
+        (
+            {"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4, "factor": 2.0}},
+            "mrope.*default, none, dynamic",
+        ),
         ({"hidden_act": "swiglu"}, "swiglu.*relu.*silu"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
     ],

@@ -66,7 +66,7 @@ def gated_delta_rule(
     if l2_norm_qk:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
     repeats = v.shape[1] // q.shape[1]
-    q, k = (x.repeat_interleave(repeats, 1) for x in (q * scale, k))
+    q, k = (x.repeat_interleave(repeats, 1, output_size=v.shape[1]) for x in (q * scale, k))
     inputs = _Inputs(q, k, v.to(wide), g.to(wide), beta.to(wide))
     out = torch.zeros(v.shape, dtype=wide, device=v.device)
     num_single = _num_single(steps, len(v))

@@ -49,7 +49,7 @@ def attend_pages(
     if values.shape[3] != keys.shape[3]:
         # latent attention: all heads share the one head of keys, so they are queries of one sequence
         num_tokens, num_heads, dim = query.shape
-        rows, masks = query.reshape(1, -1, dim), mask.repeat_interleave(num_heads, 0)
+        rows, masks = query.reshape(1, -1, dim), mask.repeat_interleave(num_heads, 0, output_size=len(mask) * num_heads)
         found, worth = _gather(keys, slots, 1)[0], _gather(values, slots, 1)[0]
         out = _attend_stepwise(rows, found, worth, masks, scale, score_cap, None)
         return out.view(num_tokens, num_heads, -1)

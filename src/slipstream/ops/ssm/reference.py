@@ -77,7 +77,9 @@ def ssd_scan(
 
     def single(tokens: slice, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         now = x[tokens].to(wide)
-        written, read = (part[tokens].to(wide).repeat_interleave(repeats, 1) for part in (b, c))
+        written, read = (
+            part[tokens].to(wide).repeat_interleave(repeats, 1, output_size=len(weights.d)) for part in (b, c)
+        )
         held = held * decay[tokens].exp()[..., None, None]
         held += (now * dt[tokens][..., None])[..., None] * written[..., None, :]
         return (held @ read[..., None])[..., 0] + weights.d[:, None] * now, held
@@ -87,7 +89,7 @@ def ssd_scan(
         written, read = (part.cut(every).to(wide).transpose(0, 1) for every in (b, c))  # [groups, places, state size]
         total = falls.cumsum(0).T  # [heads, places]: log decay from the chunk's start
         between = (total[:, :, None] - total[:, None, :]).masked_fill(part.later, -torch.inf).exp()
-        scores = (read @ written.mT).repeat_interleave(repeats, 0) * between
+        scores = (read @ written.mT).repeat_interleave(repeats, 0, output_size=len(weights.d)) * between
         scaled = (now * steps_of[..., None]).transpose(0, 1)  # [heads, places, head dim]
         recalled = (read[:, None] @ held.unflatten(0, (-1, repeats)).mT).flatten(0, 1) * total.exp()[..., None]
         out = (scores @ scaled + recalled).transpose(0, 1) + weights.d[:, None] * now

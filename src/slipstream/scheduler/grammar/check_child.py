@@ -16,7 +16,7 @@ MAX_MEMORY = 2**30  # bytes of address space beyond what the process has at its 
 def main() -> None:
     from llguidance import LLMatcher, LLParserLimits
 
-    with open("/proc/self/statm") as file:
+    with open("/proc/self/statm", encoding="ascii") as file:
         size = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MAX_MEMORY, size + MAX_MEMORY))
     limits = LLParserLimits(verbose_errors=False)

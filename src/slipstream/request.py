@@ -175,6 +175,14 @@ class Request:
         """Call when all known tokens are launched, or after pages were reserved."""
         self.decode_limit = min(self.capacity, self.last_computed, self.next_border - 1)
 
+    def choose_rope(self, short: int) -> None:
+        """LongRoPE: the short factors up to `short` known tokens, and the long factors beyond. Hashes of pages with
+        other factors are dropped."""
+        long_rope = len(self.tokens) > short
+        if long_rope != self.long_rope:
+            self.long_rope, self.hashes = long_rope, []
+        self.short_limit = NEVER if long_rope else short
+
     def hold(self) -> None:
         """Leave a running request out of the next plans: its next tokens or its mask are not known yet."""
         self.held = True

@@ -79,7 +79,7 @@ def _take_prompts(found: SentenceFolder, settings: dict[str, Any]) -> None:
     prompts = settings.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise BadCheckpoint("config_sentence_transformers.json: prompts is not an object of texts; download it again")
-    for role in ("query", "document"):  # where older folders of token vectors have theirs
+    for role in ("query", "document"):  # the prompts of older folders of token vectors
         if isinstance(prefix := settings.get(f"{role}_prefix"), str):
             prompts = prompts | {role: prefix + prompts.get(role, "").removeprefix(prefix)}
     name = settings.get("default_prompt_name")

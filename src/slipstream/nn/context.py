@@ -129,7 +129,7 @@ class ForwardContext:
         )
 
     def last_places(self) -> torch.Tensor:
-        """[B] int32: the index of each row's last token. Padding rows start at T, so theirs is the last token."""
+        """[B] int32: the index of each row's last token. Padding rows start at T, so they get the last token of all."""
         starts = self.batch.query_starts
         assert starts is not None, "with one token per row every token is the last"
         return starts[1:] - 1

@@ -37,7 +37,7 @@ from slipstream.scheduler.prefill_chunks import add_chunk, add_drafted, fit_chun
 from slipstream.scheduler.query_registry import QueryRegistry
 from slipstream.scheduler.row_allocator import RowAllocator
 from slipstream.scheduler.sibling_samples import detach_from_leader, join_samples, leader_to_fork
-from slipstream.scheduler.step_outputs import lost_query, refusal
+from slipstream.scheduler.step_outputs import lost_query
 from slipstream.scheduler.waiting import WaitingQueue
 from slipstream.step import PoolPlan, StepPlan, StepResult
 
@@ -53,7 +53,7 @@ class Scheduler:
         self.constraints = constraints
         self.num_preemptions = 0
         self.max_num_tokens: int | None = None  # of a step with decode rows; None: the whole budget
-        self.num_drafts = 0  # drafts per decode row and step; set by the engine core
+        self.num_drafts = 0  # drafts per decode row and step; only tests set it, the runner has no drafter yet
         # submits up to the given number of requests from a caller that has more; returns how many
         self.refill: Callable[[int], int] | None = None
         self._waiting = WaitingQueue(config.max_waiting)
@@ -130,17 +130,6 @@ class Scheduler:
             raise UserError("this engine has no structured output; remove structured_outputs")
         return self.constraints.submit(requests)
 
-    def _take_compiled(self, constraints: Constraints) -> None:
-        """Admit requests whose grammar is compiled, and refuse those whose grammar is wrong."""
-        for requests, error in constraints.take_compiled():
-            for request in requests:
-                if error is None:
-                    self._waiting.ready(request, WaitFor.GRAMMAR)
-                else:
-                    self._lifecycle.finish(request)
-                    self._failures.append(refusal(request, error))
-        constraints.wake()
-
     def abort(self, request_id: str, sample: int | None = None) -> list[Request]:
         """End a request, or one sample of it, in any state. Returns the samples that had not ended yet."""
         aborted = [request for request in self._lifecycle.live.get(request_id, ()) if sample in (None, request.sample)]
@@ -157,8 +146,9 @@ class Scheduler:
     def plan(self) -> StepPlan | None:
         """The next step; None if there is nothing to compute before another result is committed."""
         self._begun.clear()
-        if self.constraints is not None and self.constraints.is_waiting:
-            self._take_compiled(self.constraints)
+        constraints = self.constraints
+        if constraints is not None and self._advancer is not None and constraints.is_waiting:
+            self._failures += self._advancer.take_compiled()
         builder = PlanBuilder(self._next_step, len(self.cache.groups))
         budget = Budget(self.config, self._row_allocator.num_free)
         self._limit_prefill(budget)
@@ -167,8 +157,8 @@ class Scheduler:
         if not builder:
             return None  # rows released meanwhile are part of the next plan
         sampling = builder.sort()
-        if self.constraints is not None and self.constraints.num_live:
-            self.constraints.plan(sampling)
+        if constraints is not None and constraints.num_live:
+            constraints.plan(sampling)
         num_logprobs = None
         if self._row_allocator.num_with_logprobs:
             asked = [
@@ -297,7 +287,7 @@ class Scheduler:
         """Admit a request and plan its first chunk. Returns False and changes nothing if there is no room for it."""
         cache, known = self.cache, len(request.tokens)
         if self.config.short_rope is not None:
-            self._choose_rope(request, self.config.short_rope)
+            request.choose_rope(self.config.short_rope)
         hit = self._hit(request)
         num = num_chunk_tokens(request, hit.length, known, builder, self.config)
         if not num or (num > budget.tokens and not self.config.chunked_prefill):
@@ -319,13 +309,6 @@ class Scheduler:
         builder.change_pages(request.row, changed)
         self._plan_chunk(request, num, builder)
         return True
-
-    def _choose_rope(self, request: Request, short: int) -> None:
-        """LongRoPE: a request uses the short factors up to `short` known tokens, and the long factors beyond."""
-        long_rope = len(request.tokens) > short
-        if long_rope != request.long_rope:
-            request.long_rope, request.hashes = long_rope, []
-        request.short_limit = NEVER if long_rope else short
 
     def _hit(self, request: Request) -> Hit:
         """The prefix of a waiting request that need not be computed."""

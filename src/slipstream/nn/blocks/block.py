@@ -174,7 +174,7 @@ class DecoderBlock(Layer):
         return found if len(found) == len(parts) else None
 
     def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        """The block's own parameter; its modules name theirs."""
+        """The output scale; the slots of the layers are yielded by the layers."""
         if self.output_scale is not None:
             yield "output_scale", WeightSlot((1,), self._fill_scale)
 

@@ -133,7 +133,7 @@ class Attention(Layer):
         return context.attention.forward(query, None, None, self.site, shape.scale, context, self.sinks).flatten(1)
 
     def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        """The attention's own parameter; its projections and norms name theirs."""
+        """The sinks; the slots of projections and norms are yielded by these modules."""
         if self.sinks is not None:
             yield "sinks", WeightSlot((self.shape.num_heads,), self._fill_sinks)
 

@@ -2,53 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 
 from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.layers.conv_mixer import ConvMixer
 from slipstream.nn.layers.interleaved_linear import InterleavedLinear, StoredRows
-from slipstream.nn.layers.layer import Layer, Layout
+from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
-from slipstream.nn.layers.products import Products
 from slipstream.nn.shapes import DeltaShape, NormShape
-from slipstream.nn.weight_format import CheckpointTensor, UnquantizedWeight, WeightSlot, new_parameter
+from slipstream.nn.weight_format import UnquantizedWeight, new_parameter
 from slipstream.ops.conv1d import causal_conv1d
 from slipstream.ops.delta_rule import DeltaWeights, delta_decode, delta_gates, gated_delta_rule, gated_rms_norm
 from slipstream.ops.delta_rule.projections import project_on_two_streams, takes_two_streams
 
 
-class DeltaNet(Layer):
+class DeltaNet(ConvMixer):
     """The state of a row is a ring of the convolution's inputs ("conv") and a matrix per value head ("delta").
 
     One product makes q, k, v, the output gate z, and the inputs b and a of the gates.
     """
 
+    shape: DeltaShape
+
     def __init__(self, name: str, shape: DeltaShape, norm: NormShape, site: int | None, layout: Layout) -> None:
         """`site`: the state site. `norm` gives the eps of the norm of outputs."""
-        super().__init__()
-        assert site is not None, f"{name} needs a state site"
-        self.shape = shape
-        self.site = site
-        self.eps = norm.eps
         hidden, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
+        super().__init__(site, shape.num_channels, shape.conv_width, False, dtype)
+        self.shape = shape
+        self.eps = norm.eps
         keys, values, heads = shape.key_size, shape.value_size, shape.num_value_heads
         parts = {"q": keys, "k": keys, "v": values, "z": values, "b": heads, "a": heads}
         self.input = InterleavedLinear(hidden, parts, _stored(shape), False, format_of(f"{name}.input"), dtype)
         self.output = Linear(values, {"": hidden}, False, format_of(f"{name}.output"), dtype)
         wide = torch.promote_types(dtype, torch.float32)
-        self.conv = new_parameter(shape.num_channels, shape.conv_width, dtype=dtype)
         self.a_log = new_parameter(heads, dtype=wide)
         self.dt_bias = new_parameter(heads, dtype=wide)
         self.norm = new_parameter(shape.value_dim, dtype=dtype)
         self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def forward(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
-        """x [T, hidden] to [T, hidden], or to [B, hidden] of the `last` tokens."""
-        projected: torch.Tensor = self.output(self.mix(self.input(x, context), context, last), context)
-        return projected
 
     def after_norm(
         self,
@@ -60,13 +51,10 @@ class DeltaNet(Layer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Body.after_norm`."""
         rows = self._weight_rows() if takes_two_streams(x) else None
-        if rows is not None:
-            normed, total = norm(x, residual)
-            qkvz, gates = project_on_two_streams(normed, *rows)
-            mixed = self._mix(qkvz, gates, context, last)
-        else:
-            projected, total = self.input.after_norm(norm, x, residual, context)
-            mixed = self.mix(projected, context, last)
+        if rows is None:
+            return super().after_norm(norm, x, residual, context, last)
+        normed, total = norm(x, residual)
+        mixed = self._mix(*project_on_two_streams(normed, *rows), context, last)
         return self.output(mixed, context), total if last is None else last.of(total)
 
     def _weight_rows(self) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -78,9 +66,6 @@ class DeltaNet(Layer):
             num_gates = 2 * self.shape.num_value_heads
             self._rows = (weight.data[:-num_gates], weight.data[-num_gates:])
         return self._rows
-
-    def products(self) -> Products:
-        return Products(self.shape, self.input, self.output, mix=self.mix)
 
     def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
         """The part between the two projections, to [T, value size]. All tokens change the state, `last` or not."""
@@ -109,17 +94,8 @@ class DeltaNet(Layer):
             out, z = last.of(out), last.of(z)
         return gated_rms_norm(out, z, self.norm, self.eps).flatten(1)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        shape = self.shape
-        yield "conv.weight", WeightSlot((shape.num_channels, 1, shape.conv_width), self._fill_conv)
-        for name, attribute in (("a_log", "a_log"), ("dt_bias", "dt_bias"), ("norm.weight", "norm")):
-            yield name, WeightSlot(tuple(getattr(self, attribute).shape), partial(self._fill, attribute))
-
-    def _fill_conv(self, piece: CheckpointTensor) -> None:
-        self.conv.copy_(piece.read()[:, 0])
-
-    def _fill(self, attribute: str, piece: CheckpointTensor) -> None:
-        piece.write_to(getattr(self, attribute))
+    def own(self) -> dict[str, str]:
+        return {"a_log": "a_log", "dt_bias": "dt_bias", "norm.weight": "norm"}
 
 
 def _stored(shape: DeltaShape) -> dict[str, StoredRows]:

@@ -2,83 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import partial
-
 import torch
 import torch.nn.functional as F
 
 from slipstream.nn.context import ForwardContext, LastTokens
-from slipstream.nn.layers.layer import Layer, Layout
+from slipstream.nn.layers.conv_mixer import ConvMixer
+from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import NoNorm, RMSNorm
-from slipstream.nn.layers.products import Products
-from slipstream.nn.shapes import MixerShape, NormShape
+from slipstream.nn.layers.norm import RMSNorm
+from slipstream.nn.shapes import NormShape
 from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
-from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
+from slipstream.nn.weight_format import new_parameter
 from slipstream.ops.conv1d import causal_conv1d
 from slipstream.ops.ssm import SelectiveWeights, SsdWeights, gated_group_norm, selective_scan, ssd_scan
 
 
-class _ConvMixer(Layer):
-    """One projection, a convolution and more between, and one projection to the hidden size."""
-
-    shape: MixerShape
-    input: Linear
-    output: Linear
-
-    def __init__(self, site: int | None, num_channels: int, width: int, bias: bool, dtype: torch.dtype) -> None:
-        """`site`: the state site; the other arguments describe the convolution."""
-        super().__init__()
-        assert site is not None, "a recurrent mixer needs a state site"
-        self.site = site
-        self.conv = new_parameter(num_channels, width, dtype=dtype)
-        self.conv_bias = new_parameter(num_channels, dtype=dtype) if bias else None
-
-    def forward(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
-        """x [T, hidden] to [T, hidden], or to [B, hidden] of the `last` tokens."""
-        projected: torch.Tensor = self.output(self.mix(self.input(x, context), context, last), context)
-        return projected
-
-    def after_norm(
-        self,
-        norm: RMSNorm | NoNorm,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        context: ForwardContext,
-        last: LastTokens | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `Body.after_norm`."""
-        projected, total = self.input.after_norm(norm, x, residual, context)
-        mixed = self.mix(projected, context, last)
-        return self.output(mixed, context), total if last is None else last.of(total)
-
-    def products(self) -> Products:
-        return Products(self.shape, self.input, self.output, mix=self.mix)
-
-    def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
-        """The part between the two projections. All tokens change the state, `last` or not."""
-        raise NotImplementedError
-
-    def own(self) -> dict[str, str]:
-        """Parameters that the checkpoint stores as they are: name of the slot to attribute."""
-        return {}
-
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        num_channels, width = self.conv.shape
-        yield "conv.weight", WeightSlot((num_channels, 1, width), self._fill_conv)
-        names = self.own() | ({} if self.conv_bias is None else {"conv.bias": "conv_bias"})
-        for name, attribute in names.items():
-            yield name, WeightSlot(tuple(getattr(self, attribute).shape), partial(self._fill, attribute))
-
-    def _fill_conv(self, piece: CheckpointTensor) -> None:
-        self.conv.copy_(piece.read()[:, 0])
-
-    def _fill(self, attribute: str, piece: CheckpointTensor) -> None:
-        piece.write_to(getattr(self, attribute))
-
-
-class Mamba2(_ConvMixer):
+class Mamba2(ConvMixer):
     """The state of a row: "conv", a ring of inputs of the convolution, and "ssm", a matrix per head. One product makes
     the gate, x, b, c and dt."""
 
@@ -122,7 +61,7 @@ class Mamba2(_ConvMixer):
         return names if self.norm is None else names | {"norm.weight": "norm"}
 
 
-class Mamba1(_ConvMixer):
+class Mamba1(ConvMixer):
     """The state of a row: "conv", a ring of inputs of the convolution, and "ssm", a matrix. One product makes x and the
     gate z; dt, b and c are projections of x behind the convolution."""
 
@@ -162,7 +101,7 @@ class Mamba1(_ConvMixer):
         return {name: name for name in ("a_log", "dt_bias", "d")}
 
 
-class ShortConv(_ConvMixer):
+class ShortConv(ConvMixer):
     """The state of a row is "conv", a ring of inputs of the convolution. One product makes b, c and x."""
 
     shape: ShortConvShape

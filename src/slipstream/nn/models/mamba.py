@@ -123,19 +123,19 @@ def mamba_rules(shape: DecoderShape) -> Rules:
     return llama_rules(shape, names, ("backbone", "model", ""))
 
 
-def mamba_names(theirs: str) -> dict[str, str | None]:
-    """Tensor names of a Mamba-1 or Mamba-2 mixer; `theirs` is what they begin with."""
+def mamba_names(prefix: str) -> dict[str, str | None]:
+    """Tensor names of a Mamba-1 or Mamba-2 mixer; `prefix` is that of the checkpoint."""
     ours = "layers.{n}.mamba"
     return {
-        f"{theirs}.in_proj.{{kind}}": f"{ours}.input.{{kind}}",
-        f"{theirs}.out_proj.{{kind}}": f"{ours}.output.{{kind}}",
-        f"{theirs}.conv1d.{{kind}}": f"{ours}.conv.{{kind}}",
-        f"{theirs}.A_log": f"{ours}.a_log",
-        f"{theirs}.D": f"{ours}.d",
-        f"{theirs}.dt_bias": f"{ours}.dt_bias",
-        f"{theirs}.norm.weight": f"{ours}.norm.weight",
-        f"{theirs}.x_proj.weight": f"{ours}.selected.weight",
-        f"{theirs}.dt_proj.bias": f"{ours}.dt_bias",
-        f"{theirs}.dt_proj.weight": f"{ours}.dt.weight",
-        f"{theirs}.{{part}}_layernorm.weight": f"{ours}.norms.{{part}}.weight",
+        f"{prefix}.in_proj.{{kind}}": f"{ours}.input.{{kind}}",
+        f"{prefix}.out_proj.{{kind}}": f"{ours}.output.{{kind}}",
+        f"{prefix}.conv1d.{{kind}}": f"{ours}.conv.{{kind}}",
+        f"{prefix}.A_log": f"{ours}.a_log",
+        f"{prefix}.D": f"{ours}.d",
+        f"{prefix}.dt_bias": f"{ours}.dt_bias",
+        f"{prefix}.norm.weight": f"{ours}.norm.weight",
+        f"{prefix}.x_proj.weight": f"{ours}.selected.weight",
+        f"{prefix}.dt_proj.bias": f"{ours}.dt_bias",
+        f"{prefix}.dt_proj.weight": f"{ours}.dt.weight",
+        f"{prefix}.{{part}}_layernorm.weight": f"{ours}.norms.{{part}}.weight",
     }

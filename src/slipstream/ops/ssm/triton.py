@@ -115,6 +115,27 @@ def _softplus(x):
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
+@triton.jit
+def _entries(chunks, chunk_starts, row):
+    """First and last + 1 of the row's entries in `chunks`; with one token per row the entry is the row."""
+    if chunks is None:
+        return row, row + 1
+    else:
+        return tl.load(chunk_starts + row), tl.load(chunk_starts + row + 1)
+
+
+@triton.jit
+def _entry(chunks, save_slots, row, entry):
+    """First token, number of tokens, and the slot to save the state to after them, or -1."""
+    if chunks is not None:
+        at = chunks + entry * 4
+        return tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+    elif save_slots is not None:
+        return entry, 1, tl.load(save_slots + row)
+    else:
+        return entry, 1, -1
+
+
 # grid: (rows, heads, blocks of a head)
 @triton.jit
 def _ssd_kernel(
@@ -153,14 +174,9 @@ def _ssd_kernel(
     is_place = place < DIM
     is_column = column < STATE
     inside = is_place[:, None] & is_column[None, :]
-    if chunks is None:
-        begin = row
-        end = row + 1
-    else:
-        begin = tl.load(chunk_starts + row)
-        end = tl.load(chunk_starts + row + 1)
-        if begin == end:
-            return
+    begin, end = _entries(chunks, chunk_starts, row)
+    if begin == end:
+        return
     cells = (head * DIM + place)[:, None] * STATE + column[None, :]
     own = state + tl.load(slots + row).to(tl.int64) * state_stride + cells
     held = tl.load(own, mask=inside, other=0.0)
@@ -170,16 +186,7 @@ def _ssd_kernel(
     skip = tl.load(d + head)
     group = head // HEADS_OF_GROUP * STATE + column
     for entry in range(begin, end):
-        if chunks is None:
-            first = entry
-            count = 1
-            save = -1
-            if save_slots is not None:
-                save = tl.load(save_slots + row)
-        else:
-            first = tl.load(chunks + entry * 4 + 1)
-            count = tl.load(chunks + entry * 4 + 2)
-            save = tl.load(chunks + entry * 4 + 3)
+        first, count, save = _entry(chunks, save_slots, row, entry)
         for step in range(count):
             token = tl.cast(first + step, tl.int64)
             size = _softplus(tl.load(dt + token * dt_stride + head).to(tl.float32) + bias)
@@ -231,14 +238,9 @@ def _selective_kernel(
     is_channel = channel < CHANNELS
     is_column = column < STATE
     inside = is_channel[:, None] & is_column[None, :]
-    if chunks is None:
-        begin = row
-        end = row + 1
-    else:
-        begin = tl.load(chunk_starts + row)
-        end = tl.load(chunk_starts + row + 1)
-        if begin == end:
-            return
+    begin, end = _entries(chunks, chunk_starts, row)
+    if begin == end:
+        return
     cells = channel[:, None] * STATE + column[None, :]
     own = state + tl.load(slots + row).to(tl.int64) * state_stride + cells
     held = tl.load(own, mask=inside, other=0.0)
@@ -247,16 +249,7 @@ def _selective_kernel(
     bias = tl.load(dt_bias + channel, mask=is_channel, other=0.0)
     skip = tl.load(d + channel, mask=is_channel, other=0.0)
     for entry in range(begin, end):
-        if chunks is None:
-            first = entry
-            count = 1
-            save = -1
-            if save_slots is not None:
-                save = tl.load(save_slots + row)
-        else:
-            first = tl.load(chunks + entry * 4 + 1)
-            count = tl.load(chunks + entry * 4 + 2)
-            save = tl.load(chunks + entry * 4 + 3)
+        first, count, save = _entry(chunks, save_slots, row, entry)
         for step in range(count):
             token = tl.cast(first + step, tl.int64)
             size = tl.load(dt + token * dt_stride + channel, mask=is_channel, other=0.0).to(tl.float32)

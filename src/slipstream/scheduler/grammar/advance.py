@@ -1,13 +1,14 @@
-"""GrammarAdvancer: after a commit, grammars take the new tokens, end their requests, and give forced tokens."""
+"""GrammarAdvancer: the effects of grammars on requests: compiled or wrong ones, complete ones, forced tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
 from slipstream.messages import Output
-from slipstream.request import FinishReason, Request, Status
+from slipstream.request import FinishReason, Request, Status, WaitFor
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.lifecycle import RequestLifecycle
+from slipstream.scheduler.step_outputs import refusal
 from slipstream.scheduler.stopping import check_stop
 from slipstream.scheduler.waiting import WaitingQueue
 
@@ -20,6 +21,18 @@ class GrammarAdvancer:
         self._constraints = constraints
         self._waiting = waiting
         self._lifecycle = lifecycle
+
+    def take_compiled(self) -> Iterator[Output]:
+        """Make requests ready whose grammar is compiled, refuse those whose grammar is wrong, and let requests run
+        whose masks are filled."""
+        for requests, error in self._constraints.take_compiled():
+            for request in requests:
+                if error is None:
+                    self._waiting.ready(request, WaitFor.GRAMMAR)
+                else:
+                    self._lifecycle.finish(request)
+                    yield refusal(request, error)
+        self._constraints.wake()
 
     def advance(self, requests: Sequence[Request]) -> Iterator[Output]:
         """`requests` drew tokens in the step that was just committed. Ends those whose grammar is complete, and appends

@@ -1,0 +1,74 @@
+"""ConvMixer: what recurrent mixers with a short convolution share: two projections, the convolution, weight slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+
+from slipstream.nn.context import ForwardContext, LastTokens
+from slipstream.nn.layers.layer import Layer
+from slipstream.nn.layers.linear import Linear
+from slipstream.nn.layers.norm import NoNorm, RMSNorm
+from slipstream.nn.layers.products import Products
+from slipstream.nn.shapes import MixerShape
+from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
+
+
+class ConvMixer(Layer):
+    """One projection, a convolution and more between, and one projection to the hidden size."""
+
+    shape: MixerShape
+    input: Linear
+    output: Linear
+
+    def __init__(self, site: int | None, num_channels: int, width: int, bias: bool, dtype: torch.dtype) -> None:
+        """`site`: the state site; the other arguments describe the convolution."""
+        super().__init__()
+        assert site is not None, "a recurrent mixer needs a state site"
+        self.site = site
+        self.conv = new_parameter(num_channels, width, dtype=dtype)
+        self.conv_bias = new_parameter(num_channels, dtype=dtype) if bias else None
+
+    def forward(self, x: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
+        """x [T, hidden] to [T, hidden], or to [B, hidden] of the `last` tokens."""
+        projected: torch.Tensor = self.output(self.mix(self.input(x, context), context, last), context)
+        return projected
+
+    def after_norm(
+        self,
+        norm: RMSNorm | NoNorm,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        context: ForwardContext,
+        last: LastTokens | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `Body.after_norm`."""
+        projected, total = self.input.after_norm(norm, x, residual, context)
+        mixed = self.mix(projected, context, last)
+        return self.output(mixed, context), total if last is None else last.of(total)
+
+    def products(self) -> Products:
+        return Products(self.shape, self.input, self.output, mix=self.mix)
+
+    def mix(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None = None) -> torch.Tensor:
+        """The part between the two projections. All tokens change the state, `last` or not."""
+        raise NotImplementedError
+
+    def own(self) -> dict[str, str]:
+        """Parameters that the checkpoint stores as they are: name of the slot to attribute."""
+        return {}
+
+    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+        num_channels, width = self.conv.shape
+        yield "conv.weight", WeightSlot((num_channels, 1, width), self._fill_conv)
+        names = self.own() | ({} if self.conv_bias is None else {"conv.bias": "conv_bias"})
+        for name, attribute in names.items():
+            yield name, WeightSlot(tuple(getattr(self, attribute).shape), partial(self._fill, attribute))
+
+    def _fill_conv(self, piece: CheckpointTensor) -> None:
+        self.conv.copy_(piece.read()[:, 0])
+
+    def _fill(self, attribute: str, piece: CheckpointTensor) -> None:
+        piece.write_to(getattr(self, attribute))

@@ -87,7 +87,7 @@ def test_the_host_half_loads_without_torch(places):
     "argv",
     [
         ["--help"],
-        *([name, "--help"] for name in ("chat", "generate", "serve", "bench", "plan", "doctor")),
+        *([name, "--help"] for name in ("chat", "generate", "serve", "run-batch", "bench", "plan", "doctor")),
         ["version"],
         ["chat", "--x"],
     ],

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from slipstream.config.options import options_of
+from slipstream.config.options import Options, options_of
 from slipstream.frontend.inputs import InputProcessor, Message, PreparedPrompt, Prompt
 from slipstream.frontend.offload import PROMPT_COST, off_loop, size_of
 from slipstream.frontend.pooling import calls as pooling_calls
@@ -50,13 +50,13 @@ class AsyncEngine(RequestRouter):
         self,
         model: str | None = None,
         *,
-        models: Mapping[str, Any] | None = None,
+        models: Mapping[str, Any] | list[Options] | None = None,
         client: CoreClient | None = None,
         **options: Any,
     ) -> None:
         """Builds a core in this process, or uses that of `client`, which then sends the descriptions of its models.
 
-        `models`: several models of one engine, by name, each a path or a mapping of options.
+        `models`: several models of one engine, by name, each a path or a mapping of options; or the options of each.
         """
         super().__init__()
         if client is not None:
@@ -66,7 +66,8 @@ class AsyncEngine(RequestRouter):
         from slipstream.frontend.in_process import build_served  # imports torch
         from slipstream.transport.thread_client import ThreadClient
 
-        lanes, self.models = build_served(options_of(model, models, options))
+        given = models if isinstance(models, list) else options_of(model, models, options)
+        lanes, self.models = build_served(given)
         self.config = next(iter(lanes.cores.values())).config
         self.client = ThreadClient(lanes)
         self._ready = True

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from slipstream.errors import SlipstreamError
-from slipstream.serve.cli import bench, chat, compare, doctor, embed, generate, plan, serve, version
+from slipstream.serve.cli import bench, chat, compare, doctor, embed, generate, plan, run_batch, serve, version
 from slipstream.serve.cli.failure import report_failure
 from slipstream.serve.cli.run import OpenLLM, open_llm
 from slipstream.serve.cli.standard import set_up_streams
@@ -56,6 +56,7 @@ def make_parser() -> argparse.ArgumentParser:
     chat.add_command(commands)
     generate.add_command(commands)
     serve.add_command(commands)
+    run_batch.add_command(commands)
     embed.add_command(commands)
     compare.add_commands(commands)
     bench.add_command(commands)

@@ -49,7 +49,7 @@ class App:
         route: Route | None = None
         request: Request | None = None
         try:
-            route, params = self._find(scope["method"], scope["path"])
+            route, params = self._match(scope["method"], scope["path"])
             name = route.path
             if not route.any_host:
                 self.state.hosts.check(headers)
@@ -143,7 +143,14 @@ class App:
             fields |= {"status": status, "seconds": round(seconds, 6)}  # type: ignore[dict-item]
             log.log(level, "%s %s %s %s %d %.3f s", *fields.values(), extra=fields)
 
-    def _find(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
+    def find_route(self, method: str, path: str) -> Route:
+        return self._match(method, path)[0]
+
+    def decode(self, route: Route, body: bytes) -> Any:
+        """Returns the body as the route's type. Raises where it does not match."""
+        return _decode(self._decoders[id(route)], body)
+
+    def _match(self, method: str, path: str) -> tuple[Route, dict[str, str]]:
         found = self._exact.get(path)
         if found is not None:
             route = found.get("GET" if method == "HEAD" else method)

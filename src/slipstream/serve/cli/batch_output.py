@@ -1,0 +1,109 @@
+"""BatchOutput: the output file of `run-batch`, which can be continued after the process was killed.
+
+Results are appended to OUTPUT.part as they come, each with its place in the input. When all are there, they are written
+to OUTPUT in the order of the input. A run that finds OUTPUT.part continues it: lines with a result are not run again,
+and a result that was written half is dropped. The first line of OUTPUT.part identifies the input and the models.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from slipstream.errors import UserError
+
+
+class _Head(msgspec.Struct):
+    slipstream_batch: int
+    input_sha256: str
+    models: list[str]
+
+
+class BatchOutput:
+    """A context manager: holds a lock on OUTPUT.part, so that two runs cannot write it."""
+
+    def __init__(self, path: Path, digest: str, models: list[str], *, overwrite: bool) -> None:
+        self.path = path
+        self.part = path.with_name(path.name + ".part")
+        self.starts: dict[int, tuple[int, int]] = {}  # offset and length in OUTPUT.part, by place in the input
+        head = _Head(1, digest, models)
+        if not path.parent.is_dir():
+            raise UserError(f"cannot write {path}: there is no folder {path.parent}; create it first")
+        if path.exists() and not overwrite and not self.part.exists():
+            raise UserError(f"{path} exists; remove it, or give --overwrite")
+        try:
+            self._file: IO[bytes] = self.part.open("a+b")
+        except OSError as error:
+            raise UserError(f"cannot write {self.part}: {error.strerror}") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise UserError(f"{self.part} is in use by another run; wait for it, or give another output") from None
+        try:
+            self._read(head, overwrite)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> BatchOutput:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()  # with its lock
+
+    def add(self, place: int, result: bytes) -> None:
+        """Appends a result; it survives the end of the process from then on."""
+        entry = b"%d\t%b\n" % (place, result)
+        self.starts[place] = (self._end + len(entry) - len(result) - 1, len(result))
+        self._file.write(entry)
+        self._file.flush()
+        self._end += len(entry)
+
+    def result(self, place: int) -> bytes:
+        start, length = self.starts[place]
+        self._file.seek(start)
+        return self._file.read(length)
+
+    def finish(self, num_lines: int) -> None:
+        """Writes OUTPUT in the order of the input, and removes OUTPUT.part."""
+        whole = self.path.with_name(self.path.name + ".tmp")
+        with open(whole, "wb") as file:
+            for place in range(num_lines):
+                file.write(self.result(place) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(whole, self.path)
+        self.part.unlink()
+
+    def _read(self, head: _Head, overwrite: bool) -> None:
+        """Reads the results of an earlier run of the same input and models, or begins anew."""
+        self._file.seek(0)
+        first = self._file.readline()
+        if not first.endswith(b"\n") or overwrite:  # new, or killed before the first line was written
+            self._file.truncate(0)
+            self._file.write(msgspec.json.encode(head) + b"\n")
+            self._file.flush()
+            self._end = self._file.tell()
+            return
+        try:
+            found = msgspec.json.decode(first, type=_Head)
+        except msgspec.MsgspecError:
+            raise UserError(f"{self.part} was not written by run-batch; remove it, or give --overwrite") from None
+        if found != head:
+            what = "input" if found.input_sha256 != head.input_sha256 else "model"
+            raise UserError(f"{self.part} has results of another {what}; remove it, or give --overwrite")
+        end = self._file.tell()
+        for entry in self._file:
+            if not entry.endswith(b"\n"):
+                break
+            place, _, result = entry.partition(b"\t")
+            self.starts[int(place)] = (end + len(place) + 1, len(result) - 1)
+            end += len(entry)
+        self._file.truncate(end)
+        self._file.seek(end)
+        self._end = end

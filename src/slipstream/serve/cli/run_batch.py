@@ -1,0 +1,177 @@
+"""`slipstream run-batch`: runs an OpenAI batch file, and continues where a killed run ended."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from slipstream.config.options import Options
+from slipstream.errors import EngineDead, UserError
+from slipstream.serve.cli.batch_output import BatchOutput
+from slipstream.serve.cli.flags import add_engine_flags, engine_options
+from slipstream.serve.cli.paths import check_paths
+from slipstream.serve.cli.serve import model_options
+from slipstream.serve.http.batch.lines import BatchLine, InvalidLine, LineResult, read_line
+
+if TYPE_CHECKING:
+    from slipstream.frontend.async_engine import AsyncEngine
+    from slipstream.serve.cli.run import OpenLLM
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    command = commands.add_parser(
+        "run-batch",
+        help="run an OpenAI batch file",
+        description="Runs the requests of an OpenAI batch file (JSON lines with custom_id, method, url and body) and "
+        "writes their results in the same order. A run that was interrupted or killed continues with the same command: "
+        "lines with a result are not run again. Bodies choose a model by name, as in `serve`.",
+        usage="slipstream run-batch [MODEL ...] -i INPUT -o OUTPUT [flags]",
+        allow_abbrev=False,
+    )
+    command.add_argument("models", nargs="*", metavar="MODEL", help="a model as for --model, or NAME=MODEL; repeatable")
+    command.add_argument("-i", "--input-file", metavar="PATH", required=True, help="the batch file to read")
+    command.add_argument("-o", "--output-file", metavar="PATH", required=True, help="the file of results to write")
+    command.add_argument(
+        "--overwrite", action="store_true", help="replace the output file, and results of an interrupted run"
+    )
+    command.add_argument(
+        "--concurrency", type=int, metavar="N", default=512, help="lines that run at a time (default: 512)"
+    )
+    add_engine_flags(command)
+    command.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace, opener: OpenLLM) -> int:
+    if args.concurrency < 1:
+        raise UserError(f"--concurrency is {args.concurrency}; give 1 or more")
+    source, target = Path(args.input_file), Path(args.output_file)
+    num_lines, digest = check_input(source)
+    options = model_options(args.models, engine_options(args))
+    names = [each.served_model_name or each.model or "" for each in options]
+    with BatchOutput(target, digest, names, overwrite=args.overwrite) as output:
+        num_kept = len(output.starts)
+        if num_kept:
+            print(f"continuing: {num_kept} of {num_lines} lines have a result", file=sys.stderr)
+        if num_kept < num_lines:
+            for each in options:
+                check_paths(each, look_up=True)
+            _run_all(open_engine(options), source, output, num_lines, args.concurrency)
+        num_failed = sum(not _succeeded(output.result(place)) for place in range(num_lines))
+        output.finish(num_lines)
+    print(f"{num_lines} lines in {target}, {num_failed} with errors", file=sys.stderr)
+    return 0
+
+
+def check_input(path: Path) -> tuple[int, str]:
+    """Returns the number of lines and a digest of the file. Raises for a line that cannot be run, before the model is
+    loaded."""
+    import hashlib  # like asyncio below: --help does not need it
+
+    digest = hashlib.sha256()
+    seen: dict[str, int] = {}
+    for number, text in _numbered(path):
+        digest.update(text)
+        try:
+            line = read_line(text)
+        except InvalidLine as error:
+            raise UserError(f"{path} line {number}: {error}") from None
+        if (first := seen.setdefault(line.custom_id, number)) != number:
+            raise UserError(f"{path} line {number}: custom_id {line.custom_id!r} is that of line {first} too")
+    if not seen:
+        raise UserError(f"{path} has no lines; give one request per line")
+    return len(seen), digest.hexdigest()
+
+
+def open_engine(options: list[Options]) -> AsyncEngine:
+    from slipstream.frontend.async_engine import AsyncEngine  # builds the engine: imports torch
+
+    return AsyncEngine(models=options)
+
+
+def _run_all(engine: AsyncEngine, source: Path, output: BatchOutput, num_lines: int, concurrency: int) -> None:
+    import asyncio
+
+    try:
+        asyncio.run(_run_lines(engine, source, output, num_lines, concurrency))
+    except EngineDead as error:
+        raise EngineDead(f"{error}; run the same command again to continue") from None
+
+
+async def _run_lines(engine: AsyncEngine, source: Path, output: BatchOutput, num_lines: int, concurrency: int) -> None:
+    from slipstream.engine.progress import progress
+    from slipstream.serve.http.app import App
+    from slipstream.serve.http.batch.run import run_lines
+    from slipstream.serve.http.settings import ServerSettings
+    from slipstream.serve.http.state import State
+    from slipstream.serve.http.table import all_routes
+
+    # the number of lines in flight is the limit, not the queue
+    settings = ServerSettings(max_queued_requests=2**24, max_queued_tokens=2**40)
+    app = App(State(settings, engine), all_routes())
+    kept = set(output.starts)
+
+    async def lines() -> AsyncIterator[tuple[int, BatchLine]]:
+        for place, (_, text) in enumerate(_numbered(source)):
+            if place not in kept:
+                yield place, read_line(text)
+
+    try:
+        with progress(num_lines, "lines") as advance:
+            for _ in kept:
+                advance(0)
+
+            async def done(place: int, result: LineResult) -> None:
+                output.add(place, result.encode())
+                advance(_num_tokens(result))
+
+            await run_lines(app, lines(), concurrency, "", done)
+    finally:
+        await engine.close()
+
+
+def _numbered(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines that are not empty, with their numbers in the file."""
+    try:
+        with open(path, "rb") as file:
+            for number, text in enumerate(file, 1):
+                if text.strip():
+                    yield number, text.rstrip(b"\r\n")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or os.strerror(error.errno or 0)}") from None
+
+
+class _Usage(msgspec.Struct):
+    total_tokens: int = 0
+
+
+class _Body(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+class _Status(msgspec.Struct):
+    status_code: int
+
+
+class _Result(msgspec.Struct):
+    response: _Status | None
+
+
+def _num_tokens(result: LineResult) -> int:
+    if result.response is None or not result.succeeded:
+        return 0
+    try:
+        usage = msgspec.json.decode(result.response.body, type=_Body).usage
+    except msgspec.MsgspecError:  # a list, from a route in TEI's format
+        return 0
+    return 0 if usage is None else usage.total_tokens
+
+
+def _succeeded(result: bytes) -> bool:
+    response = msgspec.json.decode(result, type=_Result).response
+    return response is not None and response.status_code == 200

@@ -1,0 +1,66 @@
+"""Runs the lines of a batch through the routes of this server, a bounded number at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+
+from slipstream.errors import EngineDead
+from slipstream.serve.http.app import App
+from slipstream.serve.http.batch.lines import BatchLine, LineResponse, LineResult
+from slipstream.serve.http.direct import Reply, call_route
+
+Done = Callable[[int, LineResult], Awaitable[None]]
+"""Stores the result of the line at this place of the input."""
+
+
+class BatchStopped(Exception):
+    """The server is shutting down: the lines that have no result stay for the next start."""
+
+
+async def run_lines(
+    app: App, lines: AsyncIterator[tuple[int, BatchLine]], concurrency: int, caller: str, done: Done
+) -> None:
+    """Runs all lines. Raises EngineDead or BatchStopped where the engine or the server ends; lines without a result
+    were then not passed to `done`."""
+    slots = asyncio.Semaphore(concurrency)
+    failures: list[Exception] = []
+
+    async def run_one(place: int, line: BatchLine) -> None:
+        try:
+            await done(place, await _run_line(app, line, caller))
+        except Exception as error:
+            failures.append(error)
+        finally:
+            slots.release()
+
+    async with asyncio.TaskGroup() as group:
+        async for place, line in lines:
+            await slots.acquire()
+            if failures:
+                slots.release()
+                break
+            group.create_task(run_one(place, line))
+    if failures:
+        raise failures[0]
+
+
+async def _run_line(app: App, line: BatchLine, caller: str) -> LineResult:
+    request_id = f"batch_req_{app.state.new_id()}"
+    while True:
+        reply = await call_route(app, line.url, line.body, request_id, caller)
+        if reply.code == "engine_dead":
+            raise EngineDead("the engine has ended, with lines of the batch not finished")
+        if reply.code == "draining":
+            raise BatchStopped
+        if not _is_temporary(reply):
+            break
+        await asyncio.sleep(min(reply.retry_after or 1.0, 5.0))
+    return LineResult(request_id, line.custom_id, LineResponse(reply.status, request_id, msgspec.Raw(reply.body)))
+
+
+def _is_temporary(reply: Reply) -> bool:
+    """Whether the request failed for the load of the server, and not for its own sake."""
+    return reply.status == 429 or (reply.status == 503 and reply.retry_after is not None)

@@ -1,0 +1,156 @@
+"""`slipstream run-batch` over a scripted core: results, errors by line, and its continuation after kill -9."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from child import child_env
+from scripted_core import EVERY_TASK, ScriptedCore, facts
+from serve.samples import MESSAGES
+from slipstream.serve.cli import run_batch
+
+
+def run_all_scripted(folder, log=None, dies_after=None):
+    """Returns a replacement of `_run_all`: the engine has a scripted core. `log` gets the prompts that were run.
+    The process kills itself after this many results, the last one written half."""
+
+    def run_all(engine, source, output, num_lines, concurrency):
+        add = output.add
+
+        def add_and_die(place, result):
+            add(place, result)
+            if len(output.starts) == dies_after:
+                output._file.write(b'99\t{"id": "half')
+                output._file.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        output.add = add_and_die
+
+        async def main():
+            engine, core = await ScriptedCore.open(facts(folder), facts(folder, "pool", pooling=EVERY_TASK))
+            try:
+                await run_batch._run_lines(engine, source, output, num_lines, concurrency)
+            finally:
+                if log is not None:
+                    log.extend(bytes(i for i in each.prompt_token_ids if i < 256) for each in core.submits)
+
+        asyncio.run(main())
+
+    return run_all
+
+
+@pytest.fixture
+def batch(tmp_path, folder, terminal, monkeypatch):
+    """Writes lines to a file and runs them. Returns (exit code, results, stderr, prompts that were run)."""
+    monkeypatch.setattr(run_batch, "open_engine", lambda options: None)
+    monkeypatch.setattr(run_batch, "check_paths", lambda options, look_up: None)
+
+    def run(lines, *flags):
+        log = []
+        monkeypatch.setattr(run_batch, "_run_all", run_all_scripted(folder, log))
+        source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        source.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+        code, _, err = terminal.run("run-batch", "tiny=model", "-i", str(source), "-o", str(target), *flags)
+        results = [json.loads(line) for line in target.read_text().splitlines()] if target.exists() else None
+        return code, results, err, log
+
+    return run
+
+
+def line(name, url="/v1/completions", **body):
+    return {"custom_id": name, "method": "POST", "url": url, "body": body or {"prompt": name, "max_tokens": 3}}
+
+
+def test_each_line_gets_the_answer_of_its_route(batch):
+    lines = [
+        line("text"),
+        line("chat", "/v1/chat/completions", messages=MESSAGES, max_tokens=3),
+        line("vector", "/v1/embeddings", input="hello"),
+        line("rank", "/v1/rerank", query="q", documents=["a", "b"]),
+        line("score", "/v1/score", text_1="a", text_2="b"),
+        "",
+        line("bad", "/v1/completions", prompt="x", best_of=2),
+    ]
+    code, results, err, _ = batch(lines, "--concurrency", "2")
+    assert code == 0 and "6 lines" in err and "1 with errors" in err
+    assert [each["custom_id"] for each in results] == ["text", "chat", "vector", "rank", "score", "bad"]
+    answers = {each["custom_id"]: each["response"] for each in results}
+    assert all(each["error"] is None and each["response"]["request_id"] == each["id"] for each in results)
+    assert answers["text"]["body"]["choices"][0]["text"] == "All"
+    assert answers["chat"]["body"]["choices"][0]["message"]["content"] == "All"
+    assert len(answers["vector"]["body"]["data"][0]["embedding"]) == 8
+    assert len(answers["rank"]["body"]["results"]) == 2 and len(answers["score"]["body"]["data"]) == 1
+    assert answers["bad"]["status_code"] == 400 and answers["bad"]["body"]["error"]["param"] == "best_of"
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        (["{"], "line 1: the line is not JSON"),
+        ([line("a"), line("a")], "custom_id 'a' is that of line 1 too"),
+        ([line("a", "/v1/nothing", prompt="x")], "give one of /v1/chat/completions"),
+        ([line("a") | {"method": "GET"}], "give POST"),
+        ([line("a") | {"extra": 1}], "extra"),
+        ([line("a", prompt="x", stream=True)], "a batch has no streams"),
+        ([line("")], "custom_id has 0 characters"),
+        ([], "has no lines"),
+    ],
+)
+def test_a_file_that_cannot_be_run_is_refused_before_the_model_is_loaded(batch, lines, words):
+    code, results, err, log = batch(lines)
+    assert code == 2 and words in err and results is None and log == []
+
+
+def test_a_finished_output_is_not_overwritten_unasked(batch):
+    assert batch([line("a")])[0] == 0
+    code, _, err, log = batch([line("b")])
+    assert code == 2 and "--overwrite" in err and log == []
+    assert batch([line("b")], "--overwrite")[1][0]["custom_id"] == "b"
+
+
+_CHILD = """
+import sys
+from pathlib import Path
+from serve import test_cli_run_batch as tests
+from slipstream.serve.cli import main, run_batch
+run_batch.open_engine = lambda options: None
+run_batch.check_paths = lambda options, look_up: None
+run_batch._run_all = tests.run_all_scripted(Path(sys.argv[1]), dies_after=4)
+main.main(sys.argv[2:])
+"""
+
+
+def test_a_killed_run_continues_without_a_line_twice_or_lost(batch, folder, tmp_path):
+    lines = [line(f"line{place}") for place in range(9)]
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines)))
+    argv = ["run-batch", "tiny=model", "-i", str(source), "-o", str(target), "--concurrency", "3"]
+    killed = subprocess.run([sys.executable, "-c", _CHILD, str(folder), *argv], env=child_env(), timeout=60)
+    assert killed.returncode == -signal.SIGKILL and not target.exists()
+    part = (tmp_path / "out.jsonl.part").read_text().splitlines()
+    kept = {json.loads(entry.partition("\t")[2])["custom_id"] for entry in part[1:5]}
+    assert len(part) == 6 and len(kept) == 4
+
+    code, results, err, log = batch(lines)
+    assert code == 0 and "4 of 9 lines have a result" in err
+    assert sorted(log) == sorted(each["custom_id"].encode() for each in lines if each["custom_id"] not in kept)
+    assert [each["custom_id"] for each in results] == [each["custom_id"] for each in lines]
+    assert all(each["response"]["status_code"] == 200 for each in results)
+    assert not list(tmp_path.glob("out.jsonl.*"))
+
+
+def test_results_of_another_input_are_not_continued(batch, tmp_path):
+    part = tmp_path / "out.jsonl.part"
+    part.write_text('{"slipstream_batch": 1, "input_sha256": "0", "models": ["tiny"]}\n')
+    code, _, err, log = batch([line("a")])
+    assert code == 2 and "another input" in err and log == []
+    part.write_text("something else\n")
+    assert "was not written by run-batch" in batch([line("a")])[2]
+    assert batch([line("a")], "--overwrite")[0] == 0

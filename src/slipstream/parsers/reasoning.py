@@ -1,0 +1,35 @@
+"""Reasoning that a model writes before its answer, between two markers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.parsers.events import EventSink
+from slipstream.parsers.reader import Parse, TextReader
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    begin: tuple[str, ...] = ("<think>",)
+    end: tuple[str, ...] = ("</think>",)
+    implicit: bool = False  # the output begins with reasoning, also without the marker
+    stops: tuple[str, ...] = ()  # end the reasoning where the model forgets the marker, and are not part of it
+
+    def is_open(self, prompt: str) -> bool:
+        """Whether the output continues reasoning: the end of the prompt begins it, as some templates do."""
+        opened = max(prompt.rfind(marker) for marker in self.begin)
+        closed = max(prompt.rfind(marker) for marker in self.end)
+        if opened > closed and prompt.rstrip().endswith(self.begin):
+            return True
+        return self.implicit and not prompt.rstrip().endswith(self.end)
+
+    def read(self, reader: TextReader, out: EventSink, *, is_open: bool) -> Parse[None]:
+        """Reads the reasoning; the content follows."""
+        space: list[str] = []
+        yield from reader.space(space.append)
+        begun = yield from reader.starts(self.begin)
+        if begun is None and not is_open:
+            out.content("".join(space))
+            return
+        yield from reader.until(self.end, out.reasoning, keep=self.stops)
+        out.separate()

@@ -1,0 +1,132 @@
+"""Outputs of every family, whole and cut anywhere."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from parsers.conversations import EXAMPLES, FUNCTIONS, OSLO, parse
+from slipstream.parsers.families import REASONING_FORMATS, TOOL_CALL_FORMATS
+from slipstream.parsers.output_parser import OutputParser
+
+FAMILIES = sorted({example[0] for example in EXAMPLES}, key=str)
+
+
+def is_open(family):
+    return family[0] == "deepseek_r1"
+
+
+def test_every_format_has_an_example():
+    others = {"qwen3_xml", "llama4_json", "glm47"}  # further names of a format
+    assert {tools for (_, tools), *_ in EXAMPLES if tools} | others == {*TOOL_CALL_FORMATS}
+    assert {reasoning for (reasoning, _), *_ in EXAMPLES if reasoning} | {"deepseek_v3"} == {*REASONING_FORMATS}
+
+
+@pytest.mark.parametrize(("family", "text", "content", "reasoning", "calls"), EXAMPLES)
+def test_an_output_is_understood(family, text, content, reasoning, calls):
+    found = parse(family, text, is_open=is_open(family))
+    assert (found.content, found.reasoning, found.calls) == (content, reasoning, calls)
+    assert parse(family, *text, is_open=is_open(family)) == found
+    for place in range(len(text)):
+        assert parse(family, text[:place], text[place:], is_open=is_open(family)) == found
+
+
+def test_ids_of_the_model_are_kept():
+    (kimi,) = (text for family, text, *_ in EXAMPLES if family == ("kimi_k2", "kimi_k2"))
+    assert parse(("kimi_k2", "kimi_k2"), kimi).ids == ["functions.get_weather:0"]
+    assert parse((None, "mistral"), "[TOOL_CALLS]now[CALL_ID]abc[ARGS]{}").ids == ["abc"]
+
+
+# pieces of all formats, so that random texts are nearly calls
+PIECES = sorted({piece for _, text, *_ in EXAMPLES for piece in re.split(r"(?<=[>\]}\)\s])|(?=[<{\[\(])", text)})
+WORDS = [f"word{number}" for number in range(6)]
+TEXTS = st.lists(st.sampled_from([*PIECES, *WORDS, *'"{}[](),:= \n\\<>|']), max_size=25).map("".join)
+
+
+@st.composite
+def damaged(draw, leaves_out=True):
+    """An example with words inserted anywhere, and a part left out."""
+    family, text, *_ = draw(st.sampled_from(EXAMPLES))
+    start = draw(st.integers(0, len(text)))
+    if leaves_out and draw(st.booleans()):
+        text = text[:start] + text[start + draw(st.integers(0, 12)) :]
+    for word in draw(st.lists(st.sampled_from(WORDS), max_size=3, unique=True)):
+        place = draw(st.integers(0, len(text)))
+        text = f"{text[:place]} {word} {text[place:]}"
+    return family, text
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    st.tuples(st.sampled_from(FAMILIES), TEXTS) | damaged(),
+    st.lists(st.integers(0, 400), max_size=8),
+    st.booleans(),
+)
+def test_any_cut_gives_the_same_events(output, cuts, opened):
+    family, text = output
+    places = sorted({min(cut, len(text)) for cut in cuts})
+    pieces = [text[start:end] for start, end in zip([0, *places], [*places, len(text)], strict=True)]
+    whole = parse(family, text, is_open=opened)
+    assert parse(family, *pieces, is_open=opened) == whole
+    assert parse(family, *text, is_open=opened) == whole
+
+
+@settings(max_examples=600, deadline=None)
+@given(damaged(leaves_out=False), st.booleans())
+def test_no_text_is_lost(output, opened):
+    """A word is in the content, the reasoning or a call, wherever it was inserted; except in the headers of two
+    formats, of which only the name of the function is used, and in a key that is not known, beside a name."""
+    family, text = output
+    assume(family[1] not in ("openai", "deepseek_v3") and family[0] != "openai_gptoss")
+    assume(not re.search(r'"[^"]*word\d[^"]*"\s*:|"(type|id)": "[^"]*word', text))
+    found = parse(family, text, is_open=opened)
+    shown = [found.content, found.reasoning, *(part for call in found.calls for part in call), *map(str, found.ids)]
+    for word in WORDS:
+        assert word not in text or any(word in part for part in shown), (word, found)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
+def test_the_cost_is_linear(family):
+    """Counted in calls of Python functions: twice the text has twice of them, in one piece or many."""
+
+    def cost(times: int, size: int) -> int:
+        value = json.dumps("x\n <" * 40 * times)
+        text = next(text for own, text, *_ in EXAMPLES if own == family)
+        text = text.replace('"Oslo"', value).replace("Oslo", value).replace("hm", "h < m\n" * 50 * times)
+        text += "< a [" * 50 * times
+        reasoning, tools = REASONING_FORMATS.get(family[0]), TOOL_CALL_FORMATS.get(family[1])
+        parser = OutputParser(reasoning, tools, functions=FUNCTIONS)
+        count = 0
+
+        def called(*_):
+            nonlocal count
+            count += 1
+
+        sys.setprofile(called)
+        try:
+            for place in range(0, len(text), size):
+                parser.feed(text[place : place + size])
+            parser.finish()
+        finally:
+            sys.setprofile(None)
+        return count
+
+    for size in (1, 1000):
+        assert cost(16, size) < 2.3 * cost(8, size) + 500
+    parser = OutputParser(None, TOOL_CALL_FORMATS["hermes"])
+    for _ in range(1000):
+        parser.feed('<tool_call>{"name": "now", "arguments": {"a": "<tool_call')
+    assert len(parser._reader._text) < 100  # what is read is not kept
+
+
+def test_arguments_arrive_before_they_are_complete():
+    for name in ("hermes", "kimi_k2", "openai", "mistral", "deepseek_v31", "granite", "llama3_json"):
+        text = next(text for (_, tools), text, *_ in EXAMPLES if tools == name and OSLO in text)
+        place = text.index("Oslo") + 2
+        reasoning = "openai_gptoss" if name == "openai" else None
+        assert parse((reasoning, name), text[:place] + "\0").calls == [("get_weather", '{"city": "Os\0')], name

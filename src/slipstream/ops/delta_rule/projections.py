@@ -11,9 +11,9 @@ import torch
 from slipstream.device.parallel import execute_in_parallel
 from slipstream.ops.linear import linear
 
-TWO_STREAMS = range(49, 65)
-"""Numbers of tokens for which two streams are used. An earlier measurement at Qwen3-Next's width on the H200: 15.4 us
-for 64 tokens, 16.2 with one GEMM, which was faster for other sizes. benchmarks/gdn_projections.py measures both."""
+TWO_STREAMS = range(33, 65)
+"""Numbers of tokens for which two streams are used. Measured on the H200 at Qwen3-Next's width: 16.0 us for 48 and 64
+tokens, 16.6 with one GEMM; for up to 32 tokens and from 96 on one GEMM is faster (benchmarks/gdn_projections.py)."""
 
 
 def takes_two_streams(x: torch.Tensor) -> bool:

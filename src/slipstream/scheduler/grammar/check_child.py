@@ -1,7 +1,8 @@
 """The child process of `GrammarChecker`: checks grammars from standard input until it is closed.
 
 Compiling a hostile schema can take minutes and gigabytes, and a thread cannot be stopped. A process can. It is run as a
-script with `python -I`, so that it imports nothing but llguidance.
+script with `python -I`, so that it imports nothing but llguidance, from the folder that its argument names: `-I` drops
+PYTHONPATH, where llguidance may be installed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ MAX_MEMORY = 2**30  # bytes of address space beyond what the process has at its 
 
 
 def main() -> None:
+    sys.path.append(sys.argv[1])
     from llguidance import LLMatcher, LLParserLimits
 
     with open("/proc/self/statm", encoding="ascii") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import select
 import subprocess
@@ -30,8 +31,7 @@ class GrammarChecker:
         """Returns what is wrong with a grammar of llguidance; an empty string if nothing is."""
         child = self._child
         if child is None:
-            child = self._child = _start()
-            self._read(child, _START_SECONDS)
+            child = self._child = self._start()
         data = grammar.encode()
         assert child.stdin is not None
         try:
@@ -51,16 +51,29 @@ class GrammarChecker:
             child.kill()
             child.communicate()  # closes the pipes and collects the child
 
+    def _start(self) -> subprocess.Popen[bytes]:
+        child = _run_child()
+        try:
+            self._read(child, _START_SECONDS)
+        except (TimeoutError, EOFError) as error:
+            child.kill()
+            child.communicate()
+            raise RuntimeError(
+                "the process that checks grammars did not start; `python -c 'import llguidance'` may say why"
+            ) from error
+        return child
+
     def _read(self, child: subprocess.Popen[bytes], seconds: float) -> bytes:
         end = time.monotonic() + seconds
         size = int.from_bytes(_read_exactly(child, check_child.HEAD, end), "little")
         return _read_exactly(child, size, end)
 
 
-def _start() -> subprocess.Popen[bytes]:
-    path = str(Path(check_child.__file__))
+def _run_child() -> subprocess.Popen[bytes]:
+    package = importlib.util.find_spec("llguidance")
+    assert package is not None and package.origin is not None, "a dependency of this package"
     return subprocess.Popen(
-        [sys.executable, "-I", path],
+        [sys.executable, "-I", check_child.__file__, str(Path(package.origin).parent.parent)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

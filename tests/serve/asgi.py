@@ -10,6 +10,7 @@ from typing import Any
 
 from scripted_core import ScriptedCore, facts
 from slipstream.serve.http.app import App
+from slipstream.serve.http.batch.service import BatchService
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
@@ -109,6 +110,14 @@ class Door:
 
     async def post(self, path: str, body: Any, **headers: str) -> Exchange:
         return await self.begin("POST", path, body, **headers).end()
+
+
+def add_batch_store(door: Door, folder: Path) -> None:
+    """Gives the server a store of files and batches, in which `file-sample` is an input file."""
+    service = BatchService(ServerSettings(batch_dir=str(folder / "store")))
+    service.store.add_file(service.store.owner(b""), "in.jsonl", "batch", b"{}", 3600)
+    service.store._db.execute("UPDATE files SET id = 'file-sample', state = replace(state, id, 'file-sample')")
+    door.state.batches = service
 
 
 def at_door(

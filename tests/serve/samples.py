@@ -26,5 +26,6 @@ SAMPLES: dict[str, dict[str, Any]] = {
     "/similarity": {"inputs": {"source_sentence": "a", "sentences": ["b", "c"]}},
     "/decode": {"ids": [104, 105]},
     "/tokenize": {"prompt": "hello"},
+    "/v1/batches": {"input_file_id": "file-sample", "endpoint": "/v1/completions", "completion_window": "24h"},
     "/detokenize": {"tokens": [104, 105]},
 }

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scripted_core import EVERY_TASK, ScriptedCore, facts
-from serve.asgi import Door
+from serve.asgi import Door, add_batch_store
 from slipstream.serve.http.app import App
 from slipstream.serve.http.pooling.tei import EmbedRequest
 from slipstream.serve.http.settings import ServerSettings
@@ -35,6 +35,7 @@ def door(runner, tmp_path_factory):
         return Door(App(State(ServerSettings(), engine), all_routes()), core)
 
     door = runner.run(open_door())
+    add_batch_store(door, folder)
     yield door
     load = door.state.engine.load
     assert (load.num_open, load.num_queued, load.queued_tokens) == (0, 0, 0)
@@ -78,7 +79,7 @@ def bodies(draw, route):
 
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
 @given(data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_body_gets_an_answer_in_our_shape(runner, door, route, data):
     body = data.draw(bodies(route))
     exchange = runner.run(door.post(route.path, json.dumps(body).encode()))

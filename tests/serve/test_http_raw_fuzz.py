@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scripted_core import EVERY_TASK, ScriptedCore, facts
-from serve.asgi import Door, at_door
+from serve.asgi import Door, add_batch_store, at_door
 from serve.samples import MESSAGES, SAMPLES
 from serve.test_http_server import served
 from slipstream.serve.http.app import App
@@ -47,6 +47,7 @@ def door(runner, tmp_path_factory):
         return Door(App(State(ServerSettings(), engine), all_routes()), core)
 
     door = runner.run(open_door())
+    add_batch_store(door, folder)
     yield door
     load = door.state.engine.load
     assert (load.num_open, load.num_queued, load.queued_tokens) == (0, 0, 0)

@@ -104,6 +104,8 @@ def _run_all(engine: AsyncEngine, source: Path, output: BatchOutput, num_lines: 
 
 
 async def _run_lines(engine: AsyncEngine, source: Path, output: BatchOutput, num_lines: int, concurrency: int) -> None:
+    import asyncio
+
     from slipstream.engine.progress import progress
     from slipstream.serve.http.app import App
     from slipstream.serve.http.batch.run import run_lines
@@ -130,7 +132,7 @@ async def _run_lines(engine: AsyncEngine, source: Path, output: BatchOutput, num
                 output.add(place, result.encode())
                 advance(_num_tokens(result))
 
-            await run_lines(app, lines(), concurrency, "", done)
+            await run_lines(app, lines(), asyncio.Semaphore(concurrency), "", done)
     finally:
         await engine.close()
 

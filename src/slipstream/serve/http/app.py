@@ -16,6 +16,7 @@ import msgspec
 
 from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.errors import HTTPException, as_http_error, bad_request, invalid_body
+from slipstream.serve.http.multipart import read_form
 from slipstream.serve.http.request import Address, Request
 from slipstream.serve.http.response_writer import Receive, ResponseWriter, Send
 from slipstream.serve.http.routes import Route
@@ -163,7 +164,11 @@ class App:
         raise HTTPException(404, "there is no such route; see /docs")
 
     async def _read(self, route: Route, headers: Headers, receive: Receive, seconds: float | None) -> Any:
-        body = await self.state.bodies.read(headers, receive, seconds)
+        settings = self.state.settings
+        size = settings.max_body_bytes if route.form is None else settings.max_file_bytes
+        body = await self.state.bodies.read(headers, receive, seconds, size)
+        if route.form is not None:
+            return read_form(route.form, headers, settings.allowed_origins, body)
         decoder = self._decoders.get(id(route))
         if decoder is None:
             if body.strip() not in (b"", b"{}"):

@@ -18,9 +18,14 @@ class Keys:
         self._user = [_digest(key.encode()) for key in api_keys]
         self._admin = None if admin_key is None else _digest(admin_key.encode())
 
+    @property
+    def are_used(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self._user)
+
     def caller(self, headers: Headers) -> str | None:
         """A name of the request's key, where the server has several keys: each is one caller. None with one key."""
-        return f"key {_digest(_given(headers)).hex()[:16]}" if len(self._user) > 1 else None
+        return f"key {_digest(given_key(headers)).hex()[:16]}" if len(self._user) > 1 else None
 
     def check(self, access: Access, headers: Headers) -> None:
         """Raises where the request has no key for this access."""
@@ -28,7 +33,7 @@ class Keys:
             return
         if access == "admin" and self._admin is None:
             raise HTTPException(403, "admin routes are disabled; start the server with --admin-key to enable them")
-        given = _digest(_given(headers))
+        given = _digest(given_key(headers))
         is_admin = self._admin is not None and hmac.compare_digest(given, self._admin)
         is_user = False
         for key in self._user:  # no early exit: constant time
@@ -42,7 +47,8 @@ class Keys:
         )
 
 
-def _given(headers: Headers) -> bytes:
+def given_key(headers: Headers) -> bytes:
+    """The API key of a request; empty where it has none."""
     for name, value in headers:
         if name == b"authorization":
             scheme, _, key = value.partition(b" ")

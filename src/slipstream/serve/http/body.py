@@ -25,15 +25,15 @@ class Bodies:
     def __init__(self, settings: ServerSettings, counters: Counters) -> None:
         self._counters = counters
         self._seconds = settings.body_timeout
-        self._max_size = settings.max_body_bytes
         self._max_all = settings.max_bodies_bytes
         self.num_bytes = 0  # of all bodies that are being read
         self._timeouts: set[asyncio.Timeout] = set()  # of bodies that are being read
         self._is_draining = False
 
-    async def read(self, headers: Headers, receive: Receive, seconds: float | None = None) -> bytes:
-        """Returns the whole body. `seconds`: the time limit of the whole request, if it has one."""
-        self._check_length(headers)
+    async def read(self, headers: Headers, receive: Receive, seconds: float | None, max_size: int) -> bytes:
+        """Returns the whole body of at most `max_size` bytes. `seconds`: the time limit of the whole request, if it has
+        one."""
+        _check_length(headers, max_size)
         loop = asyncio.get_running_loop()
         began = loop.time()
         limit = self._seconds if seconds is None else min(self._seconds, seconds)
@@ -49,7 +49,7 @@ class Bodies:
                     parts.append(message["body"])
                     size, more = size + len(parts[-1]), message["more_body"]
                     self.num_bytes += len(parts[-1])
-                    self._check_size(size)
+                    self._check_size(size, max_size)
                     if more and not timeout.expired():
                         end = began + self._seconds + size / _MIN_RATE
                         timeout.reschedule(self._deadline(end if seconds is None else min(end, began + seconds)))
@@ -72,16 +72,9 @@ class Bodies:
     def _deadline(self, when: float) -> float:
         return min(when, asyncio.get_running_loop().time() + _DRAIN_SECONDS) if self._is_draining else when
 
-    def _check_length(self, headers: Headers) -> None:
-        for name, value in headers:
-            # the length is checked first: int() raises for thousands of digits
-            if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > self._max_size):
-                fact = f"the body has {value[:20].decode()} bytes, the limit is {self._max_size}"
-                raise HTTPException(413, f"{fact}; send less at once")
-
-    def _check_size(self, size: int) -> None:
-        if size > self._max_size:
-            raise HTTPException(413, f"the body has more than {self._max_size} bytes; send less at once")
+    def _check_size(self, size: int, max_size: int) -> None:
+        if size > max_size:
+            raise HTTPException(413, f"the body has more than {max_size} bytes; send less at once")
         # a body above the limit for all is accepted while no other is being read
         if self.num_bytes > max(self._max_all, size):
             self._counters.refused["bodies_full"] += 1
@@ -101,3 +94,11 @@ class Bodies:
         self._counters.aborted["body_timeout"] += 1
         fact = f"the body is incomplete after {passed:.0f} s, with {size} bytes received"
         return HTTPException(408, f"{fact}; send it faster, or raise --body-timeout", code="body_timeout", closes=True)
+
+
+def _check_length(headers: Headers, max_size: int) -> None:
+    for name, value in headers:
+        # the length is checked first: int() raises for thousands of digits
+        if name == b"content-length" and value.isdigit() and (len(value) > 18 or int(value) > max_size):
+            fact = f"the body has {value[:20].decode()} bytes, the limit is {max_size}"
+            raise HTTPException(413, f"{fact}; send less at once")

@@ -13,7 +13,7 @@ from slipstream.serve.http.response_writer import Receive, Send
 from slipstream.serve.http.settings import ServerSettings
 
 _MAX_AGE = b"600"  # seconds for which a browser caches a preflight
-_METHODS = b"GET, POST"  # of all routes
+_METHODS = b"GET, POST, DELETE"  # of all routes
 _EXPOSED = (b"access-control-expose-headers", b"x-request-id, retry-after")
 
 

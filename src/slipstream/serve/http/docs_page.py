@@ -43,7 +43,7 @@ fetch("openapi.json").then(r => r.json()).then(page => {
     const block = document.createElement("details"), head = document.createElement("summary")
     const name = text("b", method.toUpperCase()); name.className = "m"
     head.append(name, text("code", path), " " + op.summary); block.append(head)
-    const body = op.requestBody?.content["application/json"].schema
+    const body = Object.values(op.requestBody?.content || {})[0]?.schema
     const answer = op.responses["200"].content?.["application/json"].schema
     if (body) block.append(text("h4", "body: " + kind(body)), fields(page, body))
     if (answer) block.append(text("h4", "response: " + kind(answer)), fields(page, answer))

@@ -17,7 +17,10 @@ _REF = "#/components/schemas/{name}"
 
 def openapi(routes: Sequence[Route], *, has_keys: bool) -> dict[str, Any]:
     kinds = [
-        kind for route in routes for kind in (route.body, route.response_model, route.error_model) if kind is not None
+        kind
+        for route in routes
+        for kind in (route.body, route.form, route.response_model, route.error_model)
+        if kind is not None
     ]
     shown = list(dict.fromkeys([*kinds, ErrorBody]))
     schemas, components = msgspec.json.schema_components(shown, ref_template=_REF)
@@ -51,6 +54,8 @@ def _operation(route: Route, refs: dict[Any, Any]) -> dict[str, Any]:
     }
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": refs[route.body]}}}
+    if route.form is not None:
+        operation["requestBody"] = {"required": True, "content": {"multipart/form-data": {"schema": refs[route.form]}}}
     names = re.findall(r"\{(\w+)", route.path)
     if names:
         operation["parameters"] = [

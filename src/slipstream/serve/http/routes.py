@@ -16,7 +16,7 @@ from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response, StreamingResponse
 
 Endpoint = Callable[[Request, Any], Awaitable[Response | StreamingResponse]]
-"""Called with the request and the decoded body, which is None where the route has none."""
+"""Called with the request and the decoded body: None where the route has none, the parts by name of a form."""
 
 
 class Route(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,6 +25,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: Endpoint
     summary: str
     body: Any = None  # type of the JSON body
+    form: Any = None  # type with the fields of a form (multipart/form-data), which is an upload
     response_model: Any = None  # type of the JSON response, for the OpenAPI document
     access: Access = "user"
     convert_error: Callable[[HTTPException], HTTPException] | None = None  # for an API with its own error format
@@ -42,6 +43,12 @@ def get(path: str, endpoint: Endpoint, summary: str, **more: Any) -> Route:
         endpoint=endpoint,
         summary=summary,
         **({"needs_engine": False, "uses_queue": False} | more),
+    )
+
+
+def delete(path: str, endpoint: Endpoint, summary: str, **more: Any) -> Route:
+    return Route(
+        method="DELETE", path=path, endpoint=endpoint, summary=summary, needs_engine=False, uses_queue=False, **more
     )
 
 

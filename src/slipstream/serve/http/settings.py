@@ -77,6 +77,11 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     body_timeout: Annotated[
         float, _doc("seconds for a request body to arrive, plus one second per 16 KiB received")
     ] = 30.0
+    batch_dir: Annotated[
+        str | None, _doc("folder of the store of /v1/files and /v1/batches, created if needed; none: both are disabled")
+    ] = None
+    max_file_bytes: Annotated[int, _doc("maximum bytes of an upload to /v1/files")] = 2**27
+    max_store_bytes: Annotated[int, _doc("maximum bytes of all stored files and batch results")] = 2**32
     max_header_bytes: Annotated[int, _doc("maximum bytes of request line and headers")] = 2**16
     max_answer_bytes: Annotated[int, _doc("maximum bytes of numbers in one answer, before JSON encoding")] = 2**27
     max_inputs: Annotated[int, _doc("maximum prompts per request")] = 1024

@@ -13,6 +13,7 @@ from slipstream.frontend.offload import LONG, OFFLOAD
 from slipstream.metrics.board import Board
 from slipstream.metrics.traces import Traces
 from slipstream.serve.http.auth import Keys
+from slipstream.serve.http.batch.service import BatchService
 from slipstream.serve.http.body import Bodies
 from slipstream.serve.http.errors import HTTPException, bad_request
 from slipstream.serve.http.hosts import Hosts
@@ -33,6 +34,7 @@ class State:
         self.keys = Keys(settings.api_key, settings.admin_key)
         self.counters = Counters()
         self.bodies = Bodies(settings, self.counters)
+        self.batches: BatchService | None = None  # set by the worker, where the server has a store
         self.started = int(time.time())
         self.draining = False
         self.stalled: str | None = None  # set by the watchdog

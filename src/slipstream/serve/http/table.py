@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from slipstream.serve.http import admin, system, tokenize
+from slipstream.serve.http.batch import batches, files
 from slipstream.serve.http.docs_page import docs_routes
 from slipstream.serve.http.openai import chat, completions, models
 from slipstream.serve.http.pooling import embeddings, pooling, rerank, score, tei, tei_tokens
 from slipstream.serve.http.routes import Route
 
 MODULES = (
-    completions, chat, embeddings, pooling, score, rerank, tei, tei_tokens, models, tokenize, system, admin,
+    completions, chat, embeddings, pooling, score, rerank, tei, tei_tokens, models, tokenize, files, batches,
+    system, admin,
 )  # fmt: skip
 
 

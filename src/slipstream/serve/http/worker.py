@@ -18,6 +18,8 @@ from slipstream.frontend.async_engine import AsyncEngine
 from slipstream.frontend.offload import bound_heap
 from slipstream.metrics.board import Board
 from slipstream.serve.http.app import App
+from slipstream.serve.http.batch.runner import BatchRunner
+from slipstream.serve.http.batch.service import BatchService
 from slipstream.serve.http.cors import Cors
 from slipstream.serve.http.server import Server
 from slipstream.serve.http.settings import ServerSettings
@@ -54,12 +56,16 @@ class _Worker:
         self.settings = settings
         self.board = board
         self.drain: asyncio.Task[None] | None = None
+        self.runner: BatchRunner | None = None
 
     async def run(self, listener: socket.socket, core: socket.socket) -> WorkerEnd | None:
         client = await SocketClient.connect(core)
         engine = AsyncEngine(client=client)
         self.state = State(self.settings, engine, self.board)
         plain = App(self.state, all_routes())
+        if self.settings.batch_dir is not None:
+            self.state.batches = BatchService(self.settings)
+            self.runner = BatchRunner(plain, self.state.batches)
         app = Cors(plain, self.settings) if self.settings.allowed_origins else plain
         config = uvicorn.Config(
             app,
@@ -83,13 +89,19 @@ class _Worker:
             helpers.append(loop.create_task(self.state.report.run()))
         if self.settings.watchdog_timeout > 0:
             helpers.append(loop.create_task(Watchdog(self.state, self.settings.watchdog_timeout).run()))
+        if self.runner is not None:
+            helpers.append(loop.create_task(self.runner.run()))
         try:
             await self.server.serve(sockets=[listener])
         finally:
             for helper in helpers:
                 helper.cancel()
+            if self.runner is not None:
+                await self.runner.stop()
         failure, by_core = engine.failure, client.is_lost
         await engine.close()
+        if self.state.batches is not None:
+            self.state.batches.close()
         if self.state.traces is not None:
             await asyncio.to_thread(self.state.traces.close)
         return None if failure is None else WorkerEnd(client.cause or str(failure), by_core)
@@ -123,6 +135,8 @@ class _Worker:
             status.info("draining: %d requests have %g s", len(running), self.settings.drain_timeout)
         while running and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
+        if self.runner is not None:
+            await self.runner.stop()  # else an aborted line would be stored as a result
         count = await self.state.engine.abort_all()
         self.state.counters.aborted["drain"] += count
         self.server.should_exit = True

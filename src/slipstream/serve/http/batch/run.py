@@ -21,11 +21,10 @@ class BatchStopped(Exception):
 
 
 async def run_lines(
-    app: App, lines: AsyncIterator[tuple[int, BatchLine]], concurrency: int, caller: str, done: Done
+    app: App, lines: AsyncIterator[tuple[int, BatchLine]], slots: asyncio.Semaphore, caller: str, done: Done
 ) -> None:
-    """Runs all lines. Raises EngineDead or BatchStopped where the engine or the server ends; lines without a result
-    were then not passed to `done`."""
-    slots = asyncio.Semaphore(concurrency)
+    """Runs all lines, each while it holds one of the slots. Raises EngineDead or BatchStopped where the engine or the
+    server ends; lines without a result were then not passed to `done`."""
     failures: list[Exception] = []
 
     async def run_one(place: int, line: BatchLine) -> None:

@@ -1,0 +1,244 @@
+"""BatchRunner: runs the stored batches, in one of the front ends.
+
+The front end that holds a lock on a file in the store's folder is the runner. The lock ends with its process, and
+another front end, or the next start of the server, continues: lines with a stored result are not run again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+
+from slipstream.errors import EngineDead
+from slipstream.serve.http.app import App
+from slipstream.serve.http.batch.lines import BatchLine, BatchLineError, InvalidLine, LineError, LineResult, read_line
+from slipstream.serve.http.batch.objects import BatchErrors, BatchObject
+from slipstream.serve.http.batch.run import BatchStopped, run_lines
+from slipstream.serve.http.batch.service import BatchService
+from slipstream.serve.http.batch.store import StoreFull
+
+log = logging.getLogger("slipstream.http")
+
+_POLL_SECONDS = 1.0  # batches may be created and cancelled through other front ends
+_CLEAN_SECONDS = 60.0
+_MAX_RUNNING = 8  # batches at a time
+_MAX_IN_FLIGHT = 256  # lines of all batches; at most half of the queue, so that requests find room
+_MAX_ERRORS = 100  # listed of a file
+
+
+class BatchRunner:
+    def __init__(self, app: App, service: BatchService) -> None:
+        self.app = app
+        self.service = service
+        self.store = service.store
+        self._running: dict[tuple[str, str], asyncio.Task[None]] = {}  # by owner and id
+        self._broken: set[str] = set()  # ids of batches whose end could not be stored, for example on a full disk
+        self._slots = asyncio.Semaphore(max(1, min(_MAX_IN_FLIGHT, app.state.settings.max_queued_requests // 2)))
+
+    async def run(self) -> None:
+        """Runs batches until it is cancelled."""
+        await self.app.state.engine.until_ready()
+        with open(self.store.folder / "runner.lock", "wb") as file:
+            while not _lock(file.fileno()):
+                await asyncio.sleep(_POLL_SECONDS)
+            next_clean = 0.0
+            try:
+                while True:
+                    if time.monotonic() >= next_clean:
+                        await self.service.run(self.store.delete_expired)
+                        next_clean = time.monotonic() + _CLEAN_SECONDS
+                    self.service.changed.clear()
+                    if not self.app.state.draining and self.app.state.engine.failure is None:
+                        await self._start_batches()
+                    try:
+                        await asyncio.wait_for(self.service.changed.wait(), _POLL_SECONDS)
+                    except TimeoutError:
+                        pass
+            finally:
+                await self.stop()
+
+    async def stop(self) -> None:
+        """Stops all batches. Lines without a result run again after the next start."""
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def _start_batches(self) -> None:
+        """Starts open batches: the oldest of the owner with the fewest that run."""
+        stored = await self.service.run(self.store.open_batches)
+        self._running = {batch: task for batch, task in self._running.items() if not task.done()}
+        waiting = [batch for batch in stored if batch not in self._running and batch[1] not in self._broken]
+        counts = Counter(owner for owner, _ in self._running)
+        while waiting and len(self._running) < _MAX_RUNNING:
+            batch = min(waiting, key=lambda each: counts[each[0]])  # the first of equals is the oldest
+            waiting.remove(batch)
+            counts[batch[0]] += 1
+            self._running[batch] = asyncio.get_running_loop().create_task(self._run_batch(*batch))
+
+    async def _run_batch(self, owner: str, id: str) -> None:
+        try:
+            await _Batch(self.app, self.service, self._slots, owner, id).run()
+        except (EngineDead, BatchStopped):
+            pass  # continued after the next start
+        except Exception:
+            log.exception("batch %s failed", id)
+            self._broken.add(id)
+            await self.service.run(self.store.finish, owner, id, _failed(BatchLineError("internal_error", _INTERNAL)))
+            self._broken.discard(id)
+        finally:
+            self.service.changed.set()
+
+
+_INTERNAL = "internal error; see the server's log"
+
+
+class _Batch:
+    """One batch from validation to its files of results."""
+
+    def __init__(self, app: App, service: BatchService, slots: asyncio.Semaphore, owner: str, id: str) -> None:
+        self.app = app
+        self.service = service
+        self.store = service.store
+        self.slots = slots
+        self.owner = owner
+        self.id = id
+
+    async def run(self) -> None:
+        batch = await self.service.run(self.store.batch, self.owner, self.id)
+        if batch is None:
+            return
+        data = await self.service.run(self.store.content, self.owner, batch.input_file_id)
+        if data is None:
+            await self._finish(_failed(BatchLineError("file_not_found", "the input file was deleted")))
+            return
+        lines, errors = await asyncio.to_thread(check_lines, data, batch.endpoint)
+        if errors:
+            await self._finish(_failed(*errors))
+            return
+        places = await self.service.run(self.store.places, self.id)
+        batch = await self.service.run(self.store.change_batch, self.owner, self.id, _begun(len(lines)))
+        if batch is None:
+            return
+        end = "completed"
+        if batch.status != "cancelling" and len(places) < len(lines):
+            work = asyncio.ensure_future(self._run_lines(data, lines, places))
+            try:
+                end = await self._until_end(work, batch.expires_at)
+            except StoreFull as error:
+                await self._finish(_failed(BatchLineError("store_full", str(error))))
+                return
+            finally:
+                work.cancel()
+                await asyncio.gather(work, return_exceptions=True)
+        elif batch.status == "cancelling":
+            end = "cancelled"
+        rest = await self._expired_lines(data, lines) if end == "expired" else b""
+        await self._finish(_ended(end), rest)
+
+    async def _run_lines(self, data: bytes, lines: list[tuple[int, int]], kept: set[int]) -> None:
+        async def remaining() -> AsyncIterator[tuple[int, BatchLine]]:
+            for place, (start, end) in enumerate(lines):
+                if place not in kept:
+                    yield place, read_line(data[start:end])
+
+        async def done(place: int, result: LineResult) -> None:
+            line, ok = result.encode(), result.succeeded
+            await self.service.run(self.store.add_result, self.owner, self.id, place, line, ok)
+
+        await run_lines(self.app, remaining(), self.slots, f"batch {self.owner}", done)
+
+    async def _until_end(self, work: asyncio.Future[None], expires_at: int) -> str:
+        """Waits until all lines have results, or the batch was cancelled or has expired. Returns its final state."""
+        while True:
+            await asyncio.wait([work], timeout=_POLL_SECONDS)
+            if work.done():
+                work.result()  # raises what stopped it
+                return "completed"
+            batch = await self.service.run(self.store.batch, self.owner, self.id)
+            if batch is None or batch.status == "cancelling":
+                return "cancelled"
+            if time.time() >= expires_at:
+                return "expired"
+
+    async def _expired_lines(self, data: bytes, lines: list[tuple[int, int]]) -> bytes:
+        """Results for the lines that have none."""
+        kept = await self.service.run(self.store.places, self.id)
+        error = LineError("batch_expired", "the request was not run before the completion window ended")
+        missing = [read_line(data[start:end]) for place, (start, end) in enumerate(lines) if place not in kept]
+        return b"".join(
+            LineResult(f"batch_req_{self.app.state.new_id()}", line.custom_id, None, error).encode() + b"\n"
+            for line in missing
+        )
+
+    async def _finish(self, change: Callable[[BatchObject], None], rest: bytes = b"") -> None:
+        await self.service.run(self.store.finish, self.owner, self.id, change, rest)
+
+
+def check_lines(data: bytes, endpoint: str) -> tuple[list[tuple[int, int]], list[BatchLineError]]:
+    """Returns the offsets of the lines, and what is wrong with them."""
+    lines: list[tuple[int, int]] = []
+    errors: list[BatchLineError] = []
+    seen: set[str] = set()
+    start = 0
+    for number, text in enumerate(data.split(b"\n"), 1):
+        end = start + len(text)
+        if text.strip():
+            lines.append((start, end))
+            try:
+                line = read_line(text, endpoint)
+                if line.custom_id in seen:
+                    raise InvalidLine("duplicate_custom_id", f"custom_id {line.custom_id!r:.100} is given twice")
+                seen.add(line.custom_id)
+            except InvalidLine as error:
+                errors.append(error.at(number))
+        start = end + 1
+        if len(errors) == _MAX_ERRORS:
+            break
+    if not lines:
+        errors.append(BatchLineError("empty_file", "the file has no lines; give one request per line"))
+    return lines, errors
+
+
+def _begun(total: int) -> Callable[[BatchObject], None]:
+    def change(batch: BatchObject) -> None:
+        batch.request_counts.total = total
+        if batch.status == "validating":
+            batch.status, batch.in_progress_at = "in_progress", int(time.time())
+
+    return change
+
+
+def _ended(status: str) -> Callable[[BatchObject], None]:
+    def change(batch: BatchObject) -> None:
+        now = int(time.time())
+        batch.status = "cancelled" if batch.status == "cancelling" else status
+        batch.finalizing_at = now
+        if batch.status == "cancelled":
+            batch.cancelled_at = now
+        elif batch.status == "expired":
+            batch.expired_at = now
+            batch.request_counts.failed = batch.request_counts.total - batch.request_counts.completed
+        else:
+            batch.completed_at = now
+
+    return change
+
+
+def _failed(*errors: BatchLineError) -> Callable[[BatchObject], None]:
+    def change(batch: BatchObject) -> None:
+        batch.status, batch.failed_at = "failed", int(time.time())
+        batch.errors = BatchErrors(list(errors))
+
+    return change
+
+
+def _lock(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

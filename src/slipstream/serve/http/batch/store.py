@@ -1,0 +1,225 @@
+"""BatchStore: files and batches in an SQLite database, bounded in bytes and in number.
+
+Every change is one transaction, so that a server that was killed continues with the last finished one. Several front
+ends may have the database open. The database has no API keys: an owner is a keyed hash of one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from slipstream.errors import InvalidOption, UserError
+from slipstream.serve.http.batch.objects import OPEN, BatchObject, FileObject
+
+KEEP_SECONDS = 30 * 86400  # for which files and finished batches are kept
+_MAX_ROWS = 10_000  # files, and batches
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS files (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT, size INT, expires INT, state BLOB, data BLOB);
+CREATE TABLE IF NOT EXISTS batches (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT, open INT, expires INT, result_bytes INT,
+    state BLOB);
+CREATE TABLE IF NOT EXISTS results (batch TEXT, place INT, ok INT, line BLOB, PRIMARY KEY (batch, place));
+CREATE TABLE IF NOT EXISTS salt (salt BLOB);
+"""
+
+
+class StoreFull(UserError):
+    """The store has no room for a file, a batch or a result."""
+
+
+class BatchStore:
+    """All methods block, and are called by one thread at a time."""
+
+    def __init__(self, folder: str, max_bytes: int) -> None:
+        self.folder = Path(folder)
+        self.max_bytes = max_bytes
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with open(self.folder / "open.lock", "wb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # SQLite does not wait for another process that sets WAL
+                self._open()
+        except (OSError, sqlite3.Error) as error:
+            raise InvalidOption(f"cannot open the batch store in {folder}: {error}; give another batch_dir") from None
+
+    def _open(self) -> None:
+        file = self.folder / "batches.sqlite"
+        self._db = sqlite3.connect(file, check_same_thread=False, isolation_level=None, timeout=30)
+        os.chmod(file, 0o600)
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")  # a killed process loses nothing; a power failure may
+        self._db.executescript(_SCHEMA)
+        with self._change():
+            if self._db.execute("SELECT salt FROM salt").fetchone() is None:
+                self._db.execute("INSERT INTO salt VALUES (?)", (secrets.token_bytes(16),))
+        (self._salt,) = self._db.execute("SELECT salt FROM salt").fetchone()
+
+    def close(self) -> None:
+        self._db.close()
+
+    def owner(self, key: bytes) -> str:
+        """The name under which the files of this API key are stored."""
+        return hashlib.blake2b(key, key=self._salt, digest_size=16).hexdigest()
+
+    # Files
+
+    def add_file(self, owner: str, filename: str, purpose: str, data: bytes, seconds: int) -> FileObject:
+        """Stores a file for this many seconds. Raises StoreFull."""
+        with self._change():
+            self._check_room(len(data))
+            return self._insert_file(owner, filename, purpose, data, seconds)
+
+    def file(self, owner: str, id: str) -> FileObject | None:
+        query = "SELECT state FROM files WHERE id = ? AND owner = ? AND expires > ?"
+        found = self._db.execute(query, (id, owner, time.time())).fetchone()
+        return None if found is None else msgspec.json.decode(found[0], type=FileObject)
+
+    def content(self, owner: str, id: str) -> bytes | None:
+        query = "SELECT data FROM files WHERE id = ? AND owner = ? AND expires > ?"
+        found = self._db.execute(query, (id, owner, time.time())).fetchone()
+        return None if found is None else found[0]
+
+    def files(self, owner: str, after: str | None, limit: int, newest_first: bool) -> list[FileObject]:
+        """Returns up to `limit` files behind the one with the id `after`."""
+        rows = self._page("files", owner, after, limit, newest_first)
+        return [msgspec.json.decode(row, type=FileObject) for row in rows]
+
+    def delete_file(self, owner: str, id: str) -> bool:
+        with self._change():
+            return self._db.execute("DELETE FROM files WHERE id = ? AND owner = ?", (id, owner)).rowcount > 0
+
+    # Batches
+
+    def add_batch(self, owner: str, batch: BatchObject) -> None:
+        """Raises StoreFull."""
+        with self._change():
+            self._check_room(0)
+            row = (batch.id, owner, 1, batch.created_at + KEEP_SECONDS, 0, msgspec.json.encode(batch))
+            self._db.execute(
+                "INSERT INTO batches (id, owner, open, expires, result_bytes, state) VALUES (?, ?, ?, ?, ?, ?)", row
+            )
+
+    def batch(self, owner: str, id: str) -> BatchObject | None:
+        found = self._db.execute("SELECT state FROM batches WHERE id = ? AND owner = ?", (id, owner)).fetchone()
+        return None if found is None else msgspec.json.decode(found[0], type=BatchObject)
+
+    def batches(self, owner: str, after: str | None, limit: int) -> list[BatchObject]:
+        return [msgspec.json.decode(row, type=BatchObject) for row in self._page("batches", owner, after, limit, True)]
+
+    def open_batches(self) -> list[tuple[str, str]]:
+        """Returns owners and ids of the batches that are not finished, the oldest first."""
+        return self._db.execute("SELECT owner, id FROM batches WHERE open ORDER BY number").fetchall()
+
+    def change_batch(self, owner: str, id: str, change: Callable[[BatchObject], None]) -> BatchObject | None:
+        """Applies a change to the stored batch, and returns it."""
+        with self._change():
+            batch = self.batch(owner, id)
+            if batch is not None:
+                change(batch)
+                self._put(batch)
+            return batch
+
+    # Results
+
+    def add_result(self, owner: str, id: str, place: int, line: bytes, ok: bool) -> None:
+        """Stores the result of a line; a second one of the same line is dropped. Raises StoreFull."""
+        with self._change():
+            self._check_room(len(line), rows=False)
+            entry = (id, place, ok, line)
+            if self._db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)", entry).rowcount:
+                self._db.execute("UPDATE batches SET result_bytes = result_bytes + ? WHERE id = ?", (len(line), id))
+                batch = self.batch(owner, id)
+                assert batch is not None, f"a result of batch {id}, which is not stored"
+                batch.request_counts.completed += ok
+                batch.request_counts.failed += not ok
+                self._put(batch)
+
+    def places(self, id: str) -> set[int]:
+        """The places of the lines with a result."""
+        return {place for (place,) in self._db.execute("SELECT place FROM results WHERE batch = ?", (id,))}
+
+    def finish(self, owner: str, id: str, change: Callable[[BatchObject], None], rest: bytes = b"") -> None:
+        """Makes files of the results, in the order of the input, and closes the batch. `rest`: lines to append to the
+        file of errors."""
+        with self._change():
+            batch = self.batch(owner, id)
+            assert batch is not None and batch.status in OPEN
+            kept = batch.output_expires_after
+            seconds = KEEP_SECONDS if kept is None else kept.seconds
+            for ok in (1, 0):
+                query = "SELECT line FROM results WHERE batch = ? AND ok = ? ORDER BY place"
+                data = b"".join(line + b"\n" for (line,) in self._db.execute(query, (id, ok))) + (b"" if ok else rest)
+                if data:
+                    name = f"{id}_{'output' if ok else 'error'}.jsonl"
+                    file = self._insert_file(owner, name, "batch_output", data, seconds)
+                    if ok:
+                        batch.output_file_id = file.id
+                    else:
+                        batch.error_file_id = file.id
+            change(batch)
+            assert batch.status not in OPEN
+            self._db.execute("DELETE FROM results WHERE batch = ?", (id,))
+            self._db.execute("UPDATE batches SET open = 0, result_bytes = 0 WHERE id = ?", (id,))
+            self._put(batch)
+
+    def delete_expired(self) -> None:
+        with self._change():
+            now = time.time()
+            self._db.execute("DELETE FROM files WHERE expires <= ?", (now,))
+            self._db.execute("DELETE FROM batches WHERE expires <= ? AND NOT open", (now,))
+
+    # Helpers
+
+    def _insert_file(self, owner: str, filename: str, purpose: str, data: bytes, seconds: int) -> FileObject:
+        now = int(time.time())
+        file = FileObject(f"file-{secrets.token_hex(12)}", len(data), now, filename, purpose, now + seconds)
+        row = (file.id, owner, len(data), file.expires_at, msgspec.json.encode(file), data)
+        self._db.execute("INSERT INTO files (id, owner, size, expires, state, data) VALUES (?, ?, ?, ?, ?, ?)", row)
+        return file
+
+    def _put(self, batch: BatchObject) -> None:
+        self._db.execute("UPDATE batches SET state = ? WHERE id = ?", (msgspec.json.encode(batch), batch.id))
+
+    def _page(self, table: str, owner: str, after: str | None, limit: int, newest_first: bool) -> Iterator[bytes]:
+        compare, order = ("<", "DESC") if newest_first else (">", "ASC")
+        query, values = f"SELECT state FROM {table} WHERE owner = ?", [owner]
+        if table == "files":
+            query, values = query + " AND expires > ?", [*values, str(int(time.time()))]
+        if after is not None:
+            query += f" AND number {compare} (SELECT number FROM {table} WHERE id = ? AND owner = ?)"
+            values += [after, owner]
+        rows = self._db.execute(f"{query} ORDER BY number {order} LIMIT {limit}", values)
+        return (row for (row,) in rows.fetchall())
+
+    def _check_room(self, num_bytes: int, *, rows: bool = True) -> None:
+        count = "(SELECT COUNT(*) FROM files), (SELECT COUNT(*) FROM batches)"
+        total = "(SELECT TOTAL(size) FROM files) + (SELECT TOTAL(result_bytes) FROM batches)"
+        num_files, num_batches, used = self._db.execute(f"SELECT {count}, {total}").fetchone()
+        if used + num_bytes > self.max_bytes:
+            fact = f"the store has {int(used)} bytes, and {num_bytes} more exceed its limit of {self.max_bytes}"
+            raise StoreFull(f"{fact}; delete files, or raise --max-store-bytes")
+        if rows and max(num_files, num_batches) >= _MAX_ROWS:
+            fact = f"the store has {num_files} files and {num_batches} batches, the limit is {_MAX_ROWS} each"
+            raise StoreFull(f"{fact}; delete files, or wait until batches expire")
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """One transaction. It locks the database at once, so that reads within it are current."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")

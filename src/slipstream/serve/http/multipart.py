@@ -1,0 +1,75 @@
+"""Reads bodies of type multipart/form-data, with which clients upload files."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import msgspec
+
+from slipstream.serve.http.auth import Headers
+from slipstream.serve.http.errors import HTTPException, bad_request
+
+_MAX_PARTS = 16
+_MAX_HEAD_BYTES = 4096
+_BOUNDARY = re.compile(rb'boundary=(?:"([^"]{1,70})"|([^\s;"]{1,70}))', re.I)
+_PARAM = re.compile(rb'\b(name|filename)="((?:[^"\\]|\\.)*)"')
+
+
+class FormPart(NamedTuple):
+    data: bytes
+    filename: str | None = None
+
+    def text(self, name: str) -> str:
+        try:
+            return self.data.decode()
+        except UnicodeDecodeError:
+            raise bad_request(f"{name} is not UTF-8; send text", name) from None
+
+
+def read_form(kind: type[msgspec.Struct], headers: Headers, origins: list[str], body: bytes) -> dict[str, FormPart]:
+    """Returns the parts by name. Raises for names that are not fields of `kind`, and where a required one is missing.
+
+    A browser sends such a body from any web page without a preflight request, so one that comes from a web page must
+    have an API key or an allowed origin (`origins`).
+    """
+    found = dict(headers)
+    kind_given = found.get(b"content-type", b"")
+    boundary = _BOUNDARY.search(kind_given)
+    if kind_given.partition(b";")[0].strip().lower() != b"multipart/form-data" or boundary is None:
+        raise HTTPException(415, "the body must be a form; send the header Content-Type: multipart/form-data")
+    origin = found.get(b"origin", b"").decode("latin-1")
+    if origin and not {b"authorization", b"x-api-key"} & found.keys() and not {"*", origin} & set(origins):
+        raise HTTPException(403, f"the origin {origin} is not allowed; add it by --allowed-origins")
+    parts = _split(body, boundary[1] or boundary[2])
+    fields = msgspec.structs.fields(kind)
+    known = {field.encode_name: field for field in fields}
+    for name in parts:
+        if name not in known:
+            raise bad_request(f"there is no field {name[:100]}; remove it", name[:100])
+    for name, field in known.items():
+        if field.required and name not in parts:
+            raise bad_request(f"{name} is missing; give it", name)
+    return parts
+
+
+def _split(body: bytes, boundary: bytes) -> dict[str, FormPart]:
+    mark = b"--" + boundary
+    if not body.startswith(mark):
+        raise bad_request("the form does not begin with its boundary; send multipart/form-data")
+    parts: dict[str, FormPart] = {}
+    start = len(mark)
+    while not body.startswith(b"--", start):
+        head_end = body.find(b"\r\n\r\n", start, start + _MAX_HEAD_BYTES)
+        end = -1 if head_end < 0 else body.find(b"\r\n" + mark, head_end + 2)
+        if end < 0:
+            raise bad_request("the form is cut off, or a part has no head; send multipart/form-data")
+        params = dict(_PARAM.findall(body[start:head_end]))
+        name = params.get(b"name", b"").decode(errors="replace")
+        if not name or name in parts or len(parts) == _MAX_PARTS:
+            fact = "a part has no name" if not name else f"{name[:100]} is given twice, or there are too many parts"
+            raise bad_request(f"the form is invalid: {fact}; send each field once", name[:100] or None)
+        filename = params[b"filename"].decode(errors="replace") if b"filename" in params else None
+        parts[name] = FormPart(body[head_end + 4 : end], filename)
+        start = end + 2 + len(mark)
+    return parts

@@ -1,0 +1,389 @@
+"""/v1/files and /v1/batches over a scripted core: results, errors, cancelling, expiry, privacy, and a killed server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from child import child_env
+from scripted_core import ScriptedCore, facts
+from serve.asgi import Door
+from serve.samples import MESSAGES
+from slipstream.errors import InvalidOption
+from slipstream.request import FinishReason
+from slipstream.serve.http.app import App
+from slipstream.serve.http.batch import runner as runner_module
+from slipstream.serve.http.batch.runner import BatchRunner
+from slipstream.serve.http.batch.service import BatchService
+from slipstream.serve.http.batch.store import BatchStore
+from slipstream.serve.http.settings import ServerSettings
+from slipstream.serve.http.state import State
+from slipstream.serve.http.table import all_routes
+
+KEY = {"authorization": "Bearer mine"}
+OTHER = {"authorization": "Bearer other"}
+
+
+def form(boundary=b"xyz", **parts):
+    """The body and the header of an upload."""
+    body = b""
+    for name, value in parts.items():
+        filename = b'; filename="in.jsonl"' if name == "file" else b""
+        head = b'--%b\r\nContent-Disposition: form-data; name="%b"%b\r\n\r\n' % (boundary, name.encode(), filename)
+        body += head + (value if isinstance(value, bytes) else value.encode()) + b"\r\n"
+    return body + b"--%b--\r\n" % boundary, {"content-type": f"multipart/form-data; boundary={boundary.decode()}"}
+
+
+def line(name, **body):
+    body = body or {"prompt": name, "max_tokens": 3}
+    return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body}
+
+
+@asynccontextmanager
+async def batch_server(folder, store, *, runs=True, answers=True, **more):
+    """A door with a store, and the task that runs batches."""
+    engine, core = await ScriptedCore.open(facts(folder, max_waiting=1000), answers=answers)
+    given = ServerSettings(**({"batch_dir": str(store), "api_key": ["mine", "other"]} | more))
+    state = State(given, engine)
+    state.batches = BatchService(given)
+    door = Door(App(state, all_routes()), core)
+    task = asyncio.ensure_future(BatchRunner(door.app, state.batches).run()) if runs else None
+    try:
+        yield door
+    finally:
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        state.batches.close()
+        await engine.close()
+
+
+async def upload(door, data, headers=KEY, **fields):
+    text = data if isinstance(data, str) else "\n".join(map(json.dumps, data))
+    body, kind = form(file=text, **({"purpose": "batch"} | fields))
+    return await door.post("/v1/files", body, **headers, **kind)
+
+
+async def create(door, lines, headers=KEY, **more):
+    file = (await upload(door, lines, headers)).json()["id"]
+    body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"} | more
+    return (await door.post("/v1/batches", body, **headers)).json()
+
+
+async def until(door, batch, *states, headers=KEY):
+    for _ in range(2000):
+        found = (await door.get(f"/v1/batches/{batch['id']}", **headers)).json()
+        if found["status"] in states:
+            return found
+        await asyncio.sleep(0.005)
+    raise AssertionError(found)
+
+
+async def content(door, file):
+    return [json.loads(each) for each in (await door.get(f"/v1/files/{file}/content", **KEY)).body.splitlines()]
+
+
+def test_a_batch_has_files_of_results_and_errors(folder, tmp_path):
+    async def main():
+        async with batch_server(folder, tmp_path / "store") as door:
+            lines = [line("a"), line("bad", prompt="x", best_of=3), line("b"), line("empty", prompt=[])]
+            batch = await create(door, lines, metadata={"name": "mine"})
+            assert batch["status"] == "validating" and batch["expires_at"] == batch["created_at"] + 86400
+            done = await until(door, batch, "completed", "failed")
+            assert done["request_counts"] == {"total": 4, "completed": 2, "failed": 2}, done
+            assert done["metadata"] == {"name": "mine"} and done["errors"] is None
+            good, bad = await content(door, done["output_file_id"]), await content(door, done["error_file_id"])
+            assert [each["custom_id"] for each in good] == ["a", "b"]
+            assert good[0]["response"]["body"]["choices"][0]["text"] == "All" and good[0]["error"] is None
+            assert [each["response"]["status_code"] for each in bad] == [400, 400]
+            assert bad[0]["response"]["body"]["error"]["param"] == "best_of"
+            (listed,) = (await door.get("/v1/batches", **KEY)).json()["data"]
+            assert listed == done
+            assert door.state.engine.load.num_open == 0
+
+    asyncio.run(main())
+
+
+def test_a_file_that_cannot_be_run_fails_the_batch_with_its_lines(folder, tmp_path):
+    async def main():
+        async with batch_server(folder, tmp_path) as door:
+            wrong = line("c") | {"url": "/v1/embeddings"}
+            text = "\n".join(["{", json.dumps(line("a")), json.dumps(line("a")), json.dumps(wrong)])
+            done = await until(door, await create(door, text), "failed")
+            found = [(each["line"], each["code"]) for each in done["errors"]["data"]]
+            assert found == [(1, "invalid_json_line"), (3, "duplicate_custom_id"), (4, "mismatched_url")]
+            done = await until(door, await create(door, "\n \n"), "failed")
+            assert done["errors"]["data"][0]["code"] == "empty_file"
+
+    asyncio.run(main())
+
+
+def test_cancelling_keeps_the_results_so_far_and_aborts_the_rest(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "_POLL_SECONDS", 0.01)
+
+    async def main():
+        async with batch_server(folder, tmp_path, answers=False) as door:
+            batch = await create(door, [line("a"), line("b")])
+            await door.core.until(lambda: len(door.core.submits) == 2)
+            first = door.core.submits[0]
+            door.core.token(first, 65, end=FinishReason.STOP)
+            while (await until(door, batch, "in_progress"))["request_counts"]["completed"] == 0:
+                await asyncio.sleep(0.005)
+            assert (await door.post(f"/v1/batches/{batch['id']}/cancel", b"", **KEY)).json()["status"] == "cancelling"
+            done = await until(door, batch, "cancelled")
+            assert done["request_counts"] == {"total": 2, "completed": 1, "failed": 0} and done["error_file_id"] is None
+            assert len(await content(door, done["output_file_id"])) == 1
+            await door.core.until(lambda: len(door.core.aborts) == 1)
+            again = await door.post(f"/v1/batches/{batch['id']}/cancel", b"", **KEY)
+            assert again.status == 409 and "cancelled" in again.error
+
+    asyncio.run(main())
+
+
+def test_lines_of_an_expired_batch_have_an_error(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "_POLL_SECONDS", 0.01)
+
+    async def main():
+        async with batch_server(folder, tmp_path, answers=False) as door:
+            batch = await create(door, [line("a"), line("b")])
+            await door.core.until(lambda: len(door.core.submits) == 2)
+            now = time.time()
+            monkeypatch.setattr(runner_module.time, "time", lambda: now + 90_000)
+            done = await until(door, batch, "expired")
+            bad = await content(door, done["error_file_id"])
+            assert [each["error"]["code"] for each in bad] == ["batch_expired"] * 2 and bad[0]["response"] is None
+            assert done["request_counts"] == {"total": 2, "completed": 0, "failed": 2}
+            monkeypatch.undo()
+
+    asyncio.run(main())
+
+
+def test_files_and_batches_are_private_to_their_key(folder, tmp_path):
+    async def main():
+        async with batch_server(folder, tmp_path, runs=False) as door:
+            batch = await create(door, [line("a")])
+            file = batch["input_file_id"]
+            for path in (f"/v1/files/{file}", f"/v1/files/{file}/content", f"/v1/batches/{batch['id']}"):
+                assert (await door.get(path, **KEY)).status == 200
+                assert (await door.get(path, **OTHER)).status == 404
+            for path in ("/v1/files", "/v1/batches"):
+                assert (await door.get(path, **OTHER)).json()["data"] == []
+            stolen = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+            refused = await door.post("/v1/batches", stolen, **OTHER)
+            assert refused.status == 404 and refused.json()["error"]["param"] == "input_file_id"
+            assert (await door.post(f"/v1/batches/{batch['id']}/cancel", b"", **OTHER)).status == 404
+            assert (await door.begin("DELETE", f"/v1/files/{file}", **OTHER).end()).status == 404
+            deleted = (await door.begin("DELETE", f"/v1/files/{file}", **KEY).end()).json()
+            assert deleted == {"id": file, "object": "file", "deleted": True}
+            assert (await door.get(f"/v1/files/{file}", **KEY)).status == 404
+        assert b"mine" not in b"".join(each.read_bytes() for each in tmp_path.glob("batches.sqlite*"))
+
+    asyncio.run(main())
+
+
+def test_lists_have_pages(folder, tmp_path):
+    async def main():
+        async with batch_server(folder, tmp_path, runs=False) as door:
+            files = [(await upload(door, f"{place}")).json()["id"] for place in range(3)]
+            body = {"endpoint": "/v1/completions", "completion_window": "24h"}
+            batches = [(await door.post("/v1/batches", body | {"input_file_id": id}, **KEY)).json() for id in files]
+
+            async def ids(path, query=b""):
+                pairs = [(b"authorization", b"Bearer mine")]
+                found = (await door.begin_raw("GET", path, pairs, query, b"").end()).json()
+                return [each["id"] for each in found["data"]], found["has_more"]
+
+            assert await ids("/v1/files", b"order=asc&limit=2") == (files[:2], True)
+            assert await ids("/v1/files", f"order=asc&after={files[1]}".encode()) == (files[2:], False)
+            newest = [each["id"] for each in reversed(batches)]
+            assert await ids("/v1/batches", b"limit=2") == (newest[:2], True)
+            assert await ids("/v1/batches", f"limit=2&after={newest[1]}".encode()) == (newest[2:], False)
+            assert await ids("/v1/files", b"purpose=batch_output") == ([], False)
+            for query in (b"limit=0", b"limit=x", b"order=up", b"page=2"):
+                pairs = [(b"authorization", b"Bearer mine")]
+                refused = (await door.begin_raw("GET", "/v1/files", pairs, query, b"").end()).json()
+                assert refused["error"]["param"] == query.partition(b"=")[0].decode()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"purpose": "fine-tune"}, "purpose"), ({"file": ""}, "file"), ({"other": "x"}, "other"),
+        ({"expires_after[anchor]": "now", "expires_after[seconds]": "3600"}, "expires_after[anchor]"),
+        ({"expires_after[anchor]": "created_at", "expires_after[seconds]": "5"}, "expires_after[seconds]"),
+        ({"expires_after[seconds]": "3600"}, "expires_after[anchor]"),
+    ],
+)  # fmt: skip
+def test_a_field_of_an_upload_that_cannot_be_is_refused_by_name(folder, tmp_path, fields, param):
+    async def main():
+        async with batch_server(folder, tmp_path, runs=False) as door:
+            body, kind = form(**({"file": "{}", "purpose": "batch"} | fields))
+            refused = await door.post("/v1/files", body, **KEY, **kind)
+            assert refused.status == 400 and refused.json()["error"]["param"] == param, refused.body
+            assert param.partition("[")[0] in refused.error
+
+    asyncio.run(main())
+
+
+def test_limits_of_the_store(folder, tmp_path):
+    async def main():
+        async with batch_server(folder, tmp_path, runs=False, max_store_bytes=1000, max_file_bytes=1200) as door:
+            assert (await upload(door, "x" * 1200)).status == 413
+            later = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+            first = await upload(door, "x" * 500, **later)
+            assert first.json()["expires_at"] == first.json()["created_at"] + 3600
+            refused = await upload(door, "x" * 501)
+            assert refused.status == 400 and "--max-store-bytes" in refused.error
+            await door.begin("DELETE", f"/v1/files/{first.json()['id']}", **KEY).end()
+            assert (await upload(door, "x" * 501)).status == 200
+
+    asyncio.run(main())
+
+
+def test_a_store_that_fills_while_a_batch_runs_fails_the_batch(folder, tmp_path):
+    async def main():
+        lines = [line(f"{place}") for place in range(4)]
+        size = len("\n".join(map(json.dumps, lines)))
+        async with batch_server(folder, tmp_path, max_store_bytes=size + 900) as door:
+            done = await until(door, await create(door, lines), "failed")
+            assert done["errors"]["data"][0]["code"] == "store_full" and 0 < done["request_counts"]["completed"] < 4
+            assert len(await content(door, done["output_file_id"])) == done["request_counts"]["completed"]
+
+    asyncio.run(main())
+
+
+def test_without_a_folder_the_routes_are_disabled(folder):
+    async def main():
+        engine, core = await ScriptedCore.open(facts(folder))
+        door = Door(App(State(ServerSettings(), engine), all_routes()), core)
+        assert "--batch-dir" in (await door.get("/v1/files")).error
+        await engine.close()
+
+    asyncio.run(main())
+    with pytest.raises(InvalidOption, match="batch_dir"):
+        BatchStore(str(folder / "tokenizer.json"), 1000)
+
+
+def test_a_web_page_cannot_upload(folder, tmp_path):
+    """A form needs no preflight request."""
+
+    async def main():
+        async with batch_server(folder, tmp_path, runs=False, api_key=[], allowed_origins=["http://good"]) as door:
+            for headers, status in (
+                ({"origin": "http://evil"}, 403), ({"origin": "http://good"}, 200), ({}, 200),
+                ({"origin": "http://evil", "authorization": "Bearer x"}, 200),
+            ):  # fmt: skip
+                assert (await upload(door, "{}", headers)).status == status
+            body, _ = form(file="{}", purpose="batch")
+            assert (await door.post("/v1/files", body)).status == 415
+
+    asyncio.run(main())
+
+
+def test_any_bytes_of_a_form_get_an_answer_in_our_shape(folder, tmp_path):
+    start, kind = form(file="{}", purpose="batch")
+    bodies = []
+
+    pieces = st.sampled_from([b"", b"\xff", b"--xyz", b"\r\n\r\n", b'"', b"="])
+
+    @given(st.integers(0, len(start)), st.integers(0, 8), pieces)
+    @settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    def collect(at, width, piece):
+        bodies.append(start[:at] + piece + start[at + width :])
+
+    collect()
+
+    async def main():
+        async with batch_server(folder, tmp_path, runs=False) as door:
+            for body in bodies:
+                exchange = await door.post("/v1/files", body, **KEY, **kind)
+                assert exchange.status in (200, 400), (body, exchange.body)
+                assert exchange.status == 200 or set(exchange.json()["error"]) == {"message", "type", "param", "code"}
+
+    asyncio.run(main())
+
+
+_CHILD = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from serve import test_batches as tests
+from slipstream.serve.http.batch.store import BatchStore
+add = BatchStore.add_result
+def add_and_die(store, owner, id, place, line, ok):
+    add(store, owner, id, place, line, ok)
+    if len(store.places(id)) == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+BatchStore.add_result = add_and_die
+async def main():
+    async with tests.batch_server(Path(sys.argv[1]), sys.argv[2]) as door:
+        await tests.create(door, [tests.line(f"line{place}") for place in range(8)])
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+
+
+def test_a_killed_server_continues_without_a_line_twice_or_lost(folder, tmp_path):
+    command = [sys.executable, "-c", _CHILD, str(folder), str(tmp_path)]
+    killed = subprocess.run(command, env=child_env(), timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+
+    async def main():
+        async with batch_server(folder, tmp_path) as door:
+            (batch,) = (await door.get("/v1/batches", **KEY)).json()["data"]
+            done = await until(door, batch, "completed")
+            assert done["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
+            names = [each["custom_id"] for each in await content(door, done["output_file_id"])]
+            assert names == [f"line{place}" for place in range(8)]
+            assert len(door.core.submits) == 5  # three had a result
+
+    asyncio.run(main())
+
+
+def test_two_front_ends_run_a_batch_once(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(runner_module, "_POLL_SECONDS", 0.01)
+
+    async def main():
+        async with batch_server(folder, tmp_path) as one, batch_server(folder, tmp_path) as two:
+            batches = [await create(door, [line("a"), line("b")]) for door in (one, two)]
+            for batch in batches:
+                await until(one, batch, "completed")
+            assert sorted((len(one.core.submits), len(two.core.submits))) == [0, 4]
+
+    asyncio.run(main())
+
+
+def test_the_openai_client_runs_a_batch(tmp_path, folder):
+    openai = pytest.importorskip("openai", reason="needs the openai client")
+    from serve.test_http_server import served
+
+    async def main():
+        async with batch_server(folder, tmp_path) as door, served(door) as port:
+            client = openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="mine", max_retries=0)
+            body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 3}
+            text = json.dumps(line("a") | {"url": "/v1/chat/completions", "body": body}).encode()
+            file = await client.files.create(file=("in.jsonl", text), purpose="batch")
+            assert (await client.files.retrieve(file.id)).bytes == len(text)
+            batch = await client.batches.create(
+                input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+            )
+            while (batch := await client.batches.retrieve(batch.id)).status != "completed":
+                await asyncio.sleep(0.005)
+            result = json.loads((await client.files.content(batch.output_file_id)).text)
+            assert result["response"]["body"]["choices"][0]["message"]["content"] == "All"
+            assert [each.id async for each in client.batches.list()] == [batch.id]
+            assert len([each.id async for each in client.files.list(purpose="batch")]) == 1
+            assert (await client.files.delete(file.id)).deleted
+            await client.close()
+
+    asyncio.run(main())

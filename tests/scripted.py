@@ -101,7 +101,7 @@ class ScriptedExecutor:
         self.queries: set[int] = set()  # kept for late interaction
         self.fail: Callable[[Admission, int], bool] = lambda admission, length: False
         self._queue: deque[StepPlan] = deque()
-        self._masks: dict[int, dict[int, np.ndarray]] = {}  # by step and row
+        self._late: dict[int, Late] = {}  # by step
         self._last_step = -1
         self._drawn: set[tuple[int, tuple[int, int]]] = set()  # slots, by group, of tokens that the last step drew
 
@@ -109,9 +109,9 @@ class ScriptedExecutor:
         self._queue.append(plan)
 
     def finish(self, late: Late | None) -> None:
-        """The masks of the plan launched last."""
+        """The masks and edits of the plan launched last."""
         if late is not None:
-            self._masks[self._queue[-1].step] = dict(zip(late.rows.tolist(), late.bits.copy(), strict=True))
+            self._late[self._queue[-1].step] = replace(late, bits=late.bits.copy())
 
     def wait(self) -> StepResult:
         """Run the oldest plan."""
@@ -241,8 +241,6 @@ class ScriptedExecutor:
         length = state.length
         drawn: list[int] = []
         failed = False
-        masks = self._masks.get(self._last_step, {})
-        assert (state.admission.row in masks) == state.has_grammar, "a mask is missing"
         for place in range(num_drawn):
             state.length = length - num_drawn + place + 1
             seen = self._see(state)
@@ -250,11 +248,10 @@ class ScriptedExecutor:
                 failed = True
                 break
             token = draw(seen, seed, sample)
-            if (mask := masks.get(state.admission.row)) is not None:
-                token = choose(token, lambda token: mask[token >> 5] >> (token & 31) & 1)
-                if token is None:
-                    failed = True
-                    break
+            token = self._pick(token, state.admission)
+            if token is None:
+                failed = True
+                break
             drawn.append(token)
             if place + 1 < num_drawn and drawn[-1] != state.next_tokens[place + 1]:
                 break
@@ -264,7 +261,36 @@ class ScriptedExecutor:
         state.length = length - num_drawn + max(count, 1)
         if drawn:
             state.next_tokens = [drawn[-1], *self._guess(state, drawn[-1])]
+        elif failed:
+            state.next_tokens = [0]  # as on a real device; the host drops what is drawn from it
         return drawn + [VOCAB] * (num_drawn - count), count, failed
+
+    def _pick(self, wanted: int, admission: Admission) -> int | None:
+        """The first token from the wanted one on, unless the step's late data say otherwise; None: all are
+        forbidden."""
+        late = self._late.get(self._last_step)
+        has_mask = late is not None and admission.row in late.rows
+        is_processed = bool(getattr(admission, "processed", 0))
+        assert has_mask or admission.params.structured_outputs is None, "a mask is missing"
+        assert is_processed or has_mask == (admission.params.structured_outputs is not None), "a mask of another row"
+        if late is None or not (has_mask or is_processed):
+            return wanted
+        scores = -((np.arange(VOCAB) - wanted) % VOCAB).astype(np.float64)
+        if has_mask:
+            bits = late.bits[late.rows.tolist().index(admission.row)]
+            scores[np.unpackbits(bits.view(np.uint8), bitorder="little")[:VOCAB] == 0] = -np.inf
+        if late.bias is not None and admission.row in late.bias.rows:
+            index = late.bias.rows.tolist().index(admission.row)
+            np.add.at(scores, late.bias.ids[index], late.bias.values[index])
+        for edit in late.edits:
+            if edit.rows == (admission.row,):
+                try:
+                    scores = edit.run(scores.copy())
+                except Exception as error:
+                    edit.fail(error)
+                    return None
+        best = int(scores.argmax())
+        return None if scores[best] == -np.inf else best
 
     def _guess(self, state: _Row, last: int) -> list[int]:
         if self.drafter is None:

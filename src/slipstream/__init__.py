@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from slipstream.frontend.results import CompletionOutput as CompletionOutput
     from slipstream.frontend.results import RequestOutput as RequestOutput
     from slipstream.llm import LLM as LLM
+    from slipstream.logits_processor import AdapterLogitsProcessor as AdapterLogitsProcessor
+    from slipstream.logits_processor import BatchUpdate as BatchUpdate
+    from slipstream.logits_processor import LogitsProcessor as LogitsProcessor
+    from slipstream.logits_processor import MoveDirectionality as MoveDirectionality
     from slipstream.params import SamplingParams as SamplingParams
     from slipstream.pooling_params import PoolingParams as PoolingParams
     from slipstream.structured_params import StructuredOutputsParams as StructuredOutputsParams
@@ -22,6 +26,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "slipstream.llm",
     "AsyncEngine": "slipstream.frontend.async_engine",
+    "AdapterLogitsProcessor": "slipstream.logits_processor",
+    "BatchUpdate": "slipstream.logits_processor",
+    "LogitsProcessor": "slipstream.logits_processor",
+    "MoveDirectionality": "slipstream.logits_processor",
     "SamplingParams": "slipstream.params",
     "PoolingParams": "slipstream.pooling_params",
     "StructuredOutputsParams": "slipstream.structured_params",
@@ -31,8 +39,12 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "AdapterLogitsProcessor",
     "AsyncEngine",
+    "BatchUpdate",
     "CompletionOutput",
+    "LogitsProcessor",
+    "MoveDirectionality",
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",

@@ -88,6 +88,11 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
     """Sample only these tokens."""
     bad_words: Sequence[str] | None = None
     """Texts that may not be generated, with or without a leading space; also not as the end of one in the prompt."""
+    logits_processors: Sequence[Any] | None = None
+    """Python callables that edit the logits before a token is drawn, for `LLM` and `AsyncEngine`: see
+    docs/logits-processors.md."""
+    extra_args: Mapping[str, Any] | None = None
+    """Arguments for the logits processors of the engine."""
     structured_outputs: StructuredOutputsParams | None = None
     """The shape of the output: a JSON schema, a regular expression, choices or a grammar."""
     skip_special_tokens: bool = True
@@ -135,6 +140,10 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
                 )
         if self.logit_bias is not None:
             self._freeze("logit_bias", _bias(self.logit_bias))
+        if self.logits_processors is not None:
+            self._freeze("logits_processors", _callables(self.logits_processors))
+        if self.extra_args is not None:
+            self._freeze("extra_args", _named_values("extra_args", self.extra_args))
         if self.structured_outputs is not None:
             self._freeze("structured_outputs", as_params(self.structured_outputs))
         for name in _SWITCHES:
@@ -284,6 +293,26 @@ def check_ids(name: str, value: object) -> tuple[int, ...]:
         if isinstance(i, bool) or not isinstance(i, int) or i < 0:
             raise InvalidParams(f"{name} holds {i!r}; token ids are whole numbers from 0 up", param=name)
     return tuple(dict.fromkeys(value))
+
+
+def _named_values(name: str, value: object) -> dict[str, Any] | None:
+    if not isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
+        raise InvalidParams(f"{name} is {value!r}; give names with a value each", param=name)
+    return dict(value) or None
+
+
+def _callables(value: object) -> tuple[Any, ...] | None:
+    if not isinstance(value, list | tuple) or not all(map(callable, value)):
+        raise InvalidParams(
+            f"logits_processors is {value!r}; give a list of callables, see docs/logits-processors.md",
+            param="logits_processors",
+        )
+    if needs := [each.needs for each in value if getattr(each, "needs", "logits") not in ("tokens", "logits")]:
+        raise InvalidParams(
+            f'logits_processors has a callable whose needs is {needs[0]!r}; give "tokens" or "logits"',
+            param="logits_processors",
+        )
+    return tuple(value) or None
 
 
 def _bias(value: object) -> dict[int, float] | None:

@@ -10,6 +10,7 @@ from slipstream.pooling_params import PoolingParams
 
 if TYPE_CHECKING:
     from slipstream.scheduler.grammar.session import Session
+    from slipstream.scheduler.processors.request_processors import RequestProcessors
 
 NEVER = 2**30 - 1  # more tokens than any request has; a small int compares faster than a larger one
 
@@ -69,7 +70,7 @@ class Request:
         "computed", "committed", "pending", "decode_limit", "num_cached", "num_preemptions", "known_launched_at",
         "leader", "siblings", "next_scored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity",
         "hashes", "num_published", "publish_after", "states", "next_border", "long_rope", "short_limit",
-        "session", "held",
+        "session", "processors", "held",
     )  # fmt: skip
 
     def __init__(
@@ -143,8 +144,9 @@ class Request:
         self.leader: Request | None = None  # until this one is admitted
         self.siblings: list[Request] = []  # samples that wait for this request's prompt
 
-        # Structured output
+        # Structured output and logits processors
         self.session: Session | None = None  # once the grammar is compiled
+        self.processors: RequestProcessors | None = None
         self.held = False  # a running request that the next plans leave out; see `hold`
 
         # LongRoPE, set at admission: whether the long factors are used, and the maximum length for the short ones
@@ -182,6 +184,11 @@ class Request:
         if long_rope != self.long_rope:
             self.long_rope, self.hashes = long_rope, []
         self.short_limit = NEVER if long_rope else short
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the host takes part in every draw: by a grammar or by logits processors."""
+        return self.params.structured_outputs is not None or self.processors is not None
 
     def hold(self) -> None:
         """Leave a running request out of the next plans: its next tokens or its mask are not known yet."""

@@ -6,7 +6,10 @@ may still read it while the next one is planned.
 
 from __future__ import annotations
 
+import enum
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +23,15 @@ Floats = NDArray[np.floating]
 
 NO_INTS: Ints = np.zeros(0, np.int32)
 NULL_PAGE = 0  # no request holds it; padding tokens write to it
+
+
+class Processed(enum.IntFlag):
+    """Edits of a row's logits by logits processors of the user; they come with every step, as `Late`."""
+
+    NOTHING = 0
+    TOKENS = enum.auto()  # a mask and a bias
+    LOGITS = enum.auto()  # code that edits the logits before penalties and temperature
+    SCALED = enum.auto()  # code that edits the logits after the temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,7 @@ class Admission:
     history: Ints | None  # all known tokens, if its parameters need them (penalties, bad words); else None
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not be drawn
     long_rope: bool = False  # its positions are rotated by LongRoPE's long factors
+    processed: Processed = Processed.NOTHING
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +156,36 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class LateBias:
+    """Numbers to add to some logits of some rows. Unused entries of a line are token 0 with the value 0."""
+
+    rows: Ints  # [biased]
+    ids: Ints  # [biased, width]
+    values: Floats  # [biased, width]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsEdit:
+    """Code of the user that edits logits on the device: a copy of one row [vocabulary], or, if it is batched, of the
+    rows of all indices [indices, vocabulary]. It runs with the step's head."""
+
+    rows: tuple[int, ...]  # one, or those of all indices; -1: an index that draws nothing in this step
+    run: Callable[[Any], Any]  # from logits to logits
+    fail: Callable[[Exception], None]  # takes the error of `run`; then no token of these rows is allowed
+    is_scaled: bool = False  # after the temperature, else before penalties and temperature
+    is_batched: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Late:
     """What a step's head needs and the host knows only when all older steps are committed: the tokens that rows with a
-    grammar may draw. The runner copies the arrays before it returns: their owner reuses them."""
+    grammar may draw, and the edits of logits processors. The runner copies the arrays before it returns: their owner
+    reuses them."""
 
     rows: Ints  # [masked] rows of the plan that draw under a mask
     bits: Ints  # [masked, words] bit t % 32 of word t // 32 is set if token t is allowed
+    bias: LateBias | None = None
+    edits: tuple[LogitsEdit, ...] = ()  # in the order in which they run
 
 
 @dataclass(frozen=True, slots=True)

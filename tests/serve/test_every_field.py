@@ -44,7 +44,7 @@ VALUES: dict[str, Any] = {
     "add_generation_prompt": False, "prompt_name": "query",
     "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a+"}, "guided_json": {"type": "array"},
     "guided_regex": "a+", "guided_choice": ["a", "b"], "guided_grammar": 'start: "a"',
-    "guided_whitespace_pattern": " ?",
+    "guided_whitespace_pattern": " ?", "vllm_xargs": {"level": 2},
 }  # fmt: skip
 # fields that need others beside them
 WITH: dict[str, dict[str, Any]] = {
@@ -170,7 +170,9 @@ def door(runner, tmp_path_factory):
 
     async def open_door():
         engine, core = await ScriptedCore.open(
-            facts(folder), facts(folder, "pool", pooling=POOL), facts(folder, "vectors", pooling=VECTORS)
+            facts(folder, has_processors=True),
+            facts(folder, "pool", pooling=POOL),
+            facts(folder, "vectors", pooling=VECTORS),
         )
         return Door(App(State(ServerSettings(), engine), all_routes()), core)
 

@@ -44,6 +44,7 @@ ALIGNMENT = 256  # bytes for the alignment of all fields of a result buffer
 PENALTY_BYTES = 5  # per token of the vocabulary: a count, and a flag for the prompt
 WORKSPACE = 256 * 2**20  # bytes that libraries and the driver allocate for graphs
 SORTED_BYTES = 8  # an index per sorted logit
+MAX_BIASED_IDS = 1024  # tokens whose logits the logits processors of one row may add to, if they see tokens only
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +58,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     features: int  # penalty counts and biases, if every row uses them; stored queries
     staging: int
     staging_host: int
-    masks: int  # of structured output, if every row has a grammar
+    masks: int  # of structured output and logits processors, if every row has some
     masks_host: int
     results: int
     results_host: int
@@ -117,7 +118,7 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     if cache.states is not None:
         hidden += recurrent_bytes(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
     captures = not on_cpu and not config.device.eager
-    masks = mask_bytes(rows, info.vocab_size) if generates else 0
+    masks = mask_bytes(rows, info.vocab_size) + bias_bytes(rows) if generates else 0
     tables = rows * (len(cache.groups) * 8 * -(-scheduler.max_model_len // cache.page_size) + 256 + kept)
     return MemoryPlan(
         weights=weights,
@@ -281,6 +282,11 @@ def mask_bytes(rows: int, vocab_size: int) -> int:
     """Bytes of the masks of one step: the line of each row, and a line for each row but the padding row."""
     lines = -(-rows * 4 // 16) * 16
     return -(-(lines + (rows - 1) * mask_words(vocab_size) * 4) // 16) * 16
+
+
+def bias_bytes(rows: int) -> int:
+    """Bytes of the biases of one step: the line of each row, and ids and values for each row but the padding row."""
+    return -(-rows * 4 // 16) * 16 + (rows - 1) * 2 * MAX_BIASED_IDS * 4
 
 
 def result_bytes(config: EngineConfig) -> int:

@@ -101,6 +101,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     seed: Annotated[int, _doc("seed of requests without their own, and of dummy weights")] = 0
     num_threads: Annotated[int | None, _doc("CPU threads of the model")] = None
+    logits_processors: Annotated[
+        list[Any] | None,
+        _doc("classes of logits processors, in Python as classes or by name as package.module:Class; repeatable"),
+    ] = None
     served_model_name: Annotated[str | None, _doc("name of the model in requests and responses")] = None
 
 
@@ -158,6 +162,8 @@ def _check_type(name: str, value: Any, hint: Any) -> None:
         msgspec.convert(value, kind, strict=True)
     except (msgspec.ValidationError, UnicodeEncodeError):  # the latter for half of a surrogate pair
         raise InvalidOption(f"{name} is {value!r}; it takes {describe_type(kind)}") from None
+    if name == "logits_processors" and not all(isinstance(each, str | type) for each in value or ()):
+        raise InvalidOption(f"{name} is {value!r}; it takes classes, or their names as package.module:Class")
     if isinstance(value, float) and not math.isfinite(value):
         raise InvalidOption(f"{name} is {value}; give a finite number")
 

@@ -24,6 +24,7 @@ from slipstream.engine.core import EngineCore
 from slipstream.engine.lanes import Lanes
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidOption
+from slipstream.logits_processor import LogitsProcessor
 from slipstream.nn.models.measure import weight_bytes
 from slipstream.nn.models.registry import cache_specs, find_shape, state_specs
 from slipstream.nn.models.stored_head import as_stored
@@ -32,6 +33,7 @@ from slipstream.runner.assemble import build_runner
 from slipstream.scheduler.cache.layout import group_sites
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.grammar.grammars import Grammars
+from slipstream.scheduler.processors.loading import find_classes, make_processors
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ class Opened(msgspec.Struct, frozen=True):
 
     config: EngineConfig
     description: ModelDescription
+    processors: tuple[type[LogitsProcessor], ...]  # logits processors of the engine
     file: GgufFile | None  # kept open, so that every later open reuses it and its header is read once
 
 
@@ -55,7 +58,13 @@ def open_model(options: Options) -> Opened:
     config = settle(options, located, info)
     if options.max_num_seqs is None and (note := fewer_rows(config)):
         log.warning(note)
-    return Opened(config, ModelDescription.of(options, config, defaults), file)
+    if options.logits_processors and not config.model.generates:
+        raise InvalidOption(
+            f"logits_processors is given, and {config.model.name} does not generate; give it to a model that does"
+        )
+    processors = find_classes(options.logits_processors or ()) if config.model.generates else ()
+    description = ModelDescription.of(options, config, defaults, has_processors=bool(processors))
+    return Opened(config, description, processors, file)
 
 
 def build_core(opened: Opened, *, progress: bool = False, device: Device | None = None) -> EngineCore:
@@ -64,7 +73,10 @@ def build_core(opened: Opened, *, progress: bool = False, device: Device | None 
     constraints = None
     if config.model.generates:
         grammars = Grammars(opened.description.load_tokenizer, config.model.info.vocab_size)
-        constraints = Constraints(grammars, config.scheduler.max_num_seqs)
+        engine = make_processors(
+            opened.processors, config, runner.device.torch_device, is_pin_memory=runner.device.can_pin
+        )
+        constraints = Constraints(grammars, config.scheduler.max_num_seqs, engine)
     return EngineCore(config, runner, constraints)
 
 

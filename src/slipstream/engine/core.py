@@ -32,7 +32,7 @@ class Handle(Protocol):
 
 
 class Executor(Protocol):
-    """Runs plans, in order, without waiting for them. `finish` gets `late` if a row of the plan draws under a mask."""
+    """Runs plans, in order, without waiting for them. `finish` gets `late` if the host takes part in a draw."""
 
     def launch(self, plan: StepPlan) -> None: ...
     def finish(self, late: Late | None = None) -> Handle: ...
@@ -42,7 +42,7 @@ class Executor(Protocol):
 
 class EngineCore:
     def __init__(self, config: EngineConfig, executor: Executor, constraints: Constraints | None = None) -> None:
-        """`constraints`: required for structured output."""
+        """`constraints`: required for structured output and logits processors."""
         self.config = config
         self.constraints = constraints
         self.depth = config.scheduler.depth
@@ -165,8 +165,8 @@ class EngineCore:
         self._causes.append(self.timer.launched())
         outputs: list[Output] = []
         late = None
-        if self.constraints is not None and self.constraints.drawing:
-            # masks depend on the tokens of all older steps; the device is busy with this step's forward meanwhile
+        if self.constraints is not None and self.constraints.is_drawing:
+            # they depend on the tokens of all older steps; the device is busy with this step's forward meanwhile
             while self.in_flight:
                 outputs += self._commit()
             self.constraints.budget = max(MIN_BUDGET, self.pace.expected(plan))

@@ -27,6 +27,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     max_batch_tokens: int = 0  # of a step
     max_waiting: int | None = None  # prompts that may wait in the core; None: unknown
+    has_processors: bool = False  # logits processors of the engine, for which requests may have arguments
     max_kept: int | None = None  # tokens of queries that the core stores; None: unknown
 
     @property
@@ -45,7 +46,9 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         return f"shorten it or set truncate_prompt_tokens{raise_it}"
 
     @classmethod
-    def of(cls, options: Options, config: EngineConfig, defaults: GenerationDefaults) -> ModelDescription:
+    def of(
+        cls, options: Options, config: EngineConfig, defaults: GenerationDefaults, *, has_processors: bool = False
+    ) -> ModelDescription:
         info = config.model.info
         return cls(
             name=config.model.name,
@@ -61,6 +64,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
             max_batch_tokens=config.scheduler.max_num_batched_tokens,
             max_waiting=config.scheduler.max_waiting,
             max_kept=config.scheduler.max_kept,
+            has_processors=has_processors,
         )
 
     def load_tokenizer(self) -> Tokenizer | None:

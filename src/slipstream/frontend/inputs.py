@@ -291,6 +291,12 @@ class InputProcessor:
                 "structured_outputs need a tokenizer, and skip_tokenizer_init is set; unset it",
                 param="structured_outputs",
             )
+        if params.extra_args is not None and not self.description.has_processors:
+            raise InvalidParams(
+                "extra_args are for logits processors of the engine, and it has none; remove extra_args, or start it "
+                "with logits_processors",
+                param="extra_args",
+            )
         if params.bad_words and self.tokenizer is None:
             raise InvalidParams(
                 "bad_words need a tokenizer, and skip_tokenizer_init is set; use logit_bias to exclude tokens",

@@ -141,7 +141,7 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
     results = ResultRing(num_buffers, result_size, device, max_capacity=result_size + report_bytes(config))
     heads: list[HeadMaker] = []
     row_states: list[RowState] = [store] if states is None else [store, states]
-    masks = None
+    sampler = None
     input_batch: BatchInputs
     if scheduler.is_encoder:
         assert pooling is not None, "a model without a cache is for pooling"
@@ -160,7 +160,6 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
         row_states += [rows, tables] if rope_rows is None else [rows, tables, rope_rows]
         if config.model.generates:
             sampler = Sampler(num_rows, info.vocab_size, device, logit_dtype, scheduler.max_reported)
-            masks = sampler.masks
             invariant = config.model.deterministic
             heads.append(GenerateHead(model, rows, sampler, results, logit_dtype, graphs, batch_invariant=invariant))
             row_states.append(sampler)
@@ -187,5 +186,5 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
         results=results,
         graphs=graphs,
         states=states,
-        masks=masks,
+        sampler=sampler,
     )

@@ -22,7 +22,7 @@ from slipstream.runner.kv_store import KVStore
 from slipstream.runner.pool_head import PoolHead
 from slipstream.runner.pooling.results import MixedHandle
 from slipstream.runner.results import NO_RESULTS, ResultRing, StepHandle
-from slipstream.runner.sampling.grammar_mask import GrammarMask
+from slipstream.runner.sampling.sampler import Sampler
 from slipstream.runner.state_store import StateStore
 from slipstream.step import Late, StepPlan
 
@@ -43,9 +43,9 @@ class ModelRunner:
         results: ResultRing,
         graphs: GraphPool,
         states: StateStore | None = None,
-        masks: GrammarMask | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
-        """`states`: only for a model with recurrent states; `masks`: of a model that generates."""
+        """`states`: only for a model with recurrent states; `sampler`: of a model that generates."""
         self.model = model
         self.device = device
         self.attention = attention
@@ -57,7 +57,7 @@ class ModelRunner:
         self.results = results
         self.graphs = graphs
         self.states = states
-        self.masks = masks
+        self.sampler = sampler
         self.hot_path = HotPath(cpu=device.kind == "cpu")
         self._launched: tuple[_Step, list[Head]] | None = None
 
@@ -111,8 +111,8 @@ class ModelRunner:
         (step, heads), self._launched = self._launched, None
         compute = self.device.compute
         if late is not None:
-            assert self.masks is not None, "a model that only pools draws nothing"
-            self.masks.send(late)
+            assert self.sampler is not None, "a model that only pools draws nothing"
+            self.sampler.send(late)
         for head in heads:
             compute.run(functools.partial(_run_head, head, step))
         sent = self.results.send()

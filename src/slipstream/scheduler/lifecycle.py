@@ -58,7 +58,7 @@ class RequestLifecycle:
             self._waiting.remove(request)
             self._cache.drop_match(request)
         request.status = Status.FINISHED
-        if request.params.structured_outputs is not None and self._constraints is not None:
+        if self._constraints is not None and request.is_constrained:
             self._constraints.num_live -= 1
         if request.pooling is not None:
             self._queries.end(request.pooling)

@@ -19,6 +19,7 @@ from slipstream.step import (
     PageUpdates,
     PoolAdmission,
     PoolPlan,
+    Processed,
     PromptScores,
     StatePlan,
     StepPlan,
@@ -97,6 +98,7 @@ class PlanBuilder:
                 history=np.array(request.tokens, np.int32) if params.needs_history else None,
                 bad_words=request.bad_words,
                 long_rope=request.long_rope,
+                processed=Processed.NOTHING if request.processors is None else request.processors.processed,
             )
         )
 

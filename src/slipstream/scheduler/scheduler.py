@@ -44,7 +44,7 @@ from slipstream.step import PoolPlan, StepPlan, StepResult
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, cache: CacheManager, constraints: Constraints | None = None) -> None:
-        """`constraints`: required for structured output."""
+        """`constraints`: required for structured output and logits processors."""
         assert config.chunked_prefill or config.max_num_batched_tokens >= config.max_model_len, (
             "the longest prompt must fit one step"
         )
@@ -113,8 +113,8 @@ class Scheduler:
         pooling = leader.pooling
         is_ready = pooling is None or self._queries.enter(leader.id, leader, pooling, leader.num_prompt)
         waits_for = WaitFor.NOTHING if is_ready else WaitFor.QUERY
-        if leader.params.structured_outputs is not None and not self._compile(requests):
-            waits_for = WaitFor.GRAMMAR
+        if pooling is None:
+            waits_for |= self._constrain(requests)
         number = self._next_number
         self._next_number += len(requests)
         self._lifecycle.live[leader.id] = list(requests)
@@ -124,11 +124,13 @@ class Scheduler:
         for sibling in join_samples(requests):
             self._waiting.push(sibling, waits_for | WaitFor.PROMPT)
 
-    def _compile(self, requests: Sequence[Request]) -> bool:
-        """Start to compile the grammar of a request. Returns whether it is compiled already."""
-        if self.constraints is None:
-            raise UserError("this engine has no structured output; remove structured_outputs")
-        return self.constraints.submit(requests)
+    def _constrain(self, requests: Sequence[Request]) -> WaitFor:
+        """Prepare the grammar and the logits processors of a request. Returns what it must wait for."""
+        if self.constraints is not None:
+            return self.constraints.enter(requests)
+        if requests[0].params.structured_outputs is not None or requests[0].params.logits_processors:
+            raise UserError("this engine has no structured output and no logits processors; remove them")
+        return WaitFor.NOTHING
 
     def abort(self, request_id: str, sample: int | None = None) -> list[Request]:
         """End a request, or one sample of it, in any state. Returns the samples that had not ended yet."""

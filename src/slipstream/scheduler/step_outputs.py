@@ -142,13 +142,14 @@ def lost_query(request_id: str) -> Output:
 
 
 def draw_failure(request: Request) -> Output:
-    return _failure(
-        request.id,
-        f"no token could be drawn for position {len(request.tokens)} of this request: the model gave values that are "
-        f"not numbers, or the parameters forbid every token{_why(request)}; others are not affected",
-        sample=request.sample,
-        num_cached=request.num_cached,
-    )
+    cause = "" if request.processors is None else request.processors.error
+    if not cause:
+        cause = (
+            f"no token could be drawn for position {len(request.tokens)} of this request: the model gave values that "
+            f"are not numbers, or the parameters forbid every token{_why(request)}"
+        )
+    error = f"{cause}; others are not affected"
+    return _failure(request.id, error, sample=request.sample, num_cached=request.num_cached)
 
 
 def refusal(request: Request, error: Exception) -> Output:
@@ -158,9 +159,9 @@ def refusal(request: Request, error: Exception) -> Output:
 
 
 def _why(request: Request) -> str:
-    """What the grammar of the request reports, in an error message."""
+    """What may have forbidden every token, in an error message."""
     error = "" if request.session is None else request.session.error
-    return f" ({error})" if error else ""
+    return f" ({error})" if error else "" if request.processors is None else ", or its logits processors do"
 
 
 def _failure(request_id: str, error: str, *, sample: int = 0, num_cached: int = 0) -> Output:

@@ -1,4 +1,4 @@
-"""GrammarMask: forbids tokens that the grammar of a row does not allow.
+"""GrammarMask: forbids tokens that the grammar or the logits processors of a row do not allow.
 
 The masks are made while the device computes the step's forward. They have a host buffer and a device buffer of their
 own and are copied on the copy stream; the compute stream waits for the copy before the step's head. One buffer is
@@ -15,7 +15,7 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import mask_bits_
 from slipstream.runner.batch.staging import HostRing, Upload
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
-from slipstream.step import Ints, Late, StepPlan
+from slipstream.step import Ints, Late, Processed, StepPlan
 
 
 class GrammarMask(Stage):
@@ -38,7 +38,7 @@ class GrammarMask(Stage):
             self._users -= gone
             self._has_grammar[list(gone)] = False
         for admission in plan.admitted:
-            if admission.params.structured_outputs is not None:
+            if admission.params.structured_outputs is not None or admission.processed & Processed.TOKENS:
                 self._users.add(admission.row)
                 self._has_grammar[admission.row] = True
 

@@ -19,6 +19,8 @@ from slipstream.runner.sampling.bad_words import BadWords
 from slipstream.runner.sampling.bias import LogitBias
 from slipstream.runner.sampling.draw import Draw, DrawWork, greedy_by_row
 from slipstream.runner.sampling.grammar_mask import GrammarMask
+from slipstream.runner.sampling.host_bias import HostBias
+from slipstream.runner.sampling.host_logits import HostLogits
 from slipstream.runner.sampling.logprobs import (
     LogprobsWork,
     RequestedLogprobs,
@@ -31,7 +33,7 @@ from slipstream.runner.sampling.penalties import Penalties
 from slipstream.runner.sampling.scale import Scale
 from slipstream.runner.sampling.stage import SampleBatch, Stage, StageWork
 from slipstream.runner.sampling.truncate import Truncate
-from slipstream.step import Ints, StepPlan
+from slipstream.step import Ints, Late, StepPlan
 
 _NUMPY: dict[torch.dtype, np.dtype[Any]] = {torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64)}
 
@@ -94,15 +96,21 @@ class Sampler:
         assert logits_dtype in _NUMPY, f"logits are sampled in float32 or float64, not {logits_dtype}"
         dtype = _NUMPY[logits_dtype]
         self.vocab_size = vocab_size
-        self.masks = GrammarMask(num_rows, vocab_size, device)
+        self._masks = GrammarMask(num_rows, vocab_size, device)
+        self._biases = HostBias(num_rows, device)
+        self._raw = HostLogits(num_rows, is_scaled=False)
+        self._scaled = HostLogits(num_rows, is_scaled=True)
         self._scale = Scale(num_rows, device, dtype)
         self.stages: list[Stage] = [  # in the order in which they edit the logits
-            self.masks,
+            self._masks,
+            self._biases,
             LogitBias(num_rows, vocab_size, device, dtype, logits_dtype),
             MinTokens(num_rows, vocab_size, device, max_ids),
+            self._raw,
             Penalties(num_rows, vocab_size, device, dtype),
             BadWords(num_rows, device, max_ids),
             self._scale,
+            self._scaled,
             Truncate(num_rows, vocab_size, device, dtype),
         ]
         self.draw = Draw(num_rows, device)
@@ -125,6 +133,11 @@ class Sampler:
         if self._changed:
             for state in self._states:
                 state.flush(upload)
+
+    def send(self, late: Late) -> None:
+        """Host: what the step whose forward was launched last needs from the host for its draws."""
+        for stage in (self._masks, self._biases, self._raw, self._scaled):
+            stage.send(late)
 
     def prepare(self, plan: StepPlan, upload: Upload) -> SamplingWork:
         """Host, after `apply` and `flush`: this step's device work, for logits of the plan's sampling rows."""

@@ -39,6 +39,7 @@ class GrammarAdvancer:
         forced tokens."""
         own = [each for each in requests if each.session is not None and each.status is not Status.FINISHED]
         self._constraints.advance(own)
+        self._constraints.processors.advance(requests)
         for request in own:
             session = request.session
             assert session is not None
@@ -73,4 +74,5 @@ class GrammarAdvancer:
 
 def _can_append(request: Request) -> bool:
     """Checkpoints of recurrent states are planned for tokens known at admission, so such requests draw every token."""
-    return request.status is Status.RUNNING and request.params.can_append and request.states is None
+    is_free = request.params.can_append and request.processors is None
+    return request.status is Status.RUNNING and is_free and request.states is None

@@ -1,4 +1,6 @@
-"""Constraints: the requests of a scheduler whose output has a grammar, and the masks of their next tokens.
+"""Constraints: the requests whose draws the host takes part in, by a grammar or by logits processors.
+
+This file has the grammars and the masks of their next tokens; `processors` has the edits of logits processors.
 
 The plan of a step is launched before the tokens of the step before it are known. The masks come later: between the
 launch of the step's forward and its head the core commits all older steps, which advances the sessions, and then asks
@@ -19,13 +21,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slipstream.config.memory import mask_words
-from slipstream.request import Request, Status
+from slipstream.request import Request, Status, WaitFor
 from slipstream.scheduler.grammar.grammars import Grammars
 from slipstream.scheduler.grammar.session import Session, Words
+from slipstream.scheduler.processors.host_processors import HostProcessors
 from slipstream.step import Late
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
+
+    from slipstream.logits_processor import LogitsProcessor
 
 MIN_BUDGET = 0.001  # seconds for the masks of a step, however short the step is
 _MAX_THREADS = 8
@@ -33,9 +38,11 @@ _WAIT = 0.005  # seconds; then the caller runs: other requests may have arrived
 
 
 class Constraints:
-    def __init__(self, grammars: Grammars, max_rows: int) -> None:
+    def __init__(self, grammars: Grammars, max_rows: int, engine: Sequence[LogitsProcessor] = ()) -> None:
+        """`engine`: the logits processors of all requests."""
         self.grammars = grammars
-        self.num_live = 0  # requests with a grammar that have not ended
+        self.processors = HostProcessors(grammars.vocab_size, engine, grammars.finished)
+        self.num_live = 0  # requests with a grammar or processors that have not ended
         self.budget = MIN_BUDGET  # seconds that the masks of the next step may take; set by the core
         # of the newest plan: requests with a grammar that draw a token, and their rows
         self.drawing: list[tuple[Request, int]] = []
@@ -49,29 +56,43 @@ class Constraints:
         self._executor: LLExecutor | None = None
 
     @property
+    def is_drawing(self) -> bool:
+        """Whether `late` is needed for the newest plan."""
+        return bool(self.drawing or self.processors.drawing)
+
+    @property
     def is_waiting(self) -> bool:
         """Whether background threads work for a request."""
-        return bool(self._compiling or self._resting)
+        return bool(self._compiling or self._resting or self.processors.resting)
 
     def wait(self) -> None:
         """Wait until a background thread has finished something, for a few milliseconds at most."""
         if self.grammars.finished.wait(_WAIT):
             self.grammars.finished.clear()
 
-    # Compiling
+    # Submitting
 
-    def submit(self, requests: Sequence[Request]) -> bool:
-        """Starts to compile the grammar of a request's samples. Returns whether it is compiled already; raises if it
-        is known to be wrong."""
+    def enter(self, requests: Sequence[Request]) -> WaitFor:
+        """Take a new request: give its samples their processors, and start to compile its grammar. Returns what it
+        must wait for; raises if a processor refuses it or its grammar is known to be wrong."""
+        is_constrained = self.processors.open(requests)
+        waits_for = WaitFor.NOTHING
+        if requests[0].params.structured_outputs is not None:
+            is_constrained = True
+            waits_for = self._compile(requests)
+        if is_constrained:
+            self.num_live += len(requests)
+        return waits_for
+
+    def _compile(self, requests: Sequence[Request]) -> WaitFor:
         spec = requests[0].params.structured_outputs
         assert spec is not None
         future = self.grammars.compile(spec)
         if future.done():
             self._open_sessions(requests, future.result())
-        else:
-            self._compiling.append((requests, future))
-        self.num_live += len(requests)
-        return future.done()
+            return WaitFor.NOTHING
+        self._compiling.append((requests, future))
+        return WaitFor.GRAMMAR
 
     def take_compiled(self) -> Iterator[tuple[list[Request], Exception | None]]:
         """Samples whose grammar is compiled, and have a session now, or is wrong."""
@@ -102,9 +123,11 @@ class Constraints:
         for request, _ in self.drawing:
             if request.session is not None and request.session.is_slow:
                 request.hold()
+        self.processors.plan(sampling)
 
     def wake(self) -> None:
-        """Let requests run whose masks are filled now."""
+        """Let requests run whose masks are filled now, or whose processors have run."""
+        self.processors.wake()
         for request in self._resting[:]:
             session = request.session
             assert session is not None
@@ -158,7 +181,7 @@ class Constraints:
     # Masks
 
     def late(self) -> Late:
-        """The masks of the newest plan's rows. All older steps are committed. The next call reuses the arrays."""
+        """Masks and edits of the newest plan's rows. All older steps are committed. The next call reuses the arrays."""
         drawing, self.drawing = self.drawing, []
         num = len(drawing)
         if num > len(self._bits):
@@ -181,7 +204,8 @@ class Constraints:
         if pending:
             self._fill(pending, bits)
         rows = np.array([row for _, row in drawing], np.int32)
-        return Late(rows, bits.view(np.int32))
+        late = Late(rows, bits.view(np.int32))
+        return self.processors.add_to(late, self.budget) if self.processors.drawing else late
 
     def _fill(self, pending: list[tuple[Session, int]], bits: Words) -> None:
         if self._finds_slow or len(pending) == 1:
@@ -222,3 +246,4 @@ class Constraints:
 
     def close(self) -> None:
         self.grammars.close()
+        self.processors.close()

@@ -89,7 +89,7 @@ def _add_flag(
     if default not in (None, msgspec.NODEFAULT):
         text += f" (default: {_shown(default)})"
     kinds = alternatives(kind)
-    if kinds == [list[str]]:
+    if kinds in ([list[str]], [list[Any]]):
         group.add_argument(*flags, action="append", metavar="TEXT", default=argparse.SUPPRESS, help=text)
     elif kinds == [bool]:
         group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)

@@ -111,7 +111,7 @@ def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
             memory.staging + memory.staging_host,
             f"{scheduler.depth + 2} pinned slots and an arena on the device",
         ),
-        ("masks", memory.masks + memory.masks_host, "of structured output: a pinned buffer and its copy on the device"),
+        ("masks", memory.masks + memory.masks_host, "of structured output and processors: pinned buffers and copies"),
         ("results", memory.results + memory.results_host, f"{scheduler.depth + 2} slots on host and device"),
         ("reports", memory.reports + memory.reports_host, grown),
         ("activations", memory.activations, "of the largest step: the larger of body and head, and tokens"),

@@ -94,7 +94,7 @@ class Sources:
     def _read(self, name: str, key: str, text: str) -> Any:
         """Converts a variable's text to the option's type. A list is separated by commas, or is a JSON list."""
         kinds = alternatives(self._kinds[name])
-        if list[str] in kinds:
+        if list[str] in kinds or list[Any] in kinds:
             return _listed(text)
         if kinds == [bool]:
             if text.lower() not in _TRUTH:
@@ -110,7 +110,7 @@ class Sources:
         kind = self._kinds[name]
         if name == "models" and isinstance(value, dict):
             value = {str(each): _with_names(given) for each, given in value.items()}
-        if list[str] in alternatives(kind) and isinstance(value, str):
+        if {list[str], list[Any]} & set(alternatives(kind)) and isinstance(value, str):
             value = [value]
         try:
             return msgspec.convert(value, kind, strict=True)

@@ -68,6 +68,10 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     return_tokens_as_token_ids: Annotated[bool | None, _doc("in logprobs, write tokens as token_id:N")] = None
     return_token_ids: Annotated[bool | None, _doc("return the ids of prompt and output too")] = None
 
+    vllm_xargs: Annotated[
+        dict[str, Any] | None, _doc("arguments for the logits processors that the server was started with")
+    ] = None
+
     response_format: Annotated[
         dict[str, Any] | None, _doc("type is text, json_object, json_schema or structural_tag")
     ] = None
@@ -96,7 +100,6 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     truncation_side: Refused = None
     logits_processors: Refused = None
     kv_transfer_params: Refused = None
-    vllm_xargs: Refused = None
 
 
 _UNSUPPORTED = "unsupported_parameter"
@@ -110,9 +113,8 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "length_penalty": ((1, 1.0), "beam search is not supported"),
     "early_stopping": ((False,), "beam search is not supported"),
     "truncation_side": (("left",), "prompts are truncated on the left"),
-    "logits_processors": (([],), "a request cannot have code; use logit_bias, bad_words or allowed_token_ids"),
+    "logits_processors": (([],), "a request cannot have code; start the server with --logits-processors"),
     "kv_transfer_params": (({},), "KV caches are not transferred between engines"),
-    "vllm_xargs": (({},), "there are no extra arguments"),
 }
 
 
@@ -149,6 +151,8 @@ def sampling_params(
     _check_together(given, own)
     requested = {name: given[name] for name in given.keys() & _SAMPLING_FIELDS}
     values = {**inputs.description.defaults.params, **requested, **own}
+    if given.get("vllm_xargs"):
+        values["extra_args"], names["extra_args"] = given["vllm_xargs"], "vllm_xargs"
     if (structured := structured_outputs(given, names)) is not None:
         values["structured_outputs"] = structured
     if values.get("truncate_prompt_tokens") == -1 and values.get("max_tokens"):

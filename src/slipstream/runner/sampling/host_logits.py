@@ -1,0 +1,88 @@
+"""HostLogits: runs the logits processors of the user that see logits.
+
+The processor gets a copy of its row on the device, so its torch operations run on the compute stream. The cost: the
+head of the step is not captured, and what the code does on the host delays the head of all rows of the step. A token
+that was forbidden before (-inf) stays forbidden.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.device.sync_check import sync_allowed
+from slipstream.runner.batch.staging import Upload
+from slipstream.runner.sampling.processed_rows import ProcessedRows
+from slipstream.runner.sampling.stage import SampleBatch, Stage, StageWork
+from slipstream.step import Ints, Late, LogitsEdit, Processed, StepPlan
+
+
+class HostLogits(Stage):
+    def __init__(self, num_rows: int, *, is_scaled: bool) -> None:
+        """`is_scaled`: the stage is after the temperature, for processors that do not change the likeliest token."""
+        self.rows = ProcessedRows(num_rows, Processed.SCALED if is_scaled else Processed.LOGITS)
+        self._is_scaled = is_scaled
+        self._newest: list[LogitsEdit] = []  # of the step prepared last; filled by `send`
+
+    def apply(self, plan: StepPlan) -> None:
+        self.rows.apply(plan)
+
+    def flush(self, upload: Upload) -> None:
+        """Nothing changes with an admission: edits come with every step."""
+
+    def is_used_by(self, rows: Ints) -> bool:
+        return self.rows.is_used_by(rows)
+
+    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
+        if not self.is_used_by(rows):
+            return None
+        edits = self._newest = []  # a list of its own: the work of an older step may still have to run
+        index_of = {row: index for index, row in enumerate(rows.tolist())}
+
+        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+            for each in edits:
+                _run(each, logits, [index_of[row] for row in each.rows if row >= 0])
+
+        return StageWork(edit)
+
+    def send(self, late: Late) -> None:
+        """Host: the edits of the step whose forward was launched last."""
+        self._newest += [edit for edit in late.edits if edit.is_scaled == self._is_scaled]
+        self._newest = []
+
+
+def _run(edit: LogitsEdit, logits: torch.Tensor, indices: list[int]) -> None:
+    """Device: run one processor on a copy of its rows. If it fails, its rows have no allowed token."""
+    try:
+        with sync_allowed("a logits processor is code of the user"):
+            if edit.is_batched:
+                _run_batch(edit, logits, indices)
+            else:
+                before = logits[indices[0]]
+                before.copy_(_checked(edit.run(before.clone()), before))
+    except Exception as error:
+        edit.fail(error)
+        for index in indices:
+            logits[index].fill_(-torch.inf)
+
+
+def _run_batch(edit: LogitsEdit, logits: torch.Tensor, indices: list[int]) -> None:
+    places = [place for place, row in enumerate(edit.rows) if row >= 0]
+    batch = logits.new_zeros((len(edit.rows), logits.shape[1]))
+    for place, index in zip(places, indices, strict=True):
+        batch[place].copy_(logits[index])
+    result = edit.run(batch.clone())
+    result = _checked(result, batch)
+    for place, index in zip(places, indices, strict=True):
+        logits[index].copy_(result[place])
+
+
+def _checked(result: object, before: torch.Tensor) -> torch.Tensor:
+    """The result of a processor, in which what was forbidden before is forbidden."""
+    if not isinstance(result, torch.Tensor):
+        raise TypeError(f"it returned {type(result).__name__}; return a tensor like logits")
+    if result.shape != before.shape or not result.dtype.is_floating_point:
+        raise ValueError(
+            f"it returned a tensor of {tuple(result.shape)} {result.dtype}; logits has {tuple(before.shape)} "
+            f"{before.dtype}"
+        )
+    return torch.where(before == -torch.inf, before, result.to(before))

@@ -1,0 +1,228 @@
+"""HostProcessors: the requests of a scheduler that have logits processors, and the edits of their next tokens.
+
+As for grammars, a step is launched before the tokens of the step before it are known, and the edits come later, as
+`Late`: the core first commits all older steps, so processors see the true tokens. Requests without processors are not
+touched, and a step without such a request commits nothing early.
+
+Processors that see tokens run here, while the device computes the forward. If those of a step take longer than it, the
+slowest of its requests are slow from then on: they are planned only when their last token is known and a background
+thread has run their processors, so they sit out steps of the others. The draws do not depend on it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from slipstream.errors import InvalidParams, SlipstreamError
+from slipstream.logits_processor import AdapterLogitsProcessor, LogitsProcessor
+from slipstream.params import SamplingParams
+from slipstream.request import Request, Status
+from slipstream.scheduler.processors.batch import ProcessorBatch
+from slipstream.scheduler.processors.request_processors import RequestProcessors
+from slipstream.scheduler.processors.token_edits import RowEdit, Words
+from slipstream.step import Late, LateBias, LogitsEdit
+
+_NUM_THREADS = 2
+
+
+class HostProcessors:
+    def __init__(
+        self, vocab_size: int, engine: Sequence[LogitsProcessor] = (), finished: threading.Event | None = None
+    ) -> None:
+        """`engine`: the processors of all requests; `finished`: set when a background thread has run some."""
+        self.vocab_size = vocab_size
+        # of the newest plan: requests with processors that draw a token, and their rows
+        self.drawing: list[tuple[Request, int]] = []
+        self.resting: list[Request] = []  # slow: a background thread runs their processors
+        self._engine = engine
+        self._batches = {
+            number: ProcessorBatch(each)
+            for number, each in enumerate(engine)
+            if not isinstance(each, AdapterLogitsProcessor)
+        }
+        self._finished = finished or threading.Event()
+        self._pool: ThreadPoolExecutor | None = None
+        self._budget = 0.0  # seconds
+        self._is_alone = False  # whether all requests that draw in the newest plan have processors
+
+    # Submitting
+
+    def open(self, requests: Sequence[Request]) -> bool:
+        """Give each sample of a new request its processors. Returns whether it has any; raises if one refuses it."""
+        params = requests[0].params
+        if not self._engine and not params.logits_processors:
+            return False
+        for request in requests:
+            own = self._open_one(request, params)
+            if own:
+                request.processors = own
+        return requests[0].processors is not None
+
+    def _open_one(self, request: Request, params: SamplingParams) -> RequestProcessors:
+        own = RequestProcessors(request.tokens[: request.num_prompt])
+        for number, each in enumerate(self._engine):
+            name = type(each).__name__
+            with _Refusing(name):
+                each.validate_params(params)
+                if isinstance(each, AdapterLogitsProcessor):
+                    is_scaled = each.needs == "logits" and bool(each.is_argmax_invariant())
+                    call = None if is_scaled and params.is_greedy else each.new_req_logits_processor(params)
+                    if call is not None:
+                        own.add(name, call, needs=each.needs, is_scaled=is_scaled)
+                elif each.is_needed_by(params):
+                    is_invariant = self._batches[number].is_invariant
+                    if not (is_invariant and params.is_greedy):
+                        own.batches[number] = is_invariant
+        for call in params.logits_processors or ():
+            name = getattr(call, "__qualname__", type(call).__name__)
+            with _Refusing(name):
+                clone: Callable[[], Any] | None = getattr(call, "clone", None)
+                own.add(
+                    name, call if clone is None else clone(), needs=getattr(call, "needs", "logits"), is_scaled=False
+                )
+        return own
+
+    # Planning and committing
+
+    def plan(self, sampling: Sequence[Request]) -> None:
+        """These requests draw in the plan that is being made."""
+        self.drawing = [(request, request.row) for request in sampling if request.processors is not None]
+        self._is_alone = len(self.drawing) == len(sampling)
+        for request, _ in self.drawing:
+            if request.processors is not None and request.processors.is_slow:
+                request.hold()
+
+    def advance(self, requests: Sequence[Request]) -> None:
+        """These requests drew tokens that are known now. Runs the processors of slow ones in the background."""
+        for request in requests:
+            own = request.processors
+            if own is None or not request.held or request.pending or request.status is not Status.RUNNING:
+                continue
+            if not own.is_slow:
+                request.release_hold()
+            elif own.job is None:
+                own.catch_up(request.tokens)
+                own.job = self._run(own)
+                self.resting.append(request)
+
+    def wake(self) -> None:
+        """Let requests run whose processors have run."""
+        for request in self.resting[:]:
+            own = request.processors
+            assert own is not None
+            if own.job is None or own.job.done() or request.status is not Status.RUNNING:
+                self.resting.remove(request)
+                if request.status is Status.RUNNING:
+                    request.release_hold()
+
+    # Edits
+
+    def add_to(self, late: Late, budget: float) -> Late:
+        """The edits of the newest plan's rows, added to the masks of grammars. All older steps are committed.
+        `budget`: seconds that processors may take without delaying the step."""
+        drawing, self.drawing = self.drawing, []
+        self._budget = budget
+        live = [(request, row) for request, row in drawing if request.status is not Status.FINISHED]
+        edits: list[LogitsEdit] = []
+        batched: dict[int, list[tuple[Request, int]]] = {}
+        for request, row in live:
+            own = request.processors
+            assert own is not None
+            own.catch_up(request.tokens)
+            edits += own.logits_edits(row)
+            for number in own.batches:
+                batched.setdefault(number, []).append((request, row))
+        edits += [batch.edit(batched[number]) for number, batch in self._batches.items() if number in batched]
+        masks, bias = self._token_edits(live)
+        rows, bits = _with_masks(late, masks) if masks else (late.rows, late.bits)
+        return Late(rows, bits, _late_bias(bias) if bias else None, tuple(edits))
+
+    def _token_edits(self, live: list[tuple[Request, int]]) -> tuple[dict[int, Words], dict[int, dict[int, float]]]:
+        """Masks and biases by row, of processors that see tokens."""
+        masks: dict[int, Words] = {}
+        bias: dict[int, dict[int, float]] = {}
+        times: list[tuple[float, RequestProcessors]] = []
+        for request, row in live:
+            own = request.processors
+            if own is None or not own.by_tokens:
+                continue
+            edit, seconds = own.timed_edit(self.vocab_size) if own.job is None else own.job.result()
+            if own.job is not None:
+                own.is_slow = seconds > self._budget / 2
+                own.job = None
+            elif request.session is None:  # a grammar has its own reason to sit out
+                times.append((seconds, own))
+            if edit.mask is not None:
+                masks[row] = edit.mask
+            if edit.bias:
+                bias[row] = edit.bias
+        self._find_slow(times)
+        return masks, bias
+
+    def _find_slow(self, times: list[tuple[float, RequestProcessors]]) -> None:
+        """Mark as many of the slowest requests as slow that the others stay within the budget together. In a step
+        without other requests only those that exceed it alone: the rest would compete for the interpreter."""
+        total = sum(seconds for seconds, _ in times)
+        if total > self._budget:
+            for seconds, own in sorted(times, key=lambda each: -each[0]):
+                if total <= self._budget or (self._is_alone and seconds <= self._budget):
+                    break
+                own.is_slow = True
+                total -= seconds
+
+    def _run(self, own: RequestProcessors) -> Future[tuple[RowEdit, float]]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_NUM_THREADS, "slipstream-processor")
+        future = self._pool.submit(own.timed_edit, self.vocab_size)
+        future.add_done_callback(lambda _: self._finished.set())
+        return future
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+
+class _Refusing:
+    """Turns an exception of a processor at submission into a refusal of the request."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, SlipstreamError):
+            raise InvalidParams(
+                f"the logits processor {self._name} refuses the request: {type(error).__name__}: {error}",
+                param="logits_processors",
+            ) from error
+
+
+def _with_masks(late: Late, masks: dict[int, Words]) -> tuple[Any, Any]:
+    """Rows and bits with these masks by row: a row of `late` is masked by both."""
+    rows = late.rows.tolist()
+    bits = late.bits.copy() if rows else late.bits
+    for index, row in enumerate(rows):
+        if row in masks:
+            bits[index] &= masks[row].view(np.int32)
+    known = set(rows)
+    own = [row for row in masks if row not in known]
+    if own:
+        bits = np.concatenate([bits, np.stack([masks[row].view(np.int32) for row in own])])
+    return np.array(rows + own, np.int32), bits
+
+
+def _late_bias(bias: dict[int, dict[int, float]]) -> LateBias:
+    width = max(map(len, bias.values()))
+    ids = np.zeros((len(bias), width), np.int32)
+    values = np.zeros((len(bias), width), np.float32)
+    for index, own in enumerate(bias.values()):
+        ids[index, : len(own)] = list(own)
+        values[index, : len(own)] = list(own.values())
+    return LateBias(np.fromiter(bias, np.int32, len(bias)), ids, values)

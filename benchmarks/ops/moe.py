@@ -74,7 +74,7 @@ def measure(
 
     def sorted_() -> None:
         for routing in routings:
-            gemm.sort_by_expert(routing.ids, args.experts, gemm.grouped_tile(1).pairs)
+            gemm.sort_by_expert(routing.ids, args.experts, gemm.grouped_tile(1, True).pairs)
 
     parts = f"route {time(routed):.1f}, sort {time(sorted_):.1f}"
     print(f"{tokens:>7}{touched:>9.1f}{time(whole):>10.1f}{floor * 1e6:>10.1f}  {parts}", flush=True)
@@ -88,7 +88,7 @@ def measure(
                 continue
             if tile.pairs > 4 * max(16, tokens * args.top_k / args.experts) or (tile.pairs < 64 and tokens > 2048):
                 continue
-            gemm.grouped_tile = lambda each, tile=tile: tile
+            gemm.grouped_tile = lambda each, inward, tile=tile: tile
             try:
                 results.append((time(whole), tile))
             except Exception as error:  # a tile that does not compile

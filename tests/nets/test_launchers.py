@@ -164,6 +164,12 @@ def experts() -> dict[str, Callable[[], Any]]:
         "route": lambda: get("moe.triton.route")(half(3, 8), RouterRule(2), None),
         "route without padding": lambda: get("moe.triton.route")(half(3, 8), RouterRule(2), None, ints(3), 16),
         "expert_mlp": lambda: get("moe.triton.expert_mlp")(half(3, 32), routing, half(8, 96, 32), half(8, 32, 48)),
+        "expert_mlp of one token": lambda: get("moe.triton.expert_mlp")(
+            half(1, 32), Routing(ints(1, 2).int(), torch.rand(1, 2)), half(8, 96, 32), half(8, 32, 48)
+        ),
+        "expert_mlp of many tokens": lambda: get("moe.triton.expert_mlp")(
+            half(2100, 32), Routing(ints(2100, 2).int(), torch.rand(2100, 2)), half(8, 96, 32), half(8, 32, 48)
+        ),
         "expert_mlp with biases": lambda: get("moe.triton.expert_mlp")(
             half(3, 32), routing, half(8, 96, 32), half(8, 32, 48), False, ExpertBiases(half(8, 96), half(8, 32))
         ),

@@ -93,7 +93,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
     def set_gpu(name: str) -> None:
         monkeypatch.setattr(capability, "_has_hopper_kernels", lambda device: name == "hopper")
 
-    monkeypatch.setattr(dispatch, "_HAS_TRITON", True)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", True)
     monkeypatch.setattr(cublaslt_tuned, "is_tuned", lambda x, weight: len(x) >= cublaslt_tuned.MIN_ROWS)
     return set_gpu
 
@@ -127,7 +127,7 @@ def test_a_shape_without_a_tuned_algorithm_and_a_machine_without_triton_use_the_
     gpu("hopper")
     monkeypatch.setattr(cublaslt_tuned, "is_tuned", lambda x, weight: False)
     assert choose(make_call(4096, SMALL, torch.bfloat16, None, False)).name == "library"
-    monkeypatch.setattr(dispatch, "_HAS_TRITON", False)
+    monkeypatch.setattr(dispatch, "HAS_TRITON", False)
     for rows in ROWS:
         assert choose(make_call(rows, SMALL, torch.bfloat16, silu_and_mul, False)).name == "library"
         call = make_call(rows, SMALL, torch.bfloat16, F.gelu, True)

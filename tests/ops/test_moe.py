@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 
-from slipstream.ops.moe import ExpertBiases, Gate, RouterRule, Routing, host, reference
+from slipstream.ops.moe import ExpertBiases, Gate, RouterRule, Routing, SharedOutput, host, reference
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -102,7 +102,9 @@ def test_of_equal_scores_the_kernel_takes_the_lower_expert():
 
 
 @pytest.mark.parametrize("size", [1, 16])
-@pytest.mark.parametrize(("num_experts", "shape"), [(4, (1, 2)), (8, (9, 2)), (60, (700, 4)), (3, (1500, 1))])
+@pytest.mark.parametrize(
+    ("num_experts", "shape"), [(4, (1, 2)), (8, (9, 2)), (60, (700, 4)), (3, (1500, 1)), (13, (1501, 3))]
+)
 def test_sorting_lists_each_pair_once_and_tiles_of_one_expert(num_experts, shape, size):
     kernels()
     from slipstream.ops.moe.triton.sort import sort_by_expert
@@ -157,6 +159,20 @@ def test_expert_mlps_are_the_definition(shape, skewed, version):
     expert_mlp = {"reference": reference, "host": host}.get(version) or kernels()
     found = expert_mlp.expert_mlp(x, *rest)
     torch.testing.assert_close(found.double(), by_hand(x, *rest), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("version", ["reference", "host", "kernel"])
+def test_the_shared_expert_is_added(tokens, gated, version):
+    if version == "host" and CUDA:
+        pytest.skip("the CPU's")
+    x, *rest = make(tokens, 34, 24, 4, 2)
+    out, logit = torch.randn(tokens, 34, device=DEVICE), torch.randn(tokens, 1, device=DEVICE) if gated else None
+    module = {"reference": reference, "host": host}.get(version) or kernels()
+    found = module.expert_mlp(x, *rest, shared=lambda: SharedOutput(out, logit))
+    expected = by_hand(x, *rest) + out.double() * (1 / (1 + torch.exp(-logit.double())) if gated else 1)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
 def gated_by_hand(gate: float, up: float, kind: Gate) -> float:

@@ -25,6 +25,7 @@ from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.load import open_model
 from slipstream.nn.shapes import bidirectional_head_dims
 from slipstream.ops.compile_ahead import ForkedCompiler, can_compile_ahead, compiling_ahead
+from slipstream.ops.linear import reserve_counters
 from slipstream.ops.linear.cublaslt_tuned import autotune_recorded, recording_gemms
 from slipstream.pooling_params import PoolingParams
 from slipstream.runner.batch.encoder_batch import EncoderBatch
@@ -62,6 +63,7 @@ def build_runner(
         fill(progress)
         return runner, config
     warm_up = _warm_up(runner, config)
+    device.compute.run(lambda: reserve_counters(device.torch_device))
     if config.model.generates:
         with enough_memory():
             device.compute.run(lambda: _take_logits(config, device))

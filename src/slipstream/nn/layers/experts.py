@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -14,7 +14,7 @@ from slipstream.nn.layers.mlp import Mlp, PlainMlp, of_last
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.shapes import ExpertShape
 from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightSlot, new_parameter
-from slipstream.ops.moe import ExpertBiases, Routing, expert_mlp, route
+from slipstream.ops.moe import ExpertBiases, Routing, SharedOutput, expert_mlp, route
 
 
 class Experts(Layer):
@@ -45,13 +45,13 @@ class Experts(Layer):
         self.shared_gate = Linear(hidden, {"": 1}, False, plain, dtype) if shape.shared_gate else None
 
     def forward(self, x: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        out = self.run(x, self.choose(self.router(x, context), context))
-        if self.shared is None:
-            return out
-        shared = self.shared(x, context)
-        if self.shared_gate is not None:
-            shared = torch.sigmoid(self.shared_gate(x, context)) * shared
-        return out + shared
+        routing = self.choose(self.router(x, context), context)
+        return self.run(x, routing, None if self.shared is None else partial(self._run_shared, x, context))
+
+    def _run_shared(self, x: torch.Tensor, context: ForwardContext) -> SharedOutput:
+        assert self.shared is not None
+        gate = None if self.shared_gate is None else self.shared_gate(x, context)
+        return SharedOutput(self.shared(x, context), gate)
 
     def choose(self, logits: torch.Tensor, context: ForwardContext) -> Routing:
         """Experts of each token from router logits [T, experts]. In steps of one token per row, which may be padded to
@@ -61,12 +61,12 @@ class Experts(Layer):
             slots, page_size = batch.slots[0], context.caches[0][0].shape[1]
         return route(logits, self.shape.router, self.correction_bias, slots, page_size)
 
-    def run(self, x: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """The routed experts alone."""
+    def run(self, x: torch.Tensor, routing: Routing, shared: Callable[[], SharedOutput] | None = None) -> torch.Tensor:
+        """The routed experts, and the shared one if given."""
         biases = None
         if self.gate_up_bias is not None and self.down_bias is not None:
             biases = ExpertBiases(self.gate_up_bias, self.down_bias)
-        return expert_mlp(x, routing, self.gate_up, self.down, self.batch_invariant, biases, self.shape.gate)
+        return expert_mlp(x, routing, self.gate_up, self.down, self.batch_invariant, biases, self.shape.gate, shared)
 
     def after_norm(
         self,

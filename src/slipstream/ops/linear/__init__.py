@@ -21,9 +21,18 @@ __all__ = [
     "linear_add",
     "linear_unnormalized",
     "norm_linear",
+    "reserve_counters",
 ]
 
 chain_for = dispatch.choose_chain
+
+
+def reserve_counters(device: torch.device) -> None:
+    """Allocates the split-k counters of all weights on a CUDA device, for kernels that need them."""
+    if device.type == "cuda" and dispatch.HAS_TRITON:
+        from slipstream.ops.linear.triton import epilogue
+
+        epilogue.reserve_counters(device)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

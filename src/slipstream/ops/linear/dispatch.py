@@ -34,7 +34,7 @@ MAX_CHAINED_ROWS_OF_LARGE_WEIGHT = 64
 FUSED_ACTIVATIONS: dict[Activation | None, str] = {None: "", silu_and_mul: "silu", gelu_tanh_and_mul: "gelu_tanh"}
 """What the epilogues of gemv, skinny_mma and streaming_hopper compute, by the name that the kernels know."""
 
-_HAS_TRITON = importlib.util.find_spec("triton") is not None
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class GemmCall(NamedTuple):
@@ -71,7 +71,7 @@ def choose_chain(x: torch.Tensor, weight: torch.Tensor) -> Chain:
         return ""
     rows = len(x)
     if (
-        _HAS_TRITON
+        HAS_TRITON
         and x.dtype is torch.bfloat16
         and MAX_GEMV_ROWS < rows <= MAX_CHAINED_ROWS
         and _streaming_is_faster(x, weight, MAX_CHAINED_ROWS_OF_LARGE_WEIGHT)
@@ -106,7 +106,7 @@ def _accepts_gated_gemm_hopper(call: GemmCall) -> bool:
         and call.bias is None
         and bool(FUSED_ACTIVATIONS.get(call.activation))
         and call.x.dtype is torch.bfloat16
-        and _HAS_TRITON
+        and HAS_TRITON
         and len(call.weight) % 16 == 0  # TMA stores the output: rows of a multiple of 16 bytes
         and supports_tma(call.x, call.weight)
     )
@@ -117,7 +117,7 @@ def _accepts_gelu_gemm_hopper(call: GemmCall) -> bool:
         call.activation is not F.gelu
         or call.bias is None
         or len(call.x) < cublaslt_tuned.MIN_ROWS
-        or not (call.x.is_cuda and _HAS_TRITON and supports_tma(call.x, call.weight))
+        or not (call.x.is_cuda and HAS_TRITON and supports_tma(call.x, call.weight))
     ):
         return False
     from slipstream.ops.linear.triton.gated_gemm_hopper import can_fuse_gelu
@@ -130,7 +130,7 @@ def _accepts_cublaslt_tuned(call: GemmCall) -> bool:
 
 
 def _has_fused_epilogue(call: GemmCall) -> bool:
-    return call.x.element_size() == 2 and _HAS_TRITON and call.activation in FUSED_ACTIVATIONS
+    return call.x.element_size() == 2 and HAS_TRITON and call.activation in FUSED_ACTIVATIONS
 
 
 def _streaming_is_faster(x: torch.Tensor, weight: torch.Tensor, max_rows_of_large_weight: int) -> bool:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from slipstream.device.sync_check import sync_allowed
 from slipstream.ops.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.ops.moe import reference
-from slipstream.ops.moe.reference import ExpertBiases, Gate, Routing
+from slipstream.ops.moe.reference import ExpertBiases, Gate, Routing, Shared
 
 _GATES = reference.GATES | {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul}
 
@@ -21,10 +21,11 @@ def expert_mlp(
     batch_invariant: bool = False,
     biases: ExpertBiases | None = None,
     gate: Gate = "silu",
+    shared: Shared | None = None,
 ) -> torch.Tensor:
     """As the reference. A token's experts are added by descending score, so the sum does not depend on the batch."""
     if x.is_cuda:  # float64 on CUDA: reading counts would synchronize
-        return reference.expert_mlp(x, routing, gate_up, down, batch_invariant, biases, gate)
+        return reference.expert_mlp(x, routing, gate_up, down, batch_invariant, biases, gate, shared)
     top_k = routing.ids.shape[1]
     flat = routing.ids.flatten().to(torch.int64)
     order = flat.argsort(stable=True)
@@ -42,4 +43,5 @@ def expert_mlp(
         made[begin:end] = F.linear(inner, down[expert], out_bias)
         begin = end
     by_choice = torch.empty_like(made).index_copy_(0, order, made).unflatten(0, (-1, top_k))
-    return (by_choice * routing.weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    routed = (by_choice * routing.weights.unsqueeze(-1)).sum(1).to(x.dtype)
+    return routed if shared is None else shared().added_to(routed)

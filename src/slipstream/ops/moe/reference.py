@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -73,6 +74,20 @@ class ExpertBiases(NamedTuple):
     down: torch.Tensor  # [experts, hidden]
 
 
+class SharedOutput(NamedTuple):
+    """What the shared expert adds to the sum: out, or sigmoid(gate) * out."""
+
+    out: torch.Tensor  # [tokens, hidden]
+    gate: torch.Tensor | None = None  # [tokens, 1]
+
+    def added_to(self, total: torch.Tensor) -> torch.Tensor:
+        return total + (self.out if self.gate is None else torch.sigmoid(self.gate) * self.out)
+
+
+Shared = Callable[[], SharedOutput]
+"""Computes the shared expert. It may run beside the routed experts, on a stream of its own."""
+
+
 def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate), with gate and up clamped first: gpt-oss."""
     gate, up = gate_up.chunk(2, -1)
@@ -95,8 +110,9 @@ def expert_mlp(
     batch_invariant: bool = False,
     biases: ExpertBiases | None = None,
     gate: Gate = "silu",
+    shared: Shared | None = None,
 ) -> torch.Tensor:
-    """Sum over a token's experts of weight * down(gate(gate and up of x)).
+    """Sum over a token's experts of weight * down(gate(gate and up of x)), plus the shared expert.
 
     x [tokens, hidden]; gate_up [experts, 2 * inner, hidden], gates first, or [experts, inner, hidden] without gates;
     down [experts, hidden, inner]. Computes every expert for every token, so no shape depends on values.
@@ -107,4 +123,5 @@ def expert_mlp(
         weight = torch.where(routing.ids == expert, routing.weights, 0.0).sum(1, keepdim=True)
         into_bias, out_bias = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
         total += weight * F.linear(GATES[gate](F.linear(x, into, into_bias)), out, out_bias)
-    return total.to(x.dtype)
+    routed = total.to(x.dtype)
+    return routed if shared is None else shared().added_to(routed)

@@ -37,6 +37,14 @@ def counters(weight: torch.Tensor) -> torch.Tensor:
         return _find_counters(weight)
 
 
+def reserve_counters(device: torch.device) -> None:
+    """Allocates counters for weights to come. A start does this before it allocates anything that it frees again:
+    between freed blocks, the counters would leave no room for the largest one."""
+    with _lock:
+        if device not in _zeros:
+            _zeros[device] = torch.zeros(_CHUNK, dtype=torch.int32, device=device)
+
+
 def _find_counters(weight: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor | None = _counters.get(weight)
     if found is None:

@@ -8,6 +8,7 @@ import triton.language as tl
 
 from slipstream.ops.moe import reference
 from slipstream.ops.moe.reference import RouterRule, Routing
+from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 
 def route(
@@ -45,6 +46,7 @@ def route(
             KEPT_GROUPS=rule.kept_groups,
             TOP2=rule.group_score == "top2",
             num_warps=1 if num_experts <= 128 else 4,
+            **dependent(logits.device, num_tokens),
         )
     return Routing(ids, weights, has_padding=slots is not None)
 
@@ -69,10 +71,13 @@ def _route_kernel(
     GROUPS: tl.constexpr,
     KEPT_GROUPS: tl.constexpr,
     TOP2: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    release_next(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     inside = expert < num_experts
+    wait_for_previous(DEPENDENT)
     value = tl.load(logits + token * stride + expert, mask=inside, other=-float("inf")).to(tl.float32)
     if SIGMOID:
         scores = tl.sigmoid(value)

@@ -1,6 +1,7 @@
 """Sorts (token, expert) pairs by expert and splits each expert's range into tiles, on the device.
 
-A pair is identified by its index in the routing: token * top_k + choice.
+A pair is identified by its index in the routing: token * top_k + choice. Few pairs take one launch, in which each
+program reads all of them. Many take three: counts per block of pairs, their sums, and the places within a block.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 4096  # pairs per loop iteration
+from slipstream.ops.pdl import dependent, release_next, wait_for_previous
+
+_FEW_PAIRS = 4096
+_BLOCK = 256  # pairs per program, of many
 
 
 class ExpertTiles(NamedTuple):
@@ -26,6 +30,10 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int, size: int) -> ExpertTile
     max_tiles = triton.cdiv(num_pairs, size) + min(num_experts, num_pairs)
     order = torch.empty(num_pairs, dtype=torch.int32, device=ids.device)
     table = torch.empty(3, max_tiles, dtype=torch.int32, device=ids.device)
+    tiles = ExpertTiles(order, table, size)
+    if num_pairs > _FEW_PAIRS:
+        _sort_many(ids, num_experts, tiles)
+        return tiles
     _sort_kernel[(num_experts,)](
         ids,
         order,
@@ -35,10 +43,37 @@ def sort_by_expert(ids: torch.Tensor, num_experts: int, size: int) -> ExpertTile
         num_experts,
         BINS=triton.next_power_of_2(num_experts + 1),
         SIZE=size,
-        BLOCK=min(_BLOCK, max(triton.next_power_of_2(num_pairs), 32)),
+        BLOCK=max(triton.next_power_of_2(num_pairs), 32),
         num_warps=4 if num_pairs <= 1024 else 16,
+        **dependent(ids.device, len(ids)),
     )
-    return ExpertTiles(order, table, size)
+    return tiles
+
+
+def _sort_many(ids: torch.Tensor, num_experts: int, tiles: ExpertTiles) -> None:
+    num_pairs = ids.numel()
+    num_blocks = triton.cdiv(num_pairs, _BLOCK)
+    bins = triton.next_power_of_2(num_experts + 1)  # with one for pairs of no expert
+    counts = torch.empty(bins, num_blocks, dtype=torch.int32, device=ids.device)
+    totals = torch.zeros(bins, dtype=torch.int32, device=ids.device)
+    _count_kernel[(num_blocks,)](
+        ids, counts, totals, num_pairs, num_blocks, num_experts, BINS=bins, BLOCK=_BLOCK, num_warps=4
+    )
+    _offset_kernel[(num_experts,)](
+        counts,
+        totals,
+        tiles.table,
+        num_blocks,
+        tiles.table.shape[1],
+        num_experts,
+        BINS=bins,
+        SIZE=tiles.size,
+        BLOCKS=min(1024, max(triton.next_power_of_2(num_blocks), 32)),
+        num_warps=4,
+    )
+    _place_kernel[(num_blocks,)](
+        ids, counts, tiles.order, num_pairs, num_blocks, num_experts, BLOCK=_BLOCK, num_warps=8
+    )
 
 
 # grid: (experts,): each program finds the pairs of its own expert
@@ -53,26 +88,84 @@ def _sort_kernel(
     BINS: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    release_next(DEPENDENT)
+    expert = tl.program_id(0)
+    pair = tl.arange(0, BLOCK)
+    wait_for_previous(DEPENDENT)
+    found = tl.load(ids + pair, mask=pair < num_pairs, other=num_experts)  # lanes past the end have a bin
+    start, count, tile = _range_of(expert, tl.histogram(found, BINS).to(tl.int32), BINS, SIZE)
+    mine = found == expert
+    rank = tl.cumsum(mine.to(tl.int32), 0)
+    tl.store(order + start + rank - 1, pair, mask=mine)
+    _list_tiles(table, expert, start, count, tile, max_tiles, num_experts, SIZE)
+
+
+# grid: (blocks of pairs,)
+@triton.jit
+def _count_kernel(ids, counts, totals, num_pairs, num_blocks, num_experts, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    pair = block * BLOCK + tl.arange(0, BLOCK)
+    bins = tl.arange(0, BINS)
+    found = tl.histogram(tl.load(ids + pair, mask=pair < num_pairs, other=num_experts), BINS).to(tl.int32)
+    tl.store(counts + bins * num_blocks + block, found)
+    tl.atomic_add(totals + bins, found, sem="relaxed")
+
+
+# grid: (experts,): turns the counts of an expert's row into places in `order`
+@triton.jit
+def _offset_kernel(
+    counts,
+    totals,
+    table,
+    num_blocks,
+    max_tiles,
+    num_experts,
+    BINS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
     expert = tl.program_id(0)
+    start, count, tile = _range_of(expert, tl.load(totals + tl.arange(0, BINS)), BINS, SIZE)
+    place = start
+    for first in range(0, num_blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        own = tl.load(counts + expert * num_blocks + block, mask=block < num_blocks, other=0)
+        tl.store(counts + expert * num_blocks + block, place + tl.cumsum(own, 0) - own, mask=block < num_blocks)
+        place += tl.sum(own, 0)
+    _list_tiles(table, expert, start, count, tile, max_tiles, num_experts, SIZE)
+
+
+# grid: (blocks of pairs,): `places` are those of each expert's first pair in the block
+@triton.jit
+def _place_kernel(ids, places, order, num_pairs, num_blocks, num_experts, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
+    pair = block * BLOCK + lane
+    found = tl.load(ids + pair, mask=pair < num_pairs, other=num_experts)
+    mine = found < num_experts
+    # the same load, so that it has the layout of the other axis
+    other = tl.load(ids + pair, mask=pair < num_pairs, other=num_experts)
+    before = (found[:, None] == other[None, :]) & (lane[None, :] < lane[:, None])
+    rank = tl.sum(before.to(tl.int32), 1)
+    place = tl.load(places + found * num_blocks + block, mask=mine, other=0)
+    tl.store(order + place + rank, pair, mask=mine)
+
+
+@triton.jit
+def _range_of(expert, counts, BINS: tl.constexpr, SIZE: tl.constexpr):
+    """First place, number of pairs and first tile of an expert, from the counts of all."""
     bins = tl.arange(0, BINS)
-    counts = tl.zeros((BINS,), tl.int32)
-    for first in range(0, num_pairs, BLOCK):
-        pair = first + lane
-        found = tl.load(ids + pair, mask=pair < num_pairs, other=num_experts)  # lanes past the end have a bin
-        counts += tl.histogram(found, BINS).to(tl.int32)
     tiles = (counts + SIZE - 1) // SIZE
     start = tl.sum(tl.where(bins < expert, counts, 0), 0)
     count = tl.sum(tl.where(bins == expert, counts, 0), 0)
-    tile = tl.sum(tl.where(bins < expert, tiles, 0), 0)
-    place = start
-    for first in range(0, num_pairs, BLOCK):
-        pair = first + lane
-        mine = tl.load(ids + pair, mask=pair < num_pairs, other=num_experts) == expert
-        rank = tl.cumsum(mine.to(tl.int32), 0)
-        tl.store(order + place + rank - 1, pair, mask=mine)
-        place += tl.sum(mine.to(tl.int32), 0)
+    return start, count, tl.sum(tl.where(bins < expert, tiles, 0), 0)
+
+
+@triton.jit
+def _list_tiles(table, expert, start, count, tile, max_tiles, num_experts, SIZE: tl.constexpr):
+    """Lists the expert's tiles; the last expert's program marks the unused ones."""
     for first in range(0, count, SIZE):
         tl.store(table + tile, expert)
         tl.store(table + max_tiles + tile, start + first)

@@ -1,0 +1,72 @@
+"""Sums a token's experts, and the shared expert, on CUDA: in float32, in routing order, rounded once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from slipstream.ops.moe.reference import Routing, SharedOutput
+from slipstream.ops.pdl import dependent, release_next, wait_for_previous
+
+_COLUMNS = 1024  # of one program
+
+
+def combine(made: torch.Tensor, routing: Routing, num_experts: int, shared: SharedOutput | None) -> torch.Tensor:
+    """made [tokens * top_k, hidden]: the weighted outputs of the pairs. Those of no expert may hold anything."""
+    num_tokens, top_k = routing.ids.shape
+    hidden = made.shape[1]
+    out = torch.empty(num_tokens, hidden, dtype=made.dtype, device=made.device)
+    columns = min(_COLUMNS, triton.next_power_of_2(hidden))
+    beside, gate = (None, None) if shared is None else shared
+    assert beside is None or (beside.is_contiguous() and beside.shape == out.shape)
+    _combine_kernel[(num_tokens, triton.cdiv(hidden, columns))](
+        made,
+        routing.ids if routing.has_padding else None,
+        beside,
+        gate,
+        out,
+        num_experts,
+        hidden,
+        0 if gate is None else gate.stride(0),
+        TOP_K=top_k,
+        COLUMNS=columns,
+        num_warps=4,
+        **dependent(made.device, num_tokens),
+    )
+    return out
+
+
+# grid: (tokens, blocks of columns)
+@triton.jit
+def _combine_kernel(
+    made,
+    ids,
+    shared,
+    gate,
+    out,
+    num_experts,
+    hidden,
+    gate_stride,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    release_next(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < hidden
+    wait_for_previous(DEPENDENT)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for choice in tl.static_range(TOP_K):
+        pair = token * TOP_K + choice
+        mask = inside
+        if ids is not None:
+            mask = inside & (tl.load(ids + pair) < num_experts)
+        total += tl.load(made + pair * hidden + column, mask=mask, other=0.0).to(tl.float32)
+    if shared is not None:
+        beside = tl.load(shared + token * hidden + column, mask=inside, other=0.0).to(tl.float32)
+        if gate is not None:
+            beside *= tl.sigmoid(tl.load(gate + token * gate_stride).to(tl.float32))
+        total += beside
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=inside)

@@ -24,6 +24,7 @@ from slipstream.transport.frames import (
     FromCore,
     ModelDescriptions,
     Ready,
+    ResetPrefixCache,
     ToCore,
     frame,
     to_core_frames,
@@ -67,6 +68,7 @@ class ScriptedCore(asyncio.Protocol):
         self.submits: list[Submit] = []
         self.aborts: list[Abort] = []
         self.others: list[AbortAll | AbortedAll] = []  # messages between front ends
+        self.num_resets = 0
         self.frames = to_core_frames()
         self.changed = asyncio.Event()
 
@@ -105,6 +107,10 @@ class ScriptedCore(asyncio.Protocol):
     def take(self, message: ToCore) -> None:
         if isinstance(message, Abort):
             self.aborts.append(message)
+            return
+        if isinstance(message, ResetPrefixCache):
+            self.num_resets += 1
+            self.say(message)
             return
         if isinstance(message, AbortAll | AbortedAll):
             self.others.append(message)

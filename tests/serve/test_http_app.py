@@ -382,6 +382,32 @@ def test_abort_requests_ends_everything_with_what_there_is(folder):
     at_door(folder, scenario, answers=False, admin_key="root")
 
 
+def test_the_prefix_cache_is_reset_by_the_admin_only(folder):
+    async def scenario(door):
+        assert (await door.post("/reset_prefix_cache", b"")).status == 401
+        assert door.core.num_resets == 0
+        assert (await door.post("/reset_prefix_cache", b"", authorization="Bearer root")).status == 200
+        assert door.core.num_resets == 1
+
+    at_door(folder, scenario, admin_key="root")
+
+
+def test_ping_says_whether_requests_are_accepted(folder):
+    assert once(folder, "GET", "/ping").status == 200
+    assert once(folder, "GET", "/ping", settings={"ready": False}).status == 503
+
+
+@pytest.mark.parametrize("name", ["speech", "transcriptions", "translations"])
+def test_audio_is_refused_by_name_whatever_the_body(folder, name):
+    async def scenario(door):
+        for kind in ("application/json", "multipart/form-data; boundary=x"):
+            answer = await door.post(f"/v1/audio/{name}", b"--x", content_type=kind)
+            assert answer.status == 400 and f"/v1/audio/{name}" in answer.error
+            assert answer.json()["error"]["code"] == "unsupported_route"
+
+    at_door(folder, scenario)
+
+
 def test_a_slow_reader_gets_merged_increments_and_all_of_the_text(folder):
     async def scenario(door):
         exchange = door.begin("POST", "/v1/completions", {"prompt": "x", "max_tokens": 40, "stream": True})

@@ -27,6 +27,7 @@ from slipstream.transport.frames import (
     Pulse,
     Ready,
     Refused,
+    ResetPrefixCache,
     TooLarge,
     encoded,
     frame,
@@ -48,8 +49,9 @@ TO_CORE = [
     Abort("b", 3),
     AbortAll("call"),
     AbortedAll("call", 7),
+    ResetPrefixCache("call"),
 ]
-KINDS = Submit | SubmitAll | Abort | AbortAll | AbortedAll | Join
+KINDS = Submit | SubmitAll | Abort | AbortAll | AbortedAll | ResetPrefixCache | Join
 FROM_CORE = [
     Output("a", 0, [7]),
     Output("a", 1, [7, 8], bytes(range(32)) * 2, FinishReason.STOP, 8, 4),
@@ -62,6 +64,7 @@ FROM_CORE = [
     Failed("RuntimeError: boom"),
     AbortAll("call"),
     AbortedAll("call", 0),
+    ResetPrefixCache("call"),
 ]
 
 

@@ -50,6 +50,12 @@ class Lanes:
         """Returns how many samples this ended. Lanes without the request ignore it."""
         return sum(core.abort(message) for core in self.cores.values())
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets the cached prefixes of all models; encoders have none. Between two steps only."""
+        for core in self.cores.values():
+            if (cache := getattr(core.scheduler, "cache", None)) is not None:
+                cache.reset()
+
     def keeps_query(self, request_id: str) -> bool:
         return any(core.scheduler.keeps_query(request_id) for core in self.cores.values())
 

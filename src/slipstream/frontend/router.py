@@ -36,6 +36,7 @@ from slipstream.transport.frames import (
     Pulse,
     Ready,
     Refused,
+    ResetPrefixCache,
 )
 
 log = logging.getLogger("slipstream.front")
@@ -63,7 +64,7 @@ class RequestRouter:
         self._outputs = OutputProcessor()
         self._mailboxes: dict[str, Mailbox] = {}  # by request id
         self._preparing: dict[str, bool] = {}  # by request id, prompts being tokenised: whether they were aborted
-        self._abort_calls: dict[str, asyncio.Future[int]] = {}  # sent to the other front ends, by call id
+        self._calls: dict[str, asyncio.Future[int]] = {}  # calls that wait for a reply, by id
         self._numbers = itertools.count()
         self._prefix = secrets.token_hex(4)
 
@@ -198,15 +199,23 @@ class RequestRouter:
 
     async def abort_others(self) -> int:
         """Aborts every request of the other front ends of this core. Returns their number when all have replied."""
+        return await self._call(AbortAll)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forgets the cached prefixes of all models. Running requests are not affected."""
+        await self._call(ResetPrefixCache)
+
+    async def _call(self, message: type[AbortAll] | type[ResetPrefixCache]) -> int:
+        """Sends a message and waits for its reply."""
         self.check()
         call = self.new_id()
         waiter: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._abort_calls[call] = waiter
+        self._calls[call] = waiter
         try:
-            self.client.send(AbortAll(call))
+            self.client.send(message(call))
             return await waiter
         finally:
-            del self._abort_calls[call]
+            del self._calls[call]
 
     async def close(self) -> None:
         if self._opening is not None:
@@ -248,10 +257,10 @@ class RequestRouter:
             self._wake_if_ready()
         elif isinstance(message, AbortAll):
             self.client.send(AbortedAll(message.call, self._abort_own()))
-        elif isinstance(message, AbortedAll):
-            waiter = self._abort_calls.get(message.call)
+        elif isinstance(message, AbortedAll | ResetPrefixCache):
+            waiter = self._calls.get(message.call)
             if waiter is not None and not waiter.done():
-                waiter.set_result(message.count)
+                waiter.set_result(message.count if isinstance(message, AbortedAll) else 0)
 
     def fail(self, error: BaseException) -> None:
         """The core is lost: every stream and every waiting call raises `error`."""
@@ -259,7 +268,7 @@ class RequestRouter:
             self.failure = error
         for mailbox in self._mailboxes.values():
             mailbox.fail(self.failure)
-        for waiter in self._abort_calls.values():
+        for waiter in self._calls.values():
             if not waiter.done():
                 waiter.set_exception(self.failure)
         _wake(self._state_waiters)

@@ -40,6 +40,7 @@ from slipstream.transport.frames import (
     ModelDescriptions,
     Pulse,
     Ready,
+    ResetPrefixCache,
     ToCore,
 )
 from slipstream.transport.socket_server import Connection, SocketServer
@@ -104,6 +105,9 @@ class CoreProcess:
             self._abort_calls.start(connection, message)
         elif isinstance(message, AbortedAll):
             self._abort_calls.reply(connection, message)
+        elif isinstance(message, ResetPrefixCache):
+            self.lanes.reset_prefix_cache()
+            self.server.send(connection, [message])
         elif (joined := self.server.join(connection)) is not None and self._opening is not None:
             self.server.send(joined, [self._opening, Ready()])
 

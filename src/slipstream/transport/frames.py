@@ -66,6 +66,12 @@ class AbortedAll(msgspec.Struct, frozen=True, tag=True, array_like=True):
     count: int
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """To the core: forget the cached prefixes of all models. The core sends the same message back when it is done."""
+
+    call: str
+
+
 class Join(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """From the supervisor: a new front end. The core's end of its socket is sent with this frame (SCM_RIGHTS)."""
 
@@ -99,8 +105,20 @@ class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True):
     cause: str
 
 
-ToCore = Submit | SubmitAll | Abort | AbortAll | AbortedAll
-FromCore = Output | Begun | Refused | AbortAll | AbortedAll | Loading | ModelDescriptions | Ready | Pulse | Failed
+ToCore = Submit | SubmitAll | Abort | AbortAll | AbortedAll | ResetPrefixCache
+FromCore = (
+    Output
+    | Begun
+    | Refused
+    | AbortAll
+    | AbortedAll
+    | ResetPrefixCache
+    | Loading
+    | ModelDescriptions
+    | Ready
+    | Pulse
+    | Failed
+)
 
 Message = TypeVar("Message")
 

@@ -10,7 +10,7 @@ from slipstream.engine.lanes import Lanes
 from slipstream.messages import Abort, Submit, SubmitAll
 from slipstream.transport.admission import submit
 from slipstream.transport.client import Listener
-from slipstream.transport.frames import AbortAll, AbortedAll, Begun, FromCore, ToCore
+from slipstream.transport.frames import AbortAll, AbortedAll, Begun, FromCore, ResetPrefixCache, ToCore
 
 
 class ThreadClient:
@@ -62,6 +62,9 @@ class ThreadClient:
                 self.core.abort(message)
             elif isinstance(message, AbortAll):
                 self._send_to_listener([AbortedAll(message.call, 0)])  # there is no other front end
+            elif isinstance(message, ResetPrefixCache):
+                self.core.reset_prefix_cache()
+                self._send_to_listener([message])
         return True
 
     def _send_to_listener(self, messages: list[FromCore]) -> None:

@@ -92,6 +92,11 @@ class CheckpointPool:
             self._forget(checkpoint)
             self._order.move_to_end(checkpoint, last=False)
 
+    def unpublish_all(self) -> None:
+        """Make all checkpoints unfindable."""
+        for page_hash in list(self._checkpoint_of):
+            self.unpublish(page_hash)
+
     def end_plan(self) -> None:
         """The plan under construction is complete: later plans may restore what it saves."""
         if self._new:

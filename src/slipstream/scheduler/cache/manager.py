@@ -103,6 +103,13 @@ class CacheManager:
         length, branch = matching.num_pages * self.page_size, matching.branch * self.page_size
         return Hit(length, matching.pages, branch=branch if self.groups else 0, checkpoint=matching.checkpoint)
 
+    def reset(self) -> None:
+        """Forgets all cached prefixes. Requests keep the pages that they hold. Between two plans only."""
+        for group in self.groups:
+            group.pool.unpublish_all()
+        if self.states is not None:
+            self.states.pool.unpublish_all()
+
     def keep_match(self, request: Request) -> None:
         """The request that was matched last has to wait. Its next match costs only what has changed by then."""
         matching = self._matching

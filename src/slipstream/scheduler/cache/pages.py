@@ -105,6 +105,11 @@ class PagePool:
             del self._page_of[page_hash]
             self._note_change(page_hash)
 
+    def unpublish_all(self) -> None:
+        """Make all pages unfindable."""
+        for page in list(self._page_of.values()):
+            self.unpublish(page)
+
     def watch(self, hashes: Sequence[bytes]) -> None:
         """From now on, record when the answer of `find` for one of these hashes changes."""
         self._watched = dict(zip(hashes, range(len(hashes)), strict=True))

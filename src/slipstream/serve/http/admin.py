@@ -36,6 +36,16 @@ async def abort_requests(request: Request, body: None) -> Response:
     return json_response(Aborted(count))
 
 
+async def reset_prefix_cache(request: Request, body: None) -> Response:
+    """Forgets cached prefixes, for example before a measurement. Running requests keep the pages that they hold."""
+    try:
+        await asyncio.wait_for(request.state.engine.reset_prefix_cache(), _REPLY_SECONDS)
+    except TimeoutError:
+        fact = f"the engine did not reply in {_REPLY_SECONDS:g} s"
+        raise HTTPException(503, f"{fact}; try again, or see /health", code="no_reply") from None
+    return json_response({})
+
+
 ROUTES = [
     post(
         "/abort_requests",
@@ -46,4 +56,8 @@ ROUTES = [
         needs_engine=False,
         uses_queue=False,
     ),
-]
+    post(
+        "/reset_prefix_cache", reset_prefix_cache, "Forget cached prefixes of all models", access="admin",
+        uses_queue=False,
+    ),
+]  # fmt: skip

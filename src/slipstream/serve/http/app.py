@@ -61,7 +61,7 @@ class App:
             if route.uses_queue:
                 self.state.admit(1, caller=caller)  # before the body is read
             seconds = self._seconds(request) if route.needs_engine else None
-            body = await self._read(route, headers, receive, seconds) if route.method == "POST" else None
+            body = await self._read(route, headers, receive, seconds) if self._reads_body(route) else None
             if route.needs_engine:
                 self.state.check_ready()
                 left = None if seconds is None else seconds - (time.perf_counter() - began)
@@ -179,6 +179,10 @@ class App:
         if kind.partition(b";")[0].strip().lower() != b"application/json":
             raise HTTPException(415, "the body must be JSON; send the header Content-Type: application/json")
         return _decode(decoder, body)
+
+    @staticmethod
+    def _reads_body(route: Route) -> bool:
+        return route.method == "POST" and route.reads_body
 
     def _seconds(self, request: Request) -> float | None:
         limit = self.state.settings.request_timeout

@@ -7,18 +7,16 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from slipstream.serve.http.errors import HTTPException
-from slipstream.serve.http.response import DONE, Response, StreamingResponse
+from slipstream.serve.http.response import EVENTS, Response, StreamingResponse
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
-_EVENT_HEADERS = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+_STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer events
 ]
-_KEEP_ALIVE = b": still here\n\n"  # a comment, which clients ignore
 
 
 class ResponseWriter:
@@ -27,6 +25,7 @@ class ResponseWriter:
         self._send = send
         self._id = (b"x-request-id", request_id.encode())
         self._started = False
+        self._format = EVENTS
         self._keep_alive = keep_alive
         self._wrote = False  # since the timer last fired
         self._timer: asyncio.TimerHandle | None = None
@@ -37,7 +36,8 @@ class ResponseWriter:
             await self._write_complete(response.status_code, response.media_type, response.body, list(response.headers))
             return response.status_code
         parts, send = response.body_iterator, self._send
-        if self._keep_alive:
+        self._format = response.format
+        if self._keep_alive and self._format.keep_alive is not None:
             self._set_timer()
         try:
             async for part in parts:
@@ -56,12 +56,11 @@ class ResponseWriter:
         if not self._started:
             await self._write_complete(error.status, b"application/json", error.body(), error.headers())
             return
-        body = b"data: " + error.body() + b"\n\n" + DONE
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self._send({"type": "http.response.body", "body": self._format.error(error), "more_body": False})
 
     async def _start_events(self) -> None:
         self._started = True
-        headers = [*_EVENT_HEADERS, self._id]
+        headers = [(b"content-type", self._format.media_type), *_STREAM_HEADERS, self._id]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _write_complete(self, status: int, kind: bytes, body: bytes, more: list[tuple[bytes, bytes]]) -> None:
@@ -92,4 +91,4 @@ class ResponseWriter:
             return  # the stream ended meanwhile
         if not self._started:
             await self._start_events()
-        await self._send({"type": "http.response.body", "body": _KEEP_ALIVE, "more_body": True})
+        await self._send({"type": "http.response.body", "body": self._format.keep_alive, "more_body": True})

@@ -30,6 +30,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     access: Access = "user"
     convert_error: Callable[[HTTPException], HTTPException] | None = None  # for an API with its own error format
     error_model: Any = None  # type of such errors, for the OpenAPI document
+    reads_body: bool = True  # of a POST request; False for a route that only refuses
     any_host: bool = False  # do not check the Host header
     quiet: bool = False  # for probes and scrapers: logged at level debug
     needs_engine: bool = True  # watched for disconnects and deadlines, and refused until the engine is ready
@@ -54,3 +55,13 @@ def delete(path: str, endpoint: Endpoint, summary: str, **more: Any) -> Route:
 
 def post(path: str, endpoint: Endpoint, summary: str, body: Any = None, **more: Any) -> Route:
     return Route(method="POST", path=path, endpoint=endpoint, summary=summary, body=body, **more)
+
+
+def refused(path: str, hint: str, *, method: str = "POST", **more: Any) -> Route:
+    """Returns a route that clients know and that this server does not have: its error says so by name."""
+
+    async def refuse(request: Request, body: None) -> Response:
+        raise HTTPException(400, f"{path} is not supported: {hint}", code="unsupported_route", closes=True)
+
+    how = {"needs_engine": False, "uses_queue": False, "reads_body": False} | more
+    return Route(method=method, path=path, endpoint=refuse, summary=f"Not supported: {hint}", **how)

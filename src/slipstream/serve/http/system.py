@@ -8,7 +8,7 @@ import slipstream
 from slipstream.metrics.stats import FrontEnds
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response, json_response
-from slipstream.serve.http.routes import get
+from slipstream.serve.http.routes import get, refused
 
 
 class Health(msgspec.Struct):
@@ -84,10 +84,14 @@ async def metrics(request: Request, body: None) -> Response:
     return Response(text, media_type=kind.encode())
 
 
+_AUDIO = ("speech", "transcriptions", "translations")
+
 ROUTES = [
     get("/health", health, "Liveness", response_model=Health, access="open", any_host=True, quiet=True),
     get("/ready", ready, "Readiness", response_model=Health, access="open", any_host=True, quiet=True),
+    get("/ping", ready, "Readiness, for SageMaker", response_model=Health, access="open", any_host=True, quiet=True),
     get("/load", load, "Open, queued and running requests", response_model=Load),
     get("/version", version, "Version of the server", response_model=Version),
     get("/metrics", metrics, "Metrics in Prometheus' format", quiet=True),
+    *(refused(f"/v1/audio/{name}", "models read and write text only") for name in _AUDIO),
 ]

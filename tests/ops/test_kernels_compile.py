@@ -155,12 +155,21 @@ def recurrent():
     build(delta + "decode", "_decode_kernel", x, BLOCK=64, SPLITS=1, HALVES=2, made=None, arrived=None, **shape)
     build(delta + "decode", "_decode_kernel", x, BLOCK=32, SPLITS=4, HALVES=1, save_slots=None, **shape)
     x |= of(HALF, "x dt b c z") | of(FLOAT, "d dt_min dt_max") | {"dt_min": "fp32", "dt_max": "fp32"}
+    ssm = "slipstream.ops.ssm.triton."
+    heads = dict(HEADS=80, HEADS_OF_GROUP=10, STATE=128, PADDED_STATE=128)
+    build(ssm + "ssd", "_ssd_kernel", x, DIM=64, BLOCK=32, **heads)
+    build(ssm + "ssd", "_ssd_kernel", x, DIM=64, BLOCK=32, save_slots=None, **heads)
+    x |= of(FLOAT, "sizes totals")
+    heads |= dict(CHUNK=64, PRECISION="tf32x3")
+    build(ssm + "ssd_chunked", "_factors_kernel", x, BLOCK=16, **heads)
+    build(ssm + "ssd_chunked", "_pass_kernel", x, DIM=64, BLOCK=64, **heads)
+    x |= of(FLOAT, "x b c dt scores out")
+    build(ssm + "ssd_chunked", "_pass_kernel", x, DIM=64, BLOCK=32, **heads)
+    x |= of(HALF, "x b c dt out")
     chunked, single = dict(save_slots=None), dict(chunks=None, chunk_starts=None)
-    heads = dict(HEADS=80, HEADS_OF_GROUP=10, DIM=64, STATE=128, BLOCK=32, PADDED_STATE=128)
     channels = dict(CHANNELS=5120, STATE=16, BLOCK=64, PADDED_STATE=16)
     for step in (chunked, single, single | chunked):
-        build("slipstream.ops.ssm.triton", "_ssd_kernel", x, **heads, **step)
-        build("slipstream.ops.ssm.triton", "_selective_kernel", x, **channels, **step)
+        build(ssm + "selective", "_selective_kernel", x, **channels, **step)
 
 
 def attention():

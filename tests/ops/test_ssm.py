@@ -178,6 +178,27 @@ def test_a_save_continues_as_its_row_does(kind: str, version: str, chunked: bool
     assert scan.state[untouched].isnan().all()
 
 
+def test_chunks_of_a_16_bit_model_equal_the_reference() -> None:
+    """Views of one wide tensor; a head of two blocks, sizes that are no powers of 2, a row that begins inside a chunk.
+    The interpreter has no products of bfloat16."""
+    kernel, heads, groups, dim, size = ops("kernel"), 6, 2, 40, 20
+    device = "cuda" if CUDA else "cpu"
+    torch.manual_seed(0)
+    rows = [StepRow(2, 7, 1), StepRow(1, 50, 40, {64: 5}), StepRow(3, 0, 66)]
+    steps = hand_steps(rows, device=device, num_tokens=110)
+    mixed = torch.randn(110, heads * dim + 2 * groups * size + heads + 2, device=device).half()
+    parts = mixed.split([heads * dim, groups * size, groups * size, heads, 2], 1)[:4]
+    x, b, c = (p.unflatten(1, (n, -1)) for p, n in zip(parts[:3], (heads, groups, groups), strict=True))
+    weights = SsdWeights(*torch.randn(3, heads, device=device).unbind(0))
+    state = torch.randn(SLOTS, heads, dim, size, device=device)
+    expected_state = state.clone()
+    out = kernel.ssd_scan(x, parts[3], b, c, weights, state, steps)
+    expected = reference.ssd_scan(*(p.float() for p in (x, parts[3], b, c)), weights, expected_state, steps)
+    assert out.dtype is torch.float16
+    for made, wanted in ((out.float(), expected), (state, expected_state)):
+        assert (made - wanted).norm() < 1e-3 * wanted.norm()
+
+
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("num_groups", [1, 3])
 def test_gated_norm(norm_first: bool, num_groups: int) -> None:

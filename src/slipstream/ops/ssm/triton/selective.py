@@ -1,7 +1,7 @@
-"""State space scans on CUDA: a program keeps a block of one row's state in registers and runs over the row's tokens.
+"""Mamba-1 on CUDA: a program keeps a block of one row's state in registers and runs over the row's tokens.
 
 In decode this is one launch that reads and writes each state once. In prefill the tokens of a row are computed one
-after another; rows, heads and blocks of channels run in parallel.
+after another; rows and blocks of channels run in parallel.
 """
 
 from __future__ import annotations
@@ -11,56 +11,8 @@ import triton
 import triton.language as tl
 
 from slipstream.ops.recurrent_steps import RecurrentSteps
-from slipstream.ops.ssm.reference import SelectiveWeights, SsdWeights
-
-
-def ssd_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    b: torch.Tensor,
-    c: torch.Tensor,
-    weights: SsdWeights,
-    state: torch.Tensor,
-    steps: RecurrentSteps,
-) -> torch.Tensor:
-    """As the reference, which describes the arguments."""
-    _, num_heads, head_dim = x.shape
-    num_groups, state_size = b.shape[1:]
-    assert x.stride()[1:] == (head_dim, 1) and b.stride()[1:] == c.stride()[1:] == (state_size, 1)
-    assert dt.stride(1) == 1 and state[0].is_contiguous()
-    out = (torch.empty if steps.is_single else torch.zeros)(x.shape, dtype=x.dtype, device=x.device)
-    block = min(32, triton.next_power_of_2(head_dim))
-    _ssd_kernel[(len(steps.slots), num_heads, triton.cdiv(head_dim, block))](
-        x,
-        dt,
-        b,
-        c,
-        weights.a_log,
-        weights.dt_bias,
-        weights.d,
-        state,
-        out,
-        steps.slots,
-        steps.first_positions,
-        steps.chunks,
-        steps.chunk_starts,
-        steps.save_slots,
-        weights.dt_min,
-        weights.dt_max,
-        x.stride(0),
-        dt.stride(0),
-        b.stride(0),
-        c.stride(0),
-        state.stride(0),
-        HEADS=num_heads,
-        HEADS_OF_GROUP=num_heads // num_groups,
-        DIM=head_dim,
-        STATE=state_size,
-        BLOCK=block,
-        PADDED_STATE=triton.next_power_of_2(state_size),
-        num_warps=4,
-    )
-    return out
+from slipstream.ops.ssm.reference import SelectiveWeights
+from slipstream.ops.ssm.triton.softplus import softplus
 
 
 def selective_scan(
@@ -110,12 +62,6 @@ def selective_scan(
 
 
 @triton.jit
-def _softplus(x):
-    """Past 20 it is its argument, as in torch."""
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-
-
-@triton.jit
 def _entries(chunks, chunk_starts, row):
     """First and last + 1 of the row's entries in `chunks`; with one token per row the entry is the row."""
     if chunks is None:
@@ -134,73 +80,6 @@ def _entry(chunks, save_slots, row, entry):
         return entry, 1, tl.load(save_slots + row)
     else:
         return entry, 1, -1
-
-
-# grid: (rows, heads, blocks of a head)
-@triton.jit
-def _ssd_kernel(
-    x,
-    dt,
-    b,
-    c,
-    a_log,
-    dt_bias,
-    d,
-    state,
-    out,
-    slots,
-    first_positions,
-    chunks,
-    chunk_starts,
-    save_slots,
-    dt_min,
-    dt_max,
-    x_stride,
-    dt_stride,
-    b_stride,
-    c_stride,
-    state_stride,
-    HEADS: tl.constexpr,
-    HEADS_OF_GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    STATE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PADDED_STATE: tl.constexpr,
-):
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    place = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.arange(0, PADDED_STATE)
-    is_place = place < DIM
-    is_column = column < STATE
-    inside = is_place[:, None] & is_column[None, :]
-    begin, end = _entries(chunks, chunk_starts, row)
-    if begin == end:
-        return
-    cells = (head * DIM + place)[:, None] * STATE + column[None, :]
-    own = state + tl.load(slots + row).to(tl.int64) * state_stride + cells
-    held = tl.load(own, mask=inside, other=0.0)
-    held = tl.where(tl.load(first_positions + row) == 0, 0.0, held)
-    a = -tl.exp(tl.load(a_log + head))
-    bias = tl.load(dt_bias + head)
-    skip = tl.load(d + head)
-    group = head // HEADS_OF_GROUP * STATE + column
-    for entry in range(begin, end):
-        first, count, save = _entry(chunks, save_slots, row, entry)
-        for step in range(count):
-            token = tl.cast(first + step, tl.int64)
-            size = _softplus(tl.load(dt + token * dt_stride + head).to(tl.float32) + bias)
-            size = tl.minimum(tl.maximum(size, dt_min), dt_max)
-            now = tl.load(x + token * x_stride + head * DIM + place, mask=is_place, other=0.0).to(tl.float32)
-            written = tl.load(b + token * b_stride + group, mask=is_column, other=0.0).to(tl.float32)
-            read = tl.load(c + token * c_stride + group, mask=is_column, other=0.0).to(tl.float32)
-            held = held * tl.exp(size * a) + (size * now)[:, None] * written[None, :]
-            made = tl.sum(held * read[None, :], 1) + skip * now
-            target = out + (token * HEADS + head) * DIM + place
-            tl.store(target, made.to(out.dtype.element_ty), mask=is_place)
-        if save >= 0:
-            tl.store(state + tl.cast(save, tl.int64) * state_stride + cells, held, mask=inside)
-    tl.store(own, held, mask=inside)
 
 
 # grid: (rows, blocks of channels)
@@ -253,7 +132,7 @@ def _selective_kernel(
         for step in range(count):
             token = tl.cast(first + step, tl.int64)
             size = tl.load(dt + token * dt_stride + channel, mask=is_channel, other=0.0).to(tl.float32)
-            size = _softplus(size + bias)
+            size = softplus(size + bias)
             now = tl.load(x + token * x_stride + channel, mask=is_channel, other=0.0).to(tl.float32)
             gate = tl.load(z + token * z_stride + channel, mask=is_channel, other=0.0).to(tl.float32)
             written = tl.load(b + token * b_stride + column, mask=is_column, other=0.0).to(tl.float32)

@@ -70,7 +70,7 @@ def test_sampling_params_come_without_torch():
     [
         ("errors", "params", "request", "step", "cache_spec", "messages"),
         ("config",),
-        ("text",),
+        ("text", "parsers"),
         ("metrics",),
         ("scheduler",),
         ("engine/make_requests", "engine/core", "engine/device_timing", "engine/lanes", "engine/pacing"),

@@ -6,9 +6,6 @@ import pytest
 
 from slipstream.errors import InvalidOption
 from slipstream.parsers.families import (
-    NEEDS_SPECIAL_TOKENS,
-    REASONING_FORMATS,
-    TOOL_CALL_FORMATS,
     detect_reasoning,
     detect_tools,
     reasoning_format,
@@ -51,10 +48,6 @@ def test_an_unknown_name_is_an_error_that_lists_the_names():
         tool_call_format("herms")
     with pytest.raises(InvalidOption, match="reasoning_parser is 'o1'; give one of qwen3"):
         reasoning_format("o1")
-
-
-def test_special_tokens_are_for_known_formats():
-    assert TOOL_CALL_FORMATS.keys() | REASONING_FORMATS.keys() >= NEEDS_SPECIAL_TOKENS
 
 
 def test_reasoning_is_open_where_the_prompt_begins_it():

@@ -9,6 +9,7 @@ import pytest
 
 from slipstream.config import locate
 from slipstream.config.options import Options
+from slipstream.errors import InvalidOption
 from slipstream.serve.cli import serve
 from slipstream.serve.http.settings import ServerSettings
 
@@ -264,3 +265,10 @@ def test_every_bound_has_a_least_value():
         name for name in ServerSettings.__struct_fields__ if type(getattr(ServerSettings(), name)) in (int, float)
     ]
     assert set(numbers) == set(serve.LEAST)
+
+
+@pytest.mark.parametrize("name", ["tool_call_parser", "reasoning_parser"])
+def test_unknown_parsers_are_refused_at_the_start(name):
+    with pytest.raises(InvalidOption, match=f"{name} is 'x'; give one of"):
+        serve.server_settings({name: "x"})
+    assert getattr(serve.server_settings({name: "none"}), name) == "none"

@@ -63,6 +63,7 @@ VALUES |= {
     "returned_token_ids": [0],
 }  # fmt: skip
 EXPIRES = {"anchor": "created_at", "seconds": 3600}
+TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]
 # where a route needs another value or another request around it: (value, beside, without)
 SPECIAL: dict[tuple[str, str], tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     ("/v1/completions", "prompt"): ("other", {}, ()),
@@ -76,6 +77,12 @@ SPECIAL: dict[tuple[str, str], tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     ("/v1/chat/completions", "max_completion_tokens"): (3, {}, ("max_tokens",)),
     ("/v1/chat/completions", "continue_final_message"): (True, {}, ()),
     ("/v1/chat/completions", "chat_template_kwargs"): ({"shout": True}, {}, ()),
+    ("/v1/chat/completions", "tools"): (TOOLS, {}, ()),
+    ("/v1/chat/completions", "tool_choice"): ("required", {"tools": TOOLS}, ()),
+    ("/v1/chat/completions", "parallel_tool_calls"): (False, {"tools": TOOLS, "tool_choice": "required"}, ()),
+    ("/v1/chat/completions", "include_reasoning"): (False, {"enable_thinking": True}, ()),
+    ("/v1/chat/completions", "enable_thinking"): (True, {}, ()),
+    ("/v1/chat/completions", "reasoning_effort"): ("low", {}, ()),
     ("/v1/embeddings", "messages"): (MESSAGES, {}, ("input",)),
     ("/v1/embeddings", "add_generation_prompt"): (True, {"messages": MESSAGES}, ("input",)),
     ("/v1/embeddings", "continue_final_message"): (True, {"messages": MESSAGES}, ("input",)),
@@ -160,7 +167,10 @@ def door(runner, tmp_path_factory):
     write_byte_tokenizer(folder)
     config = folder / "tokenizer_config.json"
     given = json.loads(config.read_text())
-    given["chat_template"] += "{% if shout %}!{% endif %}"
+    given["chat_template"] += (
+        "{% if shout %}!{% endif %}{{ tools | length if tools }}{{ reasoning_effort }}"
+        "{% if enable_thinking %}<think>{% endif %}{# </think> #}"
+    )
     config.write_text(json.dumps(given))
     backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     backend.post_processor = TemplateProcessing(

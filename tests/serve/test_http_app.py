@@ -180,8 +180,8 @@ USER = [{"role": "user", "content": "hi"}]
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "auto"),
+        ("functions", [{"name": "f"}]),
+        ("thinking_token_budget", 100),
         ("chat_template", "{{ messages }}"),
         ("documents", [{"text": "x"}]),
         ("audio", {"voice": "x"}),

@@ -172,7 +172,7 @@ def test_errors_are_the_clients_own_exceptions(client, server):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong").models.list()
     with pytest.raises(openai.BadRequestError) as told:
         client.chat.completions.create(model="tiny", messages=MESSAGES, tools=[{"type": "function"}])
-    assert told.value.param == "tools" and "tool calls" in told.value.message
+    assert told.value.param == "tools[0]" and "is no function" in told.value.message
     with pytest.raises(openai.BadRequestError) as told:
         client.completions.create(model="tiny", prompt="x" * 300)
     assert told.value.code == "context_length_exceeded"

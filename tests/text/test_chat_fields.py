@@ -99,7 +99,7 @@ def test_arguments_that_are_no_json_reach_the_template_as_they_are() -> None:
         ({"role": "user", "content": "x", "weight": 0}, "weight", "does not read"),
         ({"role": "user", "content": "x", "tool_call_id": "1"}, "tool_call_id", "does not read"),
         ({"role": "assistant", "content": "x", "refusal": "no"}, "refusal", "does not read"),
-        ({"role": "assistant", "content": "x", "reasoning_content": "hm"}, "reasoning_content", "does not read"),
+        ({"role": "user", "content": "x", "reasoning_content": "hm"}, "reasoning_content", "does not read"),
     ],
 )
 def test_a_field_that_the_template_does_not_read_is_refused(message: dict[str, Any], name: str, words: str) -> None:
@@ -168,3 +168,24 @@ def test_parts_have_a_type_and_a_text_alone() -> None:
 def test_roles_that_a_template_names_are_known() -> None:
     assert {"tool", "assistant"} <= known_roles(IN_TAGS) and "ipython" not in known_roles(IN_TAGS)
     assert "ipython" in known_roles("{% if messages[0].role in ['tool', 'ipython'] %}{% endif %}")
+
+
+@pytest.mark.parametrize("given", ["reasoning", "reasoning_content", "thinking"])
+@pytest.mark.parametrize("known", ["reasoning_content", "thinking"])
+def test_reasoning_of_the_history_reaches_the_template_under_its_name(given: str, known: str) -> None:
+    template = "{% for message in messages %}{{ message.content }}{{ message." + known + " }}{% endfor %}"
+    assert render_chat(template, [{"role": "assistant", "content": "a", given: "why"}]) == "awhy"
+
+
+def test_a_template_may_leave_out_reasoning_of_the_assistant_only() -> None:
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    message = {"role": "assistant", "content": "a", "reasoning": "why", "reasoning_content": "why"}
+    assert render_chat(template, [message]) == "a"
+    with pytest.raises(InvalidPrompt, match="reasoning"):
+        render_chat(template, [{**message, "role": "user"}])
+
+
+def test_arguments_are_text_for_templates_that_add_to_them() -> None:
+    template = "{% for message in messages %}{{ message.tool_calls[0].function.arguments + '|' }}{% endfor %}"
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": "\u00e9"}'}}
+    assert render_chat(template, [{"role": "assistant", "content": None, "tool_calls": [call]}]) == '{"a": "é"}|'

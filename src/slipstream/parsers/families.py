@@ -15,6 +15,7 @@ from slipstream.parsers.reasoning import ReasoningFormat
 from slipstream.parsers.tagged import TaggedFormat
 
 T = TypeVar("T")
+NO_PARSER = "none"  # the name that turns a parser off
 
 _HERMES = EnvelopeFormat(("<tool_call>",), "</tool_call>")
 _QWEN3_CODER = TaggedFormat(
@@ -72,22 +73,6 @@ REASONING_FORMATS: dict[str, ReasoningFormat | HarmonyFormat] = {
     "openai_gptoss": HarmonyFormat(),
 }
 
-NEEDS_SPECIAL_TOKENS = frozenset(
-    (
-        "mistral",
-        "openai",
-        "openai_gptoss",
-        "llama3_json",
-        "llama4_json",
-        "llama4_pythonic",
-        "granite",
-        "deepseek_v3",
-        "deepseek_v31",
-        "kimi_k2",
-    )
-)
-"""Formats with markers that may be special tokens, which are not part of the text by default."""
-
 # the first entry whose texts are all in the template
 _TOOLS_BY_TEXT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "functions."), "openai"),
@@ -125,6 +110,14 @@ def reasoning_format(name: str) -> ReasoningFormat | HarmonyFormat:
     return _named(name, REASONING_FORMATS, "reasoning_parser")
 
 
+def check_parsers(reasoning: str | None, tools: str | None) -> None:
+    """Raises for a name that is not known. None: by the template."""
+    if reasoning not in (None, NO_PARSER):
+        reasoning_format(reasoning)
+    if tools not in (None, NO_PARSER):
+        tool_call_format(tools)
+
+
 def detect_tools(template: str | None) -> str | None:
     """The name of the format of tool calls that a template uses for the history; None if it is unknown."""
     return _detect(template, _TOOLS_BY_TEXT)
@@ -142,5 +135,5 @@ def _detect(template: str | None, table: tuple[tuple[tuple[str, ...], str], ...]
 
 def _named(name: str, table: Mapping[str, T], option: str) -> T:
     if name not in table:
-        raise InvalidOption(f"{option} is {name!r}; give one of {', '.join(table)}, or none")
+        raise InvalidOption(f"{option} is {name!r}; give one of {', '.join(table)}, or {NO_PARSER}")
     return table[name]

@@ -27,6 +27,8 @@ _CUT_HEADER = re.compile(
 class HarmonyFormat:
     """Reads reasoning and tool calls together."""
 
+    markers: tuple[str, ...] = (_START, _CHANNEL, _MESSAGE, *_ENDS)
+
     def read(self, reader: TextReader, out: EventSink, functions: Functions) -> Parse[None]:
         raw: list[str] = []
         yield from reader.space(raw.append)

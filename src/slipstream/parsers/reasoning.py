@@ -15,13 +15,16 @@ class ReasoningFormat:
     implicit: bool = False  # the output begins with reasoning, also without the marker
     stops: tuple[str, ...] = ()  # end the reasoning where the model forgets the marker, and are not part of it
 
-    def is_open(self, prompt: str) -> bool:
-        """Whether the output continues reasoning: the end of the prompt begins it, as some templates do."""
-        opened = max(prompt.rfind(marker) for marker in self.begin)
-        closed = max(prompt.rfind(marker) for marker in self.end)
-        if opened > closed and prompt.rstrip().endswith(self.begin):
+    def is_open(self, prompt: str, *, continues: bool = False) -> bool:
+        """Whether the output continues reasoning: the end of the prompt begins it, as some templates do. `continues`:
+        the prompt ends within a message of the model."""
+        ending = prompt.rstrip()
+        if ending.endswith(self.begin):
             return True
-        return self.implicit and not prompt.rstrip().endswith(self.end)
+        if continues:
+            opened = max(prompt.rfind(marker) for marker in self.begin)
+            return opened > max(prompt.rfind(marker) for marker in self.end)
+        return self.implicit and not ending.endswith(self.end)
 
     def read(self, reader: TextReader, out: EventSink, *, is_open: bool) -> Parse[None]:
         """Reads the reasoning; the content follows."""

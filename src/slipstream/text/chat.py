@@ -29,6 +29,8 @@ from slipstream.text.chat_fields import (
     texts_of,
     variables_of,
     with_calls_as_text,
+    with_reasoning,
+    with_text_arguments,
 )
 from slipstream.text.control_tokens import ControlTokens
 
@@ -65,6 +67,7 @@ def render_chat(
             )
         _mark_end(conversation[-1])
     _check_arguments(template, chat_template_kwargs)
+    conversation = [with_reasoning(message, template) for message in conversation]
     if not knows_calls(template):
         conversation = [with_calls_as_text(message) for message in conversation]
     variables = {
@@ -88,6 +91,11 @@ def render_chat(
 def known_roles(template: str) -> frozenset[str]:
     """Returns the string constants of a template, among them the roles that it knows."""
     return texts_of(template, _environment())
+
+
+def reads_variable(template: str, name: str) -> bool:
+    """Whether a template reads a variable that it does not define."""
+    return name in variables_of(template, _environment())
 
 
 def load_chat_template(given: str) -> str:
@@ -165,13 +173,21 @@ def _content(content: Any, place: int) -> str | _Parts | None:
 def _render_conversation(template: str, variables: Mapping[str, Any], continue_final_message: bool) -> str:
     try:
         text = _render_whole(template, variables)
-    except InvalidPrompt:
-        # content is usually null beside tool calls, and some templates concatenate it nevertheless
+    except InvalidPrompt as error:
+        # some templates concatenate content, which is usually null beside tool calls, and arguments, which are objects
         conversation = variables["messages"]
         filled = [_without_null(message) for message in conversation]
-        if filled == conversation:
-            raise
-        text = _render_whole(template, {**variables, "messages": filled})
+        texts = [with_text_arguments(message) for message in filled]
+        for other in (filled, texts):
+            if other == conversation:
+                continue
+            try:
+                text = _render_whole(template, {**variables, "messages": other})
+                break
+            except InvalidPrompt:
+                continue
+        else:
+            raise error
     return _cut_at_mark(text) if continue_final_message else text
 
 

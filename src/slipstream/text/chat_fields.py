@@ -21,6 +21,9 @@ from slipstream.errors import InvalidPrompt
 _TOOL_FIELDS = ("tool_call_id", "name")  # of a tool message: name the call, which a template need not read
 
 
+_REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")  # names of one field of the assistant's messages
+
+
 class NotedMessage(dict[str, Any]):
     """A message that records which of its fields are read."""
 
@@ -78,6 +81,8 @@ def check_read(messages: Sequence[NotedMessage]) -> None:
         unread = [name for name in unread if name != "role" and (name != "content" or shows_content)]
         if role == "tool":
             unread = [name for name in unread if name not in _TOOL_FIELDS]
+        if role == "assistant":  # templates print the reasoning of some messages only, or of none
+            unread = [name for name in unread if name not in _REASONING_FIELDS]
         if "content" in unread:
             # some templates print the tool calls of a message and not its content
             if dict.get(message, "tool_calls") and "tool_calls" not in unread:
@@ -149,6 +154,32 @@ def with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
             shown.append({name: value for name, value in known.items() if value is not None})
         text = json.dumps({"tool_calls": shown}, ensure_ascii=False)
         made["content"] = f"{made['content']}\n{text}" if made.get("content") else text
+    return made
+
+
+def with_reasoning(message: dict[str, Any], template: str) -> dict[str, Any]:
+    """The message with its reasoning under the name that the template reads, whichever name the request has."""
+    given = [name for name in _REASONING_FIELDS if name in message]
+    if not given or message.get("role") != "assistant":
+        return message
+    known = [name for name in _REASONING_FIELDS if re.search(rf"\b{name}\b", template) is not None]
+    if not known or known[0] in given:
+        return message
+    made = {name: value for name, value in message.items() if name not in given}
+    made[known[0]] = message[given[0]]
+    return made
+
+
+def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON, for templates that take no objects."""
+    made = dict(message)
+    if calls := made.get("tool_calls"):
+        made["tool_calls"] = [
+            {**call, "function": {**inner, "arguments": json.dumps(inner["arguments"], ensure_ascii=False)}}
+            if isinstance((inner := call.get("function", call)).get("arguments"), Mapping)
+            else call
+            for call in calls
+        ]
     return made
 
 

@@ -96,6 +96,10 @@ def server_settings(given: dict[str, Any]) -> ServerSettings:
     if settings.request_timeout is not None and settings.request_timeout <= 0:
         raise InvalidOption(f"request_timeout is {settings.request_timeout}; give more than 0, or remove it")
     check_hosts(settings.allowed_hosts)
+    if settings.reasoning_parser or settings.tool_call_parser:
+        from slipstream.parsers.families import check_parsers  # not needed for --help
+
+        check_parsers(settings.reasoning_parser, settings.tool_call_parser)
     if settings.ssl_certfile or settings.ssl_keyfile:
         from slipstream.serve.http.tls import server_context  # imports OpenSSL
 

@@ -38,6 +38,17 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     allowed_headers: Annotated[list[str], _doc("CORS: allowed request headers; * or none given: any")] = []
     allow_credentials: Annotated[bool, _doc("CORS: allow credentials")] = False
 
+    reasoning_parser: Annotated[
+        str | None, _doc("how models mark reasoning: qwen3, deepseek_r1, ..., or none; default: by the chat template")
+    ] = None
+    tool_call_parser: Annotated[
+        str | None,
+        _doc("how models write tool calls: hermes, llama3_json, ..., or none; default: by the chat template"),
+    ] = None
+    enable_auto_tool_choice: Annotated[
+        bool, _doc("models decide whether to call tools; otherwise tools need tool_choice required or a function")
+    ] = True
+
     log_level: Annotated[
         Literal["error", "warning", "info", "debug"],
         _doc(

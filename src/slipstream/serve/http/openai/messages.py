@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -71,12 +71,15 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def message_chars(messages: Sequence[dict[str, Any]]) -> int:
-    """The approximate length of the prompt: the characters of all text in the messages, which may be unchecked."""
-    total = 0
+def message_chars(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> int:
+    """The approximate length of the prompt: the characters of all text in the messages, which may be unchecked, and of
+    the tools."""
+    total = len(msgspec.json.encode(tools)) if tools else 0
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else (content,):
             text = part.get("text") if isinstance(part, dict) else part
             total += len(text) if isinstance(text, str) else 0
+        if calls := message.get("tool_calls"):
+            total += len(msgspec.json.encode(calls))
     return total

@@ -1,0 +1,184 @@
+"""ChatRun: generates the answers of a ChatConversation, as content, reasoning and tool calls.
+
+Routes of all chat APIs use it: `start_chat`, then `answers` for whole answers or `async for` for parts of a stream.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+from collections.abc import AsyncIterator
+from types import TracebackType
+
+import msgspec
+
+from slipstream.frontend.inputs import PreparedPrompt
+from slipstream.frontend.request_state import GenerationRequestState
+from slipstream.frontend.request_stream import RequestStream
+from slipstream.frontend.results import Increment
+from slipstream.frontend.sample_state import SampleState
+from slipstream.parsers.events import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
+from slipstream.parsers.harmony import HarmonyFormat
+from slipstream.parsers.output_parser import OutputParser, ToolCallFormat
+from slipstream.parsers.reasoning import ReasoningFormat
+from slipstream.serve.http.chat.conversation import ChatConversation
+from slipstream.serve.http.chat.forced import forced_format, structured_outputs
+from slipstream.serve.http.chat.formats import ChatFormats
+from slipstream.serve.http.openai.generation import check_end, start, submits_for
+from slipstream.serve.http.openai.messages import message_chars
+from slipstream.serve.http.request import Request
+
+_ID_CHARACTERS = string.ascii_letters + string.digits
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    name: str
+    arguments: str  # JSON as the model wrote it
+
+
+class ChatAnswer(msgspec.Struct):
+    """One sample, whole."""
+
+    sample: SampleState
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = []
+    finish_reason: str | None = None  # as OpenAI's: tool_calls where the model stopped after calls
+
+
+class ChatPart(msgspec.Struct):
+    """What is new in one sample of a stream."""
+
+    new: Increment
+    events: list[ParserEvent]  # every ToolCallStart has an id
+    finish_reason: str | None  # as in ChatAnswer
+
+
+async def start_chat(request: Request, conversation: ChatConversation, *, stream: bool) -> ChatRun:
+    """Checks, renders and tokenises a conversation, and sends it to the engine. Use the result in a `with` block."""
+    run = ChatRun(request, conversation)
+    size = message_chars(conversation.messages, conversation.tools.listed)
+    name = conversation.model.description.name
+    run.stream = await start(request, name, 1, size, run.prepare, stream=stream, limit=conversation.max_tokens)
+    return run
+
+
+class ChatRun:
+    stream: RequestStream[GenerationRequestState]
+
+    def __init__(self, request: Request, conversation: ChatConversation) -> None:
+        self._request = request
+        self._conversation = conversation
+        settings = request.state.settings
+        self._formats = ChatFormats.of(conversation.model, settings)
+        conversation.check_tool_choice(self._formats, auto=settings.enable_auto_tool_choice)
+        self._parsers: dict[int, OutputParser | None] = {}  # by sample; None: all text is content
+
+    @property
+    def state(self) -> GenerationRequestState:
+        (state,) = self.stream.states
+        return state
+
+    def prepare(self) -> list[PreparedPrompt]:
+        conversation, formats = self._conversation, self._formats
+        text = conversation.render()
+        params, tokenizer = conversation.params, conversation.model.tokenizer
+        assert tokenizer is not None, "a chat template needs a tokenizer"
+        if conversation.skip_special_tokens is None:
+            with_tools = bool(conversation.tools.shown) and not conversation.tools.are_forced
+            if formats.uses_special_tokens(tokenizer, with_tools=with_tools):
+                params = params.with_changes(skip_special_tokens=False)
+        if conversation.tools.are_forced:
+            self._request.field_names["structured_outputs"] = "tools"
+        shape = structured_outputs(conversation)
+        if shape is not params.structured_outputs:
+            params = params.with_changes(structured_outputs=shape)
+        name = conversation.model.description.name
+        return submits_for(self._request, name, [text], params, add_special_tokens=conversation.add_special_tokens)
+
+    async def answers(self) -> list[ChatAnswer]:
+        """The samples when all are finished. For a run that is no stream."""
+        (state,) = await self.stream.wait()
+        check_end(state)
+        return [self._answer(sample) for sample in state.samples]
+
+    async def __aiter__(self) -> AsyncIterator[list[ChatPart]]:
+        """The parts as they arrive, until all samples are finished."""
+        async for (state,) in self.stream:
+            check_end(state)
+            yield [self._part(new) for new in state.increment()]
+
+    def _answer(self, sample: SampleState) -> ChatAnswer:
+        answer = ChatAnswer(sample, calls=[])
+        for event in self._events(sample.index, sample.text, is_last=True):
+            match event:
+                case ContentDelta(text):
+                    answer.content += text
+                case ReasoningDelta(text):
+                    answer.reasoning += text
+                case ToolCallStart(_, name, id):
+                    answer.calls.append(ToolCall(id or "", name, ""))
+                case ArgumentsDelta(_, text):
+                    answer.calls[-1].arguments += text
+        answer.finish_reason = self._finish_reason(sample.index, sample.finish_reason)
+        return answer
+
+    def _part(self, new: Increment) -> ChatPart:
+        events = self._events(new.index, new.text, is_last=new.finish_reason is not None)
+        return ChatPart(new, events, self._finish_reason(new.index, new.finish_reason))
+
+    def _events(self, index: int, text: str, *, is_last: bool) -> list[ParserEvent]:
+        if index not in self._parsers:
+            self._parsers[index] = self._new_parser()
+        if (parser := self._parsers[index]) is None:
+            return [ContentDelta(text)] if text else []
+        events = [*parser.feed(text), *(parser.finish() if is_last else ())]
+        return [kept for event in events if (kept := self._kept(event)) is not None]
+
+    def _kept(self, event: ParserEvent) -> ParserEvent | None:
+        """The event with the id of a call; None if the request does not want it."""
+        match event:
+            case ReasoningDelta() if not self._conversation.include_reasoning:
+                return None
+            case ToolCallStart() | ArgumentsDelta() if event.index and not self._conversation.tools.parallel:
+                return None
+            case ToolCallStart(place, name, id):
+                return ToolCallStart(place, name, id or self._new_id())
+        return event
+
+    def _new_parser(self) -> OutputParser | None:
+        conversation, formats = self._conversation, self._formats
+        tools: ToolCallFormat | None = None
+        reasoning: ReasoningFormat | HarmonyFormat | None = formats.reasoning
+        if conversation.tools.are_forced:
+            tools = forced_format(conversation.tools)
+        elif conversation.tools.shown:
+            tools = formats.tools
+        if reasoning is None and tools is None:
+            return None
+        is_open = False
+        if isinstance(reasoning, ReasoningFormat):
+            is_open = reasoning.is_open(self.state.prompt or "", continues=conversation.continue_final_message)
+        return OutputParser(reasoning, tools, functions=conversation.tools.functions, is_open=is_open)
+
+    def _finish_reason(self, index: int, reason: str | None) -> str | None:
+        """A forced function ends with stop, as in OpenAI's API."""
+        parser = self._parsers[index]
+        if reason != "stop" or parser is None or self._conversation.tools.choice == "function":
+            return reason
+        return "tool_calls" if parser.num_calls else reason
+
+    def _new_id(self) -> str:
+        size = 9 if self._formats.has_short_ids else 24
+        text = "".join(secrets.choice(_ID_CHARACTERS) for _ in range(size))
+        return text if self._formats.has_short_ids else f"call_{text}"
+
+    def __enter__(self) -> ChatRun:
+        self.stream.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stream.__exit__(kind, error, trace)

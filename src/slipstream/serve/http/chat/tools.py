@@ -1,0 +1,107 @@
+"""Checks the tools of a chat request, and which of them the model must, may or may not call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from slipstream.errors import InvalidParams
+from slipstream.parsers.functions import Functions
+from slipstream.serve.http.errors import bad_request
+from slipstream.structured_params import StructuredOutputsParams
+
+_NAME = re.compile(r"[\w.\-]{1,128}")
+_FIELDS = {"name", "description", "parameters", "strict"}
+_CHOICES = 'give "auto", "none", "required" or {"type": "function", "function": {"name": ...}}'
+
+
+class Tools(msgspec.Struct, frozen=True):
+    """The tools of one request, in the format of OpenAI's chat API."""
+
+    listed: list[dict[str, Any]] = []
+    choice: Literal["auto", "none", "required", "function"] = "auto"
+    function: str | None = None  # the only one to call, with the choice "function"
+    parallel: bool = True  # several calls in one answer
+
+    @classmethod
+    def check(cls, tools: list[Any] | None, choice: str | dict[str, Any] | None, parallel: bool | None) -> Tools:
+        """Raises with the name of a wrong field."""
+        listed = [_check_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools or [])]
+        names = [tool["function"]["name"] for tool in listed]
+        for place, name in enumerate(names):
+            if name in names[:place]:
+                raise bad_request(f"tools has the function {name!r} twice; rename one", f"tools[{place}].function.name")
+        kind, function = _check_choice(choice, names)
+        if parallel is False and not listed:
+            name = "parallel_tool_calls"
+            raise bad_request(f"{name} needs tools; give some, or remove this", name)
+        return cls(listed, kind, function, parallel is not False)
+
+    @property
+    def shown(self) -> list[dict[str, Any]]:
+        """The tools that the prompt has. A model that may call none does not know of them."""
+        return [] if self.choice == "none" else self.listed
+
+    @property
+    def functions(self) -> Functions:
+        return Functions.of_tools(self.shown)
+
+    @property
+    def are_forced(self) -> bool:
+        return self.choice in ("required", "function")
+
+    @property
+    def strict(self) -> list[str]:
+        """Functions whose arguments must match their schema."""
+        return [tool["function"]["name"] for tool in self.shown if tool["function"].get("strict")]
+
+
+def _check_tool(tool: Any, place: str) -> dict[str, Any]:
+    shape = 'give {"type": "function", "function": {"name": ..., "parameters": ...}}'
+    if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        fact = f"is of type {kind!r}, which is not supported" if kind not in (None, "function") else "is no function"
+        raise bad_request(f"{place} {fact}; {shape}", place)
+    if tool.get("type", "function") != "function":
+        raise bad_request(f"{place}.type is {tool['type']!r:.100}; {shape}", f"{place}.type")
+    if unknown := tool.keys() - {"type", "function"}:
+        raise bad_request(f"there is no field {place}.{min(unknown)}; remove it", f"{place}.{min(unknown)}")
+    function, place = tool["function"], f"{place}.function"
+    if unknown := function.keys() - _FIELDS:
+        raise bad_request(f"there is no field {place}.{min(unknown)}; remove it", f"{place}.{min(unknown)}")
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        fact = f"{place}.name is {name!r:.100}; give 1 to 128 letters, digits, underscores, dashes or dots"
+        raise bad_request(fact, f"{place}.name")
+    if not isinstance(function.get("description", ""), str | None):
+        raise bad_request(f"{place}.description is no text; give a string", f"{place}.description")
+    if not isinstance(parameters := function.get("parameters") or {}, dict):
+        raise bad_request(f"{place}.parameters is no JSON schema; give an object", f"{place}.parameters")
+    try:
+        StructuredOutputsParams(json=parameters)  # checks size and depth
+    except InvalidParams as error:
+        fact = str(error).removeprefix("structured_outputs: json ")
+        raise bad_request(f"{place}.parameters {fact}", f"{place}.parameters") from None
+    if function.get("strict") not in (None, True, False):
+        raise bad_request(f"{place}.strict is {function['strict']!r:.100}; give true or false", f"{place}.strict")
+    return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
+
+
+def _check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> tuple[Any, str | None]:
+    if choice is None or choice in ("auto", "none", "required"):
+        if choice == "required" and not names:
+            raise bad_request("tool_choice is required and there are no tools; give tools", "tool_choice")
+        return choice or "auto", None
+    if not isinstance(choice, Mapping) or choice.get("type", "function") != "function":
+        raise bad_request(f"tool_choice is {choice!r:.100}; {_CHOICES}", "tool_choice")
+    function = choice.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if choice.keys() - {"type", "function"} or not isinstance(name, str):
+        raise bad_request(f"tool_choice is {choice!r:.200}; {_CHOICES}", "tool_choice")
+    if name not in names:
+        fact = f"tool_choice names {name!r:.100}"
+        raise bad_request(f"{fact}, and tools has {', '.join(names) or 'no function'}", "tool_choice")
+    return "function", name

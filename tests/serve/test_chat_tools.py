@@ -1,0 +1,247 @@
+"""Tools and reasoning of the chat route, over a scripted core that writes what the test chooses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from serve.asgi import at_door
+from slipstream.request import FinishReason
+from text.chat_templates import THINKING
+
+USER = [{"role": "user", "content": "Oslo?"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+WEATHER = {"type": "function", "function": {"name": "weather", "description": "Rain?", "parameters": SCHEMA}}
+NOW = {"type": "function", "function": {"name": "now"}}
+CALLS = (
+    '<think>\nhm\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+)
+MODEL = {"chat_template": THINKING, "max_model_len": 4096}
+
+
+def ask(folder, text, *, end=FinishReason.STOP, model=MODEL, settings=None, **body):
+    """The answer to a request when the model writes `text`, a byte per token; with `stream`, its choices joined."""
+
+    async def scenario(door):
+        exchange = door.begin("POST", "/v1/chat/completions", {"messages": USER, **body})
+        waiting = asyncio.ensure_future(door.core.until(lambda: door.core.submits))
+        await asyncio.wait([exchange.task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if door.core.submits:
+            submit = door.core.submits[0]
+            ids = text.encode()
+            for sample in range(submit.params.n):
+                for place, token in enumerate(ids):
+                    last = place == len(ids) - 1
+                    door.core.token(submit, token, end=end if last else None, sample=sample)
+                    await asyncio.sleep(0)
+            exchange.submit = submit
+            exchange.prompt = bytes(token for token in submit.prompt_token_ids if token < 256).decode()
+        await exchange.end()
+        if body.get("stream") and exchange.status == 200:
+            exchange.message, exchange.reason = joined(exchange.events())
+        elif exchange.status == 200:
+            choice = exchange.json()["choices"][0]
+            exchange.message, exchange.reason = choice["message"], choice["finish_reason"]
+        return exchange
+
+    return at_door(folder, scenario, answers=False, model=model, **(settings or {}))
+
+
+def joined(events):
+    message, reason = {}, None
+    for event in events:
+        (choice,) = event["choices"]
+        reason = choice["finish_reason"] or reason
+        for name, value in choice["delta"].items():
+            if name != "tool_calls":
+                message[name] = message.get(name, "") + value
+                continue
+            calls = message.setdefault("tool_calls", [])
+            for delta in value:
+                if delta["index"] == len(calls):
+                    calls.append({"id": delta["id"], "type": delta["type"], "function": {"name": "", "arguments": ""}})
+                for key, text in delta["function"].items():
+                    calls[delta["index"]]["function"][key] += text
+    return message, reason
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_and_reasoning_are_apart_from_the_content(folder, stream):
+    answer = ask(folder, CALLS, tools=[WEATHER, NOW], stream=stream)
+    message = answer.message
+    assert answer.reason == "tool_calls" and message["content"] == "I look." and message["role"] == "assistant"
+    assert message["reasoning"] == message["reasoning_content"] == "hm"
+    functions = [(call["type"], call["function"]) for call in message["tool_calls"]]
+    assert functions == [
+        ("function", {"name": "weather", "arguments": '{"city": "Oslo"}'}),
+        ("function", {"name": "now", "arguments": "{}"}),
+    ]
+    ids = [call["id"] for call in message["tool_calls"]]
+    assert len(set(ids)) == 2 and all(id.startswith("call_") for id in ids)
+    assert json.dumps(WEATHER) in answer.prompt
+
+
+def test_arguments_are_streamed_before_they_end(folder):
+    async def scenario(door):
+        exchange = door.begin("POST", "/v1/chat/completions", {"messages": USER, "tools": [WEATHER], "stream": True})
+        await door.core.until(lambda: door.core.submits)
+        (submit,) = door.core.submits
+        place = CALLS.index('lo"')
+        door.core.token(submit, *CALLS[:place].encode())
+        await exchange.until(b"Os")
+        door.core.token(submit, *CALLS[place:].encode(), end=FinishReason.STOP)
+        return joined((await exchange.end()).events())
+
+    message, reason = at_door(folder, scenario, answers=False, model=MODEL)
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}' and reason == "tool_calls"
+
+
+def test_content_is_null_beside_calls_and_absent_fields_are_absent(folder):
+    message = ask(folder, CALLS[CALLS.index("<tool") :], tools=[WEATHER]).message
+    assert message["content"] is None and "reasoning" not in message
+    plain = ask(folder, "Hi.", tools=[WEATHER])
+    assert plain.message == {"role": "assistant", "content": "Hi."} and plain.reason == "stop"
+
+
+def test_a_call_that_is_cut_keeps_the_reason(folder):
+    answer = ask(folder, CALLS[:-40], tools=[WEATHER, NOW], end=FinishReason.LENGTH)
+    assert answer.reason == "length" and len(answer.message["tool_calls"]) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_at_most(folder, stream):
+    calls = ask(folder, CALLS, tools=[WEATHER, NOW], parallel_tool_calls=False, stream=stream).message["tool_calls"]
+    assert [call["function"]["name"] for call in calls] == ["weather"]
+
+
+def test_no_tools_are_shown_and_no_calls_are_read_with_none(folder):
+    answer = ask(folder, CALLS, tools=[WEATHER], tool_choice="none")
+    assert "tool_calls" not in answer.message and "<tool_call>" in answer.message["content"]
+    assert "weather" not in answer.prompt and answer.reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_required_is_a_grammar_of_a_list(folder, stream):
+    text = '[{"name": "weather", "parameters": {"city": "Oslo"}}, {"name": "now", "parameters": {}}]'
+    answer = ask(folder, text, tools=[WEATHER, NOW], tool_choice="required", stream=stream)
+    functions = [call["function"] for call in answer.message["tool_calls"]]
+    assert functions == [{"name": "weather", "arguments": '{"city": "Oslo"}'}, {"name": "now", "arguments": "{}"}]
+    assert answer.reason == "tool_calls" and not answer.message["content"]
+    shape = answer.submit.params.structured_outputs
+    schema = json.loads(shape.json)
+    assert schema["minItems"] == 1 and schema["$defs"]["tool0"] == SCHEMA and "maxItems" not in schema
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_named_function_is_a_grammar_of_its_arguments(folder, stream):
+    choice = {"type": "function", "function": {"name": "weather"}}
+    answer = ask(folder, '{"city": "Oslo"}', tools=[WEATHER, NOW], tool_choice=choice, stream=stream)
+    assert [call["function"] for call in answer.message["tool_calls"]] == [
+        {"name": "weather", "arguments": '{"city": "Oslo"}'}
+    ]
+    assert answer.reason == "stop"
+    assert json.loads(answer.submit.params.structured_outputs.json) == SCHEMA
+
+
+def test_references_inside_parameters_keep_their_target(folder):
+    inner = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"type": "integer"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": inner}}
+    answer = ask(folder, "[", tools=[NOW, tool], tool_choice="required", parallel_tool_calls=False)
+    schema = json.loads(answer.submit.params.structured_outputs.json)
+    assert schema["$defs"]["tool1"]["properties"]["a"] == {"$ref": "#/$defs/tool1/$defs/A"} and schema["maxItems"] == 1
+
+
+def test_tools_are_described_where_the_template_has_none(folder):
+    answer = ask(folder, CALLS, tools=[WEATHER, NOW], model={"max_model_len": 4096})
+    assert json.dumps(WEATHER["function"]) in answer.prompt and answer.prompt.startswith("system\n")
+    assert [call["function"]["name"] for call in answer.message["tool_calls"]] == ["weather", "now"]
+    assert "<think>" in answer.message["content"]  # the template has no reasoning
+
+
+def test_a_history_with_calls_is_rendered(folder):
+    first = ask(folder, CALLS, tools=[WEATHER, NOW]).message
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "rain"} for call in first["tool_calls"]]
+    answer = ask(folder, "It rains.", messages=[*USER, first, *results], tools=[WEATHER, NOW])
+    assert answer.status == 200, answer.body
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in answer.prompt
+    assert answer.prompt.count("tool\nrain") == 2
+
+
+def test_reasoning_can_be_left_out_or_not_read(folder):
+    message = ask(folder, CALLS, include_reasoning=False).message
+    assert "reasoning" not in message and message["content"].startswith("I look.")
+    plain = ask(folder, CALLS, settings={"reasoning_parser": "none"}).message
+    assert plain["content"] == CALLS
+
+
+def test_reasoning_that_the_prompt_began_needs_no_marker(folder):
+    model = {**MODEL, "chat_template": THINKING + "{{ '<think>\n' }}"}
+    message = ask(folder, "hm\n</think>\n\nYes.", model=model).message
+    assert (message["reasoning"], message["content"]) == ("hm", "Yes.")
+    assert ask(folder, "Yes.", chat_template_kwargs={"enable_thinking": False}).message["content"] == "Yes."
+    assert "</think>" in ask(folder, "Yes.", enable_thinking=False).prompt
+    assert "</think>" in ask(folder, "Yes.", reasoning_effort="none").prompt
+
+
+def test_parsers_can_be_chosen(folder):
+    text = '[TOOL_CALLS]weather{"city": "Oslo"}'
+    answer = ask(folder, text, tools=[WEATHER], settings={"tool_call_parser": "mistral"})
+    (call,) = answer.message["tool_calls"]
+    assert call["function"]["arguments"] == '{"city": "Oslo"}' and len(call["id"]) == 9 and call["id"].isalnum()
+
+
+def test_samples_have_calls_of_their_own(folder):
+    choices = ask(folder, CALLS, tools=[WEATHER, NOW], n=2).json()["choices"]
+    assert [len(choice["message"]["tool_calls"]) for choice in choices] == [2, 2]
+    assert len({call["id"] for choice in choices for call in choice["message"]["tool_calls"]}) == 4
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"tools": [5]}, "tools[0]", "is no function"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]", "'web_search', which is not supported"),
+        ({"tools": [{**NOW, "x": 1}]}, "tools[0].x", "no field"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "y": 1}}]}, "tools[0].function.y", "no field"),
+        ({"tools": [NOW, NOW]}, "tools[1].function.name", "twice"),
+        ({"tools": [NOW], "tool_choice": "maybe"}, "tool_choice", "maybe"),
+        ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "now"),
+        ({"tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "needs tools"),
+        (
+            {"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
+            "tool_choice",
+            "remove one",
+        ),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "use enable_thinking"),
+        ({"reasoning_effort": "very"}, "reasoning_effort", "minimal"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
+    ],
+)
+def test_what_is_wrong_is_named(folder, body, param, words):
+    answer = ask(folder, "x", **body)
+    assert answer.status == 400 and answer.json()["error"]["param"] == param and words in answer.error, answer.body
+
+
+def test_a_deep_schema_is_refused(folder):
+    deep = {"type": "object"}
+    for _ in range(100):
+        deep = {"type": "object", "properties": {"a": deep}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": deep}}
+    answer = ask(folder, "x", tools=[tool])
+    assert answer.status == 400 and "64 levels" in answer.error
+    assert answer.json()["error"]["param"] == "tools[0].function.parameters"
+
+
+def test_auto_can_be_disabled(folder):
+    answer = ask(folder, "x", tools=[NOW], settings={"enable_auto_tool_choice": False})
+    assert answer.status == 400 and answer.json()["error"]["param"] == "tool_choice"
+    answer = ask(folder, "[", tools=[NOW], tool_choice="required", settings={"enable_auto_tool_choice": False})
+    assert answer.status == 200
+    answer = ask(folder, "x", tools=[NOW], settings={"tool_call_parser": "none"})
+    assert answer.status == 400 and "--tool-call-parser" in answer.error

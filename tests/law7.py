@@ -32,6 +32,11 @@ PAIRED = [
 ]
 
 
+# how drafts are made: always right, always wrong, at random, or from the row's history
+DRAFTERS = ("right", "wrong", "random", "ngram", "suffix")
+DRAFTED = [cell | {"drafts": DRAFTERS[number % 5]} for number, cell in enumerate(PAIRED)]
+
+
 def options_of(
     *,
     few_pages: int,
@@ -40,9 +45,12 @@ def options_of(
     cached: bool = False,
     preempted: bool = False,
     depth: int = 0,
+    drafts: str | None = None,
 ) -> dict[str, Any]:
-    """`few_pages`: a number of pages with which not all prompts fit at once."""
-    return dict(
+    """`few_pages`: a number of pages with which not all prompts fit at once. `drafts`: a kind of DRAFTERS; the caller
+    replaces the engine's drafter by one that is right, wrong or random."""
+    with_drafts = {} if drafts is None else {"drafts": f"{'suffix' if drafts == 'suffix' else 'ngram'}:3"}
+    return with_drafts | dict(
         dtype="float64",
         page_size=4,
         num_threads=1,

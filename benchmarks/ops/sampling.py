@@ -241,7 +241,7 @@ def elementwise_cases(num_rows: int) -> list[Case]:
     computed = torch.randint(0, 40_000, (num_rows + 1,), device="cuda")
     tables = torch.randint(1, 1 << 20, (1, num_rows + 1, width), device="cuda")
     rows = torch.randperm(num_rows, device="cuda")
-    args = (computed, computed, tables, 16, width, StepRows(rows))
+    args = (computed, computed[:, None], tables, 16, width, StepRows(rows))
     cases.append(
         Case(
             f"gather_inputs, {width} pages",

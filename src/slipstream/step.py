@@ -144,6 +144,8 @@ class StepPlan:
     scores: PromptScores | None = None
     pooling: PoolPlan | None = None  # None: no pooling request is admitted, no prompt ends, no stored query is freed
     states: StatePlan | None = None  # None: no checkpoint is restored or saved
+    has_drafts: bool = False  # some row draws more than one token
+    num_proposed: int = 0  # drafts that the device proposes for each row after its draw; 0: none
 
     @property
     def all_admitted(self) -> tuple[Admission | PoolAdmission, ...]:

@@ -139,6 +139,27 @@ def test_steady_state_never_waits_outside_the_commit(folder):
         assert not log.found, "\n".join(f"{sync.what} x{sync.count}\n{sync.stack}" for sync in log.found)
 
 
+@pytest.mark.parametrize("options", [dict(enforce_eager=True, depth=0), dict(depth=1), dict(depth=2, num_pages=24)])
+@pytest.mark.parametrize("drafts", ["ngram:3", "suffix:7"])
+def test_drafts_change_no_token(folder, wanted, options, drafts):
+    """Eager and replayed; steps with drafts replay the graphs of decode steps, and nothing waits."""
+    with LLM(folder, **(OPTIONS | options), device="cuda", drafts=drafts) as llm:
+        chosen = {name: params for name, params in FEATURES.items() if params.seed is not None or params.is_greedy}
+        for _ in range(2):
+            for name, params in chosen.items():
+                assert tokens(llm.generate(PROMPTS, params)) == wanted[name], name
+        with watch() as log:
+            for params in chosen.values():
+                llm.generate(PROMPTS, params)
+        assert not log.found, "\n".join(f"{sync.what} x{sync.count}\n{sync.stack}" for sync in log.found)
+        counts, graphs = llm.core.scheduler.drafts.counts, llm.core.executor.graphs
+        assert 0 < counts.num_accepted < counts.num_drafts
+        if not options.get("enforce_eager"):
+            captured = [key for key, entry in graphs._captured.items() if entry is not None]
+            assert any(key[0] == "head" and key[4:] and key[4] for key in captured) and not graphs.gave_up
+        llm.core.scheduler.cache.check()
+
+
 SHARP = {
     "greedy": SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=3),
     "random": SamplingParams(temperature=0.9, top_p=0.9, top_k=20, seed=4, max_tokens=24, ignore_eos=True, logprobs=3),

@@ -58,10 +58,10 @@ def folder(request, tmp_path_factory):
     return str(write_tiny(tmp_path_factory.mktemp("tiny"), request.param))
 
 
-def drive(folder, params, *, num_pages=64, break_model=None, device=None) -> int:
+def drive(folder, params, *, num_pages=64, break_model=None, device=None, drafts=None) -> int:
     """Run an engine whose device has no values; the tokens are invented. Returns the number of steps."""
     options = dict(use_tqdm_on_load=False, max_model_len=64, page_size=4, max_num_seqs=4, max_num_batched_tokens=8)
-    with LLM(folder, **options, num_pages=num_pages, num_threads=1, _device=device) as llm:
+    with LLM(folder, **options, num_pages=num_pages, num_threads=1, _device=device, drafts=drafts) as llm:
         core, runner = llm.core, llm.core.executor
         runner.graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
         if break_model is not None:
@@ -77,8 +77,11 @@ def drive(folder, params, *, num_pages=64, break_model=None, device=None) -> int
                 handle = runner.finish(core.constraints.late() if core.constraints.drawing else None)
                 result = handle.wait()  # the buffer's memory, which nothing wrote
                 count = int(plan.num_drawn.sum())
+                # of a row with drafts the first token is accepted
+                counts = None if result.counts is None else result.counts * 0 + 1
+                failed, reports = result.failed & False, (result.logprobs, result.prompt_logprobs)
                 core.scheduler.commit(
-                    StepResult(result.tokens * 0 + 5, result.failed & False, result.logprobs, result.prompt_logprobs)
+                    StepResult(result.tokens * 0 + 5, failed, *reports, counts=counts)
                     if count
                     else StepResult(result.tokens, result.failed, None, result.prompt_logprobs)
                 )
@@ -102,6 +105,14 @@ def test_no_captured_step_looks_at_a_value(folder, feature):
 
 def test_all_features_together_with_preemption(folder):
     assert drive(folder, list(FEATURES.values()), num_pages=16) > 20
+
+
+@pytest.mark.parametrize("device", [None, ReplayDevice(0)], ids=["eager", "captured"])
+def test_no_step_with_drafts_looks_at_a_value(tmp_path, device):
+    names = ("greedy", "truncated", "penalties", "min_tokens", "logprobs", "bias", "bad words", "samples")
+    names = names if device is None else tuple(name for name in names if name != "bad words")
+    folder = str(write_tiny(tmp_path, "llama"))
+    assert drive(folder, [FEATURES[name] for name in names], device=device, drafts="ngram:2") > 20
 
 
 @pytest.mark.parametrize("device", [None, ReplayDevice(0)], ids=["eager", "captured"])

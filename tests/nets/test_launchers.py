@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,7 @@ from nets.host_reads import HostRead, no_host_reads, replace_kernels  # noqa: E4
 from slipstream.nn.attention.triton import TritonAttention  # noqa: E402
 from slipstream.nn.context import BatchView, ForwardContext  # noqa: E402
 from slipstream.ops.delta_rule import DeltaWeights  # noqa: E402
+from slipstream.ops.drafts import DrawnTokens, MatchRule, RowHistory  # noqa: E402
 from slipstream.ops.linear.triton import Norm  # noqa: E402
 from slipstream.ops.moe import ExpertBiases, RouterRule, Routing  # noqa: E402
 from slipstream.ops.paged_attention import work_list as work_module  # noqa: E402
@@ -97,11 +99,13 @@ def sampling() -> dict[str, Callable[[], Any]]:
     logits, keys, slots = half(ROWS, VOCAB), ints(ROWS), torch.tensor([0, -1, 1])
     limits = torch.tensor([[-1.0, 5.0, 0.9]]).repeat(ROWS, 1)
     warm, random = torch.rand(ROWS), torch.tensor([True, False, True])
-    counts, seen, _, values = penalty()
+    counts, seen, _, values, _ = penalty()
+    after = penalty()._replace(earlier=ints(ROWS, 4))
     at = "sample.triton."
     return {
         "argmax_rows": lambda: get(at + "choose.argmax_rows")(logits, penalty()),
         "draw": lambda: get(at + "choose.draw")(logits, keys, random, warm, limits, penalty()),
+        "draw after drafts": lambda: get(at + "choose.draw")(logits, keys, random, warm, limits, after),
         "draw plain": lambda: get(at + "choose.draw")(logits, keys),
         "find_floor": lambda: get(at + "floor.find_floor")(logits, limits, (), warm, penalty()),
         "penalize_": lambda: get(at + "edit.penalize_")(logits, None, counts, seen, slots, values),
@@ -145,16 +149,27 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
             heads[:, :4], heads[:, 4:], head_weight, 1e-6, rotary, cache, cache, slots
         ),
         "gather_inputs": lambda: get("step_inputs.triton.gather_inputs")(
-            ints(5), ints(5), tables, 4, 4, StepRows(rows)
+            ints(5), ints(5, 1), tables, 4, 4, StepRows(rows)
         ),
         "gather_inputs of chunks": lambda: get("step_inputs.triton.gather_inputs")(
-            ints(5), ints(5), tables, 4, 4, StepRows(rows, *chunks)
+            ints(5), ints(5, 3), tables, 4, 4, StepRows(rows, *chunks)
         ),
         **delta_rule(),
         **state_space(),
         "list_chunks": lambda: get("recurrent_steps.triton.list_chunks")(starts, starts[1:], ints(2, 3).int(), 5),
         "segment_sum": lambda: get("segment_sum.triton.segment_sum")(x, starts),
         "segment_max_into": lambda: get("segment_max.triton.segment_max_into")(torch.rand(2, 64), x, starts, 0),
+    }
+
+
+def drafts() -> dict[str, Callable[[], Any]]:
+    drawn = DrawnTokens(ints(4), torch.tensor([0, 1, 0, 0]), ints(4), ints(4), ints(4) > 1)
+    history = RowHistory(ints(5, 4), ints(5), ints(5, 3), ints(9, 4).int())
+    return {
+        "accept_": lambda: get("drafts.triton.accept_")(ints(5, 4), ints(5), drawn),
+        "propose_from_history_": lambda: get("drafts.triton.propose_from_history_")(
+            history, ints(4), drawn.offsets, 3, MatchRule(2, 4, math.inf), 12
+        ),
     }
 
 
@@ -285,7 +300,7 @@ def kernels(monkeypatch):
 
 
 def launches(patch: pytest.MonkeyPatch) -> dict[str, Callable[[], Any]]:
-    return sampling() | rows_and_norms() | experts() | products() | attention(patch)
+    return sampling() | rows_and_norms() | drafts() | experts() | products() | attention(patch)
 
 
 @pytest.mark.parametrize("name", launches(pytest.MonkeyPatch()))

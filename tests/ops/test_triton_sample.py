@@ -363,9 +363,10 @@ def test_work_on_all_rows_leaves_those_without_a_slot(size: int) -> None:
     assert [int((mine - counts)[row, token]) for row, token in ((2, size - 1), (0, 0), (1, 3))] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("with_drafts", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [7, 300, 4100])
-def test_penalties_as_logits_are_read_are_those_of_an_edit(size: int, dtype: torch.dtype) -> None:
+def test_penalties_as_logits_are_read_are_those_of_an_edit(size: int, dtype: torch.dtype, with_drafts: bool) -> None:
     """Choosing, drawing and cutting, with rows that have no slot and with tokens that were seen once, often, never."""
     rows = 6
     logits, keys = randn(rows, size).to(dtype), keys_of(rows)
@@ -373,7 +374,11 @@ def test_penalties_as_logits_are_read_are_those_of_an_edit(size: int, dtype: tor
     counts = torch.randint(0, 3, (4, size), dtype=torch.int32, generator=torch.Generator().manual_seed(4)).to(DEVICE)
     seen = flags_of(counts, 0.1)
     values = torch.tensor([[3.0, 2.5, 1.25], [2.0, 0.0, 0.0], [0.8, -0.5, 5.5]], device=DEVICE).repeat(2, 1)
-    penalty = reference.Penalty(counts, seen, slots, values)
+    earlier = None
+    if with_drafts:  # the likeliest tokens, one of them twice, and rows without drafts
+        earlier = logits.float().topk(3, 1).indices.repeat(1, 2)
+        earlier[2:4], earlier[:, 4:] = -1, -1
+    penalty = reference.Penalty(counts, seen, slots, values, earlier)
     temperature = torch.linspace(0.5, 1.5, rows, device=DEVICE)
     limits = limits_of([(0.0, 5, 0.9), (0.0, 3, 2.0), (0.05, 0, 2.0)] * 2, size)
     before = logits.clone()
@@ -548,3 +553,25 @@ def test_nothing_waits_for_the_device(large: torch.Tensor) -> None:
         everything()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("size", [5, 2050])
+def test_accepted_drafts_count_as_output(size: int) -> None:
+    """A row's drafts penalise as if they had been counted, also where a token comes twice; entries share a slot."""
+    counts = torch.zeros(2, size, dtype=torch.int32, device=DEVICE)
+    seen = torch.zeros(2, size, dtype=torch.uint8, device=DEVICE)
+    values = torch.tensor([[1.5, 0.25, 0.5]] * 3, device=DEVICE)
+    slots, earlier = torch.tensor([1, 1, 1], device=DEVICE), torch.tensor([[-1, -1], [3, -1], [3, 3]], device=DEVICE)
+    for ops in (kernels, reference):
+        logits = randn(1, size).expand(3, size).contiguous()
+        step_by_step = [logits[:1].clone() for _ in range(3)]
+        mine, flags = counts.clone(), seen.clone()
+        for place, own in enumerate(step_by_step):
+            ops.penalize_(own, None, mine, flags, slots[:1], values[:1])
+            ops.count_(mine, flags, slots[:1], torch.tensor([3], device=DEVICE))
+            assert mine[1, 3] == place + 1 and mine.sum() == place + 1
+        ops.penalize_(logits, None, counts, seen, slots, values, earlier)
+        torch.testing.assert_close(logits, torch.cat(step_by_step))
+        together, flags = counts.clone(), seen.clone()
+        ops.count_(together, flags, slots, torch.tensor([3, 3, 3], device=DEVICE))
+        assert together.equal(mine)

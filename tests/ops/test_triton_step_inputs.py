@@ -14,6 +14,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 PAGE = 4
 WIDTH = 300
+DRAFTS = 2
 
 # the interpreter's own use of numpy
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -34,11 +35,13 @@ GATHERS = pytest.mark.parametrize("gather", [reference.gather_inputs, kernel_gat
 def tables(groups: int = 2, num_rows: int = 9) -> tuple[torch.Tensor, ...]:
     """Row tables whose last row is null: nothing computed, and page 0 everywhere."""
     computed = torch.randint(0, 900, (num_rows,))
-    last_token = torch.randint(0, 50_000, (num_rows,))
+    next_tokens = torch.randint(0, 50_000, (num_rows, 1 + DRAFTS))
+    next_tokens[num_rows // 2 :, DRAFTS] = -1  # no draft
     pages = torch.randint(1, 10_000, (groups, num_rows, WIDTH))
-    computed[-1] = last_token[-1] = 0
+    computed[-1] = 0
+    next_tokens[-1] = 0
     pages[:, -1] = 0
-    return tuple(x.to(DEVICE) for x in (computed, last_token, pages))
+    return tuple(x.to(DEVICE) for x in (computed, next_tokens, pages))
 
 
 def staged(rows: list[int], counts: list[int]) -> dict[str, torch.Tensor]:
@@ -52,14 +55,15 @@ def staged(rows: list[int], counts: list[int]) -> dict[str, torch.Tensor]:
 
 
 def check(out: StepInputs, state: tuple[torch.Tensor, ...], rows: list[int], counts: list[int], host_ids: Any) -> None:
-    computed, last_token, pages = (x.cpu() for x in state)
+    computed, next_tokens, pages = (x.cpu() for x in state)
     token = 0
     for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
         assert out.lengths[place] == computed[row] + count
         for offset in range(count):
             position = int(computed[row]) + offset
             assert out.positions[token] == position
-            expected = last_token[row] if host_ids is None or host_ids[token] < 0 else host_ids[token]
+            known = -1 if host_ids is None else int(host_ids[token])
+            expected = known if known >= 0 else max(int(next_tokens[row, -1 - known]), 0)
             assert out.ids[token] == expected
             for group in range(len(pages)):
                 slot = pages[group, row, position // PAGE] * PAGE + position % PAGE
@@ -98,6 +102,20 @@ def test_rows_of_several_tokens(gather: Any, width: int) -> None:
 
 
 @GATHERS
+def test_drafts_follow_the_token_drawn_last(gather: Any) -> None:
+    """Positions of a drafted row as rows of one token each."""
+    state = tables()
+    rows = [2, 2, 2, 5, 6, 6, 6]
+    offsets = torch.tensor([0, 1, 2, 0, 0, 1, 2], device=DEVICE)
+    own = torch.tensor(rows, device=DEVICE)
+    out = gather(*state, PAGE, 5, StepRows(own, offsets + 1, None, offsets, -1 - offsets))
+    computed, next_tokens, _ = state
+    assert out.lengths.equal(computed[own] + offsets + 1) and out.positions.equal(computed[own] + offsets)
+    assert out.ids.tolist() == [max(int(next_tokens[row, at]), 0) for row, at in zip(rows, offsets, strict=True)]
+    assert out.ids[-1] == 0, "a missing draft reads some token"
+
+
+@GATHERS
 def test_padding_rows_have_no_length_and_lie_in_page_zero(gather: Any) -> None:
     state = tables()
     rows = torch.tensor([3, 8, 8], device=DEVICE)
@@ -123,10 +141,10 @@ def test_results_go_where_they_are_asked_to(gather: Any) -> None:
 def test_a_step_of_many_rows_without_a_wait() -> None:
     num_rows = 1025
     computed = torch.randint(0, 30_000, (num_rows,), device="cuda")
-    last_token = torch.randint(0, 150_000, (num_rows,), device="cuda")
+    next_tokens = torch.randint(0, 150_000, (num_rows, 5), device="cuda")
     pages = torch.randint(1, 1 << 20, (2, num_rows, 2560), device="cuda")
     rows = torch.randperm(num_rows, device="cuda")[:1024]
-    args = (computed, last_token, pages, 16, 2560, StepRows(rows))
+    args = (computed, next_tokens, pages, 16, 2560, StepRows(rows))
     kernel_gather(*args)  # compiles
     torch.cuda.set_sync_debug_mode("error")
     try:

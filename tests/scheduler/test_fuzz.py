@@ -102,7 +102,7 @@ class Day:
             if step % 25 == 0:
                 rush = rng.choice([0.0, 0.2, 0.6, 0.9])
                 if bench.executor.drafter is not None:
-                    bench.scheduler.num_drafts = rng.choice([0, 1, 4, 4])
+                    bench.scheduler.drafts.num_drafts = rng.choice([0, 1, 4, 4])
             if rng.random() < rush:
                 self.submit()
             if rng.random() < 0.08:

@@ -97,7 +97,7 @@ class Story:
     def drafts(self, num: int) -> None:
         """The number of drafts may change with every step."""
         if self.bench.executor.drafter is not None:
-            self.bench.scheduler.num_drafts = num
+            self.bench.scheduler.drafts.num_drafts = num
 
     def tell(self, story: list[Any]) -> None:
         for name, *arguments in story:

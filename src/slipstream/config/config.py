@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from slipstream.cache_spec import CacheGroup, StateSpec
+from slipstream.config.draft_config import DRAFTS_PER_STEP, DraftConfig
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.pooling_info import PoolingInfo
@@ -74,6 +75,20 @@ class SchedulerConfig(msgspec.Struct, frozen=True):
     max_kept: int = 2**20  # tokens of queries that the device stores for late interaction
     cached_tasks: tuple[str, ...] = ()  # pooling tasks that need the last position only, so that prefixes may be cached
     short_rope: int | None = None  # longest request with LongRoPE's short factors; None: one set of factors
+    drafts: DraftConfig | None = None  # None: every row draws one token per step
+
+    @property
+    def max_step_drafts(self) -> int:
+        """Maximum number of drafts of all rows of one step."""
+        if self.drafts is None:
+            return 0
+        most = min(self.max_num_seqs * self.drafts.num_drafts, DRAFTS_PER_STEP)
+        return min(most, max(self.max_num_batched_tokens - self.max_num_seqs, 0))
+
+    @property
+    def max_drawn(self) -> int:
+        """Maximum number of tokens that one step draws: one for each row, and one after each draft."""
+        return self.max_num_seqs + self.max_step_drafts
 
 
 class DeviceConfig(msgspec.Struct, frozen=True):

@@ -108,7 +108,7 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
         config.model.sizes,
         config.model.dtype,
         on_cpu=on_cpu,
-        rows=scheduler.max_num_seqs,
+        rows=scheduler.max_drawn,
         tokens=scheduler.max_num_batched_tokens,
         length=scheduler.max_model_len,
         groups=len(cache.groups),
@@ -120,6 +120,8 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     captures = not on_cpu and not config.device.eager
     masks = mask_bytes(rows, info.vocab_size) + bias_bytes(rows) if generates else 0
     tables = rows * (len(cache.groups) * 8 * -(-scheduler.max_model_len // cache.page_size) + 256 + kept)
+    if scheduler.drafts is not None:  # token ids of all positions, and drafts of each row
+        tables += max(cache.group_pages) * cache.page_size * 4 + rows * 8 * scheduler.drafts.num_drafts
     return MemoryPlan(
         weights=weights,
         cache=cache.num_bytes,
@@ -167,7 +169,7 @@ def query_bytes(config: EngineConfig) -> int:
 def graph_bytes(config: EngineConfig, body: int) -> int:
     """Bytes of captured steps: they share the memory of their temporaries; decode steps also keep their hidden states
     and lengths there."""
-    rows, info, size = config.scheduler.max_num_seqs, config.model.info, ITEMSIZE[config.model.dtype]
+    rows, info, size = config.scheduler.max_drawn, config.model.info, ITEMSIZE[config.model.dtype]
     # on a GPU the head holds the product, its float32 copy, and a copy for logprobs
     head = rows * info.vocab_size * (size + 2 * max(size, 4)) if config.model.generates else pool_head_bytes(config)
     kept = sum(sizes_up_to(rows, first_steps=8))
@@ -269,7 +271,7 @@ def arena_bytes(config: EngineConfig) -> int:
     if cache.states is not None:  # row, position and checkpoint of each save, or a checkpoint for each row
         new_pages += max_saves(tokens, scheduler.max_num_seqs) * 3 * 4 + scheduler.max_num_seqs * 4
     per_row = 2048  # counts, picked rows, sampling parameters, copies
-    wanted = tokens * per_token + new_pages + (scheduler.max_num_seqs + 1) * per_row + scheduler.staged_ints * 8 + 65536
+    wanted = tokens * per_token + new_pages + (scheduler.max_drawn + 1) * per_row + scheduler.staged_ints * 8 + 65536
     return -(-wanted // 16) * 16
 
 
@@ -290,10 +292,11 @@ def bias_bytes(rows: int) -> int:
 
 
 def result_bytes(config: EngineConfig) -> int:
-    """Bytes of one result buffer: token, flag, logprob, rank and MAX_PACKED_LOGPROBS likeliest tokens per row."""
+    """Bytes of one result buffer: token, flags, logprob, rank and MAX_PACKED_LOGPROBS likeliest tokens per drawn
+    token."""
     if not config.model.generates:
         return 0
-    return (config.scheduler.max_num_seqs + 1) * 24 * (MAX_PACKED_LOGPROBS + 2)
+    return (config.scheduler.max_drawn + 1) * 24 * (MAX_PACKED_LOGPROBS + 2)
 
 
 def max_reported(info: ModelInfo) -> int:
@@ -316,8 +319,9 @@ def list_bytes(config: EngineConfig) -> int:
     of one table."""
     if not config.model.generates:
         return 0
+    drafts = config.scheduler.drafts
     tables = _reported(config) * 2 * (4 + 8) + config.scheduler.max_reported * 2 * 4
-    return tables + config.scheduler.max_reported * 40
+    return tables + config.scheduler.max_reported * 40 * (1 if drafts is None else 1 + drafts.num_drafts)
 
 
 def _reported(config: EngineConfig) -> int:

@@ -99,6 +99,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         _doc("batch-invariant results on a GPU: the same bits alone or batched; slower, see docs/async.md"),
     ] = False
+    speculative_config: Annotated[
+        dict[str, Any] | str | None,
+        _doc(
+            'speculative decoding, as JSON: {"method": "ngram" or "suffix", "num_speculative_tokens": K, '
+            '"prompt_lookup_max": N, "prompt_lookup_min": N}; tokens do not change'
+        ),
+    ] = None
+    drafts: Annotated[
+        str | None, _doc("short form of speculative_config: a method, or a method and K, as ngram or suffix:8")
+    ] = None
     seed: Annotated[int, _doc("seed of requests without their own, and of dummy weights")] = 0
     num_threads: Annotated[int | None, _doc("CPU threads of the model")] = None
     logits_processors: Annotated[

@@ -12,6 +12,7 @@ import msgspec
 from slipstream.cache_spec import CacheGroup, StateSpec
 from slipstream.config.cache_size import CacheSize
 from slipstream.config.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
+from slipstream.config.draft_config import read_draft_config
 from slipstream.config.memory import max_kept, max_reported, plan_memory
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
@@ -86,6 +87,10 @@ def resolve(
     if options.deterministic and dtype == "float64":
         raise InvalidOption("deterministic is for bfloat16, float16 and float32, not for float64; choose one of them")
 
+    drafts = read_draft_config(options.speculative_config, options.drafts)
+    if drafts is not None and (refused := _refuses_drafts(is_encoder, pooling, states)):
+        raise InvalidOption(f"drafts are not supported for {source.name}: {refused}; remove speculative_config")
+
     fit_length = options.max_model_len in ("auto", -1)
     if fit_length or options.max_model_len is None:
         wanted = info.max_positions
@@ -143,6 +148,7 @@ def resolve(
                 max_itl=_max_itl(options, machine),
                 cached_tasks=("embed", "classify") if pooling is not None and pooling.methods == ("last",) else (),
                 short_rope=info.rope.short_length(length),
+                drafts=drafts,
             ),
             device=DeviceConfig(
                 kind=machine.kind,
@@ -185,6 +191,13 @@ def resolve(
             "prompt must fit one step; raise the first, lower the second, or leave enable_chunked_prefill on"
         )
     return config
+
+
+def _refuses_drafts(is_encoder: bool, pooling: PoolingInfo | None, states: tuple[StateSpec, ...]) -> str:
+    """Why a model cannot have drafts; empty if it can."""
+    if is_encoder or (pooling is not None and not pooling.generates):
+        return "it generates no text"
+    return "a rejected draft cannot be taken back from its recurrent states" if states else ""
 
 
 def model_config(

@@ -109,5 +109,5 @@ class Pacer:
 def _kind(plan: StepPlan) -> tuple[int, int, bool]:
     """Plans of one kind take about the same time per token. Returns the kind, the tokens, and whether it has chunks."""
     has_chunks = len(plan.tokens) > 0
-    num_tokens = plan.total_tokens if has_chunks else len(plan.rows)
+    num_tokens = plan.total_tokens if has_chunks or plan.has_drafts else len(plan.rows)
     return 2 * num_tokens.bit_length() + has_chunks, num_tokens, has_chunks

@@ -38,8 +38,9 @@ class BatchView:
     num_single: int  # host: leading rows that have one token
     all_long: bool = False  # host: no row has one token
 
-    # [T] int64: token ids from the host, -1 where the device sampled one; None: not known. Only rows with host token
-    # ids complete pages that other rows read in the same step
+    # [T] int64: token ids from the host, -1: the token that the device drew last, below: a draft; None: not known. Only
+    # rows with host token ids complete pages that other rows read in the same step. The positions of a drafted row are
+    # rows of one token each here, and each reads the keys of those before it
     host_ids: torch.Tensor | None = None
     rope_rows: torch.Tensor | None = None  # [T] int64, each token's row in the rope table; None: its position
     query_starts: torch.Tensor | None = None  # [B + 1] int32, first token of each row; None: one token a row

@@ -35,6 +35,8 @@ from slipstream.runner.batch.rope_rows import RopeRows
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import HostRing
+from slipstream.runner.drafts.history import TokenHistory
+from slipstream.runner.drafts.ngram import NgramDrafter
 from slipstream.runner.generate_head import GenerateHead
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import HeadMaker
@@ -102,8 +104,8 @@ def _dry_running(warm_up: Start) -> Iterator[ForkedCompiler | None]:
 
 def _take_logits(config: EngineConfig, device: Device) -> None:
     """Device: allocate and drop the memory of a step with sampling features that the dry run does not use, with the
-    maximum number of rows. The allocator keeps it, in pieces that fit any such step."""
-    shape = (config.scheduler.max_num_seqs, config.model.info.vocab_size)
+    maximum number of drawn tokens. The allocator keeps it, in pieces that fit any such step."""
+    shape = (config.scheduler.max_drawn, config.model.info.vocab_size)
     [torch.empty(shape, dtype=torch.float32, device=device.torch_device) for _ in range(LOGITS_AT_ONCE)]
 
 
@@ -111,7 +113,12 @@ def _warm_up(runner: ModelRunner, config: EngineConfig) -> Start:
     scheduler, num_groups, pooling = config.scheduler, len(config.cache.groups), config.model.pooling
     if config.model.generates:
         return WarmUp(
-            runner, scheduler.max_num_seqs, scheduler.max_num_batched_tokens, scheduler.max_model_len, num_groups
+            runner,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            scheduler.max_model_len,
+            num_groups,
+            scheduler.drafts.num_drafts if scheduler.drafts is not None else 0,
         )
     assert pooling is not None, "a model generates or pools"
     return PoolWarmUp(runner, scheduler, PoolingParams(task=pooling.tasks[0]), num_groups)
@@ -131,12 +138,14 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
 
     num_rows = scheduler.max_num_seqs + 1  # the last is the padding row
     num_buffers = scheduler.depth + 2
-    store = KVStore(cache.groups, group_pages, device)
+    drafts = scheduler.drafts
+    history = None if drafts is None else TokenHistory(cache.groups, device)
+    store = KVStore(cache.groups, group_pages, device, history)
     states = None if cache.states is None else StateStore(cache.states, num_rows, device)
     # a step has at most as many tokens as its rows can have
     max_tokens = min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * scheduler.max_model_len)
     graphs = GraphPool(
-        device, scheduler.max_num_seqs, max_tokens, eager=config.device.eager, output_bytes=graph_output_bytes(config)
+        device, scheduler.max_drawn, max_tokens, eager=config.device.eager, output_bytes=graph_output_bytes(config)
     )
     info, pooling = config.model.info, config.model.pooling
     result_size = result_bytes(config) + pooled_bytes(config)
@@ -155,15 +164,30 @@ def _assemble(config: EngineConfig, device: Device, model: Decoder, group_pages:
             short_rope=short_rope,
         )
     else:
-        rows = RowTable(num_rows, device)
+        rows = RowTable(num_rows, device, 0 if drafts is None else drafts.num_drafts)
         tables = PageTables(len(cache.groups), num_rows, scheduler.max_model_len, cache.page_size, device)
         rope_rows = None if scheduler.short_rope is None else RopeRows(num_rows, scheduler.max_model_len, device)
-        input_batch = InputBatch(rows, tables, rope_rows)
+        input_batch = InputBatch(rows, tables, rope_rows, history)
         row_states += [rows, tables] if rope_rows is None else [rows, tables, rope_rows]
         if config.model.generates:
             sampler = Sampler(num_rows, info.vocab_size, device, logit_dtype, scheduler.max_reported)
             invariant = config.model.deterministic
-            heads.append(GenerateHead(model, rows, sampler, results, logit_dtype, graphs, batch_invariant=invariant))
+            drafter = None
+            if drafts is not None and history is not None:
+                drafter = NgramDrafter(drafts, rows, tables, history)
+            heads.append(
+                GenerateHead(
+                    model,
+                    rows,
+                    sampler,
+                    results,
+                    logit_dtype,
+                    graphs,
+                    batch_invariant=invariant,
+                    drafter=drafter,
+                    max_length=scheduler.max_model_len,
+                )
+            )
             row_states.append(sampler)
     if pooling is not None:
         chunks = ChunkState(pooling.methods, 0 if scheduler.is_encoder else num_rows, info.hidden_size, dtype, device)

@@ -1,22 +1,27 @@
-"""GenerateHead: computes logits from hidden states, draws tokens, and stores them in the row table."""
+"""GenerateHead: computes logits from hidden states, draws tokens, stores them in the row table, and proposes drafts."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from slipstream.nn.models.base import CausalLM
+from slipstream.ops.drafts import earlier_drafts
 from slipstream.ops.sample import TopLogprobs
 from slipstream.runner.batch.input_batch import Gathered, Size
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
+from slipstream.runner.drafts.drafter import DraftBatch, Drafter
+from slipstream.runner.drafts.expand import DraftedPlan
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head
-from slipstream.runner.results import PROMPT, WIDE, ResultRing, ResultShape, pack, result_shape
+from slipstream.runner.results import KEPT, PROMPT, WIDE, Places, ResultRing, ResultShape, pack, result_shape
 from slipstream.runner.sampling.logprobs import prepare_scores
-from slipstream.runner.sampling.sampler import Replayed, Sampler
+from slipstream.runner.sampling.sampler import Replayed, SampleOutput, Sampler
 from slipstream.runner.sampling.stage import SampleBatch
 from slipstream.step import StepPlan
 
@@ -32,14 +37,19 @@ class GenerateHead:
         graphs: GraphPool,
         *,
         batch_invariant: bool = False,
+        drafter: Drafter | None = None,
+        max_length: int = 0,
     ) -> None:
-        """`batch_invariant`: a row's results have the same bits whatever the rest of the batch is."""
+        """`batch_invariant`: a row's results have the same bits whatever the rest of the batch is. `max_length`:
+        maximum tokens of a row, for the drafter."""
         self.model = model
         self.rows = rows
         self.sampler = sampler
         self.results = results
         self.graphs = graphs
         self.logit_dtype = logit_dtype
+        self.drafter = drafter
+        self.max_length = max_length
         self._batch_invariant = batch_invariant
         self._picked = _Picked(graphs.max_rows)
         self._numpy_dtype = np.float64 if logit_dtype is torch.float64 else np.float32
@@ -64,8 +74,11 @@ class GenerateHead:
             if num_samples < plan.total_tokens:
                 indices = which if only_last else np.cumsum(plan.num_tokens)[which] - 1
                 pick = np.stack([indices, which, plan.rows[which]]).astype(np.int64)
+        drafts = self._drafts(plan)
+        if pick is not None and drafts.offsets is not None:
+            pick = np.concatenate([pick, drafts.offsets[None]])
         if scores is None and (pick is not None or (size is not None and size.is_single)):
-            replayed = self._prepare_replayed(plan, num_samples, pick, upload)
+            replayed = self._prepare_replayed(plan, num_samples, pick, drafts, upload)
             if replayed is not None:
                 return replayed
         if pick is not None:
@@ -79,26 +92,27 @@ class GenerateHead:
             None if sample is None or sample.requested is None else sample.requested.shape,
             None if scores is None else (len(scores.indices), scores.num_logprobs),
             None if sample is None or sample.wide is None else sample.wide.shape,
+            drafts.offsets is not None and num_samples > 0,
         )
-        out = self.results.open(shape)
+        out = self.results.open(shape, first=drafts.first if num_samples else None)
         num_rows = len(plan.rows)
         is_padded = size is not None and size.is_single and picked is None  # every row draws
 
         def run(batch: Gathered, hidden: torch.Tensor) -> None:
             results = _named(PROMPT, score(hidden)) if score is not None else {}
             if sample is not None:
-                rows, positions = batch.rows, batch.view.lengths
+                rows, positions, offsets = batch.rows, batch.view.lengths, batch.offsets
                 if is_padded:
                     hidden, rows, positions = hidden[:num_rows], rows[:num_rows], positions[:num_rows]
+                    offsets = None if offsets is None else offsets[:num_rows]
                 if picked is not None:
-                    own, indices, rows = upload.tensor(picked).unbind(0)
+                    own, indices, rows, *of_drafts = upload.tensor(picked).unbind(0)
                     hidden = hidden.index_select(0, own)
                     positions = positions.index_select(0, indices)
-                drawn = sample(self._logits(hidden), SampleBatch(rows, positions))
-                self.rows.draw(rows, drawn.tokens)
-                results["tokens"], results["failed"] = drawn.tokens, drawn.failed
-                if drawn.logprobs is not None:
-                    results |= _named("", drawn.logprobs)
+                    offsets = of_drafts[0] if of_drafts else None
+                places = self._places(rows, positions, offsets, drafts)
+                drawn = sample(self._logits(hidden), places, self.rows.accept)
+                results |= self._report(drawn, places, drafts)
                 if drawn.requested is not None:
                     results["requested"] = drawn.requested
                 if drawn.wide is not None:
@@ -108,47 +122,92 @@ class GenerateHead:
         return Head(run, out.handle)
 
     def _prepare_replayed(
-        self, plan: StepPlan, num_samples: int, pick: np.ndarray[Any, Any] | None, upload: Upload
+        self,
+        plan: StepPlan,
+        num_samples: int,
+        pick: np.ndarray[Any, Any] | None,
+        drafts: _Drafts,
+        upload: Upload,
     ) -> Head | None:
         """Host: the head as a captured graph; None if a feature of this step cannot be captured.
 
-        `pick`: the indices of the hidden states to sample from, the indices of their rows in the step, and the rows.
-        They are first copied to fixed addresses. None: all hidden states are sampled from, where the forward's graph
-        left them.
+        `pick`: the indices of the hidden states to sample from, the indices of their rows in the step, the rows, and
+        with drafts the offsets. They are first copied to fixed addresses. None: all hidden states are sampled from,
+        where the forward's graph left them.
         """
         num_rows = self.graphs.rows_for(num_samples)
         if num_rows is None or (replayed := self.sampler.prepare_by_row(plan)) is None:
             return None
-        shape = result_shape(num_rows, replayed.num_logprobs, self._numpy_dtype)
-        out = self.results.open(shape, num_samples)
+        drafts = replace(drafts, max_length=self.max_length)  # captured work is replayed for rows of any length
+        has_drafts = drafts.offsets is not None
+        shape = result_shape(num_rows, replayed.num_logprobs, self._numpy_dtype, has_drafts=has_drafts)
+        out = self.results.open(shape, num_samples, drafts.first)
         span = None
         if pick is not None:
-            padded = np.zeros((3, num_rows), np.int64)
+            padded = np.zeros((len(pick), num_rows), np.int64)
             padded[2, num_samples:] = len(self.rows.computed) - 1  # the padding row
             padded[:, :num_samples] = pick
             span = upload.put(padded)
-        key = ("head", num_rows, span is not None, replayed.key)
+        key: tuple[Hashable, ...] = ("head", num_rows, span is not None, replayed.key)
+        if has_drafts or drafts.num_proposed:
+            key += (has_drafts, drafts.num_proposed)
 
         def run(batch: Gathered, hidden: torch.Tensor) -> None:
-            rows = SampleBatch(batch.rows, batch.view.lengths)
+            rows, positions, offsets = batch.rows, batch.view.lengths, batch.offsets
             if span is not None:
-                hidden, rows = self._picked.bring(hidden, rows, upload.tensor(span))
-            out.write_packed(self.graphs.run(key, lambda: self._draw(hidden, rows, replayed, shape)))
+                hidden, positions, rows, offsets = self._picked.bring(hidden, positions, upload.tensor(span))
+
+            def draw() -> torch.Tensor:
+                return self._draw(hidden, self._places(rows, positions, offsets, drafts), replayed, shape, drafts)
+
+            out.write_packed(self.graphs.run(key, draw))
 
         return Head(run, out.handle)
 
-    def _draw(self, hidden: torch.Tensor, rows: SampleBatch, replayed: Replayed, shape: ResultShape) -> torch.Tensor:
+    def _drafts(self, plan: StepPlan) -> _Drafts:
+        """Host: the drafts of the sampling rows of a step."""
+        num_proposed = 0 if self.drafter is None else plan.num_proposed
+        max_length = int(plan.lengths.max()) + 1 if num_proposed else 0
+        if not isinstance(plan, DraftedPlan):
+            return _Drafts(None, None, num_proposed, False, max_length)
+        samples = plan.num_drawn > 0
+        offsets = plan.offsets[samples].astype(np.int64)
+        first = np.flatnonzero(offsets == 0)
+        return _Drafts(offsets, first, num_proposed, self.sampler.reads_output(plan), max_length)
+
+    def _places(
+        self, rows: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor | None, drafts: _Drafts
+    ) -> SampleBatch:
+        """Device: the places at which the step draws."""
+        if drafts.offsets is None:
+            return SampleBatch(rows, positions)
+        assert offsets is not None, "the offsets of a step with drafts were not uploaded"
+        earlier = earlier_drafts(self.rows.next_tokens, rows, offsets) if drafts.are_read else None
+        return SampleBatch(rows, positions, offsets, earlier)
+
+    def _report(self, drawn: SampleOutput, places: SampleBatch, drafts: _Drafts) -> dict[str, torch.Tensor]:
+        """Device: store the drawn tokens and propose drafts after them. Returns the results of the draw."""
+        if places.offsets is None:  # otherwise the sampler has stored the accepted tokens
+            self.rows.draw(places.rows, drawn.tokens)
+        if drafts.num_proposed and self.drafter is not None:
+            batch = DraftBatch(places.rows, places.offsets, drafts.max_length)
+            self.drafter.propose(batch, drafts.num_proposed)
+        results = {"tokens": drawn.tokens, "failed": drawn.failed}
+        if drawn.kept is not None:
+            results[KEPT] = drawn.kept
+        return results if drawn.logprobs is None else results | _named("", drawn.logprobs)
+
+    def _draw(
+        self, hidden: torch.Tensor, places: SampleBatch, replayed: Replayed, shape: ResultShape, drafts: _Drafts
+    ) -> torch.Tensor:
         """Device: draw a token for every row, padding included, and pack the results."""
         # Kernels convert what they read, so only logits that a stage computes with must have the sampling dtype.
         # Batch-invariant logits always have it: the order of sums depends on the dtype, and must not depend on the
         # parameters of other rows.
         wide = replayed.needs_sampling_dtype or self._batch_invariant
         logits = self._logits(hidden) if wide else self.model.logits(hidden)
-        drawn = replayed.sample(logits, rows)
-        self.rows.draw(rows.rows, drawn.tokens)
-        results = {"tokens": drawn.tokens, "failed": drawn.failed}
-        if drawn.logprobs is not None:
-            results |= _named("", drawn.logprobs)
+        drawn = replayed.sample(logits, places, self.rows.accept)
+        results = self._report(drawn, places, drafts)
         return pack(results, shape, self.graphs.results.room(shape.num_bytes))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -156,24 +215,38 @@ class GenerateHead:
         return self.model.logits(hidden).to(self.logit_dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class _Drafts:
+    """The drafts of a step's sampling rows, on the host."""
+
+    offsets: Places | None  # [sampling] index among the places of one drafted row; None: no row has drafts
+    first: Places | None  # indices of the first place of each row among all places
+    num_proposed: int  # drafts to propose for the next step
+    are_read: bool  # a stage depends on the drafts before a place
+    max_length: int  # at least the number of tokens of every row after the draw
+
+
 class _Picked:
-    """Fixed addresses for the hidden states to sample from, their rows and positions."""
+    """Fixed addresses for the hidden states to sample from, their rows, positions and offsets."""
 
     def __init__(self, num_rows: int) -> None:
         self._num_rows = num_rows
-        self._buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self._buffers: tuple[torch.Tensor, ...] | None = None
 
-    def bring(self, hidden: torch.Tensor, rows: SampleBatch, pick: torch.Tensor) -> tuple[torch.Tensor, SampleBatch]:
-        """Device: `pick` [3, n]: indices of hidden states, indices of their rows in the step, the rows."""
+    def bring(
+        self, hidden: torch.Tensor, positions: torch.Tensor, pick: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Device: hidden states, positions, rows and offsets. `pick` [3 or 4, n]: indices of hidden states, indices of
+        their rows in the step, the rows, offsets if there are drafts."""
         if self._buffers is None:
-            ids = torch.zeros(2, self._num_rows, dtype=torch.int64, device=hidden.device)
-            self._buffers = hidden.new_zeros(self._num_rows, hidden.shape[1]), ids[0], ids[1]
-        tokens, indices, own_rows = pick.unbind(0)
-        own_hidden, own, positions = (buffer[: len(tokens)] for buffer in self._buffers)
+            ids = torch.zeros(3, self._num_rows, dtype=torch.int64, device=hidden.device)
+            self._buffers = hidden.new_zeros(self._num_rows, hidden.shape[1]), *ids.unbind(0)
+        tokens, indices, rows, *offsets = pick.unbind(0)
+        own_hidden, own_positions, own_rows, own_offsets = (buffer[: len(tokens)] for buffer in self._buffers)
         torch.index_select(hidden, 0, tokens, out=own_hidden)
-        torch.index_select(rows.positions, 0, indices, out=positions)
-        own.copy_(own_rows)
-        return own_hidden, SampleBatch(own, positions)
+        torch.index_select(positions, 0, indices, out=own_positions)
+        own_rows.copy_(rows)
+        return own_hidden, own_positions, own_rows, own_offsets.copy_(offsets[0]) if offsets else None
 
 
 def _named(prefix: str, of: TopLogprobs) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from slipstream.cache_spec import CacheGroup
 from slipstream.device.device import Device
 from slipstream.errors import NotEnoughMemory
 from slipstream.runner.batch.staging import Upload, UploadSpan
+from slipstream.runner.drafts.history import TokenHistory
 from slipstream.step import StepPlan
 
 
@@ -22,10 +23,18 @@ class KVStore:
     slots that its rows have filled.
     """
 
-    def __init__(self, groups: tuple[CacheGroup, ...], group_pages: tuple[int, ...], device: Device) -> None:
+    def __init__(
+        self,
+        groups: tuple[CacheGroup, ...],
+        group_pages: tuple[int, ...],
+        device: Device,
+        history: TokenHistory | None = None,
+    ) -> None:
+        """`history`: token ids in the same pages, only for drafts."""
         num_sites = sum(len(group.sites) for group in groups)
         self.groups = groups
         self.device = device
+        self.history = history
         self.caches: list[tuple[torch.Tensor, torch.Tensor]] = [None] * num_sites  # type: ignore[list-item]
         group_of_site = [0] * num_sites
         for number, group in enumerate(groups):
@@ -37,6 +46,8 @@ class KVStore:
 
     def take_memory(self, group_pages: tuple[int, ...]) -> None:
         """Allocate this many pages per group in place of the current ones, which no captured graph may use."""
+        if self.history is not None:
+            self.history.take_memory(group_pages)
         for number, group in enumerate(self.groups):
             spec = group.spec
             shape = (group_pages[number], spec.page_size, spec.num_kv_heads, spec.head_dim)
@@ -59,16 +70,18 @@ class KVStore:
 
     def flush(self, upload: Upload) -> None:
         copies = self._copies
-        for number, group in enumerate(self.groups):
+        for number in range(len(self.groups)):
             of_group = copies[copies[:, 0] == number] if len(copies) else copies
             if len(of_group):
                 source = upload.put(of_group[:, 1].astype(np.int64))
                 target = upload.put(of_group[:, 2].astype(np.int64))
-                upload.then(functools.partial(self._copy, group, upload, source, target))
+                upload.then(functools.partial(self._copy, number, upload, source, target))
 
-    def _copy(self, group: CacheGroup, upload: Upload, source: UploadSpan, target: UploadSpan) -> None:
-        """Device: copy pages, for samples of one prompt that diverge inside a page."""
-        from_pages, to_pages = upload.tensor(source), upload.tensor(target)
+    def _copy(self, number: int, upload: Upload, source: UploadSpan, target: UploadSpan) -> None:
+        """Device: copy pages of a group, for samples of one prompt that diverge inside a page."""
+        from_pages, to_pages, group = upload.tensor(source), upload.tensor(target), self.groups[number]
+        if self.history is not None:
+            self.history.copy_pages(number, from_pages, to_pages)
         for site in group.sites:
             for cache in self.caches[site][: 1 if group.spec.value_dim else 2]:
                 cache.index_copy_(0, to_pages, cache.index_select(0, from_pages))

@@ -21,6 +21,8 @@ from slipstream.step import NO_INTS, StepLogprobs, StepResult
 
 _ALIGN = 16
 
+Places = np.ndarray[Any, np.dtype[np.int64]]
+
 
 @dataclass(frozen=True, slots=True)
 class _Field:
@@ -50,11 +52,14 @@ def result_shape(
     requested: tuple[int, int] | None = None,  # shape of the logprobs of requested ids
     scores: tuple[int, int] | None = None,  # number of scored prompt tokens, and likeliest tokens reported for each
     wide: tuple[int, int] | None = None,  # number of rows with wide reports, and likeliest tokens reported for each
+    has_drafts: bool = False,
 ) -> ResultShape:
     wanted: list[tuple[str, tuple[int, ...], Any]] = [
         ("tokens", (num_samples,), np.int64),
         ("failed", (num_samples,), np.bool_),
     ]
+    if has_drafts:
+        wanted.append((KEPT, (num_samples,), np.bool_))
     if num_logprobs is not None:
         wanted += _logprob_fields("", num_samples, num_logprobs, logit_dtype)
     if requested is not None:
@@ -76,6 +81,8 @@ def lay_out(wanted: list[tuple[str, tuple[int, ...], Any]]) -> ResultShape:
     return ResultShape(tuple(fields), start)
 
 
+KEPT = "kept"
+"""Name of the field that says which drawn tokens are accepted."""
 PROMPT = "prompt_"
 """Prefix of the names of fields about prompt tokens."""
 WIDE = "wide_"
@@ -101,15 +108,24 @@ class StepSpan(NamedTuple):
 class StepHandle:
     """A step in flight. The commit waits for the device in `wait`; `wait_until_ended` and `HostRing.open` wait too."""
 
-    def __init__(self, ready: Event | None, shape: ResultShape, host: Bytes | None, count: int | None = None) -> None:
+    def __init__(
+        self,
+        ready: Event | None,
+        shape: ResultShape,
+        host: Bytes | None,
+        count: int | None = None,
+        first: Places | None = None,
+    ) -> None:
         """`ready`: the event after the copy; None if nothing of the step is copied, so that `wait` does not wait.
 
-        `count`: number of rows to read, if the shape has padding rows; prompts are not scored in such steps.
+        `count`: number of rows to read, if the shape has padding rows; prompts are not scored in such steps. `first`:
+        of a step with drafts, the index of each sampling row's first drawn token.
         """
         self.ready = ready
         self._shape = shape
         self._host = host
         self._count = count
+        self._first = first
         self.started: Event | None = None  # first and last timed event on the compute stream
         self.ended: Event | None = None
 
@@ -142,7 +158,11 @@ class StepHandle:
                 np.ndarray(failed.shape, failed.dtype, own, failed.start)[:count],
             )
         read = {field.name: np.ndarray(field.shape, field.dtype, own, field.start)[:count] for field in shape.fields}
-        return StepResult(read["tokens"], read["failed"], _logprobs(read, ""), _logprobs(read, PROMPT))
+        by_row, counts = read["failed"], None
+        if self._first is not None and len(self._first):
+            counts = np.add.reduceat(read[KEPT], self._first, dtype=np.int32)
+            by_row = np.logical_or.reduceat(by_row, self._first)
+        return StepResult(read["tokens"], by_row, _logprobs(read, ""), _logprobs(read, PROMPT), counts=counts)
 
     def wait_until_ended(self) -> None:
         """Wait until the device has finished a step without results. Bounds how far the host runs ahead."""
@@ -202,10 +222,10 @@ class ResultRing:
         self._next = 0
         self._opened: _Buffer | None = None  # the buffer of the step that is being prepared
 
-    def open(self, shape: ResultShape, count: int | None = None) -> ResultSpan:
+    def open(self, shape: ResultShape, count: int | None = None, first: Places | None = None) -> ResultSpan:
         """Host: a span for one head's results. The buffer grows if the step reports more than any step before.
 
-        `count`: number of rows to read, if the shape has padding rows.
+        `count`, `first`: as `StepHandle` takes them.
         """
         buffer = self._opened
         if buffer is None:
@@ -219,7 +239,7 @@ class ResultRing:
         if buffer.used > buffer.capacity:
             roomy = _roomy(buffer.used)
             buffer.grow(min(roomy, max(buffer.used, self._max_capacity)) if self._max_capacity else roomy, self.device)
-        return ResultSpan(buffer, start, shape, count)
+        return ResultSpan(buffer, start, shape, count, first)
 
     def send(self) -> Sent:
         """Host: queue the copy of the heads' results to the host, which overlaps with the next step."""
@@ -248,11 +268,14 @@ def _roomy(num_bytes: int) -> int:
 class ResultSpan:
     """The part of a result buffer that one head writes in one step."""
 
-    def __init__(self, buffer: _Buffer, start: int, shape: ResultShape, count: int | None) -> None:
+    def __init__(
+        self, buffer: _Buffer, start: int, shape: ResultShape, count: int | None, first: Places | None
+    ) -> None:
         self._buffer = buffer
         self._start = start
         self._shape = shape
         self._count = count
+        self._first = first
 
     def write(self, results: dict[str, torch.Tensor]) -> None:
         """Device: write the results."""
@@ -271,7 +294,7 @@ class ResultSpan:
 
     def handle(self, sent: Sent) -> StepHandle:
         """Host: the handle that reads this span."""
-        return StepHandle(sent.copied, self._shape, self.find(sent), self._count)
+        return StepHandle(sent.copied, self._shape, self.find(sent), self._count, self._first)
 
     def find(self, sent: Sent) -> Bytes:
         """Host: this span of the pinned buffer."""

@@ -16,6 +16,7 @@ from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.runner.batch.input_batch import BatchInputs, Gathered
 from slipstream.runner.batch.row_state import RowState
 from slipstream.runner.batch.staging import HostRing
+from slipstream.runner.drafts.expand import expand_drafts
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head, HeadMaker
 from slipstream.runner.kv_store import KVStore
@@ -78,6 +79,8 @@ class ModelRunner:
 
     def _launch(self, plan: StepPlan) -> None:
         assert self._launched is None, "a step was launched before the one before it was finished"
+        if plan.has_drafts:
+            plan = expand_drafts(plan)
         upload = self.ring.open()
         size = self.graphs.size_for(plan)
         gather = self.input_batch.prepare(plan, upload, size)

@@ -54,12 +54,20 @@ class WarmUp:
     """Warm-up of a model that generates."""
 
     def __init__(
-        self, runner: ModelRunner, max_num_seqs: int, max_tokens: int, max_length: int, num_groups: int
+        self,
+        runner: ModelRunner,
+        max_num_seqs: int,
+        max_tokens: int,
+        max_length: int,
+        num_groups: int,
+        num_drafts: int = 0,
     ) -> None:
+        """`num_drafts`: maximum number of drafts per row."""
         self.runner = runner
         self.max_num_seqs = max_num_seqs
         self.max_tokens = max_tokens
         self.max_length = max_length
+        self.num_drafts = num_drafts
         self._no_pages = (NO_PAGES,) * num_groups
         self._admitted_rows: Ints = NO_INTS
         self._row_length = 0  # positions of the first row
@@ -68,7 +76,8 @@ class WarmUp:
     def dry_run(self) -> None:
         graphs = self.runner.graphs
         # decode steps
-        sizes = sorted({min(n, self.max_num_seqs) for n in (*ROW_SIZES, self.max_num_seqs)})
+        max_rows = graphs.max_rows
+        sizes = sorted({min(n, max_rows) for n in (*ROW_SIZES, self.max_num_seqs, max_rows)})
         with graphs.starting(capture=False), enough_memory(), shortened(self.runner.model):
             # first, because attention for chunks takes longest to compile, and to allocate its memory
             self.largest()
@@ -99,9 +108,20 @@ class WarmUp:
                 self.decode(size, GREEDY)
             self.release_rows()
 
-    def decode(self, num_rows: int, params: SamplingParams) -> None:
-        """A step in which `num_rows` rows compute the token that the device drew last."""
-        self._run(np.ones(num_rows, np.int32), params, host_tokens=False)
+    def decode(self, num_drawn: int, params: SamplingParams) -> None:
+        """A step in which rows compute the token that the device drew last, and draw `num_drawn` tokens. If there are
+        fewer rows, the first ones have drafts."""
+        num_rows = min(num_drawn, self.max_num_seqs)
+        num_tokens = np.ones(num_rows, np.int32)
+        drafts = num_drawn - num_rows
+        num_tokens += np.clip(drafts - np.arange(num_rows) * self.num_drafts, 0, self.num_drafts).astype(np.int32)
+        self._run(num_tokens, params, host_tokens=False)
+        if self.num_drafts and num_drawn > 1 and num_rows == num_drawn:
+            # the head of a step with drafts
+            num_rows = -(-num_drawn // (1 + self.num_drafts))
+            num_tokens = np.full(num_rows, 1 + self.num_drafts, np.int32)
+            num_tokens[-1] -= num_rows * (1 + self.num_drafts) - num_drawn
+            self._run(num_tokens, params, host_tokens=False)
 
     def chunks(self, num_rows: int, num_tokens: int, params: SamplingParams = GREEDY) -> None:
         """A step in which `num_rows` rows compute `num_tokens` host tokens each, and draw."""
@@ -159,11 +179,13 @@ class WarmUp:
             rows=rows,
             num_tokens=num_tokens,
             lengths=lengths,
-            num_drawn=np.ones(len(rows), np.int32),
+            num_drawn=np.ones(len(rows), np.int32) if host_tokens else num_tokens,
             num_host_tokens=num_tokens if host_tokens else np.zeros(len(rows), np.int32),
             tokens=np.zeros(int(num_tokens.sum()) if host_tokens else 0, np.int32),
             new_pages=self._no_pages,
             num_logprobs=num_logprobs,
+            has_drafts=not host_tokens and bool((num_tokens > 1).any()),
+            num_proposed=self.num_drafts,
         )
         self._admitted_rows = np.array([admission.row for admission in admitted], np.int32)
         self._num_steps += 1

@@ -10,6 +10,7 @@ import numpy as np
 from slipstream.messages import Output
 from slipstream.request import Request, Status, WaitFor
 from slipstream.scheduler.cache.manager import CacheManager
+from slipstream.scheduler.drafting import DraftCounts
 from slipstream.scheduler.in_flight import Launched
 from slipstream.scheduler.lifecycle import RequestLifecycle
 from slipstream.scheduler.plan_builder import DecodeArrays
@@ -29,12 +30,18 @@ from slipstream.step import StepResult
 
 class Committer:
     def __init__(
-        self, cache: CacheManager, waiting: WaitingQueue, lifecycle: RequestLifecycle, arrays: DecodeArrays
+        self,
+        cache: CacheManager,
+        waiting: WaitingQueue,
+        lifecycle: RequestLifecycle,
+        arrays: DecodeArrays,
+        drafts: DraftCounts,
     ) -> None:
         self._cache = cache
         self._waiting = waiting
         self._lifecycle = lifecycle
         self._arrays = arrays
+        self._drafts = drafts
 
     def commit(self, launched: Launched, result: StepResult) -> list[Output]:
         """Process the result of a plan. Costs O(sampling rows), whatever their lengths."""
@@ -45,6 +52,8 @@ class Committer:
         count = len(requests)
         drawn = launched.drawn or repeat(1, count)
         accepted = accepted_tokens(result, launched.drawn, count)
+        if launched.drawn is not None and result.counts is not None:
+            self._drafts.add(launched.drawn, result.counts)
         failed = result.failed.tolist() if np.count_nonzero(result.failed) else repeat(False, count)
         tops: Iterable[bytes | None] = repeat(None, count)
         if result.logprobs is not None:

@@ -145,9 +145,10 @@ class PlanBuilder:
         arrays: DecodeArrays,
         pooling: PoolPlan | None = None,
         copies: tuple[list[Restore], list[Save]] | None = None,
+        num_proposed: int = 0,
     ) -> StepPlan:
         """The plan. Rows must be in order, `arrays` those of the previous plan, `pooling` what `pool_plan` returned;
-        `copies`: restored and saved states."""
+        `copies`: restored and saved states; `num_proposed`: drafts to propose for the next plan."""
         chunks, num_decodes = self.chunks, len(self.decodes)
         total = num_decodes + len(chunks)
         arrays.advance(self.decodes)
@@ -187,6 +188,8 @@ class PlanBuilder:
             scores=self._scores() if chunks else None,
             pooling=pooling,
             states=None if copies is None else _state_plan(*copies, rows),
+            has_drafts=self.drawn() is not None,
+            num_proposed=num_proposed,
         )
 
     def pool_plan(

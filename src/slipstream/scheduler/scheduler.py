@@ -28,6 +28,7 @@ from slipstream.scheduler.admission_checks import check_admissible
 from slipstream.scheduler.budget import Budget
 from slipstream.scheduler.cache.manager import CacheManager, Hit
 from slipstream.scheduler.committing import Committer
+from slipstream.scheduler.drafting import DraftPlanner
 from slipstream.scheduler.grammar.advance import GrammarAdvancer
 from slipstream.scheduler.grammar.constraints import Constraints
 from slipstream.scheduler.in_flight import InFlight
@@ -53,7 +54,7 @@ class Scheduler:
         self.constraints = constraints
         self.num_preemptions = 0
         self.max_num_tokens: int | None = None  # of a step with decode rows; None: the whole budget
-        self.num_drafts = 0  # drafts per decode row and step; only tests set it, the runner has no drafter yet
+        self.drafts = DraftPlanner(config, cache)
         # submits up to the given number of requests from a caller that has more; returns how many
         self.refill: Callable[[int], int] | None = None
         self._waiting = WaitingQueue(config.max_waiting)
@@ -62,7 +63,7 @@ class Scheduler:
         self._arrays = DecodeArrays()
         self._queries: QueryRegistry[Request] = QueryRegistry(config.max_kept)
         self._lifecycle = RequestLifecycle(cache, self._waiting, self._row_allocator, self._queries, constraints)
-        self._committer = Committer(cache, self._waiting, self._lifecycle, self._arrays)
+        self._committer = Committer(cache, self._waiting, self._lifecycle, self._arrays, self.drafts.counts)
         self._advancer = None if constraints is None else GrammarAdvancer(constraints, self._waiting, self._lifecycle)
         self._failures: list[Output] = []
         self._begun: list[str] = []  # generation requests that the last plan admitted for the first time
@@ -170,7 +171,7 @@ class Scheduler:
         pooled = builder.pooled()
         pooling = self._pool_plan(builder, pooled)
         released, copies = self._row_allocator.take_released(), self.cache.take_copies()
-        plan = builder.build(released, num_logprobs, self._arrays, pooling, copies)
+        plan = builder.build(released, num_logprobs, self._arrays, pooling, copies, self.drafts.num_drafts)
         self._in_flight.launch(
             self._next_step,
             sampling,
@@ -205,7 +206,7 @@ class Scheduler:
         """Plan the running requests. False if a request was preempted: then no waiting request is admitted."""
         running, decodes = self._row_allocator.running, builder.decodes
         num_preemptions = self.num_preemptions
-        left, num_drafts = budget.tokens, self.num_drafts
+        left, num_drafts = budget.tokens, self.drafts.begin_plan()
         num_waiting = -1  # decodes that are not planned yet: chunks and drafts must leave one token for each
         # A request that lacks pages preempts requests from the end of this list, which are not planned yet.
         for request in running:
@@ -242,7 +243,7 @@ class Scheduler:
                 if num_waiting < 0:
                     num_waiting = self._count_decodes() - len(decodes)
                 num_waiting -= 1
-                num = self._with_drafts(request, min(num_drafts, left - 1 - num_waiting), builder)
+                num = self.drafts.num_positions(request, left - 1 - num_waiting, builder)
             elif num_waiting > 0:
                 num_waiting -= 1
             left -= num
@@ -258,15 +259,6 @@ class Scheduler:
     def _count_decodes(self) -> int:
         """Running requests whose known tokens are all launched."""
         return sum(1 for request in self._row_allocator.running if request.computed >= request.num_known)
-
-    def _with_drafts(self, request: Request, num_drafts: int, builder: PlanBuilder) -> int:
-        """Number of positions of a decode row: one, and up to `num_drafts` drafts. No request is preempted for
-        drafts."""
-        last = min(request.computed + 1 + num_drafts, request.last_computed)
-        if last > request.capacity and (changed := self.cache.reserve(request, last)) is not None:
-            builder.change_pages(request.row, changed)
-            request.set_decode_limit()
-        return max(1, min(last, request.capacity) - request.computed)
 
     def _plan_waiting(self, builder: PlanBuilder, budget: Budget) -> None:
         """Admit waiting requests in the queue's order. A smaller request does not overtake the first one."""

@@ -59,8 +59,8 @@ class WorkRows:
     page_table: torch.Tensor  # [B, width] int64
     num_tokens: int
     max_length: int  # at least every length
-    # [T] int64, token ids from the host, -1 where the device sampled one. In a step of one token per row without host
-    # token ids, all keys but the newest of each row existed before the step. None: not known
+    # [T] int64, token ids from the host, -1: the token that the device drew last, below: a draft. In a step of one
+    # token per row in which all are -1, all keys but the newest of each row existed before the step. None: not known
     host_ids: torch.Tensor | None = None
 
 
@@ -192,7 +192,7 @@ def _list_work_kernel(
     keys_before = tl.cast(0, tl.int64)  # of rows with many tiles
     cost_before = tl.cast(0, tl.int64)  # of splits
     cost_of_all = tl.cast(0, tl.int64)
-    largest_given = tl.cast(0 if host_ids is None else -1, tl.int64)
+    has_others = tl.cast(0 if host_ids is None else -1, tl.int64)  # 0: host tokens or drafts
     for first in range(0, num_rows + 1, BLOCK):
         rows = first + lanes
         start, count, length = _read_rows(
@@ -209,7 +209,8 @@ def _list_work_kernel(
         tiles_before += tl.sum(tiles)
         keys_before += tl.sum(_held(tiles, length, TOGETHER))
         if host_ids is not None:
-            largest_given = tl.maximum(largest_given, tl.max(tl.load(host_ids + rows, mask=rows < num_rows, other=-1)))
+            given = tl.load(host_ids + rows, mask=rows < num_rows, other=-1)
+            has_others = tl.maximum(has_others, tl.max(tl.where(given == -1, -1, 0).to(tl.int64)))
 
     start, count, length = _read_rows(row, lengths, starts, table, table_stride, num_rows, num_tokens, HAS_STARTS, PAGE)
     if (count == 1) & CUT_SINGLES:
@@ -222,7 +223,7 @@ def _list_work_kernel(
         tl.store(record + 4, splits)
         tl.store(record + 5, splits_before)
         tl.store(record + 6, length)
-        tl.store(record + 7, tl.where(largest_given < 0, tl.maximum(length - 1, 0), 0))
+        tl.store(record + 7, tl.where(has_others < 0, tl.maximum(length - 1, 0), 0))
         # the shares that start in this row, each at the split nearest to its equal part of the total work
         cost_after = cost_before + length - begin + splits * SPLIT_COST
         # never 0; but the compiler's analysis divides by the initial 0 before it has seen the loop

@@ -116,6 +116,7 @@ class Penalty(NamedTuple):
     seen: torch.Tensor  # [slots, V] uint8 flags
     slots: torch.Tensor  # [R] slot of the row's counts; negative: no penalty
     values: torch.Tensor  # [R, 3] repetition, presence, frequency
+    earlier: torch.Tensor | None = None  # [R, K] int64 further tokens of the output, -1: none; None: no row has any
 
 
 class Choice(NamedTuple):
@@ -191,12 +192,16 @@ def penalize_(
     seen: torch.Tensor,  # [slots, V] uint8 flags
     slots: torch.Tensor,  # [N] slots of the rows' counts; negative, without an index: no penalty
     values: torch.Tensor,  # [N, 3] repetition, presence, frequency
+    earlier: torch.Tensor | None = None,  # [N, K] further tokens of the output that are not counted yet; -1: none
 ) -> None:
     """Repetition penalty for tokens of prompt and output, then frequency and presence for tokens of the output."""
     repetition, presence, frequency = values[:, :, None].unbind(1)
     held = slots if index is not None else slots.clamp(min=0)
     before, counts = logits if index is None else logits.index_select(0, index), counts.index_select(0, held)
     flags = seen.index_select(0, held)
+    if earlier is not None:
+        counts.scatter_add_(1, earlier.clamp(min=0), (earlier >= 0).to(counts.dtype))
+        flags = flags | (counts > 0).to(flags.dtype) * IN_OUTPUT
     factor = torch.where(flags != 0, repetition, 1)
     own = torch.where(before > 0, before / factor, before * factor)
     own.sub_(frequency * counts).sub_(presence * (flags >= IN_OUTPUT))

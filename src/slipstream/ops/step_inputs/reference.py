@@ -14,9 +14,8 @@ class StepRows(NamedTuple):
     counts: torch.Tensor | None = None  # [B] int64, tokens per row, 0 for padding; None: one token per row
     token_rows: torch.Tensor | None = None  # [T] int64; None: one token per row
     offsets: torch.Tensor | None = None  # [T] int64, index within the row's tokens; None: all 0
-    host_ids: torch.Tensor | None = (
-        None  # [T] int64 token ids, negative: use the last sampled token; None: all negative
-    )
+    # [T] int64 token ids; -1: the token drawn last, -2: the first draft after it, -3: the second; None: all -1
+    host_ids: torch.Tensor | None = None
 
 
 class StepInputs(NamedTuple):
@@ -29,7 +28,7 @@ class StepInputs(NamedTuple):
 
 def gather_inputs(
     computed: torch.Tensor,  # [rows] int64, positions in the cache
-    last_token: torch.Tensor,  # [rows] int64
+    next_tokens: torch.Tensor,  # [rows, 1 + drafts] int64: the token drawn last, then drafts; -1: no draft
     tables: torch.Tensor,  # [G, rows, pages per row] int64
     page_size: int,
     width: int,  # pages per row to return
@@ -42,9 +41,11 @@ def gather_inputs(
     positions = computed.index_select(0, token_rows)
     if offsets is not None:
         positions += offsets
-    ids = last_token.index_select(0, token_rows)
-    if host_ids is not None:
-        ids = torch.where(host_ids >= 0, host_ids, ids)
+    if host_ids is None:
+        ids = next_tokens[:, 0].index_select(0, token_rows)
+    else:
+        own = next_tokens.view(-1).index_select(0, token_rows * next_tokens.shape[1] + (-1 - host_ids).clamp_(min=0))
+        ids = torch.where(host_ids >= 0, host_ids, own.clamp_(min=0))
     if counts is not None:
         lengths = computed.index_select(0, rows) + counts
     elif offsets is None and token_rows is rows:

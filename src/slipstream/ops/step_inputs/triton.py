@@ -14,7 +14,7 @@ _PAGES = 2048  # per loop iteration
 
 def gather_inputs(
     computed: torch.Tensor,
-    last_token: torch.Tensor,
+    next_tokens: torch.Tensor,
     tables: torch.Tensor,
     page_size: int,
     width: int,
@@ -26,6 +26,7 @@ def gather_inputs(
     if token_rows is None:
         token_rows = rows
     num_tokens, num_rows, num_groups = len(token_rows), len(rows), len(tables)
+    assert next_tokens.is_contiguous()
     assert tables.is_contiguous() and width <= tables.shape[2], f"{width} pages of {tuple(tables.shape)}"
     if out is None:
         sizes = ((num_tokens,), (num_tokens,), (num_rows,), (num_groups, num_tokens), (num_groups, num_rows, width))
@@ -35,7 +36,7 @@ def gather_inputs(
     num_blocks = triton.cdiv(num_tokens, _TOKENS)
     _gather_kernel[(num_blocks + num_rows,)](
         computed,
-        last_token,
+        next_tokens,
         tables,
         rows,
         counts,
@@ -50,6 +51,7 @@ def gather_inputs(
         tables.shape[1],
         tables.shape[2],
         out.pages.shape[2],
+        NEXT=next_tokens.shape[1],
         GROUPS=num_groups,
         PAGE=page_size,
         TOKENS=_TOKENS,
@@ -74,7 +76,7 @@ def gather_inputs(
 )
 def _gather_kernel(
     computed,
-    last_token,
+    next_tokens,
     tables,
     rows,
     counts,
@@ -93,6 +95,7 @@ def _gather_kernel(
     table_rows,
     table_width,
     out_width,
+    NEXT: tl.constexpr,
     GROUPS: tl.constexpr,
     PAGE: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -108,10 +111,12 @@ def _gather_kernel(
         if offsets is not None:
             position += tl.load(offsets + token, mask=mask, other=0)
         tl.store(positions + token, position, mask=mask)
-        value = tl.load(last_token + row, mask=mask, other=0)
         if host_ids is not None:
             known = tl.load(host_ids + token, mask=mask, other=0)
-            value = tl.where(known >= 0, known, value)
+            mine = tl.load(next_tokens + row * NEXT + (-1 - known), mask=mask & (known < 0), other=0)
+            value = tl.where(known >= 0, known, tl.maximum(mine, 0))  # a missing draft is -1
+        else:
+            value = tl.load(next_tokens + row * NEXT, mask=mask, other=0)
         tl.store(ids + token, value, mask=mask)
         for group in range(GROUPS):
             held = tl.load(tables + group * table_size + row * table_width + position // PAGE, mask=mask, other=0)

@@ -19,6 +19,8 @@ from slipstream.runner.batch.page_tables import PageTables
 from slipstream.runner.batch.rope_rows import RopeRows
 from slipstream.runner.batch.rows import RowTable
 from slipstream.runner.batch.staging import Upload
+from slipstream.runner.drafts.expand import DraftedPlan
+from slipstream.runner.drafts.history import TokenHistory
 from slipstream.step import Ints, StepPlan
 
 Longs = np.ndarray[Any, np.dtype[np.int64]]
@@ -41,12 +43,14 @@ class Size:
 class Gathered:
     view: BatchView
     rows: torch.Tensor  # [B] int64; empty if rows last for one step only
+    # [B] int64, index of the row among those of its drafted row; None: no row has drafts, or some have several tokens
+    offsets: torch.Tensor | None = None
 
     def for_heads(self) -> Gathered:
         """Without what only the layers read, so that its memory can be reused."""
         nothing = self.view.lengths[:0]
         by_token = dict(ids=nothing, positions=nothing, token_types=None, rope_rows=None)
-        return Gathered(replace(self.view, **by_token, slots=(), page_tables=()), self.rows)
+        return Gathered(replace(self.view, **by_token, slots=(), page_tables=()), self.rows, self.offsets)
 
 
 class BatchInputs(Protocol):
@@ -65,24 +69,33 @@ class BatchInputs(Protocol):
 
 
 class InputBatch:
-    def __init__(self, rows: RowTable, page_tables: PageTables, rope_rows: RopeRows | None = None) -> None:
-        """`rope_rows`: only if requests may use different rope factors."""
+    def __init__(
+        self,
+        rows: RowTable,
+        page_tables: PageTables,
+        rope_rows: RopeRows | None = None,
+        history: TokenHistory | None = None,
+    ) -> None:
+        """`rope_rows`: only if requests may use different rope factors; `history`: only if a drafter reads it."""
         self.rows = rows
         self.page_tables = page_tables
         self.rope_rows = rope_rows
+        self.history = history
 
     def prepare(self, plan: StepPlan, upload: Upload, size: Size | None = None) -> Callable[[], Gathered]:
         counts = self._count(plan) if size is None else self._count_padded(plan, size)
         arrays = (counts.rows, counts.counts, counts.token_rows, counts.offsets, counts.host_ids, counts.starts)
         spans = [None if array is None else upload.put(array) for array in arrays]
         assert spans[0] is not None and (size is None or spans[0].start == 0), "a padded batch comes first"
-        table, pages, rope_rows = self.rows, self.page_tables, self.rope_rows
+        table, pages, rope_rows, history = self.rows, self.page_tables, self.rope_rows, self.history
 
         def gather() -> Gathered:
             rows, *others, starts = [None if span is None else upload.tensor(span) for span in spans]
             assert rows is not None
             step = StepRows(rows, *others)
-            inputs = gather_inputs(table.computed, table.last_token, pages.tables, pages.page_size, counts.width, step)
+            inputs = gather_inputs(table.computed, table.next_tokens, pages.tables, pages.page_size, counts.width, step)
+            if history is not None:
+                history.write(inputs.slots.unbind(0), inputs.ids)
             token_rows = rows if step.token_rows is None else step.token_rows
             view = BatchView(
                 ids=inputs.ids,
@@ -98,7 +111,7 @@ class InputBatch:
                 rope_rows=None if rope_rows is None else rope_rows.of(inputs.positions, token_rows),
                 query_starts=starts,
             )
-            return Gathered(view, rows)
+            return Gathered(view, rows, None if starts is not None else step.offsets)
 
         return gather
 
@@ -112,7 +125,10 @@ class InputBatch:
         longest = int(plan.lengths[plan.lengths.argmax()])  # a third of the time of max()
         counts = _Counts(plan.rows.astype(np.int64), num_tokens, plan.lengths, num_rows)
         counts.width = self.page_tables.width_of(longest)
-        offsets = None
+        offsets, of_drafts = None, _draft_offsets(plan)
+        if of_drafts is not None and total == num_rows:
+            counts.counts, offsets = of_drafts + 1, of_drafts
+            counts.offsets, counts.host_ids = of_drafts, -1 - of_drafts
         if total > num_rows:
             counts.num_single = int((num_tokens == 1).argmin())
             counts.counts = num_tokens.astype(np.int64)
@@ -121,8 +137,13 @@ class InputBatch:
             counts.starts = np.concatenate([starts[:1], ends])
             offsets = counts.offsets = np.arange(total) - np.repeat(starts, num_tokens)
             counts.token_rows = np.repeat(plan.rows, num_tokens).astype(np.int64)
+            if of_drafts is not None:
+                counts.counts += of_drafts
+                offsets += np.repeat(of_drafts, num_tokens)
         if num_host_tokens:
             counts.host_ids = np.full(total, -1, np.int64)
+            if of_drafts is not None:
+                counts.host_ids -= np.repeat(of_drafts, num_tokens)
             _fill_host_ids(counts.host_ids, plan, offsets)
         return counts
 
@@ -138,7 +159,15 @@ class InputBatch:
         counts.counts = np.zeros(size.rows, np.int64)
         counts.counts[:num_rows] = num_tokens
         counts.host_ids = np.full(size.tokens, -1, np.int64)
-        offsets = None
+        offsets, of_drafts = None, _draft_offsets(plan)
+        if of_drafts is not None:
+            counts.counts[:num_rows] += of_drafts
+            counts.host_ids[: plan.total_tokens] -= np.repeat(of_drafts, num_tokens)
+        if size.is_single and self.rows.max_drafts:  # steps with and without drafts replay the same graphs
+            counts.offsets = np.zeros(size.tokens, np.int64)
+            if of_drafts is not None:
+                offsets = counts.offsets[:num_rows]
+                offsets[:] = of_drafts
         if not size.is_single:
             total = plan.total_tokens
             ends = np.cumsum(num_tokens, dtype=np.int32)
@@ -147,6 +176,8 @@ class InputBatch:
             counts.offsets = np.zeros(size.tokens, np.int64)
             offsets = counts.offsets[:total]
             offsets[:] = np.arange(total) - np.repeat(ends - num_tokens, num_tokens)
+            if of_drafts is not None:
+                offsets += np.repeat(of_drafts, num_tokens)
             counts.starts = np.full(size.rows + 1, total, np.int32)
             counts.starts[0] = 0
             counts.starts[1 : num_rows + 1] = ends
@@ -169,6 +200,11 @@ class _Counts:
         self.max_lengths = max_lengths
         self.num_single = num_single
         self.width = 0
+
+
+def _draft_offsets(plan: StepPlan) -> Longs | None:
+    """[planned] index of each row among those of its drafted row; None: the step has no drafts."""
+    return plan.offsets.astype(np.int64) if isinstance(plan, DraftedPlan) else None
 
 
 def _fill_host_ids(host_ids: Longs, plan: StepPlan, offsets: Longs | None) -> None:

@@ -1,7 +1,7 @@
 """BadWords: token sequences that may not be drawn.
 
 Whether the next token would complete a sequence depends on the row's last tokens, which only the device knows. So the
-device keeps the last tokens of each row that uses this stage: uploaded at admission, shifted by each drawn token.
+device keeps the last tokens of each row that uses this stage: uploaded at admission, shifted by each accepted token.
 """
 
 from __future__ import annotations
@@ -74,16 +74,37 @@ class BadWords(Stage):
         words = self.words
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
-            own = words.tensor.index_select(0, upload.tensor(users.lines))
+            own, index = words.tensor.index_select(0, upload.tensor(users.lines)), upload.tensor(users.index)
             tails, own = own[:, 0], own[:, 1:]
-            forbid_matched_(logits, upload.tensor(users.index), own[..., 0].long(), match_words(own, tails))
+            if batch.earlier is not None and batch.offsets is not None:
+                tails = _shifted(tails, batch.earlier.index_select(0, index), batch.offsets.index_select(0, index))
+            forbid_matched_(logits, index, own[..., 0].long(), match_words(own, tails))
 
-        def drawn(tokens: torch.Tensor, batch: SampleBatch) -> None:
-            lines, tails = upload.tensor(users.lines), words.tensor[:, 0]
-            newest = tokens.index_select(0, upload.tensor(users.index)).to(torch.int32)[:, None]
-            tails.index_copy_(0, lines, torch.cat([newest, tails.index_select(0, lines)[:, :-1]], 1))
+        def drawn(tokens: torch.Tensor, batch: SampleBatch, kept: torch.Tensor | None) -> None:
+            lines, index, tails = upload.tensor(users.lines), upload.tensor(users.index), words.tensor[:, 0]
+            newest = tokens.index_select(0, index)[:, None]
+            if kept is None:
+                tails.index_copy_(0, lines, _shifted(tails.index_select(0, lines), newest, 1))
+                return
+            # Each row's accepted tokens, from its first place on. Every place of a row writes the same tail.
+            assert batch.offsets is not None and batch.earlier is not None
+            first = index - batch.offsets.index_select(0, index)
+            places = first[:, None] + torch.arange(1 + batch.earlier.shape[1], device=first.device)
+            places.clamp_(max=len(tokens) - 1)
+            is_own = kept[places] & (batch.rows[places] == batch.rows.index_select(0, index)[:, None])
+            tails.index_copy_(0, lines, _shifted(tails.index_select(0, lines), tokens[places], is_own.sum(1)))
 
         return StageWork(edit, drawn)
 
     def is_used_by(self, rows: Ints) -> bool:
         return self.lines.is_used_by(rows)
+
+
+def _shifted(tails: torch.Tensor, new: torch.Tensor, num: torch.Tensor | int) -> torch.Tensor:
+    """Device: tails [R, L], the newest token first, after the first num[r] tokens of new [R, K], the oldest first."""
+    num = torch.full_like(new[:, 0], num) if isinstance(num, int) else num
+    # column i is the (num - i)-th new token, or the old column i - num
+    both = torch.cat([new.to(tails.dtype), tails], 1)
+    columns = torch.arange(tails.shape[1], device=tails.device)
+    back = num[:, None] - 1 - columns
+    return both.gather(1, torch.where(back >= 0, back, new.shape[1] - 1 - back))

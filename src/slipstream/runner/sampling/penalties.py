@@ -19,7 +19,8 @@ from slipstream.step import Admission, Ints, StepPlan
 class Penalties(Stage):
     """A line per penalised row: flags for tokens of prompt and output, counts for tokens of the output.
 
-    The history is uploaded at admission; after that, each token is counted on the device when it is drawn.
+    The history is uploaded at admission; after that, each token is counted on the device when it is drawn and
+    accepted. A place after drafts also counts these drafts: its token is accepted only if they are.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: Device, dtype: np.dtype[Any]) -> None:
@@ -75,11 +76,14 @@ class Penalties(Stage):
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
             index, lines = upload.tensor(index_span), upload.tensor(line_span)
             own = values.index_select(0, batch.rows.index_select(0, index))
-            penalize_(logits, index, counts.tensor, seen.tensor, lines, own)
+            earlier = None if batch.earlier is None else batch.earlier.index_select(0, index)
+            penalize_(logits, index, counts.tensor, seen.tensor, lines, own, earlier)
 
-        def drawn(tokens: torch.Tensor, batch: SampleBatch) -> None:
-            own = tokens.index_select(0, upload.tensor(index_span))
-            count_(counts.tensor, seen.tensor, upload.tensor(line_span), own)
+        def drawn(tokens: torch.Tensor, batch: SampleBatch, kept: torch.Tensor | None) -> None:
+            index, lines = upload.tensor(index_span), upload.tensor(line_span)
+            if kept is not None:
+                lines = torch.where(kept.index_select(0, index), lines, -1)
+            count_(counts.tensor, seen.tensor, lines, tokens.index_select(0, index))
 
         return StageWork(edit, drawn)
 
@@ -93,12 +97,14 @@ class Penalties(Stage):
         """Logits are not edited: the draw applies `penalty` as it reads them."""
         counts, seen, held = self.counts, self.seen, self.lines.staged.device
 
-        def drawn(tokens: torch.Tensor, batch: SampleBatch) -> None:
-            count_(counts.tensor, seen.tensor, held.index_select(0, batch.rows), tokens)
+        def drawn(tokens: torch.Tensor, batch: SampleBatch, kept: torch.Tensor | None) -> None:
+            lines = held.index_select(0, batch.rows)
+            count_(counts.tensor, seen.tensor, lines if kept is None else torch.where(kept, lines, -1), tokens)
 
         return ByRow(("penalties", counts.shape), StageWork(None, drawn), penalty=self._penalty)
 
     def _penalty(self, batch: SampleBatch) -> Penalty:
         """Device: the penalties of these rows, for the draw."""
         lines = self.lines.staged.device.index_select(0, batch.rows)
-        return Penalty(self.counts.tensor, self.seen.tensor, lines, self.values.device.index_select(0, batch.rows))
+        values = self.values.device.index_select(0, batch.rows)
+        return Penalty(self.counts.tensor, self.seen.tensor, lines, values, batch.earlier)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from slipstream.config.config import MAX_REPORTED_LOGPROBS
 from slipstream.device.device import Device
+from slipstream.ops.drafts import Accepted, DrawnTokens
 from slipstream.ops.sample import TopLogprobs
 from slipstream.params import MAX_PACKED_LOGPROBS
 from slipstream.runner.batch.row_state import RowState
@@ -41,15 +42,21 @@ _WIDTHS = (0, 1, 5, 10, 20, MAX_PACKED_LOGPROBS)
 """Numbers of likeliest tokens that captured work reports: the next larger one is used, so that few graphs suffice."""
 
 
+Accept = Callable[[DrawnTokens], Accepted]
+"""Device: accepts drawn tokens while they equal the drafts."""
+
+
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
     """What a step drew, on the device."""
 
     tokens: torch.Tensor  # [S] int64
-    failed: torch.Tensor  # [S] bool: the row's logits held NaN, or no token was left; its token is 0
+    # [S] bool: the row's logits held NaN, or no token was left; its token is 0. With drafts, of reached places only
+    failed: torch.Tensor
     logprobs: TopLogprobs | None  # of the raw logits
     requested: torch.Tensor | None = None  # logprobs of requested ids, for rows that have them
     wide: TopLogprobs | None = None  # logprobs of wide rows
+    kept: torch.Tensor | None = None  # [S] bool: accepted tokens; None: all
 
 
 @dataclass(slots=True)  # created in every step: a frozen one costs twice as much
@@ -62,22 +69,26 @@ class SamplingWork:
     requested: RequestedLogprobsWork | None = None
     wide: WideLogprobsWork | None = None
 
-    def __call__(self, logits: torch.Tensor, batch: SampleBatch) -> SampleOutput:
-        """Device: draw tokens from logits [S, vocabulary]. The logits may be overwritten."""
+    def __call__(self, logits: torch.Tensor, batch: SampleBatch, accept: Accept | None = None) -> SampleOutput:
+        """Device: draw tokens from logits [S, vocabulary], which may be overwritten. `accept`: needed with drafts."""
         raw = logits if self.logprobs is None else self.logprobs.keep(logits)
         for work in self.works:
             if work.edit is not None:
                 work.edit(logits, batch)
         # a row may also fail because its parameters contradict each other and leave no token
         tokens, failed = self.draw(logits, batch)
+        kept = None
+        if batch.offsets is not None:
+            assert accept is not None, "drafts must be accepted or rejected"
+            kept, failed = accept(DrawnTokens(batch.rows, batch.offsets, batch.positions, tokens, failed))
         for work in self.works:
             if work.drawn is not None:
-                work.drawn(tokens, batch)
+                work.drawn(tokens, batch, kept)
         if self.logprobs is None:
-            return SampleOutput(tokens, failed, None)
+            return SampleOutput(tokens, failed, None, None, None, kept)
         requested = None if self.requested is None else self.requested.report(raw)
         wide = None if self.wide is None else self.wide.report(raw, tokens)
-        return SampleOutput(tokens, failed, self.logprobs.report(raw, tokens), requested, wide)
+        return SampleOutput(tokens, failed, self.logprobs.report(raw, tokens), requested, wide, kept)
 
 
 class Sampler:
@@ -101,14 +112,17 @@ class Sampler:
         self._raw = HostLogits(num_rows, is_scaled=False)
         self._scaled = HostLogits(num_rows, is_scaled=True)
         self._scale = Scale(num_rows, device, dtype)
+        self._of_output: list[Stage] = [  # stages that depend on the tokens before
+            Penalties(num_rows, vocab_size, device, dtype),
+            BadWords(num_rows, device, max_ids),
+        ]
         self.stages: list[Stage] = [  # in the order in which they edit the logits
             self._masks,
             self._biases,
             LogitBias(num_rows, vocab_size, device, dtype, logits_dtype),
             MinTokens(num_rows, vocab_size, device, max_ids),
             self._raw,
-            Penalties(num_rows, vocab_size, device, dtype),
-            BadWords(num_rows, device, max_ids),
+            *self._of_output,
             self._scale,
             self._scaled,
             Truncate(num_rows, vocab_size, device, dtype),
@@ -138,6 +152,11 @@ class Sampler:
         """Host: what the step whose forward was launched last needs from the host for its draws."""
         for stage in (self._masks, self._biases, self._raw, self._scaled):
             stage.send(late)
+
+    def reads_output(self, plan: StepPlan) -> bool:
+        """Host: whether a stage of a sampling row depends on the tokens before, drafts included."""
+        rows = _sampling_rows(plan)
+        return any(stage.is_used_by(rows) for stage in self._of_output)
 
     def prepare(self, plan: StepPlan, upload: Upload) -> SamplingWork:
         """Host, after `apply` and `flush`: this step's device work, for logits of the plan's sampling rows."""

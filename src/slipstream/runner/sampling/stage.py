@@ -23,13 +23,17 @@ class SampleBatch:
 
     rows: torch.Tensor  # [S] int64
     positions: torch.Tensor  # [S] int64, of the token to draw; the first token after a prompt of n tokens has n
+    # In a step with drafts a row occurs once for each token that it draws.
+    offsets: torch.Tensor | None = None  # [S] int64, index among the row's; None: no row has drafts
+    # [S, K] int64, drafts that come before the token to draw, in order, then -1; None: no row has drafts
+    earlier: torch.Tensor | None = None
 
 
 Edit = Callable[[torch.Tensor, SampleBatch], None]
 """Device: edits the logits [S, vocabulary] in place."""
 
-Drawn = Callable[[torch.Tensor, SampleBatch], None]
-"""Device: receives the drawn tokens [S] int64."""
+Drawn = Callable[[torch.Tensor, SampleBatch, torch.Tensor | None], None]
+"""Device: receives the drawn tokens [S] int64, and which of them are accepted [S] bool; None: all."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,8 @@ def read_text(kind: Any, text: str) -> Any:
 
 def _metavar(kinds: list[Any]) -> str:
     names = {int: "N", float: "X", str: "TEXT"}
+    if any(get_origin(kind) is dict for kind in kinds):
+        return "JSON"
     return "|".join("|".join(get_args(kind)) if get_origin(kind) is Literal else names[kind] for kind in kinds)
 
 

@@ -9,7 +9,7 @@ import triton.language as tl
 from slipstream.ops.sample.reference import Choice, Penalty
 from slipstream.ops.sample.triton.floor import SPAN, find_floor_and_peaks
 from slipstream.ops.sample.triton.noise import exponential_at, halves
-from slipstream.ops.sample.triton.penalty import penalized
+from slipstream.ops.sample.triton.penalty import num_earlier, penalized
 
 _CHUNK = 4096
 # with top-k, top-p or min-p most parts of a chunk hold no candidate
@@ -59,11 +59,12 @@ def _choose(
         temperature,
         floor,
         peaks,
-        *(penalty or (None, None, None, None)),
+        *(penalty or (None,) * 5),
         tops,
         places,
         logits.stride(0),
         size,
+        EARLIER=num_earlier(penalty),
         CHUNK=chunk,
         PART=part,
         SPAN=SPAN,
@@ -94,10 +95,12 @@ def _chunk_kernel(
     seen,
     slots,
     values,
+    earlier,
     tops,
     places,
     stride,
     size,
+    EARLIER: tl.constexpr,
     CHUNK: tl.constexpr,
     PART: tl.constexpr,
     SPAN: tl.constexpr,
@@ -113,6 +116,8 @@ def _chunk_kernel(
         counts += slot * size
         seen += slot * size
         values += row * 3
+        if earlier is not None:
+            earlier += row * EARLIER
     if temperature is not None:
         scale = tl.load(temperature + row)
     if floor is not None:
@@ -136,7 +141,7 @@ def _chunk_kernel(
             score = tl.load(logits + row * stride + index, mask=index < size, other=float("-inf")).to(tl.float32)
             if slots is not None:  # noqa: SIM102
                 if slot >= 0:
-                    score = penalized(score, index, index < size, counts, seen, values)
+                    score = penalized(score, index, index < size, counts, seen, values, earlier, EARLIER)
             has_nan = tl.maximum(has_nan, tl.max((score != score).to(tl.int32), 0))
             score = tl.where(score == score, score, float("-inf"))
             if temperature is not None:

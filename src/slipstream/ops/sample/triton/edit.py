@@ -18,19 +18,42 @@ def penalize_(
     seen: torch.Tensor,  # [slots, V] uint8
     slots: torch.Tensor,  # [N] int64
     values: torch.Tensor,  # [N, 3]
+    earlier: torch.Tensor | None = None,  # [N, K] int64
 ) -> None:
     """As the reference. An entry with a negative slot changes nothing."""
     assert logits.stride(1) == 1 and values.is_contiguous()
     assert counts.is_contiguous() and seen.is_contiguous() and counts.shape[1] == seen.shape[1] == logits.shape[1]
     size = logits.shape[1]
     _penalize_kernel[(triton.cdiv(size, _BLOCK), len(slots))](
-        logits, index, counts, seen, slots, values, logits.stride(0), size, BLOCK=_BLOCK
+        logits,
+        index,
+        counts,
+        seen,
+        slots,
+        values,
+        earlier,
+        logits.stride(0),
+        size,
+        EARLIER=0 if earlier is None else earlier.shape[1],
+        BLOCK=_BLOCK,
     )
 
 
 # grid: (blocks, entries)
 @triton.jit(do_not_specialize_on_alignment=["index", "slots"])
-def _penalize_kernel(logits, index, counts, seen, slots, values, stride, size, BLOCK: tl.constexpr):
+def _penalize_kernel(
+    logits,
+    index,
+    counts,
+    seen,
+    slots,
+    values,
+    earlier,
+    stride,
+    size,
+    EARLIER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     entry = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + entry).to(tl.int64)
     if slot >= 0:
@@ -41,12 +64,14 @@ def _penalize_kernel(logits, index, counts, seen, slots, values, stride, size, B
             row = tl.load(index + entry).to(tl.int64)
         where = logits + row * stride + token
         x = tl.load(where, mask=mask, other=0.0).to(tl.float32)
-        x = penalized(x, token, mask, counts + slot * size, seen + slot * size, values + entry * 3)
+        if earlier is not None:
+            earlier += entry * EARLIER
+        x = penalized(x, token, mask, counts + slot * size, seen + slot * size, values + entry * 3, earlier, EARLIER)
         tl.store(where, x.to(logits.dtype.element_ty), mask=mask)
 
 
 def count_(counts: torch.Tensor, seen: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-    """As the reference. No two entries may have the same slot >= 0."""
+    """As the reference. Entries may have equal slots, and equal tokens."""
     assert counts.is_contiguous() and counts.dtype == torch.int32 and seen.shape == counts.shape
     assert seen.is_contiguous() and seen.dtype == torch.uint8
     num = len(slots)
@@ -60,7 +85,7 @@ def _count_kernel(counts, seen, slots, tokens, num, size, BLOCK: tl.constexpr):
     slot = tl.load(slots + entry, mask=entry < num, other=-1).to(tl.int64)
     token = tl.load(tokens + entry, mask=entry < num, other=0).to(tl.int64)
     place = slot * size + token
-    tl.store(counts + place, tl.load(counts + place, mask=slot >= 0, other=0) + 1, mask=slot >= 0)
+    tl.atomic_add(counts + place, 1, mask=slot >= 0, sem="relaxed")
     tl.store(seen + place, tl.load(seen + place, mask=slot >= 0, other=0) | IN_OUTPUT, mask=slot >= 0)
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from slipstream.ops.sample.reference import Penalty
-from slipstream.ops.sample.triton.penalty import penalized
+from slipstream.ops.sample.triton.penalty import num_earlier, penalized
 
 SPAN = 128  # logits per peak
 _SPANS = 32  # per chunk
@@ -48,7 +48,7 @@ def find_floor_and_peaks(
     stats = torch.empty(num_rows, 3, num_chunks, dtype=torch.float32, device=device)
     listed = torch.empty(num_rows, num_spans, dtype=torch.int32, device=device)
     floor = torch.empty(num_rows, dtype=torch.float32, device=device)
-    penalties = penalty or (None, None, None, None)
+    penalties, num = penalty or (None,) * 5, num_earlier(penalty)
     _survey_kernel[(num_chunks, num_rows)](
         logits,
         limits,
@@ -59,6 +59,7 @@ def find_floor_and_peaks(
         logits.stride(0),
         size,
         num_spans,
+        EARLIER=num,
         SPAN=SPAN,
         SPANS=_SPANS,
         num_warps=4,
@@ -76,6 +77,7 @@ def find_floor_and_peaks(
         size,
         num_spans,
         num_chunks,
+        EARLIER=num,
         ALL_SPANS=triton.next_power_of_2(num_spans),
         ALL_CHUNKS=triton.next_power_of_2(num_chunks),
         SPAN=SPAN,
@@ -101,17 +103,17 @@ def _load_limits(limits, row, size):
 
 @triton.jit
 def _load_logits(
-    line,  # of a row: logits, vocabulary size, temperature, penalty slot, counts, flags and penalty values
+    line,  # of a row: logits, vocabulary size, temperature, penalty slot, counts, flags, values, drafts, their number
     offset,
     mask,
 ):
     """Logits after penalties and temperature."""
-    own, size, temperature, slot, counts, seen, values = line
+    own, size, temperature, slot, counts, seen, values, earlier, EARLIER = line
     mask = mask & (offset < size)
     x = tl.load(own + offset, mask=mask, other=float("-inf")).to(tl.float32)
     if slot is not None:  # noqa: SIM102 (a compile-time condition)
         if slot >= 0:
-            x = penalized(x, offset, mask, counts, seen, values)
+            x = penalized(x, offset, mask, counts, seen, values, earlier, EARLIER)
     if temperature is not None:
         x = tl.div_rn(x, tl.zeros_like(x) + temperature)
     return x
@@ -127,11 +129,13 @@ def _survey_kernel(
     seen,
     slots,
     values,
+    earlier,
     peaks,
     stats,
     stride,
     size,
     num_spans,
+    EARLIER: tl.constexpr,
     SPAN: tl.constexpr,
     SPANS: tl.constexpr,
 ):
@@ -149,7 +153,10 @@ def _survey_kernel(
             counts += slot * size
             seen += slot * size
             values += row * 3
-        x = _load_logits((logits + row * stride, size, None, slot, counts, seen, values), offset, True)
+            if earlier is not None:
+                earlier += row * EARLIER
+        line = (logits + row * stride, size, None, slot, counts, seen, values, earlier, EARLIER)
+        x = _load_logits(line, offset, True)
         has_nan = tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
         x = tl.where(x == x, x, float("-inf"))
         peak = tl.max(x, 1)
@@ -185,6 +192,7 @@ def _floor_kernel(
     seen,
     slots,
     values,
+    earlier,
     peaks,
     stats,
     listed,
@@ -193,6 +201,7 @@ def _floor_kernel(
     size,
     num_spans,
     num_chunks,
+    EARLIER: tl.constexpr,
     ALL_SPANS: tl.constexpr,
     ALL_CHUNKS: tl.constexpr,
     SPAN: tl.constexpr,
@@ -243,7 +252,9 @@ def _floor_kernel(
                 counts += slot * size
                 seen += slot * size
                 values += row * 3
-            line = (own, size, scale, slot, counts, seen, values)
+                if earlier is not None:
+                    earlier += row * EARLIER
+            line = (own, size, scale, slot, counts, seen, values, earlier, EARLIER)
             # the first spans stay in registers; mostly there are no others
             held = _load_spans(line, spans, 0, num_active, SPAN, TILE)
             count, mass = _measure(line, spans, num_active, held, best, bottom, SPAN, TILE)

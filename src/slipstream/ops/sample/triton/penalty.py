@@ -18,15 +18,27 @@ def penalized(
     counts,  # [V] of the row
     seen,  # [V] of the row
     values,  # [3] repetition, presence, frequency
+    earlier,  # [EARLIER] further tokens of the row's output, -1: none; or None
+    EARLIER,
 ):
     """x with penalties. Counts (4 bytes per token, flags have 1) are loaded only with a frequency penalty."""
     repetition = tl.load(values).to(tl.float32)
     presence = tl.load(values + 1).to(tl.float32)
     frequency = tl.load(values + 2).to(tl.float32)
     flags = tl.load(seen + token, mask=mask, other=0)
+    more = tl.zeros_like(x)
+    if earlier is not None:
+        for place in range(EARLIER):
+            more += tl.where(token == tl.load(earlier + place), 1.0, 0.0)
+        flags = tl.where(more > 0.0, flags | IN_OUTPUT, flags)
     factor = tl.where(flags != 0, repetition, 1.0)
     x = tl.where(x > 0, tl.div_rn(x, factor), x * factor)
     if frequency != 0.0:
         # an explicit fma: find_floor and draw must compute the same bits
-        x = tl.fma(-frequency, tl.load(counts + token, mask=mask, other=0).to(tl.float32), x)
+        x = tl.fma(-frequency, tl.load(counts + token, mask=mask, other=0).to(tl.float32) + more, x)
     return x - tl.where(flags >= IN_OUTPUT, presence, 0.0)
+
+
+def num_earlier(penalty: reference.Penalty | None) -> int:
+    """Host: number of further tokens per row."""
+    return 0 if penalty is None or penalty.earlier is None else penalty.earlier.shape[1]

@@ -1,0 +1,97 @@
+"""DraftConfig: how tokens are drafted, read from `speculative_config`, which has vLLM's names."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from slipstream.errors import InvalidOption
+
+MAX_DRAFTS = 16
+"""Maximum number of drafts per row and step."""
+MAX_MATCH = 64
+"""Maximum number of tokens that a match compares."""
+DRAFTS_PER_STEP = 256
+"""Drafts of all rows of one step; a device with more positions than that gains nothing from drafts."""
+
+_MATCH = {"ngram": (2, 4), "suffix": (1, 24)}  # defaults of shortest and longest match
+_METHODS = {"ngram": "ngram", "ngram_gpu": "ngram", "[ngram]": "ngram", "suffix": "suffix"}
+_NOT_BUILT = (
+    "eagle", "eagle3", "mtp", "draft_model", "dflash", "dspark", "medusa", "mlp_speculator", "deepseek_mtp",
+    "qwen3_next_mtp", "qwen3_5_mtp", "custom_class", "extract_hidden_states",
+)  # fmt: skip
+_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min", "model")
+
+
+class DraftConfig(msgspec.Struct, frozen=True):
+    method: str  # ngram or suffix
+    num_drafts: int  # maximum per row and step
+    min_match: int  # tokens at the end of a row that must have occurred before
+    max_match: int  # tokens that are compared: a longer match is preferred
+    drafts_per_match: float | None  # maximum drafts per matching token; None: no limit
+
+
+def read_draft_config(given: Mapping[str, Any] | str | None, short: str | None = None) -> DraftConfig | None:
+    """The configuration from `speculative_config`, an object or its JSON text; or from `drafts`, its short form METHOD
+    or METHOD:NUMBER. None: no drafts."""
+    if short is not None:
+        if given is not None:
+            raise InvalidOption("drafts and speculative_config are both given; give one of them")
+        method, _, number = short.partition(":")
+        if number and not number.isdecimal():
+            raise InvalidOption(f"drafts is {short!r}; give a method, or a method and a number, as ngram:4")
+        given = {"method": method} | ({"num_speculative_tokens": int(number)} if number else {})
+    if given is None:
+        return None
+    found = _fields(given)
+    method = _method(found)
+    num = _number(found, "num_speculative_tokens", 4 if method == "ngram" else 8, MAX_DRAFTS)
+    shortest, longest = _MATCH[method]
+    max_match = _number(found, "prompt_lookup_max", max(longest, found.get("prompt_lookup_min") or 0), MAX_MATCH)
+    min_match = _number(found, "prompt_lookup_min", min(shortest, max_match), MAX_MATCH)
+    if min_match > max_match:
+        raise InvalidOption(
+            f"prompt_lookup_min is {min_match} and prompt_lookup_max {max_match}; raise the second or lower the first"
+        )
+    return DraftConfig(method, num, min_match, max_match, 1.0 if method == "suffix" else None)
+
+
+def _fields(given: Mapping[str, Any] | str) -> dict[str, Any]:
+    if isinstance(given, str):
+        try:
+            given = msgspec.json.decode(given, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            raise InvalidOption(
+                f"speculative_config is {given!r}; give a JSON object, as "
+                '{"method": "ngram", "num_speculative_tokens": 4}'
+            ) from None
+    for name in given:
+        if name not in _KEYS:
+            near = difflib.get_close_matches(str(name), _KEYS, n=1)
+            hint = f"did you mean {near[0]}?" if near else "it takes " + ", ".join(_KEYS)
+            raise InvalidOption(f"speculative_config has no field {name!r}; {hint}")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _method(found: Mapping[str, Any]) -> str:
+    method, model = found.get("method", "draft_model" if "model" in found else None), found.get("model")
+    known = "ngram, ngram_gpu and suffix"
+    if method is None:
+        raise InvalidOption(f"speculative_config has no method; the methods are {known}")
+    if method in _NOT_BUILT:
+        raise InvalidOption(f"drafts by {method} are not supported; the methods are {known}, which need no weights")
+    if method not in _METHODS:
+        raise InvalidOption(f"there is no method {method!r} for drafts; the methods are {known}")
+    if model is not None and model not in _METHODS:
+        raise InvalidOption(f"speculative_config names the model {model!r}, and {method} needs none; remove it")
+    return _METHODS[method]
+
+
+def _number(found: Mapping[str, Any], name: str, default: int, limit: int) -> int:
+    value = found.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+        raise InvalidOption(f"{name} of speculative_config is {value!r}; give a whole number from 1 to {limit}")
+    return value

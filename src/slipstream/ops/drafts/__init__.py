@@ -1,0 +1,20 @@
+"""Drafts on the device: acceptance of drafted tokens, and proposals from a row's own history."""
+
+from slipstream.ops.dispatch import by_device
+from slipstream.ops.drafts import reference
+from slipstream.ops.drafts.reference import Accepted, DrawnTokens, MatchRule, RowHistory, earlier_drafts
+
+_KERNELS = "slipstream.ops.drafts.triton"
+
+accept_ = by_device(reference.accept_, _KERNELS)
+propose_from_history_ = by_device(reference.propose_from_history_, _KERNELS)
+
+__all__ = [
+    "Accepted",
+    "DrawnTokens",
+    "MatchRule",
+    "RowHistory",
+    "accept_",
+    "earlier_drafts",
+    "propose_from_history_",
+]

@@ -1,0 +1,115 @@
+"""Drafts in plain torch.
+
+S places, at which a step draws tokens. A row without drafts has one place. A row with k drafts has k + 1 adjacent
+places: the first draws the token after the row's last token, the next one the token after the first draft, and so on. A
+place is *reached* if every drawn token before it in its row equals the draft that the next place has read; its token is
+then the token that the row would have drawn without drafts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class DrawnTokens(NamedTuple):
+    """The places of a step and what was drawn there."""
+
+    rows: torch.Tensor  # [S] int64
+    offsets: torch.Tensor  # [S] int64, index of the place within its row
+    positions: torch.Tensor  # [S] int64, of the drawn token: the row's length up to this place
+    tokens: torch.Tensor  # [S] int64
+    failed: torch.Tensor  # [S] bool: no token could be drawn
+
+
+class Accepted(NamedTuple):
+    kept: torch.Tensor  # [S] bool: the token is accepted
+    failed: torch.Tensor  # [S] bool: the place was reached, and no token could be drawn
+
+
+def accept_(
+    next_tokens: torch.Tensor,  # [rows, 1 + drafts] int64: the token drawn last, then drafts; -1: no draft
+    computed: torch.Tensor,  # [rows] int64, positions in the cache; the last row is for padding and has 0
+    drawn: DrawnTokens,
+) -> Accepted:
+    """Accepts the tokens of all reached places. Sets each row's next token to the last accepted token and its computed
+    length to the positions before that token; a row without an accepted token does not change."""
+    rows, offsets, positions, tokens, failed = drawn
+    drafts = next_tokens.view(-1).index_select(0, rows * next_tokens.shape[1] + offsets)
+    equal = (offsets == 0) | (tokens.roll(1) == drafts)
+    ends = (~equal | failed).long()
+    # number of ends from the row's first place up to this one
+    so_far = ends.cumsum(0)
+    first = torch.arange(len(rows), device=rows.device) - offsets
+    so_far = so_far - (so_far - ends).index_select(0, first)
+    kept = so_far == 0
+    has_next = torch.cat([offsets[1:], offsets[:1] * 0]) > 0
+    last = kept & ~(has_next & kept.roll(-1))
+    reached_failed = failed & equal & (so_far == ends)
+    # other places write to the padding row: its token is arbitrary, its length stays 0
+    target = torch.where(last, rows, len(computed) - 1)
+    next_tokens[:, 0].index_copy_(0, target, tokens)
+    computed.index_copy_(0, target, positions * last)
+    return Accepted(kept, reached_failed)
+
+
+def earlier_drafts(next_tokens: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """[S, drafts] the drafts that each place has read, in order; -1 for those after it."""
+    own = next_tokens[:, 1:].index_select(0, rows)
+    places = torch.arange(own.shape[1], device=rows.device)
+    return own.masked_fill_(places >= offsets[:, None], -1)
+
+
+class RowHistory(NamedTuple):
+    """Where the tokens of rows are: in pages, as keys and values are, and the token drawn last in `next_tokens`."""
+
+    next_tokens: torch.Tensor  # [rows, 1 + drafts] int64
+    computed: torch.Tensor  # [rows] int64, positions whose tokens are in pages
+    table: torch.Tensor  # [rows, pages per row] int64; page 0: the tokens are not kept
+    tokens: torch.Tensor  # [pages, page size] int32
+
+
+class MatchRule(NamedTuple):
+    shortest: int  # tokens that must match
+    longest: int  # tokens that are compared
+    reach: float  # drafts per matching token; infinity: as many as are asked for
+
+
+def propose_from_history_(
+    history: RowHistory,
+    rows: torch.Tensor,  # [S] int64
+    offsets: torch.Tensor | None,  # [S] int64; places with another offset than 0 propose nothing; None: all are 0
+    num_drafts: int,
+    rule: MatchRule,
+    max_length: int,  # at least the number of tokens of every row; only this implementation needs it
+) -> None:
+    """Writes drafts to `next_tokens`: the tokens after the longest earlier match of the row's last tokens, the newest
+    of equally long matches. Where the match reaches the end of the row, the tokens between repeat. -1: no match."""
+    next_tokens, computed, table, tokens = history
+    page_size = tokens.shape[1]
+    width = min(table.shape[1], -(-max_length // page_size))
+    end = computed.index_select(0, rows)[:, None]  # position of the token drawn last
+    pages = table[:, :width].index_select(0, rows)
+    text = tokens.index_select(0, pages.flatten()).view(len(rows), -1)
+    positions = torch.arange(text.shape[1], device=rows.device)
+    text = text.masked_fill_((pages == 0)[..., None].expand(-1, -1, page_size).flatten(1), -1)
+    newest = next_tokens[:, 0].index_select(0, rows)[:, None].to(text.dtype)
+    text = torch.where(positions == end, newest, text)
+    matched = torch.zeros_like(text)
+    alive = positions < end
+    for back in range(min(rule.longest, text.shape[1])):
+        wanted = text.gather(1, (end - back).clamp_(min=0))
+        own = torch.cat([text.new_full((len(rows), back), -1), text[:, : text.shape[1] - back]], 1)
+        alive = alive & (own == wanted) & (wanted >= 0) & (end >= back)
+        matched += alive
+    score = torch.where(matched >= rule.shortest, matched.long() * 2**32 + positions, -1)
+    best = score.amax(1, keepdim=True)
+    length, last = best // 2**32, best % 2**32
+    places = torch.arange(num_drafts, device=rows.device)
+    source = last + 1 + places % (end - last).clamp_(min=1)
+    drafts = text.gather(1, source.clamp_(max=text.shape[1] - 1)).long()
+    drafts = torch.where((best >= 0) & (places < length * rule.reach), drafts, -1)
+    # other places write to the padding row
+    target = rows if offsets is None else torch.where(offsets == 0, rows, len(computed) - 1)
+    next_tokens[:, 1 : 1 + num_drafts].index_copy_(0, target, drafts)

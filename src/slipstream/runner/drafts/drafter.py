@@ -1,0 +1,25 @@
+"""Drafter: proposes the tokens that a row will probably draw next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class DraftBatch:
+    """Places of a step at which rows have drawn tokens. The row table has each row's last token and length already."""
+
+    rows: torch.Tensor  # device [S] int64; the rows of a step with drafts repeat
+    offsets: torch.Tensor | None  # device [S] int64, index of the place among its row's; None: each row has one place
+    max_length: int  # host: at least the number of tokens of every row
+
+
+class Drafter(Protocol):
+    """The last part of a step's head. Drafts never change tokens: a draft counts only if the row then draws it."""
+
+    def propose(self, batch: DraftBatch, num_drafts: int) -> None:
+        """Device: write `num_drafts` drafts of each row to `RowTable.next_tokens`, after the token that the row drew
+        last; -1: no draft. May be captured in a graph: reads no device value on the host."""

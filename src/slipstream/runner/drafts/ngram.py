@@ -1,0 +1,28 @@
+"""NgramDrafter: proposes what followed the last tokens of a row when they occurred before in the same row.
+
+The methods `ngram` and `suffix` differ in their `MatchRule`: an n-gram match has a few tokens and gives as many drafts
+as are asked for; a suffix match is as long as possible, and a longer match gives more drafts.
+"""
+
+from __future__ import annotations
+
+import math
+
+from slipstream.config.draft_config import DraftConfig
+from slipstream.ops.drafts import MatchRule, RowHistory, propose_from_history_
+from slipstream.runner.batch.page_tables import PageTables
+from slipstream.runner.batch.rows import RowTable
+from slipstream.runner.drafts.drafter import DraftBatch
+from slipstream.runner.drafts.history import TokenHistory
+
+
+class NgramDrafter:
+    def __init__(self, config: DraftConfig, rows: RowTable, page_tables: PageTables, history: TokenHistory) -> None:
+        self.rule = MatchRule(config.min_match, config.max_match, config.drafts_per_match or math.inf)
+        self._rows = rows
+        self._table = page_tables.tables[history.group]
+        self._history = history
+
+    def propose(self, batch: DraftBatch, num_drafts: int) -> None:
+        text = RowHistory(self._rows.next_tokens, self._rows.computed, self._table, self._history.tokens)
+        propose_from_history_(text, batch.rows, batch.offsets, num_drafts, self.rule, batch.max_length)

@@ -1,0 +1,70 @@
+"""DraftPlanner: decides how many drafts each row of a plan has."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slipstream.config.config import SchedulerConfig
+from slipstream.request import Request
+from slipstream.scheduler.cache.manager import CacheManager
+from slipstream.scheduler.plan_builder import PlanBuilder
+from slipstream.step import Ints
+
+
+class DraftPlanner:
+    def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
+        self.num_drafts = 0 if config.drafts is None else config.drafts.num_drafts  # maximum per row and step
+        self._cache = cache
+        # the buffers of the device are sized for it; without a drafter only tests plan drafts
+        self._max_step_drafts = None if config.drafts is None else config.max_step_drafts
+        self._left = 0  # drafts that the present plan may still have
+        self.counts = DraftCounts()
+
+    def begin_plan(self) -> int:
+        """Start a plan. Returns the maximum number of drafts per row."""
+        self._left = 2**30 if self._max_step_drafts is None else self._max_step_drafts
+        return self.num_drafts
+
+    def num_positions(self, request: Request, room: int, builder: PlanBuilder) -> int:
+        """Number of positions of a decode row: one, and drafts, of which there is `room` for so many tokens. No request
+        is preempted for drafts."""
+        if not has_drafts(request):
+            return 1
+        num = min(self.num_drafts, self._left, room)
+        last = min(request.computed + 1 + num, request.last_computed)
+        if last > request.capacity and (changed := self._cache.reserve(request, last)) is not None:
+            builder.change_pages(request.row, changed)
+            request.set_decode_limit()
+        positions = max(1, min(last, request.capacity) - request.computed)
+        self._left -= positions - 1
+        return positions
+
+
+class DraftCounts:
+    """Counts of drafts since the start."""
+
+    def __init__(self) -> None:
+        self.num_rows = 0  # rows with drafts, over all steps
+        self.num_drafts = 0
+        self.num_accepted = 0
+        self.accepted_at: list[int] = []  # number of accepted drafts by their position, the first draft first
+
+    def add(self, drawn: list[int], counts: Ints) -> None:
+        """Add a step: how many tokens each row drew, and how many it accepted."""
+        num = np.array(drawn, np.int32) - 1
+        accepted = np.minimum(num, np.maximum(counts - 1, 0))[num > 0]
+        if not len(accepted):
+            return
+        self.num_rows += len(accepted)
+        self.num_drafts += int(num.sum())
+        self.num_accepted += int(accepted.sum())
+        longest = int(num.max())
+        self.accepted_at += [0] * (longest - len(self.accepted_at))
+        for place in range(longest):
+            self.accepted_at[place] += int(np.count_nonzero(accepted > place))
+
+
+def has_drafts(request: Request) -> bool:
+    """Whether rows of this request may have drafts. A grammar or a logits processor handles the next token only; a
+    large report is sized for one token per row."""
+    return not request.is_constrained and not request.params.report_width

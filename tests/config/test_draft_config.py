@@ -1,0 +1,60 @@
+"""speculative_config: vLLM's names, and one clear error for everything that is not supported."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.config.draft_config import MAX_DRAFTS, DraftConfig, read_draft_config
+from slipstream.errors import InvalidOption
+
+
+def test_the_fields_have_vllms_names() -> None:
+    given = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    assert read_draft_config(given) == DraftConfig("ngram", 5, 1, 3, None)
+    as_json = '{"method": "ngram_gpu", "num_speculative_tokens": 2}'
+    assert read_draft_config(as_json) == DraftConfig("ngram", 2, 2, 4, None)
+    suffix = read_draft_config({"method": "suffix"})
+    assert suffix is not None and suffix.drafts_per_match == 1 and suffix.max_match > 8
+    assert read_draft_config(None) is None
+
+
+def test_the_short_form() -> None:
+    assert read_draft_config(None, "ngram:3") == read_draft_config({"method": "ngram", "num_speculative_tokens": 3})
+    assert read_draft_config(None, "suffix") == read_draft_config({"method": "suffix"})
+
+
+def test_one_bound_alone_moves_the_other() -> None:
+    low = read_draft_config({"method": "ngram", "prompt_lookup_max": 1})
+    high = read_draft_config({"method": "ngram", "prompt_lookup_min": 9})
+    assert low is not None and (low.min_match, low.max_match) == (1, 1)
+    assert high is not None and (high.min_match, high.max_match) == (9, 9)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "has no method"),
+        ({"method": "eagle3", "model": "x"}, "drafts by eagle3 are not supported"),
+        ({"model": "some/model", "num_speculative_tokens": 3}, "drafts by draft_model are not supported"),
+        ({"method": "mtp"}, "drafts by mtp are not supported"),
+        ({"method": "n-gram"}, "there is no method 'n-gram'"),
+        ({"method": "ngram", "model": "x"}, "needs none"),
+        ({"method": "ngram", "num_speculative_token": 3}, "did you mean num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, f"from 1 to {MAX_DRAFTS}"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "give a whole number"),
+        ({"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "prompt_lookup_min is 3"),
+        ("ngram", "give a JSON object"),
+        ("[1]", "give a JSON object"),
+    ],
+)
+def test_mistakes(given, says: str) -> None:
+    with pytest.raises(InvalidOption, match=says.replace("[", r"\[")):
+        read_draft_config(given)
+
+
+def test_mistakes_of_the_short_form() -> None:
+    for short, says in (("ngram:x", "as ngram:4"), ("eagle:3", "not supported")):
+        with pytest.raises(InvalidOption, match=says):
+            read_draft_config(None, short)
+    with pytest.raises(InvalidOption, match="both given"):
+        read_draft_config({"method": "ngram"}, "ngram")

@@ -1,0 +1,120 @@
+"""Drafts never change tokens (law 7), in float64: the same tokens as without drafts, whatever the drafter proposes."""
+
+from __future__ import annotations
+
+import pytest
+from test_law7 import FEATURES, GREEDY, REPLAYED, assert_same, make
+
+from law7 import DRAFTED, PROMPTS
+from replay_device import ReplayDevice
+from replay_drafter import ReplayDrafter
+from slipstream import SamplingParams
+from slipstream.runner.batch.input_batch import Size
+from tiny import write_tiny
+
+# every sampling feature, in batches of one request for each prompt
+BATCHES = {
+    "greedy": GREEDY,
+    "penalties": [
+        FEATURES["repetition"],
+        FEATURES["presence"],
+        FEATURES["frequency"],
+        FEATURES["min_tokens"],
+        SamplingParams(temperature=0.6, seed=2, repetition_penalty=1.2, frequency_penalty=0.7, max_tokens=24),
+        SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=2, max_tokens=24),
+    ],
+    "words": [
+        FEATURES["bad words"],
+        SamplingParams(temperature=0, bad_words=["e", "a", "th"], repetition_penalty=1.3, max_tokens=25, logprobs=2),
+        FEATURES["logit_bias"],
+        FEATURES["allowed ids"],
+        FEATURES["all truncations"],
+        FEATURES["min_p"],
+    ],
+    "others": FEATURES["mixed"],
+    "reports": [
+        FEATURES["prompt logprobs"],
+        FEATURES["stop ids"],
+        FEATURES["stop strings"],
+        FEATURES["given ids"],
+        FEATURES["n"],
+        FEATURES["temperature"],
+    ],
+    "grammars": FEATURES["grammars among others"],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_tiny(tmp_path_factory.mktemp("tiny"), "llama"))
+
+
+def texts_of(results):
+    return [result.prompt_token_ids + sample.token_ids for result in results for sample in result.outputs]
+
+
+@pytest.fixture(scope="module")
+def wanted(model):
+    with make(model) as llm:
+        return {name: llm.generate(PROMPTS, params) for name, params in BATCHES.items()}
+
+
+def draft(llm, kind, results):
+    if kind in ("right", "wrong", "random"):
+        ReplayDrafter.replace(llm, texts_of(results), kind)
+
+
+@pytest.mark.parametrize("cell", DRAFTED, ids=lambda cell: "-".join(map(str, cell.values())))
+def test_tokens_do_not_depend_on_drafts(model, wanted, cell):
+    with make(model, **cell) as llm:
+        counts = llm.core.scheduler.drafts.counts
+        for name in [*BATCHES] if cell["drafts"] == "random" else ("greedy", "penalties"):
+            params = BATCHES[name]
+            draft(llm, cell["drafts"], wanted[name])
+            assert_same(llm.generate(PROMPTS, params), wanted[name])
+            if name == "greedy" and cell["drafts"] == "right":
+                assert counts.num_accepted == counts.num_drafts > 50, "a right draft was rejected"
+        assert counts.num_drafts > 0
+        assert (counts.num_accepted > 0) == (cell["drafts"] != "wrong")
+        llm.core.scheduler.cache.check()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("kind", ["random", "ngram"])
+def test_replayed_steps_with_drafts_give_the_same_tokens(model, wanted, depth, kind):
+    """A step with drafts replays the graphs of a decode step of more rows."""
+    params = [*REPLAYED.values()][-len(PROMPTS) :]
+    with make(model, batched=False) as llm:
+        mixed = llm.generate(PROMPTS, params)
+    device = ReplayDevice(depth)
+    with make(model, chunked=True, cached=True, preempted=True, depth=depth, device=device, drafts=kind) as llm:
+        graphs = llm.core.executor.graphs
+        graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
+        for asked, results in ((GREEDY, wanted["greedy"]), (params, mixed)):
+            draft(llm, kind, results)
+            assert_same(llm.generate(PROMPTS, asked), results)
+        captured = [key for key, entry in graphs._captured.items() if entry is not None]
+        assert any(key[0] == "head" and key[4:] == (True, 3) for key in captured)
+        assert ("body", Size(8, 8), False) in captured
+        assert llm.core.scheduler.drafts.counts.num_accepted > 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_late_device_changes_nothing(model, wanted, depth):
+    with make(model, chunked=True, cached=True, preempted=True, depth=depth, late=True, drafts="ngram") as llm:
+        for name in ("greedy", "penalties"):  # in the order of BATCHES: it gives requests their seeds
+            assert_same(llm.generate(PROMPTS, BATCHES[name]), wanted[name])
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mistral"])
+def test_windows_with_drafts(tmp_path, family):
+    """Pages before a window are freed by committed positions, not by drafts."""
+    folder = str(write_tiny(tmp_path, family))
+    with make(folder, batched=False) as llm:
+        results = llm.generate(PROMPTS, GREEDY)
+    for cell in (DRAFTED[0], DRAFTED[4]):
+        with make(folder, **cell | {"drafts": "random" if family == "gemma2" else "ngram"}) as llm:
+            if family == "gemma2":  # has layers that keep every position
+                draft(llm, "random", results)
+            assert_same(llm.generate(PROMPTS, GREEDY), results)
+            llm.core.scheduler.cache.check()

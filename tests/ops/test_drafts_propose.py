@@ -1,0 +1,93 @@
+"""Proposals from a row's history: the reference against a plain search, and the kernel against the reference."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from slipstream.ops.drafts import MatchRule, RowHistory, reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PAGE, WIDTH, ROWS, DRAFTS = 4, 40, 6, 5
+
+
+def search(text: list[int], rule: MatchRule, num: int, first: int = 0) -> list[int]:
+    """Tokens after the longest earlier match of the end of `text`, the newest of equally long ones."""
+    best = (0, 0)
+    for end in range(first, len(text) - 1):
+        length = 0
+        while length < rule.longest and end - length >= first and text[end - length] == text[-1 - length]:
+            length += 1
+        best = max(best, (length, end))
+    if best[0] < rule.shortest:
+        return [-1] * num
+    longer = list(text)
+    for place in range(num):
+        longer.append(longer[best[1] + 1 + place])
+    return [token if place < best[0] * rule.reach else -1 for place, token in enumerate(longer[len(text) :])]
+
+
+def propose(name: str, *args) -> None:
+    if name == "reference":
+        return reference.propose_from_history_(*args)
+    if DEVICE == "cpu" and not pytest.importorskip("triton").knobs.runtime.interpret:
+        pytest.skip("no GPU, and triton was imported before its interpreter could be chosen")
+    from slipstream.ops.drafts.triton import propose_from_history_
+
+    return propose_from_history_(*args)
+
+
+def rows_of(texts: list[list[int]], rng: random.Random) -> RowHistory:
+    """Each text in pages at random places, its last token drawn but not computed. The last row is for padding."""
+    next_tokens = torch.full((ROWS, 1 + DRAFTS), 77)
+    computed, table = torch.zeros(ROWS, dtype=torch.int64), torch.zeros(ROWS, WIDTH, dtype=torch.int64)
+    tokens = torch.randint(0, 3, (1 + ROWS * WIDTH, PAGE), dtype=torch.int32)
+    free = rng.sample(range(1, len(tokens)), len(tokens) - 1)
+    for row, text in enumerate(texts):
+        next_tokens[row, 0], computed[row] = text[-1], len(text) - 1
+        for position, token in enumerate(text[:-1]):
+            if position % PAGE == 0:
+                table[row, position // PAGE] = free.pop()
+            tokens[table[row, position // PAGE], position % PAGE] = token
+    return RowHistory(*(x.to(DEVICE) for x in (next_tokens, computed, table, tokens)))
+
+
+RULES = [MatchRule(1, 1, math.inf), MatchRule(2, 4, math.inf), MatchRule(1, 12, 1.0), MatchRule(3, 8, 2.0)]
+
+
+@pytest.mark.parametrize("name", ["reference", "kernel"])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_the_tokens_after_the_longest_and_newest_match(name: str, rule: MatchRule) -> None:
+    rng = random.Random(5)
+    for kinds, num in ((1, 3), (2, DRAFTS), (3, 4), (9, 1)):
+        lengths = [rng.randrange(1, WIDTH * PAGE) for _ in range(ROWS - 3)] + [1, 2]
+        texts = [[rng.randrange(kinds) for _ in range(length)] for length in lengths]
+        history = rows_of(texts, rng)
+        rows = torch.tensor([3, 0, 4, 1, 2, ROWS - 1], device=DEVICE)
+        propose(name, history, rows, None, num, rule, max(lengths))
+        for row, text in enumerate(texts):
+            got = history.next_tokens[row].tolist()
+            assert got[: 1 + num] == [text[-1], *search(text, rule, num)], (kinds, row, text)
+            assert got[1 + num :] == [77] * (DRAFTS - num), "more drafts than were asked for"
+
+
+@pytest.mark.parametrize("name", ["reference", "kernel"])
+def test_only_the_first_place_of_a_row_proposes(name: str) -> None:
+    history = rows_of([[1, 2, 3, 1, 2], [5, 5, 5], [1, 2]], random.Random(0))
+    rows, offsets = (torch.tensor(x, device=DEVICE) for x in ([0, 0, 0, 1, 2, 2], [0, 1, 2, 0, 1, 2]))
+    propose(name, history, rows, offsets, 2, MatchRule(1, 12, math.inf), 5)  # longer than the texts
+    assert history.next_tokens[:3, :3].tolist() == [[2, 3, 1], [5, 5, 5], [2, 77, 77]]
+
+
+@pytest.mark.parametrize("name", ["reference", "kernel"])
+def test_positions_whose_pages_were_freed_match_nothing(name: str) -> None:
+    """A group with a window keeps the last pages only."""
+    text = [1, 2, 9, 9, 1, 2, 8, 8, 5, 1, 2, 7, 6, 1, 2]
+    history = rows_of([text], random.Random(0))
+    history.table[0, :2] = 0
+    rule = MatchRule(2, 12, math.inf)
+    propose(name, history, torch.tensor([0], device=DEVICE), None, 4, rule, len(text))
+    assert history.next_tokens[0, 1:5].tolist() == search(text, rule, 4, first=8)

@@ -1,0 +1,42 @@
+"""A drafted row becomes rows of one token each; the other rows of the plan stay."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slipstream.runner.drafts.expand import expand_drafts
+from slipstream.step import NO_INTS, PoolPlan, StepPlan
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def test_positions_of_a_drafted_row_are_rows() -> None:
+    """A decode, two drafted rows, a prompt that is pooled, and a chunk that draws."""
+    plan = StepPlan(
+        step=7,
+        released=NO_INTS,
+        admitted=(),
+        rows=ints(4, 2, 0, 3, 5),
+        num_tokens=ints(1, 3, 2, 4, 2),
+        lengths=ints(10, 30, 8, 4, 9),
+        num_drawn=ints(1, 3, 2, 0, 1),
+        num_host_tokens=ints(0, 0, 0, 4, 2),
+        tokens=ints(1, 2, 3, 4, 5, 6),
+        new_pages=(),
+        pooling=PoolPlan(ends=np.array([False, False, False, True, False])),
+        has_drafts=True,
+        num_proposed=2,
+    )
+    made = expand_drafts(plan)
+    assert made.rows.tolist() == [4, 2, 2, 2, 0, 0, 3, 5]
+    assert made.num_tokens.tolist() == [1, 1, 1, 1, 1, 1, 4, 2]
+    assert made.offsets.tolist() == [0, 0, 1, 2, 0, 1, 0, 0]
+    assert made.lengths.tolist() == [10, 28, 29, 30, 7, 8, 4, 9]
+    assert made.num_drawn.tolist() == [1, 1, 1, 1, 1, 1, 0, 1]
+    assert made.num_host_tokens.tolist() == [0, 0, 0, 0, 0, 0, 4, 2]
+    assert made.pooling is not None and made.pooling.ends is not None
+    assert made.pooling.ends.tolist() == [False] * 6 + [True, False]
+    assert (made.step, made.num_proposed, made.total_tokens) == (7, 2, plan.total_tokens)
+    assert made.tokens is plan.tokens

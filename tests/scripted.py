@@ -482,7 +482,7 @@ class Bench:
             ),
             self.cache,
         )
-        self.scheduler.drafts.num_drafts = num_drafts
+        self.scheduler.drafts.num_drafts = num_drafts  # of every plan
         drafter = random.Random(draft_seed) if num_drafts else None
         self.executor = ScriptedExecutor(
             page_size, windows, max_num_seqs, short_rope, drafter, num_checkpoints, border or page_size

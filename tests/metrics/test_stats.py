@@ -60,6 +60,8 @@ def test_the_status_line_gives_rates_and_has_no_result_at_rest():
     assert text == (
         "1.0 requests/s, prompt 50 tok/s, generated 100 tok/s, running 3, waiting 0, cache 50%, prefix hits 25%"
     )
+    drafts = lanes(num_running=1, num_drafted_rows=10, num_drafts=40, num_accepted_drafts=15)
+    assert line.look(3.0, front(tokens=100), drafts).endswith(", drafts 38% accepted, 2.50 tok/row")
     assert "generated 0 tok/s" in line.look(4.0, front(tokens=100), lanes())  # once, to say that it is over
     assert line.look(6.0, front(tokens=100), lanes()) is None
 
@@ -94,3 +96,16 @@ def test_every_name_on_the_dashboard_is_on_the_page():
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     names = {name for text in asked for name in re.findall(r"slipstream_\w+", text)}
     assert len(names) > 15 and names <= known, names - known
+
+
+def test_drafts_have_vllms_names_and_a_position():
+    from slipstream.metrics.prometheus import Metrics
+
+    counts = lanes(num_drafted_rows=10, num_drafts=40, num_accepted_drafts=15, accepted_at=(8, 4, 3, 0))
+    page = Metrics(lambda: (FrontStats(), counts), "1").text("")[0].decode()
+    assert 'vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 10.0' in page
+    assert 'vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 40.0' in page
+    assert 'vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 15.0' in page
+    name = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert f'{name}{{engine="0",model_name="m",position="1"}} 4.0' in page
+    assert 'slipstream_accepted_tokens_per_pos_total{model="m",position="3"} 0.0' in page

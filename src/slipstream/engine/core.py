@@ -55,6 +55,8 @@ class EngineCore:
         self.in_flight: deque[Handle] = deque()
         self.timer = DeviceTimer()
         self.pace = Pacer(config.scheduler.max_itl)
+        if isinstance(self.scheduler, Scheduler) and self.scheduler.drafts.length is not None:
+            self.pace.on_decode = self.scheduler.drafts.length.measure
         self._causes: deque[str] = deque()  # causes of the device's idle gaps before the steps in flight
         self._untimed: deque[tuple[Handle, str]] = deque()  # committed without waiting: may still run on the device
         self.num_steps = 0

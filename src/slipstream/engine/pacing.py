@@ -39,6 +39,8 @@ class Pacer:
     ) -> None:
         """`max_itl` in seconds; None: no bound."""
         self.max_itl = max_itl
+        # called with positions and device seconds of each step without prefill
+        self.on_decode: Callable[[int, float], None] | None = None
         self._clock = clock
         self._sleep = sleep
         self._steps: deque[_Step] = deque()
@@ -88,6 +90,8 @@ class Pacer:
         self._freed = self._clock()
         if busy <= 0:
             return
+        if self.on_decode is not None and not step.has_chunks:
+            self.on_decode(step.num_tokens, busy)
         each = busy / step.num_tokens
         # otherwise the step probably waited for the host, as during a capture: `busy` is an upper bound
         is_exact = busy > 2 * step.host

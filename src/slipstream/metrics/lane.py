@@ -24,3 +24,8 @@ class LaneStats(msgspec.Struct, frozen=True, array_like=True):
     grammar: float = 0.0  # always 0, see DeviceTime
     no_work: float = 0.0
     host: float = 0.0  # seconds of the core itself, on the host's clock
+    # speculative decoding
+    num_drafted_rows: int = 0  # rows with drafts, over all steps
+    num_drafts: int = 0
+    num_accepted_drafts: int = 0
+    accepted_at: tuple[int, ...] = ()  # accepted drafts by their position in the row

@@ -26,6 +26,9 @@ _OF_LANES: tuple[tuple[str, str, str, str], ...] = (
     ("counter", "prefix_cache_queries", "prompt tokens looked for in the cache", "prefix_queries"),
     ("counter", "prefix_cache_hits", "prompt tokens found in the cache", "prefix_hits"),
     ("counter", "host_seconds", "time the engine core itself took", "host"),
+    ("counter", "drafted_rows", "rows of steps that had drafts", "num_drafted_rows"),
+    ("counter", "draft_tokens", "drafted tokens", "num_drafts"),
+    ("counter", "accepted_tokens", "drafted tokens that were accepted", "num_accepted_drafts"),
 )
 _OF_MODELS: tuple[tuple[str, str, str], ...] = (
     ("prompt_tokens", "prompt tokens taken in", "prompt_tokens"),
@@ -58,6 +61,9 @@ _ALIASES = {
     "preemptions": "num_preemptions",
     "prefix_cache_queries": "prefix_cache_queries",
     "prefix_cache_hits": "prefix_cache_hits",
+    "drafted_rows": "spec_decode_num_drafts",
+    "draft_tokens": "spec_decode_num_draft_tokens",
+    "accepted_tokens": "spec_decode_num_accepted_tokens",
     "prompt_tokens": "prompt_tokens",
     "generation_tokens": "generation_tokens",
     "cache_usage_ratio": "kv_cache_usage_perc",
@@ -147,6 +153,16 @@ def _lanes(lanes: Sequence[LaneStats]) -> Families:
             if lane.num_pages:
                 family.add_metric((lane.model, *labels), 1 - lane.num_free_pages / lane.num_pages)
         yield family
+    for name, label, *more in (
+        ("slipstream_accepted_tokens_per_pos", "model"),
+        ("vllm:spec_decode_num_accepted_tokens_per_pos", "model_name", "engine"),
+    ):
+        doc = "accepted drafts by their position in the row, from 0"
+        by_place = CounterMetricFamily(name, doc, labels=(label, *more, "position"))
+        for lane in lanes:
+            for place, count in enumerate(lane.accepted_at):
+                by_place.add_metric((lane.model, *["0"] * len(more), str(place)), count)
+        yield by_place
     time = CounterMetricFamily(
         "slipstream_device_seconds", "device time: busy, and idle by cause", labels=("model", "state")
     )

@@ -9,6 +9,7 @@ from slipstream.metrics.lane import LaneStats
 from slipstream.metrics.stats import FrontStats
 
 log = logging.getLogger("slipstream.status")
+_DRAFTS = ("num_accepted_drafts", "num_drafts")
 
 
 class StatusLine:
@@ -41,4 +42,7 @@ class StatusLine:
             parts.append(f"cache {1 - sum(lane.num_free_pages for lane in lanes) / num_pages:.0%}")
         if queries := sum(lane.prefix_queries for lane in lanes):
             parts.append(f"prefix hits {sum(lane.prefix_hits for lane in lanes) / queries:.0%}")
+        if rows := sum(lane.num_drafted_rows for lane in lanes):
+            accepted, drafted = (sum(getattr(lane, name) for lane in lanes) for name in _DRAFTS)
+            parts.append(f"drafts {accepted / drafted:.0%} accepted, {1 + accepted / rows:.2f} tok/row")
         return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""DraftPlanner: decides how many drafts each row of a plan has."""
+"""DraftPlanner: decides how many drafts each row of a plan has, and counts what became of them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ import numpy as np
 from slipstream.config.config import SchedulerConfig
 from slipstream.request import Request
 from slipstream.scheduler.cache.manager import CacheManager
+from slipstream.scheduler.draft_length import DraftLength
 from slipstream.scheduler.plan_builder import PlanBuilder
 from slipstream.step import Ints
 
 
 class DraftPlanner:
     def __init__(self, config: SchedulerConfig, cache: CacheManager) -> None:
-        self.num_drafts = 0 if config.drafts is None else config.drafts.num_drafts  # maximum per row and step
+        self.num_drafts = 0 if config.drafts is None else config.drafts.num_drafts  # maximum per row of this plan
+        self.num_proposed = self.num_drafts  # per row, for the next plan
+        self.length = None if config.drafts is None else DraftLength(config.drafts.num_drafts)  # None: does not change
         self._cache = cache
         # the buffers of the device are sized for it; without a drafter only tests plan drafts
         self._max_step_drafts = None if config.drafts is None else config.max_step_drafts
         self._left = 0  # drafts that the present plan may still have
-        self.counts = DraftCounts()
+        self.counts = DraftCounts(self)
 
-    def begin_plan(self) -> int:
-        """Start a plan. Returns the maximum number of drafts per row."""
+    def begin_plan(self, num_rows: int) -> int:
+        """Start a plan in which about `num_rows` rows decode. Returns the maximum number of drafts per row."""
+        if self.length is not None:
+            self.num_drafts, self.num_proposed = self.length.choose(num_rows)
         self._left = 2**30 if self._max_step_drafts is None else self._max_step_drafts
         return self.num_drafts
 
@@ -43,7 +48,8 @@ class DraftPlanner:
 class DraftCounts:
     """Counts of drafts since the start."""
 
-    def __init__(self) -> None:
+    def __init__(self, planner: DraftPlanner) -> None:
+        self._planner = planner
         self.num_rows = 0  # rows with drafts, over all steps
         self.num_drafts = 0
         self.num_accepted = 0
@@ -55,6 +61,8 @@ class DraftCounts:
         accepted = np.minimum(num, np.maximum(counts - 1, 0))[num > 0]
         if not len(accepted):
             return
+        if self._planner.length is not None:
+            self._planner.length.add(drawn, counts)
         self.num_rows += len(accepted)
         self.num_drafts += int(num.sum())
         self.num_accepted += int(accepted.sum())

@@ -171,7 +171,7 @@ class Scheduler:
         pooled = builder.pooled()
         pooling = self._pool_plan(builder, pooled)
         released, copies = self._row_allocator.take_released(), self.cache.take_copies()
-        plan = builder.build(released, num_logprobs, self._arrays, pooling, copies, self.drafts.num_drafts)
+        plan = builder.build(released, num_logprobs, self._arrays, pooling, copies, self.drafts.num_proposed)
         self._in_flight.launch(
             self._next_step,
             sampling,
@@ -206,7 +206,7 @@ class Scheduler:
         """Plan the running requests. False if a request was preempted: then no waiting request is admitted."""
         running, decodes = self._row_allocator.running, builder.decodes
         num_preemptions = self.num_preemptions
-        left, num_drafts = budget.tokens, self.drafts.begin_plan()
+        left, num_drafts = budget.tokens, self.drafts.begin_plan(len(running))
         num_waiting = -1  # decodes that are not planned yet: chunks and drafts must leave one token for each
         # A request that lacks pages preempts requests from the end of this list, which are not planned yet.
         for request in running:

@@ -26,6 +26,7 @@ from slipstream.errors import EngineDead, SlipstreamError
 from slipstream.log import set_up_child_log
 from slipstream.messages import Abort, Output, Submit, SubmitAll
 from slipstream.metrics.lane import LaneStats
+from slipstream.scheduler.scheduler import Scheduler
 from slipstream.transport.abort_calls import AbortCalls
 from slipstream.transport.admission import submit
 from slipstream.transport.child_process import die_with_parent
@@ -170,6 +171,7 @@ class CoreProcess:
 def _lane_stats(name: str, core: EngineCore) -> LaneStats:
     scheduler, time = core.scheduler, core.timer.total
     cache = getattr(scheduler, "cache", None)  # encoders have none
+    drafts = scheduler.drafts.counts if isinstance(scheduler, Scheduler) else None
     pool = cache.groups[0].pool if cache is not None and cache.groups else None
     return LaneStats(
         name,
@@ -189,6 +191,10 @@ def _lane_stats(name: str, core: EngineCore) -> LaneStats:
         grammar=time.grammar,
         no_work=time.no_work,
         host=time.host,
+        num_drafted_rows=0 if drafts is None else drafts.num_rows,
+        num_drafts=0 if drafts is None else drafts.num_drafts,
+        num_accepted_drafts=0 if drafts is None else drafts.num_accepted,
+        accepted_at=() if drafts is None else tuple(drafts.accepted_at),
     )
 
 

@@ -19,6 +19,7 @@ from slipstream.params import SamplingParams
 from slipstream.serve.bench.workload import Item, Workload
 
 if TYPE_CHECKING:
+    from slipstream.engine.core import EngineCore
     from slipstream.frontend.request_state import RequestState
     from slipstream.llm import LLM
 
@@ -35,6 +36,30 @@ class Spread(msgspec.Struct, frozen=True):
     p99: float
 
 
+class DraftTrial(msgspec.Struct, frozen=True):
+    """Speculative decoding in one run."""
+
+    num_rows: int  # rows with drafts, over all steps
+    num_drafts: int
+    num_accepted: int
+    accepted_at: list[int]  # by position in the row
+
+    @classmethod
+    def of(cls, core: EngineCore) -> DraftTrial:
+        counts = getattr(core.scheduler, "drafts", None)
+        if counts is None:
+            return cls(0, 0, 0, [])
+        own = counts.counts
+        return cls(own.num_rows, own.num_drafts, own.num_accepted, list(own.accepted_at))
+
+    def since(self, before: DraftTrial) -> DraftTrial | None:
+        """The difference; None if there were no drafts."""
+        earlier = before.accepted_at + [0] * (len(self.accepted_at) - len(before.accepted_at))
+        by_place = [now - then for now, then in zip(self.accepted_at, earlier, strict=True)]
+        num_rows, num_accepted = self.num_rows - before.num_rows, self.num_accepted - before.num_accepted
+        return DraftTrial(num_rows, self.num_drafts - before.num_drafts, num_accepted, by_place) if num_rows else None
+
+
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """One run of a workload."""
 
@@ -49,6 +74,7 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     request_ms: Spread  # from submission to the last token
     device: DeviceTime  # busy and idle time
     itl_at_ms: dict[int, float]  # inter-token latency around positions 500, 1000 and so on
+    drafts: DraftTrial | None = None  # None: no row had drafts
 
     @property
     def requests_per_second(self) -> float:
@@ -133,7 +159,7 @@ def _run(
     submitted: dict[str, float] = {}
     token_times: dict[str, list[float]] = {}
     states: list[RequestState] = []
-    first_step, device = core.num_steps, core.timer.total.copy()
+    first_step, device, drafts = core.num_steps, core.timer.total.copy(), DraftTrial.of(core)
     waiting = iter(enumerate(items))
     active = 0
     begin = clock()
@@ -179,6 +205,7 @@ def _run(
         request_ms=spread([times[-1] - submitted[name] for name, times in token_times.items()]),
         device=core.timer.total.since(device),
         itl_at_ms=_gaps_along(list(token_times.values())),
+        drafts=DraftTrial.of(core).since(drafts),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from slipstream.serve.bench.measure import Spread, Trial
+from slipstream.serve.bench.measure import DraftTrial, Spread, Trial
 from slipstream.serve.bench.startup import Startup
 from slipstream.serve.bench.workload import Workload
 
@@ -53,6 +53,8 @@ def trial_table(best: Trial, startup: float) -> str:
         ("total tokens", f"{best.total_per_second:.1f} /s"),
         ("device", device_line(best.device)),
     ]
+    if best.drafts is not None:
+        rows.append(("drafts", draft_line(best.drafts)))
     lines = [f"  {name:<18}{value}" for name, value in rows]
     lines.append(f"  {'ms':<18}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}")
     for name, times in (
@@ -63,6 +65,14 @@ def trial_table(best: Trial, startup: float) -> str:
         if times is not None:
             lines.append(f"  {name:<18}{_columns(times)}")
     return "\n".join(lines)
+
+
+def draft_line(drafts: DraftTrial) -> str:
+    """Accepted drafts, tokens per row and step, and the share of rows that accepted the first draft, the second ..."""
+    rows = drafts.num_rows
+    by_place = " ".join(f"{count / rows:.0%}" for count in drafts.accepted_at)
+    share, per_row = drafts.num_accepted / drafts.num_drafts, 1 + drafts.num_accepted / rows
+    return f"{share:.0%} of {drafts.num_drafts} accepted, {per_row:.2f} tokens per row and step, by position {by_place}"
 
 
 def device_line(time: DeviceTime) -> str:

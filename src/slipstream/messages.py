@@ -13,6 +13,7 @@ import numpy as np
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
 from slipstream.request import FinishReason
+from slipstream.thinking import Thinking
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
@@ -29,6 +30,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     num_seen: int | None = None  # the first `num_seen` tokens are attended to, the others by none; None: all
     model: str = ""  # model name if the engine has several; empty: the first
     caller: str = ""  # fair queueing between callers within one priority; offline there is one caller
+    thinking: Thinking | None = None  # markers of reasoning, with a thinking budget
 
     @property
     def submits(self) -> list[Submit]:

@@ -93,6 +93,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
     docs/logits-processors.md."""
     extra_args: Mapping[str, Any] | None = None
     """Arguments for the logits processors of the engine."""
+    thinking_token_budget: int | None = None
+    """Maximum number of reasoning tokens: then the end marker is written. None or -1: no limit."""
     structured_outputs: StructuredOutputsParams | None = None
     """The shape of the output: a JSON schema, a regular expression, choices or a grammar."""
     skip_special_tokens: bool = True
@@ -122,6 +124,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
         if self.max_tokens is not None:
             check_whole("max_tokens", self.max_tokens, 1, MAX_COUNT)
         check_whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
+        if self.thinking_token_budget is not None:
+            self._check_thinking(self.thinking_token_budget)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParams(
                 f"min_tokens is {self.min_tokens}, max_tokens {self.max_tokens}; lower the first or raise the second",
@@ -167,6 +171,17 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
                 )
         check_turn(self.priority, self.cache_salt)
 
+    def _check_thinking(self, budget: int) -> None:
+        check_whole("thinking_token_budget", budget, -1, MAX_COUNT)
+        if budget == -1:
+            self._freeze("thinking_token_budget", None)
+        elif self.structured_outputs is not None:
+            raise InvalidParams(
+                "thinking_token_budget and structured_outputs are both given, and the structure begins with the first "
+                "token of the output, so there is no reasoning to limit; remove one",
+                param="thinking_token_budget",
+            )
+
     def _freeze(self, name: str, value: object) -> None:
         msgspec.structs.force_setattr(self, name, value)
 
@@ -193,7 +208,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
     @property
     def needs_history(self) -> bool:
         """Whether sampling needs the request's earlier tokens."""
-        return self.has_penalties or bool(self.bad_words)
+        return self.has_penalties or bool(self.bad_words) or self.thinking_token_budget is not None
 
     @property
     def can_append(self) -> bool:

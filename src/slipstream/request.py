@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
+from slipstream.thinking import Thinking
 
 if TYPE_CHECKING:
     from slipstream.scheduler.grammar.session import Session
@@ -70,7 +71,7 @@ class Request:
         "computed", "committed", "pending", "decode_limit", "num_cached", "num_preemptions", "known_launched_at",
         "leader", "siblings", "next_scored", "num_logprobs", "list_sizes", "num_staged_ids", "pages", "capacity",
         "hashes", "num_published", "publish_after", "states", "next_border", "long_rope", "short_limit",
-        "session", "processors", "held",
+        "thinking", "session", "processors", "held",
     )  # fmt: skip
 
     def __init__(
@@ -85,6 +86,7 @@ class Request:
         cache_salt: str = "",
         stop_ids: tuple[int, ...] = (),
         bad_words: tuple[tuple[int, ...], ...] = (),
+        thinking: Thinking | None = None,
         max_length: int,
         seed: int = 0,
     ) -> None:
@@ -99,6 +101,7 @@ class Request:
         # tokens that end the request: end tokens unless ignored, and stop_token_ids
         self.stop_ids = frozenset(stop_ids)
         self.bad_words = bad_words  # token sequences
+        self.thinking = thinking  # markers of reasoning, with a thinking budget
         self.seed = seed
         self.tokens = list(prompt)  # all known tokens, prompt first
         self.num_prompt = len(prompt)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from slipstream.params import SamplingParams
 from slipstream.pooling_params import PoolingParams
+from slipstream.thinking import Thinking
 
 Ints = NDArray[np.int32]
 Bools = NDArray[np.bool_]
@@ -52,6 +53,7 @@ class Admission:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not be drawn
     long_rope: bool = False  # its positions are rotated by LongRoPE's long factors
     processed: Processed = Processed.NOTHING
+    thinking: Thinking | None = None  # markers of reasoning, with a thinking budget
 
 
 @dataclass(frozen=True, slots=True)

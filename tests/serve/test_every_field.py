@@ -44,7 +44,7 @@ VALUES: dict[str, Any] = {
     "add_generation_prompt": False, "prompt_name": "query",
     "response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a+"}, "guided_json": {"type": "array"},
     "guided_regex": "a+", "guided_choice": ["a", "b"], "guided_grammar": 'start: "a"',
-    "guided_whitespace_pattern": " ?", "vllm_xargs": {"level": 2},
+    "guided_whitespace_pattern": " ?", "vllm_xargs": {"level": 2}, "thinking_token_budget": 5,
 }  # fmt: skip
 # fields that need others beside them
 WITH: dict[str, dict[str, Any]] = {

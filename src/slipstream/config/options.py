@@ -111,6 +111,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     seed: Annotated[int, _doc("seed of requests without their own, and of dummy weights")] = 0
     num_threads: Annotated[int | None, _doc("CPU threads of the model")] = None
+    reasoning_config: Annotated[
+        dict[str, Any] | str | None,
+        _doc(
+            'how the model marks its reasoning, for thinking_token_budget: {"reasoning_start_str": "<think>", '
+            '"reasoning_end_str": "</think>"}; default: by the chat template'
+        ),
+    ] = None
     logits_processors: Annotated[
         list[Any] | None,
         _doc("classes of logits processors, in Python as classes or by name as package.module:Class; repeatable"),

@@ -60,6 +60,7 @@ def _samples(message: Submit, params: SamplingParams, config: EngineConfig, numb
             cache_salt=message.cache_salt,
             stop_ids=(*end_ids, *params.stop_ids),
             bad_words=bad_words,
+            thinking=message.thinking,
             max_length=max_length,
             seed=seed,
         )

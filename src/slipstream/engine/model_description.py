@@ -8,6 +8,7 @@ from slipstream.config.config import EngineConfig
 from slipstream.config.generation import GenerationDefaults
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import PoolingInfo
+from slipstream.config.reasoning_config import ReasoningConfig, read_reasoning_config
 from slipstream.text.chat import load_chat_template
 from slipstream.text.tokenizer import Tokenizer
 
@@ -27,6 +28,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str = "float32"
     max_batch_tokens: int = 0  # of a step
     max_waiting: int | None = None  # prompts that may wait in the core; None: unknown
+    reasoning_config: ReasoningConfig | None = None  # None: by the chat template
     has_processors: bool = False  # logits processors of the engine, for which requests may have arguments
     max_kept: int | None = None  # tokens of queries that the core stores; None: unknown
 
@@ -65,6 +67,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
             max_waiting=config.scheduler.max_waiting,
             max_kept=config.scheduler.max_kept,
             has_processors=has_processors,
+            reasoning_config=read_reasoning_config(options.reasoning_config),
         )
 
     def load_tokenizer(self) -> Tokenizer | None:

@@ -14,6 +14,7 @@ import numpy as np
 
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong
+from slipstream.frontend.thinking_markers import ThinkingMarkers
 from slipstream.messages import Submit
 from slipstream.params import MAX_BAD_WORD, MAX_BAD_WORDS, SamplingParams
 from slipstream.text.chat import render_chat
@@ -43,6 +44,8 @@ class InputProcessor:
         self.tokenizer = tokenizer
         self._excerpts = None if tokenizer is None else Excerpts(tokenizer)
         self._controls_of: dict[str, ControlTokens] = {}  # by chat template
+        self.reasoning_parser: str | None = None  # name, set by a server; None: by the chat template
+        self._thinking_markers: ThinkingMarkers | None = None
         self._resolved: tuple[SamplingParams | None, SamplingParams] | None = None  # the last ones: given, resolved
         # a tokenizer may have tokens that the model has no embedding for
         self._has_extra_tokens = tokenizer is not None and tokenizer.vocab_size > description.vocab_size
@@ -133,7 +136,19 @@ class InputProcessor:
                 f"{self.description.known_ids}, remove it"
             )
         self._check_num_logprobs(params, len(ids))
-        return msgspec.structs.replace(message, prompt_token_ids=ids)
+        thinking = None if params.thinking_token_budget is None else self._thinking().of(ids)
+        return msgspec.structs.replace(message, prompt_token_ids=ids, thinking=thinking)
+
+    def _thinking(self) -> ThinkingMarkers:
+        if self._thinking_markers is None:
+            if self.tokenizer is None:
+                raise InvalidParams(
+                    "thinking_token_budget needs a tokenizer, and skip_tokenizer_init is set; unset it",
+                    param="thinking_token_budget",
+                )
+            config = self.description.reasoning_config
+            self._thinking_markers = ThinkingMarkers(self.tokenizer, config, self.reasoning_parser)
+        return self._thinking_markers
 
     def surely_fits(self, message: Submit, text: str) -> bool:
         """Whether `complete` cannot raise for this text, known without tokenising: a token has at least one byte.
@@ -142,6 +157,8 @@ class InputProcessor:
         """
         params = message.params
         assert isinstance(params, SamplingParams)
+        if params.thinking_token_budget is not None:
+            return False
         if self._has_extra_tokens or _num_logprobs(params) > _UNCHECKED_LOGPROBS or not text or text.isspace():
             return False
         try:

@@ -98,6 +98,7 @@ class PlanBuilder:
                 history=np.array(request.tokens, np.int32) if params.needs_history else None,
                 bad_words=request.bad_words,
                 long_rope=request.long_rope,
+                thinking=request.thinking,
                 processed=Processed.NOTHING if request.processors is None else request.processors.processed,
             )
         )

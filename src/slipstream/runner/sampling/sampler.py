@@ -33,6 +33,7 @@ from slipstream.runner.sampling.min_tokens import MinTokens
 from slipstream.runner.sampling.penalties import Penalties
 from slipstream.runner.sampling.scale import Scale
 from slipstream.runner.sampling.stage import SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.thinking_budget import ThinkingBudget
 from slipstream.runner.sampling.truncate import Truncate
 from slipstream.step import Ints, Late, StepPlan
 
@@ -113,6 +114,7 @@ class Sampler:
         self._scaled = HostLogits(num_rows, is_scaled=True)
         self._scale = Scale(num_rows, device, dtype)
         self._of_output: list[Stage] = [  # stages that depend on the tokens before
+            ThinkingBudget(num_rows, vocab_size, device),
             Penalties(num_rows, vocab_size, device, dtype),
             BadWords(num_rows, device, max_ids),
         ]

@@ -26,6 +26,7 @@ SAMPLING_HELP = {
     "frequency_penalty": "subtracted from a token's logit once per occurrence in the output",
     "max_tokens": "maximum generated tokens",
     "min_tokens": "minimum generated tokens",
+    "thinking_token_budget": "maximum reasoning tokens",
     "stop": "a string that stops generation; repeatable",
     "ignore_eos": "continue past the model's end token",
 }

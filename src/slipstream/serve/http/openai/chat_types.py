@@ -37,7 +37,6 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     ] = None
     enable_thinking: Annotated[bool | None, _doc("passed to the chat template")] = None
 
-    thinking_token_budget: Refused = None
     functions: Refused = None
     function_call: Refused = None
     modalities: Refused = None
@@ -57,7 +56,6 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
 _FUNCTIONS = "use tools and tool_choice"
 _MEDIA = "the model reads and writes text only"
 REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "thinking_token_budget": ((), "limit the whole answer by max_tokens"),
     "functions": (([],), _FUNCTIONS),
     "function_call": (("none",), _FUNCTIONS),
     "modalities": ((["text"],), _MEDIA),

@@ -68,6 +68,9 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     return_tokens_as_token_ids: Annotated[bool | None, _doc("in logprobs, write tokens as token_id:N")] = None
     return_token_ids: Annotated[bool | None, _doc("return the ids of prompt and output too")] = None
 
+    thinking_token_budget: Annotated[
+        int | None, _doc("maximum number of reasoning tokens; then the marker that ends reasoning is written")
+    ] = None
     vllm_xargs: Annotated[
         dict[str, Any] | None, _doc("arguments for the logits processors that the server was started with")
     ] = None
@@ -151,6 +154,8 @@ def sampling_params(
     _check_together(given, own)
     requested = {name: given[name] for name in given.keys() & _SAMPLING_FIELDS}
     values = {**inputs.description.defaults.params, **requested, **own}
+    if "thinking_token_budget" in given:
+        inputs.reasoning_parser = settings.reasoning_parser
     if given.get("vllm_xargs"):
         values["extra_args"], names["extra_args"] = given["vllm_xargs"], "vllm_xargs"
     if (structured := structured_outputs(given, names)) is not None:

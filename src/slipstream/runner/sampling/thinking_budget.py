@@ -1,0 +1,165 @@
+"""ThinkingBudget: ends the reasoning of a row after `thinking_token_budget` tokens.
+
+The device follows the markers in the tokens that it draws (`thinking_automaton.py`) and counts reasoning tokens, so the
+limit is exact however far the host is ahead. When the budget is used, only the next token of the end text is allowed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from slipstream.config.memory import mask_words
+from slipstream.device.device import Device
+from slipstream.ops.sample import mask_bits_
+from slipstream.runner.batch.staging import StagedTensor, Upload
+from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
+from slipstream.runner.sampling.thinking_automaton import ThinkingAutomaton
+from slipstream.step import Admission, Ints, StepPlan
+
+_NO_BUDGET = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Tables:
+    """Of the automaton, on the device."""
+
+    tokens: torch.Tensor  # [marker tokens]
+    next: torch.Tensor  # [states, marker tokens + 1]
+    delta: torch.Tensor
+    is_inside: torch.Tensor  # [states]
+    is_forcing: torch.Tensor
+    next_forced: torch.Tensor
+    lines: torch.Tensor  # [states] line of `bits`; -1: forces nothing
+    bits: torch.Tensor  # [lines, words] a mask of one token each
+
+    def is_forced(self, states: torch.Tensor, counts: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
+        is_used = self.is_inside.index_select(0, states) & (counts >= budgets)
+        return is_used | self.is_forcing.index_select(0, states)
+
+    def advance(
+        self, states: torch.Tensor, counts: torch.Tensor, budgets: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """States and counts after these tokens."""
+        is_other = torch.ones_like(tokens[:, None], dtype=torch.bool)
+        columns = torch.cat([tokens[:, None] == self.tokens, is_other], 1).to(torch.uint8).argmax(1, keepdim=True)
+        is_forced = self.is_forced(states, counts, budgets)
+        after = self.next.index_select(0, states).gather(1, columns)[:, 0]
+        delta = self.delta.index_select(0, states).gather(1, columns)[:, 0]
+        return (
+            torch.where(is_forced, self.next_forced.index_select(0, states), after),
+            counts + torch.where(is_forced, 0, delta),
+        )
+
+
+class ThinkingBudget(Stage):
+    def __init__(self, num_rows: int, vocab_size: int, device: Device) -> None:
+        self.vocab_size = vocab_size
+        self.states = StagedTensor((num_rows,), np.int64, device)
+        self.counts = StagedTensor((num_rows,), np.int64, device)  # reasoning tokens
+        self.budgets = StagedTensor((num_rows,), np.int64, device, fill=_NO_BUDGET)
+        self._device = device
+        self._has = np.zeros(num_rows, np.bool_)
+        self._users: set[int] = set()
+        self._markers: tuple[object, ...] | None = None
+        self._automaton: ThinkingAutomaton | None = None
+        self._tables: _Tables | None = None  # from the first request with a budget on
+        self._is_new = False
+
+    def apply(self, plan: StepPlan) -> None:
+        for row in self._users.intersection(plan.released.tolist()):
+            self._users.discard(row)
+            self._has[row] = False
+            self.budgets.write(row, _NO_BUDGET)
+        for admission in plan.admitted:
+            if admission.thinking is not None:
+                self._admit(admission)
+
+    def _admit(self, admission: Admission) -> None:
+        thinking, budget, history = admission.thinking, admission.params.thinking_token_budget, admission.history
+        assert thinking is not None and budget is not None and history is not None
+        if self._automaton is None:
+            self._automaton, self._markers, self._is_new = ThinkingAutomaton(thinking), thinking.markers, True
+        assert thinking.markers == self._markers, "requests of one model have other markers of reasoning"
+        state = self._automaton.first_inside if thinking.is_open else 0
+        state, count = self._automaton.follow(state, 0, budget, history[admission.num_prompt_tokens :])
+        row = admission.row
+        self._users.add(row)
+        self._has[row] = True
+        self.states.write(row, state)
+        self.counts.write(row, count)
+        self.budgets.write(row, budget)
+
+    def flush(self, upload: Upload) -> None:
+        if self._is_new:
+            self._is_new = False
+            self._write_tables(upload)
+        for staged in (self.states, self.counts, self.budgets):
+            staged.flush(upload)
+
+    def _write_tables(self, upload: Upload) -> None:
+        automaton = self._automaton
+        assert automaton is not None
+        forcing = np.flatnonzero(automaton.forced >= 0)
+        lines = np.full(len(automaton.forced), -1, np.int32)
+        lines[forcing] = np.arange(len(forcing), dtype=np.int32)
+        targets = automaton.forced[forcing]
+        arrays = (
+            automaton.tokens, automaton.next, automaton.delta, automaton.is_inside, automaton.is_forcing,
+            automaton.next_forced, lines,
+        )  # fmt: skip
+        spans = [upload.put(array.astype(np.int32) if array.dtype == np.int64 else array) for array in arrays]
+        # one word of each mask is not 0
+        words, values = upload.put(targets >> 5), upload.put((1 << (targets & 31)).astype(np.uint32).view(np.int32))
+        shape = (len(forcing), mask_words(self.vocab_size))
+
+        def write() -> None:
+            bits = torch.zeros(shape, dtype=torch.int32, device=self._device.torch_device)
+            bits.scatter_(1, upload.tensor(words)[:, None], upload.tensor(values)[:, None])
+            copies = [upload.tensor(span).clone() for span in spans]
+            tables = [each if each.dtype == torch.bool else each.long() for each in copies]
+            self._tables = _Tables(*(*tables, bits))
+
+        upload.then(write)
+
+    def prepare(self, rows: Ints, upload: Upload) -> StageWork | None:
+        return self.by_row(rows).work if self.is_used_by(rows) else None
+
+    def is_used_by(self, rows: Ints) -> bool:
+        return bool(self._users) and bool(self._has[rows].any())
+
+    def can_capture(self, rows: Ints) -> bool:
+        return True
+
+    def by_row(self, rows: Ints) -> ByRow:
+        """Rows without a budget are followed too, and never forced."""
+        staged = self.states.device, self.counts.device, self.budgets.device
+        # states, counts and budgets at the places of this step
+        before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+        def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
+            tables = self._tables
+            assert tables is not None
+            states, counts, budgets = (each.index_select(0, batch.rows) for each in staged)
+            for tokens in () if batch.earlier is None else batch.earlier.unbind(1):
+                after = tables.advance(states, counts, budgets, tokens)
+                states, counts = (torch.where(tokens >= 0, *pair) for pair in zip(after, (states, counts), strict=True))
+            before[:] = [(states, counts, budgets)]
+            is_forced = tables.is_forced(states, counts, budgets)
+            mask_bits_(logits, tables.bits, torch.where(is_forced, tables.lines.index_select(0, states), -1))
+
+        def drawn(tokens: torch.Tensor, batch: SampleBatch, kept: torch.Tensor | None) -> None:
+            tables, target = self._tables, batch.rows
+            assert tables is not None
+            after = tables.advance(*before.pop(), tokens)
+            if kept is not None and batch.offsets is not None:
+                # the last accepted place of each row; the others write to the padding row
+                has_next = torch.cat([batch.offsets[1:], batch.offsets[:1] * 0]) > 0
+                is_last = kept & ~(has_next & kept.roll(-1))
+                target = torch.where(is_last, target, len(staged[0]) - 1)
+            for own, value in zip(staged, after, strict=False):
+                own.index_copy_(0, target, value)
+
+        return ByRow("thinking", StageWork(edit, drawn))

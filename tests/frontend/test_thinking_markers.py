@@ -1,0 +1,51 @@
+"""The markers of reasoning as token ids: from the options, a parser's name or the chat template."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.config.reasoning_config import ReasoningConfig
+from slipstream.errors import InvalidOption, InvalidParams
+from slipstream.frontend.thinking_markers import ThinkingMarkers
+from slipstream.text.tokenizer import Tokenizer
+from tiny_tokenizer import write_byte_tokenizer
+
+
+@pytest.fixture
+def tokenizer(tmp_path):
+    write_byte_tokenizer(tmp_path)
+    found = Tokenizer.load(str(tmp_path))
+    found.chat_templates = {"default": "{{ messages }}<think>{{ reasoning }}</think>"}
+    return found
+
+
+def ids(tokenizer, *texts):
+    return tuple(tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
+
+
+def test_markers_of_the_template(tokenizer):
+    markers = ThinkingMarkers(tokenizer, None)
+    closed = markers.of(ids(tokenizer, "<think>yes</think> and")[0])
+    assert (closed.start, closed.end) == (ids(tokenizer, "<think>"), ids(tokenizer, "</think>"))
+    assert closed.forced == closed.end[0] and not closed.is_open
+    for text, is_open in (("a<think>\n", True), ("<think>", True), ("what is <think>?", False), ("</think>", False)):
+        assert markers.of(list(ids(tokenizer, text)[0])).is_open == is_open, text
+
+
+def test_markers_of_a_parser_and_of_the_options(tokenizer):
+    named = ThinkingMarkers(tokenizer, None, "mistral").of([5])
+    assert (named.start, named.end) == (ids(tokenizer, "[THINK]"), ids(tokenizer, "[/THINK]"))
+    long = ThinkingMarkers(tokenizer, ReasoningConfig("<think>", "Done.</think>\n")).of([5])
+    # the model ends its reasoning by the marker of its format; the whole text is written when the budget is used
+    assert (long.end, (long.forced,)) == (ids(tokenizer, "</think>"), ids(tokenizer, "Done.</think>\n"))
+    other = ThinkingMarkers(tokenizer, ReasoningConfig("<a>", "</a>")).of([5])
+    assert (other.start, other.end) == (ids(tokenizer, "<a>"), ids(tokenizer, "</a>"))
+
+
+def test_unknown_and_long_markers_are_refused(tokenizer):
+    for parser in ("none", "openai_gptoss"):
+        with pytest.raises(InvalidParams, match="reasoning_config"):
+            ThinkingMarkers(tokenizer, None, parser).of([5])
+    for start, end, limit in (("<think>", "x" * 40, 32), ("x" * 40, "</think>", 32), ("<think>", "</think>" * 20, 128)):
+        with pytest.raises(InvalidOption, match=f"give 1 to {limit} in all"):
+            ThinkingMarkers(tokenizer, ReasoningConfig(start, end))

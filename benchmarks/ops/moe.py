@@ -88,7 +88,7 @@ def measure(
                 continue
             if tile.pairs > 4 * max(16, tokens * args.top_k / args.experts) or (tile.pairs < 64 and tokens > 2048):
                 continue
-            gemm.grouped_tile = lambda each, inward, tile=tile: tile
+            gemm.grouped_tile = lambda each, inward, itemsize, tile=tile: tile
             try:
                 results.append((time(whole), tile))
             except Exception as error:  # a tile that does not compile

@@ -231,6 +231,19 @@ def test_no_tokens_are_no_rows():
         )
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
+def test_tiles_of_both_products_fit_each_other_and_the_shared_memory(itemsize):
+    kernels()
+    from slipstream.ops.moe.triton.gemm import grouped_tile
+
+    for each in (0.1, 1, 8, 16, 40, 64, 65, 1000):
+        tiles = [grouped_tile(each, inward, itemsize) for inward in (True, False)]
+        assert tiles[0].pairs == tiles[1].pairs
+        for tile, num_columns in zip(tiles, (2 * tiles[0].outputs, tiles[1].outputs), strict=True):
+            buffers = tile.stages if itemsize == 2 else tile.stages - 1  # as Triton allocates them
+            assert (tile.pairs + num_columns) * tile.inputs * itemsize * buffers <= 232_448, tile
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("tokens", [1, 16, 256, 2048])
 def test_bfloat16_products_are_captured_and_close(tokens):

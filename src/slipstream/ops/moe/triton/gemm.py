@@ -73,7 +73,8 @@ def _weighted_pairs(
     num_tokens, top_k = routing.ids.shape
     each = num_tokens * top_k / len(gate_up)  # mean pairs per expert
     inward, outward = (
-        BATCH_INVARIANT if batch_invariant else grouped_tile(each, is_inward) for is_inward in (True, False)
+        BATCH_INVARIANT if batch_invariant else grouped_tile(each, is_inward, x.element_size())
+        for is_inward in (True, False)
     )
     # the experts of one token differ, so that each pair is a tile
     tiles = None if num_tokens == 1 else sort_by_expert(routing.ids, len(gate_up), inward.pairs)
@@ -85,17 +86,19 @@ def _weighted_pairs(
     return made
 
 
-def grouped_tile(each: float, inward: bool) -> GroupedTile:
+def grouped_tile(each: float, inward: bool, itemsize: int = 2) -> GroupedTile:
     """The tile for a mean number of tokens per expert, measured on the H200 at the sizes of Qwen3-30B-A3B. Tiles of
     gate and up (`inward`) and of down have the same number of pairs."""
+    if each <= 0.25:
+        return GroupedTile(16, 32, 128, 2, 4) if inward else GroupedTile(16, 64, 256, 4, 3)
     if each <= 8:
         return GroupedTile(16, 64, 128, 4, 4)
     if each <= 32:
         return GroupedTile(32, 64, 128, 4, 3)
     if each <= 64:
         return GroupedTile(64, 64, 64, 4, 4)
-    # gate and up have two accumulators
-    return GroupedTile(128, 128, 64, 8, 3) if inward else GroupedTile(128, 256, 64, 8, 4)
+    # gate and up have two accumulators; float32 needs twice the shared memory
+    return GroupedTile(128, 128, 64, 8, 3) if inward or itemsize > 2 else GroupedTile(128, 256, 64, 8, 4)
 
 
 def _multiply(

@@ -8,9 +8,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from scripted_core import ScriptedCore, facts
 from slipstream.serve.http.app import App
 from slipstream.serve.http.batch.service import BatchService
+from slipstream.serve.http.errors import ErrorBody
+from slipstream.serve.http.pooling.tei_errors import TeiErrorBody
+from slipstream.serve.http.routes import Route
 from slipstream.serve.http.settings import ServerSettings
 from slipstream.serve.http.state import State
 from slipstream.serve.http.table import all_routes
@@ -74,6 +79,24 @@ class Exchange:
         assert parts.pop() == "data: [DONE]"
         return [json.loads(part.removeprefix("data: ")) for part in parts]
 
+    def parsed(self) -> Any:
+        """The JSON of the answer: a list of objects of a stream, by its content type."""
+        kind = self.headers["content-type"].partition(";")[0]
+        lines = self.body.decode().splitlines()
+        if kind == "application/x-ndjson":
+            return [json.loads(line) for line in lines]
+        if kind == "text/event-stream":
+            data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+            return [json.loads(text) for text in data if text != "[DONE]"]
+        return self.json()
+
+    @property
+    def said(self) -> str:
+        """The text of an error in any API's format."""
+        answer = self.json()
+        error = answer.get("error", answer)
+        return error if isinstance(error, str) else error["message"]
+
     async def _send(self, message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":
             assert not self.status, "answered twice"
@@ -82,6 +105,16 @@ class Exchange:
         else:
             self.body += message["body"]
         self.got.set()
+
+
+def check_error(exchange: Exchange, route: Route) -> None:
+    """The error has the format of the route's API, or TEI's where the request has its words."""
+    said = exchange.json()
+    kind = TeiErrorBody if "error_type" in said else route.error_model or ErrorBody
+    msgspec.json.decode(exchange.body, type=kind)
+    assert set(said) == set(kind.__struct_fields__), said
+    if kind is ErrorBody:
+        assert set(said["error"]) == {"message", "type", "param", "code"}
 
 
 class Door:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from slipstream.serve.http import admin, system, tokenize
+from slipstream.serve.http.anthropic import messages as anthropic_messages
 from slipstream.serve.http.batch import batches, files
+from slipstream.serve.http.cohere import chat as cohere_chat
+from slipstream.serve.http.cohere import embed as cohere_embed
 from slipstream.serve.http.docs_page import docs_routes
+from slipstream.serve.http.ollama import chat as ollama_chat
+from slipstream.serve.http.ollama import embed as ollama_embed
+from slipstream.serve.http.ollama import models as ollama_models
 from slipstream.serve.http.openai import chat, completions, models
 from slipstream.serve.http.pooling import embeddings, pooling, rerank, score, tei, tei_tokens
 from slipstream.serve.http.routes import Route
 
 MODULES = (
     completions, chat, embeddings, pooling, score, rerank, tei, tei_tokens, models, tokenize, files, batches,
-    system, admin,
+    anthropic_messages, ollama_chat, ollama_embed, ollama_models, cohere_chat, cohere_embed, system, admin,
 )  # fmt: skip
 
 

@@ -1,0 +1,140 @@
+"""Anthropic's POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from slipstream.serve.http.anthropic.convert import messages_conversation
+from slipstream.serve.http.anthropic.errors import ANTHROPIC_EVENTS, AnthropicErrorBody, as_anthropic_error
+from slipstream.serve.http.anthropic.types import (
+    REFUSED,
+    ContentBlock,
+    CountTokensRequest,
+    MessagesRequest,
+    MessagesResponse,
+    MessagesUsage,
+    TokenCount,
+)
+from slipstream.serve.http.chat.blocks import AnswerBlocks, Block, BlockDelta, BlockEvent, BlockStart, blocks_of
+from slipstream.serve.http.chat.chat_run import ChatRun, start_chat
+from slipstream.serve.http.chat.dialects import call_arguments
+from slipstream.serve.http.openai.fields import given_fields, refuse
+from slipstream.serve.http.openai.messages import message_chars
+from slipstream.serve.http.request import Request
+from slipstream.serve.http.response import Response, StreamingResponse, json_response, named_event
+from slipstream.serve.http.routes import post
+
+
+async def create_message(request: Request, body: MessagesRequest) -> Response | StreamingResponse:
+    refuse(given_fields(body), REFUSED)
+    conversation = messages_conversation(request, body)
+    run = await start_chat(request, conversation, stream=bool(body.stream))
+    answer = _Answer(request, conversation.model.description.name)
+    if body.stream:
+        return StreamingResponse(answer.events(run), ANTHROPIC_EVENTS)
+    with run:
+        (found,) = await run.answers()
+        message = answer.message(run, [_content(block) for block in blocks_of(found)])
+        message.stop_reason, message.stop_sequence = _stop(found.finish_reason, found.sample.stop_reason)
+        return json_response(message)
+
+
+async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
+    refuse(given_fields(body), REFUSED)
+    conversation = messages_conversation(request, body)
+    tokenizer = conversation.model.tokenizer
+    size = message_chars(conversation.messages, conversation.tools.listed)
+
+    def work() -> int:
+        text = conversation.render()
+        assert tokenizer is not None, "a chat template needs a tokenizer"
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    return json_response(TokenCount(await request.state.off_loop(size, work)))
+
+
+class _Answer:
+    def __init__(self, request: Request, model: str) -> None:
+        self.id = f"msg_{request.id}"
+        self.model = model
+
+    def message(self, run: ChatRun, content: list[ContentBlock]) -> MessagesResponse:
+        state = run.state
+        num_prompt = len(state.message.prompt_token_ids)
+        usage = MessagesUsage(num_prompt - state.num_cached, state.num_tokens, state.num_cached)
+        return MessagesResponse(self.id, "message", "assistant", self.model, content, None, None, usage)
+
+    async def events(self, run: ChatRun) -> AsyncIterator[bytes]:
+        blocks, has_begun = AnswerBlocks(), False
+        with run:
+            async for parts in run:
+                chunks = []
+                for part in parts:
+                    if not has_begun:
+                        has_begun = True
+                        begin = self.message(run, [])
+                        begin.usage.output_tokens = 0
+                        chunks.append(_event("message_start", message=begin))
+                    events = [*blocks.feed(part.events), *(blocks.end() if part.finish_reason else ())]
+                    chunks += [_block_event(each) for each in events]
+                    if part.finish_reason is not None:
+                        chunks += self.end(run, part.finish_reason, part.new.stop_reason)
+                if chunks:
+                    yield b"".join(chunks)
+
+    def end(self, run: ChatRun, reason: str, stopped_by: int | str | None) -> list[bytes]:
+        stop_reason, stop_sequence = _stop(reason, stopped_by)
+        usage = self.message(run, []).usage
+        delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
+        return [_event("message_delta", delta=delta, usage=usage), _event("message_stop")]
+
+
+def _content(block: Block) -> ContentBlock:
+    if block.kind == "text":
+        return ContentBlock("text", text=block.text)
+    if block.kind == "reasoning":
+        return ContentBlock("thinking", thinking=block.text, signature="")
+    arguments = call_arguments(block.text)
+    # the format has objects only: text that is none is not lost
+    given = {"text": block.text} if arguments is None else arguments
+    return ContentBlock("tool_use", id=block.id, name=block.name, input=given)
+
+
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+def _block_event(event: BlockEvent) -> bytes:
+    index = event.block.index
+    if isinstance(event, BlockStart):
+        block = event.block
+        empty = Block(block.kind, index, "", block.name, block.id)
+        return _event("content_block_start", index=index, content_block=_content(empty))
+    if isinstance(event, BlockDelta):
+        kind, name = _DELTAS[event.block.kind]
+        return _event("content_block_delta", index=index, delta={"type": kind, name: event.text})
+    return _event("content_block_stop", index=index)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return named_event(kind, {"type": kind, **fields})
+
+
+def _stop(reason: str | None, stopped_by: int | str | None) -> tuple[str | None, str | None]:
+    if reason == "stop" and isinstance(stopped_by, str):
+        return "stop_sequence", stopped_by
+    return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}.get(reason or "", reason), None
+
+
+_ERRORS: dict[str, Any] = dict(convert_error=as_anthropic_error, error_model=AnthropicErrorBody)
+
+ROUTES = [
+    post("/v1/messages", create_message, "Anthropic: the next message", MessagesRequest,
+         response_model=MessagesResponse, **_ERRORS),
+    post("/v1/messages/count_tokens", count_tokens, "Anthropic: tokens of a prompt", CountTokensRequest,
+         response_model=TokenCount, uses_queue=False, **_ERRORS),
+]  # fmt: skip

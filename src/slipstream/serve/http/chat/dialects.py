@@ -1,0 +1,108 @@
+"""What the routes of chat APIs other than OpenAI's share: conversion of parameters, messages and tool calls."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slipstream.frontend.served import ServedModel
+from slipstream.params import SamplingParams
+from slipstream.serve.http.chat.thinking import thinking_variables
+from slipstream.serve.http.errors import HTTPException, bad_request
+from slipstream.serve.http.openai.fields import sampling_params
+from slipstream.serve.http.request import Request
+from slipstream.text.chat import reads_variable
+
+Call = tuple[str, str, str]
+"""The id, the name and the arguments (JSON) of a call."""
+
+
+def chat_params(
+    request: Request,
+    served: ServedModel,
+    given: Mapping[str, Any],
+    max_tokens: int | None,
+    names: Mapping[str, str],
+) -> SamplingParams:
+    """Makes SamplingParams of fields in OpenAI's and vLLM's names. `names`: their names in this request."""
+    request.field_names.update(names)
+    default = served.description.defaults.params.get("max_tokens")
+    own = {"logprobs": None, "max_tokens": default if max_tokens is None else max_tokens}
+    values = {name: value for name, value in given.items() if value is not None}
+    try:
+        params = sampling_params(values, served.inputs, request.state.settings, own, request.field_names)
+    except HTTPException as error:  # its text has our name of the field
+        if (name := names.get(error.param or "")) is not None:
+            error.message = error.message.replace(error.param or "", name, 1)
+            error.param = name
+        raise
+    if (name := names.get("response_format")) is not None:
+        request.field_names["structured_outputs"] = name
+    return params
+
+
+def json_shape(schema: Mapping[str, Any] | None) -> dict[str, Any]:
+    """OpenAI's `response_format` for a JSON schema, or for any JSON object."""
+    if schema is None:
+        return {"type": "json_object"}
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": dict(schema)}}
+
+
+def assistant_message(served: ServedModel, text: str, reasoning: str, calls: Sequence[Call]) -> dict[str, Any]:
+    """An earlier answer of the model. Reasoning is left out where the chat template does not read it."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if reasoning and _reads_reasoning(served):
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["content"] = text or None
+        message["tool_calls"] = [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for id, name, arguments in calls
+        ]
+    return message
+
+
+def _reads_reasoning(served: ServedModel) -> bool:
+    template = None if served.tokenizer is None else served.tokenizer.chat_template()
+    return template is not None and "reasoning_content" in template
+
+
+def think_variables(served: ServedModel, think: bool | str | None, field: str) -> dict[str, Any]:
+    """Variables of the chat template for a switch or an effort of reasoning, whose errors name the request's field.
+
+    Switching off what the template does not have asks for nothing.
+    """
+    template = None if served.tokenizer is None else served.tokenizer.chat_template()
+    names = ("enable_thinking", "thinking")
+    if think is False and not (template is not None and any(reads_variable(template, name) for name in names)):
+        return {}
+    try:
+        if isinstance(think, str):
+            return thinking_variables(served, None, think)
+        return thinking_variables(served, think, None)
+    except HTTPException as error:
+        text = error.message.replace("reasoning_effort", field).replace("enable_thinking", field)
+        raise bad_request(text, field, error.code) from None
+
+
+def call_arguments(text: str) -> dict[str, Any] | None:
+    """The arguments of a call as an object; None where the model wrote none."""
+    if not text.strip():
+        return {}
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def thinking_budget(given: Any, field: str) -> dict[str, Any]:
+    """The parameter for a limit of reasoning tokens, if one is given."""
+    if given is None:
+        return {}
+    if "thinking_token_budget" not in SamplingParams.__struct_fields__:
+        raise bad_request(f"a budget in {field} is not supported: limit the whole answer; remove it", field)
+    if type(given) is not int or given < 0:
+        raise bad_request(f"the budget in {field} is {given!r:.50}; give a number of tokens", field)
+    return {"thinking_token_budget": given}

@@ -1,0 +1,243 @@
+"""Cohere's POST /v2/chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from slipstream.frontend.served import ServedModel
+from slipstream.serve.http.chat.blocks import AnswerBlocks, Block, BlockDelta, BlockEvent, BlockStart, blocks_of
+from slipstream.serve.http.chat.chat_run import ChatRun, start_chat
+from slipstream.serve.http.chat.conversation import ChatConversation
+from slipstream.serve.http.chat.dialects import (
+    assistant_message,
+    chat_params,
+    json_shape,
+    think_variables,
+    thinking_budget,
+)
+from slipstream.serve.http.chat.tools import Tools
+from slipstream.serve.http.cohere.errors import COHERE_EVENTS, CohereErrorBody, as_cohere_error
+from slipstream.serve.http.cohere.types import (
+    REFUSED,
+    CohereChatRequest,
+    CohereChatResponse,
+    CohereContent,
+    CohereFunction,
+    CohereMessage,
+    CohereTokens,
+    CohereToolCall,
+    CohereUsage,
+)
+from slipstream.serve.http.errors import bad_request
+from slipstream.serve.http.openai.fields import given_fields, refuse
+from slipstream.serve.http.openai.messages import text_messages
+from slipstream.serve.http.request import Request
+from slipstream.serve.http.response import DONE, Response, StreamingResponse, json_response, named_event
+from slipstream.serve.http.routes import post
+
+
+async def create_cohere_chat(request: Request, body: CohereChatRequest) -> Response | StreamingResponse:
+    refuse(given_fields(body), REFUSED)
+    run = await start_chat(request, _conversation(request, body), stream=bool(body.stream))
+    if body.stream:
+        return StreamingResponse(_events(request, run), COHERE_EVENTS)
+    with run:
+        (answer,) = await run.answers()
+        blocks = blocks_of(answer)
+        calls = [_call(block) for block in blocks if block.kind == "call"] or None
+        message = CohereMessage("assistant", [_content(block) for block in blocks if block.kind != "call"] or None)
+        if calls is not None:
+            message.tool_calls = calls
+            if answer.content:  # the text before calls is their plan
+                message.tool_plan, message.content = answer.content, None
+        reason = _reason(answer.finish_reason, answer.sample.stop_reason)
+        return json_response(CohereChatResponse(request.id, reason, message, _usage(run)))
+
+
+def _conversation(request: Request, body: CohereChatRequest) -> ChatConversation:
+    served = request.choose_model(body.model, "generate")
+    messages = text_messages(request, _messages(served, body.messages), served.tokenizer)
+    variables, budget = _thinking(served, body.thinking)
+    given = {
+        "temperature": body.temperature, "seed": body.seed, "frequency_penalty": body.frequency_penalty,
+        "presence_penalty": body.presence_penalty, "top_k": body.k, "top_p": body.p, "stop": body.stop_sequences,
+        "priority": body.priority, "response_format": _response_format(body.response_format), **budget,
+    }  # fmt: skip
+    names = {"top_k": "k", "top_p": "p", "stop": "stop_sequences", "response_format": "response_format"}
+    params = chat_params(request, served, given, body.max_tokens, names | {"thinking_token_budget": "thinking"})
+    return ChatConversation(
+        model=served,
+        messages=messages,
+        params=params,
+        max_tokens=body.max_tokens,
+        tools=_tools(request, body),
+        chat_template_kwargs=variables,
+    )
+
+
+def _tools(request: Request, body: CohereChatRequest) -> Tools:
+    request.check_count(len(body.tools or ()), "tools")
+    tools = list(body.tools or [])
+    if body.strict_tools:
+        if not tools:
+            raise bad_request("strict_tools needs tools; give some, or remove it", "strict_tools")
+        for place, tool in enumerate(tools):
+            if isinstance(tool, dict) and isinstance(function := tool.get("function"), dict):
+                tools[place] = {**tool, "function": {**function, "strict": True}}
+    choice = None if body.tool_choice is None else body.tool_choice.lower()
+    return Tools.check(tools, choice, None)
+
+
+def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    name, schema = "response_format", given.get("json_schema", given.get("schema"))
+    if given.get("type") not in ("text", "json_object") or given.keys() - {"type", "json_schema", "schema"}:
+        raise bad_request(f"{name} is {given!r:.100}; give type text or json_object, and json_schema", name)
+    if given["type"] == "text":
+        return None
+    if not isinstance(schema, dict | None):
+        raise bad_request(f"{name}.json_schema is no object; give a JSON schema", name)
+    return json_shape(schema)
+
+
+def _thinking(served: ServedModel, given: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    if given is None:
+        return {}, {}
+    if given.get("type") not in ("enabled", "disabled") or given.keys() - {"type", "token_budget"}:
+        raise bad_request(f"thinking is {given!r:.100}; give type enabled or disabled", "thinking")
+    variables = think_variables(served, given["type"] == "enabled", "thinking")
+    return variables, thinking_budget(given.get("token_budget"), "thinking")
+
+
+_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_plan", "tool_call_id", "citations")
+
+
+def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    messages = []
+    for place, message in enumerate(given):
+        name = f"messages[{place}]"
+        for field in message:
+            if field not in _MESSAGE_FIELDS:
+                raise bad_request(f"there is no field {name}.{field[:100]}; remove it", f"{name}.{field[:100]}")
+        role = message.get("role")
+        text, reasoning = _texts(message.get("content"), f"{name}.content")
+        if role == "assistant":
+            calls = _calls(message.get("tool_calls") or [], f"{name}.tool_calls")
+            plan = message.get("tool_plan") or ""
+            if not isinstance(plan, str):
+                raise bad_request(f"{name}.tool_plan is no text; give a string", f"{name}.tool_plan")
+            messages.append(assistant_message(served, text or plan, reasoning, calls))
+        elif role == "tool":
+            messages.append({"role": role, "content": text, "tool_call_id": message.get("tool_call_id")})
+        else:
+            messages.append({"role": role, "content": text})
+    return messages
+
+
+def _texts(content: Any, name: str) -> tuple[str, str]:
+    """The text and the reasoning of a message's content."""
+    if content is None or isinstance(content, str):
+        return content or "", ""
+    if not isinstance(content, list):
+        raise bad_request(f"{name} must be a text or a list of parts", name)
+    texts, reasoning = [], ""
+    for index, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif kind == "thinking" and isinstance(part.get("thinking"), str):
+            reasoning += part["thinking"]
+        elif kind == "document" and isinstance(document := part.get("document"), dict):
+            data = document.get("data")
+            texts.append(data if isinstance(data, str) else json.dumps(data, ensure_ascii=False))
+        else:
+            fact = f"{name}[{index}] is a part of type {kind!r:.50}, which is not supported here"
+            raise bad_request(f"{fact}; give text", f"{name}[{index}]", "unsupported_content")
+    return "\n".join(texts), reasoning
+
+
+def _calls(given: Any, name: str) -> list[tuple[str, str, str]]:
+    shape = 'give [{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}]'
+    found = []
+    for call in given if isinstance(given, list) else [None]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(function, dict):
+            raise bad_request(f"{name} is no list of calls; {shape}", name)
+        values = call.get("id"), function.get("name"), function.get("arguments")
+        if not all(isinstance(value, str) for value in values):
+            raise bad_request(f"{name} has a call without id, name or arguments; {shape}", name)
+        found.append((str(values[0]), str(values[1]), str(values[2])))
+    return found
+
+
+async def _events(request: Request, run: ChatRun) -> AsyncIterator[bytes]:
+    blocks, has_begun = AnswerBlocks(), False
+    with run:
+        async for parts in run:
+            chunks = []
+            for part in parts:
+                if not has_begun:
+                    has_begun = True
+                    empty = {"role": "assistant", "content": [], "tool_plan": "", "tool_calls": [], "citations": []}
+                    chunks.append(_event("message-start", id=request.id, delta={"message": empty}))
+                events = [*blocks.feed(part.events), *(blocks.end() if part.finish_reason else ())]
+                chunks += [_block_event(each) for each in events]
+                if part.finish_reason is not None:
+                    reason = _reason(part.finish_reason, part.new.stop_reason)
+                    delta = {"finish_reason": reason, "usage": _usage(run)}
+                    chunks.append(_event("message-end", id=request.id, delta=delta))
+            if chunks:
+                yield b"".join(chunks)
+        yield DONE
+
+
+def _block_event(event: BlockEvent) -> bytes:
+    block, index = event.block, event.block.index
+    family = "tool-call" if block.kind == "call" else "content"
+    if isinstance(event, BlockStart):
+        empty = Block(block.kind, index, "", block.name, block.id)
+        content: Any = _call(empty) if block.kind == "call" else _content(empty)
+        key = "tool_calls" if block.kind == "call" else "content"
+        return _event(f"{family}-start", index=index, delta={"message": {key: content}})
+    if isinstance(event, BlockDelta):
+        if block.kind == "call":
+            delta: dict[str, Any] = {"tool_calls": {"function": {"arguments": event.text}}}
+        else:
+            delta = {"content": {"text" if block.kind == "text" else "thinking": event.text}}
+        return _event(f"{family}-delta", index=index, delta={"message": delta})
+    return _event(f"{family}-end", index=index)
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return named_event(kind, {"type": kind, **fields})
+
+
+def _content(block: Block) -> CohereContent:
+    if block.kind == "reasoning":
+        return CohereContent("thinking", thinking=block.text)
+    return CohereContent("text", text=block.text)
+
+
+def _call(block: Block) -> CohereToolCall:
+    return CohereToolCall(CohereFunction(block.name, block.text), block.id, "function")
+
+
+def _reason(reason: str | None, stopped_by: int | str | None) -> str:
+    if reason == "stop" and isinstance(stopped_by, str):
+        return "STOP_SEQUENCE"
+    return {"stop": "COMPLETE", "length": "MAX_TOKENS", "tool_calls": "TOOL_CALL"}.get(reason or "", "ERROR")
+
+
+def _usage(run: ChatRun) -> CohereUsage:
+    state = run.state
+    tokens = CohereTokens(len(state.message.prompt_token_ids), state.num_tokens)
+    return CohereUsage(tokens, tokens, state.num_cached)
+
+
+ROUTES = [
+    post("/v2/chat", create_cohere_chat, "Cohere: the next message of a conversation", CohereChatRequest,
+         response_model=CohereChatResponse, convert_error=as_cohere_error, error_model=CohereErrorBody),
+]  # fmt: skip

@@ -1,0 +1,119 @@
+"""Anthropic's /v1/messages: its own client unmodified, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve.asgi import at_door
+from serve.dialects import CALL, THOUGHT, with_server
+from serve.samples import MESSAGES
+
+TOOL = {"name": "weather", "description": "of a city", "input_schema": {"type": "object", "properties": {}}}
+
+
+def test_the_anthropic_client(folder):
+    anthropic = pytest.importorskip("anthropic", reason="needs the anthropic client")
+
+    async def scenario(door, url):
+        client = anthropic.AsyncAnthropic(api_key="mine", base_url=url, max_retries=0)
+        how = dict(model="tiny", messages=MESSAGES, max_tokens=300)
+        answer = await client.messages.create(**how, system="Be short.", extra_body={"top_k": 7})
+        assert answer.content[0].text == "All is well." and answer.stop_reason == "end_turn"
+        assert answer.usage.output_tokens == 12 and "Be short." in door.core.prompts[-1]
+        assert door.core.submits[-1].params.top_k == 7
+        count = await client.messages.count_tokens(model="tiny", messages=MESSAGES, system="Be short.")
+        assert count.input_tokens == answer.usage.input_tokens == len(door.core.submits[-1].prompt_token_ids)
+        assert (await client.messages.create(**how | {"max_tokens": 3})).stop_reason == "max_tokens"
+        answer = await client.messages.create(**how, stop_sequences=["well"])
+        assert answer.content[0].text == "All is "
+        assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "well")
+
+        async with client.messages.stream(**how) as stream:
+            assert "".join([text async for text in stream.text_stream]) == "All is well."
+            final = await stream.get_final_message()
+        assert final.stop_reason == "end_turn" and final.usage.output_tokens == 12
+
+        door.core.texts = [THOUGHT + "I look." + CALL] * 2
+        answer = await client.messages.create(**how, tools=[TOOL], tool_choice={"type": "auto"})
+        thought, text, call = answer.content
+        assert thought.thinking == "It is late." and text.text == "I look."
+        assert (call.name, call.input, answer.stop_reason) == ("weather", {"city": "Oslo"}, "tool_use")
+        async with client.messages.stream(**how, tools=[TOOL]) as stream:
+            final = await stream.get_final_message()
+        assert [block.type for block in final.content] == ["thinking", "text", "tool_use"]
+        assert final.content[2].input == {"city": "Oslo"} and final.content[0].thinking == "It is late."
+
+        result = [{"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "Rain"}]}]
+        history = [*MESSAGES, {"role": "assistant", "content": answer.content}, {"role": "user", "content": result}]
+        await client.messages.create(**how | {"messages": history}, tools=[TOOL])
+        assert "Rain" in door.core.prompts[-1] and "Oslo" in door.core.prompts[-1]
+        begun = [*MESSAGES, {"role": "assistant", "content": "All is"}]
+        await client.messages.create(**how | {"messages": begun})
+        assert door.core.prompts[-1].endswith("All is")  # the answer continues it
+        await client.messages.create(**how, tools=[TOOL], tool_choice={"type": "tool", "name": "weather"})
+        assert door.core.submits[-1].params.structured_outputs is not None
+        with pytest.raises(anthropic.NotFoundError, match="there is no model 'claude'"):
+            await client.messages.create(**how | {"model": "claude"})
+
+    with_server(folder, scenario, reasoning_parser="qwen3", api_key=["mine"])
+
+
+def test_the_events_of_a_stream(folder):
+    async def scenario(door, url):
+        door.core.texts = [THOUGHT + "Well."]
+        body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 90, "stream": True}
+        events = (await door.post("/v1/messages", body)).parsed()
+        kinds = [each["type"] for each in events if each["type"] != "content_block_delta"]
+        block = ["content_block_start", "content_block_stop"]
+        assert kinds == ["message_start", *block, *block, "message_delta", "message_stop"]
+        assert events[0]["message"]["content"] == [] and events[0]["message"]["usage"]["output_tokens"] == 0
+        deltas = [(each["index"], each["delta"]["type"]) for each in events if each["type"] == "content_block_delta"]
+        assert set(deltas) == {(0, "thinking_delta"), (1, "text_delta")}
+        assert events[-2]["usage"]["output_tokens"] == len(THOUGHT + "Well.")
+
+    with_server(folder, scenario, reasoning_parser="qwen3")
+
+
+def image(kind):
+    return [{"role": "user", "content": [{"type": kind, "source": {}}]}]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": image("image")}, "messages[0].content[0]"),
+        ({"messages": image("document")}, "messages[0].content[0]"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}, "content[0].x"),
+        ({"system": [{"type": "text"}]}, "system[0].text"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
+        ({"stop_sequences": ["x" * 2000]}, "stop_sequences"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(folder, body, words):
+    async def scenario(door):
+        refused = await door.post("/v1/messages", {"model": "tiny", "messages": MESSAGES, "max_tokens": 9, **body})
+        assert refused.status == 400 and words in refused.said, refused.body
+        assert refused.json()["type"] == "error" and refused.json()["error"]["type"] == "invalid_request_error"
+
+    at_door(folder, scenario)
+
+
+def test_an_error_within_a_stream_is_an_event(folder):
+    async def scenario(door):
+        body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 9, "stream": True}
+        stream = door.begin("POST", "/v1/messages", body, x_request_timeout="0.2")
+        await door.core.until(lambda: door.core.submits)
+        door.core.token(door.core.submits[0], 65)
+        await stream.end()
+        last = stream.parsed()[-1]
+        assert last["type"] == "error" and last["error"]["type"] == "timeout_error"
+        assert b"event: error\n" in stream.body
+
+    at_door(folder, scenario, answers=False)

@@ -1,0 +1,91 @@
+"""Cohere's /v2/chat and /v2/embed: its own client unmodified, and what is refused by name."""
+
+from __future__ import annotations
+
+import base64
+import warnings
+
+import numpy as np
+import pytest
+
+from serve.asgi import at_door
+from serve.dialects import CALL, THOUGHT, with_server
+from serve.samples import MESSAGES
+
+FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_the_cohere_client(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        cohere = pytest.importorskip("cohere", reason="needs the cohere client")
+
+    async def scenario(door, url):
+        client = cohere.AsyncClientV2(api_key="none", base_url=url)
+        answer = await client.chat(model="tiny", messages=MESSAGES, max_tokens=3)
+        assert answer.message.content[0].text == "All" and answer.finish_reason == "MAX_TOKENS"
+        assert answer.usage.tokens.output_tokens == 3
+        answer = await client.chat(model="tiny", messages=MESSAGES, stop_sequences=["well"], k=5, p=0.5, seed=3)
+        assert answer.message.content[0].text == "All is " and answer.finish_reason == "STOP_SEQUENCE"
+        params = door.core.submits[-1].params
+        assert (params.top_k, params.top_p, params.seed) == (5, 0.5, 3)
+
+        events = [each async for each in client.chat_stream(model="tiny", messages=MESSAGES)]
+        text = "".join(each.delta.message.content.text for each in events if each.type == "content-delta")
+        assert text == "All is well."
+        kinds = [each.type for each in events if each.type != "content-delta"]
+        assert kinds == ["message-start", "content-start", "content-end", "message-end"]
+        assert events[-1].delta.finish_reason == "COMPLETE" and events[-1].delta.usage.tokens.output_tokens == 12
+
+        door.core.texts = [THOUGHT + CALL] * 2
+        answer = await client.chat(model="tiny", messages=MESSAGES, tools=[FUNCTION])
+        (call,) = answer.message.tool_calls
+        assert call.function.name == "weather" and call.function.arguments == '{"city": "Oslo"}'
+        assert answer.finish_reason == "TOOL_CALL" and answer.message.content[0].thinking == "It is late."
+        events = [each async for each in client.chat_stream(model="tiny", messages=MESSAGES, tools=[FUNCTION])]
+        pieces = [each.delta.message.tool_calls.function.arguments for each in events if each.type == "tool-call-delta"]
+        assert "".join(pieces) == '{"city": "Oslo"}' and events[-1].delta.finish_reason == "TOOL_CALL"
+
+        result = {"role": "tool", "tool_call_id": call.id, "content": "Rain"}
+        await client.chat(model="tiny", messages=[*MESSAGES, answer.message, result])
+        assert "Rain" in door.core.prompts[-1] and "Oslo" in door.core.prompts[-1]
+        shape = {"type": "json_object", "json_schema": {"type": "object"}}
+        await client.chat(model="tiny", messages=MESSAGES, response_format=shape)
+        assert door.core.submits[-1].params.structured_outputs.json == '{"type": "object"}'
+
+        found = await client.embed(
+            model="pool", texts=["a", "b"], input_type="search_query", embedding_types=["float", "ubinary", "binary"]
+        )
+        assert found.embeddings.float_ == [[0.5] * 8] * 2 and found.meta.billed_units.input_tokens == 2
+        assert found.embeddings.ubinary == [[255]] * 2 and found.embeddings.binary == [[127]] * 2
+        found = await client.embed(
+            model="pool", texts=["a"], input_type="search_document", embedding_types=["base64"], output_dimension=8
+        )
+        assert np.frombuffer(base64.b64decode(found.embeddings.base64[0]), "<f4").tolist() == [0.5] * 8
+        with pytest.raises(cohere.NotFoundError, match="there is no model 'other'"):
+            await client.chat(model="other", messages=MESSAGES)
+
+    with_server(folder, scenario, reasoning_parser="qwen3")
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"documents": ["a"]}, "documents"),
+        ({"citation_options": {"mode": "FAST"}}, "citation_options"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"thinking": {"type": "enabled"}}, "thinking"),
+        ({"strict_tools": True}, "strict_tools needs tools"),
+        ({"k": -5}, "k"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        ({"messages": [{"role": "user", "content": "a", "name": "b"}]}, "messages[0].name"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "messages[0].tool_calls"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(folder, body, words):
+    async def scenario(door):
+        refused = await door.post("/v2/chat", {"model": "tiny", "messages": MESSAGES, **body})
+        assert refused.status == 400 and words in refused.said, refused.body
+        assert set(refused.json()) == {"message"}
+
+    at_door(folder, scenario)

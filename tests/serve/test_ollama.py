@@ -1,0 +1,149 @@
+"""Ollama's routes: its own client unmodified, and what the client does not show."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+
+import pytest
+
+from serve.asgi import at_door
+from serve.dialects import CALL, THOUGHT, with_server
+from serve.samples import MESSAGES
+
+FUNCTION = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_the_ollama_client(folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ollama = pytest.importorskip("ollama", reason="needs the ollama client")
+
+    async def scenario(door, url):
+        client = ollama.AsyncClient(host=url)
+        assert {each.model for each in (await client.list()).models} == {"tiny", "pool"}
+        assert {each.name for each in (await client.ps()).models} == {"tiny", "pool"}
+        shown = await client.show("tiny:latest")
+        assert "tools" in shown.capabilities and shown.modelinfo["slipstream.context_length"] == 4096
+        assert (await client.pull("tiny")).status == "success"
+
+        answer = await client.chat("tiny", MESSAGES)
+        assert answer.message.content == "All is well." and answer.done_reason == "stop" and answer.eval_count == 12
+        parts = [part async for part in await client.chat("tiny", MESSAGES, stream=True)]
+        assert "".join(part.message.content for part in parts) == "All is well."
+        assert [part.done for part in parts] == [False] * (len(parts) - 1) + [True]
+
+        door.core.texts = [THOUGHT + CALL] * 2
+        answer = await client.chat("tiny", MESSAGES, tools=[FUNCTION])
+        (call,) = answer.message.tool_calls
+        assert (call.function.name, call.function.arguments) == ("weather", {"city": "Oslo"})
+        assert answer.message.thinking == "It is late." and answer.message.content == ""
+        parts = [part async for part in await client.chat("tiny", MESSAGES, tools=[FUNCTION], stream=True)]
+        assert [call for part in parts for call in part.message.tool_calls or []] == [call]
+        assert "".join(part.message.thinking or "" for part in parts) == "It is late."
+
+        history = [*MESSAGES, answer.message, {"role": "tool", "content": "Rain", "tool_name": "weather"}]
+        assert (await client.chat("tiny", history)).message.content == "All is well."
+        assert "Rain" in door.core.prompts[-1] and "Oslo" in door.core.prompts[-1]
+
+        answer = await client.generate("tiny", "Hello", system="Be short.", options={"num_predict": 3})
+        assert answer.response == "All" and answer.done_reason == "length" and "Be short." in door.core.prompts[-1]
+        await client.generate("tiny", "Hello", raw=True)
+        assert door.core.prompts[-1] == "Hello"
+        parts = [part async for part in await client.generate("tiny", "Hello", stream=True)]
+        assert "".join(part.response for part in parts) == "All is well."
+
+        await client.chat("tiny", MESSAGES, format={"type": "object"}, options={"temperature": 0.5, "stop": ["x"]})
+        params = door.core.submits[-1].params
+        assert params.structured_outputs.json is not None and params.temperature == 0.5 and list(params.stop) == ["x"]
+
+        vectors = (await client.embed("pool", ["a", "b"])).embeddings
+        assert len(vectors) == 2 and len(vectors[0]) == 8
+        assert len((await client.embeddings("pool", "a")).embedding) == 8
+        with pytest.raises(ollama.ResponseError, match="there is no model 'other'") as error:
+            await client.chat("other", MESSAGES)
+        assert error.value.status_code == 404
+        with pytest.raises(ollama.ResponseError, match="options.mirostat is not supported"):
+            await client.chat("tiny", MESSAGES, options={"mirostat": 2})
+
+    with_server(folder, scenario, reasoning_parser="qwen3")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/api/chat", {"options": {"num_gpu": 1}}, "options.num_gpu"),
+        ("/api/chat", {"options": {"tempreature": 1}}, "there is no option tempreature"),
+        ("/api/chat", {"options": {"num_ctx": 65}}, "options.num_ctx is 65"),
+        ("/api/chat", {"options": {"top_k": "many"}}, "options.top_k"),
+        ("/api/chat", {"options": {"stop": 5}}, "options.stop"),
+        ("/api/chat", {"options": {"penalize_newline": False}}, "options.penalize_newline"),
+        ("/api/chat", {"options": {"temperature": -1}}, "options"),
+        ("/api/chat", {"format": "xml"}, "format"),
+        ("/api/chat", {"keep_alive": "0s"}, "keep_alive"),
+        ("/api/chat", {"think": True}, "think"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["b"]}]}, "messages[0].images"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a", "tool_calls": 1, "x": 1}]}, "messages[0].x"),
+        ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ("/api/generate", {"raw": True, "system": "a"}, "system needs the chat template"),
+        ("/api/embed", {"options": {"seed": 1}}, "options.seed is for generation"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(folder, path, body, words):
+    async def scenario(door):
+        sample = {"/api/embed": {"input": "a"}, "/api/generate": {"prompt": "a"}}.get(path, {"messages": MESSAGES})
+        refused = await door.post(path, {"model": "tiny", **sample, **body})
+        if path == "/api/embed":  # the only model here generates
+            assert refused.status == 400
+            return
+        assert refused.status == 400 and words in refused.said, refused.body
+
+    at_door(folder, scenario)
+
+
+@pytest.mark.parametrize("options", [{"mirostat": 0}, {"repeat_last_n": -1, "repeat_penalty": 1.2}, {"num_ctx": 64}])
+def test_options_that_ask_for_nothing_are_accepted(folder, options):
+    async def scenario(door):
+        body = {"model": "tiny", "messages": MESSAGES, "options": options | {"num_predict": 2}, "stream": False}
+        answer = await door.post("/api/chat", body | {"keep_alive": "5m", "think": False})
+        assert answer.status == 200 and answer.json()["done_reason"] == "length"
+
+    at_door(folder, scenario)
+
+
+def test_a_request_without_a_prompt_loads_the_model(folder):
+    async def scenario(door):
+        for path in ("/api/chat", "/api/generate"):
+            assert (await door.post(path, {"model": "tiny", "keep_alive": -1})).parsed()[0]["done_reason"] == "load"
+        for path, method in (("/api/create", "POST"), ("/api/delete", "DELETE")):
+            refused = await door.begin(method, path, {"model": "x"}).end()
+            assert refused.status == 400 and path in refused.said
+        assert (await door.get("/api/version")).json()["version"]
+        assert not door.core.submits
+
+    at_door(folder, scenario)
+
+
+def test_arguments_that_are_no_object_are_not_lost(folder):
+    async def scenario(door, url):
+        door.core.texts = ['<tool_call>{"name": "weather", "arguments": [1, 2]}</tool_call>']
+        body = {"model": "tiny", "messages": MESSAGES, "tools": [FUNCTION], "stream": False}
+        message = (await door.post("/api/chat", body)).json()["message"]
+        assert "tool_calls" not in message and "[1, 2]" in message["content"]
+
+    with_server(folder, scenario)
+
+
+def test_a_disconnect_ends_a_stream(folder):
+    async def scenario(door):
+        stream = door.begin("POST", "/api/chat", {"model": "tiny", "messages": MESSAGES})
+        await door.core.until(lambda: door.core.submits)
+        door.core.token(door.core.submits[0], 65)
+        await stream.until(b'"A"')
+        assert stream.headers["content-type"] == "application/x-ndjson"
+        stream.hang_up()
+        await stream.end()
+        await door.core.until(lambda: len(door.core.aborts) == 1)
+        await asyncio.sleep(0)
+
+    at_door(folder, scenario, answers=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from unittest import mock
 
@@ -19,13 +19,25 @@ import numpy as np
 import torch
 from timing import replay_seconds
 
+from slipstream.ops.conv1d import causal_conv1d
+from slipstream.ops.conv1d import reference as conv_reference
 from slipstream.ops.recurrent_steps import RecurrentSteps, list_chunks, max_chunks
 from slipstream.ops.ssm import SsdWeights, reference, ssd_scan
 
+Tile = dict[str, int]
+BF16 = {"device": "cuda", "dtype": torch.bfloat16}
+COPIES = 3  # of the inputs
 COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device copy on an H200
-CHUNKED = "slipstream.ops.ssm.triton.ssd_chunked.choose_tile"
-# BLOCK, num_warps, num_stages
-TILES = ((64, 4, 2), (64, 8, 2), (64, 4, 1), (32, 4, 2), (32, 4, 3))
+SCAN = "slipstream.ops.ssm.triton.ssd_chunked.choose_tile"
+SCAN_TILES: tuple[Tile, ...] = tuple(
+    {"BLOCK": block, "num_warps": warps, "num_stages": stages}
+    for block, warps, stages in ((64, 4, 2), (64, 8, 2), (64, 4, 1), (32, 4, 2), (32, 4, 3))
+)
+CONV = "slipstream.ops.conv1d.triton.choose_tile"
+CONV_TILES: tuple[Tile, ...] = tuple(
+    {"TOKENS": tokens, "CHANNELS": channels, "num_warps": warps}
+    for tokens, channels, warps in ((8, 1024, 4), (8, 512, 2), (4, 1024, 4), (16, 1024, 4), (8, 512, 4))
+)
 
 
 def make_steps(num_rows: int, length: int) -> RecurrentSteps:
@@ -50,22 +62,51 @@ def time_us(call: Callable[[int], object], copies: int) -> float:
     return replay_seconds(graph) * 1e6 / copies
 
 
-def report(name: str, tile: str, us: float, num_bytes: float, error: float) -> None:
-    print(f"{name:28}{tile:>16}{us:10.1f} us{num_bytes / COPY_BANDWIDTH * 1e6:10.1f} us floor{error:12.1e}", flush=True)
+def measure(
+    name: str,
+    place: str,
+    tiles: Sequence[Tile | None],
+    num_bytes: float,
+    call: Callable[[int], object],
+    error: Callable[[], float],
+) -> None:
+    """Prints a line for each tile, which replaces the function `place`. None: the launcher's own choice."""
+    for tile in tiles:
+        with nullcontext() if tile is None else mock.patch(place, lambda *_, tile=tile: tile):
+            off, us = error(), time_us(call, COPIES)
+        shown = "default" if tile is None else " ".join(map(str, tile.values()))
+        floor = num_bytes / COPY_BANDWIDTH * 1e6
+        print(f"{name:26}{shown:>14}{us:10.1f} us{floor:10.1f} us floor{off:12.1e} off", flush=True)
 
 
 def distance(made: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((made.float() - wanted.float()).norm() / wanted.float().norm())
 
 
+def bench_conv(num_rows: int, length: int, args: argparse.Namespace) -> None:
+    num_tokens = num_rows * length
+    channels = args.heads * args.head_dim + 2 * args.groups * args.state
+    steps = make_steps(num_rows, length)
+    inputs = [torch.randn(num_tokens, channels + 8320, **BF16)[:, :channels] for _ in range(COPIES)]
+    weight, state = torch.randn(channels, 4, **BF16), torch.zeros(num_rows, channels, 4, **BF16)
+    wanted = conv_reference.causal_conv1d(inputs[0], weight, None, state.clone(), steps, "silu")
+    measure(
+        f"causal_conv1d {num_rows} x {length}",
+        CONV,
+        [None, *CONV_TILES] if length > 1 else [None],
+        2 * (2 * num_tokens * channels + channels * num_rows * (4 if length == 1 else 3)),
+        lambda i: causal_conv1d(inputs[i], weight, None, state, steps, "silu"),
+        lambda: distance(causal_conv1d(inputs[0], weight, None, state, steps, "silu"), wanted),
+    )
+
+
 def bench_scan(num_rows: int, length: int, args: argparse.Namespace) -> None:
-    num_tokens, size, copies = num_rows * length, args.heads * args.head_dim, 3
+    num_tokens, size = num_rows * length, args.heads * args.head_dim
     steps = make_steps(num_rows, length)
     width = size + 2 * args.groups * args.state + args.heads
-    options = {"device": "cuda", "dtype": torch.bfloat16}
     inputs = []
-    for _ in range(copies):
-        mixed = torch.randn(num_tokens, width, **options)
+    for _ in range(COPIES):
+        mixed = torch.randn(num_tokens, width, **BF16)
         x, b, c, dt = mixed.split([size, args.groups * args.state, args.groups * args.state, args.heads], 1)
         b, c = (part.unflatten(1, (args.groups, -1)) for part in (b, c))
         inputs.append((x.unflatten(1, (args.heads, -1)), dt, b, c))
@@ -73,15 +114,19 @@ def bench_scan(num_rows: int, length: int, args: argparse.Namespace) -> None:
     state = torch.zeros(num_rows, args.heads, args.head_dim, args.state, device="cuda")
     wanted_state = state.clone()
     wanted = reference.ssd_scan(*inputs[0], weights, wanted_state, steps)
-    moved = 2 * (2 * num_tokens * size + num_tokens * (width - size)) + 4 * state.numel() * (1 if length > 1 else 2)
-    tiles = [None, *TILES] if length > 1 else [None]
-    for tile in tiles:
-        chosen = tile and {"BLOCK": tile[0], "num_warps": tile[1], "num_stages": tile[2]}
-        with mock.patch(CHUNKED, lambda *_, chosen=chosen: chosen) if tile else nullcontext():
-            error = distance(ssd_scan(*inputs[0], weights, state, steps), wanted)
-            error = max(error, distance(state, wanted_state))
-            us = time_us(lambda i: ssd_scan(*inputs[i], weights, state, steps), copies)
-        report(f"ssd_scan {num_rows} x {length}", str(tile or "default"), us, moved, error)
+
+    def error() -> float:
+        out = ssd_scan(*inputs[0], weights, state, steps)
+        return max(distance(out, wanted), distance(state, wanted_state))
+
+    measure(
+        f"ssd_scan {num_rows} x {length}",
+        SCAN,
+        [None, *SCAN_TILES] if length > 1 else [None],
+        2 * (num_tokens * width + num_tokens * size) + 4 * state.numel() * (1 if length > 1 else 2),
+        lambda i: ssd_scan(*inputs[i], weights, state, steps),
+        error,
+    )
 
 
 def main() -> None:
@@ -98,6 +143,7 @@ def main() -> None:
     for shape in args.rows:
         num_rows, length = map(int, shape.split("x"))
         bench_scan(num_rows, length, args)
+        bench_conv(num_rows, length, args)
         torch.cuda.empty_cache()
 
 

@@ -147,8 +147,10 @@ def experts():
 def recurrent():
     x = of(HALF, "x weight bias state out") | of(INT, "slots starts first_positions chunks chunk_starts save_slots")
     conv = "slipstream.ops.conv1d.triton"
-    build(conv, "_conv_kernel", x, SILU=True, WIDTH=4, TOKENS=64, CHANNELS=128, bias=None, save_slots=None)
-    build(conv, "_conv_kernel", x, SILU=True, WIDTH=4, TOKENS=1, CHANNELS=128, chunks=None)
+    build(conv, "_chunk_kernel", x, SILU=True, WIDTH=4, TOKENS=8, CHANNELS=1024, bias=None)
+    build(conv, "_chunk_kernel", x, SILU=False, WIDTH=3, TOKENS=8, CHANNELS=512)
+    build(conv, "_step_kernel", x, SILU=True, WIDTH=4, CHANNELS=128, bias=None)
+    build(conv, "_step_kernel", x, SILU=True, WIDTH=4, CHANNELS=128, save_slots=None)
     build(conv, "_store_kernel", x, WIDTH=4, CHANNELS=128)
     delta = "slipstream.ops.delta_rule.triton."
     x |= of(HALF, "a b z gate q k v keys values scores out qkv conv conv_state norm")

@@ -10,11 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream.cache_spec import STATE_CHUNK
 from slipstream.ops.conv1d.reference import Activation
 from slipstream.ops.recurrent_steps import RecurrentSteps
 
-_CHANNELS = 128  # of one program
+_CHANNELS = 128  # of one program that works on one token or on rings
 
 
 def causal_conv1d(
@@ -31,48 +30,49 @@ def causal_conv1d(
     assert x.stride(1) == 1 and weight.is_contiguous() and state.stride()[1:] == (width, 1)
     new = torch.empty if steps.covers(num_tokens) else torch.zeros
     out = new((num_tokens, channels), dtype=x.dtype, device=x.device)
-    blocks = triton.cdiv(channels, _CHANNELS)
-    num_entries = len(steps.slots) if steps.chunks is None else len(steps.chunks)
-    if not num_entries:
+    if not num_tokens or not len(steps.slots):
         return out
+    blocks = triton.cdiv(channels, _CHANNELS)
     rows = (steps.slots, steps.starts, steps.first_positions)
-    strides = (x.stride(0), state.stride(0))
-    _conv_kernel[(num_entries, blocks)](
-        x,
-        weight,
-        bias,
-        state,
-        out,
-        *rows,
-        steps.chunks,
-        steps.save_slots,
-        channels,
-        *strides,
-        SILU=activation == "silu",
-        WIDTH=width,
-        TOKENS=1 if steps.is_single else STATE_CHUNK,
-        CHANNELS=_CHANNELS,
-        num_warps=1 if steps.is_single else 4,
-    )
-    if not steps.is_single:
-        _store_kernel[(len(steps.slots), blocks)](
+    sizes = (channels, x.stride(0), state.stride(0))
+    options = {"SILU": activation == "silu", "WIDTH": width}
+    if steps.is_single:
+        _step_kernel[(blocks, len(steps.slots))](
             x,
+            weight,
+            bias,
             state,
-            *rows,
-            steps.chunks,
-            steps.chunk_starts,
-            channels,
-            *strides,
-            WIDTH=width,
+            out,
+            steps.slots,
+            steps.first_positions,
+            steps.save_slots,
+            *sizes,
+            **options,
             CHANNELS=_CHANNELS,
             num_warps=1,
         )
+        return out
+    assert steps.chunks is not None
+    tile = choose_tile(channels)
+    _chunk_kernel[(triton.cdiv(channels, tile["CHANNELS"]), len(steps.chunks))](
+        x, weight, bias, state, out, *rows, steps.chunks, *sizes, **options, **tile
+    )
+    _store_kernel[(blocks, len(steps.slots))](
+        x, state, *rows, steps.chunks, steps.chunk_starts, *sizes, WIDTH=width, CHANNELS=_CHANNELS, num_warps=1
+    )
     return out
 
 
-# grid: (chunks, or rows of one token each; blocks of channels)
+def choose_tile(channels: int) -> dict[str, int]:
+    """Channels of a program of the chunk kernel, tokens whose inputs it loads at once, and num_warps. A thread has 8
+    channels, which 16-byte loads of 16-bit inputs need."""
+    block = min(1024, max(32, triton.next_power_of_2(channels)))
+    return {"TOKENS": 8, "CHANNELS": block, "num_warps": max(1, block // 256)}
+
+
+# grid: (blocks of channels, chunks)
 @triton.jit
-def _conv_kernel(
+def _chunk_kernel(
     x,
     weight,
     bias,
@@ -82,7 +82,6 @@ def _conv_kernel(
     starts,
     first_positions,
     chunks,
-    save_slots,
     num_channels,
     x_stride,
     slot_stride,
@@ -91,60 +90,114 @@ def _conv_kernel(
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    entry = tl.program_id(0)
-    if chunks is None:
-        row = entry
-        first = entry
-        count = 1
-    else:
-        row = tl.load(chunks + entry * 4)
-        if row < 0:
-            return
-        first = tl.load(chunks + entry * 4 + 1)
-        count = tl.load(chunks + entry * 4 + 2)
+    entry = tl.program_id(1)
+    row = tl.load(chunks + entry * 4)
+    if row < 0:
+        return
+    first = tl.load(chunks + entry * 4 + 1)
+    end = first + tl.load(chunks + entry * 4 + 2)
     start = tl.load(starts + row)
-    begin = tl.load(first_positions + row)
-    ring = state + tl.load(slots + row).to(tl.int64) * slot_stride
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    shift = tl.load(first_positions + row) - start  # from tokens to positions
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < num_channels
-    place = tl.arange(0, TOKENS)
-    token = first + place
-    offset = token - start  # in the row's tokens of this step
-    total = tl.zeros((TOKENS, CHANNELS), tl.float32)
+    ring = state + tl.load(slots + row).to(tl.int64) * slot_stride + channel * WIDTH
+    factors = ()
     for column in tl.static_range(WIDTH):
-        back = WIDTH - 1 - column
-        here = (place < count) & (offset >= back)
-        source = x + (token - back).to(tl.int64)[:, None] * x_stride + channel[None, :]
-        tap = tl.load(source, mask=here[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
-        if back > 0:
-            position = begin + offset - back
-            carried = (place < count) & (offset < back) & (position >= 0)
-            old = ring + channel[None, :] * WIDTH + (tl.maximum(position, 0) % WIDTH)[:, None]
-            tap += tl.load(old, mask=carried[:, None] & is_channel[None, :], other=0.0).to(tl.float32)
-        total += tap * tl.load(weight + channel * WIDTH + column, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        factor = tl.load(weight + channel * WIDTH + column, mask=is_channel, other=0.0)
+        factors = factors + (factor.to(tl.float32),)  # type: ignore[assignment]
+    added = tl.zeros((CHANNELS,), tl.float32)
     if bias is not None:
-        total += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        added = tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
+    for begin in range(first, end, TOKENS):
+        # all loads come before the first store, which they cannot pass
+        inputs = ()
+        for back in tl.static_range(1 - WIDTH, 0):
+            past = _earlier(x, ring, channel, is_channel, begin + back, start, shift, x_stride, WIDTH)
+            inputs = inputs + (past,)  # type: ignore[assignment]
+        for step in tl.static_range(TOKENS):
+            token = begin + step
+            source = x + tl.cast(token, tl.int64) * x_stride + channel
+            given = tl.load(source, mask=is_channel & (token < end), other=0.0)
+            inputs = inputs + (given,)  # type: ignore[assignment]
+        for step in tl.static_range(TOKENS):
+            total = added
+            for column in tl.static_range(WIDTH):
+                total += inputs[step + column].to(tl.float32) * factors[column]
+            if SILU:
+                total = _silu(total)
+            token = begin + step
+            target = out + tl.cast(token, tl.int64) * num_channels + channel
+            tl.store(target, total.to(out.dtype.element_ty), mask=is_channel & (token < end))
+
+
+@triton.jit
+def _earlier(x, ring, channel, is_channel, token, start, shift, x_stride, WIDTH: tl.constexpr):
+    """The input of a token, which an earlier step has computed if it lies before `start`."""
+    if token >= start:
+        given = tl.load(x + tl.cast(token, tl.int64) * x_stride + channel, mask=is_channel, other=0.0)
+    else:
+        position = token + shift
+        mask = is_channel & (position >= 0)
+        given = tl.load(ring + tl.maximum(position, 0) % WIDTH, mask=mask, other=0.0).to(x.dtype.element_ty)
+    return given
+
+
+@triton.jit
+def _silu(x):
+    """exp2 flushes denormals and takes half of the instructions of exp, which count in a kernel bound by bandwidth."""
+    return x / (1.0 + tl.exp2(x * -1.4426950408889634))
+
+
+# grid: (blocks of channels, rows of one token each)
+@triton.jit
+def _step_kernel(
+    x,
+    weight,
+    bias,
+    state,
+    out,
+    slots,
+    first_positions,
+    save_slots,
+    num_channels,
+    x_stride,
+    slot_stride,
+    SILU: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    position = tl.load(first_positions + row)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    is_channel = channel < num_channels
+    ring = state + tl.load(slots + row).to(tl.int64) * slot_stride + channel * WIDTH
+    given = tl.load(x + row * x_stride + channel, mask=is_channel, other=0.0)
+    factor = tl.load(weight + channel * WIDTH + (WIDTH - 1), mask=is_channel, other=0.0)
+    total = given.to(tl.float32) * factor.to(tl.float32)
+    for back in tl.static_range(1, WIDTH):
+        mask = is_channel & (position >= back)
+        old = tl.load(ring + (position + (WIDTH - back)) % WIDTH, mask=mask, other=0.0)
+        factor = tl.load(weight + channel * WIDTH + (WIDTH - 1 - back), mask=is_channel, other=0.0)
+        total += old.to(tl.float32) * factor.to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=is_channel, other=0.0).to(tl.float32)
     if SILU:
-        total *= tl.sigmoid(total)
-    inside = (place < count)[:, None] & is_channel[None, :]
-    target = out + token.to(tl.int64)[:, None] * num_channels + channel[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=inside)
-    if chunks is None:
-        given = tl.load(x + first.to(tl.int64) * x_stride + channel, mask=is_channel, other=0.0)
-        given = given.to(state.dtype.element_ty)
-        tl.store(ring + channel * WIDTH + begin % WIDTH, given, mask=is_channel)
-        if save_slots is not None:
-            slot = tl.load(save_slots + row)
-            if slot >= 0:
-                saved = state + slot.to(tl.int64) * slot_stride + channel * WIDTH
-                tl.store(saved + begin % WIDTH, given, mask=is_channel)
-                for ago in tl.static_range(1, WIDTH - 1):
-                    mask = is_channel & (begin >= ago)
-                    at = tl.maximum(begin - ago, 0) % WIDTH
-                    tl.store(saved + at, tl.load(ring + channel * WIDTH + at, mask=mask), mask=mask)
+        total = _silu(total)
+    tl.store(out + row * num_channels + channel, total.to(out.dtype.element_ty), mask=is_channel)
+    given = given.to(state.dtype.element_ty)
+    tl.store(ring + position % WIDTH, given, mask=is_channel)
+    if save_slots is not None:
+        slot = tl.load(save_slots + row)
+        if slot >= 0:
+            saved = state + slot.to(tl.int64) * slot_stride + channel * WIDTH
+            tl.store(saved + position % WIDTH, given, mask=is_channel)
+            for ago in tl.static_range(1, WIDTH - 1):
+                mask = is_channel & (position >= ago)
+                at = (position + (WIDTH - ago)) % WIDTH
+                tl.store(saved + at, tl.load(ring + at, mask=mask), mask=mask)
 
 
-# grid: (rows, blocks of channels): the inputs at the end of the row's tokens, and before each save
+# grid: (blocks of channels, rows): the inputs at the end of the row's tokens, and before each save
 @triton.jit
 def _store_kernel(
     x,
@@ -160,11 +213,11 @@ def _store_kernel(
     WIDTH: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    row = tl.program_id(1)
     start = tl.load(starts + row)
     count = tl.load(starts + row + 1) - start
     begin = tl.load(first_positions + row)
-    channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < num_channels
     ring = state + tl.load(slots + row).to(tl.int64) * slot_stride + channel * WIDTH
     given = x + start.to(tl.int64) * x_stride + channel

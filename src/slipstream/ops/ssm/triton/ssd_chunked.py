@@ -1,11 +1,11 @@
 """Mamba-2 over packed rows on CUDA, in two launches.
 
-The first computes, for all chunks at once, what does not depend on the state: the step sizes, the log decay from the
-chunk's start to each token, and the scores of c with b, which all heads of a group share. The second passes the state
-of a head through the chunks of each row in order. A chunk is three matrix products: the scores times the decay between
-two tokens applied to x, the state read by c, and the state's update. Columns of a head do not depend on each other, so
-a head may be split over them. A state leaves the registers only at the end of its row and at saves: states of all
-chunks would be several times the bytes of x.
+The first computes, for all chunks at once, what does not depend on the state: the step sizes, the log2 of the decay
+from the chunk's start to each token, and the scores of c with b, which all heads of a group share. The second passes
+the state of a head through the chunks of each row in order. A chunk is three matrix products: the scores times the
+decay between two tokens applied to x, the state read by c, and the state's update. Columns of a head do not depend on
+each other, so a head may be split over them. A state leaves the registers only at the end of its row and at saves:
+states of all chunks would be several times the bytes of x.
 
 A place of a chunk is a position modulo STATE_CHUNK, so the places of a row's first chunk may begin past 0. Products
 take inputs of the model's dtype and sum in float32; the state stays in float32.
@@ -156,7 +156,7 @@ def _factors_kernel(
         is_head = of_group < HEADS_OF_GROUP
         head = group * HEADS_OF_GROUP + of_group
         mask = inside[:, None] & is_head[None, :]
-        rate = -tl.exp(tl.load(a_log + head, mask=is_head, other=0.0))[None, :]
+        rate = -1.4426950408889634 * tl.exp(tl.load(a_log + head, mask=is_head, other=0.0))[None, :]
         bias = tl.load(dt_bias + head, mask=is_head, other=0.0)[None, :]
         given = tl.load(dt + token[:, None] * dt_stride + head[None, :], mask=mask, other=0.0).to(tl.float32)
         size = tl.minimum(tl.maximum(softplus(given + bias), dt_min), dt_max)
@@ -238,7 +238,7 @@ def _pass_kernel(
         now = tl.load(x + token * x_stride + dim, mask=is_dim, other=0.0).to(tl.float32)
         written = tl.load(b + token * b_stride + column, mask=is_column, other=0.0).to(tl.float32)
         read = tl.load(c + token * c_stride + column, mask=is_column, other=0.0).to(tl.float32)
-        held = held * tl.exp(tl.load(totals + token)) + written[:, None] * (size * now)[None, :]
+        held = held * tl.exp2(tl.load(totals + token)) + written[:, None] * (size * now)[None, :]
         made = tl.sum(held * read[:, None], 0) + skip * now
         tl.store(out + token * (HEADS * DIM) + dim, made.to(out.dtype.element_ty), mask=is_dim)
         saved = tl.load(chunks + entry * 4 + 3)
@@ -266,13 +266,13 @@ def _pass_kernel(
             whole = tl.load(totals + tl.minimum(first + CHUNK, end) - 1)
 
             is_later = token[:, None] < token[None, :]
-            seen *= tl.exp(tl.where(is_later, float("-inf"), total[:, None] - total[None, :])) * size[None, :]
+            seen *= tl.exp2(tl.where(is_later, float("-inf"), total[:, None] - total[None, :])) * size[None, :]
             seen = tl.where(token[:, None] > token[None, :], seen, seen + tl.where(is_later, 0.0, skip))
-            made = tl.dot(read, held.to(kind), input_precision=PRECISION) * tl.exp(total)[:, None]
+            made = tl.dot(read, held.to(kind), input_precision=PRECISION) * tl.exp2(total)[:, None]
             made = tl.dot(seen.to(kind), now, made, input_precision=PRECISION)
             tl.store(out + at * (HEADS * DIM) + dim[None, :], made.to(out.dtype.element_ty), mask=in_head)
-            weighted = (now * (size * tl.exp(whole - total))[:, None]).to(kind)
-            held = tl.dot(tl.trans(written), weighted, held * tl.exp(whole), input_precision=PRECISION)
+            weighted = (now * (size * tl.exp2(whole - total))[:, None]).to(kind)
+            held = tl.dot(tl.trans(written), weighted, held * tl.exp2(whole), input_precision=PRECISION)
             if saved >= 0:
                 tl.store(state + saved.to(tl.int64) * slot_stride + cells, held, mask=is_cell)
             saved = following

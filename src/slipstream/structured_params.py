@@ -42,6 +42,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """A regular expression for the whitespace between JSON tokens; by default up to 64 spaces, tabs and line breaks."""
     lenient: bool = False
     """Schema keywords that are not supported have no effect, instead of an error."""
+    prefix: str | None = None
+    """A grammar in Lark's syntax of text before the structure, such as reasoning."""
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -58,6 +60,8 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
             raise _invalid(f"{', '.join(others)} is for json and json_object only; remove it")
         if self.whitespace_pattern is not None:
             _check_text("whitespace_pattern", self.whitespace_pattern, MAX_REGEX_CHARS)
+        if self.prefix is not None:
+            _check_text("prefix", self.prefix, MAX_CHARS)
         self._check_kind(given[0])
 
     def _check_kind(self, kind: str) -> None:

@@ -228,6 +228,31 @@ def test_what_is_wrong_is_named(folder, body, param, words):
     assert answer.status == 400 and answer.json()["error"]["param"] == param and words in answer.error, answer.body
 
 
+def test_a_structured_answer_may_follow_reasoning(folder):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+    answer = ask(folder, '<think>hm</think>{"city": "Oslo"}', response_format=form)
+    assert (answer.message["reasoning"], answer.message["content"]) == ("hm", '{"city": "Oslo"}')
+    shape = answer.submit.params.structured_outputs
+    assert json.loads(shape.json) == SCHEMA and '"</think>"' in shape.prefix
+    closed = ask(folder, "{}", response_format=form, enable_thinking=False)
+    assert closed.submit.params.structured_outputs.prefix is None
+    text = '<think>hm</think>[{"name": "now", "parameters": {}}]'
+    answer = ask(folder, text, tools=[NOW], tool_choice="required")
+    assert answer.message["reasoning"] == "hm" and answer.message["tool_calls"][0]["function"]["name"] == "now"
+    assert answer.submit.params.structured_outputs.prefix == shape.prefix
+
+
+def test_strict_functions_have_a_grammar_while_the_model_decides(folder):
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
+    answer = ask(folder, CALLS, tools=[strict, NOW])
+    shape = answer.submit.params.structured_outputs
+    assert json.dumps(SCHEMA["properties"]) in shape.grammar and '"now"' in shape.grammar and shape.prefix is not None
+    assert len(answer.message["tool_calls"]) == 2
+    answer = ask(folder, "x", tools=[NOW, strict], settings={"tool_call_parser": "pythonic"})
+    assert answer.status == 400 and answer.json()["error"]["param"] == "tools[1].function.strict"
+    assert ask(folder, "x", tools=[WEATHER]).submit.params.structured_outputs is None
+
+
 def test_a_deep_schema_is_refused(folder):
     deep = {"type": "object"}
     for _ in range(100):

@@ -167,6 +167,19 @@ def test_template_arguments_and_final_messages_to_continue(client, llm):
     assert answer.choices[0].message.content == wanted.outputs[0].text
 
 
+def test_demanded_calls_are_valid_whatever_the_model_wants(client):
+    schema = {"enum": [{"n": 1}, {"n": 2}]}  # short: the model reads 256 bytes
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in ("f", "g")]
+    for choice in ("required", {"type": "function", "function": {"name": "g"}}):
+        answer = client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "x"}], tools=tools, tool_choice=choice,
+            parallel_tool_calls=False, temperature=1, seed=3,
+        )  # fmt: skip
+        (call,) = answer.choices[0].message.tool_calls
+        assert json.loads(call.function.arguments)["n"] in (1, 2)
+        assert call.function.name in (("f", "g") if choice == "required" else ("g",))
+
+
 def test_errors_are_the_clients_own_exceptions(client, server):
     with pytest.raises(openai.AuthenticationError):
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong").models.list()

@@ -24,13 +24,16 @@ class Functions:
 
     def types_of(self, name: str, parameter: str) -> frozenset[str]:
         """The JSON types that a parameter can have; empty if the schema does not say."""
-        properties = self.schemas.get(name, {}).get("properties")
-        return _types(properties.get(parameter)) if isinstance(properties, Mapping) else frozenset()
+        schema = self.schemas.get(name, {})
+        properties = schema.get("properties")
+        return _types(properties.get(parameter), schema) if isinstance(properties, Mapping) else frozenset()
 
 
-def _types(schema: object, depth: int = 0) -> frozenset[str]:
+def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
     if not isinstance(schema, Mapping) or depth > 8:
         return frozenset()
+    if isinstance(reference := schema.get("$ref"), str):
+        return _types(_target(reference, root), root, depth + 1)
     given = schema.get("type")
     if isinstance(given, str | list):
         names = [given] if isinstance(given, str) else given
@@ -39,6 +42,14 @@ def _types(schema: object, depth: int = 0) -> frozenset[str]:
         return frozenset("string" if isinstance(value, str) else "any" for value in values)
     found: set[str] = set()
     for key in ("anyOf", "oneOf", "allOf"):
-        for inner in schema.get(key) if isinstance(schema.get(key), list) else ():  # type: ignore[union-attr]
-            found |= _types(inner, depth + 1)
+        if isinstance(alternatives := schema.get(key), list):
+            found |= {name for inner in alternatives for name in _types(inner, root, depth + 1)}
     return frozenset(found)
+
+
+def _target(reference: str, root: Mapping[str, Any]) -> object:
+    """What a reference within a schema points to; None for others."""
+    place: object = root
+    for name in reference.removeprefix("#/").split("/") if reference.startswith("#/") else [reference]:
+        place = place.get(name) if isinstance(place, Mapping) else None
+    return place

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from slipstream.structured_params import StructuredOutputsParams
@@ -25,29 +27,60 @@ class BadGrammar(ValueError):
 def translate(params: StructuredOutputsParams, special_texts: frozenset[str]) -> str:
     """A grammar for llguidance's matcher. `special_texts`: the special tokens of the tokenizer."""
     from llguidance import LLMatcher
-    from llguidance.gbnf_to_lark import any_to_lark
 
+    if params.prefix is not None:
+        body = _rule_body(params, special_texts)
+        return LLMatcher.grammar_from_lark(f"start: before body\nbefore: {_nested(params.prefix)}\nbody: {body}\n")
     if params.regex is not None:
         return LLMatcher.grammar_from_regex(params.regex)
     if params.choice is not None:
-        return LLMatcher.grammar_from_lark("start: " + " | ".join(map(_quoted, params.choice)))
+        return LLMatcher.grammar_from_lark("start: " + _choices(params.choice))
+    if params.grammar is not None or params.structural_tag is not None:
+        return LLMatcher.grammar_from_lark(_lark(params, special_texts))
+    return LLMatcher.grammar_from_json_schema(json.dumps(_json_schema(params)), overrides=_json_options(params))
+
+
+def _rule_body(params: StructuredOutputsParams, special_texts: frozenset[str]) -> str:
+    """The structure as the body of a rule in Lark's syntax."""
+    if params.regex is not None:
+        pattern = re.sub(r"\\.|/|\n", lambda found: {"/": r"\/", "\n": r"\n"}.get(found[0], found[0]), params.regex)
+        return f"/{pattern}/"
+    if params.choice is not None:
+        return _choices(params.choice)
+    if params.grammar is not None or params.structural_tag is not None:
+        return _nested(_lark(params, special_texts))
+    return "%json " + json.dumps({**_json_schema(params), "x-guidance": _json_options(params)})
+
+
+def _nested(grammar: str) -> str:
+    return f"%lark {{\n{grammar}\n}}"
+
+
+def _choices(choice: Sequence[str]) -> str:
+    return " | ".join(map(_quoted, choice))
+
+
+def _lark(params: StructuredOutputsParams, special_texts: frozenset[str]) -> str:
+    """A grammar or a structural tag in Lark's syntax."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
     if params.grammar is not None:
         try:
-            return LLMatcher.grammar_from_lark(any_to_lark(params.grammar))
+            return any_to_lark(params.grammar)
         except Exception as error:  # the converter from GBNF raises plain exceptions
             raise BadGrammar(f"the grammar cannot be read: {error}") from None
-    if params.structural_tag is not None:
-        tag = _read(params.structural_tag)
-        assert isinstance(tag, dict), "checked when the parameters were built"
-        return LLMatcher.grammar_from_lark(_tag_grammar(tag, special_texts))
+    assert params.structural_tag is not None
+    tag = _read(params.structural_tag)
+    assert isinstance(tag, dict), "checked when the parameters were built"
+    return _tag_grammar(tag, special_texts)
+
+
+def _json_schema(params: StructuredOutputsParams) -> dict[str, Any]:
     schema: object = {"type": "object"} if params.json is None else _read(params.json)
-    if isinstance(schema, bool):
-        if not schema:
-            raise BadGrammar("no JSON matches the schema false")
-        schema = {}
-    if params.disable_additional_properties:
-        schema = _closed(schema)
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_json_options(params))
+    if schema is False:
+        raise BadGrammar("no JSON matches the schema false")
+    closed = _closed(schema) if params.disable_additional_properties else schema
+    return closed if isinstance(closed, dict) else {}
 
 
 def _read(text: object) -> dict[str, Any] | bool:

@@ -85,13 +85,12 @@ class ChatRun:
         text = conversation.render()
         params, tokenizer = conversation.params, conversation.model.tokenizer
         assert tokenizer is not None, "a chat template needs a tokenizer"
-        if conversation.skip_special_tokens is None:
-            with_tools = bool(conversation.tools.shown) and not conversation.tools.are_forced
-            if formats.uses_special_tokens(tokenizer, with_tools=with_tools):
-                params = params.with_changes(skip_special_tokens=False)
-        if conversation.tools.are_forced:
+        with_tools = bool(conversation.tools.shown)
+        if conversation.skip_special_tokens is None and formats.uses_special_tokens(tokenizer, with_tools=with_tools):
+            params = params.with_changes(skip_special_tokens=False)
+        if conversation.tools.are_forced or (conversation.tools.strict and params.structured_outputs is None):
             self._request.field_names["structured_outputs"] = "tools"
-        shape = structured_outputs(conversation)
+        shape = structured_outputs(conversation, formats, text)
         if shape is not params.structured_outputs:
             params = params.with_changes(structured_outputs=shape)
         name = conversation.model.description.name
@@ -151,7 +150,7 @@ class ChatRun:
         conversation, formats = self._conversation, self._formats
         tools: ToolCallFormat | None = None
         reasoning: ReasoningFormat | HarmonyFormat | None = formats.reasoning
-        if conversation.tools.are_forced:
+        if conversation.tools.are_forced and not formats.is_harmony:
             tools = forced_format(conversation.tools)
         elif conversation.tools.shown:
             tools = formats.tools

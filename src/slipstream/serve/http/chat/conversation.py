@@ -10,6 +10,7 @@ import msgspec
 
 from slipstream.frontend.served import ServedModel
 from slipstream.params import SamplingParams
+from slipstream.parsers.envelope import EnvelopeFormat
 from slipstream.parsers.families import tool_call_format
 from slipstream.serve.http.chat.formats import GENERIC, ChatFormats
 from slipstream.serve.http.chat.tools import Tools
@@ -37,7 +38,7 @@ class ChatConversation(msgspec.Struct, kw_only=True):
         """Returns the text of the prompt."""
         messages, tools = self.messages, self.tools.shown
         if tools and not self.reads("tools", with_tools=True):
-            messages, tools = _described(messages, tools), []
+            messages, tools = _described(messages, tools, forced=self.tools.are_forced), []
         generates = self.add_generation_prompt
         return self.model.inputs.render_chat(
             messages,
@@ -66,16 +67,21 @@ class ChatConversation(msgspec.Struct, kw_only=True):
             raise bad_request(f"{fact}; {hint}", "tool_choice")
 
 
-def _described(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """For a template without tools: the messages with the tools in the system message."""
-    (begin,), end = tool_call_format(GENERIC).begin, tool_call_format(GENERIC).end  # type: ignore[attr-defined]
-    text = "\n".join(
-        [
-            "You can call these functions, given as JSON:",
-            *(json.dumps(tool["function"], ensure_ascii=False) for tool in tools),
-            f'To call one, write {begin}{{"name": the name, "arguments": an object}}{end}.',
-        ]
-    )
+def _described(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], *, forced: bool
+) -> list[Mapping[str, Any]]:
+    """For a template without tools: the messages with the tools in the system message. `forced`: a grammar makes the
+    call, so the message does not explain its form."""
+    generic = tool_call_format(GENERIC)
+    assert isinstance(generic, EnvelopeFormat)
+    (begin,), end = generic.begin, generic.end
+    lines = [
+        "You can call these functions, given as JSON:",
+        *(json.dumps(tool["function"], ensure_ascii=False) for tool in tools),
+    ]
+    if not forced:
+        lines.append(f'To call one, write {begin}{{"name": the name, "arguments": an object}}{end}.')
+    text = "\n".join(lines)
     first = messages[0] if messages else {}
     content = first.get("content")
     if first.get("role") != "system" or not isinstance(content, str):

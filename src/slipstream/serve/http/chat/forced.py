@@ -8,32 +8,70 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from slipstream.parsers.envelope import EnvelopeFormat
 from slipstream.parsers.fixed_call import FixedCallFormat
+from slipstream.parsers.harmony import HarmonyFormat
 from slipstream.parsers.output_parser import ToolCallFormat
 from slipstream.serve.http.chat.conversation import ChatConversation
+from slipstream.serve.http.chat.formats import ChatFormats
+from slipstream.serve.http.chat.grammar import harmony_calls, reasoning_prefix
+from slipstream.serve.http.chat.strict import calls_grammar
 from slipstream.serve.http.chat.tools import Tools
 from slipstream.serve.http.errors import bad_request
 from slipstream.structured_params import StructuredOutputsParams
+from slipstream.text.tokenizer import Tokenizer
 
 
-def structured_outputs(conversation: ChatConversation) -> StructuredOutputsParams | None:
-    """The shape of the output: that of the request, or one that demands calls."""
-    given = conversation.params.structured_outputs
-    if conversation.tools.are_forced:
+def structured_outputs(
+    conversation: ChatConversation, formats: ChatFormats, prompt: str
+) -> StructuredOutputsParams | None:
+    """The shape of the output, that of the request or one that demands calls, after any reasoning."""
+    given, tools, tokenizer = conversation.params.structured_outputs, conversation.tools, conversation.model.tokenizer
+    assert tokenizer is not None, "a chat template needs a tokenizer"
+    if tools.are_forced:
         if given is not None:
             fact = "tool_choice demands a call, and another field a structured output"
             raise bad_request(f"{fact}; remove one", "tool_choice")
-        given = StructuredOutputsParams(json=_schema(conversation.tools), lenient=not conversation.tools.strict)
-    return given
+        if formats.is_harmony:
+            wanted = {name: schema for name, schema in _schemas(tools).items() if tools.function in (None, name)}
+            return StructuredOutputsParams(grammar=harmony_calls(tokenizer, wanted))
+        given = StructuredOutputsParams(json=_schema(tools), lenient=not tools.strict, whitespace_pattern=" ")
+    elif tools.strict and given is None:
+        given = _strict(tools, formats, tokenizer)
+        if formats.is_harmony:
+            return given
+    if given is None or given.prefix is not None:
+        return given
+    prefix = reasoning_prefix(formats.reasoning, tokenizer, prompt, continues=conversation.continue_final_message)
+    return given if prefix is None else msgspec.structs.replace(given, prefix=prefix)
+
+
+def _strict(tools: Tools, formats: ChatFormats, tokenizer: Tokenizer) -> StructuredOutputsParams:
+    """Free text in which calls of strict functions match their schema."""
+    strict = tools.strict
+    schemas = {name: schema if name in strict else _ANY_OBJECT for name, schema in _schemas(tools).items()}
+    grammar = calls_grammar(HarmonyFormat() if formats.is_harmony else formats.tools, tokenizer, schemas)
+    if grammar is None:
+        place = next(place for place, tool in enumerate(tools.listed) if tool["function"].get("strict"))
+        name = f"tools[{place}].function.strict"
+        fact = f"{name} is not supported with this model's format of tool calls"
+        raise bad_request(f"{fact}; remove it, or set tool_choice to required or to a function", name)
+    return StructuredOutputsParams(grammar=grammar)
 
 
 def forced_format(tools: Tools) -> ToolCallFormat:
     return EnvelopeFormat(bare=True) if tools.function is None else FixedCallFormat(tools.function)
 
 
+def _schemas(tools: Tools) -> dict[str, dict[str, Any]]:
+    """The parameters of each function."""
+    return {tool["function"]["name"]: tool["function"].get("parameters") or _NO_PARAMETERS for tool in tools.listed}
+
+
 def _schema(tools: Tools) -> dict[str, Any]:
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters") or _NO_PARAMETERS for tool in tools.listed}
+    schemas = _schemas(tools)
     if tools.function is not None:
         return schemas[tools.function]
     calls, definitions = [], {}
@@ -52,6 +90,7 @@ def _schema(tools: Tools) -> dict[str, Any]:
     return schema if tools.parallel else {**schema, "maxItems": 1}
 
 
+_ANY_OBJECT = {"type": "object"}
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 

@@ -31,6 +31,11 @@ class ChatFormats(msgspec.Struct, frozen=True):
         templates = tokenizer.chat_template(with_tools=True), tokenizer.chat_template()
         return _formats(templates, settings.tool_call_parser, settings.reasoning_parser)
 
+    @property
+    def is_harmony(self) -> bool:
+        """Whether reasoning, content and calls are messages of gpt-oss's format."""
+        return isinstance(self.reasoning, HarmonyFormat) or isinstance(self.tools, HarmonyFormat)
+
     def uses_special_tokens(self, tokenizer: Tokenizer, *, with_tools: bool) -> bool:
         """Whether a marker is a special token, which is not part of the text by default."""
         formats = (self.reasoning, self.tools if with_tools else None)

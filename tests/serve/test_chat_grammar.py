@@ -1,0 +1,170 @@
+"""Grammars of reasoning and demanded calls, by what llguidance accepts over a byte tokenizer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slipstream.parsers.families import reasoning_format, tool_call_format
+from slipstream.parsers.reasoning import ReasoningFormat
+from slipstream.scheduler.grammar.translate import translate
+from slipstream.serve.http.chat.grammar import harmony_calls, reasoning_prefix
+from slipstream.serve.http.chat.strict import calls_grammar
+from slipstream.structured_params import StructuredOutputsParams
+from slipstream.text.grammar_vocab import grammar_vocabulary
+from slipstream.text.tokenizer import Tokenizer
+
+llguidance = pytest.importorskip("llguidance")
+
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return Tokenizer.load(str(folder))
+
+
+@pytest.fixture(scope="module")
+def accepts(tokenizer):
+    """Whether a text is a whole output; special tokens in it count as such."""
+    vocabulary = grammar_vocabulary(tokenizer, tokenizer.vocab_size)
+    special = frozenset(tokenizer.piece(token) for token in tokenizer.special_ids)
+
+    def check(params: StructuredOutputsParams, text: str) -> bool:
+        matcher = llguidance.LLMatcher(vocabulary, translate(params, special), log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return check
+
+
+SHAPES = [
+    ({"json": CITY}, '{"city": "Oslo"}', '{"town": 1}'),
+    ({"json": {}, "disable_any_whitespace": True}, "[1,2]", "[1, 2]"),
+    ({"json_object": True}, "{}", "[]"),
+    ({"regex": r"a+/[}\n]\d"}, "aa/}5", "aa/x5"),
+    ({"choice": ["yes", "}no"]}, "}no", "maybe"),
+    ({"grammar": 'start: "{" x\nx: /[}"]/'}, '{"', "{"),
+    ({"structural_tag": {"structures": [{"begin": "<f>", "schema": {"const": 5}, "end": "</f>"}], "triggers": ["<f>"]}},
+     "a<f>5</f>", "a<f>6</f>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "good", "bad"), SHAPES, ids=lambda value: str(value)[:20])
+def test_every_shape_may_follow_reasoning(tokenizer, accepts, fields, good, bad):
+    think = reasoning_format("qwen3")
+    optional = reasoning_prefix(think, tokenizer, "assistant\n", continues=False)
+    params = StructuredOutputsParams(**fields, prefix=optional)
+    assert accepts(params, good) and accepts(params, f"<think>\nhm {{\n</think>\n\n{good}")
+    assert not accepts(params, bad) and not accepts(params, f"<think>hm</think>{bad}")
+    opened = StructuredOutputsParams(
+        **fields, prefix=reasoning_prefix(think, tokenizer, "assistant\n<think>\n", continues=False)
+    )
+    assert accepts(opened, f"hm</think>{good}") and not accepts(opened, f"hm</think>{bad}")
+    assert not accepts(opened, good)
+
+
+def test_there_is_no_reasoning_where_the_prompt_has_ended_it(tokenizer):
+    assert reasoning_prefix(reasoning_format("qwen3"), tokenizer, "<think>\n\n</think>\n\n", continues=False) is None
+    assert reasoning_prefix(None, tokenizer, "", continues=False) is None
+
+
+def test_markers_that_are_special_tokens_are_tokens(tokenizer, accepts):
+    prefix = reasoning_prefix(ReasoningFormat(("<|im_start|>",), ("<|im_end|>",)), tokenizer, "", continues=False)
+    params = StructuredOutputsParams(choice=["yes"], prefix=prefix)
+    assert accepts(params, "<|im_start|>hm<|im_end|>\nyes") and accepts(params, "yes")
+    assert not accepts(params, "<|im_start|>yes")
+
+
+def test_messages_of_gpt_oss(tokenizer, accepts):
+    analysis = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    final = reasoning_prefix(reasoning_format("openai_gptoss"), tokenizer, "", continues=False)
+    params = StructuredOutputsParams(json=CITY, prefix=final)
+    answer = '<|channel|>final<|message|>{"city": "Oslo"}'
+    assert accepts(params, answer) and accepts(params, analysis + answer) and accepts(params, analysis * 2 + answer)
+    assert not accepts(params, '{"city": "Oslo"}')
+    calls = StructuredOutputsParams(grammar=harmony_calls(tokenizer, {"weather": CITY, "now": {"type": "object"}}))
+    header = "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>"
+    assert accepts(calls, analysis + header % "weather" + json.dumps({"city": "Oslo"}))
+    assert accepts(calls, header % "now" + "{}")
+    assert not accepts(calls, header % "weather" + "{}") and not accepts(calls, header % "other" + "{}")
+
+
+INNER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"$ref": "#/$defs/Days"},
+        "unit": {"enum": ["C", "F"]},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+    "$defs": {"Days": {"type": "integer"}},
+}
+STRICT = {"weather": INNER, "now": {"type": "object"}}
+GOOD = '{"city": "Oslo", "days": 2, "unit": "C"}'
+BAD = '{"city": "Oslo", "unit": "K"}'
+# a text with a call, its arguments as %s
+CALLS = {
+    "hermes": 'I look.\n<tool_call>\n{"name": "weather", "arguments": %s}\n</tool_call>',
+    "granite": '<|tool_call|>[{"name": "now", "arguments": {"x": 1}}, {"name": "weather", "arguments": %s}]',
+    "phi4_mini_json": 'functools[{"name": "weather", "arguments": %s}]',
+    "mistral": 'x[TOOL_CALLS] [{"name": "weather", "arguments": %s}]',
+    "deepseek_v3": "x<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n%s\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>%s"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>%s"
+    "<|tool_call_end|><|tool_calls_section_end|>",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_strict_arguments_match_their_schema(tokenizer, accepts, name):
+    params = StructuredOutputsParams(grammar=calls_grammar(tool_call_format(name), tokenizer, STRICT))
+    assert accepts(params, CALLS[name] % GOOD) and not accepts(params, CALLS[name] % BAD)
+    assert accepts(params, "just text {") and not accepts(params, (CALLS[name] % GOOD).replace("weather", "other"))
+    assert accepts(params, CALLS[name] % GOOD + " and more")
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        (
+            "qwen3_coder",
+            "ok\n<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n<parameter=days>\n%s\n</parameter>\n"
+            "<parameter=unit>\n%s\n</parameter>\n</function>\n</tool_call>",
+        ),
+        (
+            "glm45",
+            "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n<arg_key>days</arg_key>\n"
+            "<arg_value>%s</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+        ),
+    ],
+)
+def test_strict_values_in_tags_match_their_schema(tokenizer, accepts, name, call):
+    params = StructuredOutputsParams(grammar=calls_grammar(tool_call_format(name), tokenizer, STRICT))
+    assert accepts(params, call % (2, "C")) and accepts(params, "just text <")
+    assert not accepts(params, call % (2, "K")) and not accepts(params, call % ("two", "C"))
+    without = call.replace("<parameter=days>\n%s\n</parameter>\n", "")
+    without = without.replace("<arg_key>days</arg_key>\n<arg_value>%s</arg_value>\n", "")
+    assert accepts(params, without % "F")
+
+
+def test_strict_calls_without_a_marker(tokenizer, accepts):
+    params = StructuredOutputsParams(grammar=calls_grammar(tool_call_format("llama3_json"), tokenizer, STRICT))
+    call = '{"name": "weather", "parameters": %s}'
+    for begin in ("", "\n", "<|python_tag|>", call % GOOD + "; "):
+        assert accepts(params, begin + call % GOOD) and not accepts(params, begin + call % BAD)
+    assert accepts(params, "It rains. {}") and not accepts(params, "{}")
+    assert calls_grammar(tool_call_format("pythonic"), tokenizer, STRICT) is None
+
+
+def test_strict_messages_of_gpt_oss(tokenizer, accepts):
+    params = StructuredOutputsParams(grammar=calls_grammar(tool_call_format("openai"), tokenizer, STRICT))
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    assert accepts(params, thought + call + GOOD) and not accepts(params, thought + call + BAD)
+    assert accepts(params, thought + "<|channel|>final<|message|>Hello.") and accepts(params, call + GOOD)

@@ -168,7 +168,7 @@ def drafts() -> dict[str, Callable[[], Any]]:
     return {
         "accept_": lambda: get("drafts.triton.accept_")(ints(5, 4), ints(5), drawn),
         "propose_from_history_": lambda: get("drafts.triton.propose_from_history_")(
-            history, ints(4), drawn.offsets, 3, MatchRule(2, 4, math.inf), 12
+            ints(4), drawn.offsets, history, 3, MatchRule(2, 4, math.inf), 12
         ),
     }
 

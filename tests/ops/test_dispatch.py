@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -101,3 +105,15 @@ assert "triton" not in sys.modules and not any(name.endswith(".triton") for name
         check=True,
         env=child_env(SLIPSTREAM_NATIVE="0"),
     )
+
+
+def test_the_first_argument_of_every_dispatched_op_is_a_tensor() -> None:
+    """Its device chooses the implementation. In a torch without CUDA nothing else would notice another argument."""
+    found = []
+    for path in sorted(Path(dispatch.__file__).parent.glob("*/__init__.py")):
+        for name in re.findall(r"by_device\((?:reference|host)\.(\w+)", path.read_text(encoding="utf-8")):
+            module = importlib.import_module(f"slipstream.ops.{path.parent.name}")
+            first = next(iter(inspect.signature(getattr(module, name)).parameters.values()))
+            found.append(name)
+            assert str(first.annotation) == "torch.Tensor", f"{name}({first}, ...)"
+    assert len(found) > 20 and "propose_from_history_" in found

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+from slipstream.ops import dispatch
 from slipstream.ops.drafts import MatchRule, RowHistory, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -67,7 +68,7 @@ def test_the_tokens_after_the_longest_and_newest_match(name: str, rule: MatchRul
         texts = [[rng.randrange(kinds) for _ in range(length)] for length in lengths]
         history = rows_of(texts, rng)
         rows = torch.tensor([3, 0, 4, 1, 2, ROWS - 1], device=DEVICE)
-        propose(name, history, rows, None, num, rule, max(lengths))
+        propose(name, rows, None, history, num, rule, max(lengths))
         for row, text in enumerate(texts):
             got = history.next_tokens[row].tolist()
             assert got[: 1 + num] == [text[-1], *search(text, rule, num)], (kinds, row, text)
@@ -78,7 +79,7 @@ def test_the_tokens_after_the_longest_and_newest_match(name: str, rule: MatchRul
 def test_only_the_first_place_of_a_row_proposes(name: str) -> None:
     history = rows_of([[1, 2, 3, 1, 2], [5, 5, 5], [1, 2]], random.Random(0))
     rows, offsets = (torch.tensor(x, device=DEVICE) for x in ([0, 0, 0, 1, 2, 2], [0, 1, 2, 0, 1, 2]))
-    propose(name, history, rows, offsets, 2, MatchRule(1, 12, math.inf), 5)  # longer than the texts
+    propose(name, rows, offsets, history, 2, MatchRule(1, 12, math.inf), 5)  # longer than the texts
     assert history.next_tokens[:3, :3].tolist() == [[2, 3, 1], [5, 5, 5], [2, 77, 77]]
 
 
@@ -89,5 +90,13 @@ def test_positions_whose_pages_were_freed_match_nothing(name: str) -> None:
     history = rows_of([text], random.Random(0))
     history.table[0, :2] = 0
     rule = MatchRule(2, 12, math.inf)
-    propose(name, history, torch.tensor([0], device=DEVICE), None, 4, rule, len(text))
+    propose(name, torch.tensor([0], device=DEVICE), None, history, 4, rule, len(text))
     assert history.next_tokens[0, 1:5].tolist() == search(text, rule, 4, first=8)
+
+
+def test_the_device_is_that_of_the_first_argument() -> None:
+    """As dispatched in a torch with CUDA."""
+    history = rows_of([[1, 2, 3, 1, 2]], random.Random(0))
+    call = dispatch._pick(reference.propose_from_history_, "slipstream.ops.drafts.triton")
+    call(torch.tensor([0], device=DEVICE), None, history, 2, MatchRule(1, 3, math.inf), 5)
+    assert history.next_tokens[0, :3].tolist() == [2, 3, 1]

@@ -77,9 +77,9 @@ class MatchRule(NamedTuple):
 
 
 def propose_from_history_(
-    history: RowHistory,
     rows: torch.Tensor,  # [S] int64
     offsets: torch.Tensor | None,  # [S] int64; places with another offset than 0 propose nothing; None: all are 0
+    history: RowHistory,
     num_drafts: int,
     rule: MatchRule,
     max_length: int,  # at least the number of tokens of every row; only this implementation needs it

@@ -73,9 +73,9 @@ def _accept_kernel(
 
 
 def propose_from_history_(
-    history: RowHistory,
     rows: torch.Tensor,
     offsets: torch.Tensor | None,
+    history: RowHistory,
     num_drafts: int,
     rule: MatchRule,
     max_length: int,

@@ -25,4 +25,4 @@ class NgramDrafter:
 
     def propose(self, batch: DraftBatch, num_drafts: int) -> None:
         text = RowHistory(self._rows.next_tokens, self._rows.computed, self._table, self._history.tokens)
-        propose_from_history_(text, batch.rows, batch.offsets, num_drafts, self.rule, batch.max_length)
+        propose_from_history_(batch.rows, batch.offsets, text, num_drafts, self.rule, batch.max_length)

@@ -33,8 +33,9 @@ class Point:
 
 
 class Span:
-    def __init__(self, start, end, ended=True):
+    def __init__(self, start, end, ended=True, late=None):
         self.started, self.ended = Point(start), Point(end, ended)
+        self.late = late and (Point(late[0]), Point(late[1]))
 
 
 class Engine:
@@ -53,6 +54,14 @@ class Engine:
         self.timer.record(span, cause)
         self.timer.leave(has_work)
         return cause
+
+
+def test_time_between_forward_and_head_is_that_of_late_data():
+    engine = Engine()
+    for span in (Span(0, 2, late=(1, 1.5)), Span(2, 5), Span(5, 9, late=(6, 5.9))):  # the clock's resolution is coarse
+        engine.step(span)
+    total = engine.timer.total
+    assert (total.busy, total.grammar, total.idle) == (1.5 + 3 + 4, 0.5, 0.5)
 
 
 def test_busy_time_and_gaps_add_up_to_the_time_between_first_and_last():

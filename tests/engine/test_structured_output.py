@@ -55,6 +55,15 @@ def test_json_is_valid_under_its_schema(llm, params):
         assert "bad_words" not in params or "red" not in sample.text
 
 
+def test_waiting_for_masks_is_counted_as_such(llm):
+    before = llm.core.timer.total.copy()
+    llm.generate(PROMPTS, SamplingParams(max_tokens=4), use_tqdm=False)
+    plain = llm.core.timer.total.since(before)
+    generate(llm, {"regex": "[a-z]{5}"})
+    masked = llm.core.timer.total.since(before)
+    assert plain.grammar == 0 < masked.grammar
+
+
 def test_other_shapes(llm):
     pattern = "[a-f]{3}-(x|yy)[0-9]{2}"
     assert all(re.fullmatch(pattern, sample.text) for sample in generate(llm, {"regex": pattern}))

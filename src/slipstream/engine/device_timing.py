@@ -20,7 +20,7 @@ class DeviceTime(msgspec.Struct):
     turnaround: float = 0.0  # between a step and the next one that was launched in time
     host_late: float = 0.0  # the next step was not launched in time
     output: float = 0.0  # the caller, which reads results or supplies prompts, delayed the core
-    grammar: float = 0.0  # always 0: reserved for structured output, which is not implemented
+    grammar: float = 0.0  # between a step's forward and its head: masks or edits of logits processors came late
     no_work: float = 0.0
     host: float = 0.0  # the core's own time on the host's clock: planning, launching, committing
 
@@ -55,6 +55,9 @@ class StepInterval(Protocol):
     def started(self) -> Point: ...
     @property
     def ended(self) -> Point: ...
+    @property
+    def late(self) -> tuple[Point, Point] | None:
+        """The end of the forward, and the arrival of late data from the host; None: the step needed none."""
 
 
 class DeviceTimer:
@@ -120,11 +123,15 @@ class DeviceTimer:
         self.timeline.last = span
 
     def record(self, span: StepInterval | None, cause: str) -> float:
-        """The oldest step has ended. Returns its seconds on the device."""
+        """The oldest step has ended. Returns its busy seconds on the device."""
         before = self._before.popleft()
         if span is None:
             return 0.0
         total, busy = self.total, span.ended.since(span.started)
+        if span.late is not None:
+            waited = max(0.0, span.late[1].since(span.late[0]))
+            total.grammar += waited
+            busy -= waited
         total.num_steps += 1
         total.busy += busy
         if before is not None:

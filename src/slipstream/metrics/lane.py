@@ -21,7 +21,7 @@ class LaneStats(msgspec.Struct, frozen=True, array_like=True):
     turnaround: float = 0.0
     host_late: float = 0.0
     output: float = 0.0
-    grammar: float = 0.0  # always 0, see DeviceTime
+    grammar: float = 0.0  # waiting for masks and logits processors
     no_work: float = 0.0
     host: float = 0.0  # seconds of the core itself, on the host's clock
     # speculative decoding

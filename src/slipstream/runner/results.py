@@ -103,6 +103,7 @@ class StepSpan(NamedTuple):
 
     started: Event
     ended: Event
+    late: tuple[Event, Event] | None = None  # the end of the forward, and the arrival of late data
 
 
 class StepHandle:
@@ -128,12 +129,13 @@ class StepHandle:
         self._first = first
         self.started: Event | None = None  # first and last timed event on the compute stream
         self.ended: Event | None = None
+        self.late: tuple[Event, Event] | None = None
 
     @property
     def span(self) -> StepSpan | None:
         """The step's first and last event, if they were recorded."""
         started, ended = self.started, self.ended
-        return None if started is None or ended is None else StepSpan(started, ended)
+        return None if started is None or ended is None else StepSpan(started, ended, self.late)
 
     @property
     def has_no_result(self) -> bool:

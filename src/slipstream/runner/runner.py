@@ -106,6 +106,8 @@ class ModelRunner:
             step.batch, step.hidden = forward() if size is None else self.graphs.run(key, forward)
 
         self.device.compute.run(body)
+        if self.sampler is not None and self.sampler.needs_late(plan):
+            step.computed = self.device.compute.record(timed=True)
         self.device.compute.flush()
         self._launched = (step, heads)
 
@@ -116,6 +118,7 @@ class ModelRunner:
         if late is not None:
             assert self.sampler is not None, "a model that only pools draws nothing"
             self.sampler.send(late)
+        arrived = None if step.computed is None else compute.record(timed=True)
         for head in heads:
             compute.run(functools.partial(_run_head, head, step))
         sent = self.results.send()
@@ -125,6 +128,8 @@ class ModelRunner:
         else:
             handle = handles[0] if len(handles) == 1 else MixedHandle(*handles)
         handle.started, handle.ended = step.started, sent.ended
+        if step.computed is not None and arrived is not None:
+            handle.late = step.computed, arrived
         compute.flush()
         self.device.copy.flush()
         return handle
@@ -161,10 +166,11 @@ class ModelRunner:
 
 
 class _Step:
-    """What the forward leaves for the heads. Only device work accesses it, except for `started`."""
+    """What the forward leaves for the heads. Only device work accesses it, except for the events."""
 
     def __init__(self, started: Event) -> None:
         self.started = started
+        self.computed: Event | None = None  # the end of the forward, if the heads need late data
 
     batch: Gathered
     hidden: torch.Tensor

@@ -150,6 +150,11 @@ class Sampler:
             for state in self._states:
                 state.flush(upload)
 
+    def needs_late(self, plan: StepPlan) -> bool:
+        """Host: whether a sampling row of this step needs data that come with `send`."""
+        rows = _sampling_rows(plan)
+        return any(stage.is_used_by(rows) for stage in (self._masks, self._biases, self._raw, self._scaled))
+
     def send(self, late: Late) -> None:
         """Host: what the step whose forward was launched last needs from the host for its draws."""
         for stage in (self._masks, self._biases, self._raw, self._scaled):

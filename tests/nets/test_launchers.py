@@ -176,6 +176,8 @@ def drafts() -> dict[str, Callable[[], Any]]:
 def experts() -> dict[str, Callable[[], Any]]:
     routing = Routing(ints(3, 2).int(), torch.rand(3, 2))
     return {
+        "predict_streams": lambda: get("altup.triton.predict_streams")(half(3, 4, 64), half(3, 16)),
+        "correct_streams": lambda: get("altup.triton.correct_streams")(half(3, 4, 64), half(3, 64), half(3, 4), 0),
         "route": lambda: get("moe.triton.route")(half(3, 8), RouterRule(2), None),
         "route without padding": lambda: get("moe.triton.route")(half(3, 8), RouterRule(2), None, ints(3), 16),
         "expert_mlp": lambda: get("moe.triton.expert_mlp")(half(3, 32), routing, half(8, 96, 32), half(8, 32, 48)),

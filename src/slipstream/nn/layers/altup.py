@@ -16,6 +16,7 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import RMSNorm
 from slipstream.nn.shapes import AltUpShape, NormShape
 from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
+from slipstream.ops.altup import correct_streams, predict_streams
 
 
 class AltUp(Layer):
@@ -33,15 +34,13 @@ class AltUp(Layer):
         self.router_scale = 1.0 / hidden
 
     def predict(self, streams: torch.Tensor, context: ForwardContext) -> torch.Tensor:
-        num = self.shape.num_streams
         weights = self.prediction(self._route(streams[:, self.shape.active].contiguous(), context), context)
-        return torch.baddbmm(streams, weights.view(-1, num, num), streams)
+        return predict_streams(streams, weights)
 
     def correct(self, predicted: torch.Tensor, made: torch.Tensor, context: ForwardContext) -> torch.Tensor:
         """`made` [T, hidden] is what the layer computed."""
-        weights = self.correction(self._route(made, context), context) + 1.0
-        error = made - predicted[:, self.shape.active]
-        return predicted + error.unsqueeze(1) * weights.unsqueeze(2)
+        weights = self.correction(self._route(made, context), context)
+        return correct_streams(predicted, made, weights, self.shape.active)
 
     def scaled(self, corrected: torch.Tensor) -> torch.Tensor:
         """The active stream, [T, hidden], as per-layer inputs see it."""

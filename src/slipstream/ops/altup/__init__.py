@@ -1,0 +1,9 @@
+"""Streams of a token (Gemma 3n's AltUp): all of them from each other, and corrected by the one that was computed."""
+
+from slipstream.ops.altup import reference
+from slipstream.ops.dispatch import by_device
+
+predict_streams = by_device(reference.predict_streams, "slipstream.ops.altup.triton")
+correct_streams = by_device(reference.correct_streams, "slipstream.ops.altup.triton")
+
+__all__ = ["correct_streams", "predict_streams"]

@@ -1,0 +1,69 @@
+"""AltUp on CUDA: each value of a token's streams is read once and written once; sums in float32."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_COLUMNS = 512  # of one program
+
+
+def predict_streams(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """As the reference."""
+    out = torch.empty_like(streams, memory_format=torch.contiguous_format)
+    _launch(_predict_kernel, streams, out, weights)
+    return out
+
+
+def correct_streams(predicted: torch.Tensor, made: torch.Tensor, weights: torch.Tensor, active: int) -> torch.Tensor:
+    """As the reference."""
+    out = torch.empty_like(predicted, memory_format=torch.contiguous_format)
+    assert made.is_contiguous()
+    _launch(_correct_kernel, predicted, out, weights, made, ACTIVE=active)
+    return out
+
+
+def _launch(kernel, streams: torch.Tensor, out: torch.Tensor, *tensors: torch.Tensor, **constants: int) -> None:
+    num_tokens, num, hidden = streams.shape
+    assert streams.is_contiguous() and all(tensor.is_contiguous() for tensor in tensors)
+    if not num_tokens:
+        return
+    columns = min(_COLUMNS, triton.next_power_of_2(hidden))
+    grid = (num_tokens, triton.cdiv(hidden, columns))
+    kernel[grid](streams, out, *tensors, hidden, STREAMS=num, COLUMNS=columns, **constants, num_warps=2)
+
+
+# grid: (tokens, blocks of columns)
+@triton.jit
+def _predict_kernel(streams, out, weights, hidden, STREAMS: tl.constexpr, COLUMNS: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < hidden
+    source = streams + token * (STREAMS * hidden) + column
+    for stream in tl.static_range(STREAMS):
+        total = tl.load(source + stream * hidden, mask=inside, other=0.0).to(tl.float32)
+        for other in tl.static_range(STREAMS):
+            weight = tl.load(weights + (token * STREAMS + stream) * STREAMS + other).to(tl.float32)
+            # read again: it is in the L1 cache
+            total += weight * tl.load(source + other * hidden, mask=inside, other=0.0).to(tl.float32)
+        target = out + (token * STREAMS + stream) * hidden + column
+        tl.store(target, total.to(out.dtype.element_ty), mask=inside)
+
+
+# grid: (tokens, blocks of columns)
+@triton.jit
+def _correct_kernel(
+    streams, out, weights, made, hidden, ACTIVE: tl.constexpr, STREAMS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < hidden
+    source = streams + token * (STREAMS * hidden) + column
+    error = tl.load(made + token * hidden + column, mask=inside, other=0.0).to(tl.float32)
+    error -= tl.load(source + ACTIVE * hidden, mask=inside, other=0.0).to(tl.float32)
+    for stream in tl.static_range(STREAMS):
+        weight = tl.load(weights + token * STREAMS + stream).to(tl.float32) + 1.0
+        total = tl.load(source + stream * hidden, mask=inside, other=0.0).to(tl.float32) + weight * error
+        target = out + (token * STREAMS + stream) * hidden + column
+        tl.store(target, total.to(out.dtype.element_ty), mask=inside)

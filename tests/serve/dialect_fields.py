@@ -65,4 +65,23 @@ DIALECTS["/v1/messages", "output_config"] = ({"format": {"type": "json_schema", 
 DIALECTS["/v1/messages", "stop_sequences"] = (["z"], {}, ())
 DIALECTS["/v1/messages", "max_tokens"] = (3, {}, ())
 
+EFFORT = {"effort": "high"}
+DIALECTS |= {
+    ("/v1/responses", "input"): ("other", {}, ()),
+    ("/v1/responses", "model"): ("pool", {}, ()),
+    ("/v1/responses", "instructions"): ("Be short.", {}, ()),
+    ("/v1/responses", "previous_response_id"): ("resp_other", {}, ()),
+    ("/v1/responses", "store"): (False, {}, ()),
+    ("/v1/responses", "max_output_tokens"): (3, {}, ()),
+    ("/v1/responses", "tools"): ([FUNCTION["function"] | {"type": "function"}], {}, ()),
+    ("/v1/responses", "tool_choice"): ("none", {"tools": [FUNCTION["function"] | {"type": "function"}]}, ()),
+    ("/v1/responses", "parallel_tool_calls"): (
+        False, {"tools": [FUNCTION["function"] | {"type": "function"}], "tool_choice": "required"}, ()
+    ),
+    ("/v1/responses", "text"): ({"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}, {}, ()),
+    ("/v1/responses", "reasoning"): (EFFORT, {}, ()),
+    ("/v1/responses", "metadata"): ({"name": "mine"}, {}, ()),
+    ("/v1/responses", "include"): (["file_search_call.results"], {}, ()),
+}  # fmt: skip
+
 assert MESSAGES != OTHER

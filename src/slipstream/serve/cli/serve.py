@@ -39,6 +39,7 @@ LEAST = {
     "max_header_bytes": 256, "max_inputs": 1, "max_n": 1, "max_samples": 1, "max_logprobs": 0, "max_stop": 0,
     "max_stop_chars": 1, "max_bias": 0, "max_salt_chars": 0, "max_answer_bytes": 1, "max_bodies_bytes": 1,
     "body_timeout": 0.001, "max_file_bytes": 1, "max_store_bytes": 1,
+    "max_stored_responses": 0, "max_stored_response_bytes": 0,
 }  # fmt: skip
 
 

@@ -27,6 +27,10 @@ class Keys:
         """A name of the request's key, where the server has several keys: each is one caller. None with one key."""
         return f"key {_digest(given_key(headers)).hex()[:16]}" if len(self._user) > 1 else None
 
+    def owner(self, headers: Headers) -> str:
+        """A name of the request's key, under which its data is kept in memory; the same for all without keys."""
+        return _digest(given_key(headers)).hex() if self._user else ""
+
     def check(self, access: Access, headers: Headers) -> None:
         """Raises where the request has no key for this access."""
         if access == "open" or (access == "user" and not self._user):

@@ -88,6 +88,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     body_timeout: Annotated[
         float, _doc("seconds for a request body to arrive, plus one second per 16 KiB received")
     ] = 30.0
+    max_stored_responses: Annotated[
+        int, _doc("responses of /v1/responses that a front end keeps in memory, the last used; 0: none")
+    ] = 1024
+    max_stored_response_bytes: Annotated[int, _doc("maximum bytes of all of them")] = 2**26
     batch_dir: Annotated[
         str | None, _doc("folder of the store of /v1/files and /v1/batches, created if needed; none: both are disabled")
     ] = None

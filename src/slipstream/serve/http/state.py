@@ -18,6 +18,7 @@ from slipstream.serve.http.body import Bodies
 from slipstream.serve.http.errors import HTTPException, bad_request
 from slipstream.serve.http.hosts import Hosts
 from slipstream.serve.http.report import Counters, FrontEndReport
+from slipstream.serve.http.responses.store import ResponseStore
 from slipstream.serve.http.settings import ServerSettings
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class State:
         self.counters = Counters()
         self.bodies = Bodies(settings, self.counters)
         self.batches: BatchService | None = None  # set by the worker, where the server has a store
+        self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
         self.started = int(time.time())
         self.draining = False
         self.stalled: str | None = None  # set by the watchdog

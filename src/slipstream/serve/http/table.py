@@ -13,10 +13,11 @@ from slipstream.serve.http.ollama import embed as ollama_embed
 from slipstream.serve.http.ollama import models as ollama_models
 from slipstream.serve.http.openai import chat, completions, models
 from slipstream.serve.http.pooling import embeddings, pooling, rerank, score, tei, tei_tokens
+from slipstream.serve.http.responses import responses
 from slipstream.serve.http.routes import Route
 
 MODULES = (
-    completions, chat, embeddings, pooling, score, rerank, tei, tei_tokens, models, tokenize, files, batches,
+    completions, chat, responses, embeddings, pooling, score, rerank, tei, tei_tokens, models, tokenize, files, batches,
     anthropic_messages, ollama_chat, ollama_embed, ollama_models, cohere_chat, cohere_embed, system, admin,
 )  # fmt: skip
 

@@ -7,8 +7,8 @@ from typing import NamedTuple
 import msgspec
 
 ENDPOINTS = (
-    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/rerank", "/v2/rerank", "/rerank", "/v1/score",
-    "/score", "/classify", "/pooling",
+    "/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses", "/v1/rerank", "/v2/rerank", "/rerank",
+    "/v1/score", "/score", "/classify", "/pooling",
 )  # fmt: skip
 """Routes that a line may name in `url`."""
 

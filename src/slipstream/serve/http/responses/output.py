@@ -1,0 +1,97 @@
+"""The output of /v1/responses: items of an answer, and the events of a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from slipstream.serve.http.chat.blocks import Block, BlockDelta, BlockEvent, BlockStart
+from slipstream.serve.http.errors import HTTPException
+from slipstream.serve.http.response import COMMENT, EVENT_STREAM, StreamFormat, named_event
+from slipstream.serve.http.responses.types import ResponsesContent, ResponsesItem
+
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+
+
+class ResponseItems:
+    """Makes items of blocks; the ids of a response's items have its id."""
+
+    def __init__(self, id: str) -> None:
+        self._id = id
+
+    def item(self, block: Block, status: str) -> ResponsesItem:
+        id = f"{_PREFIXES[block.kind]}_{self._id}_{block.index}"
+        if block.kind == "call":
+            return ResponsesItem(id, "function_call", status, call_id=block.id, name=block.name, arguments=block.text)
+        if block.kind == "reasoning":
+            content = [ResponsesContent("reasoning_text", block.text)] if block.text else []
+            return ResponsesItem(id, "reasoning", status, summary=[], content=content)
+        content = [_text_part(block.text)] if block.text else []
+        return ResponsesItem(id, "message", status, role="assistant", content=content)
+
+
+def _text_part(text: str) -> ResponsesContent:
+    return ResponsesContent("output_text", text, annotations=[], logprobs=[])
+
+
+class ResponseEvents:
+    """Writes events, which are numbered."""
+
+    def __init__(self, items: ResponseItems) -> None:
+        self._items = items
+        self._number = 0
+
+    def event(self, kind: str, **fields: Any) -> bytes:
+        numbered = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return named_event(kind, numbered)
+
+    def of_block(self, event: BlockEvent) -> bytes:
+        block = event.block
+        item = self._items.item(Block(block.kind, block.index, "", block.name, block.id), "in_progress")
+        place: dict[str, Any] = {"item_id": item.id, "output_index": block.index}
+        if isinstance(event, BlockStart):
+            return self._start(block, item, place)
+        if isinstance(event, BlockDelta):
+            kind = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}[block.kind]
+            if block.kind != "call":
+                place["content_index"] = 0
+            more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            return self.event(f"response.{kind}.delta", **place, delta=event.text, **more)
+        return self._end(block, place)
+
+    def _start(self, block: Block, item: ResponsesItem, place: dict[str, Any]) -> bytes:
+        begun = self.event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind != "text":
+            return begun
+        return begun + self.event("response.content_part.added", **place, content_index=0, part=_text_part(""))
+
+    def _end(self, block: Block, place: dict[str, Any]) -> bytes:
+        whole = self._items.item(block, "completed")
+        if block.kind == "call":
+            name = "response.function_call_arguments.done"
+            ended = self.event(name, **place, name=block.name, arguments=block.text)
+        elif block.kind == "reasoning":
+            ended = self.event("response.reasoning_text.done", **place, content_index=0, text=block.text)
+        else:
+            name = "response.output_text.done"
+            ended = self.event(name, **place, content_index=0, text=block.text, logprobs=[])
+            part = _text_part(block.text)
+            ended += self.event("response.content_part.done", **place, content_index=0, part=part)
+        return ended + self.event("response.output_item.done", output_index=block.index, item=whole)
+
+
+class _ErrorEvent(msgspec.Struct):
+    message: str
+    code: str | None
+    param: str | None
+    type: str = "error"
+    sequence_number: int = 0
+
+
+def _failed(error: HTTPException) -> bytes:
+    return named_event("error", _ErrorEvent(error.message, error.code, error.param))
+
+
+RESPONSE_EVENTS = StreamFormat(EVENT_STREAM, COMMENT, _failed)

@@ -1,0 +1,267 @@
+"""OpenAI's /v1/responses, with conversations in memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from slipstream.frontend.served import ServedModel
+from slipstream.serve.http.chat.blocks import AnswerBlocks, Block, blocks_of
+from slipstream.serve.http.chat.chat_run import ChatRun, start_chat
+from slipstream.serve.http.chat.conversation import ChatConversation
+from slipstream.serve.http.chat.dialects import assistant_message, chat_params, think_variables
+from slipstream.serve.http.chat.tools import Tools
+from slipstream.serve.http.errors import HTTPException, bad_request
+from slipstream.serve.http.openai.fields import given_fields, refuse
+from slipstream.serve.http.openai.messages import text_messages
+from slipstream.serve.http.request import Request
+from slipstream.serve.http.response import Response, StreamingResponse, json_response
+from slipstream.serve.http.responses.items import input_messages
+from slipstream.serve.http.responses.output import RESPONSE_EVENTS, ResponseEvents, ResponseItems
+from slipstream.serve.http.responses.store import StoredResponse
+from slipstream.serve.http.responses.types import (
+    REFUSED,
+    InputItemList,
+    ResponsesDeleted,
+    ResponsesObject,
+    ResponsesRequest,
+    ResponsesUsage,
+)
+from slipstream.serve.http.routes import delete, get, post, refused
+
+
+async def create_response(request: Request, body: ResponsesRequest) -> Response | StreamingResponse:
+    job = _Job(request, body)
+    run = await start_chat(request, job.conversation, stream=bool(body.stream))
+    if body.stream:
+        return StreamingResponse(job.events(run), RESPONSE_EVENTS)
+    with run:
+        (answer,) = await run.answers()
+        return json_response(job.finish(run, blocks_of(answer), answer.finish_reason))
+
+
+class _Job:
+    """One request: its conversation, and the construction of its response."""
+
+    def __init__(self, request: Request, body: ResponsesRequest) -> None:
+        refuse(given_fields(body), REFUSED)
+        self.request = request
+        self.body = body
+        self.served = request.choose_model(body.model, "generate")
+        self.stores = body.store is not False
+        self.id = f"resp_{request.id}"
+        self.created = int(time.time())
+        _check_include(body.include)
+        before = self._before()
+        self.history = [*before, *input_messages(self.served, body.input, "input")]
+        if not self.history:
+            raise bad_request("input is empty; give a text or items", "input")
+        self.conversation = self._conversation()
+        self.items = ResponseItems(request.id)
+
+    def _before(self) -> list[dict[str, Any]]:
+        """The messages of the response that this one continues."""
+        if (id := self.body.previous_response_id) is None:
+            return []
+        found = self.request.state.responses.find(_owner(self.request), id)
+        if found is None:
+            error = _not_found(self.request, id)
+            error.param = "previous_response_id"
+            raise error
+        return found.messages
+
+    def _conversation(self) -> ChatConversation:
+        body, request, served = self.body, self.request, self.served
+        system = [] if not body.instructions else [{"role": "system", "content": body.instructions}]
+        messages = text_messages(request, [*system, *self.history], served.tokenizer)
+        request.set_input_field("input")
+        self.shape, shape = _text_format(body.text)
+        given = {"temperature": body.temperature, "top_p": body.top_p, "response_format": shape}
+        names = {"max_tokens": "max_output_tokens", "response_format": "text"}
+        self.params = chat_params(request, served, given, body.max_output_tokens, names)
+        return ChatConversation(
+            model=served,
+            messages=messages,
+            params=self.params,
+            max_tokens=body.max_output_tokens,
+            tools=_tools(request, body),
+            chat_template_kwargs=_reasoning(served, body.reasoning),
+        )
+
+    async def events(self, run: ChatRun) -> AsyncIterator[bytes]:
+        blocks, events = AnswerBlocks(), ResponseEvents(self.items)
+        has_begun = False
+        with run:
+            async for parts in run:
+                chunks = []
+                for part in parts:
+                    if not has_begun:
+                        has_begun = True
+                        begun = self.response("in_progress", [])
+                        chunks += [events.event(f"response.{name}", response=begun) for name in _BEGIN]
+                    new = [*blocks.feed(part.events), *(blocks.end() if part.finish_reason else ())]
+                    chunks += [events.of_block(each) for each in new]
+                    if part.finish_reason is not None:
+                        whole = self.finish(run, blocks.all, part.finish_reason)
+                        chunks.append(events.event(f"response.{whole.status}", response=whole))
+                if chunks:
+                    yield b"".join(chunks)
+
+    def finish(self, run: ChatRun, blocks: list[Block], reason: str | None) -> ResponsesObject:
+        """Returns the response, and stores it."""
+        status = "completed" if reason in ("stop", "tool_calls") else "incomplete"
+        response = self.response(status, blocks)
+        if status == "incomplete":
+            response.incomplete_details = {"reason": "max_output_tokens" if reason == "length" else str(reason)}
+        response.usage = self.usage(run, blocks)
+        if self.stores:
+            texts = {kind: "".join(block.text for block in blocks if block.kind == kind) for kind in _TEXTS}
+            calls = [(block.id, block.name, block.text or "{}") for block in blocks if block.kind == "call"]
+            answer = assistant_message(self.served, texts["text"], texts["reasoning"], calls)
+            messages = [*self.history, *([answer] if texts["text"] or calls else [])]
+            given = self.body.input
+            items = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
+            stored = StoredResponse(_owner(self.request), msgspec.json.encode(response), messages, items)
+            self.request.state.responses.add(self.id, stored)
+        return response
+
+    def usage(self, run: ChatRun, blocks: list[Block]) -> ResponsesUsage:
+        state = run.state
+        num_prompt, num_output = len(state.message.prompt_token_ids), state.num_tokens
+        thought = "".join(block.text for block in blocks if block.kind == "reasoning")
+        tokenizer = self.served.tokenizer
+        num_thought = len(tokenizer.encode(thought, add_special_tokens=False)) if thought and tokenizer else 0
+        details = {"reasoning_tokens": min(num_thought, num_output)}
+        cached = {"cached_tokens": state.num_cached}
+        return ResponsesUsage(num_prompt, cached, num_output, details, num_prompt + num_output)
+
+    def response(self, status: str, blocks: list[Block]) -> ResponsesObject:
+        body = self.body
+        return ResponsesObject(
+            id=self.id,
+            created_at=self.created,
+            status=status,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            model=self.served.description.name,
+            output=[self.items.item(block, "completed") for block in blocks],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            previous_response_id=body.previous_response_id,
+            reasoning=body.reasoning or {"effort": None, "summary": None},
+            store=self.stores,
+            temperature=self.params.temperature,
+            text={"format": self.shape},
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
+            top_p=self.params.top_p,
+            metadata=body.metadata or {},
+        )
+
+
+_BEGIN = ("created", "in_progress")
+_TEXTS = ("text", "reasoning")
+
+
+def _check_include(given: list[str] | None) -> None:
+    for name in given or ():
+        if name != "reasoning.encrypted_content":
+            fact = f"include has {name[:100]!r}, which is not supported"
+            raise bad_request(f"{fact}; reasoning is in the output in any case, remove it", "include")
+
+
+def _text_format(given: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Returns the format as given, and as `response_format` of the chat API."""
+    given = {name: value for name, value in (given or {}).items() if value is not None}
+    shape = given.get("format", {"type": "text"})
+    if given.keys() - {"format", "verbosity"} or given.get("verbosity") not in (None, "medium"):
+        raise bad_request("text takes format, and the verbosity medium; remove the rest", "text")
+    if not isinstance(shape, dict) or shape.get("type") not in ("text", "json_object", "json_schema"):
+        raise bad_request("text.format has another type than text, json_object or json_schema; give one", "text")
+    if shape["type"] == "json_schema":
+        return shape, {"type": "json_schema", "json_schema": {k: v for k, v in shape.items() if k != "type"}}
+    if shape.keys() - {"type"}:
+        raise bad_request(f"text.format of type {shape['type']} takes no other field; remove it", "text")
+    return shape, None if shape["type"] == "text" else {"type": "json_object"}
+
+
+_TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
+
+
+def _tools(request: Request, body: ResponsesRequest) -> Tools:
+    request.check_count(len(body.tools or ()), "tools")
+    tools = []
+    for place, tool in enumerate(body.tools or ()):
+        name = f"tools[{place}]"
+        if (kind := tool.get("type")) != "function":
+            fact = f"{name} is of type {kind!r:.50}, and the server runs no tools"
+            raise bad_request(f"{fact}; give functions", f"{name}.type")
+        for field, value in tool.items():
+            if field not in _TOOL_FIELDS and value not in (None, False, [], ["direct"]):
+                raise bad_request(f"there is no field {name}.{field[:100]}; remove it", f"{name}.{field[:100]}")
+        function = {field: tool[field] for field in _TOOL_FIELDS[1:] if tool.get(field) is not None}
+        tools.append({"type": "function", "function": function})
+    choice: Any = body.tool_choice
+    if isinstance(choice, dict):
+        if choice.get("type") != "function" or choice.keys() - {"type", "name"}:
+            fact = f"tool_choice is {choice!r:.100}"
+            hint = 'give auto, none, required or {"type": "function", "name": ...}'
+            raise bad_request(f"{fact}; {hint}", "tool_choice")
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    return Tools.check(tools, choice, body.parallel_tool_calls)
+
+
+def _reasoning(served: ServedModel, given: dict[str, Any] | None) -> dict[str, Any]:
+    given = {name: value for name, value in (given or {}).items() if value is not None}
+    summaries = (given.pop("summary", None), given.pop("generate_summary", None))
+    effort = given.pop("effort", None)
+    if given or not isinstance(effort, str | None) or any(each not in (None, "auto") for each in summaries):
+        fact = "reasoning takes effort, and summary auto (reasoning is returned whole, not summarised)"
+        raise bad_request(f"{fact}; remove the rest", "reasoning")
+    return think_variables(served, effort, "reasoning")
+
+
+async def show_response(request: Request, body: None) -> Response:
+    return Response(_stored(request).body)
+
+
+async def list_input_items(request: Request, body: None) -> Response:
+    items = [{"id": f"item_{place}"} | item for place, item in enumerate(_stored(request).items)]
+    ends = (items[0]["id"], items[-1]["id"]) if items else (None, None)
+    return json_response(InputItemList(items, *ends))
+
+
+async def delete_response(request: Request, body: None) -> Response:
+    id = request.path_params["response"]
+    if not request.state.responses.delete(_owner(request), id):
+        raise _not_found(request, id)
+    return json_response(ResponsesDeleted(id))
+
+
+def _stored(request: Request) -> StoredResponse:
+    id = request.path_params["response"]
+    if (found := request.state.responses.find(_owner(request), id)) is None:
+        raise _not_found(request, id)
+    return found
+
+
+def _owner(request: Request) -> str:
+    return request.state.keys.owner(request.headers)
+
+
+def _not_found(request: Request, id: str) -> HTTPException:
+    fact = f"there is no response {id[:100]}: the server keeps the last ones in memory"
+    if request.state.settings.workers > 1:
+        fact += ", each front end its own (--workers)"
+    return HTTPException(404, f"{fact}; send the whole conversation", param="response_id", code="response_not_found")
+
+
+ROUTES = [
+    post("/v1/responses", create_response, "OpenAI's responses", ResponsesRequest, response_model=ResponsesObject),
+    get("/v1/responses/{response}", show_response, "A stored response", response_model=ResponsesObject),
+    get("/v1/responses/{response}/input_items", list_input_items, "Its input", response_model=InputItemList),
+    delete("/v1/responses/{response}", delete_response, "Forget a response", response_model=ResponsesDeleted),
+    refused("/v1/responses/{response}/cancel", "responses do not run in the background"),
+]

@@ -1,0 +1,165 @@
+"""/v1/responses: the openai client unmodified, stored conversations, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from serve.asgi import at_door
+from serve.dialects import CALL, THOUGHT, with_server
+from serve.samples import MESSAGES
+from slipstream.serve.http.responses.store import ResponseStore, StoredResponse
+
+TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
+
+
+def test_the_openai_client(folder):
+    openai = pytest.importorskip("openai", reason="needs the openai client")
+    import pydantic
+
+    class Town(pydantic.BaseModel):
+        name: str
+
+    async def scenario(door, url):
+        client = openai.AsyncOpenAI(api_key="mine", base_url=f"{url}/v1", max_retries=0)
+        first = await client.responses.create(model="tiny", input="Hello", instructions="Be short.")
+        assert first.output_text == "All is well." and first.status == "completed"
+        assert first.usage.output_tokens == 12 and "Be short." in door.core.prompts[-1]
+        second = await client.responses.create(model="tiny", input="And now?", previous_response_id=first.id)
+        assert all(text in door.core.prompts[-1] for text in ("Hello", "All is well.", "And now?"))
+        assert "Be short." not in door.core.prompts[-1] and second.previous_response_id == first.id
+        assert (await client.responses.retrieve(first.id)).output_text == "All is well."
+        assert [item.role async for item in client.responses.input_items.list(first.id)] == ["user"]
+        await client.responses.delete(first.id)
+        with pytest.raises(openai.NotFoundError, match="there is no response"):
+            await client.responses.retrieve(first.id)
+        short = await client.responses.create(model="tiny", input="Hello", max_output_tokens=3)
+        assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+
+        async with client.responses.stream(model="tiny", input="Hello") as stream:
+            kinds = [event.type async for event in stream]
+            final = await stream.get_final_response()
+        assert final.output_text == "All is well." and kinds[0] == "response.created"
+        assert kinds[-1] == "response.completed" and "response.output_text.delta" in kinds
+
+        door.core.texts = [THOUGHT + CALL] * 2
+        answer = await client.responses.create(model="tiny", input="Rain?", tools=[TOOL])
+        thought, call = answer.output
+        assert thought.content[0].text == "It is late." and thought.type == "reasoning"
+        assert (call.name, json.loads(call.arguments)) == ("weather", {"city": "Oslo"})
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "Rain"}
+        how = dict(model="tiny", tools=[TOOL])
+        await client.responses.create(**how, input=[result], previous_response_id=answer.id)
+        assert all(text in door.core.prompts[-1] for text in ("Rain?", "Oslo", "Rain"))
+        stored = door.core.prompts[-1]
+        door.core.texts = [THOUGHT + CALL]
+        history = [{"role": "user", "content": "Rain?"}, *answer.output, result]
+        async with client.responses.stream(**how, input="Rain?") as stream:
+            events = [event async for event in stream]
+        pieces = [each.delta for each in events if each.type == "response.function_call_arguments.delta"]
+        assert "".join(pieces) == '{"city": "Oslo"}'
+        assert "".join(each.delta for each in events if each.type == "response.reasoning_text.delta") == "It is late."
+        given = [item if isinstance(item, dict) else item.model_dump(exclude_none=True) for item in history]
+        await client.responses.create(**how, input=given, store=False)
+        assert door.core.prompts[-1] == stored  # a conversation that is sent is the same as one that is stored
+
+        door.core.texts = ['{"name": "Oslo"}']
+        parsed = await client.responses.parse(model="tiny", input="A town?", text_format=Town)
+        assert parsed.output_parsed == Town(name="Oslo")
+        assert door.core.submits[-1].params.structured_outputs.json is not None
+        await client.close()
+
+    with_server(folder, scenario, reasoning_parser="qwen3", api_key=["mine"])
+
+
+def test_the_events_of_a_stream_are_numbered_and_complete(folder):
+    async def scenario(door, url):
+        door.core.texts = [THOUGHT + "Well." + CALL]
+        body = {"input": "Hello", "stream": True, "tools": [TOOL]}
+        events = (await door.post("/v1/responses", body)).parsed()
+        assert [each["sequence_number"] for each in events] == list(range(len(events)))
+        kinds = [each["type"].removeprefix("response.") for each in events if not each["type"].endswith("delta")]
+        added, done = "output_item.added", "output_item.done"
+        assert kinds == [
+            "created", "in_progress", added, "reasoning_text.done", done,
+            added, "content_part.added", "output_text.done", "content_part.done", done,
+            added, "function_call_arguments.done", done, "completed",
+        ]  # fmt: skip
+        items = [each["item"] for each in events if each["type"] == "response.output_item.done"]
+        assert events[-1]["response"]["output"] == items
+        whole = (await door.get(f"/v1/responses/{events[-1]['response']['id']}")).json()
+        assert whole == events[-1]["response"]
+
+    with_server(folder, scenario, reasoning_parser="qwen3")
+
+
+def test_responses_are_private_to_their_key(folder):
+    async def scenario(door):
+        mine, other = {"authorization": "Bearer mine"}, {"authorization": "Bearer other"}
+        id = (await door.post("/v1/responses", {"input": "hi", "max_output_tokens": 2}, **mine)).json()["id"]
+        assert (await door.get(f"/v1/responses/{id}", **mine)).status == 200
+        assert (await door.get(f"/v1/responses/{id}", **other)).status == 404
+        body = {"input": "more", "previous_response_id": id, "max_output_tokens": 2}
+        refused = await door.post("/v1/responses", body, **other)
+        assert refused.status == 404 and refused.json()["error"]["param"] == "previous_response_id"
+        assert (await door.begin("DELETE", f"/v1/responses/{id}", **other).end()).status == 404
+        assert (await door.post("/v1/responses", body, **mine)).status == 200
+
+    at_door(folder, scenario, api_key=["mine", "other"])
+
+
+def test_the_store_is_bounded():
+    def response(size):
+        return StoredResponse("me", b"x" * size, [], [])
+
+    store = ResponseStore(3, 1000)
+    for place in range(4):
+        store.add(f"{place}", response(100))
+    assert len(store) == 3 and store.find("me", "0") is None
+    assert store.find("me", "1") is not None  # used last now
+    store.add("large", response(700))
+    assert store.find("me", "1") is not None and store.find("me", "2") is None
+    assert store.find("other", "1") is None and not store.delete("other", "1")
+    store.add("too large", response(2000))
+    assert len(store) == 0 and store.num_bytes == 0
+    none = ResponseStore(0, 1000)
+    none.add("a", response(1))
+    assert len(none) == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0] is of type 'web_search'"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format"),
+        ({"text": {"verbosity": "low"}}, "text"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning"),
+        ({"reasoning": {"effort": "high"}}, "reasoning"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
+        ({"input": [{"role": "critic", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
+        ({"input": []}, "input is empty"),
+        ({"max_output_tokens": -1}, "max_output_tokens"),
+        ({"include": ["message.output_text.logprobs"]}, "include"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(folder, body, words):
+    async def scenario(door):
+        refused = await door.post("/v1/responses", {"input": "hi", **body})
+        assert refused.status == 400 and words in refused.said, refused.body
+
+    at_door(folder, scenario)
+
+
+def test_a_response_that_is_not_stored_is_not_kept(folder):
+    async def scenario(door):
+        body = {"input": [*MESSAGES], "max_output_tokens": 2, "store": False}
+        answer = (await door.post("/v1/responses", body)).json()
+        assert answer["store"] is False and len(door.state.responses) == 0
+        assert "background" in (await door.post(f"/v1/responses/{answer['id']}/cancel", b"")).said
+
+    at_door(folder, scenario)

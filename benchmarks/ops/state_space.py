@@ -19,8 +19,12 @@ import numpy as np
 import torch
 from timing import replay_seconds
 
+from slipstream.ops.activation import reference as activation_reference
+from slipstream.ops.activation import relu2
 from slipstream.ops.conv1d import causal_conv1d
 from slipstream.ops.conv1d import reference as conv_reference
+from slipstream.ops.gated_norm import gated_group_norm
+from slipstream.ops.gated_norm import reference as norm_reference
 from slipstream.ops.recurrent_steps import RecurrentSteps, list_chunks, max_chunks
 from slipstream.ops.ssm import SsdWeights, reference, ssd_scan
 
@@ -100,6 +104,33 @@ def bench_conv(num_rows: int, length: int, args: argparse.Namespace) -> None:
     )
 
 
+def bench_elementwise(num_tokens: int, args: argparse.Namespace) -> None:
+    size = args.heads * args.head_dim
+    x = [torch.randn(num_tokens, size, **BF16) for _ in range(COPIES)]
+    gates = [torch.randn(num_tokens, 2 * size + 2176, **BF16)[:, :size] for _ in range(COPIES)]
+    weight = torch.randn(size, **BF16)
+    measure(
+        f"gated_group_norm {num_tokens}",
+        "",
+        [None],
+        3 * 2 * num_tokens * size,
+        lambda i: gated_group_norm(x[i], gates[i], weight, 1e-5, args.groups),
+        lambda: distance(
+            gated_group_norm(x[0], gates[0], weight, 1e-5, args.groups),
+            norm_reference.gated_group_norm(x[0], gates[0], weight, 1e-5, args.groups),
+        ),
+    )
+    wide = [torch.randn(num_tokens, args.mlp, **BF16) for _ in range(COPIES)]
+    measure(
+        f"relu2 {num_tokens}",
+        "",
+        [None],
+        2 * 2 * num_tokens * args.mlp,
+        lambda i: relu2(wide[i]),
+        lambda: distance(relu2(wide[0]), activation_reference.relu2(wide[0])),
+    )
+
+
 def bench_scan(num_rows: int, length: int, args: argparse.Namespace) -> None:
     num_tokens, size = num_rows * length, args.heads * args.head_dim
     steps = make_steps(num_rows, length)
@@ -135,6 +166,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=8)
     parser.add_argument("--head-dim", type=int, default=64)
     parser.add_argument("--state", type=int, default=128)
+    parser.add_argument("--mlp", type=int, default=21_504)
     parser.add_argument("--rows", nargs="+", default=["8x1024", "1x8192", "256x1"], help="rows x tokens of each")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -144,6 +176,7 @@ def main() -> None:
         num_rows, length = map(int, shape.split("x"))
         bench_scan(num_rows, length, args)
         bench_conv(num_rows, length, args)
+        bench_elementwise(num_rows * length, args)
         torch.cuda.empty_cache()
 
 

@@ -63,7 +63,8 @@ def delta_rule() -> dict[str, Callable[[], Any]]:
         "conv of chunks": lambda: get("conv1d.triton.causal_conv1d")(x, weight, None, conv, chunked, "silu"),
         "conv of tokens": lambda: get("conv1d.triton.causal_conv1d")(x[:2], weight, None, conv, single, "silu"),
         "gates": lambda: get(at + "delta_gates")(half(71, 2), half(71, 2), weights.a_log, weights.dt_bias),
-        "gated norm": lambda: get(at + "gated_rms_norm")(v, v, weights.norm, 1e-6),
+        "gated norm of heads": lambda: get("gated_norm.triton.gated_rms_norm")(v, v, weights.norm, 1e-6),
+        "gated norm of groups": lambda: get("gated_norm.triton.gated_group_norm")(x, x, None, 1e-6),
         "delta rule of chunks": lambda: get(at + "gated_delta_rule")(qk, qk, v, gates, gates, state, chunked, 0.25),
         "delta decode": lambda: get(at + "delta_decode")(
             x[:2], half(2, 16), half(2, 2), half(2, 2), weights, conv, state, single
@@ -140,6 +141,7 @@ def rows_and_norms() -> dict[str, Callable[[], Any]]:
         "add_layer_norm": lambda: get("layer_norm.triton.add_layer_norm")(x, x, weight, None, 1e-6),
         "silu_and_mul": lambda: get("activation.triton.silu_and_mul")(wide),
         "gelu_tanh_and_mul": lambda: get("activation.triton.gelu_tanh_and_mul")(wide),
+        "relu2": lambda: get("activation.triton.relu2")(wide),
         "gelu_and_mul": lambda: get("activation.triton.gelu_and_mul")(wide),
         "lookup_embedding_and_rope": lambda: get("embedding_lookup.triton.lookup_embedding_and_rope")(
             half(9, 64), rows, 2.0, torch.rand(9, 2, 8), rows

@@ -74,6 +74,7 @@ def rest():
     build("slipstream.ops.norm.triton", "_norm_kernel", x, HEADS=1, PER_HEAD=False, **whole)
     build("slipstream.ops.norm.triton", "_norm_kernel", x, HEADS=3, PER_HEAD=True, residual=None, total=None, **whole)
     build("slipstream.ops.activation.triton", "_gate_kernel", x, KIND=2, BLOCK=256, DEPENDENT=True)
+    build("slipstream.ops.activation.triton", "_relu2_kernel", x, BLOCK=4096, DEPENDENT=False)
     names = "computed next_tokens tables rows counts token_rows offsets host_ids ids positions lengths slots pages"
     x = of(LONG, names)
     blocks = dict(PAGE=16, TOKENS=128, PAGES=256, NEXT=5)
@@ -159,7 +160,11 @@ def recurrent():
     x |= of(HALF, "a b z gate q k v keys values scores out qkv conv conv_state norm")
     x |= of(FLOAT, "a_log dt_bias g beta state made") | {"scale": "fp32", "arrived": INT}
     build(delta + "elementwise", "_gates_kernel", x, HEADS=32, ROWS=16, BLOCK=32)
-    build(delta + "elementwise", "_gated_norm_kernel", x, HEADS=32, SIZE=128, ROWS=16, BLOCK=128)
+    gated = "slipstream.ops.gated_norm.triton"
+    groups = dict(GROUPS=8, SIZE=1024, ROWS=2, BLOCK=1024)
+    build(gated, "_gated_norm_kernel", x, PER_GROUP=True, NORM_FIRST=False, **groups)
+    build(gated, "_gated_norm_kernel", x, PER_GROUP=False, NORM_FIRST=True, **groups)
+    build(gated, "_gated_norm_kernel", x, PER_GROUP=True, NORM_FIRST=False, weight=None, **groups)
     sizes = dict(HEADS=32, GROUP=2, KEY_DIM=128, DIM=128, KEY_BLOCK=128, CHUNK=64, L2_EPS=1e-6, NORM=True)
     build(delta + "chunked", "_factors_kernel", x, BLOCK=128, **sizes)
     build(delta + "chunked", "_pass_kernel", x, BLOCK=32, save_slots=None, **sizes)

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 from transformers.models.mamba2.modeling_mamba2 import mamba2_chunk_scan
 
 from hand_steps import StepRow, hand_steps
 from nets.host_reads import no_host_reads
-from slipstream.ops.ssm import SelectiveWeights, SsdWeights, gated_group_norm, reference
+from slipstream.ops.ssm import SelectiveWeights, SsdWeights, reference
 
 CUDA = torch.cuda.is_available()
 # the interpreter's own use of numpy
@@ -197,16 +196,3 @@ def test_chunks_of_a_16_bit_model_equal_the_reference() -> None:
     assert out.dtype is torch.float16
     for made, wanted in ((out.float(), expected), (state, expected_state)):
         assert (made - wanted).norm() < 1e-3 * wanted.norm()
-
-
-@pytest.mark.parametrize("norm_first", [False, True])
-@pytest.mark.parametrize("num_groups", [1, 3])
-def test_gated_norm(norm_first: bool, num_groups: int) -> None:
-    torch.manual_seed(0)
-    x, gate = torch.randn(2, 7, 24).unbind(0)
-    norm = FalconH1RMSNormGated(24, 0.1, num_groups, norm_first)
-    norm.weight.data.normal_()
-    out = gated_group_norm(x, gate, norm.weight.detach(), 0.1, num_groups, norm_first)
-    torch.testing.assert_close(out, norm(x[None], gate[None])[0].detach(), rtol=1e-5, atol=1e-5)
-    wide = gated_group_norm(x.double(), gate.double(), norm.weight.detach().double(), 0.1, num_groups, norm_first)
-    assert wide.dtype is torch.float64

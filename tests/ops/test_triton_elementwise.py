@@ -186,6 +186,14 @@ def test_gated_activations(name: str, rows: int, size: int, dtype: torch.dtype) 
     check(kernel(gate_up), getattr(activation, name)(gate_up.double()))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_relu2(dtype: torch.dtype) -> None:
+    x = randn(3, 1025, dtype=dtype)
+    check(activation_kernels.relu2(x), activation.relu2(x.double()))
+    few = torch.tensor([-torch.inf, -1.0, torch.nan, torch.inf], device=DEVICE, dtype=dtype)
+    torch.testing.assert_close(activation_kernels.relu2(few), activation.relu2(few), equal_nan=True)
+
+
 @pytest.mark.parametrize("name", GATES)
 def test_gates_far_from_zero_stay_numbers(name: str) -> None:
     gate_up = torch.tensor([[-1e4, 1e4, -90.0, 90.0, 2.0, 2.0, 2.0, 2.0]], device=DEVICE)

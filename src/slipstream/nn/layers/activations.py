@@ -1,7 +1,7 @@
 """Activations by the names that checkpoints give them: of single numbers, of gates and ups, and torch's own classes.
 
-Those of single numbers are torch's functions, which run on every device. Gates have kernels for the usual ones
-(`ops/activation`); any other is the function of the gate times up, in torch.
+Those of single numbers are torch's functions, which run on every device, except relu2, which has a kernel. Gates have
+kernels for the usual ones (`ops/activation`); any other is the function of the gate times up, in torch.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from slipstream.ops.activation import (
     gelu_and_mul,
     gelu_tanh_and_mul,
     quick_gelu_and_mul,
+    relu2,
     relu_and_mul,
     silu_and_mul,
 )
@@ -57,7 +58,7 @@ PLAIN: dict[str, Activation] = {
     "gelu_accurate": _GELU_TANH,
     "quick_gelu": quick_gelu,
     "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square_(),
+    "relu2": relu2,
     "relu6": F.relu6,
     "leaky_relu": F.leaky_relu,
     "silu": F.silu,

@@ -13,8 +13,9 @@ from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.shapes import DeltaShape, NormShape
 from slipstream.nn.weight_format import UnquantizedWeight, new_parameter
 from slipstream.ops.conv1d import causal_conv1d
-from slipstream.ops.delta_rule import DeltaWeights, delta_decode, delta_gates, gated_delta_rule, gated_rms_norm
+from slipstream.ops.delta_rule import DeltaWeights, delta_decode, delta_gates, gated_delta_rule
 from slipstream.ops.delta_rule.projections import project_on_two_streams, takes_two_streams
+from slipstream.ops.gated_norm import gated_rms_norm
 
 
 class DeltaNet(ConvMixer):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.conv_mixer import ConvMixer
@@ -14,7 +13,8 @@ from slipstream.nn.shapes import NormShape
 from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
 from slipstream.nn.weight_format import new_parameter
 from slipstream.ops.conv1d import causal_conv1d
-from slipstream.ops.ssm import SelectiveWeights, SsdWeights, gated_group_norm, selective_scan, ssd_scan
+from slipstream.ops.gated_norm import gated_group_norm
+from slipstream.ops.ssm import SelectiveWeights, SsdWeights, selective_scan, ssd_scan
 
 
 class Mamba2(ConvMixer):
@@ -52,8 +52,6 @@ class Mamba2(ConvMixer):
         out = ssd_scan(x, dt, b, c, weights, state["ssm"], steps).flatten(1)
         if last is not None:
             out, gate = last.of(out), last.of(gate)
-        if self.norm is None:
-            return out * F.silu(gate)
         return gated_group_norm(out, gate, self.norm, self.eps, shape.norm_groups, shape.norm == "norm_first")
 
     def own(self) -> dict[str, str]:

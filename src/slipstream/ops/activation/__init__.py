@@ -1,4 +1,4 @@
-"""Gated activations: activation(gate) * up, on the output of a merged gate and up projection."""
+"""Activations with kernels: gated ones, activation(gate) * up, of a merged gate and up projection, and relu2."""
 
 from slipstream.ops.activation import native, reference
 from slipstream.ops.dispatch import by_device
@@ -8,5 +8,6 @@ gelu_tanh_and_mul = by_device(native.gelu_tanh_and_mul, "slipstream.ops.activati
 gelu_and_mul = by_device(reference.gelu_and_mul, "slipstream.ops.activation.triton")
 quick_gelu_and_mul = by_device(reference.quick_gelu_and_mul, "slipstream.ops.activation.triton")
 relu_and_mul = by_device(reference.relu_and_mul, "slipstream.ops.activation.triton")
+relu2 = by_device(reference.relu2, "slipstream.ops.activation.triton")
 
-__all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "quick_gelu_and_mul", "relu_and_mul", "silu_and_mul"]
+__all__ = ["gelu_and_mul", "gelu_tanh_and_mul", "quick_gelu_and_mul", "relu2", "relu_and_mul", "silu_and_mul"]

@@ -1,4 +1,4 @@
-"""Gated activations in plain torch. The last dimension of the input is [gate, up]."""
+"""Activations in plain torch. The last dimension of the input of gated ones is [gate, up]."""
 
 from __future__ import annotations
 
@@ -32,3 +32,8 @@ def quick_gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def relu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
     return F.relu(gate).mul_(up)
+
+
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """The square of ReLU, of each number by itself."""
+    return F.relu(x).square_()

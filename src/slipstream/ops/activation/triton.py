@@ -1,4 +1,4 @@
-"""Gated activations on CUDA, computed in float32 and rounded once. The last dimension of the input is [gate, up]."""
+"""Activations on CUDA, computed in float32 and rounded once. The input of gated ones ends with [gate, up]."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from slipstream.ops.pdl import dependent, release_next, wait_for_previous
 
 _BLOCK = 1024
-
+_WIDE_BLOCK = 4096  # of inputs that occupy all multiprocessors: fewer programs, each with four 16-byte loads per thread
 
 _SILU, _GELU_TANH, _GELU, _QUICK_GELU, _RELU = (tl.constexpr(kind) for kind in range(5))
 
@@ -72,3 +72,29 @@ def _gate_kernel(gate_up, out, stride, size, KIND: tl.constexpr, BLOCK: tl.const
     else:
         value = gate * tl.sigmoid(gate)
     tl.store(out + row * size + place, (value * up).to(out.dtype.element_ty), mask=mask)
+
+
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """The square of ReLU, of each number by itself."""
+    x = x.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    size = x.numel()
+    if size:
+        block = _BLOCK if size <= 512 * _BLOCK else _WIDE_BLOCK
+        rows = size // x.shape[-1]
+        _relu2_kernel[(triton.cdiv(size, block),)](
+            x, out, size, BLOCK=block, **dependent(out.device, rows), num_warps=4
+        )
+    return out
+
+
+# grid: (blocks,)
+@triton.jit
+def _relu2_kernel(x, out, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    release_next(DEPENDENT)
+    wait_for_previous(DEPENDENT)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < size
+    value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(out + place, (value * value).to(out.dtype.element_ty), mask=mask)

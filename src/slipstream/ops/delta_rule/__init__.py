@@ -11,7 +11,6 @@ from slipstream.ops.dispatch import by_device
 _KERNELS = "slipstream.ops.delta_rule.triton"
 delta_gates = by_device(reference.delta_gates, _KERNELS)
 gated_delta_rule = by_device(reference.gated_delta_rule, _KERNELS)
-gated_rms_norm = by_device(reference.gated_rms_norm, _KERNELS)
 delta_decode = by_device(reference.delta_decode, _KERNELS)
 
-__all__ = ["DeltaWeights", "delta_decode", "delta_gates", "gated_delta_rule", "gated_rms_norm"]
+__all__ = ["DeltaWeights", "delta_decode", "delta_gates", "gated_delta_rule"]

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from slipstream.cache_spec import STATE_CHUNK
 from slipstream.ops.conv1d.reference import causal_conv1d
+from slipstream.ops.gated_norm.reference import gated_rms_norm
 from slipstream.ops.recurrent_steps import RecurrentSteps, max_chunks
 
 L2_EPS = 1e-6
@@ -33,16 +34,6 @@ def delta_gates(
     """
     wide = a_log.dtype
     return -a_log.exp() * F.softplus(a.to(wide) + dt_bias), b.to(wide).sigmoid()
-
-
-def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm of x [T, heads, dim] along the last dimension, times weight [dim] and silu(gate); of the gate's dtype.
-
-    gate [T, heads, dim].
-    """
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    normed = F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps)
-    return (normed * F.silu(gate.to(wide))).to(gate.dtype)
 
 
 def gated_delta_rule(

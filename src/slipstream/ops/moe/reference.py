@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from slipstream.ops.activation.reference import gelu_tanh_and_mul, silu_and_mul
+from slipstream.ops.activation.reference import gelu_tanh_and_mul, relu2, silu_and_mul
 
 Gate = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 """How an expert combines gate and up. "relu2": experts without gates, the squared ReLU of up."""
@@ -93,10 +93,6 @@ def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     gate, up = gate_up.chunk(2, -1)
     gate, up = gate.clamp(max=CLAMP_LIMIT), up.clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
     return (up + 1) * (gate * torch.sigmoid(gate * CLAMP_ALPHA))
-
-
-def relu2(up: torch.Tensor) -> torch.Tensor:
-    return F.relu(up).square_()
 
 
 GATES = {"silu": silu_and_mul, "gelu_tanh": gelu_tanh_and_mul, "clamped_swiglu": clamped_swiglu, "relu2": relu2}

@@ -37,25 +37,6 @@ class SelectiveWeights(NamedTuple):
     d: torch.Tensor  # [channels], as a_log
 
 
-def gated_group_norm(
-    x: torch.Tensor,  # [T, size]
-    gate: torch.Tensor,  # [T, size]
-    weight: torch.Tensor,  # [size]
-    eps: float,
-    num_groups: int = 1,
-    norm_first: bool = False,
-) -> torch.Tensor:
-    """weight * RMS norm of x * silu(gate) in groups of neighbours, or with `norm_first` silu(gate) * weight * RMS norm
-    of x; of the gate's dtype."""
-    wide = torch.promote_types(gate.dtype, torch.float32)
-    x, opened = x.to(wide), F.silu(gate.to(wide))
-    if not norm_first:
-        x = x * opened
-    grouped = x.unflatten(1, (num_groups, -1))
-    x = F.rms_norm(grouped, grouped.shape[2:], None, eps).flatten(1) * weight.to(wide)
-    return (x * opened if norm_first else x).to(gate.dtype)
-
-
 def ssd_scan(
     x: torch.Tensor,  # [T, heads, head dim]
     dt: torch.Tensor,  # [T, heads], before bias and softplus

@@ -1,7 +1,7 @@
-"""Gated delta rule on CUDA: factors of chunks, the pass over chunks, one fused kernel for decode, gates and norm."""
+"""Gated delta rule on CUDA: factors of chunks, the pass over chunks, one fused kernel for decode, gates."""
 
 from slipstream.ops.delta_rule.triton.chunked import gated_delta_rule
 from slipstream.ops.delta_rule.triton.decode import delta_decode
-from slipstream.ops.delta_rule.triton.elementwise import delta_gates, gated_rms_norm
+from slipstream.ops.delta_rule.triton.elementwise import delta_gates
 
-__all__ = ["delta_decode", "delta_gates", "gated_delta_rule", "gated_rms_norm"]
+__all__ = ["delta_decode", "delta_gates", "gated_delta_rule"]

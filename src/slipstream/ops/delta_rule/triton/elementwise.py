@@ -1,4 +1,4 @@
-"""Gates of the delta rule, and the gated norm of its output, on CUDA."""
+"""Gates of the delta rule on CUDA."""
 
 from __future__ import annotations
 
@@ -56,54 +56,3 @@ def log_decay(a, a_log, dt_bias):
     x = a + dt_bias
     soft = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
     return -tl.exp(a_log) * soft
-
-
-def gated_rms_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """As the reference, which describes the arguments."""
-    num_tokens, heads, size = x.shape
-    assert x.is_contiguous() and gate.stride()[1:] == (size, 1)
-    out = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
-    block = triton.next_power_of_2(size)
-    rows = max(1, 2048 // block)
-    _gated_norm_kernel[(triton.cdiv(num_tokens * heads, rows),)](
-        x,
-        gate,
-        weight,
-        out,
-        eps,
-        num_tokens * heads,
-        gate.stride(0),
-        HEADS=heads,
-        SIZE=size,
-        ROWS=rows,
-        BLOCK=block,
-        num_warps=4,
-    )
-    return out
-
-
-# grid: (blocks of rows,), a row being one head of one token
-@triton.jit(do_not_specialize=["num_rows"])
-def _gated_norm_kernel(
-    x,
-    gate,
-    weight,
-    out,
-    eps,
-    num_rows,
-    gate_stride,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
-    value = tl.load(x + row[:, None] * SIZE + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    source = (row // HEADS) * gate_stride + (row % HEADS) * SIZE
-    z = tl.load(gate + source[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
-    factor = tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
-    scale = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)[:, None]
-    made = value * scale * factor * (z * tl.sigmoid(z))
-    tl.store(out + row[:, None] * SIZE + column[None, :], made.to(out.dtype.element_ty), mask=mask)

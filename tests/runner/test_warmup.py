@@ -67,6 +67,31 @@ def test_a_warmed_up_engine_gives_the_same_tokens_and_has_captured_its_steps(fol
         assert graphs.num_captured >= before
 
 
+def test_a_warm_up_captures_steps_with_drafts(folder, wanted):
+    """Of every size: heads without proposals, with proposals, and with drafts."""
+    device = ReplayDevice(1)
+    with LLM(folder, **OPTIONS, depth=1, _device=device, drafts="ngram:3") as llm:
+        runner = llm.core.executor
+        graphs = runner.graphs
+        graphs.token_sizes = []
+        assert graphs.max_rows == 4 + 4 * 3
+        warm_up = WarmUp(runner, 4, 16, 64, 1, num_drafts=3)
+        warm_up.dry_run()
+        warm_up.run_largest()
+        warm_up.capture()
+        captured = {key for key, entry in graphs._captured.items() if entry is not None}
+        assert {("body", Size(n, n), False) for n in (1, 2, 4, 8, 16)} <= captured
+        heads = {(key[1], *key[4:]) for key in captured if key[0] == "head"}
+        assert heads == {(n,) for n in (1, 2, 4)} | {(n, False, 3) for n in (1, 2, 4)} | {
+            (n, True, 3) for n in (2, 4, 8, 16)
+        }
+        assert not runner.heads[0].rows.computed[-1], "the padding row has a length"
+        llm.core.scheduler.drafts.length = None
+        for _ in range(2):
+            assert tokens(llm.generate(PROMPTS, GREEDY)) == wanted
+        assert {key for key, entry in graphs._captured.items() if entry is not None and key[0] == "body"} <= captured
+
+
 def test_warm_up_steps_exceed_the_short_rope_length(tmp_path):
     """Their rows read the part of the rope table with all positions."""
     rope = {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 5}

@@ -67,7 +67,7 @@ class WarmUp:
         self.max_num_seqs = max_num_seqs
         self.max_tokens = max_tokens
         self.max_length = max_length
-        self.num_drafts = num_drafts
+        self.num_drafts = max(0, min(num_drafts, max_length - 2))
         self._no_pages = (NO_PAGES,) * num_groups
         self._admitted_rows: Ints = NO_INTS
         self._row_length = 0  # positions of the first row
@@ -109,19 +109,16 @@ class WarmUp:
             self.release_rows()
 
     def decode(self, num_drawn: int, params: SamplingParams) -> None:
-        """A step in which rows compute the token that the device drew last, and draw `num_drawn` tokens. If there are
-        fewer rows, the first ones have drafts."""
-        num_rows = min(num_drawn, self.max_num_seqs)
-        num_tokens = np.ones(num_rows, np.int32)
-        drafts = num_drawn - num_rows
-        num_tokens += np.clip(drafts - np.arange(num_rows) * self.num_drafts, 0, self.num_drafts).astype(np.int32)
-        self._run(num_tokens, params, host_tokens=False)
-        if self.num_drafts and num_drawn > 1 and num_rows == num_drawn:
-            # the head of a step with drafts
-            num_rows = -(-num_drawn // (1 + self.num_drafts))
-            num_tokens = np.full(num_rows, 1 + self.num_drafts, np.int32)
-            num_tokens[-1] -= num_rows * (1 + self.num_drafts) - num_drawn
-            self._run(num_tokens, params, host_tokens=False)
+        """Steps in which rows compute the token that the device drew last, and draw `num_drawn` tokens: without drafts;
+        if there is a drafter, also with proposals, and with as many drafts as possible."""
+        if num_drawn <= self.max_num_seqs:
+            for num_proposed in sorted({0, self.num_drafts}):
+                self._run(np.ones(num_drawn, np.int32), params, host_tokens=False, num_proposed=num_proposed)
+        if self.num_drafts and num_drawn > 1:
+            each = 1 + self.num_drafts
+            num_tokens = np.full(-(-num_drawn // each), each, np.int32)
+            num_tokens[-1] -= len(num_tokens) * each - num_drawn
+            self._run(num_tokens, params, host_tokens=False, num_proposed=self.num_drafts)
 
     def chunks(self, num_rows: int, num_tokens: int, params: SamplingParams = GREEDY) -> None:
         """A step in which `num_rows` rows compute `num_tokens` host tokens each, and draw."""
@@ -129,10 +126,12 @@ class WarmUp:
 
     def largest(self) -> None:
         """The maximum number of rows and tokens. The rows' length bounds are the maximum too: attention allocates
-        memory by them."""
+        memory by them. With drafts also a step that draws the maximum number of tokens."""
         num_rows = min(self.max_num_seqs, self.max_tokens)
         num_tokens = max(1, min(self.max_tokens // num_rows, self.max_length - 1))
         self._run(np.full(num_rows, num_tokens, np.int32), LARGEST, host_tokens=True, max_length=self.max_length)
+        if self.num_drafts:
+            self.decode(self.runner.graphs.max_rows, LARGEST)
 
     def release_rows(self) -> None:
         """Release all rows. A step needs a row, so row 0 computes one more position without being admitted."""
@@ -140,7 +139,15 @@ class WarmUp:
         at = np.full(1, self._row_length, np.int32)
         self._step(np.zeros(1, np.int32), np.ones(1, np.int32), (), at, host_tokens=False, num_logprobs=None)
 
-    def _run(self, num_tokens: Ints, params: SamplingParams, *, host_tokens: bool, max_length: int = 0) -> None:
+    def _run(
+        self,
+        num_tokens: Ints,
+        params: SamplingParams,
+        *,
+        host_tokens: bool,
+        max_length: int = 0,
+        num_proposed: int = 0,
+    ) -> None:
         rows = np.arange(len(num_tokens), dtype=np.int32)
         admitted = [
             Admission(
@@ -160,7 +167,15 @@ class WarmUp:
         ]
         self._row_length = int(num_tokens[0])
         lengths = np.maximum(num_tokens, max_length, dtype=np.int32)
-        self._step(rows, num_tokens, admitted, lengths, host_tokens=host_tokens, num_logprobs=params.num_logprobs)
+        self._step(
+            rows,
+            num_tokens,
+            admitted,
+            lengths,
+            host_tokens=host_tokens,
+            num_logprobs=params.num_logprobs,
+            num_proposed=num_proposed,
+        )
 
     def _step(
         self,
@@ -171,6 +186,7 @@ class WarmUp:
         *,
         host_tokens: bool,
         num_logprobs: int | None,
+        num_proposed: int = 0,
     ) -> None:
         plan = StepPlan(
             step=self._num_steps,
@@ -185,7 +201,7 @@ class WarmUp:
             new_pages=self._no_pages,
             num_logprobs=num_logprobs,
             has_drafts=not host_tokens and bool((num_tokens > 1).any()),
-            num_proposed=self.num_drafts,
+            num_proposed=num_proposed,
         )
         self._admitted_rows = np.array([admission.row for admission in admitted], np.int32)
         self._num_steps += 1

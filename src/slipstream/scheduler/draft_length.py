@@ -47,7 +47,7 @@ class DraftLength:
         self._num_plans += 1
         if self._probing:
             self._probing -= 1
-            return min(_PROBE_DRAFTS, most), most if self._probing else 0
+            return min(_PROBE_DRAFTS, most), most
         best = self._best(num_rows)
         if best:
             self._interval = _FIRST_INTERVAL

@@ -22,6 +22,9 @@ class DraftedPlan(StepPlan):
     offsets: Ints = field(default_factory=lambda: NO_INTS)
 
 
+_FIELDS = tuple(each.name for each in fields(StepPlan))
+
+
 def expand_drafts(plan: StepPlan) -> DraftedPlan:
     """Host: the plan with a row of one token for each position of a drafted row."""
     repeats = np.maximum(plan.num_drawn, 1)
@@ -37,7 +40,7 @@ def expand_drafts(plan: StepPlan) -> DraftedPlan:
     pooling = plan.pooling
     if pooling is not None and pooling.ends is not None:
         pooling = replace(pooling, ends=pooling.ends[index])
-    same = {each.name: getattr(plan, each.name) for each in fields(StepPlan)}
+    same = {name: getattr(plan, name) for name in _FIELDS}
     return DraftedPlan(
         **same
         | dict(

@@ -1,0 +1,143 @@
+"""Speculative decoding of one model: without drafts, with drafts that are all right, all wrong, and from n-grams.
+
+    python benchmarks/drafts.py --model DIR --load-format dummy --rows 1 16 --num-drafts 4
+    python benchmarks/drafts.py --model DIR --load-format dummy --history 8192 --rows 16
+
+All kinds run in one engine, in turns, on the same prompts (random token ids, greedy). Right drafts replay the answer of
+the run without drafts; in bfloat16 a few may be rejected where two tokens are almost equally likely. With --history,
+the time of the n-gram search alone is measured, for rows with so many tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from typing import Any
+
+import torch
+
+from slipstream import LLM, SamplingParams
+from slipstream.errors import SlipstreamError
+from slipstream.runner.drafts.drafter import DraftBatch
+from slipstream.serve.cli.bench import bench_options
+from slipstream.serve.cli.flags import add_engine_flags, engine_options
+
+KINDS = ("none", "right", "wrong", "ngram", "adaptive")
+FIRST = 100  # the first token of prompt i is FIRST + i: a drafter finds its answer by it
+
+
+class ReplayedAnswers:
+    """A drafter that knows the answers, on the device."""
+
+    def __init__(self, runner: Any, texts: torch.Tensor, shift: int, vocab_size: int) -> None:
+        """`texts` [prompts, length]: prompts and answers; `shift`: 0 for right drafts."""
+        self.rows, self.history = runner.heads[0].rows, runner.store.history
+        self.table = runner.input_batch.page_tables.tables[self.history.group]
+        self.texts, self.shift, self.vocab_size = texts, shift, vocab_size
+
+    def propose(self, batch: DraftBatch, num_drafts: int) -> None:
+        rows, width = batch.rows, self.texts.shape[1]
+        first = self.history.tokens[self.table[rows, 0], 0].long()
+        own = self.texts.index_select(0, (first - FIRST).clamp_(0, len(self.texts) - 1))
+        places = self.rows.computed.index_select(0, rows)[:, None] + 1
+        places = places + torch.arange(num_drafts, device=rows.device)
+        drafts = (own.gather(1, places.clamp_(max=width - 1)) + self.shift) % self.vocab_size
+        target = rows if batch.offsets is None else torch.where(batch.offsets == 0, rows, len(self.rows.computed) - 1)
+        self.rows.next_tokens[:, 1 : 1 + num_drafts].index_copy_(0, target, drafts)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 16], metavar="N", help="(default: 1 16)")
+    parser.add_argument("--num-drafts", type=int, default=4, metavar="K", help="drafts per row and step (default: 4)")
+    parser.add_argument("--input-len", type=int, default=512, metavar="N", help="(default: 512)")
+    parser.add_argument("--output-len", type=int, default=256, metavar="N", help="(default: 256)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs per kind (default: 3)")
+    parser.add_argument("--history", type=int, metavar="N", help="measure the n-gram search over so many tokens")
+    add_engine_flags(parser, leave_out=("drafts", "speculative_config"))
+    args = parser.parse_args()
+    try:
+        options = bench_options(engine_options(args), detokenize=False) | {"enable_prefix_caching": False}
+        with LLM(**options, drafts=f"ngram:{args.num_drafts}") as llm:
+            for num_rows in args.rows:
+                if args.history is None:
+                    generate(llm, num_rows, args)
+                else:
+                    search(llm, num_rows, args.history, args.num_drafts)
+    except SlipstreamError as error:
+        print(f"benchmarks/drafts.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def generate(llm: LLM, num_rows: int, args: argparse.Namespace) -> None:
+    core, runner = llm.core, llm.core.executor
+    head, planner, vocab_size = runner.heads[0], core.scheduler.drafts, llm.config.model.info.vocab_size
+    rng = random.Random(0)
+    prompts = [[FIRST + i, *(rng.randrange(vocab_size) for _ in range(args.input_len - 1))] for i in range(num_rows)]
+    params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
+    ngram, adaptive = head.drafter, planner.length
+    texts = None
+    for kind in KINDS:
+        planner.length = adaptive if kind == "adaptive" else None
+        planner.num_drafts = planner.num_proposed = 0 if kind == "none" else args.num_drafts
+        if texts is not None and kind in ("right", "wrong"):
+            head.drafter = ReplayedAnswers(runner, texts, int(kind == "wrong"), vocab_size)
+        else:
+            head.drafter = ngram
+        runner.graphs._captured = {key: work for key, work in runner.graphs._captured.items() if key[0] != "head"}
+        best, counts = float("inf"), planner.counts
+        for trial in range(1 + args.repeats):  # the first one captures
+            before, steps = (counts.num_rows, counts.num_drafts, counts.num_accepted), core.num_steps
+            begin = time.perf_counter()
+            results = llm.generate(prompts, params, use_tqdm=False)
+            if trial:
+                best = min(best, time.perf_counter() - begin)
+        if texts is None:
+            known = [result.prompt_token_ids + result.outputs[0].token_ids for result in results]
+            texts = torch.tensor(known, device=head.rows.computed.device)
+        num, drafted, accepted = (now - then for now, then in zip(vars_of(counts), before, strict=True))
+        share = f"{accepted / drafted:>9.0%}{1 + accepted / num:>8.2f}" if drafted else " " * 17
+        rate = num_rows * args.output_len / best
+        print(
+            f"{num_rows:>5} rows {kind:<10}{1000 * best / args.output_len:>9.3f} ms/token{rate:>10.0f} out/s"
+            f"{core.num_steps - steps:>7} steps{share}",
+            flush=True,
+        )
+    head.drafter, planner.length = ngram, adaptive
+
+
+def vars_of(counts: Any) -> tuple[int, int, int]:
+    return counts.num_rows, counts.num_drafts, counts.num_accepted
+
+
+def search(llm: LLM, num_rows: int, length: int, num_drafts: int) -> None:
+    """Time of the search with rows of random tokens, few of which match."""
+    runner = llm.core.executor
+    head, history = runner.heads[0], runner.store.history
+    device = head.rows.computed.device
+    table = runner.input_batch.page_tables.tables[history.group]
+    width = -(-length // history.tokens.shape[1])
+    pages = 1 + torch.arange(num_rows * width, device=device) % (len(history.tokens) - 1)
+    table[:num_rows, :width] = pages.view(num_rows, width)
+    history.tokens.random_(0, 50_000)
+    head.rows.computed[:num_rows] = length - 1
+    batch = DraftBatch(torch.arange(num_rows, device=device), None, length)
+    seconds = []
+    for _ in range(20):
+        begin = time.perf_counter()
+        for _ in range(10):
+            head.drafter.propose(batch, num_drafts)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append((time.perf_counter() - begin) / 10)
+    print(f"{num_rows:>5} rows x {length} tokens: {1e6 * min(seconds):.0f} us per search", flush=True)
+    table[:num_rows], head.rows.computed[:num_rows] = 0, 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

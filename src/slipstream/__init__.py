@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.frontend.async_engine import AsyncEngine as AsyncEngine
+    from slipstream.frontend.beam_search import BeamSearchParams as BeamSearchParams
     from slipstream.frontend.results import CompletionOutput as CompletionOutput
     from slipstream.frontend.results import RequestOutput as RequestOutput
     from slipstream.llm import LLM as LLM
@@ -30,6 +31,7 @@ _HOMES = {
     "BatchUpdate": "slipstream.logits_processor",
     "LogitsProcessor": "slipstream.logits_processor",
     "MoveDirectionality": "slipstream.logits_processor",
+    "BeamSearchParams": "slipstream.frontend.beam_search",
     "SamplingParams": "slipstream.params",
     "PoolingParams": "slipstream.pooling_params",
     "StructuredOutputsParams": "slipstream.structured_params",
@@ -42,6 +44,7 @@ __all__ = [
     "AdapterLogitsProcessor",
     "AsyncEngine",
     "BatchUpdate",
+    "BeamSearchParams",
     "CompletionOutput",
     "LogitsProcessor",
     "MoveDirectionality",

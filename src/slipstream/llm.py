@@ -14,6 +14,7 @@ from slipstream.device.device import Device
 from slipstream.engine.core import EngineCore
 from slipstream.engine.gc_freeze import frozen_gc
 from slipstream.engine.progress import progress
+from slipstream.frontend.beam_search import BeamSearch, BeamSearchOutput, BeamSearchParams
 from slipstream.frontend.in_process import build_served
 from slipstream.frontend.inputs import InputProcessor, Message, Prompt
 from slipstream.frontend.pooling import calls as pooling_calls
@@ -144,6 +145,31 @@ class LLM:
         ]
         # the chat template adds special tokens itself
         return self._run(served, texts, sampling_params, use_tqdm, None, None, add_special_tokens=False)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        use_tqdm: bool = False,
+        *,
+        model: str | None = None,
+    ) -> list[BeamSearchOutput]:
+        """Searches for the likeliest continuations of each prompt."""
+        served = self._model(model, "generate")
+        step = params.of_step(served.description)
+        drafts = [served.inputs.submit(self._new_id(), prompt, step)[0] for prompt in as_batch(prompts)]
+        searches = [BeamSearch(draft.prompt_token_ids, params, served.description) for draft in drafts]
+        with progress(params.max_tokens, "steps", use_tqdm) as advance:
+            while beams := [beam.tokens for search in searches for beam in search.beams]:
+                outputs = iter(self.generate(beams, step, False, model=model))
+                for search in searches:
+                    search.take([next(outputs).outputs[0].logprobs[0] for _ in search.beams])  # type: ignore[index]
+                advance(len(beams))
+        results = [BeamSearchOutput(search.result()) for search in searches]
+        if (tokenizer := served.tokenizer) is not None:
+            for sequence in (each for result in results for each in result.sequences):
+                sequence.text = tokenizer.decode(sequence.tokens)
+        return results
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, model: str | None = None

@@ -220,7 +220,6 @@ def test_samples_have_calls_of_their_own(folder):
         ),
         ({"reasoning_effort": "low"}, "reasoning_effort", "use enable_thinking"),
         ({"reasoning_effort": "very"}, "reasoning_effort", "minimal"),
-        ({"thinking_token_budget": 5}, "thinking_token_budget", "not supported"),
     ],
 )
 def test_what_is_wrong_is_named(folder, body, param, words):

@@ -150,7 +150,9 @@ def test_admin_routes_want_the_admin_key(folder, settings, key, status):
             400,
             "takes 1024 at once; send fewer",
         ),
-        ("POST", "/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix is not supported"),
+        ("POST", "/v1/completions", {"prompt": "x", "suffix": "y"}, 400, "suffix is not supported by tiny"),
+        ("POST", "/v1/completions", {"prompt": "x", "use_beam_search": True, "seed": 1}, 400, "seed is not supported"),
+        ("POST", "/v1/completions", {"prompt": "x", "use_beam_search": True, "n": 999}, 400, "n is 999; give 1 to 128"),
         ("POST", "/v1/completions", {"prompt": "x", "best_of": 2}, 400, "best_of is not supported"),
         ("POST", "/v1/completions", {"prompt": "x", "stream_options": {}}, 400, "stream=true"),
         ("POST", "/v1/completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens is 0"),
@@ -181,7 +183,6 @@ USER = [{"role": "user", "content": "hi"}]
     ("field", "value"),
     [
         ("functions", [{"name": "f"}]),
-        ("thinking_token_budget", 100),
         ("chat_template", "{{ messages }}"),
         ("documents", [{"text": "x"}]),
         ("audio", {"voice": "x"}),

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from slipstream import LLM, SamplingParams
+from slipstream import LLM, BeamSearchParams, SamplingParams
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
 
@@ -178,6 +178,19 @@ def test_demanded_calls_are_valid_whatever_the_model_wants(client):
         (call,) = answer.choices[0].message.tool_calls
         assert json.loads(call.function.arguments)["n"] in (1, 2)
         assert call.function.name in (("f", "g") if choice == "required" else ("g",))
+
+
+def test_beam_search_is_that_of_the_script_api(client, llm):
+    prompts = ["Once upon", "a time"]
+    wanted = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=5, length_penalty=0.5))
+    extra = dict(use_beam_search=True, length_penalty=0.5, return_token_ids=True)
+    answer = client.completions.create(model="tiny", prompt=prompts, n=3, max_tokens=5, extra_body=extra)
+    found = [choice.prompt_token_ids + choice.token_ids for choice in answer.choices]
+    assert found == [sequence.tokens for result in wanted for sequence in result.sequences] and len(found) == 6
+    assert answer.usage.completion_tokens == sum(s.num_generated for result in wanted for s in result.sequences)
+    with pytest.raises(openai.BadRequestError) as told:
+        client.completions.create(model="tiny", prompt="x", max_tokens=300, extra_body={"use_beam_search": True})
+    assert told.value.code == "context_length_exceeded"
 
 
 def test_errors_are_the_clients_own_exceptions(client, server):

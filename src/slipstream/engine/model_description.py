@@ -24,6 +24,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int
     max_positions: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...] = ()  # tokens that end an answer
     pooling: PoolingInfo | None = None  # None: it only generates
     dtype: str = "float32"
     max_batch_tokens: int = 0  # of a step
@@ -61,6 +62,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
             max_model_len=config.scheduler.max_model_len,
             max_positions=info.max_positions,
             vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
             pooling=config.model.pooling,
             dtype=config.model.dtype,
             max_batch_tokens=config.scheduler.max_num_batched_tokens,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
@@ -12,12 +12,18 @@ from slipstream.frontend.inputs import PreparedPrompt
 from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import Increment, Logprob
+from slipstream.frontend.served import ServedModel
 from slipstream.serve.http.errors import bad_request
-from slipstream.serve.http.openai.fields import GenerationFields, Refused, given_fields, refuse, sampling_params
-from slipstream.serve.http.openai.generation import Usage, check_end, start, submits_for, usage_of
+from slipstream.serve.http.openai.beam import beam_completion
+from slipstream.serve.http.openai.completion_types import (
+    CompletionChoice,
+    CompletionRequest,
+    CompletionResponse,
+    prompts_of,
+)
+from slipstream.serve.http.openai.fields import given_fields, refuse, sampling_params
+from slipstream.serve.http.openai.generation import check_end, start, submits_for, usage_of
 from slipstream.serve.http.openai.logprobs import (
-    CompletionLogprobs,
-    PromptLogprob,
     TokenNames,
     completion_logprobs,
     prompt_logprobs,
@@ -25,47 +31,17 @@ from slipstream.serve.http.openai.logprobs import (
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import DONE, Response, StreamingResponse, event, json_response
 from slipstream.serve.http.routes import post
+from slipstream.text.infill import infill_ids, infill_stops
 from slipstream.text.token_starts import TokenStarts, prompt_starts
 
-
-class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
-    prompt: Annotated[
-        str | list[str | int | list[int]],
-        msgspec.Meta(description="a text, a list of token ids, or a list of either"),
-    ]
-    logprobs: int | None = None
-    echo: bool | None = None
-    suffix: Refused = None
-    prompt_embeds: Refused = None
-
-
-class CompletionChoice(msgspec.Struct):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-    prompt_logprobs: list[dict[str, PromptLogprob] | None] | msgspec.UnsetType | None = msgspec.UNSET
-    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-    prompt_token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
-
-
-class CompletionResponse(msgspec.Struct):
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
-
-
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "suffix": (("",), "infilling is not implemented; remove it"),
     "prompt_embeds": ((), "prompts are texts or token ids"),
 }
 
 
 async def create_completion(request: Request, body: CompletionRequest) -> Response | StreamingResponse:
+    if body.use_beam_search:
+        return json_response(await beam_completion(request, body))
     job = _Job(request, body)
     limit = None if job.scores_only else body.max_tokens
     request_stream = await start(
@@ -88,8 +64,10 @@ class _Job:
         request.set_input_field("prompt")
         settings, served = request.state.settings, request.choose_model(body.model, "generate")
         self.model = served.description.name
-        self.prompts = _prompts(body.prompt)
+        self.prompts = prompts_of(body.prompt)
         request.check_count(len(self.prompts), "prompt")
+        if body.suffix:
+            self.prompts = self.infill_prompts(served, body.suffix)
         self.size = sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
         self.scores_only = body.max_tokens == 0 and bool(body.echo)  # only the prompt's logprobs
         own: dict[str, Any] = {"logprobs": body.logprobs}
@@ -104,11 +82,25 @@ class _Job:
                 )
             own["prompt_logprobs"] = body.logprobs
             request.field_names["prompt_logprobs"] = "logprobs"
+        if body.suffix and served.tokenizer is not None:
+            own["stop_token_ids"] = [*(body.stop_token_ids or ()), *infill_stops(served.tokenizer)]
         self.params = sampling_params(given, served.inputs, settings, own, request.field_names)
         request.check_samples(len(self.prompts), self.params.n)
         self.tokenizer = served.tokenizer
         self.names = TokenNames(served.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self.head = (f"cmpl-{request.id}", "text_completion", int(time.time()), self.model)
+
+    def infill_prompts(self, served: ServedModel, suffix: str) -> list[Any]:
+        """The prompts as token ids, each with the suffix."""
+        if self.body.echo:
+            raise bad_request("echo has no place for the suffix; remove one", "echo")
+        if served.tokenizer is None or not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise bad_request("suffix needs prompts that are texts; give texts", "suffix")
+        infilled = [infill_ids(served.tokenizer, prompt, suffix) for prompt in self.prompts]
+        if None in infilled:
+            fact = f"suffix is not supported by {served.description.name}, which has no tokens to fill in the middle"
+            raise bad_request(f"{fact}; remove it, or use another model", "suffix", "unsupported_parameter")
+        return infilled
 
     def submits(self) -> list[PreparedPrompt]:
         special = self.body.add_special_tokens is not False
@@ -229,23 +221,6 @@ class _NoText:
 
 
 Starts = TokenStarts | _NoText
-
-
-def _prompts(given: str | list[str | int | list[int]]) -> list[Any]:
-    """Returns a list of prompts, where one prompt or a list is given. A list of integers is one prompt."""
-    if isinstance(given, str):
-        return [given]
-    kinds = set(map(type, given))
-    if kinds == {int}:
-        return [given]
-    if kinds in ({str}, {list}):
-        return list(given)
-    raise bad_request(
-        "prompt is empty; give a text, token ids or a list of them"
-        if not given
-        else "prompt mixes texts and token ids; give a list of one kind",
-        "prompt",
-    )
 
 
 ROUTES = [

@@ -17,10 +17,11 @@ def make_spec(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks: bool = False,
+    value_dim: int = 0,
 ) -> CacheSpec:
     facts = dict(
         num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=str(dtype).removeprefix("torch."),
-        page_size=page_size, soft_cap=soft_cap, sinks=sinks,
+        page_size=page_size, soft_cap=soft_cap, sinks=sinks, value_dim=value_dim,
     )  # fmt: skip
     return WindowSpec(**facts, window=window) if window else PagedSpec(**facts)
 

@@ -114,10 +114,3 @@ def test_what_does_not_fit_is_refused_by_name(
     folder = change(write_tiny(tmp_path, family), **facts)
     with pytest.raises(error, match=words):
         LLM(str(folder), max_model_len=64, use_tqdm_on_load=False)
-
-
-def test_latent_attention_is_refused_on_cuda(tmp_path: Path) -> None:
-    from hand_load import load
-
-    with pytest.raises(UnsupportedModel, match="no CUDA kernel yet; run it on the CPU"):
-        load(write_tiny(tmp_path, "deepseek_v3"), device="cuda")

@@ -56,6 +56,7 @@ class Case:
     window: int = 0
     soft_cap: float = 0.0
     has_sinks: bool = False
+    value_dim: int = 0  # values are the first numbers of the keys
     loose: int = 0  # tokens of no row at the end
     slack: int = 0  # how far the host's upper bounds lie above the truth
     seed: int = 0
@@ -71,6 +72,8 @@ class Case:
         table = torch.full((len(self.lengths), width), 2**40)
         shape = (num_pages, self.page_size, self.kv_heads, self.dim)
         self.cache = tuple(torch.full(shape, float("nan"), dtype=self.dtype, device=DEVICE) for _ in range(2))
+        if self.value_dim:
+            self.cache = self.cache[0], self.cache[0][..., : self.value_dim]
         rows, slots = [], []
         for row, (length, count) in enumerate(zip(self.lengths, self.counts, strict=True)):
             if length == 0:
@@ -83,6 +86,7 @@ class Case:
             places = torch.arange(length)
             at = (pages[places // self.page_size], places % self.page_size)
             k, v = (self.draw(random, length, self.kv_heads, self.dim) for _ in range(2))
+            v = k[..., : self.value_dim] if self.value_dim else v
             for held, new in zip(self.cache, (k, v), strict=True):
                 held[at[0].to(DEVICE), at[1].to(DEVICE)] = new
             slots += (at[0] * self.page_size + at[1])[length - count :].tolist()
@@ -97,7 +101,7 @@ class Case:
             if pair is not None:
                 begin, end = self.starts[row], self.starts[row + 1]
                 fused[begin:end, self.heads : self.heads + self.kv_heads] = pair[0][-self.counts[row] :]
-                fused[begin:end, self.heads + self.kv_heads :] = pair[1][-self.counts[row] :]
+                fused[begin:end, self.heads + self.kv_heads :, : pair[1].shape[2]] = pair[1][-self.counts[row] :]
         self.sinks = 4 + 2 * self.draw(random, self.heads) if self.has_sinks else None
         self.query, self.key, self.value = fused.split([self.heads, self.kv_heads, self.kv_heads], 1)
         single = next((row for row, count in enumerate(self.counts) if count != 1), len(self.counts))
@@ -127,6 +131,7 @@ class Case:
                 window=self.window,
                 soft_cap=self.soft_cap,
                 sinks=self.has_sinks,
+                value_dim=self.value_dim,
             ),
             self.dtype,
         )
@@ -134,7 +139,8 @@ class Case:
         return backend.forward(self.query, self.key, self.value, 0, self.scale, context, self.sinks)
 
     def expected(self) -> torch.Tensor:
-        out = torch.zeros(self.query.shape, dtype=torch.float64, device=DEVICE)
+        shape = (*self.query.shape[:2], self.value_dim or self.dim)
+        out = torch.zeros(shape, dtype=torch.float64, device=DEVICE)
         for row, pair in enumerate(self.rows):
             if pair is not None:
                 begin, end = int(self.starts[row]), int(self.starts[row + 1])
@@ -185,6 +191,18 @@ def test_rows_of_one_token(heads, dim):
 @pytest.mark.parametrize(("heads", "dim"), [((4, 2), 80), ((3, 1), 64), ((8, 8), 16)])
 def test_chunks_with_and_without_context(heads, dim):
     Case([17, 100, 257, 64], [17, 63, 2, 33], heads=heads[0], kv_heads=heads[1], dim=dim).check()
+
+
+@pytest.mark.parametrize(("heads", "dim", "value_dim"), [(4, 32, 24), (32, 80, 64), (16, 576, 512)])
+def test_values_that_are_a_part_of_the_keys(heads, dim, value_dim):
+    """Latent attention. Groups of 16 heads are programs of their own."""
+    facts = dict(heads=heads, kv_heads=1, dim=dim, value_dim=value_dim)
+    Case([100, 0, 37, 40, 70], [1, 1, 1, 40, 21], loose=3, **facts).check()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_heads_of_512(dtype):
+    Case([100, 37, 40, 70], [1, 1, 40, 21], heads=4, kv_heads=1, dim=512, dtype=dtype).check()
 
 
 def test_mixed_rows_with_padding():

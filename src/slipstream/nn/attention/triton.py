@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.cache_spec import CacheGroup
+from slipstream.cache_spec import CacheGroup, PagedSpec
 from slipstream.nn.context import BatchView, ForwardContext, RelativeScores
 from slipstream.ops.bidirectional_attention.triton import Cut, Tiles, attend_bidirectional, choose_cut, list_tiles
 from slipstream.ops.paged_attention.triton import (
@@ -27,6 +27,7 @@ from slipstream.ops.paged_attention.triton import (
 from slipstream.ops.paged_attention.work_list import WorkCuts, WorkHeads, WorkList, WorkRows, build_work_list
 
 _NO_WINDOW = 2**30  # larger than any sequence
+_LATENT_HEADS = 16  # of one program
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +80,18 @@ class TritonAttention:
         """`partials`: buffers of another plan for the same rows, to be reused."""
         group, num_rows = self.groups[number], len(batch.lengths)
         spec = group.spec
+        num_kv_heads, dim = _num_kv_heads(spec), spec.value_dim or spec.head_dim
         shares = num_split_programs(
             batch.lengths.device,
             self.dtype,
             spec.num_heads,
-            spec.num_kv_heads,
-            spec.head_dim,
+            num_kv_heads,
+            dim,
             spec.page_size,
             num_rows,
-            is_plain=not group.window and not spec.soft_cap and not spec.sinks,
+            is_plain=not group.window and not spec.soft_cap and not spec.sinks and not spec.value_dim,
         )
-        tile = query_tile(spec.head_dim, self.dtype.itemsize)
+        tile = query_tile(dim, self.dtype.itemsize)
         work = build_work_list(
             WorkRows(
                 batch.lengths,
@@ -99,11 +101,11 @@ class TritonAttention:
                 int(batch.max_lengths.max()),
                 batch.host_ids,
             ),
-            WorkHeads(spec.num_heads, spec.num_kv_heads, spec.page_size, tile, group.window),
+            WorkHeads(spec.num_heads, num_kv_heads, spec.page_size, tile, group.window),
             WorkCuts(num_split_programs=shares, cut_singles=not self.one_kernel),
         )
         if partials is None:
-            partials = make_partials(work, spec.num_heads, spec.head_dim)
+            partials = make_partials(work, spec.num_heads, dim)
         assert len(partials.sums) == work.num_splits, "partial buffers of a plan for other rows"
         return _GroupPlan(work, partials, group.window, spec.soft_cap)
 
@@ -123,7 +125,9 @@ class TritonAttention:
         plan: TritonPlan = context.plan
         mine = plan.groups[group]
         cap = mine.soft_cap
-        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        num_kv_heads = _num_kv_heads(self.groups[group].spec)
+        keys, values = (cache.expand(-1, -1, num_kv_heads, -1) for cache in (keys, values))
+        out = torch.empty((*query.shape[:2], values.shape[3]), dtype=query.dtype, device=query.device)
         if plan.has_single:
             attend_splits(out, query, keys, values, pages, mine.work, mine.partials, scale, mine.window, cap, sinks)
         if plan.has_chunks:
@@ -131,7 +135,7 @@ class TritonAttention:
             if self.one_kernel:
                 # with a window every block is masked; without one, blocks visible to a whole tile skip the mask, which
                 # depends on the chunk
-                shape, window = batch_invariant_shape(keys), window or _NO_WINDOW
+                shape, window = batch_invariant_shape(values), window or _NO_WINDOW
             attend_tiles(out, query, keys, values, pages, mine.work, scale, window, cap, sinks, shape)
         return out
 
@@ -153,3 +157,11 @@ class TritonAttention:
         return attend_bidirectional(
             query, key, value, scale, plan.bidirectional[cut], cut, reach, bias, of_queries, of_keys
         )
+
+
+def _num_kv_heads(spec: PagedSpec) -> int:
+    """KV heads as the kernels see them. All heads of latent attention (MLA) share one. It is given to the kernels as
+    several at the same address: the sums of all heads would not fit the registers of a program."""
+    if spec.value_dim and spec.num_heads % _LATENT_HEADS == 0:
+        return spec.num_heads // _LATENT_HEADS
+    return spec.num_kv_heads

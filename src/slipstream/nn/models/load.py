@@ -20,7 +20,6 @@ from slipstream.nn.batch_invariant import BatchInvariant
 from slipstream.nn.layers.vector_modules import module_names
 from slipstream.nn.low_bit_weight import LowBit
 from slipstream.nn.models.decoder import Decoder
-from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.encoder import Encoder, EncoderShape
 from slipstream.nn.models.pooling_heads import Heads, HeadShape
 from slipstream.nn.models.registry import find_heads, find_rules, find_shape
@@ -72,10 +71,6 @@ def lay_out(config: ModelConfig, device: torch.device) -> Decoder | Encoder:
     shape = find_shape(config.info)
     formats = choose_formats(config, device, is_encoder=isinstance(shape, EncoderShape))
     model: Decoder | Encoder
-    if isinstance(shape, DecoderShape) and device.type == "cuda" and any(mixer.latent for mixer in shape.attentions):
-        raise UnsupportedModel(
-            f"{config.info.architecture} has latent attention (MLA), which has no CUDA kernel yet; run it on the CPU"
-        )
     if isinstance(shape, EncoderShape):
         model = Encoder(shape, config.max_model_len, dtype, formats)
     else:

@@ -18,6 +18,7 @@ from slipstream.ops.paged_attention.triton.launch import (
     device_facts,
     head_shape,
     hopper_serves,
+    latent_rest,
     launch_strides,
     pad_dim,
 )
@@ -60,11 +61,11 @@ def attend_splits(
     shape: KernelShape | None = None,
 ) -> None:
     """Rows of one token. Output of other rows is not written. A `shape` selects the portable kernel of this file."""
-    num_heads, dim = query.shape[1:]
+    num_heads, dim = out.shape[1:]
     page_size, num_kv_heads = keys.shape[1:3]
     check_layout(out, query, keys, values)
     group = num_heads // num_kv_heads
-    is_plain = not window and not soft_cap and sinks is None
+    is_plain = not window and not soft_cap and sinks is None and dim == query.shape[2]
     if shape is None and is_plain and _uses_hopper(out.device, keys.dtype, group, dim, page_size):
         from slipstream.ops.paged_attention.triton import hopper_decode
 
@@ -94,7 +95,8 @@ def attend_splits(
         SOFT_CAP=soft_cap > 0,
         num_warps=shape.warps,
         num_stages=shape.stages,
-        **head_shape(query, keys),
+        **head_shape(out, keys),
+        **latent_rest(out, query),
         **dependent(out.device, len(query)),
     )
 
@@ -110,7 +112,7 @@ def num_split_programs(
     is_plain: bool = True,
 ) -> int:
     """The number of shares for the splits of a step: the number of programs that run at once. `is_plain`: without a
-    window, a soft cap and sinks."""
+    window, a soft cap and sinks, and not of latents."""
     if is_plain and _uses_hopper(device, dtype, num_heads // num_kv_heads, head_dim, page_size):
         programs_per_sm = 1 if num_rows <= FEW_ROWS else 2  # with few rows each program has larger blocks
     else:
@@ -126,8 +128,10 @@ def decode_shape(head_dim: int, itemsize: int) -> KernelShape:
     width = pad_dim(head_dim) * itemsize  # bytes per key
     if width <= 256:
         return KernelShape(keys=64, warps=4, stages=3, programs_per_sm=3)
-    # there are no registers for a third program
-    return KernelShape(keys=32, warps=4, stages=3 if width <= 512 else 2, programs_per_sm=2)
+    if width <= 512:
+        # there are no registers for a third program
+        return KernelShape(keys=32, warps=4, stages=3, programs_per_sm=2)
+    return KernelShape(keys=32 if width <= 1024 else 16, warps=4, stages=2, programs_per_sm=1)
 
 
 # grid: (shares x kv heads,)
@@ -158,6 +162,8 @@ def _split_kernel(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
@@ -181,7 +187,14 @@ def _split_kernel(
         pages = (k_base, v_base, table + row * table_stride, page_stride, slot_stride)
         position = tl.zeros([TILE], tl.int32) + (length - 1)
         for index in range(split, stop):
-            q = tl.load(query + token * query_token + head[:, None] * query_head + dim[None, :], mask=mask, other=0.0)
+            q_base = query + token * query_token + head[:, None] * query_head
+            q = tl.load(q_base + dim[None, :], mask=mask, other=0.0)
+            if REST:
+                tail = tl.arange(0, BLOCK_REST)
+                after = (lane < GROUP)[:, None] & (tail < REST)[None, :]
+                q_rest = tl.load(q_base + DIM + tail[None, :], mask=after, other=0.0)
+            else:
+                q_rest = q
             top = tl.full([TILE], float("-inf"), tl.float32)
             total = tl.zeros([TILE], tl.float32)
             if sinks is not None:
@@ -195,8 +208,8 @@ def _split_kernel(
             if WINDOW:
                 key = tl.maximum(key, tl.maximum(length - WINDOW, 0) // BLOCK_N * BLOCK_N)
             acc, top, total = attend_keys(
-                (acc, top, total), (q, position, scale, soft_cap), pages, key, key_end,
-                DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True,
+                (acc, top, total), (q, q_rest, position, scale, soft_cap), pages, key, key_end,
+                DIM, BLOCK_D, REST, BLOCK_REST, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True,
             )  # fmt: skip
             if num_splits == 1:
                 acc = acc / tl.where(total > 0, total, 1.0)[:, None]

@@ -69,7 +69,7 @@ def attend_splits(
         STAGES=3 if query.shape[2] > 64 else 6,
         num_warps=4,
         maxnreg=FEW_EVEN_REGISTERS if few else EVEN_REGISTERS,
-        **head_shape(query, keys),
+        **head_shape(out, keys),
         **dependent(out.device, len(query)),
     )
 

@@ -62,7 +62,7 @@ def attend_tiles(
         STAGES=STAGES,
         num_warps=4,
         maxnreg=EVEN_REGISTERS,
-        **head_shape(query, keys),
+        **head_shape(out, keys),
     )
 
 

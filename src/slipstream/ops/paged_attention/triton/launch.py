@@ -25,7 +25,8 @@ def pad_dim(head_dim: int) -> int:
 
 
 def check_layout(out: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-    assert query.shape == out.shape and query.shape[2] == keys.shape[3], f"{query.shape} over {keys.shape}"
+    assert query.shape[:2] == out.shape[:2] and query.shape[2] == keys.shape[3], f"{query.shape} over {keys.shape}"
+    assert out.shape[2] == values.shape[3], f"{out.shape} of {values.shape}"
     assert query.stride(2) == out.stride(2) == keys.stride(3) == 1, "head dims must be contiguous"
     assert keys.stride() == values.stride(), (
         f"keys and values must have equal strides: {keys.stride()}, {values.stride()}"
@@ -37,10 +38,16 @@ def launch_strides(out: torch.Tensor, query: torch.Tensor, page_table: torch.Ten
     return (page_table.stride(0), *query.stride()[:2], *out.stride()[:2])
 
 
-def head_shape(query: torch.Tensor, keys: torch.Tensor) -> dict[str, int]:
+def head_shape(out: torch.Tensor, keys: torch.Tensor) -> dict[str, int]:
     """Compile-time head sizes of all kernels."""
-    (_, num_heads, dim), (_, page_size, num_kv_heads, _) = query.shape, keys.shape
+    (_, num_heads, dim), (_, page_size, num_kv_heads, _) = out.shape, keys.shape
     return {"KV_HEADS": num_kv_heads, "GROUP": num_heads // num_kv_heads, "DIM": dim, "PAGE": page_size}
+
+
+def latent_rest(out: torch.Tensor, query: torch.Tensor) -> dict[str, int]:
+    """Of latent attention (MLA): how many numbers of a key do not belong to its value, and their padded number."""
+    rest = query.shape[2] - out.shape[2]
+    return {"REST": rest, "BLOCK_REST": pad_dim(rest) if rest else 0}
 
 
 def num_programs(device: torch.device, shape: KernelShape, most: int) -> int:

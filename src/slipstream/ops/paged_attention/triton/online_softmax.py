@@ -14,21 +14,24 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def attend_keys(
     sums,  # so far: weighted sum of values [TILE, BLOCK_D], highest score [TILE] times log2(e), sum of weights [TILE]
-    queries,  # [TILE, BLOCK_D], their positions [TILE], scale and soft cap
+    queries,  # [TILE, BLOCK_D], the rest of them [TILE, BLOCK_REST], their positions [TILE], scale and soft cap
     pages,  # keys and values of the kv head, page table of the row, strides of a page and of a slot
     begin,  # a multiple of BLOCK_N
     end,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """The sums after the keys from `begin` to `end` of one kv head and row."""
+    """The sums after the keys from `begin` to `end` of one kv head and row. With a REST, a key has that many numbers
+    after the DIM numbers that are also its value."""
     acc, top, total = sums
-    q, position, scale, soft_cap = queries
+    q, q_rest, position, scale, soft_cap = queries
     keys, values, table, page_stride, slot_stride = pages
     PRECISION: tl.constexpr = "ieee" if q.dtype == tl.float32 else "tf32"
     dim = tl.arange(0, BLOCK_D)
@@ -42,7 +45,8 @@ def attend_keys(
     page = tl.load(table + (begin + lane) // PAGE, mask=begin + lane < end, other=0)
     for start in range(begin, end, BLOCK_N):
         key = start + lane
-        offset = (page * page_stride + key % PAGE * slot_stride)[:, None] + dim[None, :]
+        slot = page * page_stride + key % PAGE * slot_stride
+        offset = slot[:, None] + dim[None, :]
         ahead = key + BLOCK_N
         page = tl.load(table + ahead // PAGE, mask=ahead < end, other=0)
         if MASKED:
@@ -52,14 +56,24 @@ def attend_keys(
                 there = there & (key > lowest - WINDOW)
             inside = there[:, None] & (dim < DIM)[None, :]
             k = tl.load(keys + offset, mask=inside, other=0.0)
-            v = tl.load(values + offset, mask=inside, other=0.0)
         elif DIM == BLOCK_D:
             k = tl.load(keys + offset)
-            v = tl.load(values + offset)
         else:
             k = tl.load(keys + offset, mask=(dim < DIM)[None, :], other=0.0)
+        if REST:
+            v = k
+        elif MASKED:
+            v = tl.load(values + offset, mask=inside, other=0.0)
+        elif DIM == BLOCK_D:
+            v = tl.load(values + offset)
+        else:
             v = tl.load(values + offset, mask=(dim < DIM)[None, :], other=0.0)
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if REST:
+            tail = tl.arange(0, BLOCK_REST)
+            after = (key < end)[:, None] & (tail < REST)[None, :]
+            k_rest = tl.load(keys + slot[:, None] + (DIM + tail)[None, :], mask=after, other=0.0)
+            score = tl.dot(q_rest, tl.trans(k_rest), score, input_precision=PRECISION)
         if SOFT_CAP:
             # tanh(x) = 1 - 2 / (e^2x + 1), finite at both ends
             score = 1.0 - 2.0 / (tl.exp2(score * (scale / soft_cap * 2.0 * LOG2E)) + 1.0)

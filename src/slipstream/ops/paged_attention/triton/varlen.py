@@ -15,6 +15,7 @@ from slipstream.ops.paged_attention.triton.launch import (
     device_facts,
     head_shape,
     hopper_serves,
+    latent_rest,
     launch_strides,
     num_programs,
     pad_dim,
@@ -38,10 +39,10 @@ def attend_tiles(
 ) -> None:
     """Causal attention of rows of several tokens; padding tokens get zeros. A `shape` selects the portable kernel of
     this file."""
-    dim = query.shape[2]
+    dim = out.shape[2]
     page_size, num_kv_heads = keys.shape[1:3]
     check_layout(out, query, keys, values)
-    plain = not window and not soft_cap and sinks is None
+    plain = not window and not soft_cap and sinks is None and dim == query.shape[2]
     if shape is None and plain and hopper_serves(out.device, keys.dtype, dim, page_size):
         from slipstream.ops.paged_attention.triton import hopper_varlen
 
@@ -69,21 +70,22 @@ def attend_tiles(
         SOFT_CAP=soft_cap > 0,
         num_warps=shape.warps,
         num_stages=shape.stages,
-        **head_shape(query, keys),
+        **head_shape(out, keys),
+        **latent_rest(out, query),
     )
 
 
 def query_tile(head_dim: int, itemsize: int) -> int:
     """Query rows per tile; a row is one head of one token."""
     if itemsize <= 2:
-        return 128
+        return 128 if pad_dim(head_dim) <= 256 else 64  # sums of a tile lie in registers
     # tensor cores do not take full float32: tiles small enough for scalar arithmetic
     return 64 if pad_dim(head_dim) <= 128 else 32
 
 
-def batch_invariant_shape(keys: torch.Tensor) -> KernelShape:
+def batch_invariant_shape(values: torch.Tensor) -> KernelShape:
     """The shape of the kernel in this file when it computes all rows (batch-invariant mode)."""
-    return varlen_shape(keys.shape[3], keys.element_size(), device_facts(keys.device)[1])
+    return varlen_shape(values.shape[3], values.element_size(), device_facts(values.device)[1])
 
 
 def varlen_shape(head_dim: int, itemsize: int, shared_memory: int) -> KernelShape:
@@ -123,6 +125,8 @@ def _tile_kernel(
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
@@ -150,7 +154,14 @@ def _tile_kernel(
             head = kv_head * GROUP + lane % GROUP
             mask = (token < count)[:, None] & (dim < DIM)[None, :]
             tokens = (start + token)[:, None]
-            q = tl.load(query + tokens * query_token + head[:, None] * query_head + dim[None, :], mask=mask, other=0.0)
+            q_base = query + tokens * query_token + head[:, None] * query_head
+            q = tl.load(q_base + dim[None, :], mask=mask, other=0.0)
+            if REST:
+                tail = tl.arange(0, BLOCK_REST)
+                after = (token < count)[:, None] & (tail < REST)[None, :]
+                q_rest = tl.load(q_base + DIM + tail[None, :], mask=after, other=0.0)
+            else:
+                q_rest = q
 
             # position of token 0; padding has length 0, hence no keys
             before = length - count
@@ -163,7 +174,7 @@ def _tile_kernel(
                 total = total + 1.0
             acc = tl.zeros([TILE, BLOCK_D], tl.float32)
             sums = (acc, top, total)
-            queries = (q, position, scale, soft_cap)
+            queries = (q, q_rest, position, scale, soft_cap)
             k_base = keys + kv_head * head_stride
             v_base = values + kv_head * head_stride
             pages = (k_base, v_base, table + row * table_stride, page_stride, slot_stride)
@@ -173,10 +184,14 @@ def _tile_kernel(
                 # keys visible to every query of the tile need no mask
                 masked = tl.maximum(before + first // GROUP + 1, 0) // BLOCK_N * BLOCK_N
                 seen = tl.minimum(masked, end)
-                sums = attend_keys(sums, queries, pages, 0, seen, DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, False)
+                sums = attend_keys(
+                    sums, queries, pages, 0, seen,
+                    DIM, BLOCK_D, REST, BLOCK_REST, BLOCK_N, PAGE, WINDOW, SOFT_CAP, False,
+                )  # fmt: skip
             acc, _, total = attend_keys(
-                sums, queries, pages, masked, end, DIM, BLOCK_D, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True
-            )
+                sums, queries, pages, masked, end,
+                DIM, BLOCK_D, REST, BLOCK_REST, BLOCK_N, PAGE, WINDOW, SOFT_CAP, True,
+            )  # fmt: skip
             acc = acc / tl.where(total > 0, total, 1.0)[:, None]
             where = out + tokens * out_token + head[:, None] * out_head + dim[None, :]
             tl.store(where, acc.to(out.dtype.element_ty), mask=mask)

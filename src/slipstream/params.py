@@ -125,7 +125,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
             check_whole("max_tokens", self.max_tokens, 1, MAX_COUNT)
         check_whole("min_tokens", self.min_tokens, 0, MAX_COUNT)
         if self.thinking_token_budget is not None:
-            self._check_thinking(self.thinking_token_budget)
+            check_whole("thinking_token_budget", self.thinking_token_budget, -1, MAX_COUNT)
+            if self.thinking_token_budget == -1:
+                self._freeze("thinking_token_budget", None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidParams(
                 f"min_tokens is {self.min_tokens}, max_tokens {self.max_tokens}; lower the first or raise the second",
@@ -170,17 +172,6 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True, tag=True, 
                     param="truncate_prompt_tokens",
                 )
         check_turn(self.priority, self.cache_salt)
-
-    def _check_thinking(self, budget: int) -> None:
-        check_whole("thinking_token_budget", budget, -1, MAX_COUNT)
-        if budget == -1:
-            self._freeze("thinking_token_budget", None)
-        elif self.structured_outputs is not None:
-            raise InvalidParams(
-                "thinking_token_budget and structured_outputs are both given, and the structure begins with the first "
-                "token of the output, so there is no reasoning to limit; remove one",
-                param="thinking_token_budget",
-            )
 
     def _freeze(self, name: str, value: object) -> None:
         msgspec.structs.force_setattr(self, name, value)

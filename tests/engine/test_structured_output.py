@@ -64,6 +64,13 @@ def test_waiting_for_masks_is_counted_as_such(llm):
     assert plain.grammar == 0 < masked.grammar
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_a_model_that_always_wants_a_forbidden_token_is_held_to_the_shape(llm, temperature):
+    wanted = {token: 100.0 for token in range(llm.config.model.info.vocab_size) if token not in map(ord, "abc")}
+    for sample in generate(llm, {"regex": "[abc]{4}x?"}, logit_bias=wanted, temperature=temperature):
+        assert re.fullmatch("[abc]{4}x?", sample.text), sample
+
+
 def test_other_shapes(llm):
     pattern = "[a-f]{3}-(x|yy)[0-9]{2}"
     assert all(re.fullmatch(pattern, sample.text) for sample in generate(llm, {"regex": pattern}))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from law7 import PAIRED, options_of
@@ -74,6 +76,17 @@ def test_drafts_are_accepted_up_to_the_budget_and_across_it(model, depth):
         assert tokens[budget : budget + len(end)] == end
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_structure_follows_the_reasoning(model, depth):
+    prefix = 'start: thought\nthought[lazy]: TEXT "</a>"\nTEXT: /(.|\\n)*/'
+    shape = {"regex": "[0-9]{3}", "prefix": prefix}
+    with make(model, depth=depth) as llm:
+        prompt = llm.tokenizer.encode("hello<a>", add_special_tokens=False)
+        params = SamplingParams(seed=3, max_tokens=60, thinking_token_budget=12, n=3, structured_outputs=shape)
+        for sample in llm.generate([prompt], params, use_tqdm=False)[0].outputs:
+            assert re.search(r"\. So:</a>[0-9]{3}$", sample.text, re.S) and sample.finish_reason == "stop"
+
+
 def test_what_cannot_be_done_is_refused(model):
     with make(model, None) as llm:
         with pytest.raises(InvalidParams, match="reasoning_config"):
@@ -89,5 +102,3 @@ def test_what_cannot_be_done_is_refused(model):
             make(model, given)
     with pytest.raises(InvalidParams, match="thinking_token_budget is -2"):
         SamplingParams(thinking_token_budget=-2)
-    with pytest.raises(InvalidParams, match="no reasoning to limit"):
-        SamplingParams(thinking_token_budget=2, structured_outputs={"regex": "a"})

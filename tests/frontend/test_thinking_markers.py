@@ -7,8 +7,11 @@ import pytest
 from slipstream.config.reasoning_config import ReasoningConfig
 from slipstream.errors import InvalidOption, InvalidParams
 from slipstream.frontend.thinking_markers import ThinkingMarkers
+from slipstream.params import SamplingParams
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import write_byte_tokenizer
+
+BUDGET = SamplingParams(thinking_token_budget=5)
 
 
 @pytest.fixture
@@ -25,27 +28,36 @@ def ids(tokenizer, *texts):
 
 def test_markers_of_the_template(tokenizer):
     markers = ThinkingMarkers(tokenizer, None)
-    closed = markers.of(ids(tokenizer, "<think>yes</think> and")[0])
+    closed = markers.of(list(ids(tokenizer, "<think>yes</think> and")[0]), BUDGET)
     assert (closed.start, closed.end) == (ids(tokenizer, "<think>"), ids(tokenizer, "</think>"))
     assert closed.forced == closed.end[0] and not closed.is_open
     for text, is_open in (("a<think>\n", True), ("<think>", True), ("what is <think>?", False), ("</think>", False)):
-        assert markers.of(list(ids(tokenizer, text)[0])).is_open == is_open, text
+        assert markers.of(list(ids(tokenizer, text)[0]), BUDGET).is_open == is_open, text
 
 
 def test_markers_of_a_parser_and_of_the_options(tokenizer):
-    named = ThinkingMarkers(tokenizer, None, "mistral").of([5])
+    named = ThinkingMarkers(tokenizer, None, "mistral").of([5], BUDGET)
     assert (named.start, named.end) == (ids(tokenizer, "[THINK]"), ids(tokenizer, "[/THINK]"))
-    long = ThinkingMarkers(tokenizer, ReasoningConfig("<think>", "Done.</think>\n")).of([5])
+    long = ThinkingMarkers(tokenizer, ReasoningConfig("<think>", "Done.</think>\n")).of([5], BUDGET)
     # the model ends its reasoning by the marker of its format; the whole text is written when the budget is used
     assert (long.end, (long.forced,)) == (ids(tokenizer, "</think>"), ids(tokenizer, "Done.</think>\n"))
-    other = ThinkingMarkers(tokenizer, ReasoningConfig("<a>", "</a>")).of([5])
+    other = ThinkingMarkers(tokenizer, ReasoningConfig("<a>", "</a>")).of([5], BUDGET)
     assert (other.start, other.end) == (ids(tokenizer, "<a>"), ids(tokenizer, "</a>"))
 
 
 def test_unknown_and_long_markers_are_refused(tokenizer):
     for parser in ("none", "openai_gptoss"):
         with pytest.raises(InvalidParams, match="reasoning_config"):
-            ThinkingMarkers(tokenizer, None, parser).of([5])
+            ThinkingMarkers(tokenizer, None, parser).of([5], BUDGET)
     for start, end, limit in (("<think>", "x" * 40, 32), ("x" * 40, "</think>", 32), ("<think>", "</think>" * 20, 128)):
         with pytest.raises(InvalidOption, match=f"give 1 to {limit} in all"):
             ThinkingMarkers(tokenizer, ReasoningConfig(start, end))
+
+
+def test_a_structure_must_leave_room_for_the_reasoning_that_the_prompt_begins(tokenizer):
+    markers, opened = ThinkingMarkers(tokenizer, None), list(ids(tokenizer, "hi<think>")[0])
+    at_once = BUDGET.with_changes(structured_outputs={"regex": "a"})
+    after = BUDGET.with_changes(structured_outputs={"regex": "a", "prefix": 'start: "b"'})
+    with pytest.raises(InvalidParams, match="no reasoning that thinking_token_budget could end"):
+        markers.of(opened, at_once)
+    assert markers.of(opened, after).is_open and not markers.of([5], at_once).is_open

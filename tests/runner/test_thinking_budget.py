@@ -122,7 +122,8 @@ def test_the_host_follows_known_tokens_as_the_device_does(seed):
     state, count = automaton.first_inside, 0
     for num, token in enumerate(tokens):
         assert automaton.follow(automaton.first_inside, 0, budget, tokens[:num]) == (state, count)
-        if automaton.is_forcing[state] or (automaton.is_inside[state] and count >= budget):
+        is_forced = automaton.is_forcing[state] or (automaton.is_inside[state] and count >= budget)
+        if is_forced and token == automaton.forced[state]:
             state = int(automaton.next_forced[state])
         else:
             found = np.flatnonzero(automaton.tokens == token)

@@ -136,7 +136,7 @@ class InputProcessor:
                 f"{self.description.known_ids}, remove it"
             )
         self._check_num_logprobs(params, len(ids))
-        thinking = None if params.thinking_token_budget is None else self._thinking().of(ids)
+        thinking = None if params.thinking_token_budget is None else self._thinking().of(ids, params)
         return msgspec.structs.replace(message, prompt_token_ids=ids, thinking=thinking)
 
     def _thinking(self) -> ThinkingMarkers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slipstream.config.reasoning_config import ReasoningConfig
 from slipstream.errors import InvalidOption, InvalidParams
+from slipstream.params import SamplingParams
 from slipstream.parsers.families import NO_PARSER, detect_reasoning, reasoning_format
 from slipstream.parsers.reasoning import ReasoningFormat
 from slipstream.text.tokenizer import Tokenizer
@@ -33,8 +34,8 @@ class ThinkingMarkers:
             self._start, self._end = self._ids(self._format.begin), self._ids(self._format.end)
             self._forced = self._end[0] if forced is None else self._ids((forced,), MAX_FORCED)[0]
 
-    def of(self, prompt: list[int]) -> Thinking:
-        """For a request with this prompt."""
+    def of(self, prompt: list[int], params: SamplingParams) -> Thinking:
+        """For a request with this prompt and these parameters, which have a budget."""
         if self._format is None:
             raise InvalidParams(
                 "thinking_token_budget needs to know how the model marks its reasoning, which its chat template does "
@@ -42,6 +43,13 @@ class ThinkingMarkers:
                 param="thinking_token_budget",
             )
         is_open = self._format.is_open(self._tokenizer.decode(prompt[-_TAIL:], skip_special_tokens=False))
+        structure = params.structured_outputs
+        if is_open and structure is not None and structure.prefix is None:
+            raise InvalidParams(
+                "the prompt ends within reasoning, and the structured output begins with the first token, so there is "
+                "no reasoning that thinking_token_budget could end; use the chat API, or remove one of them",
+                param="thinking_token_budget",
+            )
         return Thinking(self._start, self._end, self._forced, is_open)
 
     def _ids(self, markers: tuple[str, ...], limit: int = MAX_TOKENS) -> tuple[tuple[int, ...], ...]:

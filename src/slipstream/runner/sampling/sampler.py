@@ -113,18 +113,20 @@ class Sampler:
         self._raw = HostLogits(num_rows, is_scaled=False)
         self._scaled = HostLogits(num_rows, is_scaled=True)
         self._scale = Scale(num_rows, device, dtype)
+        thinking = ThinkingBudget(num_rows, vocab_size, device)
         self._of_output: list[Stage] = [  # stages that depend on the tokens before
-            ThinkingBudget(num_rows, vocab_size, device),
+            thinking,
             Penalties(num_rows, vocab_size, device, dtype),
             BadWords(num_rows, device, max_ids),
         ]
         self.stages: list[Stage] = [  # in the order in which they edit the logits
             self._masks,
+            thinking,
             self._biases,
             LogitBias(num_rows, vocab_size, device, dtype, logits_dtype),
             MinTokens(num_rows, vocab_size, device, max_ids),
             self._raw,
-            *self._of_output,
+            *self._of_output[1:],
             self._scale,
             self._scaled,
             Truncate(num_rows, vocab_size, device, dtype),

@@ -34,7 +34,9 @@ class ThinkingAutomaton:
         self.delta: Table = np.zeros((count, width), np.int64)  # added to the number of reasoning tokens
         self.is_inside: NDArray[np.bool_] = np.zeros(count, np.bool_)
         self.is_forcing: NDArray[np.bool_] = np.zeros(count, np.bool_)  # within the forced text
-        self.forced: Table = np.full(count, -1, np.int64)  # token to write when the budget is used; -1: none
+        # Token to write when the budget is used; -1: none. If another one is drawn, because a grammar does not allow it
+        # yet, it is written later.
+        self.forced: Table = np.full(count, -1, np.int64)
         self.next_forced: Table = np.zeros(count, np.int64)  # state after it
 
         def after(num: int) -> int:
@@ -58,7 +60,7 @@ class ThinkingAutomaton:
         for num in range(1, len(forced)):
             state = chain + num
             self.is_forcing[state] = True
-            self.next[state], self.forced[state], self.next_forced[state] = after(num + 1), forced[num], after(num + 1)
+            self.next[state], self.forced[state], self.next_forced[state] = state, forced[num], after(num + 1)
 
     def follow(self, state: int, count: int, budget: int, tokens: Iterable[int]) -> tuple[int, int]:
         """State and number of reasoning tokens after these tokens, as the device computes them."""
@@ -66,21 +68,18 @@ class ThinkingAutomaton:
         stops = np.flatnonzero(np.isin(own, self.tokens)).tolist()
         place = 0
         for stop in (*stops, len(own)):
-            while place < stop:
-                is_inside = bool(self.is_inside[state])
-                if self.is_forcing[state] or (is_inside and count >= budget):
-                    state = int(self.next_forced[state])
-                    place += 1
-                    continue
-                num = min(stop - place, budget - count) if is_inside else stop - place  # tokens of no marker
-                state, count, place = int(self.next[state, -1]), count + num * is_inside, place + num
-            if stop < len(own):
-                if self.is_forcing[state] or (self.is_inside[state] and count >= budget):
-                    state = int(self.next_forced[state])
-                else:
-                    column = self._columns[int(own[stop])]
+            while place <= stop and place < len(own):
+                token, is_inside = int(own[place]), bool(self.is_inside[state])
+                is_forced = self.is_forcing[state] or (is_inside and count >= budget)
+                if is_forced and token == self.forced[state]:
+                    state, place = int(self.next_forced[state]), place + 1
+                elif is_forced or place == stop:
+                    column = self._columns.get(token, -1)
                     state, count = int(self.next[state, column]), count + int(self.delta[state, column])
-                place += 1
+                    place += 1
+                else:  # tokens of no marker, up to the next marker token or the end of the budget
+                    num = min(stop - place, budget - count) if is_inside else stop - place
+                    state, count, place = int(self.next[state, -1]), count + num * is_inside, place + num
         return state, count
 
 

@@ -1,7 +1,8 @@
 """ThinkingBudget: ends the reasoning of a row after `thinking_token_budget` tokens.
 
 The device follows the markers in the tokens that it draws (`thinking_automaton.py`) and counts reasoning tokens, so the
-limit is exact however far the host is ahead. When the budget is used, only the next token of the end text is allowed.
+limit is exact however far the host is ahead. When the budget is used, only the next token of the end text is allowed;
+where a grammar forbids that token, within a character of several tokens, as soon as it does not.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class _Tables:
     delta: torch.Tensor
     is_inside: torch.Tensor  # [states]
     is_forcing: torch.Tensor
+    forced: torch.Tensor
     next_forced: torch.Tensor
     lines: torch.Tensor  # [states] line of `bits`; -1: forces nothing
     bits: torch.Tensor  # [lines, words] a mask of one token each
@@ -45,7 +47,7 @@ class _Tables:
         """States and counts after these tokens."""
         is_other = torch.ones_like(tokens[:, None], dtype=torch.bool)
         columns = torch.cat([tokens[:, None] == self.tokens, is_other], 1).to(torch.uint8).argmax(1, keepdim=True)
-        is_forced = self.is_forced(states, counts, budgets)
+        is_forced = self.is_forced(states, counts, budgets) & (self.forced.index_select(0, states) == tokens)
         after = self.next.index_select(0, states).gather(1, columns)[:, 0]
         delta = self.delta.index_select(0, states).gather(1, columns)[:, 0]
         return (
@@ -108,7 +110,7 @@ class ThinkingBudget(Stage):
         targets = automaton.forced[forcing]
         arrays = (
             automaton.tokens, automaton.next, automaton.delta, automaton.is_inside, automaton.is_forcing,
-            automaton.next_forced, lines,
+            automaton.forced, automaton.next_forced, lines,
         )  # fmt: skip
         spans = [upload.put(array.astype(np.int32) if array.dtype == np.int64 else array) for array in arrays]
         # one word of each mask is not 0
@@ -147,7 +149,9 @@ class ThinkingBudget(Stage):
                 after = tables.advance(states, counts, budgets, tokens)
                 states, counts = (torch.where(tokens >= 0, *pair) for pair in zip(after, (states, counts), strict=True))
             before[:] = [(states, counts, budgets)]
-            is_forced = tables.is_forced(states, counts, budgets)
+            wanted = tables.forced.index_select(0, states).clamp(min=0)
+            is_allowed = logits.gather(1, wanted[:, None])[:, 0] > -torch.inf
+            is_forced = tables.is_forced(states, counts, budgets) & is_allowed
             mask_bits_(logits, tables.bits, torch.where(is_forced, tables.lines.index_select(0, states), -1))
 
         def drawn(tokens: torch.Tensor, batch: SampleBatch, kept: torch.Tensor | None) -> None:

@@ -33,21 +33,27 @@ BF16 = {"device": "cuda", "dtype": torch.bfloat16}
 COPIES = 3  # of the inputs
 COPY_BANDWIDTH = 4.2e12  # bytes a second, read + written, of a large device copy on an H200
 SCAN = "slipstream.ops.ssm.triton.ssd_chunked.choose_tile"
-SCAN_TILES: tuple[Tile, ...] = tuple(
-    {"BLOCK": block, "num_warps": warps, "num_stages": stages}
-    for block, warps, stages in ((64, 4, 2), (64, 8, 2), (64, 4, 1), (32, 4, 2), (32, 4, 3))
+SCAN_TILES: tuple[Tile, ...] = (
+    {"BLOCK": 64, "num_warps": 4, "num_stages": 2},
+    {"BLOCK": 64, "num_warps": 8, "num_stages": 2, "maxnreg": 128},
+    {"BLOCK": 64, "num_warps": 8, "num_stages": 3},
+    {"BLOCK": 32, "num_warps": 4, "num_stages": 2},
+    {"BLOCK": 32, "num_warps": 4, "num_stages": 1, "maxnreg": 168},
 )
 CONV = "slipstream.ops.conv1d.triton.choose_tile"
 CONV_TILES: tuple[Tile, ...] = tuple(
     {"TOKENS": tokens, "CHANNELS": channels, "num_warps": warps}
     for tokens, channels, warps in ((8, 1024, 4), (8, 512, 2), (4, 1024, 4), (16, 1024, 4), (8, 512, 4))
 )
+CONV_STEP_TILES: tuple[Tile, ...] = tuple(
+    {"CHANNELS": channels, "num_warps": warps} for channels, warps in ((128, 1), (256, 2), (512, 4), (1024, 4))
+)
 
 
 def make_steps(num_rows: int, length: int) -> RecurrentSteps:
-    """`num_rows` rows of `length` tokens each, from position 0."""
+    """`num_rows` rows of `length` tokens each, from position 0; single tokens at position 8, with a state."""
     starts = torch.arange(num_rows + 1, dtype=torch.int32, device="cuda") * length
-    firsts = torch.zeros(num_rows, dtype=torch.int32, device="cuda")
+    firsts = torch.full((num_rows,), 8 if length == 1 else 0, dtype=torch.int32, device="cuda")
     slots = torch.arange(num_rows, dtype=torch.int32, device="cuda")
     chunks = None, None
     if length > 1:
@@ -97,7 +103,7 @@ def bench_conv(num_rows: int, length: int, args: argparse.Namespace) -> None:
     measure(
         f"causal_conv1d {num_rows} x {length}",
         CONV,
-        [None, *CONV_TILES] if length > 1 else [None],
+        [None, *(CONV_TILES if length > 1 else CONV_STEP_TILES)],
         2 * (2 * num_tokens * channels + channels * num_rows * (4 if length == 1 else 3)),
         lambda i: causal_conv1d(inputs[i], weight, None, state, steps, "silu"),
         lambda: distance(causal_conv1d(inputs[0], weight, None, state, steps, "silu"), wanted),

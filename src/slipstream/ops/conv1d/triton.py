@@ -13,7 +13,7 @@ import triton.language as tl
 from slipstream.ops.conv1d.reference import Activation
 from slipstream.ops.recurrent_steps import RecurrentSteps
 
-_CHANNELS = 128  # of one program that works on one token or on rings
+_CHANNELS = 128  # of one program that writes rings
 
 
 def causal_conv1d(
@@ -32,7 +32,8 @@ def causal_conv1d(
     out = new((num_tokens, channels), dtype=x.dtype, device=x.device)
     if not num_tokens or not len(steps.slots):
         return out
-    blocks = triton.cdiv(channels, _CHANNELS)
+    tile = choose_tile(channels, steps.is_single)
+    blocks = triton.cdiv(channels, tile["CHANNELS"])
     rows = (steps.slots, steps.starts, steps.first_positions)
     sizes = (channels, x.stride(0), state.stride(0))
     options = {"SILU": activation == "silu", "WIDTH": width}
@@ -48,25 +49,28 @@ def causal_conv1d(
             steps.save_slots,
             *sizes,
             **options,
-            CHANNELS=_CHANNELS,
-            num_warps=1,
+            **tile,
         )
         return out
     assert steps.chunks is not None
-    tile = choose_tile(channels)
-    _chunk_kernel[(triton.cdiv(channels, tile["CHANNELS"]), len(steps.chunks))](
+    _chunk_kernel[(blocks, len(steps.chunks))](
         x, weight, bias, state, out, *rows, steps.chunks, *sizes, **options, **tile
     )
-    _store_kernel[(blocks, len(steps.slots))](
+    _store_kernel[(triton.cdiv(channels, _CHANNELS), len(steps.slots))](
         x, state, *rows, steps.chunks, steps.chunk_starts, *sizes, WIDTH=width, CHANNELS=_CHANNELS, num_warps=1
     )
     return out
 
 
-def choose_tile(channels: int) -> dict[str, int]:
-    """Channels of a program of the chunk kernel, tokens whose inputs it loads at once, and num_warps. A thread has 8
-    channels, which 16-byte loads of 16-bit inputs need."""
-    block = min(1024, max(32, triton.next_power_of_2(channels)))
+def choose_tile(channels: int, is_single: bool) -> dict[str, int]:
+    """Channels of a program, tokens whose inputs it loads at once (if rows have several), and num_warps."""
+    block = max(32, triton.next_power_of_2(channels))
+    if is_single:
+        # programs of one warp would take longer to start than to run
+        block = min(512, block)
+        return {"CHANNELS": block, "num_warps": max(1, block // 128)}
+    # a thread has 8 channels, which 16-byte loads of 16-bit inputs need
+    block = min(1024, block)
     return {"TOKENS": 8, "CHANNELS": block, "num_warps": max(1, block // 256)}
 
 

@@ -18,12 +18,12 @@ import triton
 import triton.language as tl
 
 from slipstream.cache_spec import STATE_CHUNK
+from slipstream.ops.paged_attention.triton.launch import device_facts
 from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.ops.ssm.reference import SsdWeights
 from slipstream.ops.ssm.triton.softplus import softplus
 
 _HEADS = 16  # whose decays a program of the first launch computes at once
-_MANY_HEADS = 256  # of all rows: two programs for each of 128 multiprocessors without splitting heads
 
 
 def scan_chunks(
@@ -75,7 +75,7 @@ def scan_chunks(
         num_stages=1,
     )
     num_rows = len(steps.slots)
-    tile = choose_tile(head_dim, state_size, num_rows * num_heads, x.element_size())
+    tile = choose_tile(head_dim, state_size, num_rows * num_heads, x.element_size(), x.device)
     _pass_kernel[(num_rows, num_heads, triton.cdiv(head_dim, tile["BLOCK"]))](
         x,
         b,
@@ -102,11 +102,18 @@ def scan_chunks(
     )
 
 
-def choose_tile(head_dim: int, state_size: int, num_heads: int, element_size: int) -> dict[str, int]:
+def choose_tile(
+    head_dim: int, state_size: int, num_heads: int, element_size: int, device: torch.device
+) -> dict[str, int]:
     """Columns of a head per program (BLOCK), num_warps and num_stages. `num_heads`: of all rows."""
-    is_wide = num_heads >= _MANY_HEADS and state_size <= 128 and element_size == 2
+    multiprocessors, shared_memory = device_facts(device)
+    # heads are split if they are fewer than programs that run at once; wider tiles of large states spill registers
+    is_wide = num_heads >= 2 * multiprocessors and state_size <= 128 and element_size == 2
     block = max(16, min(64 if is_wide else 32, triton.next_power_of_2(head_dim)))
-    return {"BLOCK": block, "num_warps": 4, "num_stages": 2 if element_size == 2 else 1}
+    # two tiles each of b and c, and 36 KB for the others
+    pipelined = 4 * STATE_CHUNK * triton.next_power_of_2(state_size) * element_size + 36_000
+    can_pipeline = element_size == 2 and pipelined <= shared_memory
+    return {"BLOCK": block, "num_warps": 4, "num_stages": 2 if can_pipeline else 1}
 
 
 # grid: (chunks, groups)

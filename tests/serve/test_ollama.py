@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import warnings
 
 import pytest
@@ -120,6 +121,21 @@ def test_a_request_without_a_prompt_loads_the_model(folder):
             assert refused.status == 400 and path in refused.said
         assert (await door.get("/api/version")).json()["version"]
         assert not door.core.submits
+
+    at_door(folder, scenario)
+
+
+def test_bodies_need_no_content_type_unless_a_web_page_sends_them(folder):
+    """curl -d, as in Ollama's documentation, and litellm send another one. So can a web page, without a preflight."""
+
+    async def scenario(door):
+        body = json.dumps({"model": "tiny", "messages": MESSAGES, "options": {"num_predict": 2}}).encode()
+        for kind in ("application/x-www-form-urlencoded", "text/plain", ""):
+            assert (await door.post("/api/chat", body, content_type=kind)).status == 200
+            page = {"content_type": kind, "origin": "http://evil"}
+            assert (await door.post("/api/chat", body, **page)).status == 403
+            assert (await door.post("/api/chat", body, **page, authorization="Bearer x")).status == 200
+        assert (await door.post("/v1/chat/completions", body, content_type="text/plain")).status == 415
 
     at_door(folder, scenario)
 

@@ -17,6 +17,7 @@ import msgspec
 from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.errors import HTTPException, as_http_error, bad_request, invalid_body
 from slipstream.serve.http.multipart import read_form
+from slipstream.serve.http.origins import check_origin
 from slipstream.serve.http.request import Address, Request
 from slipstream.serve.http.response_writer import Receive, ResponseWriter, Send
 from slipstream.serve.http.routes import Route
@@ -177,6 +178,9 @@ class App:
         kind = next((value for name, value in headers if name == b"content-type"), b"")
         # browsers send a preflight for this content type, and none for the others
         if kind.partition(b";")[0].strip().lower() != b"application/json":
+            if route.any_content_type:
+                check_origin(headers, settings.allowed_origins)
+                return _decode(decoder, body)
             raise HTTPException(415, "the body must be JSON; send the header Content-Type: application/json")
         return _decode(decoder, body)
 

@@ -9,6 +9,7 @@ import msgspec
 
 from slipstream.serve.http.auth import Headers
 from slipstream.serve.http.errors import HTTPException, bad_request
+from slipstream.serve.http.origins import check_origin
 
 _MAX_PARTS = 16
 _MAX_HEAD_BYTES = 4096
@@ -30,17 +31,13 @@ class FormPart(NamedTuple):
 def read_form(kind: type[msgspec.Struct], headers: Headers, origins: list[str], body: bytes) -> dict[str, FormPart]:
     """Returns the parts by name. Raises for names that are not fields of `kind`, and where a required one is missing.
 
-    A browser sends such a body from any web page without a preflight request, so one that comes from a web page must
-    have an API key or an allowed origin (`origins`).
+    `origins`: those of web pages that may send forms.
     """
-    found = dict(headers)
-    kind_given = found.get(b"content-type", b"")
+    kind_given = dict(headers).get(b"content-type", b"")
     boundary = _BOUNDARY.search(kind_given)
     if kind_given.partition(b";")[0].strip().lower() != b"multipart/form-data" or boundary is None:
         raise HTTPException(415, "the body must be a form; send the header Content-Type: multipart/form-data")
-    origin = found.get(b"origin", b"").decode("latin-1")
-    if origin and not {b"authorization", b"x-api-key"} & found.keys() and not {"*", origin} & set(origins):
-        raise HTTPException(403, f"the origin {origin} is not allowed; add it by --allowed-origins")
+    check_origin(headers, origins)
     parts = _split(body, boundary[1] or boundary[2])
     fields = msgspec.structs.fields(kind)
     known = {field.encode_name: field for field in fields}

@@ -30,6 +30,7 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     access: Access = "user"
     convert_error: Callable[[HTTPException], HTTPException] | None = None  # for an API with its own error format
     error_model: Any = None  # type of such errors, for the OpenAPI document
+    any_content_type: bool = False  # the body is JSON whatever its header says, as Ollama's clients send it
     reads_body: bool = True  # of a POST request; False for a route that only refuses
     any_host: bool = False  # do not check the Host header
     quiet: bool = False  # for probes and scrapers: logged at level debug

@@ -253,11 +253,11 @@ def _is_text(event: Any) -> bool:
     return isinstance(event, BlockDelta) and event.block.kind != "call"
 
 
-_ERRORS: dict[str, Any] = dict(convert_error=as_ollama_error, error_model=OllamaErrorBody)
+_OLLAMA: dict[str, Any] = dict(convert_error=as_ollama_error, error_model=OllamaErrorBody, any_content_type=True)
 
 ROUTES = [
     post("/api/chat", create_chat, "Ollama: the next message of a conversation", OllamaChatRequest,
-         response_model=OllamaChatResponse, **_ERRORS),
+         response_model=OllamaChatResponse, **_OLLAMA),
     post("/api/generate", create_generate, "Ollama: the answer to a prompt", OllamaGenerateRequest,
-         response_model=OllamaGenerateResponse, **_ERRORS),
+         response_model=OllamaGenerateResponse, **_OLLAMA),
 ]  # fmt: skip

@@ -84,11 +84,11 @@ async def _embed(
     return found
 
 
-_ERRORS: dict[str, Any] = dict(convert_error=as_ollama_error, error_model=OllamaErrorBody)
+_OLLAMA: dict[str, Any] = dict(convert_error=as_ollama_error, error_model=OllamaErrorBody, any_content_type=True)
 
 ROUTES = [
     post("/api/embed", create_embed, "Ollama: embed texts", OllamaEmbedRequest, response_model=OllamaEmbedResponse,
-         **_ERRORS),
+         **_OLLAMA),
     post("/api/embeddings", create_old_embedding, "Ollama: embed one text (older form)", OldEmbedRequest,
-         response_model=OldEmbedResponse, **_ERRORS),
+         response_model=OldEmbedResponse, **_OLLAMA),
 ]  # fmt: skip

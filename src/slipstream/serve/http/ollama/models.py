@@ -153,16 +153,16 @@ def _name(model: str | None, name: str | None) -> str:
     return found
 
 
-_ERRORS: dict[str, Any] = dict(convert_error=as_ollama_error, error_model=OllamaErrorBody)
+_OLLAMA: dict[str, Any] = dict(convert_error=as_ollama_error, error_model=OllamaErrorBody, any_content_type=True)
 _FIXED = "models are chosen when the server starts; see /api/tags"
 
 ROUTES = [
-    get("/api/tags", list_tags, "Ollama: the served models", response_model=OllamaModels, **_ERRORS),
-    get("/api/ps", list_running, "Ollama: the loaded models", response_model=OllamaModels, **_ERRORS),
-    get("/api/version", show_version, "Ollama: version of its API", response_model=OllamaVersion, **_ERRORS),
+    get("/api/tags", list_tags, "Ollama: the served models", response_model=OllamaModels, **_OLLAMA),
+    get("/api/ps", list_running, "Ollama: the loaded models", response_model=OllamaModels, **_OLLAMA),
+    get("/api/version", show_version, "Ollama: version of its API", response_model=OllamaVersion, **_OLLAMA),
     post("/api/show", show_model, "Ollama: one model", ShowRequest, response_model=ShowResponse, uses_queue=False,
-         **_ERRORS),
-    post("/api/pull", pull_model, "Ollama: check that a model is served", PullRequest, uses_queue=False, **_ERRORS),
-    *(refused(f"/api/{name}", _FIXED, **_ERRORS) for name in ("create", "copy", "push")),
-    refused("/api/delete", _FIXED, method="DELETE", **_ERRORS),
+         **_OLLAMA),
+    post("/api/pull", pull_model, "Ollama: check that a model is served", PullRequest, uses_queue=False, **_OLLAMA),
+    *(refused(f"/api/{name}", _FIXED, **_OLLAMA) for name in ("create", "copy", "push")),
+    refused("/api/delete", _FIXED, method="DELETE", **_OLLAMA),
 ]  # fmt: skip

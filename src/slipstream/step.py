@@ -217,4 +217,4 @@ class StepResult:
     prompt_logprobs: StepLogprobs | None = None  # one entry per scored prompt token
     pooled: tuple[Floats, ...] = ()  # [ending] one result for each prompt that ends, in the plan's order
     pool_failed: frozenset[int] = frozenset()  # indices of entries of `pooled` with NaN or infinite values
-    counts: Ints | None = None  # [sampling] number of accepted tokens of the row; None: all that it drew
+    counts: Ints | None = None  # [sampling] number of accepted tokens of the row; None: every row drew one token

@@ -59,7 +59,7 @@ def check(llm: LLM, wanted: list[tuple[list[int], list[float]]], tolerance: floa
         assert found == pytest.approx(logprobs, abs=tolerance)
 
 
-CELLS = [dict(batched=False), *PAIRED]
+CELLS = [dict(batched=False), *PAIRED[2:], *(cell | {"drafts": "ngram"} for cell in PAIRED[:2])]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=[" ".join(k for k, v in cell.items() if v) or "plain" for cell in CELLS])

@@ -140,12 +140,15 @@ def side_by_side(folder, method):
 @pytest.mark.parametrize("method", METHODS)
 def test_generation_and_pooling_side_by_side_change_neither(folder, method):
     prompts, params, wanted = side_by_side(folder, method)
-    num_preemptions = 0
-    for cell in law7.PAIRED:
-        with make(folder, **cell, pooling_type=method) as bench:
+    num_preemptions = num_drafts = 0
+    for number, cell in enumerate(law7.PAIRED):
+        with_drafts = {} if number % 3 else {"drafts": "ngram:3"}
+        with make(folder, **cell, pooling_type=method, **with_drafts) as bench:
+            bench.core.scheduler.drafts.length = None
             assert_same(bench.pool(prompts, params), wanted)
             num_preemptions += bench.core.scheduler.num_preemptions
-    assert num_preemptions > 0
+            num_drafts += bench.core.scheduler.drafts.counts.num_drafts
+    assert num_preemptions > 0 and num_drafts > 0
 
 
 @pytest.mark.parametrize("depth", [1, 2])

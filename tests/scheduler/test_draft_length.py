@@ -74,6 +74,11 @@ def test_a_large_batch_loses_nothing_and_a_small_one_gains(accepts: float) -> No
     assert small.run(2000) > 1 + 0.8 * accepts
 
 
+def test_drafts_on_a_device_whose_times_are_not_known() -> None:
+    length = DraftLength(4)
+    assert [length.choose(2)[0] for _ in range(8)][-1] == 4
+
+
 def test_some_drafts_where_later_ones_are_rarely_right() -> None:
     simulation = Simulation(8, 8, lambda positions: 1 + 0.03 * positions, 0.5)
     simulation.run(500)

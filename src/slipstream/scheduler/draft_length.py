@@ -21,6 +21,7 @@ _DECAY = 0.97  # weight of older steps in the acceptance
 _PRIOR_ROWS, _PRIOR = 4.0, 0.6  # before any measurement: so many rows, whose first draft has this probability
 _PROBE_DRAFTS, _PROBE_STEPS = 3, 4  # of a trial while rows have no drafts
 _FIRST_INTERVAL, _MAX_INTERVAL = 32, 1024  # plans between two trials
+_MAX_TRIES = 4  # more than plans in flight
 _REFRESH = 256  # plans with drafts after which the time without drafts is measured again
 _SIZES = sizes_up_to(4096, first_steps=8)
 
@@ -34,6 +35,7 @@ class DraftLength:
         self._accepted = np.zeros(max_drafts)
         self._reached[0], self._accepted[0] = _PRIOR_ROWS, _PRIOR_ROWS * _PRIOR
         self._seconds: dict[int, float] = {}  # by number of positions, rounded up to a size
+        self._num_tries: dict[int, int] = {}  # plans without drafts to measure a size; a device may have no clock
         self._num_plans = 0  # since the last trial, or since the time without drafts was measured
         self._interval = _FIRST_INTERVAL
         self._probing = 0  # plans left of a trial
@@ -51,9 +53,13 @@ class DraftLength:
         best = self._best(num_rows)
         if best:
             self._interval = _FIRST_INTERVAL
-            if _size(num_rows) not in self._seconds or self._num_plans >= _REFRESH:
+            size = _size(num_rows)
+            if self._num_plans >= _REFRESH:
                 self._num_plans = 0
                 return 0, most  # to measure the time without drafts
+            if size not in self._seconds and self._num_tries.get(size, 0) < _MAX_TRIES:
+                self._num_tries[size] = self._num_tries.get(size, 0) + 1
+                return 0, most
             return best, most
         if self._num_plans < self._interval:
             return 0, 0

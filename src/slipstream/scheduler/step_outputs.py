@@ -51,8 +51,8 @@ def logprob_reports(requests: list[Request], result: StepResult, drawn: list[int
 
 def _kept(drawn: list[int], result: StepResult) -> Iterator[slice]:
     """The slice of each sampling row's accepted tokens in the list of all drawn tokens."""
-    counts = drawn if result.counts is None else result.counts.tolist()
-    for start, count in zip(itertools.accumulate(drawn[:-1], initial=0), counts, strict=True):
+    assert result.counts is not None, "the result of a step with drafts does not say which tokens are accepted"
+    for start, count in zip(itertools.accumulate(drawn[:-1], initial=0), result.counts.tolist(), strict=True):
         yield slice(start, start + count)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -90,9 +90,7 @@ class MixedHandle(StepHandle):
 
     def wait(self) -> StepResult:
         drawn, own = self._generated.wait(), self._pooled.wait()
-        return StepResult(
-            drawn.tokens, drawn.failed, drawn.logprobs, drawn.prompt_logprobs, own.pooled, own.pool_failed
-        )  # fmt: skip
+        return replace(drawn, pooled=own.pooled, pool_failed=own.pool_failed)
 
 
 _NONE: frozenset[int] = frozenset()

@@ -22,9 +22,11 @@ def is_open(family):
 
 
 def test_every_format_has_an_example():
-    others = {"qwen3_xml", "llama4_json", "glm47"}  # further names of a format
+    # further names of a format
+    others = {"qwen3_xml", "llama4_json", "glm47", "granite4", "ernie45", "hunyuan_a13b"}
     assert {tools for (_, tools), *_ in EXAMPLES if tools} | others == {*TOOL_CALL_FORMATS}
-    assert {reasoning for (reasoning, _), *_ in EXAMPLES if reasoning} | {"deepseek_v3"} == {*REASONING_FORMATS}
+    more = {"deepseek_v3", "ernie45", "hunyuan_a13b"}
+    assert {reasoning for (reasoning, _), *_ in EXAMPLES if reasoning} | more == {*REASONING_FORMATS}
 
 
 @pytest.mark.parametrize(("family", "text", "content", "reasoning", "calls"), EXAMPLES)

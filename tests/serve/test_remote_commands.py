@@ -7,6 +7,7 @@ import json
 import pytest
 
 from slipstream.serve.bench.online import Answer, histogram, report
+from slipstream.serve.remote_chat import _text
 
 
 @pytest.fixture
@@ -77,3 +78,19 @@ def test_a_histogram_counts_everyone():
     lines = histogram([0.001, 0.001, 0.002, 0.01], "first token")
     assert sum(int(line.rpartition(" ")[2]) for line in lines if "#" in line) == 4
     assert histogram([], "x") == [] and histogram([1.0], "x")
+
+
+@pytest.mark.parametrize(
+    ("deltas", "text"),
+    [
+        ([{"role": "assistant", "content": ""}, {"content": "a"}, {"content": "b"}], "ab"),
+        ([{"reasoning": "h"}, {"reasoning": "m", "reasoning_content": "m"}, {"content": "a"}, {"content": "b"}], "ab"),
+        ([{"reasoning": "hm", "content": "ab"}], "ab"),
+    ],
+)
+def test_chat_shows_reasoning_between_tags(deltas, text):
+    shown = ""
+    for delta in deltas:
+        shown += _text(delta, shown)
+    has_reasoning = any("reasoning" in delta for delta in deltas)
+    assert shown == (f"<think>\nhm\n</think>\n\n{text}" if has_reasoning else text)

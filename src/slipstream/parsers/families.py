@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import TypeVar
 
@@ -24,6 +25,8 @@ _QWEN3_CODER = TaggedFormat(
 _GLM = TaggedFormat(
     "<tool_call>", "</tool_call>", ("", "\n"), "", ("<arg_key>", "</arg_key>"), ("<arg_value>", "</arg_value>"), False
 )
+_SEED = dataclasses.replace(_QWEN3_CODER, begin="<seed:tool_call>", end="</seed:tool_call>")
+_TOOL_CALLS = EnvelopeFormat(("<tool_calls>",), "</tool_calls>")
 _LLAMA_JSON = EnvelopeFormat(("<|python_tag|>",), bare=True)
 _DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
 _DEEPSEEK_CALL = "<｜tool▁call▁begin｜>"
@@ -57,6 +60,14 @@ TOOL_CALL_FORMATS: dict[str, ToolCallFormat] = {
     "granite": EnvelopeFormat(("<|tool_call|>", "<tool_call>")),
     "phi4_mini_json": EnvelopeFormat(("functools",)),
     "kimi_k2": _KIMI,
+    "granite4": _HERMES,
+    "granite-20b-fc": EnvelopeFormat(("<function_call>",)),
+    "ernie45": _HERMES,
+    "internlm": EnvelopeFormat(("<|action_start|><|plugin|>",), "<|action_end|>"),
+    "jamba": _TOOL_CALLS,
+    "minimax": _TOOL_CALLS,
+    "hunyuan_a13b": _TOOL_CALLS,
+    "seed_oss": _SEED,
 }
 
 _THINK = ReasoningFormat()
@@ -71,6 +82,9 @@ REASONING_FORMATS: dict[str, ReasoningFormat | HarmonyFormat] = {
         ("Here is my thought process:", "Here's my thought process:"), ("Here is my response:", "Here's my response:")
     ),
     "openai_gptoss": HarmonyFormat(),
+    "ernie45": _THINK,
+    "hunyuan_a13b": _THINK,
+    "seed_oss": ReasoningFormat(("<seed:think>",), ("</seed:think>",)),
 }
 
 # the first entry whose texts are all in the template
@@ -80,12 +94,16 @@ _TOOLS_BY_TEXT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<｜tool▁calls▁begin｜>", "```json"), "deepseek_v3"),
     (("<｜tool▁calls▁begin｜>",), "deepseek_v31"),
     (("<arg_key>",), "glm45"),
+    (("<seed:tool_call>",), "seed_oss"),
     (("<tool_call>", "<function="), "qwen3_coder"),
     (("[TOOL_CALLS]",), "mistral"),
     (("<|python_start|>",), "llama4_pythonic"),
     (("<|start_of_role|>", "<|tool_call|>"), "granite"),
     (("<|start_of_role|>", "<tool_call>["), "granite"),
     (("functools",), "phi4_mini_json"),
+    (("<tool_calls>",), "jamba"),
+    (("<|action_start|>", "<|plugin|>"), "internlm"),
+    (("<function_call>",), "granite-20b-fc"),
     (("<tool_call>",), "hermes"),
     (('"parameters": dictionary of argument name',), "llama3_json"),
     (('{"name": function name, "parameters"',), "llama3_json"),
@@ -95,6 +113,7 @@ _TOOLS_BY_TEXT: tuple[tuple[tuple[str, ...], str], ...] = (
 _REASONING_BY_TEXT: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<|channel|>", "analysis"), "openai_gptoss"),
     (("[THINK]",), "mistral"),
+    (("</seed:think>",), "seed_oss"),
     (("Here is my thought process:",), "granite"),
     (("Here's my thought process:",), "granite"),
     (("<|tool_calls_section_begin|>", "</think>"), "kimi_k2"),

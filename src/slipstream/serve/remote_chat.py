@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from slipstream.params import SamplingParams
 
 
+_THINK, _END_THINK = "<think>\n", "\n</think>\n\n"
+
+
 class RemoteChat:
     def __init__(self, url: str, *, model: str | None, api_key: str | None, changes: dict[str, Any]) -> None:
         """`changes`: what was said about sampling; the server's model decides on the rest."""
@@ -42,7 +45,7 @@ class RemoteChat:
             connection.request("POST", self._path, json.dumps({**self._body, "messages": messages}), self._headers)
             for event in _events(connection.getresponse()):
                 for choice in event["choices"]:
-                    answer.text += choice["delta"].get("content") or ""
+                    answer.text += _text(choice["delta"], answer.text)
                     answer.finish_reason = choice["finish_reason"]
                     result.finished = answer.finish_reason is not None
                     yield result
@@ -53,6 +56,17 @@ class RemoteChat:
 
     def close(self) -> None:
         """Connections end with their answers."""
+
+
+def _text(delta: dict[str, Any], before: str) -> str:
+    """The text of an event after the text `before`. Reasoning, which the server separates, is shown between tags."""
+    reasoning, content = delta.get("reasoning") or "", delta.get("content") or ""
+    is_open = before.startswith(_THINK) and _END_THINK not in before
+    if reasoning and not is_open:
+        reasoning = _THINK + reasoning
+    if content and (is_open or reasoning):
+        content = _END_THINK + content
+    return reasoning + content
 
 
 def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:

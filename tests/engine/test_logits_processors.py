@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from delayed_device import DelayedDevice
 from law7 import PAIRED, PROMPTS, options_of
 from replay_device import ReplayDevice
 from slipstream import LLM, AdapterLogitsProcessor, LogitsProcessor, SamplingParams
@@ -130,6 +131,12 @@ def test_tokens_do_not_depend_on_scheduling(model, wanted, cell):
         if cell["preempted"] and cell["batched"]:
             assert llm.core.scheduler.num_preemptions > 0
         assert llm.core.constraints.num_live == 0
+
+
+def test_tokens_are_the_same_on_a_device_that_is_late_at_random(model, wanted):
+    """Buffers of late data that are reused too early would show."""
+    with make(model, engine=[Watermark, Sharpen], depth=2, preempted=True, device=DelayedDevice(2)) as llm:
+        assert flat(llm.generate(PROMPTS, MIXED, use_tqdm=False)) == wanted
 
 
 def test_masks_and_biases_are_the_same_in_a_captured_head(model, wanted):

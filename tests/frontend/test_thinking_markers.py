@@ -38,6 +38,10 @@ def test_markers_of_the_template(tokenizer):
 def test_markers_of_a_parser_and_of_the_options(tokenizer):
     named = ThinkingMarkers(tokenizer, None, "mistral").of([5], BUDGET)
     assert (named.start, named.end) == (ids(tokenizer, "[THINK]"), ids(tokenizer, "[/THINK]"))
+    message = ThinkingMarkers(tokenizer, None, "openai_gptoss").of([5], BUDGET)
+    assert (message.start, message.end) == (ids(tokenizer, "<|channel|>analysis<|message|>"), ids(tokenizer, "<|end|>"))
+    section = ThinkingMarkers(tokenizer, None, "deepseek_r1").of([5], BUDGET)
+    assert section.is_open  # the output begins with reasoning, also without the marker
     long = ThinkingMarkers(tokenizer, ReasoningConfig("<think>", "Done.</think>\n")).of([5], BUDGET)
     # the model ends its reasoning by the marker of its format; the whole text is written when the budget is used
     assert (long.end, (long.forced,)) == (ids(tokenizer, "</think>"), ids(tokenizer, "Done.</think>\n"))
@@ -46,9 +50,8 @@ def test_markers_of_a_parser_and_of_the_options(tokenizer):
 
 
 def test_unknown_and_long_markers_are_refused(tokenizer):
-    for parser in ("none", "openai_gptoss"):
-        with pytest.raises(InvalidParams, match="reasoning_config"):
-            ThinkingMarkers(tokenizer, None, parser).of([5], BUDGET)
+    with pytest.raises(InvalidParams, match="reasoning_config"):
+        ThinkingMarkers(tokenizer, None, "none").of([5], BUDGET)
     for start, end, limit in (("<think>", "x" * 40, 32), ("x" * 40, "</think>", 32), ("<think>", "</think>" * 20, 128)):
         with pytest.raises(InvalidOption, match=f"give 1 to {limit} in all"):
             ThinkingMarkers(tokenizer, ReasoningConfig(start, end))

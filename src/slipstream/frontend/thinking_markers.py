@@ -6,12 +6,14 @@ from slipstream.config.reasoning_config import ReasoningConfig
 from slipstream.errors import InvalidOption, InvalidParams
 from slipstream.params import SamplingParams
 from slipstream.parsers.families import NO_PARSER, detect_reasoning, reasoning_format
+from slipstream.parsers.harmony import HarmonyFormat
 from slipstream.parsers.reasoning import ReasoningFormat
 from slipstream.text.tokenizer import Tokenizer
 from slipstream.thinking import Thinking
 
 MAX_TOKENS = 32  # of all markers of one kind
 MAX_FORCED = 128  # of the text that is written when the budget is used
+_HARMONY = ReasoningFormat(("<|channel|>analysis<|message|>",), ("<|end|>",))  # the reasoning of gpt-oss is a message
 _TAIL = 32  # last tokens of a prompt, in which the marker that begins reasoning is looked for
 
 
@@ -23,7 +25,7 @@ class ThinkingMarkers:
         self._tokenizer = tokenizer
         name = parser or detect_reasoning(tokenizer.chat_template())
         known = None if name in (None, NO_PARSER) else reasoning_format(name)
-        self._format = known if isinstance(known, ReasoningFormat) else None
+        self._format = _HARMONY if isinstance(known, HarmonyFormat) else known
         forced = None if config is None else config.end
         if config is not None:
             ends: tuple[str, ...] = (config.end,)
@@ -31,7 +33,7 @@ class ThinkingMarkers:
                 ends = self._format.end  # the model writes its own marker without the text around it
             self._format = ReasoningFormat((config.start,), ends)
         if self._format is not None:
-            self._start, self._end = self._ids(self._format.begin), self._ids(self._format.end)
+            self._start, self._end = self._ids(self._format.begin), self._ids(self._format.end + self._format.stops)
             self._forced = self._end[0] if forced is None else self._ids((forced,), MAX_FORCED)[0]
 
     def of(self, prompt: list[int], params: SamplingParams) -> Thinking:

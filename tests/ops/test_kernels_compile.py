@@ -189,7 +189,7 @@ def recurrent():
     x |= of(HALF, "x b c dt out")
     chunked, single = dict(save_slots=None), dict(chunks=None, chunk_starts=None)
     channels = dict(CHANNELS=5120, STATE=16, BLOCK=64, PADDED_STATE=16)
-    for step in (chunked, single, single | chunked):
+    for step in (chunked | {"TOKENS": 4}, single | {"TOKENS": 1}, single | chunked | {"TOKENS": 1}):
         build(ssm + "selective", "_selective_kernel", x, **channels, **step)
 
 

@@ -14,6 +14,8 @@ from slipstream.ops.recurrent_steps import RecurrentSteps
 from slipstream.ops.ssm.reference import SelectiveWeights
 from slipstream.ops.ssm.triton.softplus import softplus
 
+_TOKENS = 4  # whose inputs are loaded at once in prefill: their latency is most of a token's time
+
 
 def selective_scan(
     x: torch.Tensor,
@@ -56,6 +58,7 @@ def selective_scan(
         STATE=state_size,
         BLOCK=block,
         PADDED_STATE=triton.next_power_of_2(state_size),
+        TOKENS=1 if steps.is_single else _TOKENS,
         num_warps=4,
     )
     return out
@@ -110,6 +113,7 @@ def _selective_kernel(
     STATE: tl.constexpr,
     BLOCK: tl.constexpr,
     PADDED_STATE: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
     row = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -129,17 +133,30 @@ def _selective_kernel(
     skip = tl.load(d + channel, mask=is_channel, other=0.0)
     for entry in range(begin, end):
         first, count, save = _entry(chunks, save_slots, row, entry)
-        for step in range(count):
-            token = tl.cast(first + step, tl.int64)
-            size = tl.load(dt + token * dt_stride + channel, mask=is_channel, other=0.0).to(tl.float32)
-            size = softplus(size + bias)
-            now = tl.load(x + token * x_stride + channel, mask=is_channel, other=0.0).to(tl.float32)
-            gate = tl.load(z + token * z_stride + channel, mask=is_channel, other=0.0).to(tl.float32)
-            written = tl.load(b + token * b_stride + column, mask=is_column, other=0.0).to(tl.float32)
-            read = tl.load(c + token * c_stride + column, mask=is_column, other=0.0).to(tl.float32)
-            held = held * tl.exp(size[:, None] * a) + (size * now)[:, None] * written[None, :]
-            made = (tl.sum(held * read[None, :], 1) + skip * now) * gate * tl.sigmoid(gate)
-            tl.store(out + token * CHANNELS + channel, made.to(out.dtype.element_ty), mask=is_channel)
+        for offset in range(0, count, TOKENS):
+            # all loads come before the first store, which they cannot pass
+            inputs = ()
+            for step in tl.static_range(TOKENS):
+                token = tl.cast(first + offset + step, tl.int64)
+                mask = is_channel & (offset + step < count)
+                size = tl.load(dt + token * dt_stride + channel, mask=mask, other=0.0)
+                now = tl.load(x + token * x_stride + channel, mask=mask, other=0.0)
+                gate = tl.load(z + token * z_stride + channel, mask=mask, other=0.0)
+                in_state = is_column & (offset + step < count)
+                written = tl.load(b + token * b_stride + column, mask=in_state, other=0.0)
+                read = tl.load(c + token * c_stride + column, mask=in_state, other=0.0)
+                inputs = inputs + ((size, now, gate, written, read),)  # type: ignore[assignment]
+            for step in tl.static_range(TOKENS):
+                is_token = offset + step < count
+                size = tl.where(is_token, softplus(inputs[step][0].to(tl.float32) + bias), 0.0)  # 0 keeps the state
+                now = inputs[step][1].to(tl.float32)
+                gate = inputs[step][2].to(tl.float32)
+                added = (size * now)[:, None] * inputs[step][3].to(tl.float32)[None, :]
+                held = held * tl.exp(size[:, None] * a) + added
+                made = tl.sum(held * inputs[step][4].to(tl.float32)[None, :], 1) + skip * now
+                made *= gate * tl.sigmoid(gate)
+                target = out + tl.cast(first + offset + step, tl.int64) * CHANNELS + channel
+                tl.store(target, made.to(out.dtype.element_ty), mask=is_channel & is_token)
         if save >= 0:
             tl.store(state + tl.cast(save, tl.int64) * state_stride + cells, held, mask=inside)
     tl.store(own, held, mask=inside)

@@ -270,6 +270,11 @@ class LLM:
         call = pooling_calls.rerank(served.require_pooling(), query, documents, pooling_params, top_n=top_n, **how)
         return self._pool(served, call, use_tqdm)
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets the cached prefixes of all models."""
+        with self._sync_loop.turn():
+            self._sync_loop.lanes.reset_prefix_cache()
+
     def default_sampling_params(self) -> SamplingParams:
         return self.inputs.default_params()
 

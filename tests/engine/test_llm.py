@@ -228,6 +228,8 @@ def test_a_repeated_prompt_is_found_in_the_cache(llm):
     prompt = list(range(30, 53))
     llm.generate(prompt, FOUR)
     assert llm.generate(prompt, FOUR)[0].num_cached_tokens == 20
+    llm.reset_prefix_cache()
+    assert llm.generate(prompt, FOUR)[0].num_cached_tokens == 0
 
 
 def test_chat_renders_the_template(llm):

@@ -52,11 +52,12 @@ def tiny_folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny_server(tiny_folder):
+def tiny_server(tiny_folder, tmp_path_factory):
     """A server process for all tests that leave it as it was. Its end is a test too: it counts its pages and rows."""
     server = ServerProcess(
-        f"tiny={tiny_folder}", "--max-model-len", "256", "--api-key", "key", "--admin-key", "root", "--dtype", "float64"
-    )
+        f"tiny={tiny_folder}", "--max-model-len", "256", "--api-key", "key", "--admin-key", "root", "--dtype",
+        "float64", "--batch-dir", str(tmp_path_factory.mktemp("batches") / "store"),
+    )  # fmt: skip
     yield server
     assert server.stop() == 0, server.lines[-5:]
 

@@ -50,8 +50,13 @@ def test_the_anthropic_client(folder):
         begun = [*MESSAGES, {"role": "assistant", "content": "All is"}]
         await client.messages.create(**how | {"messages": begun})
         assert door.core.prompts[-1].endswith("All is")  # the answer continues it
-        await client.messages.create(**how, tools=[TOOL], tool_choice={"type": "tool", "name": "weather"})
+        door.core.texts = ['{"city": "Oslo"}'] * 2
+        forced = dict(**how, tools=[TOOL], tool_choice={"type": "tool", "name": "weather"})
+        answer = await client.messages.create(**forced)
         assert door.core.submits[-1].params.structured_outputs is not None
+        assert answer.stop_reason == "tool_use" and answer.content[0].input == {"city": "Oslo"}
+        async with client.messages.stream(**forced) as stream:
+            assert (await stream.get_final_message()).stop_reason == "tool_use"
         with pytest.raises(anthropic.NotFoundError, match="there is no model 'claude'"):
             await client.messages.create(**how | {"model": "claude"})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -69,6 +70,32 @@ def test_streams_add_up_to_the_whole(client, stop):
     assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
     # a sample that a stop string ended may have run a step further in one of the two
     assert usage.prompt_tokens == whole.usage.prompt_tokens and usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_batch_says_what_a_request_says(client):
+    wanted = [client.completions.create(model="tiny", prompt=text, **GREEDY).choices[0].text for text in ("one", "two")]
+    lines = [
+        {"custom_id": text, "url": "/v1/completions", "body": {"prompt": text, **GREEDY}} for text in ("one", "two")
+    ]
+    file = client.files.create(file=("in.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+    deadline = time.monotonic() + 30
+    while (batch := client.batches.retrieve(batch.id)).status != "completed":
+        assert time.monotonic() < deadline and batch.status in ("validating", "in_progress"), batch
+    results = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    assert [each["response"]["body"]["choices"][0]["text"] for each in results] == wanted
+
+
+def test_responses_continue_a_conversation(client, llm):
+    """The real template and engine: a response that continues another one is the chat of all messages."""
+    first = client.responses.create(model="tiny", input="Hello", temperature=0, max_output_tokens=12)
+    again = client.responses.create(
+        model="tiny", input="More", previous_response_id=first.id, temperature=0, max_output_tokens=12
+    )
+    texts = [("user", "Hello"), ("assistant", first.output_text), ("user", "More")]
+    messages = [{"role": role, "content": text} for role, text in texts]
+    (wanted,) = llm.chat(messages, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    assert again.output_text == wanted.outputs[0].text
 
 
 def test_chat_and_its_stream(client, llm):

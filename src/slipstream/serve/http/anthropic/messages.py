@@ -36,7 +36,8 @@ async def create_message(request: Request, body: MessagesRequest) -> Response | 
     with run:
         (found,) = await run.answers()
         message = answer.message(run, [_content(block) for block in blocks_of(found)])
-        message.stop_reason, message.stop_sequence = _stop(found.finish_reason, found.sample.stop_reason)
+        calls = bool(found.calls)
+        message.stop_reason, message.stop_sequence = _stop(found.finish_reason, found.sample.stop_reason, calls)
         return json_response(message)
 
 
@@ -79,12 +80,13 @@ class _Answer:
                     events = [*blocks.feed(part.events), *(blocks.end() if part.finish_reason else ())]
                     chunks += [_block_event(each) for each in events]
                     if part.finish_reason is not None:
-                        chunks += self.end(run, part.finish_reason, part.new.stop_reason)
+                        calls = any(block.kind == "call" for block in blocks.all)
+                        chunks += self.end(run, _stop(part.finish_reason, part.new.stop_reason, calls))
                 if chunks:
                     yield b"".join(chunks)
 
-    def end(self, run: ChatRun, reason: str, stopped_by: int | str | None) -> list[bytes]:
-        stop_reason, stop_sequence = _stop(reason, stopped_by)
+    def end(self, run: ChatRun, stop: tuple[str | None, str | None]) -> list[bytes]:
+        stop_reason, stop_sequence = stop
         usage = self.message(run, []).usage
         delta = {"stop_reason": stop_reason, "stop_sequence": stop_sequence}
         return [_event("message_delta", delta=delta, usage=usage), _event("message_stop")]
@@ -124,7 +126,10 @@ def _event(kind: str, **fields: Any) -> bytes:
     return named_event(kind, {"type": kind, **fields})
 
 
-def _stop(reason: str | None, stopped_by: int | str | None) -> tuple[str | None, str | None]:
+def _stop(reason: str | None, stopped_by: int | str | None, calls: bool) -> tuple[str | None, str | None]:
+    """The reason and the stop sequence. An answer with calls ends for them, demanded ones too."""
+    if calls and reason == "stop":
+        return "tool_use", None
     if reason == "stop" and isinstance(stopped_by, str):
         return "stop_sequence", stopped_by
     return {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}.get(reason or "", reason), None

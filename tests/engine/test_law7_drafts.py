@@ -9,6 +9,9 @@ from law7 import DRAFTED, PROMPTS
 from replay_device import ReplayDevice
 from replay_drafter import ReplayDrafter
 from slipstream import SamplingParams
+from slipstream.config.options import make_options
+from slipstream.engine.build import foresee
+from slipstream.errors import InvalidOption
 from slipstream.runner.batch.input_batch import Size
 from tiny import write_tiny
 
@@ -120,3 +123,11 @@ def test_windows_with_drafts(tmp_path, family):
                 draft(llm, "random", results)
             assert_same(llm.generate(PROMPTS, GREEDY), results)
             llm.core.scheduler.cache.check()
+
+
+def test_models_without_drafts_are_refused_by_name(tmp_path):
+    options = dict(load_format="dummy", drafts="ngram")
+    with pytest.raises(InvalidOption, match="recurrent states; remove speculative_config"):
+        foresee(make_options(model=str(write_tiny(tmp_path / "hybrid", "qwen3_5")), **options))
+    with pytest.raises(InvalidOption, match="it generates no text"):
+        foresee(make_options(task="embed", **options))

@@ -98,7 +98,7 @@ def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
     features = "late-interaction queries kept for their documents"
     if config.model.generates:
         grown = "growth for logprobs of the whole vocabulary, and for lists of token ids and bad words"
-        head = f"logits of {scheduler.max_num_seqs} rows, with every sampling feature in use"
+        head = f"logits of {scheduler.max_drawn} drawn tokens, with every sampling feature in use"
         features = "penalties and biases, if every row uses them; none if no row does"
     rows = [
         ("weights", memory.weights, f"{_weight_kind(config)}, with the rope table"),

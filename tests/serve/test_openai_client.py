@@ -336,6 +336,8 @@ def test_shapes_of_vllm_and_of_older_clients(client):
     assert complete(guided_regex="[0-9]{3}").isdigit()
     assert complete(guided_choice=["yes"]) == "yes"
     assert complete(guided_grammar='start: "(" /[a-z]/ ")"')[::2] == "()"
+    assert complete(structured_outputs={"choice": ["up"], "prefix": 'start: ("<" /[a-z]{2}/ ">")?'})[-2:] == "up"
+    assert complete(structured_outputs={"regex": "[0-9]", "prefix": 'start: "a" | "b"'})[0] in "ab"
     assert complete(guided_json={"const": "a"}, guided_whitespace_pattern=" ?") == '"a"'
 
 

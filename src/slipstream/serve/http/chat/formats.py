@@ -40,7 +40,7 @@ class ChatFormats(msgspec.Struct, frozen=True):
         """Whether a marker is a special token, which is not part of the text by default."""
         formats = (self.reasoning, self.tools if with_tools else None)
         markers = {marker for one in formats if one is not None for marker in _markers(one)}
-        return any(tokenizer.piece(token) in markers for token in tokenizer.special_ids)
+        return not markers.isdisjoint(_special_texts(tokenizer))
 
 
 @lru_cache(maxsize=64)
@@ -54,11 +54,16 @@ def _formats(templates: tuple[str | None, str | None], tools: str | None, reason
     )
 
 
-def _markers(format: object) -> set[str]:
+@lru_cache(maxsize=16)
+def _special_texts(tokenizer: Tokenizer) -> frozenset[str]:
+    return frozenset(text for token in tokenizer.special_ids if (text := tokenizer.piece(token)) is not None)
+
+
+def _markers(format: object) -> frozenset[str]:
     """The texts in the fields of a format."""
     assert dataclasses.is_dataclass(format)
     found: set[str] = set()
     for field in dataclasses.fields(format):
         value = getattr(format, field.name)
         found |= {value} if isinstance(value, str) else set(value) if isinstance(value, tuple) else set()
-    return found
+    return frozenset(found)

@@ -14,6 +14,7 @@ import pytest
 from child import child_env
 from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.samples import MESSAGES
+from slipstream.errors import UserError
 from slipstream.serve.cli import run_batch
 
 
@@ -144,6 +145,23 @@ def test_a_killed_run_continues_without_a_line_twice_or_lost(batch, folder, tmp_
     assert [each["custom_id"] for each in results] == [each["custom_id"] for each in lines]
     assert all(each["response"]["status_code"] == 200 for each in results)
     assert not list(tmp_path.glob("out.jsonl.*"))
+
+
+def test_an_input_that_cannot_be_read_any_more_is_an_error_of_one_line(batch, monkeypatch):
+    """Also in the middle of a run; the results so far stay."""
+    numbered, reads = run_batch._numbered, []
+
+    def failing(path):
+        reads.append(path)
+        for place, found in enumerate(numbered(path)):
+            if len(reads) == 2 and place == 2:
+                raise UserError(f"cannot read {path}: Input/output error")
+            yield found
+
+    monkeypatch.setattr(run_batch, "_numbered", failing)
+    code, results, err, log = batch([line(f"{place}") for place in range(4)])
+    assert code == 2 and results is None and err.splitlines()[-1].endswith("Input/output error") and len(log) == 2
+    assert batch([line(f"{place}") for place in range(4)])[3] == [b"2", b"3"]
 
 
 def test_results_of_another_input_are_not_continued(batch, tmp_path):

@@ -36,12 +36,15 @@ async def run_lines(
             slots.release()
 
     async with asyncio.TaskGroup() as group:
-        async for place, line in lines:
-            await slots.acquire()
-            if failures:
-                slots.release()
-                break
-            group.create_task(run_one(place, line))
+        try:
+            async for place, line in lines:
+                await slots.acquire()
+                if failures:
+                    slots.release()
+                    break
+                group.create_task(run_one(place, line))
+        except Exception as error:  # of reading the lines; those that run are finished first
+            failures.append(error)
     if failures:
         raise failures[0]
 

@@ -11,8 +11,8 @@ import torch
 
 from runner.sampling_harness import Harness, admission
 from slipstream.params import SamplingParams
-from slipstream.runner.sampling.thinking_automaton import ThinkingAutomaton
 from slipstream.thinking import Thinking
+from slipstream.thinking_automaton import ThinkingAutomaton
 
 VOCAB = 40
 

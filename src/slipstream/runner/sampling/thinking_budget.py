@@ -17,8 +17,8 @@ from slipstream.device.device import Device
 from slipstream.ops.sample import mask_bits_
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
-from slipstream.runner.sampling.thinking_automaton import ThinkingAutomaton
 from slipstream.step import Admission, Ints, StepPlan
+from slipstream.thinking_automaton import ThinkingAutomaton
 
 _NO_BUDGET = 2**31 - 1
 

@@ -208,6 +208,10 @@ def test_lists_have_pages(folder, tmp_path):
             assert await ids("/v1/batches", b"limit=2") == (newest[:2], True)
             assert await ids("/v1/batches", f"limit=2&after={newest[1]}".encode()) == (newest[2:], False)
             assert await ids("/v1/files", b"purpose=batch_output") == ([], False)
+            await door.state.batches.run(
+                door.state.batches.store.add_file, door.state.batches.store.owner(b"mine"), "x", "batch_output", b"x", 60
+            )
+            assert await ids("/v1/files", b"purpose=batch&limit=1") == (files[2:], True)
             for query in (b"limit=0", b"limit=x", b"order=up", b"page=2"):
                 pairs = [(b"authorization", b"Bearer mine")]
                 refused = (await door.begin_raw("GET", "/v1/files", pairs, query, b"").end()).json()

@@ -1,4 +1,4 @@
-"""litellm, unmodified, by its OpenAI, Ollama, Anthropic and Cohere clients."""
+"""litellm, unmodified, by its clients of OpenAI's, Ollama's and Anthropic's APIs."""
 
 from __future__ import annotations
 

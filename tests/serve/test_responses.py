@@ -9,6 +9,7 @@ import pytest
 from serve.asgi import at_door
 from serve.dialects import CALL, THOUGHT, with_server
 from serve.samples import MESSAGES
+from slipstream.serve.http.direct import call_route
 from slipstream.serve.http.responses.store import ResponseStore, StoredResponse
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
@@ -36,6 +37,7 @@ def test_the_openai_client(folder):
             await client.responses.retrieve(first.id)
         short = await client.responses.create(model="tiny", input="Hello", max_output_tokens=3)
         assert (short.status, short.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert short.output[0].status == "incomplete"
 
         async with client.responses.stream(model="tiny", input="Hello") as stream:
             kinds = [event.type async for event in stream]
@@ -109,9 +111,59 @@ def test_responses_are_private_to_their_key(folder):
     at_door(folder, scenario, api_key=["mine", "other"])
 
 
+def test_ids_are_not_those_of_the_client_nor_guessable(folder):
+    """Without API keys all callers are one owner, so a response is as private as its id."""
+
+    async def scenario(door):
+        body, own = {"input": "hi", "max_output_tokens": 2}, {"x-request-id": "own"}
+        ids = [(await door.post("/v1/responses", body, **own)).json()["id"] for _ in range(3)]
+        assert len(set(ids)) == len(door.state.responses) == 3 and not any("own" in id for id in ids)
+        assert not any(door.state.new_id()[:12] in id for id in ids)  # the prefix of all requests of a front end
+        stored = [door.state.responses.find("", id) for id in ids]
+        assert door.state.responses.num_bytes == sum(each.size for each in stored)
+
+    at_door(folder, scenario)
+
+
+def test_lines_of_a_batch_do_not_use_the_store(folder):
+    """A line has no API key, so that lines of all callers would be one owner."""
+
+    async def scenario(door):
+        async def line(**more):
+            body = json.dumps({"input": "hi", "max_output_tokens": 2, **more}).encode()
+            return await call_route(door.app, "/v1/responses", body, "one", "batch mine")
+
+        reply = await line()
+        assert reply.status == 200 and json.loads(reply.body)["store"] is False and len(door.state.responses) == 0
+        for field in ({"store": True}, {"previous_response_id": "resp_1"}):
+            reply = await line(**field)
+            assert reply.status == 400 and json.loads(reply.body)["error"]["param"] == next(iter(field))
+
+    at_door(folder, scenario, api_key=["mine", "other"])
+
+
+def test_the_input_has_pages_and_no_parameter_is_ignored(folder):
+    async def scenario(door):
+        items = [{"role": "user", "content": f"{place}", "id": "same" if place > 2 else None} for place in range(5)]
+        body = {"input": items, "max_output_tokens": 2}
+        path = f"/v1/responses/{(await door.post('/v1/responses', body)).json()['id']}"
+
+        async def page(query):
+            found = (await door.begin_raw("GET", f"{path}/input_items", [], query, b"").end()).json()
+            return [each["content"] for each in found["data"]], found["last_id"], found["has_more"]
+
+        assert await page(b"limit=2") == (["4", "3"], "same", True)
+        assert await page(b"limit=2&after=same") == (["2", "1"], "item_1", True)
+        assert await page(b"order=asc&after=item_1") == (["2", "3", "4"], "same", False)
+        for query, place in ((b"include=x", "/input_items"), (b"after=y", "/input_items"), (b"stream=true", "")):
+            assert (await door.begin_raw("GET", path + place, [], query, b"").end()).status == 400
+
+    at_door(folder, scenario)
+
+
 def test_the_store_is_bounded():
     def response(size):
-        return StoredResponse("me", b"x" * size, [], [])
+        return StoredResponse("me", b"x" * size, b"", b"")
 
     store = ResponseStore(3, 1000)
     for place in range(4):
@@ -145,6 +197,8 @@ def test_the_store_is_bounded():
         ({"input": []}, "input is empty"),
         ({"max_output_tokens": -1}, "max_output_tokens"),
         ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["reasoning.encrypted_content"]}, "reasoning is returned as text"),
+        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(folder, body, words):

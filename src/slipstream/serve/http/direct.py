@@ -26,7 +26,7 @@ class Reply(NamedTuple):
 async def call_route(app: App, path: str, body: bytes, request_id: str, caller: str) -> Reply:
     """Returns the status and the body of the response. `caller`: for fair scheduling, as in `Request`."""
     route = app.find_route("POST", path)
-    request = Request(app.state, request_id, (), {}, b"", caller)
+    request = Request(app.state, request_id, (), {}, b"", caller, in_batch=True)
     reply: Reply
     try:
         app.state.check_ready()

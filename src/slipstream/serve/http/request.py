@@ -17,11 +17,19 @@ Address = tuple[str, int]
 class Request:
     __slots__ = (
         "state", "id", "headers", "path_params", "query_string", "caller", "request_states", "input_field",
-        "field_names",
+        "field_names", "in_batch",
     )  # fmt: skip
 
     def __init__(
-        self, state: State, id: str, headers: Headers, path_params: dict[str, str], query_string: bytes, caller: str
+        self,
+        state: State,
+        id: str,
+        headers: Headers,
+        path_params: dict[str, str],
+        query_string: bytes,
+        caller: str,
+        *,
+        in_batch: bool = False,
     ) -> None:
         self.state = state  # of the server
         self.id = id  # the client's X-Request-Id, or one of ours
@@ -29,6 +37,7 @@ class Request:
         self.path_params = path_params
         self.query_string = query_string
         self.caller = caller  # an API key or a connection, for fair scheduling among callers
+        self.in_batch = in_batch  # a line of a batch: it has no headers, and so no API key
         self.request_states: Sequence[RequestState] = ()  # its requests to the engine
         self.input_field: str | None = None  # the field with the prompts: errors about a prompt name it
         self.field_names: dict[str, str] = {}  # engine parameters that have another name in this request

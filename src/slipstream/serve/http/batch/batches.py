@@ -8,11 +8,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.serve.http.batch.access import limit_of, query_of, service_of
+from slipstream.serve.http.batch.access import service_of
 from slipstream.serve.http.batch.files import keep_seconds, no_file
 from slipstream.serve.http.batch.lines import ENDPOINTS
 from slipstream.serve.http.batch.objects import BatchList, BatchObject, ExpiresAfter
 from slipstream.serve.http.errors import HTTPException, bad_request
+from slipstream.serve.http.query import limit_of, query_of
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response, json_response
 from slipstream.serve.http.routes import get, post

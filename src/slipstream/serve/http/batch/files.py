@@ -6,11 +6,12 @@ from typing import Annotated, Any
 
 import msgspec
 
-from slipstream.serve.http.batch.access import limit_of, query_of, service_of
+from slipstream.serve.http.batch.access import service_of
 from slipstream.serve.http.batch.objects import FileDeleted, FileList, FileObject
 from slipstream.serve.http.batch.store import KEEP_SECONDS
 from slipstream.serve.http.errors import HTTPException, bad_request
 from slipstream.serve.http.multipart import FormPart
+from slipstream.serve.http.query import limit_of, newest_first, query_of
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response, json_response
 from slipstream.serve.http.routes import delete, get, post
@@ -62,11 +63,9 @@ def keep_seconds(anchor: str | None, seconds: str | None, name: str) -> int:
 async def list_files(request: Request, body: None) -> Response:
     service, owner = service_of(request)
     query = query_of(request, "purpose", "limit", "after", "order")
-    limit, order = limit_of(query, 10_000, 10_000), query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise bad_request(f"order is {order[:50]!r}; give asc or desc", "order")
-    found = await service.run(service.store.files, owner, query.get("after"), limit + 1, order == "desc")
-    shown = [file for file in found[:limit] if query.get("purpose") in (None, file.purpose)]
+    limit, order, purpose = limit_of(query, 10_000, 10_000), newest_first(query), query.get("purpose")
+    found = await service.run(service.store.files, owner, query.get("after"), limit + 1, order, purpose)
+    shown = found[:limit]
     ends = (shown[0].id, shown[-1].id) if shown else (None, None)
     return json_response(FileList(shown, len(found) > limit, *ends))
 

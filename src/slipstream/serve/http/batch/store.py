@@ -14,6 +14,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -48,7 +49,7 @@ class BatchStore:
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(self.folder / "open.lock", "wb") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # SQLite does not wait for another process that sets WAL
+                fcntl.flock(lock, fcntl.LOCK_EX)  # two processes do not set WAL at once
                 self._open()
         except (OSError, sqlite3.Error) as error:
             raise InvalidOption(f"cannot open the batch store in {folder}: {error}; give another batch_dir") from None
@@ -90,10 +91,13 @@ class BatchStore:
         found = self._db.execute(query, (id, owner, time.time())).fetchone()
         return None if found is None else found[0]
 
-    def files(self, owner: str, after: str | None, limit: int, newest_first: bool) -> list[FileObject]:
-        """Returns up to `limit` files behind the one with the id `after`."""
-        rows = self._page("files", owner, after, limit, newest_first)
-        return [msgspec.json.decode(row, type=FileObject) for row in rows]
+    def files(
+        self, owner: str, after: str | None, limit: int, newest_first: bool, purpose: str | None = None
+    ) -> list[FileObject]:
+        """Returns up to `limit` files, with this purpose if one is given, behind the one with the id `after`."""
+        rows = self._page("files", owner, after, limit if purpose is None else _MAX_ROWS, newest_first)
+        files = (msgspec.json.decode(row, type=FileObject) for row in rows)
+        return list(islice((file for file in files if purpose in (None, file.purpose)), limit))
 
     def delete_file(self, owner: str, id: str) -> bool:
         with self._change():

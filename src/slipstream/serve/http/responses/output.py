@@ -47,7 +47,8 @@ class ResponseEvents:
         self._number += 1
         return named_event(kind, numbered)
 
-    def of_block(self, event: BlockEvent) -> bytes:
+    def of_block(self, event: BlockEvent, status: str = "completed") -> bytes:
+        """`status`: of a block that ends here."""
         block = event.block
         item = self._items.item(Block(block.kind, block.index, "", block.name, block.id), "in_progress")
         place: dict[str, Any] = {"item_id": item.id, "output_index": block.index}
@@ -59,7 +60,7 @@ class ResponseEvents:
                 place["content_index"] = 0
             more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
             return self.event(f"response.{kind}.delta", **place, delta=event.text, **more)
-        return self._end(block, place)
+        return self._end(block, place, status)
 
     def _start(self, block: Block, item: ResponsesItem, place: dict[str, Any]) -> bytes:
         begun = self.event("response.output_item.added", output_index=block.index, item=item)
@@ -67,8 +68,8 @@ class ResponseEvents:
             return begun
         return begun + self.event("response.content_part.added", **place, content_index=0, part=_text_part(""))
 
-    def _end(self, block: Block, place: dict[str, Any]) -> bytes:
-        whole = self._items.item(block, "completed")
+    def _end(self, block: Block, place: dict[str, Any], status: str) -> bytes:
+        whole = self._items.item(block, status)
         if block.kind == "call":
             name = "response.function_call_arguments.done"
             ended = self.event(name, **place, name=block.name, arguments=block.text)

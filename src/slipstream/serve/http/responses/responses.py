@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,6 +18,7 @@ from slipstream.serve.http.chat.tools import Tools
 from slipstream.serve.http.errors import HTTPException, bad_request
 from slipstream.serve.http.openai.fields import given_fields, refuse
 from slipstream.serve.http.openai.messages import text_messages
+from slipstream.serve.http.query import limit_of, newest_first, query_of
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import Response, StreamingResponse, json_response
 from slipstream.serve.http.responses.items import input_messages
@@ -51,8 +53,11 @@ class _Job:
         self.request = request
         self.body = body
         self.served = request.choose_model(body.model, "generate")
-        self.stores = body.store is not False
-        self.id = f"resp_{request.id}"
+        self.stores = body.store is not False and not request.in_batch
+        _check_batch(request, body)
+        # random: without API keys, and for the item ids, the id is what another caller would have to guess
+        self.token = secrets.token_hex(24)
+        self.id = f"resp_{self.token}"
         self.created = int(time.time())
         _check_include(body.include)
         before = self._before()
@@ -60,7 +65,7 @@ class _Job:
         if not self.history:
             raise bad_request("input is empty; give a text or items", "input")
         self.conversation = self._conversation()
-        self.items = ResponseItems(request.id)
+        self.items = ResponseItems(self.token)
 
     def _before(self) -> list[dict[str, Any]]:
         """The messages of the response that this one continues."""
@@ -71,7 +76,8 @@ class _Job:
             error = _not_found(self.request, id)
             error.param = "previous_response_id"
             raise error
-        return found.messages
+        messages: list[dict[str, Any]] = msgspec.json.decode(found.messages)
+        return messages
 
     def _conversation(self) -> ChatConversation:
         body, request, served = self.body, self.request, self.served
@@ -102,9 +108,9 @@ class _Job:
                         has_begun = True
                         begun = self.response("in_progress", [])
                         chunks += [events.event(f"response.{name}", response=begun) for name in _BEGIN]
-                    new = [*blocks.feed(part.events), *(blocks.end() if part.finish_reason else ())]
-                    chunks += [events.of_block(each) for each in new]
+                    chunks += [events.of_block(each) for each in blocks.feed(part.events)]
                     if part.finish_reason is not None:
+                        chunks += [events.of_block(each, _status(part.finish_reason)) for each in blocks.end()]
                         whole = self.finish(run, blocks.all, part.finish_reason)
                         chunks.append(events.event(f"response.{whole.status}", response=whole))
                 if chunks:
@@ -112,7 +118,7 @@ class _Job:
 
     def finish(self, run: ChatRun, blocks: list[Block], reason: str | None) -> ResponsesObject:
         """Returns the response, and stores it."""
-        status = "completed" if reason in ("stop", "tool_calls") else "incomplete"
+        status = _status(reason)
         response = self.response(status, blocks)
         if status == "incomplete":
             response.incomplete_details = {"reason": "max_output_tokens" if reason == "length" else str(reason)}
@@ -124,7 +130,7 @@ class _Job:
             messages = [*self.history, *([answer] if texts["text"] or calls else [])]
             given = self.body.input
             items = [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
-            stored = StoredResponse(_owner(self.request), msgspec.json.encode(response), messages, items)
+            stored = StoredResponse(_owner(self.request), *map(msgspec.json.encode, (response, messages, items)))
             self.request.state.responses.add(self.id, stored)
         return response
 
@@ -139,7 +145,11 @@ class _Job:
         return ResponsesUsage(num_prompt, cached, num_output, details, num_prompt + num_output)
 
     def response(self, status: str, blocks: list[Block]) -> ResponsesObject:
+        """`status`: also that of the last item, with which the output ends."""
         body = self.body
+        items = [self.items.item(block, "completed") for block in blocks]
+        if items:
+            items[-1].status = status
         return ResponsesObject(
             id=self.id,
             created_at=self.created,
@@ -147,7 +157,7 @@ class _Job:
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
             model=self.served.description.name,
-            output=[self.items.item(block, "completed") for block in blocks],
+            output=items,
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=body.previous_response_id,
             reasoning=body.reasoning or {"effort": None, "summary": None},
@@ -161,15 +171,28 @@ class _Job:
         )
 
 
+def _status(reason: str | None) -> str:
+    return "completed" if reason in ("stop", "tool_calls") else "incomplete"
+
+
 _BEGIN = ("created", "in_progress")
 _TEXTS = ("text", "reasoning")
 
 
 def _check_include(given: list[str] | None) -> None:
     for name in given or ():
-        if name != "reasoning.encrypted_content":
-            fact = f"include has {name[:100]!r}, which is not supported"
-            raise bad_request(f"{fact}; reasoning is in the output in any case, remove it", "include")
+        fact = f"include has {name[:100]!r}, which is not supported"
+        if name == "reasoning.encrypted_content":
+            fact += ": reasoning is returned as text, as the content of its item, and is read when the item is sent back"
+        raise bad_request(f"{fact}; remove it", "include")
+
+
+def _check_batch(request: Request, body: ResponsesRequest) -> None:
+    """Raises for fields that need the store, which has an owner for each response: a line of a batch has no API key."""
+    for name, is_given in (("store", body.store), ("previous_response_id", body.previous_response_id is not None)):
+        if request.in_batch and is_given:
+            fact = f"{name} is not supported in a batch, whose responses are in its output file only"
+            raise bad_request(f"{fact}; remove it, and send whole conversations", name, "unsupported_parameter")
 
 
 def _text_format(given: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any] | None]:
@@ -224,13 +247,26 @@ def _reasoning(served: ServedModel, given: dict[str, Any] | None) -> dict[str, A
 
 
 async def show_response(request: Request, body: None) -> Response:
+    query_of(request)
     return Response(_stored(request).body)
 
 
 async def list_input_items(request: Request, body: None) -> Response:
-    items = [{"id": f"item_{place}"} | item for place, item in enumerate(_stored(request).items)]
-    ends = (items[0]["id"], items[-1]["id"]) if items else (None, None)
-    return json_response(InputItemList(items, *ends))
+    query = query_of(request, "limit", "after", "order")
+    limit, after = limit_of(query, 100, 20), query.get("after")
+    given = msgspec.json.decode(_stored(request).items, type=list[dict[str, Any]])
+    items = [{**item, "id": item.get("id") or f"item_{place}"} for place, item in enumerate(given)]
+    if newest_first(query):
+        items.reverse()
+    if after is not None:
+        # the last item of that id: the ids are the client's, and may be equal
+        start = next((place for place in range(len(items), 0, -1) if items[place - 1]["id"] == after), None)
+        if start is None:
+            raise bad_request(f"after is {after[:100]!r}, which is the id of no item; remove it", "after")
+        items = items[start:]
+    shown = items[:limit]
+    ends = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return json_response(InputItemList(shown, *ends, has_more=len(items) > limit))
 
 
 async def delete_response(request: Request, body: None) -> Response:

@@ -1,19 +1,23 @@
-"""ResponseStore: responses and their conversations in the memory of one front end, the least recently used dropped."""
+"""ResponseStore: responses and their conversations in the memory of one front end, the least recently used dropped.
+
+They are kept as JSON, whose size is that of the memory: small objects take ten times the bytes of their JSON.
+"""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
-
 import msgspec
 
 
 class StoredResponse(msgspec.Struct):
     owner: str  # the API key's digest
     body: bytes  # the response, as JSON
-    messages: list[dict[str, Any]]  # of the conversation so far, the answer included
-    items: list[dict[str, Any]]  # the input of the request
-    size: int = 0
+    messages: bytes  # of the conversation so far, the answer included, as JSON
+    items: bytes  # the input of the request, as JSON
+
+    @property
+    def size(self) -> int:
+        return len(self.body) + len(self.messages) + len(self.items)
 
 
 class ResponseStore:
@@ -24,8 +28,8 @@ class ResponseStore:
         self.num_bytes = 0
 
     def add(self, id: str, response: StoredResponse) -> None:
-        """Stores a response. One that is larger than the limit is dropped at once."""
-        response.size = len(response.body) + len(msgspec.json.encode((response.messages, response.items)))
+        """Stores a response under a new id. One that is larger than the limit is dropped at once."""
+        assert id not in self._stored, f"a second response with the id {id}"
         self._stored[id] = response
         self.num_bytes += response.size
         while self._stored and (self.num_bytes > self._max_bytes or len(self._stored) > self._max_count):

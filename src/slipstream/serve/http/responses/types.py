@@ -35,9 +35,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     user: Label = None
     safety_identifier: Label = None
     prompt_cache_key: Label = None
-    include: Annotated[
-        list[str] | None, _doc("only reasoning.encrypted_content: reasoning is returned as text in any case")
-    ] = None
+    include: Annotated[list[str] | None, _doc("nothing: the output has all there is; other values are refused")] = None
 
     background: Refused = None
     conversation: Refused = None

@@ -126,6 +126,53 @@ def test_the_cost_is_linear(family):
     assert len(parser._reader._text) < 100  # what is read is not kept
 
 
+CUT = [
+    ("hermes", '<tool_call>\n{"name": "now", "arguments": {}}\n', "</tool_call>"),
+    ("hermes", '<tool_call>{"name": "now"}', "</tool_call>"),
+    ("qwen3_coder", "<tool_call>\n<function=now>\n</function>\n", "</tool_call>"),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>{}",
+     "<|tool_call_end|>"),
+    ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>now:0<|tool_call_argument_begin|>{}<|tool_call_end|>",
+     "<|tool_calls_section_end|>"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n",
+     "```<｜tool▁call▁end｜>"),
+    ("llama4_pythonic", "<|python_start|>[now()]", "<|python_end|>"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "call", "marker"), CUT)
+def test_a_marker_that_is_cut_behind_a_call_is_not_shown(name, call, marker):
+    """max_tokens may end the output within the marker."""
+    for size in range(len(marker) + 1):
+        found = parse((None, name), call, marker[:size])
+        assert (found.content, found.calls) == ("", [("now", "{}")]), marker[:size]
+
+
+def test_text_behind_a_call_that_begins_no_marker_is_kept():
+    assert parse((None, "hermes"), '<tool_call>{"name": "now"}', " </tools").content == "</tools"
+
+
+def test_text_between_parameters_follows_the_call():
+    """The pieces of a call's arguments are adjacent: streams of other APIs have one block at a time."""
+    text = "<tool_call><function=write><parameter=text>a</parameter> so <parameter=tags>[]</parameter></function>"
+    parser = OutputParser(None, TOOL_CALL_FORMATS["qwen3_coder"], functions=FUNCTIONS)
+    kinds = [type(event).__name__ for event in [*parser.feed(text), *parser.finish()]]
+    assert kinds == ["ToolCallStart", "ArgumentsDelta", "ContentDelta"]
+    assert parse((None, "qwen3_coder"), text) == ("so", "", [("write", '{"text": "a", "tags": []}')], [None])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "call"),
+    [
+        ("hermes", r'<tool_call>{"name": "a\ud800", "arguments": {}}</tool_call>', ("a\ufffd", "{}")),
+        ("hermes", r'<tool_call>{"arguments": "{\"a\": \"\ud800\"}", "name": "now"}</tool_call>', ("now", '{"a": "\ufffd"}')),
+        ("pythonic", r'[now(a="\ud800")]', ("now", '{"a": "\ufffd"}')),
+    ],
+)
+def test_half_of_a_surrogate_pair_can_be_sent(name, text, call):
+    assert parse((None, name), text).calls == [call]
+
+
 def test_arguments_arrive_before_they_are_complete():
     for name in ("hermes", "kimi_k2", "openai", "mistral", "deepseek_v31", "granite", "llama3_json"):
         text = next(text for (_, tools), text, *_ in EXAMPLES if tools == name and OSLO in text)

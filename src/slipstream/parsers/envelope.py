@@ -42,7 +42,7 @@ class EnvelopeFormat:
         if not self.end:
             return ""
         out.separate()
-        found = yield from reader.until((self.end, *self.begin), out.content)
+        found = yield from reader.until((self.end, *self.begin), out.content, drop_cut=True)
         if found == self.end:
             out.separate()
             return ""

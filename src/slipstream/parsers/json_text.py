@@ -66,4 +66,9 @@ def as_text(source: str) -> str | None:
         value = json.loads(source, strict=False)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, str) else None
+    return without_surrogates(value) if isinstance(value, str) else None
+
+
+def without_surrogates(text: str) -> str:
+    r"""The text with U+FFFD for half of a surrogate pair, which a model may write as \ud800 and UTF-8 cannot have."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

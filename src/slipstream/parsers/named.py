@@ -29,7 +29,8 @@ class NamedFormat:
             num_before = out.num_calls
             while True:
                 yield from reader.space(raw.append)
-                found = yield from reader.starts((self.section[1], self.begin), raw.append)
+                has_calls = out.num_calls > num_before
+                found = yield from reader.starts((self.section[1], self.begin), raw.append, drop_cut=has_calls)
                 if found == self.begin and (yield from self._read_call(reader, out, raw)):
                     raw.clear()
                     continue
@@ -61,11 +62,12 @@ class NamedFormat:
         else:
             out.call(given)
         yield from reader.space(drop)
-        if (yield from reader.peek()) == "{" and (yield from read_value(reader, out.arguments)):
+        is_whole = (yield from reader.peek()) == "{" and (yield from read_value(reader, out.arguments))
+        if is_whole:
             yield from reader.space(drop)
             if self.after_arguments:
-                yield from reader.starts((self.after_arguments,))
-        yield from reader.until((self.end,), out.arguments, keep=(self.section[1],))
+                yield from reader.starts((self.after_arguments,), drop_cut=True)
+        yield from reader.until((self.end,), out.arguments, keep=(self.section[1],), drop_cut=is_whole)
         return True
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from slipstream.parsers.events import EventSink
 from slipstream.parsers.functions import Functions
+from slipstream.parsers.json_text import without_surrogates
 from slipstream.parsers.reader import Parse, Sink, TextReader, drop
 
 _NAME = re.compile(r"[\w.\-]*")
@@ -57,7 +58,7 @@ class PythonicFormat:
                 if (yield from reader.starts(("]",))) is not None:
                     yield from reader.space(raw.append)
                     if self.end:
-                        yield from reader.starts((self.end,))
+                        yield from reader.starts((self.end,), drop_cut=True)
                     raw.clear()
                 return
 
@@ -112,7 +113,7 @@ def _as_json(source: str) -> str:
         warnings.simplefilter("ignore")  # unknown escapes in strings
         for read in (ast.literal_eval, json.loads):
             try:
-                return json.dumps(read(source), ensure_ascii=False, allow_nan=False)
+                return without_surrogates(json.dumps(read(source), ensure_ascii=False, allow_nan=False))
             except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
                 continue
     return json.dumps(source, ensure_ascii=False)

@@ -34,9 +34,12 @@ class TextReader:
         self._text = self._text[self._place :] + text
         self._place = 0
 
-    def until(self, markers: tuple[str, ...], sink: Sink, *, keep: tuple[str, ...] = ()) -> Parse[str | None]:
+    def until(
+        self, markers: tuple[str, ...], sink: Sink, *, keep: tuple[str, ...] = (), drop_cut: bool = False
+    ) -> Parse[str | None]:
         """Passes the text before the first marker to the sink. Returns the marker, which is consumed unless it is one
-        of `keep`, or None at the end of the text. No marker may be part of another one."""
+        of `keep`, or None at the end of the text. No marker may be part of another one. `drop_cut`: the beginning of a
+        marker at the end of the text is a marker that was cut, and is dropped."""
         search, prefixes, longest = _markers(markers + keep)
         while True:
             found = search(self._text, self._place)
@@ -45,12 +48,15 @@ class TextReader:
                 if found[0] not in keep:
                     self._place = found.end()
                 return found[0]
-            if self.ended:
+            if self.ended and not drop_cut:
                 self._pass(len(self._text), sink)
                 return None
             first = max(self._place, len(self._text) - longest + 1)
             held = next((place for place in range(first, len(self._text)) if self._text[place:] in prefixes), None)
             self._pass(len(self._text) if held is None else held, sink)
+            if self.ended:
+                self._place = len(self._text)
+                return None
             yield
 
     def rest(self, sink: Sink) -> Parse[None]:
@@ -86,8 +92,11 @@ class TextReader:
         self._pass(self._place + len(character), sink)
         return character
 
-    def starts(self, markers: tuple[str, ...], sink: Sink | None = None) -> Parse[str | None]:
-        """Consumes one of the markers if the text continues with it, passes it to the sink, and returns it."""
+    def starts(
+        self, markers: tuple[str, ...], sink: Sink | None = None, *, drop_cut: bool = False
+    ) -> Parse[str | None]:
+        """Consumes one of the markers if the text continues with it, passes it to the sink, and returns it.
+        `drop_cut`: as in `until`."""
         while True:
             found = next((marker for marker in markers if self._text.startswith(marker, self._place)), None)
             if found is not None:
@@ -96,7 +105,10 @@ class TextReader:
                     sink(found)
                 return found
             tail = self._text[self._place : self._place + max(map(len, markers))]
-            if self.ended or not any(marker.startswith(tail) for marker in markers):
+            could_be = any(marker.startswith(tail) for marker in markers)
+            if self.ended and drop_cut and could_be:
+                self._place += len(tail)
+            if self.ended or not could_be:
                 return None
             yield
 

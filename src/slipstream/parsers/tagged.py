@@ -48,7 +48,7 @@ class TaggedFormat:
             if self.function_end:
                 yield from reader.space(out.content)
                 out.separate()
-                yield from reader.starts((self.end,))
+                yield from reader.starts((self.end,), drop_cut=True)
 
 
 class _Parameters:
@@ -57,16 +57,18 @@ class _Parameters:
         self.functions, self.name = functions, name
 
     def read(self) -> Parse[None]:
-        """Writes the parameters as one JSON object. Text between them is content."""
+        """Writes the parameters as one JSON object. Text between them is content, which follows the call."""
         how, reader, out = self.how, self.reader, self.out
         last = how.function_end or how.end
         count = 0
+        between: list[str] = []
         while True:
             out.separate()
-            found = yield from reader.until((how.key[0], last), out.content)
+            found = yield from reader.until((how.key[0], last), between.append, drop_cut=True)
             if found != how.key[0]:
                 if found == last:
                     out.arguments("}" if count else "{}")
+                out.content("".join(between))
                 return
             key: list[str] = []
             key_ends = () if how.key[1] in last else (last,)

@@ -66,7 +66,7 @@ class ContentBlock(msgspec.Struct, omit_defaults=True):
     signature: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: dict[str, Any] | msgspec.Raw | None = None
 
 
 class MessagesUsage(msgspec.Struct):

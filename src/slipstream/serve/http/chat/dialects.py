@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from slipstream.frontend.served import ServedModel
 from slipstream.params import SamplingParams
@@ -86,15 +87,16 @@ def think_variables(served: ServedModel, think: bool | str | None, field: str) -
         raise bad_request(text, field, error.code) from None
 
 
-def call_arguments(text: str) -> dict[str, Any] | None:
-    """The arguments of a call as an object; None where the model wrote none."""
+def call_arguments(text: str) -> dict[str, Any] | msgspec.Raw | None:
+    """The arguments of a call as an object, on one line; None where the model wrote none. They are passed on as JSON:
+    what a model writes may be nested too deeply for an encoder, or have half of a surrogate pair."""
     if not text.strip():
         return {}
     try:
-        found = json.loads(text)
-    except ValueError:
+        source = msgspec.json.format(text.encode(), indent=-1)
+    except (msgspec.DecodeError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return msgspec.Raw(source) if source.startswith(b"{") else None
 
 
 def thinking_budget(given: Any, field: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ _GENERATE_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 class OllamaFunction(msgspec.Struct):
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | msgspec.Raw
 
 
 class OllamaToolCall(msgspec.Struct):

@@ -1,0 +1,60 @@
+"""All chat APIs alike: a closed connection ends generation, and a call that the model wrote badly is no internal error."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve.asgi import at_door
+from serve.dialects import with_server
+from serve.samples import MESSAGES
+
+ROUTES = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"model": "tiny", "messages": MESSAGES, "max_tokens": 9},
+    "/api/chat": {"model": "tiny", "messages": MESSAGES},
+    "/api/generate": {"model": "tiny", "prompt": "hi"},
+    "/v2/chat": {"model": "tiny", "messages": MESSAGES},
+}
+FUNCTION = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
+TOOLS = {
+    "/v1/messages": [{"name": "weather", "input_schema": {"type": "object", "properties": {}}}],
+    "/v1/responses": [{"type": "function", **FUNCTION}],
+    "": [{"type": "function", "function": FUNCTION}],
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_closed_connection_ends_generation(folder, path):
+    async def scenario(door):
+        for place, stream in enumerate((False, True)):
+            request = door.begin("POST", path, {**ROUTES[path], "stream": stream})
+            await door.core.until(lambda place=place: len(door.core.submits) > place)
+            door.core.token(door.core.submits[place], 65)
+            if stream:
+                await request.until(b"A")
+            request.hang_up()
+            await request.end()
+            await door.core.until(lambda place=place: len(door.core.aborts) > place)
+
+    at_door(folder, scenario, answers=False)
+
+
+DEEP = '{"a": ' + "[" * 1200 + "]" * 1200 + "}"
+HALF = r'{"a": "\ud800", "n": 123456789012345678901234567890}'
+
+
+@pytest.mark.parametrize("path", [path for path in ROUTES if path not in ("/v1/completions", "/api/generate")])
+def test_a_call_that_is_hard_to_encode_is_answered(folder, path):
+    async def scenario(door, url):
+        tools = TOOLS.get(path, TOOLS[""])
+        for arguments in (DEEP, HALF, '{"a":\n1}'):
+            for stream in (False,) if arguments == DEEP else (False, True):
+                door.core.texts = [f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>']
+                more = {"max_tokens": 3000} if path == "/v1/messages" else {}
+                answer = await door.post(path, {**ROUTES[path], "tools": tools, "stream": stream, **more})
+                assert answer.status == 200 and b"internal error" not in answer.body, answer.body[:500]
+                assert answer.parsed() and b"\\u" in answer.body if arguments == HALF else b"a" in answer.body
+
+    with_server(folder, scenario)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from tokenizers import Tokenizer
 
 from serve.asgi import at_door
+from slipstream.serve.http.openai import completions
+from slipstream.text.excerpt import Excerpts
 from tiny_tokenizer import write_byte_tokenizer
 
 
@@ -36,7 +40,29 @@ def test_the_suffix_follows_the_prompt(coder):
     assert complete(coder, prompt="def", suffix="")[1][0].prompt_token_ids == [*b"def"]
 
 
-@pytest.mark.parametrize(("body", "param"), [({"prompt": [1, 2]}, "suffix"), ({"prompt": "x", "echo": True}, "echo")])
+def test_long_texts_are_tokenised_outside_the_event_loop(coder, monkeypatch):
+    threads = []
+
+    def infill(*_):
+        threads.append(threading.current_thread())
+        return [65] * 8
+
+    monkeypatch.setattr(completions, "infill_ids", infill)
+    answer, submits = complete(coder, prompt="x", suffix="y" * 20_000)
+    assert answer.status == 400 and "20000 characters" in answer.error and not submits and not threads
+    monkeypatch.setattr(Excerpts, "exceeds", lambda *_: False)
+    answer, submits = complete(coder, prompt="x", suffix="y" * 20_000)
+    assert answer.status == 200 and threads and threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"prompt": [1, 2]}, "suffix"),
+        ({"prompt": "x", "echo": True}, "echo"),
+        ({"prompt": "x", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens"),
+    ],
+)
 def test_a_suffix_needs_a_text_and_no_echo(coder, body, param):
     answer, submits = complete(coder, suffix="end", **body)
     assert answer.status == 400 and answer.json()["error"]["param"] == param and not submits

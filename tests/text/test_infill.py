@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
-from slipstream.text.infill import infill_ids, infill_stops
+from slipstream.text.infill import can_infill, infill_ids, infill_stops
 from slipstream.text.tokenizer import Tokenizer
 from tiny_tokenizer import byte_tokenizer
 
@@ -31,12 +31,13 @@ def make(texts=(), *, bos=False):
 def test_the_prompt_has_the_tokens_of_the_family(texts, form, bos):
     tokenizer = make(texts, bos=bos)
     wanted = tokenizer.encode(form.format(*texts), add_special_tokens=False)
+    assert can_infill(tokenizer)
     assert infill_ids(tokenizer, "def", "end") == [256] * bos + wanted and 256 in infill_stops(tokenizer)
 
 
 def test_a_model_without_such_tokens_has_no_prompt():
-    assert infill_ids(make(), "def", "end") is None
-    assert infill_ids(make(("<fim_prefix>", "<fim_suffix>")), "def", "end") is None
+    assert not can_infill(make())
+    assert not can_infill(make(("<fim_prefix>", "<fim_suffix>")))
 
 
 def test_the_tokens_end_the_output():

@@ -109,11 +109,16 @@ class InputProcessor:
             return text
         if (keep := params.truncate_prompt_tokens) is not None:
             return excerpts.end(text, keep if keep > 0 else limit - 1)
-        if excerpts.exceeds(text, limit):
+        self.check_length(text)
+        return text
+
+    def check_length(self, text: str) -> None:
+        """Raises for a text that is far too long, without tokenising all of it."""
+        excerpts, limit = self._excerpts, self.description.max_model_len
+        if excerpts is not None and not excerpts.is_short(text, limit) and excerpts.exceeds(text, limit):
             name = self.description.name
             fact = f"the prompt has {len(text)} characters and more than {limit} tokens, {name} takes {limit}"
             raise PromptTooLong(f"{fact} including at least one generated token; {self.description.too_long_hint}")
-        return text
 
     def complete(self, message: Submit, ids: list[int]) -> Submit:
         """Returns the message with the prompt's token ids, truncated and checked."""

@@ -20,15 +20,20 @@ _ENDS = (
 )  # fmt: skip
 
 
-def infill_ids(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int] | None:
-    """Returns the token ids of the prompt; None for a model without such tokens."""
+def can_infill(tokenizer: Tokenizer) -> bool:
+    """Whether the model has tokens for it."""
+    return _ids(tokenizer, _SUFFIX_FIRST) is not None or _marks(tokenizer) is not None
+
+
+def infill_ids(tokenizer: Tokenizer, prefix: str, suffix: str) -> list[int]:
+    """Returns the token ids of the prompt, for a model that can fill in the middle."""
     parts = [tokenizer.encode(text, add_special_tokens=False) for text in (prefix, suffix)]
     if (marks := _ids(tokenizer, _SUFFIX_FIRST)) is not None:
         ids = [marks[0], *parts[1], marks[1], *parts[0]]
-    elif (marks := _marks(tokenizer)) is not None:
-        ids = [marks[0], *parts[0], marks[1], *parts[1], marks[2]]
     else:
-        return None
+        marks = _marks(tokenizer)
+        assert marks is not None, "can_infill says whether there are such tokens"
+        ids = [marks[0], *parts[0], marks[1], *parts[1], marks[2]]
     bos = tokenizer.bos_token_id
     return [bos, *ids] if bos is not None and tokenizer.encode("a")[:1] == [bos] else ids
 

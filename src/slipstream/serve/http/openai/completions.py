@@ -31,7 +31,7 @@ from slipstream.serve.http.openai.logprobs import (
 from slipstream.serve.http.request import Request
 from slipstream.serve.http.response import DONE, Response, StreamingResponse, event, json_response
 from slipstream.serve.http.routes import post
-from slipstream.text.infill import infill_ids, infill_stops
+from slipstream.text.infill import can_infill, infill_ids, infill_stops
 from slipstream.text.token_starts import TokenStarts, prompt_starts
 
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -66,9 +66,11 @@ class _Job:
         self.model = served.description.name
         self.prompts = prompts_of(body.prompt)
         request.check_count(len(self.prompts), "prompt")
+        self.inputs = served.inputs
         if body.suffix:
-            self.prompts = self.infill_prompts(served, body.suffix)
-        self.size = sum(len(prompt) for prompt in self.prompts if isinstance(prompt, str))
+            self.check_suffix(served)
+        texts = [prompt for prompt in self.prompts if isinstance(prompt, str)]
+        self.size = sum(map(len, texts)) + len(texts) * len(body.suffix or "")
         self.scores_only = body.max_tokens == 0 and bool(body.echo)  # only the prompt's logprobs
         own: dict[str, Any] = {"logprobs": body.logprobs}
         if body.max_tokens is not None:
@@ -90,21 +92,29 @@ class _Job:
         self.names = TokenNames(served.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self.head = (f"cmpl-{request.id}", "text_completion", int(time.time()), self.model)
 
-    def infill_prompts(self, served: ServedModel, suffix: str) -> list[Any]:
-        """The prompts as token ids, each with the suffix."""
+    def check_suffix(self, served: ServedModel) -> None:
         if self.body.echo:
             raise bad_request("echo has no place for the suffix; remove one", "echo")
+        if self.body.truncate_prompt_tokens is not None:
+            name = "truncate_prompt_tokens"
+            raise bad_request(f"{name} would cut the tokens around the suffix; remove one", name)
         if served.tokenizer is None or not all(isinstance(prompt, str) for prompt in self.prompts):
             raise bad_request("suffix needs prompts that are texts; give texts", "suffix")
-        infilled = [infill_ids(served.tokenizer, prompt, suffix) for prompt in self.prompts]
-        if None in infilled:
+        if not can_infill(served.tokenizer):
             fact = f"suffix is not supported by {served.description.name}, which has no tokens to fill in the middle"
             raise bad_request(f"{fact}; remove it, or use another model", "suffix", "unsupported_parameter")
-        return infilled
 
     def submits(self) -> list[PreparedPrompt]:
         special = self.body.add_special_tokens is not False
-        return submits_for(self.request, self.model, self.prompts, self.params, add_special_tokens=special)
+        prompts = [self.infill(prompt, suffix) for prompt in self.prompts] if (suffix := self.body.suffix) else self.prompts
+        return submits_for(self.request, self.model, prompts, self.params, add_special_tokens=special)
+
+    def infill(self, prompt: str, suffix: str) -> list[int]:
+        """The token ids of a prompt with the suffix."""
+        for text in (prompt, suffix):
+            self.inputs.check_length(text)
+        assert self.tokenizer is not None, "checked by check_suffix"
+        return infill_ids(self.tokenizer, prompt, suffix)
 
     def answer(self, request_states: list[GenerationRequestState]) -> CompletionResponse:
         choices = []

@@ -165,7 +165,7 @@ def test_text_between_parameters_follows_the_call():
     ("name", "text", "call"),
     [
         ("hermes", r'<tool_call>{"name": "a\ud800", "arguments": {}}</tool_call>', ("a\ufffd", "{}")),
-        ("hermes", r'<tool_call>{"arguments": "{\"a\": \"\ud800\"}", "name": "now"}</tool_call>', ("now", '{"a": "\ufffd"}')),
+        ("hermes", r'<tool_call>{"name": "now", "arguments": "[\"\ud800\"]"}</tool_call>', ("now", '["\ufffd"]')),
         ("pythonic", r'[now(a="\ud800")]', ("now", '{"a": "\ufffd"}')),
     ],
 )

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from contextlib import asynccontextmanager
 
 import pytest
@@ -22,6 +23,7 @@ from slipstream.errors import InvalidOption
 from slipstream.request import FinishReason
 from slipstream.serve.http.app import App
 from slipstream.serve.http.batch import runner as runner_module
+from slipstream.serve.http.batch import store as store_module
 from slipstream.serve.http.batch.runner import BatchRunner
 from slipstream.serve.http.batch.service import BatchService
 from slipstream.serve.http.batch.store import BatchStore
@@ -208,9 +210,8 @@ def test_lists_have_pages(folder, tmp_path):
             assert await ids("/v1/batches", b"limit=2") == (newest[:2], True)
             assert await ids("/v1/batches", f"limit=2&after={newest[1]}".encode()) == (newest[2:], False)
             assert await ids("/v1/files", b"purpose=batch_output") == ([], False)
-            await door.state.batches.run(
-                door.state.batches.store.add_file, door.state.batches.store.owner(b"mine"), "x", "batch_output", b"x", 60
-            )
+            service = door.state.batches
+            await service.run(service.store.add_file, service.store.owner(b"mine"), "x", "batch_output", b"x", 60)
             assert await ids("/v1/files", b"purpose=batch&limit=1") == (files[2:], True)
             for query in (b"limit=0", b"limit=x", b"order=up", b"page=2"):
                 pairs = [(b"authorization", b"Bearer mine")]
@@ -265,6 +266,44 @@ def test_a_store_that_fills_while_a_batch_runs_fails_the_batch(folder, tmp_path)
             assert len(await content(door, done["output_file_id"])) == done["request_counts"]["completed"]
 
     asyncio.run(main())
+
+
+def test_the_results_of_one_batch_are_bounded(folder, tmp_path, monkeypatch):
+    """They become one value of the database, which has a limit."""
+    monkeypatch.setattr(store_module, "MAX_RESULT_BYTES", 900)
+
+    async def main():
+        async with batch_server(folder, tmp_path) as door:
+            done = await until(door, await create(door, [line(f"{place}") for place in range(4)]), "failed")
+            assert "another batch" in done["errors"]["data"][0]["message"]
+            assert len(await content(door, done["output_file_id"])) == done["request_counts"]["completed"] > 0
+
+    asyncio.run(main())
+
+
+def test_a_full_disk_is_an_error_by_name(folder, tmp_path):
+    async def main():
+        async with batch_server(folder, tmp_path, runs=False) as door:
+            store = door.state.batches.store
+            (pages,) = store._db.execute("PRAGMA page_count").fetchone()
+            store._db.execute(f"PRAGMA max_page_count = {pages + 2}")  # SQLite then says that the disk is full
+            refused = await upload(door, "x" * 100_000)
+            assert refused.status == 400 and "disk" in refused.error
+            assert (await upload(door, "x")).status == 200  # no transaction is left open
+
+    asyncio.run(main())
+
+
+def test_empty_lines_take_no_memory():
+    data = b" \r\n" * 50_000 + json.dumps(line("a")).encode()
+    tracemalloc.start()
+    try:
+        lines, errors = runner_module.check_lines(data, "/v1/completions")
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+    assert lines == [(150_000, len(data))] and not errors
+    assert runner_module.check_lines(data[:-1], "/v1/completions")[1][0].line == 50_001
 
 
 def test_without_a_folder_the_routes_are_disabled(folder):

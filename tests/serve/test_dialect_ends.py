@@ -1,4 +1,4 @@
-"""All chat APIs alike: a closed connection ends generation, and a call that the model wrote badly is no internal error."""
+"""All chat APIs alike: a closed connection ends generation, and no call of a model is an internal error."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class State:
         self.report = FrontEndReport(engine, self.counters, board, settings.status_interval)
         endpoint = settings.otlp_traces_endpoint
         self.traces = None if endpoint is None else Traces.to(endpoint)
-        self._max_requests = -(-settings.max_queued_requests // settings.workers)
+        self.max_requests = -(-settings.max_queued_requests // settings.workers)  # in the queue of this front end
         self._max_tokens = -(-settings.max_queued_tokens // settings.workers)
         self._prefix = secrets.token_hex(6)
         self._numbers = itertools.count()
@@ -72,7 +72,7 @@ class State:
     @property
     def is_full(self) -> bool:
         """Whether the queue has no room for one more prompt of any caller."""
-        return self.engine.load.num_not_started >= _with_reserve(self._max_requests)
+        return self.engine.load.num_not_started >= _with_reserve(self.max_requests)
 
     def no_room(self, num_requests: int = 1, num_tokens: int = 0, caller: str = "") -> HTTPException | None:
         """Returns the error for requests that do not fit the queue, or None.
@@ -80,12 +80,12 @@ class State:
         One caller can fill the queue; a reserve of a quarter is for callers with nothing in it.
         """
         load = self.engine.load
-        limit, max_num_tokens = self._max_requests, self._max_tokens
+        limit, max_num_tokens = self.max_requests, self._max_tokens
         if not load.queued_by[caller]:
             limit, max_num_tokens = _with_reserve(limit), _with_reserve(max_num_tokens)
-        if num_requests > self._max_requests:
+        if num_requests > self.max_requests:
             return bad_request(
-                f"there are {num_requests} prompts, and the queue holds {self._max_requests}; send fewer at once or "
+                f"there are {num_requests} prompts, and the queue holds {self.max_requests}; send fewer at once or "
                 "raise --max-queued-requests",
                 code="too_many_inputs",
             )

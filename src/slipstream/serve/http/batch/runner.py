@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import re
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -26,8 +27,9 @@ log = logging.getLogger("slipstream.http")
 _POLL_SECONDS = 1.0  # batches may be created and cancelled through other front ends
 _CLEAN_SECONDS = 60.0
 _MAX_RUNNING = 8  # batches at a time
-_MAX_IN_FLIGHT = 256  # lines of all batches; at most half of the queue, so that requests find room
+_MAX_IN_FLIGHT = 256  # lines of all batches; at most half of the front end's queue, so that requests find room
 _MAX_ERRORS = 100  # listed of a file
+_LINE = re.compile(rb"\S[^\n]*")  # one that is not empty, without the space before it
 
 
 class BatchRunner:
@@ -37,7 +39,7 @@ class BatchRunner:
         self.store = service.store
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}  # by owner and id
         self._broken: set[str] = set()  # ids of batches whose end could not be stored, for example on a full disk
-        self._slots = asyncio.Semaphore(max(1, min(_MAX_IN_FLIGHT, app.state.settings.max_queued_requests // 2)))
+        self._slots = asyncio.Semaphore(max(1, min(_MAX_IN_FLIGHT, app.state.max_requests // 2)))
 
     async def run(self) -> None:
         """Runs batches until it is cancelled."""
@@ -168,11 +170,16 @@ class _Batch:
         """Results for the lines that have none."""
         kept = await self.service.run(self.store.places, self.id)
         error = LineError("batch_expired", "the request was not run before the completion window ended")
-        missing = [read_line(data[start:end]) for place, (start, end) in enumerate(lines) if place not in kept]
-        return b"".join(
-            LineResult(f"batch_req_{self.app.state.new_id()}", line.custom_id, None, error).encode() + b"\n"
-            for line in missing
-        )
+
+        def write() -> bytes:
+            written = bytearray()
+            for place, (start, end) in enumerate(lines):
+                if place not in kept:
+                    name = read_line(data[start:end]).custom_id
+                    written += LineResult(f"batch_req_{self.id}_{place}", name, None, error).encode() + b"\n"
+            return bytes(written)
+
+        return await asyncio.to_thread(write)  # a file may have a million lines
 
     async def _finish(self, change: Callable[[BatchObject], None], rest: bytes = b"") -> None:
         await self.service.run(self.store.finish, self.owner, self.id, change, rest)
@@ -183,21 +190,17 @@ def check_lines(data: bytes, endpoint: str) -> tuple[list[tuple[int, int]], list
     lines: list[tuple[int, int]] = []
     errors: list[BatchLineError] = []
     seen: set[str] = set()
-    start = 0
-    for number, text in enumerate(data.split(b"\n"), 1):
-        end = start + len(text)
-        if text.strip():
-            lines.append((start, end))
-            try:
-                line = read_line(text, endpoint)
-                if line.custom_id in seen:
-                    raise InvalidLine("duplicate_custom_id", f"custom_id {line.custom_id!r:.100} is given twice")
-                seen.add(line.custom_id)
-            except InvalidLine as error:
-                errors.append(error.at(number))
-        start = end + 1
-        if len(errors) == _MAX_ERRORS:
-            break
+    for found in _LINE.finditer(data):  # not split, which would make a list of all lines, empty ones too
+        lines.append(found.span())
+        try:
+            line = read_line(found[0], endpoint)
+            if line.custom_id in seen:
+                raise InvalidLine("duplicate_custom_id", f"custom_id {line.custom_id!r:.100} is given twice")
+            seen.add(line.custom_id)
+        except InvalidLine as error:
+            errors.append(error.at(data.count(b"\n", 0, found.start()) + 1))
+            if len(errors) == _MAX_ERRORS:
+                break
     if not lines:
         errors.append(BatchLineError("empty_file", "the file has no lines; give one request per line"))
     return lines, errors

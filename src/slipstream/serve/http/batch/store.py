@@ -24,6 +24,7 @@ from slipstream.serve.http.batch.objects import OPEN, BatchObject, FileObject
 
 KEEP_SECONDS = 30 * 86400  # for which files and finished batches are kept
 _MAX_ROWS = 10_000  # files, and batches
+MAX_RESULT_BYTES = 2**29  # of one batch: its files are written at once, and SQLite takes 10**9 bytes in one value
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS files (
@@ -140,6 +141,7 @@ class BatchStore:
         """Stores the result of a line; a second one of the same line is dropped. Raises StoreFull."""
         with self._change():
             self._check_room(len(line), rows=False)
+            self._check_results(id, len(line))
             entry = (id, place, ok, line)
             if self._db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)", entry).rowcount:
                 self._db.execute("UPDATE batches SET result_bytes = result_bytes + ? WHERE id = ?", (len(line), id))
@@ -217,13 +219,23 @@ class BatchStore:
             fact = f"the store has {num_files} files and {num_batches} batches, the limit is {_MAX_ROWS} each"
             raise StoreFull(f"{fact}; delete files, or wait until batches expire")
 
+    def _check_results(self, id: str, num_bytes: int) -> None:
+        (used,) = self._db.execute("SELECT result_bytes FROM batches WHERE id = ?", (id,)).fetchone() or (0,)
+        if used + num_bytes > MAX_RESULT_BYTES:
+            fact = f"the batch has {used} bytes of results, and {num_bytes} more exceed the limit of {MAX_RESULT_BYTES}"
+            raise StoreFull(f"{fact}; send the other lines in another batch")
+
     @contextmanager
     def _change(self) -> Iterator[None]:
-        """One transaction. It locks the database at once, so that reads within it are current."""
-        self._db.execute("BEGIN IMMEDIATE")
+        """One transaction. It locks the database at once, so that reads within it are current. Raises StoreFull where
+        the disk is full."""
         try:
+            self._db.execute("BEGIN IMMEDIATE")
             yield
-        except BaseException:
-            self._db.execute("ROLLBACK")
+            self._db.execute("COMMIT")
+        except BaseException as error:
+            if self._db.in_transaction:  # some errors of SQLite have ended it
+                self._db.execute("ROLLBACK")
+            if isinstance(error, sqlite3.Error) and error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+                raise StoreFull("the disk of the batch store is full; delete files, or free space") from None
             raise
-        self._db.execute("COMMIT")

@@ -106,7 +106,9 @@ class _Job:
 
     def submits(self) -> list[PreparedPrompt]:
         special = self.body.add_special_tokens is not False
-        prompts = [self.infill(prompt, suffix) for prompt in self.prompts] if (suffix := self.body.suffix) else self.prompts
+        prompts: list[Any] = self.prompts
+        if suffix := self.body.suffix:
+            prompts = [self.infill(prompt, suffix) for prompt in prompts]
         return submits_for(self.request, self.model, prompts, self.params, add_special_tokens=special)
 
     def infill(self, prompt: str, suffix: str) -> list[int]:

@@ -79,8 +79,9 @@ def _kind(item: dict[str, Any], where: str) -> str:
         fact = f"{where} is an item of type {kind!r:.50}, which is not supported"
         raise bad_request(f"{fact}; give {', '.join(_FIELDS)}", where, "unsupported_content")
     if item.get("encrypted_content") is not None:
-        fact = f"{where}.encrypted_content is not supported: it can be read by the server that wrote it only"
-        raise bad_request(f"{fact}; give the reasoning as content", f"{where}.encrypted_content", "unsupported_parameter")
+        name = f"{where}.encrypted_content"
+        fact = f"{name} is not supported: only the server that wrote it can read it"
+        raise bad_request(f"{fact}; give the reasoning as content", name, "unsupported_parameter")
     for field, value in item.items():
         if value is not None and field not in ("type", *_FIELDS[kind]):
             raise bad_request(f"there is no field {where}.{field[:100]}; remove it", f"{where}.{field[:100]}")

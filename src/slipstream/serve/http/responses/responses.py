@@ -183,7 +183,7 @@ def _check_include(given: list[str] | None) -> None:
     for name in given or ():
         fact = f"include has {name[:100]!r}, which is not supported"
         if name == "reasoning.encrypted_content":
-            fact += ": reasoning is returned as text, as the content of its item, and is read when the item is sent back"
+            fact += ": reasoning is returned as text, in the content of its item, which can be sent back"
         raise bad_request(f"{fact}; remove it", "include")
 
 
@@ -265,8 +265,8 @@ async def list_input_items(request: Request, body: None) -> Response:
             raise bad_request(f"after is {after[:100]!r}, which is the id of no item; remove it", "after")
         items = items[start:]
     shown = items[:limit]
-    ends = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return json_response(InputItemList(shown, *ends, has_more=len(items) > limit))
+    first, last = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
+    return json_response(InputItemList(shown, first, last, len(items) > limit))
 
 
 async def delete_response(request: Request, body: None) -> Response:

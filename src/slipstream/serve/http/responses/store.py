@@ -6,6 +6,7 @@ They are kept as JSON, whose size is that of the memory: small objects take ten 
 from __future__ import annotations
 
 from collections import OrderedDict
+
 import msgspec
 
 

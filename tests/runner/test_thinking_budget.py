@@ -111,6 +111,22 @@ def test_a_budget_is_exact():
     assert written([7, 7, 7, 7, 7, 7], around, 1) == [7, 3, 4, 5, 7, 7]
 
 
+def test_a_row_forgets_the_text_that_its_last_request_was_forced_to_write():
+    """The first request ends within the forced text. The next one in its row has no budget, and another row has."""
+    thinking = Thinking(((1,),), ((4,),), (3, 4, 5), True)
+    harness = Harness(3, VOCAB)
+    logits = np.zeros((2, VOCAB))
+    logits[:, 7] = 5.0
+
+    def budget(row, num):
+        params = SamplingParams(temperature=0, thinking_token_budget=num)
+        return replace(admission(row, params, prompt=(9, 9)), thinking=thinking)
+
+    assert harness.step([0, 1], [2, 2], logits, [budget(0, 0), budget(1, 20)]).tokens.tolist() == [3, 7]
+    plain = admission(0, SamplingParams(temperature=0))
+    assert harness.step([0, 1], [2, 3], logits, [plain], [0]).tokens.tolist() == [7, 7]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_host_follows_known_tokens_as_the_device_does(seed):
     """`follow` skips tokens of no marker; step by step it gives the same."""

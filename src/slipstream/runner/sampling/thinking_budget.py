@@ -75,6 +75,7 @@ class ThinkingBudget(Stage):
             self._users.discard(row)
             self._has[row] = False
             self.budgets.write(row, _NO_BUDGET)
+            self.states.write(row, 0)  # the request may have ended within the forced text
         for admission in plan.admitted:
             if admission.thinking is not None:
                 self._admit(admission)

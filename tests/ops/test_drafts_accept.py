@@ -14,7 +14,8 @@ DRAFTS, ROWS = 4, 9
 
 
 def make(seed: int) -> tuple[torch.Tensor, torch.Tensor, DrawnTokens]:
-    """Random rows of 1 to 5 places, some of whose drafts equal the drawn tokens, and padding at the end."""
+    """Random rows of 1 to 5 places, some of whose drafts equal the drawn tokens, and padding at the end, whose
+    positions may be those of any row."""
     rng = random.Random(seed)
     next_tokens = torch.tensor([[rng.randrange(3) for _ in range(1 + DRAFTS)] for _ in range(ROWS)])
     computed = torch.tensor([rng.randrange(100) for _ in range(ROWS - 1)] + [0])
@@ -27,7 +28,7 @@ def make(seed: int) -> tuple[torch.Tensor, torch.Tensor, DrawnTokens]:
     padding = rng.randrange(3)
     rows, offsets, failed = rows + [ROWS - 1] * padding, offsets + [0] * padding, failed + [False] * padding
     own, places = torch.tensor(rows), torch.tensor(offsets)
-    positions = torch.where(own == ROWS - 1, 0, computed[own] + places + 1)
+    positions = computed[own] + places + 1 + (own == ROWS - 1) * rng.randrange(100)
     tokens = torch.tensor([rng.randrange(3) for _ in rows])
     parts = (next_tokens, computed, own, places, positions, tokens, torch.tensor(failed))
     next_tokens, computed, *drawn = (part.to(DEVICE) for part in parts)

@@ -30,7 +30,7 @@ class Accepted(NamedTuple):
 
 def accept_(
     next_tokens: torch.Tensor,  # [rows, 1 + drafts] int64: the token drawn last, then drafts; -1: no draft
-    computed: torch.Tensor,  # [rows] int64, positions in the cache; the last row is for padding and has 0
+    computed: torch.Tensor,  # [rows] int64, positions in the cache; the last row is for padding and keeps 0
     drawn: DrawnTokens,
 ) -> Accepted:
     """Accepts the tokens of all reached places. Sets each row's next token to the last accepted token and its computed
@@ -47,10 +47,12 @@ def accept_(
     has_next = torch.cat([offsets[1:], offsets[:1] * 0]) > 0
     last = kept & ~(has_next & kept.roll(-1))
     reached_failed = failed & equal & (so_far == ends)
-    # other places write to the padding row: its token is arbitrary, its length stays 0
-    target = torch.where(last, rows, len(computed) - 1)
+    # Other places write to the padding row: its token is arbitrary, its length stays 0. Places of padding may have the
+    # position of another row.
+    padding = len(computed) - 1
+    target = torch.where(last, rows, padding)
     next_tokens[:, 0].index_copy_(0, target, tokens)
-    computed.index_copy_(0, target, positions * last)
+    computed.index_copy_(0, target, positions * (target != padding))
     return Accepted(kept, reached_failed)
 
 

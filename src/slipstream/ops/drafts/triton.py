@@ -25,6 +25,7 @@ def accept_(next_tokens: torch.Tensor, computed: torch.Tensor, drawn: DrawnToken
         drawn.failed.view(torch.uint8),
         flags,
         num,
+        len(computed) - 1,
         WIDTH=next_tokens.shape[1],
         PLACES=triton.next_power_of_2(next_tokens.shape[1]),
         num_warps=1,
@@ -33,7 +34,9 @@ def accept_(next_tokens: torch.Tensor, computed: torch.Tensor, drawn: DrawnToken
 
 
 # grid: (places,); the program of a row's first place handles all places of the row, the others return
-@triton.jit(do_not_specialize=["num"], do_not_specialize_on_alignment=["rows", "offsets", "positions", "tokens"])
+@triton.jit(
+    do_not_specialize=["num", "padding"], do_not_specialize_on_alignment=["rows", "offsets", "positions", "tokens"]
+)
 def _accept_kernel(
     next_tokens,
     computed,
@@ -44,6 +47,7 @@ def _accept_kernel(
     failed,
     flags,
     num,
+    padding,
     WIDTH: tl.constexpr,
     PLACES: tl.constexpr,
 ):
@@ -55,7 +59,6 @@ def _accept_kernel(
         inside = (own < num) & (place < WIDTH)
         # the places of the row: those whose offset counts on from its first place
         inside = inside & (tl.load(offsets + own, mask=inside, other=-1) == place)
-        num_places = tl.sum(inside.to(tl.int32), 0)
         before = tl.load(tokens + own - 1, mask=inside & (place > 0), other=0)
         draft = tl.load(next_tokens + row * WIDTH + place, mask=inside & (place > 0), other=0)
         equal = (place == 0) | (before == draft)
@@ -66,7 +69,7 @@ def _accept_kernel(
         count = tl.sum(kept.to(tl.int32), 0)
         tl.store(flags + own, kept.to(tl.uint8), mask=inside)
         tl.store(flags + num + own, (bad & equal & (so_far == 1) & (ends == 1)).to(tl.uint8), mask=inside)
-        if (count > 0) & (num_places > 0):
+        if (count > 0) & (row != padding):
             at = first + count - 1
             tl.store(next_tokens + row * WIDTH, tl.load(tokens + at))
             tl.store(computed + row, tl.load(positions + at))

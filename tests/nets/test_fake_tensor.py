@@ -15,6 +15,21 @@ from slipstream import LLM, SamplingParams
 from slipstream.step import StepResult
 from tiny import LONG_ROPE, write_tiny
 
+
+class _Tokens:
+    """A logits processor that sees tokens."""
+
+    needs = "tokens"
+
+    def __call__(self, output_ids):
+        return {len(output_ids): 3.0, 7: -1.0} if len(output_ids) % 2 else range(40)
+
+
+def _edit(output_ids, logits):
+    logits[len(output_ids)] += 1.0
+    return logits
+
+
 FEATURES = {
     "greedy": SamplingParams(temperature=0, max_tokens=6),
     "random": SamplingParams(temperature=0.8, max_tokens=6),
@@ -52,6 +67,10 @@ FEATURES = {
     ),  # fmt: skip
 }
 
+OF_TOKENS = SamplingParams(logits_processors=[_Tokens()], max_tokens=6)
+OF_LOGITS = SamplingParams(logits_processors=[_edit], max_tokens=6)
+THINKING = SamplingParams(thinking_token_budget=2, max_tokens=6)
+
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "gemma2", "qwen3_5"])
 def folder(request, tmp_path_factory):
@@ -61,8 +80,10 @@ def folder(request, tmp_path_factory):
 def drive(folder, params, *, num_pages=64, break_model=None, device=None, drafts=None) -> int:
     """Run an engine whose device has no values; the tokens are invented. Returns the number of steps."""
     options = dict(use_tqdm_on_load=False, max_model_len=64, page_size=4, max_num_seqs=4, max_num_batched_tokens=8)
+    options["reasoning_config"] = {"reasoning_start_str": "<a>", "reasoning_end_str": "</a>"}
     with LLM(folder, **options, num_pages=num_pages, num_threads=1, _device=device, drafts=drafts) as llm:
         core, runner = llm.core, llm.core.executor
+        core.constraints.budget = 60.0  # no mask and no processor is slow
         runner.graphs.token_sizes = []  # the CPU's attention goes row by row through longer chunks
         if break_model is not None:
             break_model(runner)
@@ -70,11 +91,12 @@ def drive(folder, params, *, num_pages=64, break_model=None, device=None, drafts
             if one.structured_outputs is not None:
                 core.constraints.grammars.compile(one.structured_outputs).result()
             core.submit(llm.inputs.submit(f"r{i}", list(range(3 + i, 14 + i)), one)[0])
+        submitted = [sample for samples in core.scheduler._lifecycle.live.values() for sample in samples]
         steps = 0
         with FakeTensorMode(allow_non_fake_inputs=True):
             while (plan := core.scheduler.plan()) is not None:
                 runner.launch(plan)
-                handle = runner.finish(core.constraints.late() if core.constraints.drawing else None)
+                handle = runner.finish(core.constraints.late() if core.constraints.is_drawing else None)
                 result = handle.wait()  # the buffer's memory, which nothing wrote
                 count = int(plan.num_drawn.sum())
                 # of a row with drafts the first token is accepted
@@ -87,6 +109,8 @@ def drive(folder, params, *, num_pages=64, break_model=None, device=None, drafts
                 )
                 steps += 1
         assert not core.scheduler.has_work()
+        # an exception on the way to a processor ends its request only
+        assert not [sample.processors.error for sample in submitted if sample.processors and sample.processors.error]
         return steps
 
 
@@ -111,8 +135,9 @@ def test_all_features_together_with_preemption(folder):
 def test_no_step_with_drafts_looks_at_a_value(tmp_path, device):
     names = ("greedy", "truncated", "penalties", "min_tokens", "logprobs", "bias", "bad words", "samples")
     names = names if device is None else tuple(name for name in names if name != "bad words")
+    params = [FEATURES[name] for name in names] + [THINKING, OF_TOKENS] + ([OF_LOGITS] if device is None else [])
     folder = str(write_tiny(tmp_path, "llama"))
-    assert drive(folder, [FEATURES[name] for name in names], device=device, drafts="ngram:2") > 20
+    assert drive(folder, params, device=device, drafts="ngram:2") > 20
 
 
 @pytest.mark.parametrize("device", [None, ReplayDevice(0)], ids=["eager", "captured"])

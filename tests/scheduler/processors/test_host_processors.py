@@ -98,8 +98,10 @@ SHARED = list(range(20, 33))
 @pytest.mark.parametrize(
     "options", [{}, {"num_pages": 20}, {"max_num_batched_tokens": 9}, {"max_num_seqs": 1}], ids=str
 )
-def test_a_watermark_hashes_the_true_tokens(core_of, depth, options):
+def test_a_watermark_hashes_the_true_tokens(core_of, depth, options, monkeypatch):
     """Together, preempted, in chunks and alone; with several samples and shared prefixes."""
+    # a request that sits out steps on a busy machine would leave pages to the others
+    monkeypatch.setattr(RequestProcessors, "timed_edit", timed_as_fast)
     core = core_of(depth, **{"num_pages": 200} | options)
     marked = [
         submit(f"m{i}", SHARED + [i], max_tokens=14, n=1 + i % 2, logits_processors=[watermark]) for i in range(4)
@@ -253,6 +255,10 @@ def test_a_slow_processor_sits_out_steps_and_the_others_run_on(core_of, depth, m
     assert len(background) >= 5
 
 
+def timed_as_fast(self, vocab_size):
+    return self.token_edit(vocab_size), 0.0
+
+
 def timed_as_slow(self, vocab_size):
     return self.token_edit(vocab_size), 100.0
 
@@ -294,6 +300,27 @@ def test_an_adapter_chooses_its_requests(core_of, depth):
         core.submit(submit("x", [3, 4], extra_args={"level": 4}))
     found = run(core)
     assert found["m", 0][0] == alone(marked) and found["p", 0][:2] == tokens_alone(plain, 0)
+    assert core.constraints.num_live == 0
+
+
+class Second(AdapterLogitsProcessor):
+    """For the second sample of a prompt only."""
+
+    needs = "tokens"
+    number = 0
+
+    def new_req_logits_processor(self, params):
+        self.number += 1
+        return watermark if self.number == 2 else None
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_adapter_chooses_samples_of_one_prompt(core_of, depth):
+    core = core_of(depth, engine=[Second(None, None, False)])
+    message = submit("m", [3, 4], max_tokens=9, n=2)
+    core.submit(message)
+    found = run(core)
+    assert found["m", 0][:2] == tokens_alone(message, 0) and found["m", 1][0] == alone(message, 1)
     assert core.constraints.num_live == 0
 
 
@@ -437,7 +464,7 @@ def operations(num_output, rows=128):
 
 
 def test_a_step_costs_the_same_after_any_number_of_tokens(monkeypatch):
-    monkeypatch.setattr(RequestProcessors, "timed_edit", lambda self, vocab_size: (self.token_edit(vocab_size), 0.0))
+    monkeypatch.setattr(RequestProcessors, "timed_edit", timed_as_fast)
     early, late = operations(64), operations(60_000)
     assert early == late
     assert early[1] <= 2 * 128
@@ -452,7 +479,8 @@ def test_the_count_of_operations_sees_a_copy(monkeypatch):
 def test_an_engine_without_requests_of_its_own_opens_nothing():
     processors = HostProcessors(VOCAB)
     request = Request("r", [1], SamplingParams(), max_length=9)
-    assert not processors.open([request]) and request.processors is None
+    processors.open([request])
+    assert request.processors is None
     processors.plan([request])
     assert not processors.drawing
     none = Late(np.zeros(0, np.int32), np.zeros((0, 4), np.int32))

@@ -75,13 +75,11 @@ class Constraints:
     def enter(self, requests: Sequence[Request]) -> WaitFor:
         """Take a new request: give its samples their processors, and start to compile its grammar. Returns what it
         must wait for; raises if a processor refuses it or its grammar is known to be wrong."""
-        is_constrained = self.processors.open(requests)
+        self.processors.open(requests)
         waits_for = WaitFor.NOTHING
         if requests[0].params.structured_outputs is not None:
-            is_constrained = True
             waits_for = self._compile(requests)
-        if is_constrained:
-            self.num_live += len(requests)
+        self.num_live += sum(request.is_constrained for request in requests)
         return waits_for
 
     def _compile(self, requests: Sequence[Request]) -> WaitFor:

@@ -52,16 +52,15 @@ class HostProcessors:
 
     # Submitting
 
-    def open(self, requests: Sequence[Request]) -> bool:
-        """Give each sample of a new request its processors. Returns whether it has any; raises if one refuses it."""
+    def open(self, requests: Sequence[Request]) -> None:
+        """Give each sample of a new request its processors, which may have none; raises if one refuses it."""
         params = requests[0].params
         if not self._engine and not params.logits_processors:
-            return False
+            return
         for request in requests:
             own = self._open_one(request, params)
             if own:
                 request.processors = own
-        return requests[0].processors is not None
 
     def _open_one(self, request: Request, params: SamplingParams) -> RequestProcessors:
         own = RequestProcessors(request.tokens[: request.num_prompt])

@@ -116,6 +116,14 @@ def test_a_gpus_cache_is_sized_once_more_when_the_rest_was_measured():
             fit_cache(config, room)
 
 
+def test_the_token_ids_that_drafts_are_found_in_fit_beside_the_cache():
+    config = settle(GPU, max_model_len=64, max_num_seqs=4, drafts="ngram")
+    page_size = config.cache.page_size
+    for room in (9 * PAGE_BYTES, 9 * (PAGE_BYTES + 4 * page_size)):
+        cache = fit_cache(config, room).cache
+        assert cache.num_bytes + cache.num_pages * page_size * 4 <= room < (cache.num_pages + 2) * PAGE_BYTES
+
+
 def test_a_cache_that_was_measured_keeps_windows_as_large_as_they_were_planned():
     """All requests of a step together add its tokens to a group with a window, however short each of them is."""
     groups = (*GROUPS, CacheGroup(make_spec(2, 16, window=32), (2, 3)))

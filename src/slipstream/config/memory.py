@@ -7,6 +7,8 @@ eagerly; most steps need a fraction.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from slipstream.cache_spec import ITEMSIZE, STATE_CHUNK
@@ -121,7 +123,7 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
     masks = mask_bytes(rows, info.vocab_size) + bias_bytes(rows) if generates else 0
     tables = rows * (len(cache.groups) * 8 * -(-scheduler.max_model_len // cache.page_size) + 256 + kept)
     if scheduler.drafts is not None:  # token ids of all positions, and drafts of each row
-        tables += max(cache.group_pages) * cache.page_size * 4 + rows * 8 * scheduler.drafts.num_drafts
+        tables += id_bytes(cache.group_pages, cache.page_size) + rows * 8 * scheduler.drafts.num_drafts
     return MemoryPlan(
         weights=weights,
         cache=cache.num_bytes,
@@ -144,6 +146,11 @@ def plan_memory(config: EngineConfig, weights: int) -> MemoryPlan:
         unread=unread_bytes(config),
         graphs=graph_bytes(config, hidden + attention) + WORKSPACE if captures else 0,
     )
+
+
+def id_bytes(group_pages: Sequence[int], page_size: int) -> int:
+    """Bytes of the token ids of all positions, which drafts are found in: those of one group, at most the largest."""
+    return max(group_pages) * page_size * 4
 
 
 def feature_bytes(info: ModelInfo, dtype: str, rows: int) -> int:

@@ -13,7 +13,7 @@ from slipstream.cache_spec import CacheGroup, StateSpec
 from slipstream.config.cache_size import CacheSize
 from slipstream.config.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from slipstream.config.draft_config import read_draft_config
-from slipstream.config.memory import max_kept, max_reported, plan_memory
+from slipstream.config.memory import id_bytes, max_kept, max_reported, plan_memory
 from slipstream.config.model_info import ModelInfo
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.options import Options
@@ -301,7 +301,8 @@ def fewer_rows(config: EngineConfig) -> str:
 
 
 def fit_cache(config: EngineConfig, room: int) -> EngineConfig:
-    """The configuration with a cache of at most `room` bytes, which were measured to be free."""
+    """The configuration with a cache, and token ids for drafts, of at most `room` bytes, which were measured to be
+    free."""
     cache, scheduler = config.cache, config.scheduler
     size = CacheSize(
         cache.groups,
@@ -311,6 +312,9 @@ def fit_cache(config: EngineConfig, room: int) -> EngineConfig:
         cache.prefix_caching,
     )
     num_pages = min(size.enough, size.pages_in(max(room, 0)))
+    if scheduler.drafts is not None:  # fewer pages have fewer ids
+        room -= id_bytes(size.group_pages(num_pages), cache.page_size)
+        num_pages = min(num_pages, size.pages_in(max(room, 0)))
     if size.longest(num_pages) < scheduler.max_model_len:
         need = size.num_bytes(size.least)
         raise NotEnoughMemory(

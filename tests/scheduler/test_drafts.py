@@ -76,6 +76,20 @@ def test_drafts_take_no_pages_from_other_requests() -> None:
     bench.check_tokens(second)
 
 
+@pytest.mark.parametrize("num_drafts", [0, 8])
+def test_drafts_leave_a_page_for_each_request(num_drafts: int) -> None:
+    """Two requests that may become long, end early and have just enough pages until then."""
+    free = bench_with(WRONG, 0)
+    ends = [free.submit([9, token], max_tokens=4)[0] for token in (1, 2)]
+    free.run()
+    bench = bench_with(WRONG, num_drafts, page_size=2, num_pages=1 + 6, max_num_seqs=2, prefix_caching=False)
+    both = [bench.submit([9, token], max_tokens=8, stop=[ends[token - 1].tokens[-1]])[0] for token in (1, 2)]
+    bench.run()
+    assert bench.scheduler.num_preemptions == 0
+    for request in both:
+        bench.check_tokens(request)
+
+
 def test_every_row_gets_a_token_before_any_gets_drafts() -> None:
     bench = bench_with(RIGHT, 4, max_num_batched_tokens=6)
     for token in range(4):

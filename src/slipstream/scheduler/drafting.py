@@ -21,22 +21,28 @@ class DraftPlanner:
         # the buffers of the device are sized for it; without a drafter only tests plan drafts
         self._max_step_drafts = None if config.drafts is None else config.max_step_drafts
         self._left = 0  # drafts that the present plan may still have
+        self._depth = config.depth
+        self._keep_free = 0  # pages that drafts leave: every row may need one in each step before the next commit
         self.counts = DraftCounts(self)
 
     def begin_plan(self, num_rows: int) -> int:
         """Start a plan in which about `num_rows` rows decode. Returns the maximum number of drafts per row."""
         if self.length is not None:
             self.num_drafts, self.num_proposed = self.length.choose(num_rows)
+        self._keep_free = num_rows * (self._depth + 1)
         self._left = 2**30 if self._max_step_drafts is None else self._max_step_drafts
         return self.num_drafts
 
     def num_positions(self, request: Request, room: int, builder: PlanBuilder) -> int:
-        """Number of positions of a decode row: one, and drafts, of which there is `room` for so many tokens. No request
-        is preempted for drafts."""
+        """Number of positions of a decode row: one, and drafts, of which there is `room` for so many tokens. Drafts
+        take only pages that no row needs soon, so that no request is preempted for them."""
         if not has_drafts(request):
             return 1
         num = min(self.num_drafts, self._left, room)
         last = min(request.computed + 1 + num, request.last_computed)
+        if last > request.capacity:
+            spare = max(0, self._cache.num_free - self._keep_free)
+            last = min(last, request.capacity + spare * self._cache.page_size)
         if last > request.capacity and (changed := self._cache.reserve(request, last)) is not None:
             builder.change_pages(request.row, changed)
             request.set_decode_limit()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,22 @@ def test_wrong_parameters_are_named(given, param):
 def test_a_search_that_leaves_the_context_is_refused():
     with pytest.raises(PromptTooLong, match="lower max_tokens"):
         BeamSearch([0] * 60, BeamSearchParams(beam_width=1, max_tokens=5), MODEL)
+
+
+def test_a_step_copies_the_tokens_of_its_beams_only():
+    """Not those of all candidates, of which each beam has twice the width."""
+    width, size = 32, 2000
+    model = facts(Path(), vocab_size=64, max_model_len=size + 9)
+    beams = BeamSearch([0] * size, BeamSearchParams(beam_width=width, max_tokens=3), model)
+    entries = {token: Logprob(-float(token)) for token in range(2 * width)}
+    beams.take([entries])
+    tracemalloc.start()
+    try:
+        beams.take([entries] * width)
+        assert tracemalloc.get_traced_memory()[1] < 2 * width * size * 8
+    finally:
+        tracemalloc.stop()
+    assert [beam.tokens[size:] for beam in beams.beams][:3] == [[0, 0], [0, 1], [1, 0]]
 
 
 def test_transformers_finds_the_same(tmp_path):

@@ -99,6 +99,8 @@ def image(kind):
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config"),
         ({"stop_sequences": ["x" * 2000]}, "stop_sequences"),
+        ({"thinking": {"type": "between_tools"}}, "thinking is {'type': 'between_tools'}"),
+        ({"thinking": {"type": "disabled", "budget_tokens": 2000}}, "thinking.budget_tokens needs type enabled"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(folder, body, words):

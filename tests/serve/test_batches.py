@@ -281,6 +281,21 @@ def test_the_results_of_one_batch_are_bounded(folder, tmp_path, monkeypatch):
     asyncio.run(main())
 
 
+def test_contents_in_memory_are_bounded(folder, tmp_path):
+    async def main():
+        async with batch_server(folder, tmp_path, runs=False, max_bodies_bytes=1000) as door:
+            service, data = door.state.batches, "x" * 1_500_000
+            id = (await upload(door, data)).json()["id"]  # above the limit, and alone
+            got = await door.get(f"/v1/files/{id}/content", **KEY)
+            assert got.body == data.encode() and got.headers["content-length"] == "1500000" and not service.num_held
+            with service.holding(1):
+                for refused in (await door.get(f"/v1/files/{id}/content", **KEY), await upload(door, data)):
+                    assert refused.status == 429 and "retry-after" in refused.headers
+            assert (await upload(door, data)).status == 200 and not service.num_held
+
+    asyncio.run(main())
+
+
 def test_a_full_disk_is_an_error_by_name(folder, tmp_path):
     async def main():
         async with batch_server(folder, tmp_path, runs=False) as door:

@@ -75,6 +75,7 @@ def test_the_cohere_client(folder):
         ({"citation_options": {"mode": "FAST"}}, "citation_options"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"thinking": {"type": "enabled"}}, "thinking"),
+        ({"thinking": {"type": "disabled", "token_budget": 9}}, "thinking.token_budget needs type enabled"),
         ({"strict_tools": True}, "strict_tools needs tools"),
         ({"k": -5}, "k"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),

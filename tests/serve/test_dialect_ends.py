@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from serve.asgi import at_door
+from serve.asgi import at_door, check_error
 from serve.dialects import with_server
 from serve.samples import MESSAGES
 
@@ -39,6 +41,27 @@ def test_a_closed_connection_ends_generation(folder, path):
             await door.core.until(lambda place=place: len(door.core.aborts) > place)
 
     at_door(folder, scenario, answers=False)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_model_without_tokenizer_refuses_texts_by_name(path):
+    async def scenario(door):
+        for more in ({}, {"raw": True}) if path == "/api/generate" else ({},):
+            refused = await door.post(path, {**ROUTES[path], **more})
+            assert refused.status == 400 and "--skip-tokenizer-init" in refused.said, refused.body
+
+    at_door(Path(), scenario, model={"tokenizer": None})
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_a_wrong_method_has_an_error_in_the_format_of_the_api(folder, path):
+    async def scenario(door):
+        refused = await door.begin("GET", path).end()
+        route = door.app.find_route("POST", path)
+        assert refused.status == 405
+        check_error(refused, route)
+
+    at_door(folder, scenario)
 
 
 DEEP = '{"a": ' + "[" * 1200 + "]" * 1200 + "}"

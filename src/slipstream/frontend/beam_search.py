@@ -7,7 +7,9 @@ vLLM's names and rules: every end token among the likeliest tokens of a beam com
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 import msgspec
 
@@ -83,20 +85,21 @@ class BeamSearch:
     def take(self, likeliest: Sequence[Mapping[int, Logprob]]) -> None:
         """Extends the beams. `likeliest`: the likeliest next tokens of each beam."""
         self._num_steps += 1
-        grown = []
+        grown: list[tuple[float, BeamSearchSequence, int]] = []  # candidates, without their lists of tokens
         for beam, entries in zip(self.beams, likeliest, strict=True):
             for token, entry in entries.items():
                 logprob = beam.cum_logprob + entry.logprob
-                is_end = token in self._ends
-                tokens = beam.tokens if is_end and not self.params.include_stop_str_in_output else [*beam.tokens, token]
-                new = BeamSearchSequence(tokens, logprob, num_generated=beam.num_generated + 1)
-                if is_end:
-                    new.finish_reason = "stop"
-                    self._complete.append(new)
+                if token in self._ends:
+                    tokens = [*beam.tokens, token] if self.params.include_stop_str_in_output else beam.tokens
+                    ended = BeamSearchSequence(tokens, logprob, None, "stop", beam.num_generated + 1)
+                    self._complete.append(ended)
                 else:
-                    grown.append(new)
-        grown.sort(key=lambda beam: beam.cum_logprob, reverse=True)  # all have one length
-        self.beams = grown[: self.params.beam_width]
+                    grown.append((logprob, beam, token))
+        best = heapq.nlargest(self.params.beam_width, grown, key=itemgetter(0))  # all have one length
+        self.beams = [
+            BeamSearchSequence([*beam.tokens, token], logprob, num_generated=beam.num_generated + 1)
+            for logprob, beam, token in best
+        ]
         self._complete = self._best(self._complete)
         if self._num_steps == self.params.max_tokens or not self.beams:
             for beam in self.beams:

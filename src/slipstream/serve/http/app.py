@@ -157,7 +157,9 @@ class App:
         if found is not None:
             route = found.get("GET" if method == "HEAD" else method)
             if route is None:
-                raise HTTPException(405, f"{path} takes {' or '.join(found)}, not {method}")
+                error = HTTPException(405, f"{path} takes {' or '.join(found)}, not {method}")
+                convert = next(iter(found.values())).convert_error
+                raise error if convert is None else convert(error)
             return route, {}
         for pattern, route in self._patterns:
             if (match := pattern.fullmatch(path)) and route.method == ("GET" if method == "HEAD" else method):

@@ -44,6 +44,7 @@ class StreamingResponse(msgspec.Struct, frozen=True):
 
     body_iterator: AsyncIterator[bytes]
     format: StreamFormat = EVENTS
+    headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
 def json_response(value: Any, status_code: int = 200) -> Response:

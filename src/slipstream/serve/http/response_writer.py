@@ -26,6 +26,7 @@ class ResponseWriter:
         self._id = (b"x-request-id", request_id.encode())
         self._started = False
         self._format = EVENTS
+        self._headers: tuple[tuple[bytes, bytes], ...] = ()
         self._keep_alive = keep_alive
         self._wrote = False  # since the timer last fired
         self._timer: asyncio.TimerHandle | None = None
@@ -36,7 +37,7 @@ class ResponseWriter:
             await self._write_complete(response.status_code, response.media_type, response.body, list(response.headers))
             return response.status_code
         parts, send = response.body_iterator, self._send
-        self._format = response.format
+        self._format, self._headers = response.format, response.headers
         if self._keep_alive and self._format.keep_alive is not None:
             self._set_timer()
         try:
@@ -60,7 +61,7 @@ class ResponseWriter:
 
     async def _start_events(self) -> None:
         self._started = True
-        headers = [(b"content-type", self._format.media_type), *_STREAM_HEADERS, self._id]
+        headers = [(b"content-type", self._format.media_type), *_STREAM_HEADERS, self._id, *self._headers]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def _write_complete(self, status: int, kind: bytes, body: bytes, more: list[tuple[bytes, bytes]]) -> None:

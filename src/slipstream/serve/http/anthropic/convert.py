@@ -184,7 +184,7 @@ def _tool_choice(given: dict[str, Any] | None) -> tuple[Any, bool | None]:
     return choice, False if given.get("disable_parallel_tool_use") else None
 
 
-_THINKING = ("enabled", "disabled", "adaptive", "between_tools")
+_THINKING = ("enabled", "disabled", "adaptive")
 
 
 def _thinking(served: ServedModel, given: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -196,6 +196,8 @@ def _thinking(served: ServedModel, given: dict[str, Any] | None) -> tuple[dict[s
         raise bad_request(f"thinking is {given!r:.100}; give type enabled, disabled or adaptive", "thinking")
     if given.get("display") not in (None, "summarized"):
         raise bad_request("thinking.display is not supported: thinking is returned whole; remove it", "thinking")
+    if budget is not None and kind != "enabled":
+        raise bad_request(f"thinking.budget_tokens needs type enabled, and it is {kind}; remove one", "thinking")
     return think_variables(served, kind != "disabled", "thinking"), thinking_budget(budget, "thinking")
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Annotated, Any
 
 import msgspec
 
 from slipstream.serve.http.batch.access import service_of
 from slipstream.serve.http.batch.objects import FileDeleted, FileList, FileObject
+from slipstream.serve.http.batch.service import BatchService
 from slipstream.serve.http.batch.store import KEEP_SECONDS
 from slipstream.serve.http.errors import HTTPException, bad_request
 from slipstream.serve.http.multipart import FormPart
 from slipstream.serve.http.query import limit_of, newest_first, query_of
 from slipstream.serve.http.request import Request
-from slipstream.serve.http.response import Response, json_response
+from slipstream.serve.http.response import Response, StreamFormat, StreamingResponse, json_response
 from slipstream.serve.http.routes import delete, get, post
 
 _LEAST_SECONDS = 3600
@@ -44,7 +46,8 @@ async def upload_file(request: Request, body: dict[str, FormPart]) -> Response:
         raise bad_request("file is empty; send JSON lines", "file")
     name = (body["file"].filename or "upload.jsonl")[:255]
     kept = keep_seconds(anchor, seconds, "expires_after")
-    return json_response(await service.run(service.store.add_file, owner, name, purpose, data, kept))
+    with service.holding(len(data)):
+        return json_response(await service.run(service.store.add_file, owner, name, purpose, data, kept))
 
 
 def keep_seconds(anchor: str | None, seconds: str | None, name: str) -> int:
@@ -78,12 +81,27 @@ async def show_file(request: Request, body: None) -> Response:
     return json_response(file)
 
 
-async def file_content(request: Request, body: None) -> Response:
+async def file_content(request: Request, body: None) -> StreamingResponse:
     service, owner = service_of(request)
-    data = await service.run(service.store.content, owner, request.path_params["file"])
-    if data is None:
+    file = await service.run(service.store.file, owner, request.path_params["file"])
+    if file is None:
         raise no_file(request.path_params["file"])
-    return Response(data, media_type=b"application/octet-stream", headers=((b"x-content-type-options", b"nosniff"),))
+    length = (b"content-length", str(file.bytes).encode())
+    return StreamingResponse(_pieces(service, owner, file), _OCTETS, (length, (b"x-content-type-options", b"nosniff")))
+
+
+_OCTETS = StreamFormat(b"application/octet-stream", None, lambda error: b"")
+_PIECE_BYTES = 2**20
+
+
+async def _pieces(service: BatchService, owner: str, file: FileObject) -> AsyncIterator[bytes]:
+    """The content, which counts as held until the last piece is sent."""
+    with service.holding(file.bytes):
+        data = await service.run(service.store.content, owner, file.id)
+        if data is None:
+            raise no_file(file.id)
+        for start in range(0, len(data), _PIECE_BYTES):
+            yield data[start : start + _PIECE_BYTES]
 
 
 async def delete_file(request: Request, body: None) -> Response:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
 from slipstream.serve.http.batch.store import BatchStore
+from slipstream.serve.http.errors import HTTPException
 from slipstream.serve.http.settings import ServerSettings
 
 P = ParamSpec("P")
@@ -20,10 +22,25 @@ class BatchService:
         self.store = BatchStore(settings.batch_dir, settings.max_store_bytes)
         self.changed = asyncio.Event()  # a batch was created or cancelled
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="slipstream-batches")
+        self._max_held = settings.max_bodies_bytes
+        self.num_held = 0  # bytes of files that are being stored or sent
 
     async def run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls a method of the store."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*args, **kwargs))
+
+    @contextmanager
+    def holding(self, num_bytes: int) -> Iterator[None]:
+        """Around the use of a file's content in memory. Raises where the contents together are over the limit; one
+        above the limit is accepted while there is no other."""
+        if self.num_held and self.num_held + num_bytes > self._max_held:
+            fact = f"files with {self.num_held} bytes are being stored or sent, the limit is {self._max_held}"
+            raise HTTPException(429, f"{fact}; try again soon", retry_after=1, code="files_busy")
+        self.num_held += num_bytes
+        try:
+            yield
+        finally:
+            self.num_held -= num_bytes
 
     def close(self) -> None:
         self._thread.shutdown()

@@ -108,6 +108,8 @@ def _thinking(served: ServedModel, given: dict[str, Any] | None) -> tuple[dict[s
         return {}, {}
     if given.get("type") not in ("enabled", "disabled") or given.keys() - {"type", "token_budget"}:
         raise bad_request(f"thinking is {given!r:.100}; give type enabled or disabled", "thinking")
+    if given["type"] == "disabled" and given.get("token_budget") is not None:
+        raise bad_request("thinking.token_budget needs type enabled, and it is disabled; remove one", "thinking")
     variables = think_variables(served, given["type"] == "enabled", "thinking")
     return variables, thinking_budget(given.get("token_budget"), "thinking")
 

@@ -120,7 +120,7 @@ async def create_generate(request: Request, body: OllamaGenerateRequest) -> Resp
     system = [] if not body.system else [{"role": "system", "content": body.system}]
     template = None if served.tokenizer is None else served.tokenizer.chat_template()
     how: dict[str, Any] = dict(model=served, params=params, max_tokens=limit)
-    if body.raw or template is None:
+    if served.tokenizer is not None and (body.raw or template is None):  # without a tokenizer rendering raises
         for name in ("system", "think"):
             if getattr(body, name):
                 raise bad_request(f"{name} needs the chat template; remove it, or raw", name)

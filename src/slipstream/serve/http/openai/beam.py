@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from functools import partial
 
@@ -85,6 +86,7 @@ async def _search(
                 assert state.samples[0].logprobs is not None, "the step asks for logprobs"
                 likeliest.append(state.samples[0].logprobs[0])
             search.take(likeliest)
+            await asyncio.sleep(0)  # with many beams a step takes milliseconds: other requests come first
         inputs = [beam.tokens for search in searches for beam in search.beams]
     return searches
 

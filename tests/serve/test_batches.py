@@ -129,6 +129,25 @@ def test_a_file_that_cannot_be_run_fails_the_batch_with_its_lines(folder, tmp_pa
     asyncio.run(main())
 
 
+def test_the_runner_ends_when_it_is_cancelled_as_a_batch_ends(folder, tmp_path):
+    """The end of a batch wakes the runner. A cancellation in the same turn of the event loop must not be lost."""
+
+    async def main():
+        async with batch_server(folder, tmp_path, runs=False) as door:
+            runner = BatchRunner(door.app, door.state.batches)
+            for _ in range(3):
+                task = asyncio.ensure_future(runner.run())
+                await asyncio.sleep(0.05)  # it waits for a change
+                door.state.batches.changed.set()
+                await asyncio.sleep(0)  # the event's waiter is done, the runner has not run yet
+                task.cancel()
+                done, _ = await asyncio.wait([task], timeout=10)
+                task.cancel()
+                assert done, "the cancellation was lost"
+
+    asyncio.run(main())
+
+
 def test_cancelling_keeps_the_results_so_far_and_aborts_the_rest(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(runner_module, "_POLL_SECONDS", 0.01)
 

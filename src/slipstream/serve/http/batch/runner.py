@@ -7,6 +7,7 @@ another front end, or the next start of the server, continues: lines with a stor
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import logging
 import re
@@ -56,10 +57,10 @@ class BatchRunner:
                     self.service.changed.clear()
                     if not self.app.state.draining and self.app.state.engine.failure is None:
                         await self._start_batches()
-                    try:
-                        await asyncio.wait_for(self.service.changed.wait(), _POLL_SECONDS)
-                    except TimeoutError:
-                        pass
+                    # not wait_for: Python 3.11's loses a cancellation that comes together with the change
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_POLL_SECONDS):
+                            await self.service.changed.wait()
             finally:
                 await self.stop()
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from scripted_core import facts
 from slipstream.config.reasoning_config import ReasoningConfig
 from slipstream.errors import InvalidOption, InvalidParams
+from slipstream.frontend.inputs import InputProcessor
 from slipstream.frontend.thinking_markers import ThinkingMarkers
 from slipstream.params import SamplingParams
 from slipstream.text.tokenizer import Tokenizer
-from tiny_tokenizer import write_byte_tokenizer
+from tiny_tokenizer import byte_tokenizer, write_byte_tokenizer
 
 BUDGET = SamplingParams(thinking_token_budget=5)
 
@@ -64,3 +66,18 @@ def test_a_structure_must_leave_room_for_the_reasoning_that_the_prompt_begins(to
     with pytest.raises(InvalidParams, match="no reasoning that thinking_token_budget could end"):
         markers.of(opened, at_once)
     assert markers.of(opened, after).is_open and not markers.of([5], at_once).is_open
+
+
+def test_a_marker_that_the_model_has_no_token_for_is_refused():
+    """Some tokenizers have more tokens than the model; the device could not write such a token."""
+    config = ReasoningConfig("<a>", "</a>")
+    given = Tokenizer(byte_tokenizer())
+    (end,) = ids(given, "</a>")
+    known = dict(max_model_len=64, reasoning_config=config)
+    assert (
+        InputProcessor(facts("nowhere", vocab_size=max(end) + 1, **known), given).submit("r", [5], BUDGET)[0].thinking
+    )
+    inputs = InputProcessor(facts("nowhere", vocab_size=max(end), **known), given)
+    with pytest.raises(InvalidParams, match=f"would write token id {max(end)}; .* reasoning_end_str"):
+        inputs.submit("r", [5], BUDGET)
+    assert inputs.submit("r", [5], SamplingParams())[0].thinking is None

@@ -14,7 +14,7 @@ import numpy as np
 
 from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import BadTokenizer, InvalidParams, InvalidPrompt, PromptTooLong
-from slipstream.frontend.thinking_markers import ThinkingMarkers
+from slipstream.frontend.thinking_markers import ThinkingMarkers, check_forced
 from slipstream.messages import Submit
 from slipstream.params import MAX_BAD_WORD, MAX_BAD_WORDS, SamplingParams
 from slipstream.text.chat import render_chat
@@ -141,7 +141,10 @@ class InputProcessor:
                 f"{self.description.known_ids}, remove it"
             )
         self._check_num_logprobs(params, len(ids))
-        thinking = None if params.thinking_token_budget is None else self._thinking().of(ids, params)
+        thinking = None
+        if params.thinking_token_budget is not None:
+            thinking = self._thinking().of(ids, params)
+            check_forced(thinking, self.description)
         return msgspec.structs.replace(message, prompt_token_ids=ids, thinking=thinking)
 
     def _thinking(self) -> ThinkingMarkers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slipstream.config.reasoning_config import ReasoningConfig
+from slipstream.engine.model_description import ModelDescription
 from slipstream.errors import InvalidOption, InvalidParams
 from slipstream.params import SamplingParams
 from slipstream.parsers.families import NO_PARSER, detect_reasoning, reasoning_format
@@ -62,3 +63,13 @@ class ThinkingMarkers:
                 f"{limit} in all"
             )
         return ids
+
+
+def check_forced(thinking: Thinking, description: ModelDescription) -> None:
+    """Raises if the device cannot write the end of the reasoning: a tokenizer may have more tokens than the model."""
+    if (token := max(thinking.forced)) >= description.vocab_size:
+        raise InvalidParams(
+            f"thinking_token_budget would write token id {token}; {description.known_ids}, set another "
+            "reasoning_end_str in reasoning_config",
+            param="thinking_token_budget",
+        )

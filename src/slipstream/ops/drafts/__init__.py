@@ -2,7 +2,7 @@
 
 from slipstream.ops.dispatch import by_device
 from slipstream.ops.drafts import reference
-from slipstream.ops.drafts.reference import Accepted, DrawnTokens, MatchRule, RowHistory, earlier_drafts
+from slipstream.ops.drafts.reference import Accepted, DrawnTokens, MatchRule, RowHistory, earlier_drafts, last_kept
 
 _KERNELS = "slipstream.ops.drafts.triton"
 
@@ -16,5 +16,6 @@ __all__ = [
     "RowHistory",
     "accept_",
     "earlier_drafts",
+    "last_kept",
     "propose_from_history_",
 ]

@@ -44,8 +44,7 @@ def accept_(
     first = torch.arange(len(rows), device=rows.device) - offsets
     so_far = so_far - (so_far - ends).index_select(0, first)
     kept = so_far == 0
-    has_next = torch.cat([offsets[1:], offsets[:1] * 0]) > 0
-    last = kept & ~(has_next & kept.roll(-1))
+    last = last_kept(kept, offsets)
     reached_failed = failed & equal & (so_far == ends)
     # Other places write to the padding row: its token is arbitrary, its length stays 0. Places of padding may have the
     # position of another row.
@@ -54,6 +53,12 @@ def accept_(
     next_tokens[:, 0].index_copy_(0, target, tokens)
     computed.index_copy_(0, target, positions * (target != padding))
     return Accepted(kept, reached_failed)
+
+
+def last_kept(kept: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """[S] bool: the last accepted place of each row."""
+    has_next = torch.cat([offsets[1:], offsets[:1] * 0]) > 0
+    return kept & ~(has_next & kept.roll(-1))
 
 
 def earlier_drafts(next_tokens: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

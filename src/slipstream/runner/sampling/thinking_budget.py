@@ -14,6 +14,7 @@ import torch
 
 from slipstream.config.memory import mask_words
 from slipstream.device.device import Device
+from slipstream.ops.drafts import last_kept
 from slipstream.ops.sample import mask_bits_
 from slipstream.runner.batch.staging import StagedTensor, Upload
 from slipstream.runner.sampling.stage import ByRow, SampleBatch, Stage, StageWork
@@ -160,10 +161,8 @@ class ThinkingBudget(Stage):
             assert tables is not None
             after = tables.advance(*before.pop(), tokens)
             if kept is not None and batch.offsets is not None:
-                # the last accepted place of each row; the others write to the padding row
-                has_next = torch.cat([batch.offsets[1:], batch.offsets[:1] * 0]) > 0
-                is_last = kept & ~(has_next & kept.roll(-1))
-                target = torch.where(is_last, target, len(staged[0]) - 1)
+                # other places than the last accepted one of each row write to the padding row
+                target = torch.where(last_kept(kept, batch.offsets), target, len(staged[0]) - 1)
             for own, value in zip(staged, after, strict=False):
                 own.index_copy_(0, target, value)
 

@@ -150,6 +150,18 @@ def test_arguments_that_are_no_object_are_not_lost(folder):
     with_server(folder, scenario)
 
 
+def test_ids_of_earlier_calls_are_those_that_every_template_takes(folder):
+    """Mistral's templates raise for ids of other than 9 letters and digits."""
+
+    async def scenario(door, url):
+        call = {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}
+        messages = [*MESSAGES, call, {"role": "tool", "content": "Rain"}]
+        assert (await door.post("/api/chat", {"model": "tiny", "messages": messages})).status == 200
+        assert '"id": "000000001"' in door.core.prompts[-1]
+
+    with_server(folder, scenario)
+
+
 def test_a_disconnect_ends_a_stream(folder):
     async def scenario(door):
         stream = door.begin("POST", "/api/chat", {"model": "tiny", "messages": MESSAGES})

@@ -9,6 +9,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from slipstream.errors import InvalidPrompt
 from slipstream.text.chat import known_roles, render_chat
+from slipstream.text.chat_fields import check_tool_calls
 from tiny_tokenizer import CHATML
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
@@ -89,6 +90,8 @@ def test_arguments_that_are_no_json_reach_the_template_as_they_are() -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": "{broken"}}
     text = render(IN_TAGS, [{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert '<call>{"name": "f", "arguments": "{broken"}</call>' in text
+    deep = "[" * 200_000  # deeper than a decoder can go
+    assert check_tool_calls([{"function": {"name": "f", "arguments": deep}}], 0)[0]["function"]["arguments"] == deep
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str
             calls = []
             for call in _calls(message.get("tool_calls") or [], name):
                 num_calls += 1
-                calls.append((f"call_{num_calls:09d}", *call))
+                calls.append((f"{num_calls:09d}", *call))  # 9 characters, which Mistral's templates demand
             last_calls = [(id, called) for id, called, _ in calls]
             messages.append(assistant_message(served, text, message.get("thinking") or "", calls))
         elif message.get("role") == "tool":

@@ -51,8 +51,9 @@ def check_buffers(llm, memory):
     assert sum(storage.nbytes() for storage in stored.values()) == memory.cache
     assert num_bytes([runner.ring.arena]) == memory.staging
     assert num_bytes(slot.tensor for slot in runner.ring.buffers) == memory.staging_host
-    assert num_bytes([runner.masks.ring.arena]) == memory.masks
-    assert num_bytes(slot.tensor for slot in runner.masks.ring.buffers) == memory.masks_host
+    late = [stage.ring for stage in runner.sampler.stages if hasattr(stage, "ring")]  # masks and biases
+    assert len(late) == 2 and num_bytes(ring.arena for ring in late) == memory.masks
+    assert num_bytes(slot.tensor for ring in late for slot in ring.buffers) == memory.masks_host
     assert num_bytes(slot.on_device for slot in runner.heads[0].results.buffers) == memory.results
     assert num_bytes(slot.host_tensor for slot in runner.heads[0].results.buffers) == memory.results_host
     tables = next(state.tables for state in runner.row_states if hasattr(state, "tables"))

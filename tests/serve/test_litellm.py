@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from child import child_env
 from serve.dialects import CALL, with_server
 
 _CHILD = """
@@ -41,7 +42,8 @@ def test_litellm(folder):
 
     async def scenario(door, url):
         door.core.texts = ["Well.", "Well.", CALL] * 3
-        env = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True", "PYTHONPATH": ""}  # it would fetch prices
+        # it would fetch prices; it may be another interpreter, which must not see the packages of this one
+        env = child_env(LITELLM_LOCAL_MODEL_COST_MAP="True", PYTHONPATH="")
         child = await asyncio.create_subprocess_exec(
             python, "-c", _CHILD, url, env=env, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )

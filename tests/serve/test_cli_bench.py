@@ -222,14 +222,16 @@ def test_steps_show_the_hosts_part(model, capsys):
     assert facts["shapes"]["given"]["device"]["host"] > 0
 
 
-def test_startup_of_a_model_that_only_pools_ends_with_its_first_vector(tmp_path, capsys):
+def test_startup_of_a_model_that_only_pools_ends_with_its_first_vector(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_NATIVE", "0")
     model = ["--model", str(write_tiny_encoder(tmp_path, "bert", "Model")), "--num-threads", "1"]
     lines = bench(capsys, model, "startup").splitlines()
     assert lines[0].split() == ["seconds", "import", "start", "1", "result", "total"]
     assert [line.split()[0] for line in lines[1:]] == ["cold", "warm"]
 
 
-def test_startup_is_measured_in_new_processes(model, capsys):
+def test_startup_is_measured_in_new_processes(model, capsys, monkeypatch):
+    monkeypatch.setenv("SLIPSTREAM_NATIVE", "0")  # compiling the C kernels takes most of a cold start
     facts = json.loads(bench(capsys, model, "startup --json"))
     cold, warm = facts["starts"]
     assert cold["answer"] == warm["answer"] == "2 tokens"

@@ -1,7 +1,9 @@
 """Names: a public class name is used once in the package, and words of the former private vocabulary do not return."""
 
 import ast
+import io
 import re
+import tokenize
 from collections import defaultdict
 from pathlib import Path
 
@@ -66,3 +68,36 @@ def test_banned_words_are_found_in_names_and_comments(tmp_path):
     (tmp_path / "one.py").write_text("_way_out = 1\n# Nobody waits\nwaits_for = 'the one whom'  # told\n")
     (tmp_path / "two.c").write_text("// the row that stands for padding\nint meetsy;\n")
     assert [line.split(": ")[0] for line in banned_words(tmp_path)] == ["one.py:1", "one.py:2", "two.c:1"]
+
+
+# Names that had several meanings, as whole words of an identifier, with the words to use instead.
+AMBIGUOUS = {
+    "place": "index, offset, column, path, or draw (a token that a step samples)",
+    "places": "indices, offsets, or draws",
+}
+FIELD_TERMS = {"in_place", "In_Place"}  # these contain such a word
+
+
+def ambiguous_names(src: Path) -> list[str]:
+    """Identifiers of Python files that contain an ambiguous word."""
+    found = set()
+    for file in sorted(src.rglob("*.py")):
+        for token in tokenize.generate_tokens(io.StringIO(file.read_text(encoding="utf-8")).readline):
+            name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", token.string)  # the words of CamelCase too
+            for term in FIELD_TERMS:
+                name = name.replace(term, "")
+            if token.type == tokenize.NAME and (words := AMBIGUOUS.keys() & set(name.lower().split("_"))):
+                found.add(
+                    f"{file.relative_to(src).as_posix()}:{token.start[0]}: {token.string}: use {AMBIGUOUS[min(words)]}"
+                )
+    return sorted(found)
+
+
+def test_no_name_has_a_word_with_several_meanings():
+    assert ambiguous_names(SRC) == []
+
+
+def test_ambiguous_words_are_found_in_identifiers_only(tmp_path):
+    (tmp_path / "one.py").write_text("last_places = 1  # in one place\nattend_in_place = 2\nclass _InPlace: ...\n")
+    (tmp_path / "two.py").write_text("class WorkPlace: ...\n'place'\nreplace = 3\n")
+    assert [line.split(": ")[1] for line in ambiguous_names(tmp_path)] == ["last_places", "WorkPlace"]

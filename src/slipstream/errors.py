@@ -26,9 +26,9 @@ from __future__ import annotations
 class SlipstreamError(Exception):
     """Base class of all exceptions that Slipstream raises on purpose."""
 
-    def of_prompt(self, place: int, total: int) -> SlipstreamError:
+    def of_prompt(self, index: int, total: int) -> SlipstreamError:
         """The same error, with the number of the prompt it is about in its message."""
-        return self if total == 1 else type(self)(f"prompt {place + 1} of {total}: {self}")
+        return self if total == 1 else type(self)(f"prompt {index + 1} of {total}: {self}")
 
 
 class UserError(SlipstreamError, ValueError):
@@ -38,8 +38,8 @@ class UserError(SlipstreamError, ValueError):
         super().__init__(message)
         self.param = param
 
-    def of_prompt(self, place: int, total: int) -> SlipstreamError:
-        return self if total == 1 else type(self)(f"prompt {place + 1} of {total}: {self}", param=self.param)
+    def of_prompt(self, index: int, total: int) -> SlipstreamError:
+        return self if total == 1 else type(self)(f"prompt {index + 1} of {total}: {self}", param=self.param)
 
 
 class InvalidParams(UserError):
@@ -89,7 +89,7 @@ class NotEnoughMemory(SlipstreamError):
 class QueueFull(SlipstreamError):
     """Too many requests are waiting; retry later."""
 
-    def of_prompt(self, place: int, total: int) -> SlipstreamError:
+    def of_prompt(self, index: int, total: int) -> SlipstreamError:
         """Unchanged: the error is about all prompts."""
         return self
 

@@ -46,8 +46,8 @@ class ThinkingAutomaton:
             for token, column in self._columns.items():
                 found, _ = _advance((*prefix, token), outside, thinking.start)
                 self.next[state, column] = self.first_inside if found is None else outside.index(found)
-        for place, prefix in enumerate(inside):
-            state = self.first_inside + place
+        for index, prefix in enumerate(inside):
+            state = self.first_inside + index
             self.is_inside[state] = True
             self.next[state, -1], self.delta[state] = self.first_inside, 1
             for token, column in self._columns.items():
@@ -66,20 +66,20 @@ class ThinkingAutomaton:
         """State and number of reasoning tokens after these tokens, as the device computes them."""
         own: NDArray[Any] = np.fromiter(tokens, np.int64)
         stops = np.flatnonzero(np.isin(own, self.tokens)).tolist()
-        place = 0
+        index = 0
         for stop in (*stops, len(own)):
-            while place <= stop and place < len(own):
-                token, is_inside = int(own[place]), bool(self.is_inside[state])
+            while index <= stop and index < len(own):
+                token, is_inside = int(own[index]), bool(self.is_inside[state])
                 is_forced = self.is_forcing[state] or (is_inside and count >= budget)
                 if is_forced and token == self.forced[state]:
-                    state, place = int(self.next_forced[state]), place + 1
-                elif is_forced or place == stop:
+                    state, index = int(self.next_forced[state]), index + 1
+                elif is_forced or index == stop:
                     column = self._columns.get(token, -1)
                     state, count = int(self.next[state, column]), count + int(self.delta[state, column])
-                    place += 1
+                    index += 1
                 else:  # tokens of no marker, up to the next marker token or the end of the budget
-                    num = min(stop - place, budget - count) if is_inside else stop - place
-                    state, count, place = int(self.next[state, -1]), count + num * is_inside, place + num
+                    num = min(stop - index, budget - count) if is_inside else stop - index
+                    state, count, index = int(self.next[state, -1]), count + num * is_inside, index + num
         return state, count
 
 

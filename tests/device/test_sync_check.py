@@ -201,7 +201,7 @@ def test_any_program_can_be_watched(tmp_path, capsys, monkeypatch):
     assert main([str(script), "--its", "own"]) == 3
     out, err = capsys.readouterr()
     assert out == "3.0 ['--its', 'own']\n"
-    assert err.startswith("the host waited 2 times at 2 places, ")
+    assert err.startswith("the host waited 2 times in 2 calls, ")
     assert "item() (1 times, " in err and "a mask as an index" in err
     assert f"\n    {script}:3 in <module>\n" in err
 
@@ -230,7 +230,7 @@ def test_a_program_that_fails_is_told_of_all_the_same(tmp_path, capsys, monkeypa
     script.write_text(f"import torch\ntorch.ones(1, device={DEVICE!r}).item()\nraise KeyboardInterrupt\n")
     with pytest.raises(KeyboardInterrupt):
         main([str(script)])
-    assert "the host waited 1 times at 1 places" in capsys.readouterr().err
+    assert "the host waited 1 times in 1 calls" in capsys.readouterr().err
 
 
 @pytest.mark.cuda

@@ -43,7 +43,7 @@ def of(kind, names):
 def sample():
     x = of(FLOAT, "logits temperature floor tops limits peaks stats values total chosen top")
     x |= of(LONG, "keys tokens index slots earlier picks rank top_ids row_keys positions ids")
-    x |= of(INT, "places listed counts") | of(BYTE, "random failed seen where")
+    x |= of(INT, "chunk_ids listed counts") | of(BYTE, "random failed seen where")
     plain = dict.fromkeys(["counts", "seen", "slots", "values", "earlier"])
     plain["EARLIER"] = 0
     build(SAMPLE + "choose", "_chunk_kernel", x | {"logits": HALF}, CHUNK=1024, PART=256, SPAN=128, EARLIER=4)
@@ -82,7 +82,7 @@ def rest():
     chunks = dict(counts=None, offsets=None, host_ids=None)
     build("slipstream.ops.step_inputs.triton", "_gather_kernel", x, GROUPS=1, **chunks, **blocks)
     x = of(LONG, "next_tokens computed rows offsets positions tokens") | of(BYTE, "failed flags")
-    build("slipstream.ops.drafts.triton", "_accept_kernel", x, WIDTH=5, PLACES=8)
+    build("slipstream.ops.drafts.triton", "_accept_kernel", x, WIDTH=5, DRAWS=8)
     x |= of(LONG, "table best") | {"tokens": INT, "reach": "fp32"}
     build("slipstream.ops.drafts.triton", "_match_kernel", x, SHORTEST=2, LONGEST=4, BLOCK=256, WIDTH=5, PAGE=16)
     build("slipstream.ops.drafts.triton", "_copy_kernel", x, DRAFTS=4, WIDTH=5, PAGE=16, offsets=None)
@@ -124,7 +124,7 @@ def products():
 def experts():
     moe = "slipstream.ops.moe.triton."
     x = of(HALF, "logits x weight out") | of(FLOAT, "bias weights pair_weights")
-    x |= {"scale": "fp32"} | of(HALF, "made shared gate") | of(INT, "ids order table counts totals places")
+    x |= {"scale": "fp32"} | of(HALF, "made shared gate") | of(INT, "ids order table counts totals offsets")
     rule = dict(TOP_K=6, PADDED_K=8, EXPERTS=64, RENORMALIZE=True, SIGMOID=True, GROUPS=8, KEPT_GROUPS=4, TOP2=True)
     build(moe + "route", "_route_kernel", x | of(FLOAT, "weights") | {"slots": LONG}, DEPENDENT=True, **rule)
     plain = dict(SIGMOID=False, GROUPS=1, KEPT_GROUPS=1, TOP2=False, bias=None, slots=None)
@@ -132,7 +132,7 @@ def experts():
     build(moe + "sort", "_sort_kernel", x, BINS=256, SIZE=16, BLOCK=1024, DEPENDENT=True)
     build(moe + "sort", "_count_kernel", x, BINS=256, BLOCK=256)
     build(moe + "sort", "_offset_kernel", x, BINS=256, SIZE=128, BLOCKS=256)
-    build(moe + "sort", "_place_kernel", x, BLOCK=256)
+    build(moe + "sort", "_scatter_kernel", x, BLOCK=256)
     build(moe + "combine", "_combine_kernel", x, TOP_K=8, COLUMNS=1024, DEPENDENT=True)
     streams = of(HALF, "streams out weights made")
     build("slipstream.ops.altup.triton", "_predict_kernel", streams, STREAMS=4, COLUMNS=512)

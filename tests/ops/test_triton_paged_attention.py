@@ -345,14 +345,14 @@ def test_last_tokens_look_alone_and_in_the_memory_of_the_others(window, one_kern
     together = backend.forward(case.query, case.key, case.value, 0, case.scale, context)
     last = context.last_tokens()
     assert not len(last.context.batch.ids) + len(last.context.batch.positions)  # nobody looks anything up
-    assert last.places.tolist() == [0, 1, 41, 50, 50, 50]
+    assert last.indices.tolist() == [0, 1, 41, 50, 50, 50]
     assert last.context.plan.groups[0].partials is context.plan.groups[0].partials
     alone = backend.forward(last.of(case.query), case.key, case.value, 0, case.scale, last.context)
-    wanted = case.expected()[last.places[:4].long()]
+    wanted = case.expected()[last.indices[:4].long()]
     assert (alone[:4].double() - wanted).norm() <= 2e-6 * wanted.norm()
     assert not alone[4:].any()
     if one_kernel:
-        assert torch.equal(alone[:4], together[last.places[:4].long()])
+        assert torch.equal(alone[:4], together[last.indices[:4].long()])
 
 
 @pytest.mark.parametrize("num_split_programs", [1, 7, 500])

@@ -113,7 +113,7 @@ def test_places_of_padding_rows_are_the_last_token():
         max_lengths=np.ones(4, np.int32), num_single=0, query_starts=torch.tensor([0, 5, 8, 8, 8], dtype=torch.int32),
     )  # fmt: skip
     context = ForwardContext(batch, None, None, [], ())
-    assert context.last_places().tolist() == [4, 7, 7, 7]
+    assert context.last_indices().tolist() == [4, 7, 7, 7]
 
 
 def test_a_chain_steps_aside_for_it(folder, monkeypatch):

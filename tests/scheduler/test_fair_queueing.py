@@ -137,7 +137,7 @@ def test_two_waiting_callers_get_equal_service_up_to_one_request(seed: int):
         if rng.random() < 0.2:
             queue.fair_queue.charge(f"other {rng.randrange(5)}", rng.randint(1, largest))
         waiting = {name: account for name, account in queue.fair_queue._accounts.items() if account.waits}
-        first = min(waiting, key=lambda name: (waiting[name].used, waiting[name].place))
+        first = min(waiting, key=lambda name: (waiting[name].used, waiting[name].turn))
         assert queue.serve() == first
         assert abs(queue.served.get("a", 0) - queue.served.get("b", 0)) <= 2 * largest, step
 

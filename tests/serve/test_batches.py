@@ -399,7 +399,7 @@ from slipstream.serve.http.batch.store import BatchStore
 add = BatchStore.add_result
 def add_and_die(store, owner, id, place, line, ok):
     add(store, owner, id, place, line, ok)
-    if len(store.places(id)) == 3:
+    if len(store.line_indices(id)) == 3:
         os.kill(os.getpid(), signal.SIGKILL)
 BatchStore.add_result = add_and_die
 async def main():

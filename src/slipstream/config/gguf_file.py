@@ -129,17 +129,17 @@ class _Reader:
         self.name = name
         self.data = data
         self.size = len(data)
-        self.place = 0
+        self.offset = 0
 
     def broken(self, what: str) -> BadCheckpoint:
         return BadCheckpoint(f"{self.name} is not a sound GGUF file: {what}; download it again")
 
     def skip(self, num_bytes: int, what: str) -> int:
         """The position before the skipped bytes."""
-        start = self.place
+        start = self.offset
         if num_bytes > self.size - start:
             raise self.broken(f"it ends at byte {self.size:,}, within {what}, which needs {num_bytes:,} bytes more")
-        self.place = start + num_bytes
+        self.offset = start + num_bytes
         return start
 
     def u32(self, what: str) -> int:
@@ -153,7 +153,7 @@ class _Reader:
         if limit is not None and num_bytes > limit:
             raise self.broken(f"{what} claims {num_bytes:,} bytes, at most {limit:,} are allowed")
         start = self.skip(num_bytes, what)
-        return self.decode(start, self.place, what)
+        return self.decode(start, self.offset, what)
 
     def decode(self, start: int, end: int, what: str) -> str:
         try:
@@ -177,8 +177,8 @@ class _Fields(Mapping[str, Any]):
     def __init__(self, reader: _Reader, num_fields: int) -> None:
         self._reader = reader
         self._values: dict[str, Any] = {}
-        for place in range(num_fields):
-            key = reader.text(f"the name of field {place}", _MAX_NAME)
+        for index in range(num_fields):
+            key = reader.text(f"the name of field {index}", _MAX_NAME)
             if key in self._values:
                 raise reader.broken(f"field {key} is there twice")
             self._values[key] = _read_value(reader, reader.u32(f"field {key}"), f"field {key}")
@@ -232,7 +232,7 @@ def _read_header(reader: _Reader) -> tuple[int, int, int]:
         raise BadCheckpoint(f"{reader.name} is a GGUF file, but {kind}; convert it to little-endian version 3")
     num_tensors = reader.u64("the header")
     num_fields = reader.u64("the header")
-    left = reader.size - reader.place
+    left = reader.size - reader.offset
     if num_fields * _MIN_FIELD + num_tensors * _MIN_TENSOR > left:
         raise reader.broken(f"it claims {num_fields:,} fields and {num_tensors:,} tensors in {left:,} bytes")
     return version, num_tensors, num_fields
@@ -255,13 +255,13 @@ def _walk_array(reader: _Reader, what: str, depth: int) -> _Array:
         raise reader.broken(f"{what} nests arrays more than {_MAX_NESTING} deep")
     kind = reader.u32(what)
     count = reader.u64(what)
-    array = _Array(kind, count, reader.place)
+    array = _Array(kind, count, reader.offset)
     if kind in _DTYPES:
         reader.skip(count * _DTYPES[kind].itemsize, what)
     elif kind in (_STRING, _ARRAY):
         least = 8 if kind == _STRING else 12
-        if count * least > reader.size - reader.place:
-            raise reader.broken(f"{what} claims {count:,} values in {reader.size - reader.place:,} bytes")
+        if count * least > reader.size - reader.offset:
+            raise reader.broken(f"{what} claims {count:,} values in {reader.size - reader.offset:,} bytes")
         if kind == _STRING:
             _walk_strings(reader, count, what)
         else:
@@ -274,15 +274,15 @@ def _walk_array(reader: _Reader, what: str, depth: int) -> _Array:
 
 def _walk_strings(reader: _Reader, count: int, what: str) -> None:
     # a vocabulary has hundreds of thousands of strings: a plain loop over local names
-    data, place, last = reader.data, reader.place, reader.size - 8
+    data, offset, last = reader.data, reader.offset, reader.size - 8
     length_at = struct.Struct("<Q").unpack_from
     for _ in range(count):
-        if place > last:
+        if offset > last:
             break
-        place += 8 + length_at(data, place)[0]
+        offset += 8 + length_at(data, offset)[0]
     else:
-        if place <= reader.size:
-            reader.place = place
+        if offset <= reader.size:
+            reader.offset = offset
             return
     raise reader.broken(f"it ends at byte {reader.size:,}, within the {count:,} strings of {what}")
 
@@ -296,30 +296,30 @@ def _decode_array(reader: _Reader, array: _Array, what: str) -> list[Any]:
     if array.kind == _STRING:
         return _decode_strings(reader, array, what)
     nested = _Reader(reader.name, reader.data)  # the outer reader keeps its position
-    nested.place = array.start
+    nested.offset = array.start
     return [_decode_array(nested, _walk_array(nested, what, depth=1), what) for _ in range(array.count)]
 
 
 def _decode_strings(reader: _Reader, array: _Array, what: str) -> list[str]:
-    data, place = reader.data, array.start
+    data, offset = reader.data, array.start
     length_at = struct.Struct("<Q").unpack_from
     strings = []
     try:
         for _ in range(array.count):
-            start = place + 8
-            place = start + length_at(data, place)[0]
-            strings.append(data[start:place].decode())
+            start = offset + 8
+            offset = start + length_at(data, offset)[0]
+            strings.append(data[start:offset].decode())
     except UnicodeDecodeError:
         raise reader.broken(f"string {len(strings)} of {what} is not UTF-8") from None
     return strings
 
 
 def _read_tensors(reader: _Reader, num_tensors: int, fields: Mapping[str, Any]) -> dict[str, GgufTensor]:
-    entries = [_read_entry(reader, place) for place in range(num_tensors)]
+    entries = [_read_entry(reader, index) for index in range(num_tensors)]
     alignment = fields.get("general.alignment", 32)
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
         raise reader.broken(f"general.alignment is {alignment}, not a power of two")
-    base = -(-reader.place // alignment) * alignment
+    base = -(-reader.offset // alignment) * alignment
     data = np.frombuffer(reader.data, np.uint8)
     tensors: dict[str, GgufTensor] = {}
     for name, dims, kind, offset in entries:
@@ -337,8 +337,8 @@ def _read_tensors(reader: _Reader, num_tensors: int, fields: Mapping[str, Any]) 
     return tensors
 
 
-def _read_entry(reader: _Reader, place: int) -> tuple[str, tuple[int, ...], _Kind, int]:
-    name = reader.text(f"the name of tensor {place}", _MAX_NAME)
+def _read_entry(reader: _Reader, index: int) -> tuple[str, tuple[int, ...], _Kind, int]:
+    name = reader.text(f"the name of tensor {index}", _MAX_NAME)
     what = f"the entry of tensor {name}"
     num_dims = reader.u32(what)
     if num_dims > _MAX_DIMS:

@@ -68,8 +68,8 @@ def _is_hub_name(model: str) -> bool:
 def _embedded() -> LocatedModel:
     # located, not imported: the package would import llm and llama.cpp
     spec = importlib.util.find_spec(DEFAULT_PACKAGE)
-    for place in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(place).glob("*.gguf")):
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
             return LocatedModel(path, "gguf", path.stem, embedded=True)
     raise ModelNotFound(f"the default model is not installed; run: {INSTALL_DEFAULT}")
 
@@ -77,9 +77,9 @@ def _embedded() -> LocatedModel:
 def default_embedder() -> LocatedModel:
     """all-MiniLM-L6-v2, located and not imported either."""
     spec = importlib.util.find_spec(EMBEDDER_PACKAGE)
-    for place in (spec.submodule_search_locations or []) if spec else []:
-        if (Path(place) / "model" / "config.json").is_file():
-            return LocatedModel(Path(place) / "model", "folder", "all-MiniLM-L6-v2", embedded=True)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / "model" / "config.json").is_file():
+            return LocatedModel(Path(folder) / "model", "folder", "all-MiniLM-L6-v2", embedded=True)
     raise ModelNotFound(f"the default embedder is not installed; run: {INSTALL_EMBEDDER}")
 
 

@@ -1,6 +1,6 @@
 """Computes an engine's memory before anything is loaded.
 
-The only place with these formulas: the runner sizes its buffers by them, `resolve` leaves room for them, `slipstream
+The only file with these formulas: the runner sizes its buffers by them, `resolve` leaves room for them, `slipstream
 plan` prints them. Weights and cache are exact. Activations are an upper bound: those of the largest possible step, run
 eagerly; most steps need a fraction.
 """

@@ -165,9 +165,9 @@ def make_options(**given: Any) -> Options:
 
 def unknown_device(text: str, source: str) -> InvalidOption:
     """The error for a device that is neither the CPU nor CUDA. `source`: what asked for it."""
-    kind, _, place = text.partition(":")
-    if kind == "cuda" and place.isdecimal():
-        hint = f"it takes cuda, and CUDA_VISIBLE_DEVICES={place} in the environment chooses the GPU"
+    kind, _, index = text.partition(":")
+    if kind == "cuda" and index.isdecimal():
+        hint = f"it takes cuda, and CUDA_VISIBLE_DEVICES={index} in the environment chooses the GPU"
     else:
         hint = "models run on cpu, and on NVIDIA GPUs as cuda; use one of these, or auto"
     return InvalidOption(f"{source} is {text!r}, which is not supported: {hint}")

@@ -48,5 +48,5 @@ def read_vocabulary(folder: Path) -> dict[str, int]:
         raise BadCheckpoint(f"{folder}/tokenizer.json cannot be read: {error}; download it again") from None
     words = found.model.vocab
     if isinstance(words, list):
-        words = {str(entry[0]): place for place, entry in enumerate(words) if isinstance(entry, list) and entry}
+        words = {str(entry[0]): index for index, entry in enumerate(words) if isinstance(entry, list) and entry}
     return words | {added.content: added.id for added in found.added_tokens}

@@ -103,19 +103,19 @@ def build_lanes(
     if device is None:
         depth = max(each.config.scheduler.depth for each in opened)
         device = open_device(first.device.kind, depth, first.device.num_threads)
-    order = sorted(range(len(opened)), key=lambda place: not opened[place].config.scheduler.is_encoder)
-    with_cache = [place for place in order if not opened[place].config.scheduler.is_encoder]
+    order = sorted(range(len(opened)), key=lambda index: not opened[index].config.scheduler.is_encoder)
+    with_cache = [index for index in order if not opened[index].config.scheduler.is_encoder]
     built: dict[str, tuple[Opened, EngineCore]] = {}
     try:
-        for place in order:
-            tell(names[place])
-            own = options[place]
-            if place in with_cache and first.device.kind == "cuda":
-                share = (own.gpu_memory_utilization or DEFAULT_SHARE) * (with_cache.index(place) + 1) / len(with_cache)
+        for index in order:
+            tell(names[index])
+            own = options[index]
+            if index in with_cache and first.device.kind == "cuda":
+                share = (own.gpu_memory_utilization or DEFAULT_SHARE) * (with_cache.index(index) + 1) / len(with_cache)
                 own = msgspec.structs.replace(own, gpu_memory_utilization=share)
             # configured again: the models before it have taken their memory
-            settled = opened[place] if len(opened) == 1 else open_model(own)
-            built[names[place]] = settled, build_core(settled, progress=progress, device=device)
+            settled = opened[index] if len(opened) == 1 else open_model(own)
+            built[names[index]] = settled, build_core(settled, progress=progress, device=device)
     except BaseException:
         device.close()
         raise

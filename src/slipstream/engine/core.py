@@ -73,16 +73,16 @@ class EngineCore:
         """Submit prompts, or raise an error and submit none of them."""
         self._check_alive()
         number = self._num_submitted
-        for place, message in enumerate(messages):
+        for index, message in enumerate(messages):
             try:
                 self._submit(message)
             except Exception as error:
-                for taken in reversed(messages[:place]):  # documents before their query
+                for taken in reversed(messages[:index]):  # documents before their query
                     self.abort(Abort(taken.request_id))
                 self._num_submitted = number
                 # pooling prompts are in an order that the sender chose, so their index means nothing to the user
                 if isinstance(error, SlipstreamError) and isinstance(message.params, SamplingParams):
-                    named = error.of_prompt(place, len(messages))
+                    named = error.of_prompt(index, len(messages))
                     if named is not error:
                         raise named from None
                 raise

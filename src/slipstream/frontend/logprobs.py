@@ -47,20 +47,20 @@ class LogprobStore:
             assert not len(data) % size, f"{len(data)} bytes came, a token has {size}"
             self.packed += [data[start : start + size] for start in range(0, len(data), size)]
 
-    def entry(self, place: int) -> dict[int, Logprob] | None:
+    def entry(self, index: int) -> dict[int, Logprob] | None:
         """The logprobs of a token: its own, those of the most likely tokens, those of logprob_token_ids without a rank.
 
         None for index -1: the first token of a prompt.
         """
-        if place < 0:
+        if index < 0:
             return None
-        entry = self.made.get(place)
+        entry = self.made.get(index)
         if entry is None:
             entry, text_of = {}, self.text_of
-            for logprob, token, rank in _ENTRY.iter_unpack(self.packed[place]):
+            for logprob, token, rank in _ENTRY.iter_unpack(self.packed[index]):
                 if token not in entry:
                     entry[token] = Logprob(logprob, rank or None, text_of(token))
-            self.made[place] = entry
+            self.made[index] = entry
         return entry
 
     def cumulative(self) -> float:
@@ -74,14 +74,14 @@ class LogprobStore:
 class LogprobList(Sequence[Entry]):
     """A view of a LogprobStore with the interface of a list of dicts. `+` gives a list; a slice shares the store."""
 
-    __slots__ = ("_store", "_places")
+    __slots__ = ("_store", "_indices")
 
-    def __init__(self, store: LogprobStore, places: range) -> None:
+    def __init__(self, store: LogprobStore, indices: range) -> None:
         self._store = store
-        self._places = places
+        self._indices = indices
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._indices)
 
     @overload
     def __getitem__(self, index: int) -> Entry: ...
@@ -89,11 +89,11 @@ class LogprobList(Sequence[Entry]):
     def __getitem__(self, index: slice) -> LogprobList[Entry]: ...
     def __getitem__(self, index: int | slice) -> Entry | LogprobList[Entry]:
         if isinstance(index, slice):
-            return LogprobList(self._store, self._places[index])
-        return cast(Entry, self._store.entry(self._places[index]))
+            return LogprobList(self._store, self._indices[index])
+        return cast(Entry, self._store.entry(self._indices[index]))
 
     def __iter__(self) -> Iterator[Entry]:
-        return cast(Iterator[Entry], map(self._store.entry, self._places))
+        return cast(Iterator[Entry], map(self._store.entry, self._indices))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, list | LogprobList):
@@ -116,23 +116,27 @@ class LogprobList(Sequence[Entry]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the texts of these tokens instead of the tokenizer."""
-        store, places = self._store, self._places
-        start = max(0, min(places, default=0))
-        stop = 1 + max(places, default=-1)
+        store, indices = self._store, self._indices
+        start = max(0, min(indices, default=0))
+        stop = 1 + max(indices, default=-1)
         packed = store.packed[start:stop]
         tokens = {token for own in packed for _, token, _ in _ENTRY.iter_unpack(own)}
         texts = {token: store.text_of(token) for token in tokens}
-        own = range(places.start - start, places.stop - start, places.step)
-        made = {place - start: entry for place, entry in store.made.items() if place in places}
+        own = range(indices.start - start, indices.stop - start, indices.step)
+        made = {index - start: entry for index, entry in store.made.items() if index in indices}
         return _restored, (store.size // LOGPROB.itemsize, texts, packed, made, own)
 
 
 def _restored(
-    num_each: int, texts: dict[int, str | None], packed: list[bytes], made: dict[int, dict[int, Logprob]], places: range
+    num_each: int,
+    texts: dict[int, str | None],
+    packed: list[bytes],
+    made: dict[int, dict[int, Logprob]],
+    indices: range,
 ) -> LogprobList[Any]:
     store = LogprobStore(num_each, texts.__getitem__)
     store.packed, store.made = packed, made
-    return LogprobList(store, places)
+    return LogprobList(store, indices)
 
 
 def texts_of(tokenizer: Tokenizer | None) -> TextOf:

@@ -171,10 +171,10 @@ def _parts(drafts: Sequence[PreparedPrompt], size: int) -> Iterator[slice]:
     """Slices of the drafts: the first has `size` characters to tokenise, each further one twice as many."""
     start = taken = 0
     size = min(size or _MAX_PART, _MAX_PART)
-    for place, (message, text) in enumerate(drafts):
+    for index, (message, text) in enumerate(drafts):
         if taken >= size:
-            yield slice(start, place)
-            start, taken, size = place, 0, min(2 * size, _MAX_PART)
+            yield slice(start, index)
+            start, taken, size = index, 0, min(2 * size, _MAX_PART)
         if not message.prompt_token_ids:
             taken += len(text or "")
     yield slice(start, len(drafts))

@@ -64,12 +64,12 @@ class SampleState:
 
     def _take_matched(self, output: Output) -> bool:
         """Adds tokens one by one and looks for stop strings. Returns whether one was found."""
-        for place, token in enumerate(output.token_ids):
+        for index, token in enumerate(output.token_ids):
             self.token_ids.append(token)
             if output.logprobs is not None and self._logprobs is not None:
                 size = self._logprobs.size
-                self._logprobs.take(output.logprobs[place * size : (place + 1) * size])
-            is_end = self._hides_last(output) and place == len(output.token_ids) - 1
+                self._logprobs.take(output.logprobs[index * size : (index + 1) * size])
+            is_end = self._hides_last(output) and index == len(output.token_ids) - 1
             if self._detokenizer is None or is_end:
                 continue
             text = self._detokenizer.push([token])

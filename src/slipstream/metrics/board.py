@@ -17,7 +17,7 @@ from slipstream.metrics.stats import FrontEnds, FrontStats, added
 
 T = TypeVar("T", FrontStats, FrontEnds)
 
-_PLACE = 2**20  # bytes per front end; only pages that are written use memory
+_SEGMENT = 2**20  # bytes per front end; only pages that are written use memory
 _HEADER = 8  # bytes: length and checksum
 
 
@@ -27,7 +27,7 @@ class Board:
 
         A front end that replaces one that died continues its counts, so that no counter decreases.
         """
-        self._memory = mmap.mmap(fd, _PLACE * (count + 1))
+        self._memory = mmap.mmap(fd, _SEGMENT * (count + 1))
         self.own = own
         self.count = count
         self._known = [FrontStats() for _ in range(count)]
@@ -42,7 +42,7 @@ class Board:
         else:
             with tempfile.TemporaryFile() as file:
                 fd = os.dup(file.fileno())
-        os.ftruncate(fd, _PLACE * (count + 1))
+        os.ftruncate(fd, _SEGMENT * (count + 1))
         return fd
 
     def write(self, stats: FrontStats) -> None:
@@ -56,9 +56,9 @@ class Board:
         self._write(front_ends)
 
     def total(self) -> FrontStats:
-        for place in range(self.count):
-            if place != self.own and (found := self._read(place, FrontStats)) is not None:
-                self._known[place] = found
+        for process in range(self.count):
+            if process != self.own and (found := self._read(process, FrontStats)) is not None:
+                self._known[process] = found
         return added(FrontStats(), *self._known)
 
     def front_ends(self) -> FrontEnds:
@@ -67,17 +67,17 @@ class Board:
 
     def _write(self, value: FrontStats | FrontEnds) -> None:
         body = msgspec.msgpack.encode(value)
-        if len(body) > _PLACE - _HEADER:
+        if len(body) > _SEGMENT - _HEADER:
             return  # more routes and models than can exist
         head = len(body).to_bytes(4, "little") + zlib.crc32(body).to_bytes(4, "little")
-        start = self.own * _PLACE
+        start = self.own * _SEGMENT
         self._memory[start : start + _HEADER + len(body)] = head + body
 
-    def _read(self, place: int, kind: type[T]) -> T | None:
-        start = place * _PLACE
+    def _read(self, process: int, kind: type[T]) -> T | None:
+        start = process * _SEGMENT
         head = self._memory[start : start + _HEADER]
         length = int.from_bytes(head[:4], "little")
-        if not 0 < length <= _PLACE - _HEADER:
+        if not 0 < length <= _SEGMENT - _HEADER:
             return None
         body = self._memory[start + _HEADER : start + _HEADER + length]
         if zlib.crc32(body) != int.from_bytes(head[4:], "little"):

@@ -29,7 +29,7 @@ def read_process(pid: int) -> ProcessStats | None:
     except OSError:
         return None
     ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-    user, system, started, virtual, resident = (int(fields[place]) for place in (11, 12, 19, 20, 21))
+    user, system, started, virtual, resident = (int(fields[index]) for index in (11, 12, 19, 20, 21))
     soft = next(line.split()[3] for line in limits if line.startswith("Max open files"))
     return ProcessStats(
         resident=resident * page,

@@ -158,11 +158,11 @@ def _lanes(lanes: Sequence[LaneStats]) -> Families:
         ("vllm:spec_decode_num_accepted_tokens_per_pos", "model_name", "engine"),
     ):
         doc = "accepted drafts by their position in the row, from 0"
-        by_place = CounterMetricFamily(name, doc, labels=(label, *more, "position"))
+        by_position = CounterMetricFamily(name, doc, labels=(label, *more, "position"))
         for lane in lanes:
-            for place, count in enumerate(lane.accepted_at):
-                by_place.add_metric((lane.model, *["0"] * len(more), str(place)), count)
-        yield by_place
+            for position, count in enumerate(lane.accepted_at):
+                by_position.add_metric((lane.model, *["0"] * len(more), str(position)), count)
+        yield by_position
     time = CounterMetricFamily(
         "slipstream_device_seconds", "device time: busy, and idle by cause", labels=("model", "state")
     )

@@ -129,7 +129,7 @@ class ForwardContext:
             self.states,
         )
 
-    def last_places(self) -> torch.Tensor:
+    def last_indices(self) -> torch.Tensor:
         """[B] int32: the index of each row's last token. Padding rows start at T, so they get the last token of all."""
         starts = self.batch.query_starts
         assert starts is not None, "with one token per row every token is the last"
@@ -137,7 +137,7 @@ class ForwardContext:
 
     def last_tokens(self, with_rotary: bool = False) -> LastTokens:
         """`with_rotary`: whole layers run for the last tokens, so they need rows of the rope tables."""
-        batch, places = self.batch, self.last_places()
+        batch, indices = self.batch, self.last_indices()
         num_rows = len(batch.lengths)
         alone = BatchView(
             ids=batch.ids[:0],
@@ -152,10 +152,10 @@ class ForwardContext:
         plan = self.attention.plan(alone, after=self.plan)
         context = ForwardContext(alone, self.attention, plan, self.caches, self.group_of_site)
         if with_rotary:
-            context = context.with_rotary(tuple(rows.index_select(0, places) for rows in self.rotary))
+            context = context.with_rotary(tuple(rows.index_select(0, indices) for rows in self.rotary))
         if self.layer_inputs is not None:
-            context = replace(context, layer_inputs=self.layer_inputs.index_select(0, places))
-        return LastTokens(places, context)
+            context = replace(context, layer_inputs=self.layer_inputs.index_select(0, indices))
+        return LastTokens(indices, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +166,9 @@ class LastTokens:
     returns `of` its output. This context therefore has no recurrent states.
     """
 
-    places: torch.Tensor  # [B] int32, indices into the tokens of the whole step
+    indices: torch.Tensor  # [B] int32, indices into the tokens of the whole step
     context: ForwardContext
 
     def of(self, x: torch.Tensor) -> torch.Tensor:
         """The rows of x [T, ...] that belong to the last tokens."""
-        return x.index_select(0, self.places)
+        return x.index_select(0, self.indices)

@@ -39,8 +39,8 @@ static void quantize_block(const float *x, SlipActivations *out) {
 
 // 4 columns of x, repeated for each row of the lower half; the next 4 for the upper half
 static inline __attribute__((always_inline)) __m256i spread(const int8_t *x) {
-    const __m256i places = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
-    return _mm256_permutevar8x32_epi32(_mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)x)), places);
+    const __m256i order = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+    return _mm256_permutevar8x32_epi32(_mm256_castsi128_si256(_mm_loadl_epi64((const __m128i *)x)), order);
 }
 
 // 32 columns of 4-bit weights: the sum of two products fits 16 bits, and so does the sum of four such pairs

@@ -42,9 +42,9 @@ static SLIP_PART void multiply_one(int bits, const uint8_t *weights, const uint1
         for (int c = 0; c < 8; c++)
             for (int r = 0; r < 4; r++)
                 for (int i = 0; i < 4; i++) {
-                    int place = c * 16 + r * 4 + i;
-                    int weight = bits == 8 ? (int8_t)weights[g * 128 + place]
-                                           : weights[g * 64 + place % 64] >> (c < 4 ? 0 : 4) & 15;
+                    int at = c * 16 + r * 4 + i;
+                    int weight = bits == 8 ? (int8_t)weights[g * 128 + at]
+                                           : weights[g * 64 + at % 64] >> (c < 4 ? 0 : 4) & 15;
                     high[r] += weight * x->high[c * 4 + i];
                     low[r] += weight * x->low[c * 4 + i];
                 }

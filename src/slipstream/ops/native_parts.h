@@ -45,7 +45,7 @@ typedef struct {
 
 // Activations are stored in tiles of 8 tokens, the last one smaller: [tile][group][token]. Returns the first group of a
 // token, and the stride between its groups.
-static inline SlipActivations *slip_place(SlipActivations *all, int64_t token, int64_t num_tokens, int64_t groups,
+static inline SlipActivations *slip_activations_of(SlipActivations *all, int64_t token, int64_t num_tokens, int64_t groups,
                                           int64_t *stride) {
     int64_t first = token / SLIP_TILE * SLIP_TILE;
     *stride = num_tokens - first < SLIP_TILE ? num_tokens - first : SLIP_TILE;

@@ -65,7 +65,7 @@ class EventSink:
         self._pieces.append(text)
 
     def separate(self) -> None:
-        """Drops the whitespace at this place."""
+        """Drops the whitespace that follows."""
         self._space.clear()
         self._skips_space = True
 

@@ -49,7 +49,7 @@ def _types(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozenset
 
 def _target(reference: str, root: Mapping[str, Any]) -> object:
     """What a reference within a schema points to; None for others."""
-    place: object = root
+    node: object = root
     for name in reference.removeprefix("#/").split("/") if reference.startswith("#/") else [reference]:
-        place = place.get(name) if isinstance(place, Mapping) else None
-    return place
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node

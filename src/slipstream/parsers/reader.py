@@ -27,12 +27,12 @@ def drop(text: str) -> None:
 class TextReader:
     def __init__(self) -> None:
         self._text = ""
-        self._place = 0
+        self._offset = 0
         self.ended = False
 
     def feed(self, text: str) -> None:
-        self._text = self._text[self._place :] + text
-        self._place = 0
+        self._text = self._text[self._offset :] + text
+        self._offset = 0
 
     def until(
         self, markers: tuple[str, ...], sink: Sink, *, keep: tuple[str, ...] = (), drop_cut: bool = False
@@ -42,20 +42,20 @@ class TextReader:
         marker at the end of the text is a marker that was cut, and is dropped."""
         search, prefixes, longest = _markers(markers + keep)
         while True:
-            found = search(self._text, self._place)
+            found = search(self._text, self._offset)
             if found is not None:
                 self._pass(found.start(), sink)
                 if found[0] not in keep:
-                    self._place = found.end()
+                    self._offset = found.end()
                 return found[0]
             if self.ended and not drop_cut:
                 self._pass(len(self._text), sink)
                 return None
-            first = max(self._place, len(self._text) - longest + 1)
-            held = next((place for place in range(first, len(self._text)) if self._text[place:] in prefixes), None)
+            first = max(self._offset, len(self._text) - longest + 1)
+            held = next((start for start in range(first, len(self._text)) if self._text[start:] in prefixes), None)
             self._pass(len(self._text) if held is None else held, sink)
             if self.ended:
-                self._place = len(self._text)
+                self._offset = len(self._text)
                 return None
             yield
 
@@ -70,10 +70,10 @@ class TextReader:
     def run(self, pattern: re.Pattern[str], sink: Sink) -> Parse[None]:
         """Passes the longest run of characters that match to the sink. `pattern`: a character class with *."""
         while True:
-            found = pattern.match(self._text, self._place)
+            found = pattern.match(self._text, self._offset)
             assert found is not None, "a pattern with * always matches"
             self._pass(found.end(), sink)
-            if self._place < len(self._text) or self.ended:
+            if self._offset < len(self._text) or self.ended:
                 return
             yield
 
@@ -82,14 +82,14 @@ class TextReader:
 
     def peek(self) -> Parse[str]:
         """Returns the next character without consuming it; the empty text at the end."""
-        while self._place == len(self._text) and not self.ended:
+        while self._offset == len(self._text) and not self.ended:
             yield
-        return self._text[self._place : self._place + 1]
+        return self._text[self._offset : self._offset + 1]
 
     def take(self, sink: Sink) -> Parse[str]:
         """Passes the next character to the sink and returns it; the empty text at the end."""
         character = yield from self.peek()
-        self._pass(self._place + len(character), sink)
+        self._pass(self._offset + len(character), sink)
         return character
 
     def starts(
@@ -98,24 +98,24 @@ class TextReader:
         """Consumes one of the markers if the text continues with it, passes it to the sink, and returns it.
         `drop_cut`: as in `until`."""
         while True:
-            found = next((marker for marker in markers if self._text.startswith(marker, self._place)), None)
+            found = next((marker for marker in markers if self._text.startswith(marker, self._offset)), None)
             if found is not None:
-                self._place += len(found)
+                self._offset += len(found)
                 if sink is not None:
                     sink(found)
                 return found
-            tail = self._text[self._place : self._place + max(map(len, markers))]
+            tail = self._text[self._offset : self._offset + max(map(len, markers))]
             could_be = any(marker.startswith(tail) for marker in markers)
             if self.ended and drop_cut and could_be:
-                self._place += len(tail)
+                self._offset += len(tail)
             if self.ended or not could_be:
                 return None
             yield
 
     def _pass(self, end: int, sink: Sink) -> None:
-        if end > self._place:
-            sink(self._text[self._place : end])
-            self._place = end
+        if end > self._offset:
+            sink(self._text[self._offset : end])
+            self._offset = end
 
 
 Search = Callable[[str, int], "re.Match[str] | None"]

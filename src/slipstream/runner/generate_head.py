@@ -19,7 +19,7 @@ from slipstream.runner.drafts.drafter import DraftBatch, Drafter
 from slipstream.runner.drafts.expand import DraftedPlan
 from slipstream.runner.graphs import GraphPool
 from slipstream.runner.head import Head
-from slipstream.runner.results import KEPT, PROMPT, WIDE, Places, ResultRing, ResultShape, pack, result_shape
+from slipstream.runner.results import KEPT, PROMPT, WIDE, Indices, ResultRing, ResultShape, pack, result_shape
 from slipstream.runner.sampling.logprobs import prepare_scores
 from slipstream.runner.sampling.sampler import Replayed, SampleOutput, Sampler
 from slipstream.runner.sampling.stage import SampleBatch
@@ -110,9 +110,9 @@ class GenerateHead:
                     hidden = hidden.index_select(0, own)
                     positions = positions.index_select(0, indices)
                     offsets = of_drafts[0] if of_drafts else None
-                places = self._places(rows, positions, offsets, drafts)
-                drawn = sample(self._logits(hidden), places, self.rows.accept)
-                results |= self._report(drawn, places, drafts)
+                draws = self._sample_batch(rows, positions, offsets, drafts)
+                drawn = sample(self._logits(hidden), draws, self.rows.accept)
+                results |= self._report(drawn, draws, drafts)
                 if drawn.requested is not None:
                     results["requested"] = drawn.requested
                 if drawn.wide is not None:
@@ -158,7 +158,7 @@ class GenerateHead:
                 hidden, positions, rows, offsets = self._picked.bring(hidden, positions, upload.tensor(span))
 
             def draw() -> torch.Tensor:
-                return self._draw(hidden, self._places(rows, positions, offsets, drafts), replayed, shape, drafts)
+                return self._draw(hidden, self._sample_batch(rows, positions, offsets, drafts), replayed, shape, drafts)
 
             out.write_packed(self.graphs.run(key, draw))
 
@@ -175,22 +175,22 @@ class GenerateHead:
         first = np.flatnonzero(offsets == 0)
         return _Drafts(offsets, first, num_proposed, self.sampler.reads_output(plan), max_length)
 
-    def _places(
+    def _sample_batch(
         self, rows: torch.Tensor, positions: torch.Tensor, offsets: torch.Tensor | None, drafts: _Drafts
     ) -> SampleBatch:
-        """Device: the places at which the step draws."""
+        """Device: the draws of the step."""
         if drafts.offsets is None:
             return SampleBatch(rows, positions)
         assert offsets is not None, "the offsets of a step with drafts were not uploaded"
         earlier = earlier_drafts(self.rows.next_tokens, rows, offsets) if drafts.are_read else None
         return SampleBatch(rows, positions, offsets, earlier)
 
-    def _report(self, drawn: SampleOutput, places: SampleBatch, drafts: _Drafts) -> dict[str, torch.Tensor]:
+    def _report(self, drawn: SampleOutput, draws: SampleBatch, drafts: _Drafts) -> dict[str, torch.Tensor]:
         """Device: store the drawn tokens and propose drafts after them. Returns the results of the draw."""
-        if places.offsets is None:  # otherwise the sampler has stored the accepted tokens
-            self.rows.draw(places.rows, drawn.tokens)
+        if draws.offsets is None:  # otherwise the sampler has stored the accepted tokens
+            self.rows.draw(draws.rows, drawn.tokens)
         if drafts.num_proposed and self.drafter is not None:
-            batch = DraftBatch(places.rows, places.offsets, drafts.max_length)
+            batch = DraftBatch(draws.rows, draws.offsets, drafts.max_length)
             self.drafter.propose(batch, drafts.num_proposed)
         results = {"tokens": drawn.tokens, "failed": drawn.failed}
         if drawn.kept is not None:
@@ -198,7 +198,7 @@ class GenerateHead:
         return results if drawn.logprobs is None else results | _named("", drawn.logprobs)
 
     def _draw(
-        self, hidden: torch.Tensor, places: SampleBatch, replayed: Replayed, shape: ResultShape, drafts: _Drafts
+        self, hidden: torch.Tensor, draws: SampleBatch, replayed: Replayed, shape: ResultShape, drafts: _Drafts
     ) -> torch.Tensor:
         """Device: draw a token for every row, padding included, and pack the results."""
         # Kernels convert what they read, so only logits that a stage computes with must have the sampling dtype.
@@ -206,8 +206,8 @@ class GenerateHead:
         # parameters of other rows.
         wide = replayed.needs_sampling_dtype or self._batch_invariant
         logits = self._logits(hidden) if wide else self.model.logits(hidden)
-        drawn = replayed.sample(logits, places, self.rows.accept)
-        results = self._report(drawn, places, drafts)
+        drawn = replayed.sample(logits, draws, self.rows.accept)
+        results = self._report(drawn, draws, drafts)
         return pack(results, shape, self.graphs.results.room(shape.num_bytes))
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -219,10 +219,10 @@ class GenerateHead:
 class _Drafts:
     """The drafts of a step's sampling rows, on the host."""
 
-    offsets: Places | None  # [sampling] index among the places of one drafted row; None: no row has drafts
-    first: Places | None  # indices of the first place of each row among all places
+    offsets: Indices | None  # [sampling] index among the draws of one drafted row; None: no row has drafts
+    first: Indices | None  # indices of the first draw of each row among all draws
     num_proposed: int  # drafts to propose for the next step
-    are_read: bool  # a stage depends on the drafts before a place
+    are_read: bool  # a stage depends on the drafts before a draw
     max_length: int  # at least the number of tokens of every row after the draw
 
 

@@ -21,7 +21,7 @@ from slipstream.step import NO_INTS, StepLogprobs, StepResult
 
 _ALIGN = 16
 
-Places = np.ndarray[Any, np.dtype[np.int64]]
+Indices = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class StepHandle:
         shape: ResultShape,
         host: Bytes | None,
         count: int | None = None,
-        first: Places | None = None,
+        first: Indices | None = None,
     ) -> None:
         """`ready`: the event after the copy; None if nothing of the step is copied, so that `wait` does not wait.
 
@@ -224,7 +224,7 @@ class ResultRing:
         self._next = 0
         self._opened: _Buffer | None = None  # the buffer of the step that is being prepared
 
-    def open(self, shape: ResultShape, count: int | None = None, first: Places | None = None) -> ResultSpan:
+    def open(self, shape: ResultShape, count: int | None = None, first: Indices | None = None) -> ResultSpan:
         """Host: a span for one head's results. The buffer grows if the step reports more than any step before.
 
         `count`, `first`: as `StepHandle` takes them.
@@ -271,7 +271,7 @@ class ResultSpan:
     """The part of a result buffer that one head writes in one step."""
 
     def __init__(
-        self, buffer: _Buffer, start: int, shape: ResultShape, count: int | None, first: Places | None
+        self, buffer: _Buffer, start: int, shape: ResultShape, count: int | None, first: Indices | None
     ) -> None:
         self._buffer = buffer
         self._start = start

@@ -126,7 +126,7 @@ def _views(
     sites = []
     seen: dict[StateSpec, int] = {}
     for spec in specs:
-        place = seen.get(spec, 0)
-        sites.append({field.name: tensors[spec, field.name][:, place] for field in spec.fields})
-        seen[spec] = place + 1
+        index = seen.get(spec, 0)
+        sites.append({field.name: tensors[spec, field.name][:, index] for field in spec.fields})
+        seen[spec] = index + 1
     return sites

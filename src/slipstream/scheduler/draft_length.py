@@ -105,9 +105,9 @@ class DraftLength:
         num = num[num > 0]
         if not len(num):
             return
-        places = np.arange(self.max_drafts)[:, None]
-        self._reached = _DECAY * self._reached + ((num > places) & (accepted >= places)).sum(1)
-        self._accepted = _DECAY * self._accepted + (accepted > places).sum(1)
+        indices = np.arange(self.max_drafts)[:, None]
+        self._reached = _DECAY * self._reached + ((num > indices) & (accepted >= indices)).sum(1)
+        self._accepted = _DECAY * self._accepted + (accepted > indices).sum(1)
 
     def measure(self, num_positions: int, seconds: float) -> None:
         """A step without prefill took so many seconds on the device. Shorter times count at once: a longer time may

@@ -74,8 +74,8 @@ class DraftCounts:
         self.num_accepted += int(accepted.sum())
         longest = int(num.max())
         self.accepted_at += [0] * (longest - len(self.accepted_at))
-        for place in range(longest):
-            self.accepted_at[place] += int(np.count_nonzero(accepted > place))
+        for index in range(longest):
+            self.accepted_at[index] += int(np.count_nonzero(accepted > index))
 
 
 def has_drafts(request: Request) -> bool:

@@ -13,18 +13,18 @@ from slipstream.scheduler.lazy_heap import LazyHeap
 
 
 class _Account:
-    __slots__ = ("used", "place", "waits")
+    __slots__ = ("used", "turn", "waits")
 
     def __init__(self, used: float) -> None:
         self.used = used  # charged tokens, in virtual time
-        self.place = 0  # order among callers with equal charges: first to wait, first served
+        self.turn = 0  # order among callers with equal charges: first to wait, first served
         self.waits = False
 
 
 class FairQueue:
     """The state is cleared whenever no caller waits."""
 
-    __slots__ = ("num_waiting", "_accounts", "_order", "_clock", "_next_place", "_limit")
+    __slots__ = ("num_waiting", "_accounts", "_order", "_clock", "_next_turn", "_limit")
 
     def __init__(self) -> None:
         self.num_waiting = 0  # callers
@@ -32,7 +32,7 @@ class FairQueue:
         self._accounts: dict[str, _Account] = {}
         self._order: LazyHeap[tuple[float, int, str]] = LazyHeap()
         self._clock = 0.0
-        self._next_place = 0
+        self._next_turn = 0
         self._limit = 64
 
     def add(self, caller: str) -> None:
@@ -41,9 +41,9 @@ class FairQueue:
         assert not account.waits, f"{caller!r} waits already"
         account.used = max(account.used, self._clock)
         account.waits = True
-        account.place, self._next_place = self._next_place, self._next_place + 1
+        account.turn, self._next_turn = self._next_turn, self._next_turn + 1
         self.num_waiting += 1
-        self._order.push((account.used, account.place, caller), self._is_live)
+        self._order.push((account.used, account.turn, caller), self._is_live)
 
     def remove(self, caller: str) -> None:
         """The caller has no waiting request any more."""
@@ -69,7 +69,7 @@ class FairQueue:
         if account.waits:
             self._clock += num_tokens / self.num_waiting
             account.used += num_tokens
-            self._order.push((account.used, account.place, caller), self._is_live)
+            self._order.push((account.used, account.turn, caller), self._is_live)
         else:
             account.used = max(account.used, self._clock) + num_tokens
             self._clock += num_tokens / (self.num_waiting + 1)
@@ -85,6 +85,6 @@ class FairQueue:
         return account
 
     def _is_live(self, entry: tuple[float, int, str]) -> bool:
-        used, place, caller = entry
+        used, turn, caller = entry
         account = self._accounts.get(caller)
-        return account is not None and account.waits and (account.used, account.place) == (used, place)
+        return account is not None and account.waits and (account.used, account.turn) == (used, turn)

@@ -21,7 +21,7 @@ def num_chunk_tokens(request: Request, start: int, known: int, builder: PlanBuil
 
 def fit_chunk(start: int, wanted: int, room: int, border: int) -> int:
     """Number of tokens of a chunk that begins at `start`: at most `wanted` and `room`. A chunk that is not the last one
-    ends at a multiple of `border` if it reaches one: recurrent kernels then cut every prompt in the same places."""
+    ends at a multiple of `border` if it reaches one: recurrent kernels then cut every prompt at the same positions."""
     if wanted <= room:
         return wanted
     return (start + room) // border * border - start if (start + room) // border > start // border else room

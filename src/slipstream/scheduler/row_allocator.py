@@ -89,8 +89,8 @@ class RowAllocator:
         rows = [request.row for request in self.running]
         assert sorted(rows + self._free) == list(range(self.num_rows)), f"rows are lost: {rows}"
         assert self.num_with_logprobs == sum(request.num_logprobs is not None for request in self.running)
-        for place, sizes in enumerate(self._list_sizes):
-            assert sizes == sorted(size for r in self.running if r.list_sizes and (size := r.list_sizes[place]))
+        for index, sizes in enumerate(self._list_sizes):
+            assert sizes == sorted(size for r in self.running if r.list_sizes and (size := r.list_sizes[index]))
 
 
 def _rank(request: Request) -> tuple[int, int]:

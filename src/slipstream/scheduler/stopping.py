@@ -14,8 +14,8 @@ def check_stop(request: Request, num_new: int) -> Ending:
     A stop token goes before the length: it ends the text even where the length would have, too.
     """
     tokens, first = request.tokens, len(request.tokens) - num_new
-    for place in range(first, len(tokens)):
-        token, length = tokens[place], place + 1
+    for index in range(first, len(tokens)):
+        token, length = tokens[index], index + 1
         if token in request.stop_ids and length - request.num_prompt >= request.params.min_tokens:
             return length - first, FinishReason.STOP, token
         if length >= request.max_length:

@@ -59,7 +59,7 @@ def render_chat(
     """
     if template is None:
         raise BadTokenizer(f"the model has no chat template; {_HINT}, or give a plain prompt to generate")
-    conversation = [_checked(message, place) for place, message in enumerate(_listed(messages))]
+    conversation = [_checked(message, index) for index, message in enumerate(_listed(messages))]
     if continue_final_message:
         if add_generation_prompt:
             raise InvalidPrompt(
@@ -122,24 +122,24 @@ def _listed(messages: Any) -> Sequence[Any]:
     return messages
 
 
-def _checked(message: Any, place: int) -> dict[str, Any]:
+def _checked(message: Any, index: int) -> dict[str, Any]:
     """Returns a copy of a message, with its content as one text or as several parts."""
     if not isinstance(message, Mapping):
         raise InvalidPrompt(
-            f"message {place} is of type {type(message).__name__}; give an object with role and content"
+            f"message {index} is of type {type(message).__name__}; give an object with role and content"
         )
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise InvalidPrompt(f"message {place} has the role {role!r}; give a name like 'user'")
+        raise InvalidPrompt(f"message {index} has the role {role!r}; give a name like 'user'")
     checked = dict(message)
     calls = message.get("tool_calls")
     if calls:
-        checked["tool_calls"] = check_tool_calls(calls, place)
+        checked["tool_calls"] = check_tool_calls(calls, index)
     content = message.get("content")
     if content is None and not calls:
-        raise InvalidPrompt(f"message {place} has no content; give a string or a list of text parts")
+        raise InvalidPrompt(f"message {index} has no content; give a string or a list of text parts")
     if "content" in message:  # else it is undefined in the template
-        checked["content"] = _content(content, place)
+        checked["content"] = _content(content, index)
     return checked
 
 
@@ -152,19 +152,19 @@ class _Parts(list[dict[str, str]]):
     __str__ = __repr__
 
 
-def _content(content: Any, place: int) -> str | _Parts | None:
+def _content(content: Any, index: int) -> str | _Parts | None:
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
         kind = type(content).__name__
-        raise InvalidPrompt(f"message {place} has content of type {kind}; give a string or a list of text parts")
+        raise InvalidPrompt(f"message {index} has content of type {kind}; give a string or a list of text parts")
     texts = []
     for part in content:
         if isinstance(part, Mapping) and (extra := [name for name in part if name not in ("type", "text")]):
-            raise InvalidPrompt(f"message {place} has a part with the field {extra[0]!r}; a text has type and text")
+            raise InvalidPrompt(f"message {index} has a part with the field {extra[0]!r}; a text has type and text")
         text = part.get("text") if isinstance(part, Mapping) and part.get("type", "text") == "text" else part
         if not isinstance(text, str):
-            raise InvalidPrompt(f'message {place} has the part {part!r}; give {{"type": "text", "text": ...}}')
+            raise InvalidPrompt(f'message {index} has the part {part!r}; give {{"type": "text", "text": ...}}')
         texts.append(text)
     # a single part is passed as its text, because not all templates take lists
     return "".join(texts) if len(texts) < 2 else _Parts({"type": "text", "text": text} for text in texts)

@@ -75,7 +75,7 @@ class NotedMessage(dict[str, Any]):
 def check_read(messages: Sequence[NotedMessage]) -> None:
     """Raises for a given field that the template did not read, and for a message that it skipped."""
     shows_content = any("content" not in message.unread() for message in messages)
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         role = dict.get(message, "role")
         unread = [name for name in message.unread() if dict.get(message, name) not in (None, "", [], {})]
         unread = [name for name in unread if name != "role" and (name != "content" or shows_content)]
@@ -89,15 +89,15 @@ def check_read(messages: Sequence[NotedMessage]) -> None:
                 unread.remove("content")
             else:
                 raise InvalidPrompt(
-                    f"the chat template skips message {place}, of role {role!r}; remove it, or give it another role",
-                    param=f"messages[{place}].role",
+                    f"the chat template skips message {index}, of role {role!r}; remove it, or give it another role",
+                    param=f"messages[{index}].role",
                 )
         if unread:
             near = difflib.get_close_matches(unread[0], ("role", "content", "tool_calls", "tool_call_id", "name"), n=1)
             hint = f"did you mean {near[0]}?" if near and near[0] != unread[0] else "remove it"
             raise InvalidPrompt(
-                f"message {place} has the field {unread[0]!r}, which the chat template does not read; {hint}",
-                param=f"messages[{place}].{unread[0]}",
+                f"message {index} has the field {unread[0]!r}, which the chat template does not read; {hint}",
+                param=f"messages[{index}].{unread[0]}",
             )
 
 
@@ -115,10 +115,10 @@ def texts_of(template: str, environment: jinja2.Environment) -> frozenset[str]:
     )
 
 
-def check_tool_calls(calls: Any, place: int) -> list[Any]:
+def check_tool_calls(calls: Any, message: int) -> list[Any]:
     """Checks tool calls in the format of OpenAI's API, and parses arguments, which clients send as JSON strings and
     templates take as objects."""
-    name = f"messages[{place}].tool_calls"
+    name = f"messages[{message}].tool_calls"
     if not isinstance(calls, list | tuple):
         raise InvalidPrompt(f"{name} is {type(calls).__name__}; give a list of calls", param=name)
     return [_checked_call(call, f"{name}[{index}]") for index, call in enumerate(calls)]

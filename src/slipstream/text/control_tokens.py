@@ -122,7 +122,7 @@ class ControlTokens:
             table = [(sign, self._stand_in(sign)) for sign in signs]
             readable = self._readable_of_model if by_model else self._readable
             parts = parts if readable is None else readable.split(masked)  # every second part is a tag
-            masked = "".join(part if place % 2 else _replaced(part, table) for place, part in enumerate(parts))
+            masked = "".join(part if offset % 2 else _replaced(part, table) for offset, part in enumerate(parts))
         return self._without_tokens(masked, by_model) if self._may_remain or len(parts) > 1 else masked
 
     def _signs_in(self, text: str) -> list[str]:
@@ -134,11 +134,11 @@ class ControlTokens:
         """Masks control tokens that can still be found: letters alone, or characters that together become a sign."""
         while spans := [span for span in self._find(masked) if not (by_model and span.token in self._tags)]:
             pieces: list[str] = []
-            place = 0
+            offset = 0
             for start, end, _ in spans:
-                pieces += (masked[place:start], *map(self._stand_in, masked[start:end]))
-                place = end
-            masked = "".join(pieces) + masked[place:]
+                pieces += (masked[offset:start], *map(self._stand_in, masked[start:end]))
+                offset = end
+            masked = "".join(pieces) + masked[offset:]
         return masked
 
     def _is_masked(self, character: str) -> bool:
@@ -211,10 +211,10 @@ def _by_text(texts: Mapping[int, str], words: frozenset[int], control: frozenset
         return None
 
     def find(text: str) -> Iterator[TextSpan]:
-        place = 0
-        while found := begin.search(text, place):
+        offset = 0
+        while found := begin.search(text, offset):
             span = token_at(text, found.start(), found[0])
-            place = found.start() + 1 if span is None else span.end
+            offset = found.start() + 1 if span is None else span.end
             if span is not None and span.token in control:
                 yield span
 

@@ -69,7 +69,7 @@ class Excerpts:
     def end(self, text: str, limit: int) -> str:
         """Returns an end of the text with the same last `limit` tokens, or the whole text.
 
-        It begins between two words, since tokens inside a word depend on the start of the word. Without such a place
+        It begins between two words, since tokens inside a word depend on the start of the word. Without such a boundary
         the whole text is needed.
         """
         size, longest = first_size(limit), max_chars(limit)

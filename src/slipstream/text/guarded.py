@@ -90,11 +90,11 @@ class GuardedEncoder:
     def encode(self, text: Guarded) -> list[int]:
         copy = self._made()
         parts: list[str] = []
-        place = 0
+        offset = 0
         for span in text.spans:
-            parts += (str.__getitem__(text, slice(place, span.start)), self._names[span.token])
-            place = span.end
-        written = "".join(parts) + str.__getitem__(text, slice(place, None))
+            parts += (str.__getitem__(text, slice(offset, span.start)), self._names[span.token])
+            offset = span.end
+        written = "".join(parts) + str.__getitem__(text, slice(offset, None))
         for _ in range(_TRIES):
             found = copy.encode(written, add_special_tokens=False)
             joined = [

@@ -30,12 +30,12 @@ class Pieces:
             return [self._cut_left(ids, limit) if len(ids) > limit else ids for ids in found]
         short = [self._beginning(text, limit) for text in texts]
         found = self.tokenizer.encode_batch(short)
-        for place, ids in enumerate(found):
-            if len(ids) < limit + MARGIN and len(short[place]) < len(texts[place]):
-                ids = self.tokenizer.encode(self.excerpts.beginning(texts[place], limit))
+        for index, ids in enumerate(found):
+            if len(ids) < limit + MARGIN and len(short[index]) < len(texts[index]):
+                ids = self.tokenizer.encode(self.excerpts.beginning(texts[index], limit))
             if len(ids) > limit:
                 ids = self._cut(ids, limit)
-            found[place] = ids
+            found[index] = ids
         return found
 
     def pairs(
@@ -50,9 +50,9 @@ class Pieces:
             part = self.excerpts.end if side == "left" else self.excerpts.beginning
             short = [(part(first, limit), part(second, limit)) for first, second in pairs]
         found = []
-        for place, encoding in enumerate(self.tokenizer.encodings(short)):
+        for index, encoding in enumerate(self.tokenizer.encodings(short)):
             if limit is not None and len(encoding.ids) > limit:
-                encoding = self._cut_pair(*short[place], limit, side)
+                encoding = self._cut_pair(*short[index], limit, side)
             found.append((encoding.ids, type_start(encoding.type_ids)))
         return found
 

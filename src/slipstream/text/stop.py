@@ -1,6 +1,6 @@
 """StopMatcher: finds stop strings in a text that arrives in increments.
 
-The stop string that is complete first ends the text, and of two that end at the same place the longer. So the result
+The stop string that is complete first ends the text, and of two that end at the same offset the longer. So the result
 does not depend on the increments.
 """
 
@@ -46,19 +46,19 @@ class StopMatcher:
         text held back."""
         first, found = len(text) + 1, ""
         for stop in self._stops:
-            place = text.find(stop)
-            if place >= 0 and (place + len(stop), -len(stop)) < (first, -len(found)):
-                first, found = place + len(stop), stop
+            offset = text.find(stop)
+            if offset >= 0 and (offset + len(stop), -len(stop)) < (first, -len(found)):
+                first, found = offset + len(stop), stop
         return first, found or None
 
     def _num_open(self, text: str) -> int:
         """The length of the longest suffix of `text` that is a prefix of a stop string."""
         longest = 0
         for stop in self._stops:
-            place = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-            while 0 <= place < len(text) - longest:
-                if stop.startswith(text[place:]):
-                    longest = len(text) - place
+            offset = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+            while 0 <= offset < len(text) - longest:
+                if stop.startswith(text[offset:]):
+                    longest = len(text) - offset
                     break
-                place = text.find(stop[0], place + 1)
+                offset = text.find(stop[0], offset + 1)
         return longest

@@ -57,7 +57,7 @@ def inputs(pooling=EMBEDDER, tokenizer=True, length=64, **own):
 
 def prepared(given, prompts, params=EMBED, **how):
     """What is sent, in the order of the prompts."""
-    return sorted(given.prepare([PoolingBatch(prompts, params, **how)]), key=lambda one: one.place)
+    return sorted(given.prepare([PoolingBatch(prompts, params, **how)]), key=lambda one: one.index)
 
 
 def ids_of(text):
@@ -81,8 +81,8 @@ def test_shorter_ones_are_sent_first_and_results_come_in_order():
     rng = random.Random(0)
     prompts = [[1] * rng.randrange(1, 60) for _ in range(300)]
     found = list(inputs().prepare([PoolingBatch(prompts, EMBED)]))
-    assert sorted(one.place for one in found) == list(range(300))
-    assert all(len(one.ids) == len(prompts[one.place]) for one in found)
+    assert sorted(one.index for one in found) == list(range(300))
+    assert all(len(one.ids) == len(prompts[one.index]) for one in found)
     first = [len(one.ids) for one in found[:64]]
     assert first == sorted(first)
 

@@ -1,6 +1,6 @@
-"""Finds places where the host waits for the device, and marks the places that may.
+"""Finds calls in which the host waits for the device, and marks the calls that may wait.
 
-Launching a step never needs the value of a token. A place that must read from the device says so with `sync_allowed`.
+Launching a step never needs the value of a token. A call that must read from the device is marked with `sync_allowed`.
 `watch` finds all other reads, in this engine or in any torch program:
 
     with watch() as log:

@@ -41,7 +41,7 @@ def report(log: SyncLog) -> None:
     found = sorted(log.found, key=lambda sync: -sync.seconds)
     seconds = sum(sync.seconds for sync in found)
     times = sum(sync.count for sync in found)
-    sys.stderr.write(f"the host waited {times} times at {len(found)} places, {1000 * seconds:.1f} ms\n")
+    sys.stderr.write(f"the host waited {times} times in {len(found)} calls, {1000 * seconds:.1f} ms\n")
     for sync in [*found, *log.allowed]:
         sys.stderr.write(f"{sync}\n")
 

@@ -29,7 +29,7 @@ def sync_allowed(reason: str) -> Iterator[None]:
 
 @dataclass(slots=True)
 class Sync:
-    """One place where the host waited, with the number and the duration of all waits there."""
+    """One stack at which the host waited, with the number and the duration of all waits there."""
 
     what: str
     stack: tuple[str, ...]  # "file:line in function", innermost first
@@ -46,23 +46,23 @@ class Sync:
 @dataclass(slots=True)
 class SyncLog:
     on_found: Callable[[Sync], None] | None = None  # called for each wait that is not allowed, each time
-    _places: dict[tuple[str, tuple[str, ...], str | None], Sync] = field(default_factory=dict)
+    _syncs: dict[tuple[str, tuple[str, ...], str | None], Sync] = field(default_factory=dict)
 
     @property
     def found(self) -> list[Sync]:
         """The waits that are not allowed."""
-        return [sync for sync in self._places.values() if sync.allowed is None]
+        return [sync for sync in self._syncs.values() if sync.allowed is None]
 
     @property
     def allowed(self) -> list[Sync]:
-        return [sync for sync in self._places.values() if sync.allowed is not None]
+        return [sync for sync in self._syncs.values() if sync.allowed is not None]
 
     def add(self, what: str, seconds: float, *, unless_known: bool = False) -> None:
-        """`unless_known`: skip it if a wait of another name was found at the same place."""
+        """`unless_known`: skip it if a wait of another name was found at the same stack."""
         stack, reason = _stack(), _reason.get()
-        if unless_known and any(name != what and known == stack for name, known, _ in self._places):
+        if unless_known and any(name != what and known == stack for name, known, _ in self._syncs):
             return
-        sync = self._places.setdefault((what, stack, reason), Sync(what, stack, reason))
+        sync = self._syncs.setdefault((what, stack, reason), Sync(what, stack, reason))
         sync.count += 1
         sync.seconds += seconds
         if sync.allowed is None and self.on_found is not None:

@@ -40,7 +40,7 @@ class HotPath:
             yield
 
     def _warn(self, sync: Sync) -> None:
-        if sync.count == 1:  # log each place once
+        if sync.count == 1:  # log each stack once
             log.warning("the host waits for the device: %s", sync)
 
     def _raise(self, sync: Sync) -> None:

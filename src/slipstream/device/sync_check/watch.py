@@ -82,7 +82,7 @@ class _Watcher(TorchDispatchMode):
 
 class _CudaWarnings:
     """Torch's own warnings about synchronising CUDA calls. A warning inside a watched operation belongs to it, and so
-    does one after it at the same place, since torch delays warnings until it returns to Python."""
+    does one after it at the same line, since torch delays warnings until it returns to Python."""
 
     def __init__(self, log: SyncLog) -> None:
         self.log = log

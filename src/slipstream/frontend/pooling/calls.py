@@ -135,12 +135,12 @@ def rerank(
         truncate_prompt_tokens=truncate_prompt_tokens,
         roles=True,
     )
-    for place, one in enumerate(scored):
+    for index, one in enumerate(scored):
         if one.found is None and one.error:
-            raise SlipstreamError(f"document {place + 1} of {len(scored)}: {one.error}")
+            raise SlipstreamError(f"document {index + 1} of {len(scored)}: {one.error}")
     numbers = [one.outputs.score for one in scored]
-    order = sorted(range(len(numbers)), key=lambda place: (-numbers[place], place))[:top_n]
-    return [RerankResult(place, numbers[place], documents[place]) for place in order]
+    order = sorted(range(len(numbers)), key=lambda index: (-numbers[index], index))[:top_n]
+    return [RerankResult(index, numbers[index], documents[index]) for index in order]
 
 
 def _score_by_cross_encoder(
@@ -158,13 +158,13 @@ def _score_by_cross_encoder(
             param="model",
         )
     pairs: list[PoolingPrompt] = []
-    for place, document in enumerate(right):
+    for index, document in enumerate(right):
         try:
-            pairs.append(inputs.pair(left[place if len(left) > 1 else 0], document, instruction))
+            pairs.append(inputs.pair(left[index if len(left) > 1 else 0], document, instruction))
         except UserError as error:
             if len(right) == 1:
                 raise
-            raise type(error)(f"pair {place + 1} of {len(right)}: {error}", param=error.param) from None
+            raise type(error)(f"pair {index + 1} of {len(right)}: {error}", param=error.param) from None
     found = yield [PoolingBatch(pairs, params, prefix)]
     return [_scored(one, None if one.found is None else float(one.outputs.data[0]), one.error) for one in found]
 
@@ -175,7 +175,7 @@ def _score_by_vectors(
     found = yield [PoolingBatch(left, params, prefixes[0]), PoolingBatch(right, params, prefixes[1])]
     queries, documents = found[: len(left)], found[len(left) :]
     alone = len(left) == 1
-    pairs = [(queries[0 if alone else place], one) for place, one in enumerate(documents)]
+    pairs = [(queries[0 if alone else index], one) for index, one in enumerate(documents)]
     # a text without a result fails its own pairs only
     good = [(query, one) for query, one in pairs if query.found is not None and one.found is not None]
     numbers: Iterator[float] = iter(())
@@ -200,7 +200,7 @@ def _score_by_late_interaction(
     scored: list[ScoringRequestOutput] = []
     for part in [slice(0, len(right))] if alone else _query_parts(inputs, left, params, prefixes[0]):
         queries, documents = left[part], right[part]
-        keys = [f"{call}-{part.start + place}" for place in range(len(queries))]
+        keys = [f"{call}-{part.start + index}" for index in range(len(queries))]
         asking = [params.with_changes(query_key=key, query_uses=len(right) if alone else 1) for key in keys]
         answering = [params.with_changes(query_key=key) for key in keys]
         found = yield [
@@ -220,11 +220,11 @@ def _query_parts(inputs: PoolingInputs, queries: Sequence[str], params: PoolingP
     """Slices of queries that the device keeps at the same time. One call uses at most a quarter of that memory."""
     limit = None if inputs.description.max_kept is None else inputs.description.max_kept // 4
     start = size = 0
-    for place, text in enumerate(queries):
+    for index, text in enumerate(queries):
         own = inputs.max_num_tokens(prefix + text, params, inputs.pooling.query)
-        if place > start and (place - start == PAIRS_TOGETHER or (limit is not None and size + own > limit)):
-            yield slice(start, place)
-            start, size = place, 0
+        if index > start and (index - start == PAIRS_TOGETHER or (limit is not None and size + own > limit)):
+            yield slice(start, index)
+            start, size = index, 0
         size += own
     yield slice(start, len(queries))
 

@@ -108,10 +108,10 @@ class PoolingInputs(PoolingPromptReader):
         # one pass from left to right, so that braces in the texts are not replaced
         text, rest = "", template
         while rest:
-            places = [(rest.find(name), name) for name in parts if name in rest]
-            place, name = min(places, default=(len(rest), ""))
-            text += rest[:place] + (parts[name] if name else "")
-            rest = rest[place + len(name) :]
+            offsets = [(rest.find(name), name) for name in parts if name in rest]
+            offset, name = min(offsets, default=(len(rest), ""))
+            text += rest[:offset] + (parts[name] if name else "")
+            rest = rest[offset + len(name) :]
         return text if controls is None else controls.unmask(text)
 
     def _controls(self) -> ControlTokens | None:
@@ -166,8 +166,8 @@ class PoolingPrompts:
         self.has_one_priority = len({own.priority for batch in batches for own in batch.each_params()}) < 2
         self._new_id = new_id
         self._as_lists = as_lists
-        self._sent: list[int] = [0] * self.total  # by place: the index of the message that computes its result
-        self._duplicates: dict[int, str | None] = {}  # by place: the text of a prompt that equals an earlier one
+        self._sent: list[int] = [0] * self.total  # by prompt: the index of the message that computes its result
+        self._duplicates: dict[int, str | None] = {}  # by prompt: the text of a prompt that equals an earlier one
         self._encoded = inputs.prepare(batches)
 
     def is_ready(self) -> bool:
@@ -187,10 +187,10 @@ class PoolingPrompts:
                         key = key, one.type_start, one.num_seen, id(params)
                     first = seen.setdefault(key, num_sent)
                     if first != num_sent:
-                        sent[start + one.place] = first
-                        self._duplicates[start + one.place] = one.text
+                        sent[start + one.index] = first
+                        self._duplicates[start + one.index] = one.text
                         continue
-                sent[start + one.place] = num_sent
+                sent[start + one.index] = num_sent
                 num_sent += 1
                 yield (
                     Submit(
@@ -215,7 +215,7 @@ class PoolingPrompts:
     def in_order(self, sent_results: Sequence[PoolingRequestOutput[Any]]) -> list[Any]:
         """Returns one result per prompt, in the order of the batches, from those of all messages as they were sent."""
         results = [sent_results[sent] for sent in self._sent]
-        for place, text in self._duplicates.items():
-            if text != results[place].prompt:  # another text with the same tokens
-                results[place] = msgspec.structs.replace(results[place], prompt=text)
+        for index, text in self._duplicates.items():
+            if text != results[index].prompt:  # another text with the same tokens
+                results[index] = msgspec.structs.replace(results[index], prompt=text)
         return results

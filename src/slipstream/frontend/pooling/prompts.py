@@ -53,7 +53,7 @@ class PoolingBatch(msgspec.Struct, frozen=True):
 class EncodedPrompt(msgspec.Struct, frozen=True, gc=False):
     """One prompt with its token ids."""
 
-    place: int  # index in its batch
+    index: int  # index in its batch
     text: str | None
     ids: array[int]
     type_start: int | None  # where the second text of a pair begins: token types are 1 from there on
@@ -75,41 +75,41 @@ class PoolingPromptReader:
         params = [batch.params] * len(prompts) if isinstance(batch.params, PoolingParams) else [*batch.params[part]]
         start, total = part.start, batch.num_of_call
         prepared: list[EncodedPrompt | None] = [None] * len(prompts)
-        texts: dict[_Cut, list[int]] = {}  # places of texts, grouped by truncation
+        texts: dict[_Cut, list[int]] = {}  # indices of texts, grouped by truncation
         pairs: dict[_Cut, list[int]] = {}
         shown: list[str | None] = [None] * len(prompts)
-        place = 0
+        index = 0
         try:
-            for place, prompt in enumerate(prompts):
+            for index, prompt in enumerate(prompts):
                 kind = type(prompt)
                 if kind is list or kind is array or kind is np.ndarray:
-                    ids = self._truncate(_ids(prompt), params[place])
-                    prepared[place] = EncodedPrompt(start + place, None, ids, None, params[place])
+                    ids = self._truncate(_ids(prompt), params[index])
+                    prepared[index] = EncodedPrompt(start + index, None, ids, None, params[index])
                 elif kind is tuple and _is_pair(prompt):
                     _check_pair(prompt)
-                    cut = self._limit(params[place], NO_ROLE)
+                    cut = self._limit(params[index], NO_ROLE)
                     self._check_size(cut, *cast(tuple[str, str], prompt))
-                    pairs.setdefault(cut, []).append(place)
+                    pairs.setdefault(cut, []).append(index)
                 elif isinstance(prompt, Mapping) and "prompt_token_ids" in prompt:
                     whole = _ids(prompt["prompt_token_ids"])
-                    ids = self._truncate(whole, params[place])
+                    ids = self._truncate(whole, params[index])
                     begin = self._type_start(prompt.get("token_type_ids"), len(whole))
-                    if begin is not None and params[place].truncation_side == "left":
+                    if begin is not None and params[index].truncation_side == "left":
                         begin = max(0, begin - (len(whole) - len(ids)))
                     begin = None if begin is not None and begin >= len(ids) else begin
-                    prepared[place] = EncodedPrompt(start + place, prompt.get("prompt"), ids, begin, params[place])
+                    prepared[index] = EncodedPrompt(start + index, prompt.get("prompt"), ids, begin, params[index])
                 elif isinstance(text := prompt.get("prompt") if isinstance(prompt, Mapping) else prompt, str):
                     if isinstance(prompt, Mapping) and prompt.get("token_type_ids") is not None:
                         raise InvalidPrompt(
                             "token_type_ids is given with a text; give prompt_token_ids too, or two texts as a pair"
                         )
-                    shown[place] = text
-                    cut = self._limit(params[place], role)
+                    shown[index] = text
+                    cut = self._limit(params[index], role)
                     self._check_size(cut, text)
-                    texts.setdefault(cut, []).append(place)
+                    texts.setdefault(cut, []).append(index)
                 elif isinstance(prompt, Sequence):
-                    ids = self._truncate(_ids(prompt), params[place])
-                    prepared[place] = EncodedPrompt(start + place, None, ids, None, params[place])
+                    ids = self._truncate(_ids(prompt), params[index])
+                    prepared[index] = EncodedPrompt(start + index, None, ids, None, params[index])
                 else:
                     raise InvalidPrompt(
                         f"a prompt is a text, a list of token ids, a pair of texts or an object with prompt or "
@@ -117,30 +117,30 @@ class PoolingPromptReader:
                     )
             if prefix and not self.pooling.include_prompt and (texts or pairs):
                 before = self.prefix_length(prefix)
-                for place in (place for places in (*texts.values(), *pairs.values()) for place in places):
-                    params[place] = with_skipped_tokens(params[place], before)
-            for (limit, side), places in texts.items():
-                given = [prefix + text if prefix else text for text in (cast(str, shown[place]) for place in places)]
-                for place, found in zip(places, self._encode(self._case(given), limit, side), strict=True):
+                for index in (index for indices in (*texts.values(), *pairs.values()) for index in indices):
+                    params[index] = with_skipped_tokens(params[index], before)
+            for (limit, side), indices in texts.items():
+                given = [prefix + text if prefix else text for text in (cast(str, shown[index]) for index in indices)]
+                for index, found in zip(indices, self._encode(self._case(given), limit, side), strict=True):
                     ids, seen = self._with_role(role, found) if role is not NO_ROLE else (array("i", found), None)
-                    text = plain(cast(str, shown[place]))
-                    prepared[place] = EncodedPrompt(start + place, text, ids, None, params[place], seen)
-            for (limit, side), places in pairs.items():
-                two = [self._pair(prompts[place], prefix) for place in places]
-                for place, (found, begin) in zip(places, self._encoder().pairs(two, limit, side=side), strict=True):
+                    text = plain(cast(str, shown[index]))
+                    prepared[index] = EncodedPrompt(start + index, text, ids, None, params[index], seen)
+            for (limit, side), indices in pairs.items():
+                two = [self._pair(prompts[index], prefix) for index in indices]
+                for index, (found, begin) in zip(indices, self._encoder().pairs(two, limit, side=side), strict=True):
                     begin = begin if self.pooling.types_pairs else None
-                    prepared[place] = EncodedPrompt(start + place, None, array("i", found), begin, params[place])
+                    prepared[index] = EncodedPrompt(start + index, None, array("i", found), begin, params[index])
             done = cast(list[EncodedPrompt], prepared)
             lengths = [len(one.ids) for one in done]
             if min(lengths) < 1 or max(lengths) > self.description.max_model_len:
-                place = next(i for i, length in enumerate(lengths) if not 0 < length <= self.description.max_model_len)
-                self._raise_for_length(lengths[place])
-            place = -1
+                index = next(i for i, length in enumerate(lengths) if not 0 < length <= self.description.max_model_len)
+                self._raise_for_length(lengths[index])
+            index = -1
             self._check_range(done)
         except UserError as error:
-            if place < 0:
+            if index < 0:
                 raise
-            raise error.of_prompt(batch.first + start + place, total) from None
+            raise error.of_prompt(batch.first + start + index, total) from None
         return done
 
     def text_ids(self, text: str, params: PoolingParams, prefix: str = "") -> list[int]:

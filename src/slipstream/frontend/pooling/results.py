@@ -147,9 +147,9 @@ def _sparse(data: Array, ids: Sequence[int], skipped: tuple[int, ...], max_kept:
     if data.ndim == 1:
         (found,) = data.nonzero()
         return _largest(found, data[found], max_kept)
-    tokens, places = np.unique(np.asarray(ids), return_inverse=True)
+    tokens, indices = np.unique(np.asarray(ids), return_inverse=True)
     weights = np.zeros(len(tokens), data.dtype)
-    np.maximum.at(weights, places, data[:, 0])
+    np.maximum.at(weights, indices, data[:, 0])
     kept = (weights > 0) & ~np.isin(tokens, skipped)
     return _largest(tokens[kept], weights[kept], max_kept)
 

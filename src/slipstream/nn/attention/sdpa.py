@@ -149,7 +149,7 @@ class SdpaAttention:
 
         `positions` [queries]: one per row, or any number for a single row; `written` [rows]: the slot of the last
         token of each row. Returns [rows, width * page_size] and [queries, width * page_size]: 0 for a visible key, -inf
-        otherwise. Unused slots of a page may hold NaN, so masked places use `written` as their slot.
+        otherwise. Unused slots of a page may hold NaN, so masked positions use `written` as their slot.
         """
         num_rows, page_size, window = len(table), group.spec.page_size, group.window
         first, last = positions[:num_rows].unsqueeze(1), positions[-num_rows:].unsqueeze(1)

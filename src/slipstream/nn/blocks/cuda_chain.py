@@ -46,13 +46,13 @@ class CudaChain:
         last = None
         part = self.parts[0]
         made, total = part.products.first.after_norm(part.norm, x, None, context, part.products.activation)
-        for place, following in enumerate([*self.parts[1:], None]):
+        for index, following in enumerate([*self.parts[1:], None]):
             mix = part.products.mix
-            if mix is not None and place == self.last_block and context.only_last and chain == "library":
+            if mix is not None and index == self.last_block and context.only_last and chain == "library":
                 last = context.last_tokens()  # the library's products take any number of rows
             if mix is not None:
                 made = mix(made, context, last)
-            if last is not None and place == self.last_block:
+            if last is not None and index == self.last_block:
                 total = last.of(total)
             if following is None:
                 break
@@ -60,7 +60,7 @@ class CudaChain:
             part, total = following, sums.total
             made = part.products.first.after_unnormalized(sums, context, part.products.activation)
         out: torch.Tensor = self.norm(part.products.last(made, context), total)[0]
-        return out.index_select(0, context.last_places()) if context.only_last and last is None else out
+        return out.index_select(0, context.last_indices()) if context.only_last and last is None else out
 
     def choose(self, x: torch.Tensor) -> Chain:
         """The fastest kind of chain that all weights offer for an input of this size; "" for none."""

@@ -88,8 +88,8 @@ class Experts(Layer):
         kinds = {"weight": ("gate_up", "down")} | ({"bias": ("gate_up_bias", "down_bias")} if self.shape.bias else {})
         for expert in range(self.shape.num_experts):
             for kind, (gate_up, down) in kinds.items():
-                for place, part in enumerate(self.parts):
-                    first = place * self.shape.size
+                for index, part in enumerate(self.parts):
+                    first = index * self.shape.size
                     yield f"experts.{expert}.{part}.{kind}", self._slot(gate_up, expert, first, self.shape.size)
                 yield f"experts.{expert}.down.{kind}", self._slot(down, expert)
         if self.correction_bias is not None:

@@ -46,7 +46,7 @@ class InterleavedLinear(Linear):
         own = dict(super().weight_slots())
         for name, rows in self.stored.items():
             first = rows.parts[0]
-            kinds = [place.removeprefix(f"{first}.") for place in own if place.startswith(f"{first}.")]
+            kinds = [parameter.removeprefix(f"{first}.") for parameter in own if parameter.startswith(f"{first}.")]
             for kind in kinds:
                 slots = [own[f"{part}.{kind}"] for part in rows.parts]
                 num_rows = sum(slot.shape[0] for slot in slots)

@@ -78,7 +78,7 @@ class LatentAttention(Layer):
         rotary = context.rotary[self.shape.rope]
         key = self._store(compressed, rotary, context)
         if last is not None:
-            queries, rotary, context = last.of(queries), rotary.index_select(0, last.places), last.context
+            queries, rotary, context = last.of(queries), rotary.index_select(0, last.indices), last.context
         if self.queries is not None and self.q_norm is not None:
             queries = self.queries(self.q_norm(queries.contiguous())[0], context)
         heads = queries.reshape(len(queries), num_heads, -1)

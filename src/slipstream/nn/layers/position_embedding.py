@@ -92,8 +92,8 @@ class RelativeKeys(Layer):
 
 
 def distance_buckets(distances: torch.Tensor, num_buckets: int, max_distance: int) -> torch.Tensor:
-    """Which bucket a key's place less the query's falls into: the lower half of them for keys before, the upper for
-    keys after; half of each half are single distances, the rest grow with the logarithm."""
+    """The bucket of a key's position minus the query's: the lower half of the buckets for earlier keys, the upper for
+    later keys. Half of each half are single distances; the others grow with the logarithm."""
     half = num_buckets // 2
     single = half // 2
     away = distances.abs()

@@ -25,7 +25,7 @@ def vector_module(info: ModuleInfo, dtype: torch.dtype) -> nn.Module:
 
 
 def module_names(info: ModuleInfo) -> dict[str, str]:
-    """The tensors of a module's file, and the places that they have in it."""
+    """The tensors of a module's file, and the parameters that they fill."""
     if isinstance(info, LayerNormInfo):
         return {"norm.{kind}": "{kind}"}
     slope = {"activation_function.weight": "slope.weight"}

@@ -75,10 +75,10 @@ class DecoderShape:
         sites: list[tuple[int | None, ...]] = []
         for number, layer in enumerate(self.layers):
             own = [next(numbers) if mixer.has_own_site else None for mixer in layer.mixers]
-            for place, mixer in enumerate(layer.mixers):
+            for index, mixer in enumerate(layer.mixers):
                 if isinstance(mixer, AttentionShape) and mixer.kv_source is not None:
                     self._check_source(number, mixer)
-                    own[place] = sites[mixer.kv_source][0]
+                    own[index] = sites[mixer.kv_source][0]
             sites.append(tuple(own))
         return tuple(sites)
 

@@ -100,6 +100,6 @@ def llama_rules(
     names |= others or {}
     rooted: dict[str, str | None] = {}
     for root in roots:
-        for name, place in names.items():
-            rooted[name.replace("model", root, 1).removeprefix(".")] = place
+        for name, parameter in names.items():
+            rooted[name.replace("model", root, 1).removeprefix(".")] = parameter
     return Rules(rooted)

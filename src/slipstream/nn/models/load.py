@@ -111,7 +111,7 @@ def _heads(config: ModelConfig, model: Decoder | Encoder, dtype: torch.dtype) ->
 def find_tensors(
     config: ModelConfig, model: Decoder | Encoder, slots: Mapping[str, WeightSlot], device: torch.device
 ) -> tuple[dict[str, SourceTensor], list[str]]:
-    """The checkpoint's tensor for each place, and the names of those that are left out; nothing is read."""
+    """The checkpoint's tensor for each parameter, and the names of those that are left out; nothing is read."""
     if config.load_format == "dummy":
         return match_slots(DummySource(slots, config.seed, device), None, slots)
     source, rules = _open(config, model), find_rules(config.info, model.shape)
@@ -135,10 +135,10 @@ def _beside(config: ModelConfig, heads: Heads | None) -> Iterator[tuple[WeightSo
             root = f"heads.modules_behind.{number}"
             rules = {theirs: f"{root}.{ours}" for theirs, ours in module_names(module).items()}
             yield open_folder(folder / module.path), Rules(rules)
-    for name, place in ((BY_WORD, "word"), (BY_TOKEN, "token")):
+    for name, kind in ((BY_WORD, "word"), (BY_TOKEN, "token")):
         source = open_file(folder / name)
         if source is not None:
-            yield source, Rules({"{kind}": f"heads.{place}.{{kind}}"})
+            yield source, Rules({"{kind}": f"heads.{kind}.{{kind}}"})
 
 
 def stays_low_bit(config: ModelConfig, device: str) -> bool:

@@ -18,7 +18,7 @@ from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.safetensors import open_folder
 from slipstream.nn.weights.source import SourceTensor, WeightSource, in_parts
 
-EMBEDDING, HEAD = "embedding.weight", "head.weight"  # our places
+EMBEDDING, HEAD = "embedding.weight", "head.weight"  # our parameters
 # what encoders call the projection back to words, which is their embedding mostly
 _WORDS = ("cls.predictions.decoder.weight", "lm_head.decoder.weight", "vocab_projector.weight", "decoder.weight")
 
@@ -51,15 +51,15 @@ def _with_words(info: ModelInfo, shape: EncoderShape, folder: Path) -> ModelInfo
     return msgspec.structs.replace(info, tied_embeddings=False)
 
 
-def find_named(source: WeightSource, rules: Rules, places: tuple[str, ...]) -> dict[str, SourceTensor]:
-    """The tensors of these places, as far as the source has them."""
+def find_named(source: WeightSource, rules: Rules, parameters: tuple[str, ...]) -> dict[str, SourceTensor]:
+    """The tensors of these parameters, as far as the source has them."""
     found: dict[str, SourceTensor] = {}
     for tensor in source:
         try:
             name = rules.rename(tensor.name)
         except KeyError:
             continue  # loading says so
-        if name in places:
+        if name in parameters:
             found[name] = tensor
     return found
 

@@ -135,11 +135,11 @@ class _Machine:
     def _memoize(self, _: Any) -> None:
         self.memo[len(self.memo)] = self.stack[-1]
 
-    def _binput(self, place: int) -> None:
-        self.memo[place] = self.stack[-1]
+    def _binput(self, index: int) -> None:
+        self.memo[index] = self.stack[-1]
 
-    def _binget(self, place: int) -> None:
-        self.stack.append(self.memo[place])
+    def _binget(self, index: int) -> None:
+        self.stack.append(self.memo[index])
 
     _long_binput = _binput
     _long_binget = _binget

@@ -56,10 +56,10 @@ def _gate_kernel(gate_up, out, stride, size, KIND: tl.constexpr, BLOCK: tl.const
     release_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
     row = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < size
-    gate = tl.load(gate_up + row * stride + place, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * stride + size + place, mask=mask, other=0.0).to(tl.float32)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = column < size
+    gate = tl.load(gate_up + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * stride + size + column, mask=mask, other=0.0).to(tl.float32)
     if KIND == _GELU:
         value = gate * (0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)))
     elif KIND == _GELU_TANH:
@@ -71,7 +71,7 @@ def _gate_kernel(gate_up, out, stride, size, KIND: tl.constexpr, BLOCK: tl.const
         value = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
     else:
         value = gate * tl.sigmoid(gate)
-    tl.store(out + row * size + place, (value * up).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row * size + column, (value * up).to(out.dtype.element_ty), mask=mask)
 
 
 def relu2(x: torch.Tensor) -> torch.Tensor:
@@ -93,8 +93,8 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
 def _relu2_kernel(x, out, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
     release_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = place < size
-    value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+    offset = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = offset < size
+    value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
     value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(out + place, (value * value).to(out.dtype.element_ty), mask=mask)
+    tl.store(out + offset, (value * value).to(out.dtype.element_ty), mask=mask)

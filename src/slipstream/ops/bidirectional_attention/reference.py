@@ -91,8 +91,8 @@ def _window_mask(
     """[queries, keys]: 0 within reach, -inf beyond. The first query is at key index `before`."""
     name = (before, queries, keys, reach)
     if name not in plan.masks:
-        places = torch.arange(keys, device=like.device)
-        distance = places - (torch.arange(queries, device=like.device) + before).unsqueeze(1)
+        positions = torch.arange(keys, device=like.device)
+        distance = positions - (torch.arange(queries, device=like.device) + before).unsqueeze(1)
         mask = torch.zeros(queries, keys, dtype=like.dtype, device=like.device)
         plan.masks[name] = mask.masked_fill_(distance.abs() > reach, -torch.inf)
     return plan.masks[name]
@@ -115,8 +115,8 @@ def _relative_mask(
     name = (length, seen)
     if name not in plan.masks:
         middle = of_queries.shape[2] // 2
-        places = torch.arange(length, device=of_queries.device)
-        plan.masks[name] = places[:seen] - places.unsqueeze(1) + middle  # [queries, keys] columns
+        positions = torch.arange(length, device=of_queries.device)
+        plan.masks[name] = positions[:seen] - positions.unsqueeze(1) + middle  # [queries, keys] columns
     columns = plan.masks[name]
     shape = rows, of_queries.shape[1], length, seen
     lines = of_queries.unflatten(0, (rows, length)).transpose(1, 2)

@@ -56,10 +56,10 @@ def _list_tiles_kernel(
     records, starts, num_seen, num_rows, num_tokens, capacity, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0)
-    place = tl.arange(0, BLOCK)
+    offset = tl.arange(0, BLOCK)
     before = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, row, BLOCK):
-        at = first + place
+        at = first + offset
         begin = tl.load(starts + at, mask=at < row, other=0).to(tl.int32)
         end = tl.load(starts + at + 1, mask=at < row, other=0).to(tl.int32)
         before += (end - begin + SIZE - 1) // SIZE
@@ -73,7 +73,7 @@ def _list_tiles_kernel(
     count = (end - begin + SIZE - 1) // SIZE
     last = tl.where(is_row, count, capacity - tile)
     for first in range(0, last, BLOCK):
-        own = first + place
+        own = first + offset
         target = records + (tile + own) * _RECORD
         there = own < last
         query = tl.minimum(begin + own * SIZE, end)

@@ -62,9 +62,9 @@ def causal_conv1d(
     def store(slots: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor) -> None:
         """Write the inputs before `ends`, which count from the row's first token of the step."""
         for back in range(1, width):
-            place = ends - back
-            found = inputs.index_select(0, find(rows, place)).to(state.dtype)
-            state[slots, :, (firsts[rows] + place) % width] = found
+            offset = ends - back
+            found = inputs.index_select(0, find(rows, offset)).to(state.dtype)
+            state[slots, :, (firsts[rows] + offset) % width] = found
 
     # an entry without a save writes to its row's slot, where the last inputs of the row are written over it
     saved, owners, ends = _save_slots(steps)

@@ -74,8 +74,8 @@ typedef struct {
 // quantizes `count` activations of a row, from column `first` of `size`
 static void quantize(const Step *step, const float *x, int64_t row, int64_t first, int64_t count, int64_t size) {
     int64_t stride;
-    SlipActivations *place = slip_place(step->space.activations, row, step->num_rows, size / SLIP_BLOCK, &stride);
-    slip_quantize(x, place + first / SLIP_BLOCK * stride, stride, count / SLIP_BLOCK);
+    SlipActivations *target = slip_activations_of(step->space.activations, row, step->num_rows, size / SLIP_BLOCK, &stride);
+    slip_quantize(x, target + first / SLIP_BLOCK * stride, stride, count / SLIP_BLOCK);
 }
 
 // Every thread of the team calls the functions below; each function ends with a barrier.

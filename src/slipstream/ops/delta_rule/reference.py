@@ -113,23 +113,23 @@ _BLOCK = 4  # chunks whose factors are computed together: bounds their memory
 
 def _chunked(inputs: _Inputs, state: torch.Tensor, steps: RecurrentSteps, entries: slice, out: torch.Tensor) -> None:
     """Some chunks of the step, in order; writes their tokens of `out`. No value is read: unused chunks change nothing,
-    and places of a chunk past its end compute zeros."""
+    and offsets of a chunk past its end compute zeros."""
     assert steps.chunks is not None
     num_tokens, device = len(out), out.device
     rows, first, count, saved = steps.chunks[entries].long().unbind(1)
     used, rows = rows >= 0, rows.clamp(min=0)
-    place = torch.arange(min(STATE_CHUNK, num_tokens), device=device)
-    inside = used[:, None] & (place < count[:, None])  # [chunks, places]
-    tokens = (first[:, None] + place).clamp(0, num_tokens - 1)
+    offset = torch.arange(min(STATE_CHUNK, num_tokens), device=device)
+    inside = used[:, None] & (offset < count[:, None])  # [chunks, offsets]
+    tokens = (first[:, None] + offset).clamp(0, num_tokens - 1)
 
     def cut(x: torch.Tensor) -> torch.Tensor:
-        """[T, heads, ...] to [chunks, heads, places, ...]."""
+        """[T, heads, ...] to [chunks, heads, offsets, ...]."""
         found = x[tokens]
         return torch.where(inside.view(*inside.shape, *(1,) * (found.dim() - 2)), found, 0.0).transpose(1, 2)
 
     q, k, v, g, beta = map(cut, inputs)
     total = g.cumsum(-1)  # log decay from the chunk's start
-    later = place[:, None] < place
+    later = offset[:, None] < offset
     between = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf).exp()
     system = (k * beta[..., None]) @ k.mT * between  # its diagonal is not read
     values, keys = (
@@ -153,7 +153,7 @@ def _chunked(inputs: _Inputs, state: torch.Tensor, steps: RecurrentSteps, entrie
         new = torch.where(used[entry], held * end_decay[entry] + k[entry].mT @ new_values, old)[None]
         state.index_copy_(0, slot, new)
         state.index_copy_(0, saved[entry : entry + 1], new)
-        # zeros are added for places past the chunk's end, whose tokens belong to others
+        # zeros are added for offsets past the chunk's end, whose tokens belong to others
         made = torch.where(inside[entry, :, None, None], made.transpose(0, 1), 0.0)
         out.index_add_(0, tokens[entry], made)
 

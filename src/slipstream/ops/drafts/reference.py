@@ -1,9 +1,9 @@
 """Drafts in plain torch.
 
-S places, at which a step draws tokens. A row without drafts has one place. A row with k drafts has k + 1 adjacent
-places: the first draws the token after the row's last token, the next one the token after the first draft, and so on. A
-place is *reached* if every drawn token before it in its row equals the draft that the next place has read; its token is
-then the token that the row would have drawn without drafts.
+A step samples S tokens, called draws. A row without drafts has one draw. A row with k drafts has k + 1 adjacent draws:
+the first samples the token after the row's last token, the next one the token after the first draft, and so on. A draw
+is *reached* if every token sampled before it in its row equals the draft that the next draw has read; its token is then
+the token that the row would have sampled without drafts.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 
 
 class DrawnTokens(NamedTuple):
-    """The places of a step and what was drawn there."""
+    """The draws of a step and their tokens."""
 
     rows: torch.Tensor  # [S] int64
-    offsets: torch.Tensor  # [S] int64, index of the place within its row
-    positions: torch.Tensor  # [S] int64, of the drawn token: the row's length up to this place
+    offsets: torch.Tensor  # [S] int64, index of the draw within its row
+    positions: torch.Tensor  # [S] int64, of the drawn token: the row's length up to this draw
     tokens: torch.Tensor  # [S] int64
     failed: torch.Tensor  # [S] bool: no token could be drawn
 
 
 class Accepted(NamedTuple):
     kept: torch.Tensor  # [S] bool: the token is accepted
-    failed: torch.Tensor  # [S] bool: the place was reached, and no token could be drawn
+    failed: torch.Tensor  # [S] bool: the draw was reached, and no token could be drawn
 
 
 def accept_(
@@ -33,20 +33,20 @@ def accept_(
     computed: torch.Tensor,  # [rows] int64, positions in the cache; the last row is for padding and keeps 0
     drawn: DrawnTokens,
 ) -> Accepted:
-    """Accepts the tokens of all reached places. Sets each row's next token to the last accepted token and its computed
+    """Accepts the tokens of all reached draws. Sets each row's next token to the last accepted token and its computed
     length to the positions before that token; a row without an accepted token does not change."""
     rows, offsets, positions, tokens, failed = drawn
     drafts = next_tokens.view(-1).index_select(0, rows * next_tokens.shape[1] + offsets)
     equal = (offsets == 0) | (tokens.roll(1) == drafts)
     ends = (~equal | failed).long()
-    # number of ends from the row's first place up to this one
+    # number of ends from the row's first draw up to this one
     so_far = ends.cumsum(0)
     first = torch.arange(len(rows), device=rows.device) - offsets
     so_far = so_far - (so_far - ends).index_select(0, first)
     kept = so_far == 0
     last = last_kept(kept, offsets)
     reached_failed = failed & equal & (so_far == ends)
-    # Other places write to the padding row: its token is arbitrary, its length stays 0. Places of padding may have the
+    # Other draws write to the padding row: its token is arbitrary, its length stays 0. Draws of padding may have the
     # position of another row.
     padding = len(computed) - 1
     target = torch.where(last, rows, padding)
@@ -56,16 +56,16 @@ def accept_(
 
 
 def last_kept(kept: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """[S] bool: the last accepted place of each row."""
+    """[S] bool: the last accepted draw of each row."""
     has_next = torch.cat([offsets[1:], offsets[:1] * 0]) > 0
     return kept & ~(has_next & kept.roll(-1))
 
 
 def earlier_drafts(next_tokens: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """[S, drafts] the drafts that each place has read, in order; -1 for those after it."""
+    """[S, drafts] the drafts that each draw has read, in order; -1 for those after it."""
     own = next_tokens[:, 1:].index_select(0, rows)
-    places = torch.arange(own.shape[1], device=rows.device)
-    return own.masked_fill_(places >= offsets[:, None], -1)
+    indices = torch.arange(own.shape[1], device=rows.device)
+    return own.masked_fill_(indices >= offsets[:, None], -1)
 
 
 class RowHistory(NamedTuple):
@@ -85,7 +85,7 @@ class MatchRule(NamedTuple):
 
 def propose_from_history_(
     rows: torch.Tensor,  # [S] int64
-    offsets: torch.Tensor | None,  # [S] int64; places with another offset than 0 propose nothing; None: all are 0
+    offsets: torch.Tensor | None,  # [S] int64; draws with another offset than 0 propose nothing; None: all are 0
     history: RowHistory,
     num_drafts: int,
     rule: MatchRule,
@@ -113,10 +113,10 @@ def propose_from_history_(
     score = torch.where(matched >= rule.shortest, matched.long() * 2**32 + positions, -1)
     best = score.amax(1, keepdim=True)
     length, last = best // 2**32, best % 2**32
-    places = torch.arange(num_drafts, device=rows.device)
-    source = last + 1 + places % (end - last).clamp_(min=1)
+    indices = torch.arange(num_drafts, device=rows.device)
+    source = last + 1 + indices % (end - last).clamp_(min=1)
     drafts = text.gather(1, source.clamp_(max=text.shape[1] - 1)).long()
-    drafts = torch.where((best >= 0) & (places < length * rule.reach), drafts, -1)
-    # other places write to the padding row
+    drafts = torch.where((best >= 0) & (indices < length * rule.reach), drafts, -1)
+    # other draws write to the padding row
     target = rows if offsets is None else torch.where(offsets == 0, rows, len(computed) - 1)
     next_tokens[:, 1 : 1 + num_drafts].index_copy_(0, target, drafts)

@@ -13,7 +13,7 @@ _SPLITS = 16  # programs that share the history of a row
 
 
 def accept_(next_tokens: torch.Tensor, computed: torch.Tensor, drawn: DrawnTokens) -> Accepted:
-    """Same arguments and result as the reference, in one launch. Places of the padding row have offset 0."""
+    """Same arguments and result as the reference, in one launch. Draws of the padding row have offset 0."""
     num = len(drawn.rows)
     assert next_tokens.is_contiguous() and drawn.failed.dtype == torch.bool
     out = torch.empty(2, num, dtype=torch.bool, device=next_tokens.device)
@@ -27,13 +27,13 @@ def accept_(next_tokens: torch.Tensor, computed: torch.Tensor, drawn: DrawnToken
         num,
         len(computed) - 1,
         WIDTH=next_tokens.shape[1],
-        PLACES=triton.next_power_of_2(next_tokens.shape[1]),
+        DRAWS=triton.next_power_of_2(next_tokens.shape[1]),
         num_warps=1,
     )
     return Accepted(*out.unbind(0))
 
 
-# grid: (places,); the program of a row's first place handles all places of the row, the others return
+# grid: (draws,); the program of a row's first draw handles all draws of the row, the others return
 @triton.jit(
     do_not_specialize=["num", "padding"], do_not_specialize_on_alignment=["rows", "offsets", "positions", "tokens"]
 )
@@ -49,19 +49,19 @@ def _accept_kernel(
     num,
     padding,
     WIDTH: tl.constexpr,
-    PLACES: tl.constexpr,
+    DRAWS: tl.constexpr,
 ):
     first = tl.program_id(0)
     if tl.load(offsets + first) == 0:
         row = tl.load(rows + first)
-        place = tl.arange(0, PLACES)
-        own = first + place
-        inside = (own < num) & (place < WIDTH)
-        # the places of the row: those whose offset counts on from its first place
-        inside = inside & (tl.load(offsets + own, mask=inside, other=-1) == place)
-        before = tl.load(tokens + own - 1, mask=inside & (place > 0), other=0)
-        draft = tl.load(next_tokens + row * WIDTH + place, mask=inside & (place > 0), other=0)
-        equal = (place == 0) | (before == draft)
+        offset = tl.arange(0, DRAWS)
+        own = first + offset
+        inside = (own < num) & (offset < WIDTH)
+        # the draws of the row: those whose offset counts on from its first draw
+        inside = inside & (tl.load(offsets + own, mask=inside, other=-1) == offset)
+        before = tl.load(tokens + own - 1, mask=inside & (offset > 0), other=0)
+        draft = tl.load(next_tokens + row * WIDTH + offset, mask=inside & (offset > 0), other=0)
+        equal = (offset == 0) | (before == draft)
         bad = tl.load(failed + own, mask=inside, other=1) != 0
         ends = (~equal | bad).to(tl.int32)
         so_far = tl.cumsum(ends, 0)
@@ -87,13 +87,13 @@ def propose_from_history_(
     next_tokens, computed, table, tokens = history
     assert next_tokens.is_contiguous() and tokens.is_contiguous() and table.stride(1) == 1
     best = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
-    places = (next_tokens, computed, table, tokens, rows, offsets, best, table.stride(0))
+    shared = (next_tokens, computed, table, tokens, rows, offsets, best, table.stride(0))
     sizes = dict(WIDTH=next_tokens.shape[1], PAGE=tokens.shape[1])
     _match_kernel[(len(rows), _SPLITS)](
-        *places, SHORTEST=rule.shortest, LONGEST=rule.longest, BLOCK=_BLOCK, **sizes, num_warps=4
+        *shared, SHORTEST=rule.shortest, LONGEST=rule.longest, BLOCK=_BLOCK, **sizes, num_warps=4
     )
     _copy_kernel[(len(rows),)](
-        *places,
+        *shared,
         num_drafts,
         min(rule.reach, 1e9),
         DRAFTS=triton.next_power_of_2(num_drafts),
@@ -110,7 +110,7 @@ def _token_at(position, mask, tokens, table, end, newest, PAGE: tl.constexpr):
     return tl.where(mask & (position == end), newest, own)
 
 
-# grid: (places, splits)
+# grid: (draws, splits)
 @triton.jit(do_not_specialize_on_alignment=["rows", "offsets"])
 def _match_kernel(
     next_tokens,
@@ -128,12 +128,12 @@ def _match_kernel(
     PAGE: tl.constexpr,
 ):
     """Writes the length of the best match * 2**32 + the position of its last token + 1; 0: no match."""
-    place = tl.program_id(0)
+    draw = tl.program_id(0)
     proposes = True
     if offsets is not None:
-        proposes = tl.load(offsets + place) == 0
+        proposes = tl.load(offsets + draw) == 0
     if proposes:
-        row = tl.load(rows + place)
+        row = tl.load(rows + draw)
         end = tl.load(computed + row)
         newest = tl.load(next_tokens + row * WIDTH).to(tl.int32)
         own_table = table + row * table_stride
@@ -154,10 +154,10 @@ def _match_kernel(
             found = tl.maximum(found, tl.where(matched >= SHORTEST, score, 0))
         top = tl.max(found, 0)
         if top > 0:
-            tl.atomic_max(best + place, top, sem="relaxed")
+            tl.atomic_max(best + draw, top, sem="relaxed")
 
 
-# grid: (places,)
+# grid: (draws,)
 @triton.jit(do_not_specialize=["num_drafts"], do_not_specialize_on_alignment=["rows", "offsets"])
 def _copy_kernel(
     next_tokens,
@@ -174,15 +174,15 @@ def _copy_kernel(
     WIDTH: tl.constexpr,
     PAGE: tl.constexpr,
 ):
-    place = tl.program_id(0)
+    draw = tl.program_id(0)
     proposes = True
     if offsets is not None:
-        proposes = tl.load(offsets + place) == 0
+        proposes = tl.load(offsets + draw) == 0
     if proposes:
-        row = tl.load(rows + place)
+        row = tl.load(rows + draw)
         end = tl.load(computed + row)
         newest = tl.load(next_tokens + row * WIDTH).to(tl.int32)
-        top = tl.load(best + place)
+        top = tl.load(best + draw)
         length = top // 4294967296
         after = top % 4294967296  # position after the match
         index = tl.arange(0, DRAFTS)

@@ -60,12 +60,12 @@ def _look_up_kernel(
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if part < BLOCKS:
-        place = part * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(embedding + tl.load(ids + token) * SIZE + place, mask=place < SIZE, other=0.0)
+        column = part * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(embedding + tl.load(ids + token) * SIZE + column, mask=column < SIZE, other=0.0)
         if SCALED:
             value = (value.to(tl.float32) * scale).to(x.dtype.element_ty)
-        tl.store(x + token * SIZE + place, value, mask=place < SIZE)
+        tl.store(x + token * SIZE + column, value, mask=column < SIZE)
     else:
-        place = (part - BLOCKS) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(angles + tl.load(positions + token) * TURNS + place, mask=place < TURNS, other=0.0)
-        tl.store(rotary + token * TURNS + place, value, mask=place < TURNS)
+        column = (part - BLOCKS) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(angles + tl.load(positions + token) * TURNS + column, mask=column < TURNS, other=0.0)
+        tl.store(rotary + token * TURNS + column, value, mask=column < TURNS)

@@ -76,10 +76,10 @@ def _layer_norm_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = tl.arange(0, BLOCK)
-    inside = (place < SIZE)[None, :]
+    column = tl.arange(0, BLOCK)
+    inside = (column < SIZE)[None, :]
     mask = (row < num_rows)[:, None] & inside
-    at = row[:, None] * SIZE + place[None, :]
+    at = row[:, None] * SIZE + column[None, :]
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         value += tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
@@ -90,7 +90,7 @@ def _layer_norm_kernel(
     mean = tl.sum(value, 1) / SIZE
     value = tl.where(inside, value - mean[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)
-    value = value * scale[:, None] * tl.load(weight + place, mask=place < SIZE, other=0.0).to(tl.float32)[None, :]
+    value = value * scale[:, None] * tl.load(weight + column, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
     if bias is not None:
-        value += tl.load(bias + place, mask=place < SIZE, other=0.0).to(tl.float32)[None, :]
+        value += tl.load(bias + column, mask=column < SIZE, other=0.0).to(tl.float32)[None, :]
     tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)

@@ -71,8 +71,8 @@ int64_t slip_low_bit(const float *x, const uint8_t *weights, const uint16_t *sca
 #pragma omp for
             for (int64_t t = 0; t < tokens; t++) {
                 int64_t stride;
-                SlipActivations *place = slip_place(activations, t, tokens, groups, &stride);
-                slip_quantize(x + (first + t) * groups * BLOCK, place, stride, groups);
+                SlipActivations *target = slip_activations_of(activations, t, tokens, groups, &stride);
+                slip_quantize(x + (first + t) * groups * BLOCK, target, stride, groups);
             }
 #pragma omp for
             for (int64_t n = 0; n < num_rows; n += PIECE)

@@ -88,12 +88,12 @@ def _norm_kernel(
     release_next(DEPENDENT)
     wait_for_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = tl.arange(0, BLOCK)
-    mask = (row < num_rows)[:, None] & (place < SIZE)[None, :]
+    column = tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (column < SIZE)[None, :]
     head = row % HEADS
     source = (row // HEADS) * token_stride + head * head_stride
-    target = row[:, None] * SIZE + place[None, :]
-    value = tl.load(x + source[:, None] + place[None, :], mask=mask, other=0.0).to(tl.float32)
+    target = row[:, None] * SIZE + column[None, :]
+    value = tl.load(x + source[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
         value += tl.load(residual + target, mask=mask, other=0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
@@ -101,8 +101,8 @@ def _norm_kernel(
         value = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 1) / SIZE + eps)
     if PER_HEAD:
-        factor = tl.load(weight + head[:, None] * SIZE + place[None, :], mask=mask, other=0.0)
+        factor = tl.load(weight + head[:, None] * SIZE + column[None, :], mask=mask, other=0.0)
     else:
-        factor = tl.load(weight + place, mask=place < SIZE, other=0.0)[None, :]
+        factor = tl.load(weight + column, mask=column < SIZE, other=0.0)[None, :]
     value = value * scale[:, None] * factor.to(tl.float32)
     tl.store(out + target, value.to(out.dtype.element_ty), mask=mask)

@@ -1,4 +1,4 @@
-// Attention over pages, read in place, for decode rows and prefill chunks.
+// Attention over pages, read in slot, for decode rows and prefill chunks.
 //
 // A tile is a few queries of one KV head: the heads of a group, for one or several tokens of a row. Keys are processed
 // in stretches that start at multiples of 64 positions, with an online softmax. The order of each sum depends on
@@ -95,7 +95,7 @@ INLINE void exponentiate(float *x, float highest) {
         slip_store(x + k * WIDTH, (p[k] + 1.0f) * (Vector)(((Bits)n[k] << 23) + 0x3f800000));
 }
 
-// Scores to weights, in place, over [begin, end) of the stretch at `start`. Masked keys get weight 0. The sums of
+// Scores to weights, in slot, over [begin, end) of the stretch at `start`. Masked keys get weight 0. The sums of
 // earlier stretches are rescaled to the new maximum.
 static void weigh(const Query *query, float *scores, int64_t start, int64_t begin, int64_t end, int64_t dim, float cap,
                   float *best, float *total) {
@@ -181,12 +181,12 @@ INLINE void add_all(int rows, const Query *queries, const float *const *values, 
 #endif
 
 // Addresses of the keys and values of positions [start + low, start + high).
-static void find_places(const SlipPages *pages, int64_t start, int64_t low, int64_t high, const float **keys,
+static void find_keys(const SlipPages *pages, int64_t start, int64_t low, int64_t high, const float **keys,
                         const float **values) {
-    int64_t page = (start + low) / pages->size, place = (start + low) % pages->size;
-    for (int64_t i = low; i < high; page++, place = 0) {
-        int64_t at = (pages->table[page] * pages->size + place) * pages->slot_stride;
-        for (; i < high && place < pages->size; i++, place++, at += pages->slot_stride) {
+    int64_t page = (start + low) / pages->size, slot = (start + low) % pages->size;
+    for (int64_t i = low; i < high; page++, slot = 0) {
+        int64_t at = (pages->table[page] * pages->size + slot) * pages->slot_stride;
+        for (; i < high && slot < pages->size; i++, slot++, at += pages->slot_stride) {
             keys[i] = pages->keys + at;
             values[i] = pages->values + at;
         }
@@ -216,7 +216,7 @@ static void attend_tile(const Query *queries, int num, const SlipPages *pages, i
     for (int64_t start = first / STRETCH * STRETCH; start < length; start += STRETCH) {
         int64_t low = first > start ? first - start : 0, high = length - start < STRETCH ? length - start : STRETCH;
         int64_t begin = low / BLOCK * BLOCK, end = (high + BLOCK - 1) / BLOCK * BLOCK;
-        find_places(pages, start, low, high, keys, values);
+        find_keys(pages, start, low, high, keys, values);
         for (int64_t i = begin; i < end; i++) {  // outside of the tile's keys one of them is used, with weight 0
             if (i >= low && i < high) continue;
             keys[i] = keys[low];

@@ -24,7 +24,7 @@ def attend_single(
     """One token per row over its keys. Returns [B, heads, dim]."""
     num_rows, num_heads, dim = query.shape
     num_kv_heads = keys.shape[2]
-    # the query heads of a KV head take the place of a query sequence: each key is read once, without repetition
+    # the query heads of a KV head act as a query sequence: each key is read once, without repetition
     grouped = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
     found, worth = _gather(keys, slots, num_rows), _gather(values, slots, num_rows)
     if score_cap or sinks is not None:

@@ -244,7 +244,7 @@ def _list_work_kernel(
             index = first + tile_lanes
             mask = index < tiles
             query = (tiles - 1 - index) * TILE
-            place = index + _tiles_ahead(
+            target = index + _tiles_ahead(
                 row,
                 _last_key(query, count, length, GROUP, TILE),
                 _company(tiles, keys_before, _held(tiles, length, TOGETHER), TOGETHER),
@@ -261,7 +261,7 @@ def _list_work_kernel(
                 TOGETHER,
                 CUT_SINGLES,
             )
-            record = tiles_out + place.to(tl.int64) * RECORD
+            record = tiles_out + target.to(tl.int64) * RECORD
             tl.store(record, row, mask=mask)
             tl.store(record + 1, start, mask=mask)
             tl.store(record + 2, count, mask=mask)

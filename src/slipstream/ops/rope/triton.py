@@ -177,7 +177,7 @@ def _turn_kernel(
         if keys is not None:  # noqa: SIM102 - a compile-time condition; the next is not
             if (part + 1) * BLOCK_H > QUERIES:
                 kv_head = head - QUERIES
-                target = keys + _place(slots, token, there, page_stride, slot_stride, PAGE)
+                target = keys + _slot_offset(slots, token, there, page_stride, slot_stride, PAGE)
                 target = (target + kv_head * page_head)[:, None]
                 key = (kv_head >= 0)[:, None]
                 tl.store(target + dim, first, mask=mask & key)
@@ -189,7 +189,7 @@ def _turn_kernel(
         own = (part - TURNED_BLOCKS) * BLOCK_H + lane % BLOCK_H
         held = (there & (own < KV_HEADS))[:, None]
         given = value + (token * value_token + own * value_head)[:, None]
-        taken = values + _place(slots, token, there, page_stride, slot_stride, PAGE)
+        taken = values + _slot_offset(slots, token, there, page_stride, slot_stride, PAGE)
         taken = (taken + own * page_head)[:, None]
         half = held & (dim < HALF)
         tl.store(taken + dim, tl.load(given + dim, mask=half), mask=half)
@@ -200,6 +200,6 @@ def _turn_kernel(
 
 
 @triton.jit
-def _place(slots, token, there, page_stride, slot_stride, PAGE: tl.constexpr):
+def _slot_offset(slots, token, there, page_stride, slot_stride, PAGE: tl.constexpr):
     slot = tl.load(slots + token, mask=there, other=0)
     return slot // PAGE * page_stride + slot % PAGE * slot_stride

@@ -163,8 +163,8 @@ def forbid_(logits: torch.Tensor, index: torch.Tensor | None, ids: torch.Tensor,
     """
     if index is None:
         index = torch.arange(len(ids), device=ids.device)
-    places = (index[:, None], ids)
-    logits.index_put_(places, logits[places].masked_fill_(active[:, None], -torch.inf))
+    entries = (index[:, None], ids)
+    logits.index_put_(entries, logits[entries].masked_fill_(active[:, None], -torch.inf))
 
 
 def match_words(words: torch.Tensor, tail: torch.Tensor) -> torch.Tensor:
@@ -219,11 +219,11 @@ def _penalized(logits: torch.Tensor, penalty: Penalty) -> torch.Tensor:
 
 def count_(counts: torch.Tensor, seen: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
     """counts [slots, V] += 1 at (slots[i], tokens[i]) and sets the IN_OUTPUT flag, for every slots[i] >= 0."""
-    places = slots.clamp(min=0) * counts.shape[1] + tokens
-    counts.view(-1).index_add_(0, places, (slots >= 0).to(counts.dtype))
-    # the written value depends only on the place, so a negative slot, clamped to 0, does no harm
-    in_output = (counts.view(-1).index_select(0, places) > 0).to(seen.dtype) * IN_OUTPUT
-    seen.view(-1).index_copy_(0, places, seen.view(-1).index_select(0, places) | in_output)
+    entries = slots.clamp(min=0) * counts.shape[1] + tokens
+    counts.view(-1).index_add_(0, entries, (slots >= 0).to(counts.dtype))
+    # the written value depends only on the entry, so a negative slot, clamped to 0, does no harm
+    in_output = (counts.view(-1).index_select(0, entries) > 0).to(seen.dtype) * IN_OUTPUT
+    seen.view(-1).index_copy_(0, entries, seen.view(-1).index_select(0, entries) | in_output)
 
 
 def add_lines_(logits: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -> None:
@@ -291,8 +291,8 @@ def top_floor(
     Top-p sums over exactly the top_k most likely tokens, so that the floor does not depend on K. Tokens that tie with
     the last kept one are kept too. At least one token is kept.
     """
-    places = torch.arange(ordered.shape[1], device=ordered.device)
-    candidate = (places < top_k[:, None]) & (ordered >= floor[:, None])
+    ranks = torch.arange(ordered.shape[1], device=ordered.device)
+    candidate = (ranks < top_k[:, None]) & (ordered >= floor[:, None])
     weight = (ordered - ordered[:, :1]).exp_().masked_fill_(~candidate, 0)
     # the total is the last value of the cumulative sum: another reduction would round differently for another K
     total = weight.cumsum(-1)

@@ -25,17 +25,17 @@ def segment_max_into(
 @triton.jit(do_not_specialize=["first", "num_tokens"])
 def _row_max_kernel(out, x, starts, begins, first, num_tokens, num_columns, stride, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < num_columns
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < num_columns
     begin = tl.load(starts + row).to(tl.int32)
     if begins is not None:
         begin = tl.maximum(begin, tl.load(begins + row).to(tl.int32))
     begin = tl.maximum(begin - first, 0)
     end = tl.minimum(tl.load(starts + row + 1).to(tl.int32) - first, num_tokens)
     if begin < end:
-        target = out + row * num_columns + place
+        target = out + row * num_columns + column
         largest = tl.load(target, mask=inside, other=0.0)
-        source = x + begin.to(tl.int64) * stride + place
+        source = x + begin.to(tl.int64) * stride + column
         for _ in range(begin, end):
             value = tl.load(source, mask=inside, other=0.0)
             source += stride

@@ -24,8 +24,8 @@ def segment_sum(
     if origins is not None:
         own = rows.clamp(max=len(origins) - 1)
         first = starts.index_select(0, own).to(torch.int64) - origins.index_select(0, own).to(torch.int64)
-        places = torch.arange(1, len(x) + 1, device=x.device) - first  # positions + 1
-        x = x * places.to(dtype).unsqueeze(1)
+        ordinals = torch.arange(1, len(x) + 1, device=x.device) - first  # positions + 1
+        x = x * ordinals.to(dtype).unsqueeze(1)
     sums = torch.zeros(len(starts), x.shape[1], dtype=dtype, device=x.device)  # the last row is for padding
     return sums.index_add_(0, rows, x)[:-1]
 

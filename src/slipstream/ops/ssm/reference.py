@@ -67,11 +67,11 @@ def ssd_scan(
 
     def chunk(part: _Chunk, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         now, steps_of, falls = part.cut(x).to(wide), part.cut(dt), part.cut(decay)
-        written, read = (part.cut(every).to(wide).transpose(0, 1) for every in (b, c))  # [groups, places, state size]
-        total = falls.cumsum(0).T  # [heads, places]: log decay from the chunk's start
+        written, read = (part.cut(every).to(wide).transpose(0, 1) for every in (b, c))  # [groups, offsets, state size]
+        total = falls.cumsum(0).T  # [heads, offsets]: log decay from the chunk's start
         between = (total[:, :, None] - total[:, None, :]).masked_fill(part.later, -torch.inf).exp()
         scores = (read @ written.mT).repeat_interleave(repeats, 0, output_size=len(weights.d)) * between
-        scaled = (now * steps_of[..., None]).transpose(0, 1)  # [heads, places, head dim]
+        scaled = (now * steps_of[..., None]).transpose(0, 1)  # [heads, offsets, head dim]
         recalled = (read[:, None] @ held.unflatten(0, (-1, repeats)).mT).flatten(0, 1) * total.exp()[..., None]
         out = (scores @ scaled + recalled).transpose(0, 1) + weights.d[:, None] * now
         ending = scaled * (total[:, -1:] - total).exp()[..., None]
@@ -109,7 +109,7 @@ def selective_scan(
 
     def chunk(part: _Chunk, held: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         decay, added = terms(part.cut(x), part.cut(dt), part.cut(b))
-        reach = 1  # tokens that each place has summed over
+        reach = 1  # tokens that the sum at each offset covers
         while reach < len(decay):
             added = torch.cat((added[:reach], added[reach:] + decay[reach:] * added[:-reach]))
             decay = torch.cat((decay[:reach], decay[reach:] * decay[:-reach]))
@@ -125,11 +125,11 @@ def selective_scan(
 
 
 class _Chunk(NamedTuple):
-    """Tokens of one chunk; places past its end hold zeros."""
+    """Tokens of one chunk; offsets past its end hold zeros."""
 
-    tokens: torch.Tensor  # [places]
-    inside: torch.Tensor  # [places] bool
-    later: torch.Tensor  # [places, places] bool: the second place comes after the first
+    tokens: torch.Tensor  # [offsets]
+    inside: torch.Tensor  # [offsets] bool
+    later: torch.Tensor  # [offsets, offsets] bool: the second offset comes after the first
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         found = x.index_select(0, self.tokens)
@@ -166,18 +166,18 @@ def _scan(
     slots = steps.slots.long()[rows_of]
     saved = torch.where(used & (saved >= 0), saved, slots)
     starts = (steps.first_positions[rows_of] == 0) & (firsts == steps.starts[rows_of])
-    place = torch.arange(min(STATE_CHUNK, num_tokens), device=out.device)
-    later = place[:, None] < place
+    offset = torch.arange(min(STATE_CHUNK, num_tokens), device=out.device)
+    later = offset[:, None] < offset
     for entry in range(len(rows_of)):
-        inside = used[entry] & (place < counts[entry])
-        tokens = (firsts[entry] + place).clamp(0, num_tokens - 1)
+        inside = used[entry] & (offset < counts[entry])
+        tokens = (firsts[entry] + offset).clamp(0, num_tokens - 1)
         slot = slots[entry : entry + 1]
         old = state.index_select(0, slot)[0]
         made, new = chunk(_Chunk(tokens, inside, later), torch.where(starts[entry], 0.0, old))
         new = torch.where(used[entry], new, old)[None]
         state.index_copy_(0, slot, new)
         state.index_copy_(0, saved[entry : entry + 1], new)
-        # zeros are added for places past the chunk's end, whose tokens belong to others
+        # zeros are added for offsets past the chunk's end, whose tokens belong to others
         out.index_add_(0, tokens, torch.where(inside.view(-1, *(1,) * (out.dim() - 1)), made, 0.0))
 
 

@@ -53,10 +53,10 @@ def gather_inputs(
     else:
         lengths = computed.index_select(0, rows) + 1
     page_index = positions // page_size
-    places = positions - page_index * page_size
+    in_page = positions - page_index * page_size
     held = tables.flatten(1).index_select(1, token_rows * tables.shape[2] + page_index)
     result = StepInputs(
-        ids, positions, lengths, held.mul_(page_size).add_(places), tables[:, :, :width].index_select(1, rows)
+        ids, positions, lengths, held.mul_(page_size).add_(in_page), tables[:, :, :width].index_select(1, rows)
     )
     if out is None:
         return result

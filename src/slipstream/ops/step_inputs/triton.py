@@ -123,17 +123,17 @@ def _gather_kernel(
             where = slots + tl.cast(group, tl.int64) * num_tokens + token
             tl.store(where, held * PAGE + position % PAGE, mask=mask)
     else:
-        place = program - num_blocks
-        own = tl.load(rows + place)
+        entry = program - num_blocks
+        own = tl.load(rows + entry)
         length = tl.load(computed + own)
         if counts is not None:
-            length += tl.load(counts + place)
+            length += tl.load(counts + entry)
         else:
             length += 1
-        tl.store(lengths + place, length)
+        tl.store(lengths + entry, length)
         for group in range(GROUPS):
             source = tables + group * table_size + own * table_width
-            target = pages + (tl.cast(group, tl.int64) * num_rows + place) * out_width
+            target = pages + (tl.cast(group, tl.int64) * num_rows + entry) * out_width
             for start in range(0, width, PAGES):
                 page = start + tl.arange(0, PAGES)
                 tl.store(target + page, tl.load(source + page, mask=page < width), mask=page < width)

@@ -10,10 +10,10 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """Places of a step at which rows have drawn tokens. The row table has each row's last token and length already."""
+    """The draws of a step. The row table has each row's last token and length already."""
 
     rows: torch.Tensor  # device [S] int64; the rows of a step with drafts repeat
-    offsets: torch.Tensor | None  # device [S] int64, index of the place among its row's; None: each row has one place
+    offsets: torch.Tensor | None  # device [S] int64, index of the draw among its row's; None: each row has one draw
     max_length: int  # host: at least the number of tokens of every row
 
 

@@ -86,13 +86,13 @@ class BadWords(Stage):
             if kept is None:
                 tails.index_copy_(0, lines, _shifted(tails.index_select(0, lines), newest, 1))
                 return
-            # Each row's accepted tokens, from its first place on. Every place of a row writes the same tail.
+            # Each row's accepted tokens, from its first draw on. Every draw of a row writes the same tail.
             assert batch.offsets is not None and batch.earlier is not None
             first = index - batch.offsets.index_select(0, index)
-            places = first[:, None] + torch.arange(1 + batch.earlier.shape[1], device=first.device)
-            places.clamp_(max=len(tokens) - 1)
-            is_own = kept[places] & (batch.rows[places] == batch.rows.index_select(0, index)[:, None])
-            tails.index_copy_(0, lines, _shifted(tails.index_select(0, lines), tokens[places], is_own.sum(1)))
+            indices = first[:, None] + torch.arange(1 + batch.earlier.shape[1], device=first.device)
+            indices.clamp_(max=len(tokens) - 1)
+            is_own = kept[indices] & (batch.rows[indices] == batch.rows.index_select(0, index)[:, None])
+            tails.index_copy_(0, lines, _shifted(tails.index_select(0, lines), tokens[indices], is_own.sum(1)))
 
         return StageWork(edit, drawn)
 

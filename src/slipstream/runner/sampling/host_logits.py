@@ -66,14 +66,14 @@ def _run(edit: LogitsEdit, logits: torch.Tensor, indices: list[int]) -> None:
 
 
 def _run_batch(edit: LogitsEdit, logits: torch.Tensor, indices: list[int]) -> None:
-    places = [place for place, row in enumerate(edit.rows) if row >= 0]
+    samples = [sample for sample, row in enumerate(edit.rows) if row >= 0]
     batch = logits.new_zeros((len(edit.rows), logits.shape[1]))
-    for place, index in zip(places, indices, strict=True):
-        batch[place].copy_(logits[index])
+    for sample, index in zip(samples, indices, strict=True):
+        batch[sample].copy_(logits[index])
     result = edit.run(batch.clone())
     result = _checked(result, batch)
-    for place, index in zip(places, indices, strict=True):
-        logits[index].copy_(result[place])
+    for sample, index in zip(samples, indices, strict=True):
+        logits[index].copy_(result[sample])
 
 
 def _checked(result: object, before: torch.Tensor) -> torch.Tensor:

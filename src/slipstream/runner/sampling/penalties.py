@@ -20,7 +20,7 @@ class Penalties(Stage):
     """A line per penalised row: flags for tokens of prompt and output, counts for tokens of the output.
 
     The history is uploaded at admission; after that, each token is counted on the device when it is drawn and
-    accepted. A place after drafts also counts these drafts: its token is accepted only if they are.
+    accepted. A draw after drafts also counts these drafts: its token is accepted only if they are.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: Device, dtype: np.dtype[Any]) -> None:

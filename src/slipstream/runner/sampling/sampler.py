@@ -52,7 +52,7 @@ class SampleOutput:
     """What a step drew, on the device."""
 
     tokens: torch.Tensor  # [S] int64
-    # [S] bool: the row's logits held NaN, or no token was left; its token is 0. With drafts, of reached places only
+    # [S] bool: the row's logits held NaN, or no token was left; its token is 0. With drafts, of reached draws only
     failed: torch.Tensor
     logprobs: TopLogprobs | None  # of the raw logits
     requested: torch.Tensor | None = None  # logprobs of requested ids, for rows that have them

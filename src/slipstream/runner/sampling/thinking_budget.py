@@ -140,7 +140,7 @@ class ThinkingBudget(Stage):
     def by_row(self, rows: Ints) -> ByRow:
         """Rows without a budget are followed too, and never forced."""
         staged = self.states.device, self.counts.device, self.budgets.device
-        # states, counts and budgets at the places of this step
+        # states, counts and budgets of the draws of this step
         before: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
         def edit(logits: torch.Tensor, batch: SampleBatch) -> None:
@@ -161,7 +161,7 @@ class ThinkingBudget(Stage):
             assert tables is not None
             after = tables.advance(*before.pop(), tokens)
             if kept is not None and batch.offsets is not None:
-                # other places than the last accepted one of each row write to the padding row
+                # other draws than the last accepted one of each row write to the padding row
                 target = torch.where(last_kept(kept, batch.offsets), target, len(staged[0]) - 1)
             for own, value in zip(staged, after, strict=False):
                 own.index_copy_(0, target, value)

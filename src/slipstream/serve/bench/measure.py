@@ -55,9 +55,11 @@ class DraftTrial(msgspec.Struct, frozen=True):
     def since(self, before: DraftTrial) -> DraftTrial | None:
         """The difference; None if there were no drafts."""
         earlier = before.accepted_at + [0] * (len(self.accepted_at) - len(before.accepted_at))
-        by_place = [now - then for now, then in zip(self.accepted_at, earlier, strict=True)]
+        by_position = [now - then for now, then in zip(self.accepted_at, earlier, strict=True)]
         num_rows, num_accepted = self.num_rows - before.num_rows, self.num_accepted - before.num_accepted
-        return DraftTrial(num_rows, self.num_drafts - before.num_drafts, num_accepted, by_place) if num_rows else None
+        return (
+            DraftTrial(num_rows, self.num_drafts - before.num_drafts, num_accepted, by_position) if num_rows else None
+        )
 
 
 class Trial(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,11 +215,11 @@ def _gaps_along(token_times: Sequence[Sequence[float]]) -> dict[int, float]:
     """Returns the inter-token latency in milliseconds, averaged over 100 tokens around positions of all outputs."""
     shortest = min(map(len, token_times))
     found = {}
-    for place in (500, 1000, 2000, 4000, 8000, 16000):
-        first, last = place - 50, min(place + 50, shortest - 1)
-        if last > place:
+    for position in (500, 1000, 2000, 4000, 8000, 16000):
+        first, last = position - 50, min(position + 50, shortest - 1)
+        if last > position:
             gaps = [(times[last] - times[first]) / (last - first) for times in token_times]
-            found[place] = 1000 * sum(gaps) / len(gaps)
+            found[position] = 1000 * sum(gaps) / len(gaps)
     return found
 
 
@@ -226,9 +228,9 @@ def spread(seconds: Sequence[float]) -> Spread:
 
     def at(share: float) -> float:
         """Linear interpolation between the two nearest values."""
-        place = share * (len(ordered) - 1)
-        low = int(place)
+        rank = share * (len(ordered) - 1)
+        low = int(rank)
         high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+        return ordered[low] + (ordered[high] - ordered[low]) * (rank - low)
 
     return Spread(sum(ordered) / len(ordered), at(0.5), at(0.9), at(0.99))

@@ -70,9 +70,11 @@ def trial_table(best: Trial, startup: float) -> str:
 def draft_line(drafts: DraftTrial) -> str:
     """Accepted drafts, tokens per row and step, and the share of rows that accepted the first draft, the second ..."""
     rows = drafts.num_rows
-    by_place = " ".join(f"{count / rows:.0%}" for count in drafts.accepted_at)
+    by_position = " ".join(f"{count / rows:.0%}" for count in drafts.accepted_at)
     share, per_row = drafts.num_accepted / drafts.num_drafts, 1 + drafts.num_accepted / rows
-    return f"{share:.0%} of {drafts.num_drafts} accepted, {per_row:.2f} tokens per row and step, by position {by_place}"
+    return (
+        f"{share:.0%} of {drafts.num_drafts} accepted, {per_row:.2f} tokens per row and step, by position {by_position}"
+    )
 
 
 def device_line(time: DeviceTime) -> str:
@@ -103,12 +105,16 @@ def step_table(time: DeviceTime) -> str:
 
 
 def long_table(trials: dict[str, Trial]) -> str:
-    places = sorted({place for trial in trials.values() for place in trial.itl_at_ms})
-    lines = [f"  {'':<12}{'out/s':>10}" + "".join(f"{f'at {place}':>12}" for place in places) + "   ms between tokens"]
-    if not places:
+    positions = sorted({position for trial in trials.values() for position in trial.itl_at_ms})
+    lines = [
+        f"  {'':<12}{'out/s':>10}"
+        + "".join(f"{f'at {position}':>12}" for position in positions)
+        + "   ms between tokens"
+    ]
+    if not positions:
         lines = [f"  {'':<12}{'out/s':>10}   outputs are too short to compare inter-token latency by position"]
     for name, trial in trials.items():
-        gaps = [trial.itl_at_ms.get(place) for place in places]
+        gaps = [trial.itl_at_ms.get(position) for position in positions]
         times = "".join(f"{'-':>12}" if gap is None else f"{gap:>12.3f}" for gap in gaps)
         lines.append(f"  {name:<12}{trial.output_per_second:>10.0f}{times}")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """BatchOutput: the output file of `run-batch`, which can be continued after the process was killed.
 
-Results are appended to OUTPUT.part as they come, each with its place in the input. When all are there, they are written
+Results are appended to OUTPUT.part as they come, each with its index in the input. When all are there, they are written
 to OUTPUT in the order of the input. A run that finds OUTPUT.part continues it: lines with a result are not run again,
 and a result that was written half is dropped. The first line of OUTPUT.part identifies the input and the models.
 """
@@ -29,7 +29,7 @@ class BatchOutput:
     def __init__(self, path: Path, digest: str, models: list[str], *, overwrite: bool) -> None:
         self.path = path
         self.part = path.with_name(path.name + ".part")
-        self.starts: dict[int, tuple[int, int]] = {}  # offset and length in OUTPUT.part, by place in the input
+        self.starts: dict[int, tuple[int, int]] = {}  # offset and length in OUTPUT.part, by index in the input
         head = _Head(1, digest, models)
         if not path.parent.is_dir():
             raise UserError(f"cannot write {path}: there is no folder {path.parent}; create it first")
@@ -56,16 +56,16 @@ class BatchOutput:
     def __exit__(self, *error: object) -> None:
         self._file.close()  # with its lock
 
-    def add(self, place: int, result: bytes) -> None:
+    def add(self, index: int, result: bytes) -> None:
         """Appends a result; it survives the end of the process from then on."""
-        entry = b"%d\t%b\n" % (place, result)
-        self.starts[place] = (self._end + len(entry) - len(result) - 1, len(result))
+        entry = b"%d\t%b\n" % (index, result)
+        self.starts[index] = (self._end + len(entry) - len(result) - 1, len(result))
         self._file.write(entry)
         self._file.flush()
         self._end += len(entry)
 
-    def result(self, place: int) -> bytes:
-        start, length = self.starts[place]
+    def result(self, index: int) -> bytes:
+        start, length = self.starts[index]
         self._file.seek(start)
         return self._file.read(length)
 
@@ -73,8 +73,8 @@ class BatchOutput:
         """Writes OUTPUT in the order of the input, and removes OUTPUT.part."""
         whole = self.path.with_name(self.path.name + ".tmp")
         with open(whole, "wb") as file:
-            for place in range(num_lines):
-                file.write(self.result(place) + b"\n")
+            for index in range(num_lines):
+                file.write(self.result(index) + b"\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(whole, self.path)
@@ -101,8 +101,8 @@ class BatchOutput:
         for entry in self._file:
             if not entry.endswith(b"\n"):
                 break
-            place, _, result = entry.partition(b"\t")
-            self.starts[int(place)] = (end + len(place) + 1, len(result) - 1)
+            index, _, result = entry.partition(b"\t")
+            self.starts[int(index)] = (end + len(index) + 1, len(result) - 1)
             end += len(entry)
         self._file.truncate(end)
         self._file.seek(end)

@@ -73,7 +73,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "doctor",
         help="check this machine, and find host waits in a short run",
         description="Lists what is installed, what is missing, and the command that installs it. Then runs a few "
-        "prompts and reports each place where the host waited for the device, with its stack. On the CPU it detects "
+        "prompts and reports each call at which the host waited for the device, with its stack. On the CPU it detects "
         "operations that read a value, but not plain memory reads. On CUDA it also detects copies and the driver's "
         "synchronising calls.",
         usage="slipstream doctor [flags]",
@@ -181,7 +181,7 @@ def short_run(options: dict[str, Any], opener: OpenLLM) -> list[Sync]:
             usual["depth"] = 0
         llm = opener(**(usual | options))
         with closing(llm):
-            prompts = [[1 + (number * 7 + place) % 100 for place in range(12)] for number in range(len(RUN))]
+            prompts = [[1 + (number * 7 + index) % 100 for index in range(12)] for number in range(len(RUN))]
             params = [SamplingParams(max_tokens=8, ignore_eos=True, **one) for one in RUN]
             with watch(cpu=on_cpu) as log:
                 llm.generate(prompts, params, use_tqdm=False)
@@ -203,7 +203,7 @@ def print_findings(findings: list[Finding]) -> None:
 
 def print_syncs(syncs: list[Sync]) -> None:
     waits = [sync for sync in syncs if sync.allowed is None]
-    allowed = f", {len(syncs) - len(waits)} places allowed" if len(syncs) > len(waits) else ""
+    allowed = f", {len(syncs) - len(waits)} allowed" if len(syncs) > len(waits) else ""
     print(f"{'waits of a run':<20}{len(waits) or 'none'}{allowed}")
     for sync in syncs:
         print(f"  {sync}")

@@ -138,7 +138,7 @@ def _conversation(prompt: Prompt, system: str | None) -> list[dict[str, str]]:
     return [*opening, {"role": "user", "content": prompt}]
 
 
-def _prompt_of(record: Any, place: str) -> Prompt:
+def _prompt_of(record: Any, name: str) -> Prompt:
     if isinstance(record, dict):
         if isinstance(text := record.get("prompt", record.get("text")), str):
             return text
@@ -146,7 +146,7 @@ def _prompt_of(record: Any, place: str) -> Prompt:
         if isinstance(ids, list) and all(type(i) is int for i in ids):
             return ids
     raise InvalidPrompt(
-        f'{place} is not a JSON object with a "prompt", "text" or "prompt_token_ids"; each line must be one'
+        f'{name} is not a JSON object with a "prompt", "text" or "prompt_token_ids"; each line must be one'
     )
 
 

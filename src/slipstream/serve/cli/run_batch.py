@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
             for each in options:
                 check_paths(each, look_up=True)
             _run_all(open_engine(options), source, output, num_lines, args.concurrency)
-        num_failed = sum(not _succeeded(output.result(place)) for place in range(num_lines))
+        num_failed = sum(not _succeeded(output.result(index)) for index in range(num_lines))
         output.finish(num_lines)
     print(f"{num_lines} lines in {target}, {num_failed} with errors", file=sys.stderr)
     return 0
@@ -119,17 +119,17 @@ async def _run_lines(engine: AsyncEngine, source: Path, output: BatchOutput, num
     kept = set(output.starts)
 
     async def lines() -> AsyncIterator[tuple[int, BatchLine]]:
-        for place, (_, text) in enumerate(_numbered(source)):
-            if place not in kept:
-                yield place, read_line(text)
+        for index, (_, text) in enumerate(_numbered(source)):
+            if index not in kept:
+                yield index, read_line(text)
 
     try:
         with progress(num_lines, "lines") as advance:
             for _ in kept:
                 advance(0)
 
-            async def done(place: int, result: LineResult) -> None:
-                output.add(place, result.encode())
+            async def done(index: int, result: LineResult) -> None:
+                output.add(index, result.encode())
                 advance(_num_tokens(result))
 
             await run_lines(app, lines(), asyncio.Semaphore(concurrency), "", done)

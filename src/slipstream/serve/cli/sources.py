@@ -50,7 +50,7 @@ class Sources:
         sources = [flags, self.environment(environ), {} if path is None else self.file(path)]
         found: dict[str, Any] = {}
         for source in sources:
-            _check_place(source)
+            _check_listen_address(source)
             for names, others in _EXCLUSIVE:
                 if found.keys() & names:
                     source = {name: value for name, value in source.items() if name not in others}
@@ -133,7 +133,7 @@ def _with_names(given: Any) -> Any:
     return {str(name).replace("-", "_"): value for name, value in given.items()} if isinstance(given, dict) else given
 
 
-def _check_place(source: Mapping[str, Any]) -> None:
+def _check_listen_address(source: Mapping[str, Any]) -> None:
     for name in ("host", "port"):
         if "uds" in source and name in source:
             raise InvalidOption(f"uds and {name} are both given; remove one: a server has a unix socket or a port")

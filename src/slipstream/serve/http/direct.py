@@ -31,7 +31,7 @@ async def call_route(app: App, path: str, body: bytes, request_id: str, caller: 
     try:
         app.state.check_ready()
         response = await route.endpoint(request, app.decode(route, body))
-        assert isinstance(response, Response), "a streamed response has no place in a batch"
+        assert isinstance(response, Response), "a streamed response cannot be part of a batch"
         reply = Reply(response.status_code, response.body)
     except Exception as error:
         failure = as_http_error(error, request_id, request.field_names)

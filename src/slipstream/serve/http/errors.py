@@ -86,8 +86,8 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
 
 def invalid_body(error: msgspec.ValidationError) -> HTTPException:
     """The error for a body that is JSON but does not match the route's type."""
-    text, _, place = str(error).partition(" - at `")
-    param = place.removeprefix("key in `").removeprefix("$").strip("`.").replace("[...]", "") or None
+    text, _, path = str(error).partition(" - at `")
+    param = path.removeprefix("key in `").removeprefix("$").strip("`.").replace("[...]", "") or None
     if text.startswith(("Object contains unknown field", "Object missing required field")):
         param = ".".join(filter(None, (param, text.split("`")[1])))
         if text.startswith("Object contains"):

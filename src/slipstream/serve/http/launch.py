@@ -24,30 +24,30 @@ def launch(settings: ServerSettings, options: list[Options]) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if inherited as ignored, exit codes of children would be lost
     raise_file_limit()
     pass_on_log(settings.log_level, settings.log_format)
-    place = claim(settings)
+    claimed = claim(settings)
     try:
-        _serve_at(place, settings, options)
+        _serve_at(claimed, settings, options)
     finally:
-        place.close()
+        claimed.close()
 
 
-def _serve_at(place: PortClaim | UnixClaim, settings: ServerSettings, options: list[Options]) -> None:
+def _serve_at(claimed: PortClaim | UnixClaim, settings: ServerSettings, options: list[Options]) -> None:
     ours, theirs = socket.socketpair() if settings.workers > 1 else (None, None)
     # first, because it takes longest to start
     core, socks = spawn_core(options, settings.workers, theirs)
-    status.info("listening on %s", place.shown)
+    status.info("listening on %s", claimed.shown)
     cause: str | None = None
     try:
         if ours is None or theirs is None:
             from slipstream.serve.http.worker import run_worker  # imported while the core starts
 
-            end = run_worker(settings, place.listener(), socks[0])
+            end = run_worker(settings, claimed.listener(), socks[0])
             cause = None if end is None else end.cause
         else:
             from slipstream.serve.http.supervisor import Supervisor
 
             theirs.close()
-            cause = Supervisor(settings, place, ours).run(socks)
+            cause = Supervisor(settings, claimed, ours).run(socks)
     finally:
         ended = core.wait(_CORE_SECONDS)
     if cause is not None or ended is not None:

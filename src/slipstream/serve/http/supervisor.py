@@ -51,7 +51,7 @@ class Backoff:
         return min(self._longest, self._first * 2.0 ** (len(self._deaths) - 1))
 
 
-class _Place:
+class _FrontEnd:
     """One front end, over all its processes."""
 
     def __init__(self, number: int) -> None:
@@ -67,7 +67,7 @@ class Supervisor:
         self.settings = settings
         self.port = port
         self.core = core
-        self.places = [_Place(number) for number in range(settings.workers)]
+        self.front_ends = [_FrontEnd(number) for number in range(settings.workers)]
         self.cause: str | None = None  # of a failure
         self._board = Board.create(settings.workers)
         self._own_board = Board(self._board, settings.workers, settings.workers)
@@ -85,13 +85,13 @@ class Supervisor:
             signal.signal(number, lambda number, frame: self._end())
         self.core.settimeout(0.1)
         try:
-            for place, sock in zip(self.places, socks, strict=True):
-                self._start(place, self.port.listener(), sock)
+            for front_end, sock in zip(self.front_ends, socks, strict=True):
+                self._start(front_end, self.port.listener(), sock)
             self._publish()
             while self._is_needed():
                 self._read_core()
-                for place in self.places:
-                    self._check(place)
+                for front_end in self.front_ends:
+                    self._check(front_end)
             return self.cause
         finally:
             self.core.close()
@@ -102,48 +102,48 @@ class Supervisor:
         return self._num_signals > 0 or self.cause is not None or self._core_is_lost
 
     def _is_needed(self) -> bool:
-        return any(place.process is not None for place in self.places) or not self._is_ending
+        return any(front_end.process is not None for front_end in self.front_ends) or not self._is_ending
 
-    def _check(self, place: _Place) -> None:
+    def _check(self, front_end: _FrontEnd) -> None:
         """Restarts a front end that has exited, or gives up."""
-        if place.process is None:
-            if not self._is_ending and time.monotonic() >= place.due:
-                self._restart(place)
+        if front_end.process is None:
+            if not self._is_ending and time.monotonic() >= front_end.due:
+                self._restart(front_end)
             return
-        code = place.process.poll()
+        code = front_end.process.poll()
         if code is None:
             return
-        place.process = None
+        front_end.process = None
         self._publish()
         if self._is_ending:
             return
-        end = f"front end {place.number} exited with {_named(code)}"
+        end = f"front end {front_end.number} exited with {_named(code)}"
         if code == CANNOT_START:
-            self._give_up(f"front end {place.number} cannot start; see its last lines in the log")
+            self._give_up(f"front end {front_end.number} cannot start; see its last lines in the log")
             return
-        delay = place.backoff.died(time.monotonic())
+        delay = front_end.backoff.died(time.monotonic())
         if delay is None:
-            backoff = place.backoff
+            backoff = front_end.backoff
             fact = f"{end}, for the {backoff.limit}th time within {backoff.window:g} s"
             self._give_up(f"{fact}; see its last lines in the log")
             return
         status.error("%s; restarting it in %g s", end, delay)
-        place.due = time.monotonic() + delay
+        front_end.due = time.monotonic() + delay
 
-    def _restart(self, place: _Place) -> None:
+    def _restart(self, front_end: _FrontEnd) -> None:
         try:
             # it listens once it is up; until then the others get all connections
-            self._start(place, self.port.listener(listens=False), join_core(self.core))
+            self._start(front_end, self.port.listener(listens=False), join_core(self.core))
         except (InvalidOption, OSError) as error:
-            self._give_up(f"front end {place.number} cannot be restarted: {error}")
+            self._give_up(f"front end {front_end.number} cannot be restarted: {error}")
             return
         self._num_restarts += 1
         self._publish()
 
-    def _start(self, place: _Place, listener: socket.socket, sock: socket.socket) -> None:
+    def _start(self, front_end: _FrontEnd, listener: socket.socket, sock: socket.socket) -> None:
         with listener, sock:
             fds = [listener.fileno(), sock.fileno(), self._board]
-            command = [sys.executable, "-m", "slipstream.serve.http.worker_main", *map(str, fds), str(place.number)]
+            command = [sys.executable, "-m", "slipstream.serve.http.worker_main", *map(str, fds), str(front_end.number)]
             worker = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True, env=child_environment()
             )
@@ -153,7 +153,7 @@ class Supervisor:
             worker.stdin.close()
         except BrokenPipeError:
             pass  # it has exited already, which `_check` notices
-        place.process = worker
+        front_end.process = worker
         if self._num_signals:
             self._send(signal.SIGTERM)  # a signal that arrived while it started
 
@@ -178,8 +178,8 @@ class Supervisor:
 
     def _publish(self) -> None:
         """Writes the number of running front ends for /health and /metrics."""
-        running = sum(place.process is not None for place in self.places)
-        self._own_board.write_front_ends(FrontEnds(len(self.places), running, self._num_restarts))
+        running = sum(front_end.process is not None for front_end in self.front_ends)
+        self._own_board.write_front_ends(FrontEnds(len(self.front_ends), running, self._num_restarts))
 
     def _give_up(self, cause: str) -> None:
         self.cause = cause
@@ -191,9 +191,9 @@ class Supervisor:
         self._send(signal.SIGTERM if self._num_signals == 1 else AT_ONCE)
 
     def _send(self, number: int) -> None:
-        for place in self.places:
-            if place.process is not None and place.process.poll() is None:
-                place.process.send_signal(number)
+        for front_end in self.front_ends:
+            if front_end.process is not None and front_end.process.poll() is None:
+                front_end.process.send_signal(number)
 
 
 def _named(code: int) -> str:

@@ -148,9 +148,9 @@ def _factors_kernel(
         return  # the pass computes rows of one token directly
     first = tl.load(chunks + entry * 4 + 1)
     count = tl.load(chunks + entry * 4 + 2)
-    place = tl.arange(0, CHUNK)
-    inside = place < count
-    token = (first + place).to(tl.int64)
+    offset = tl.arange(0, CHUNK)
+    inside = offset < count
+    token = (first + offset).to(tl.int64)
     kind: tl.constexpr = values.dtype.element_ty
 
     dim = tl.arange(0, KEY_BLOCK)
@@ -163,15 +163,15 @@ def _factors_kernel(
     strength = tl.load(beta + token * HEADS + head, mask=inside, other=0.0)
     total = tl.cumsum(tl.load(g + token * HEADS + head, mask=inside, other=0.0), 0)  # log decay from the chunk's start
 
-    later = place[:, None] < place[None, :]
+    later = offset[:, None] < offset[None, :]
     between = tl.where(later, 0.0, tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0))) * key_scale[None, :]
     at = (token * HEADS + head)[:, None]
     seen = tl.dot(query, tl.trans(key), input_precision="ieee") * between * query_scale[:, None]
-    tl.store(scores + at * CHUNK + place[None, :], seen.to(kind), mask=inside[:, None])
+    tl.store(scores + at * CHUNK + offset[None, :], seen.to(kind), mask=inside[:, None])
     system = tl.dot(key, tl.trans(key), input_precision="ieee") * between * (key_scale * strength)[:, None]
     # TF32 rounds less than the 16-bit types that the inverse is rounded to
     precision: tl.constexpr = "tf32x3" if kind == tl.float32 else "tf32"
-    inverse = invert_unit_lower(tl.where(place[:, None] > place[None, :], system, 0.0), CHUNK, precision).to(kind)
+    inverse = invert_unit_lower(tl.where(offset[:, None] > offset[None, :], system, 0.0), CHUNK, precision).to(kind)
 
     key = tl.load(k + source, mask=mask, other=0.0)  # again: registers are short above
     weighted = (key * (key_scale * strength * tl.exp(total))[:, None]).to(kind)
@@ -267,12 +267,12 @@ def _pass_kernel(
         tl.store(matrix + tl.maximum(saved, 0).to(tl.int64) * slot_stride, held, mask=is_inside & (saved >= 0))
     elif chunks is not None:
         kind: tl.constexpr = values.dtype.element_ty
-        place = tl.arange(0, CHUNK)
+        offset = tl.arange(0, CHUNK)
         for entry in range(tl.load(chunk_starts + row), tl.load(chunk_starts + row + 1)):
             first = tl.load(chunks + entry * 4 + 1)
-            inside = place < tl.load(chunks + entry * 4 + 2)
+            inside = offset < tl.load(chunks + entry * 4 + 2)
             saved = tl.load(chunks + entry * 4 + 3)
-            token = (first + place).to(tl.int64)
+            token = (first + offset).to(tl.int64)
             at = token * HEADS + head
             source = token[:, None] * key_stride + key_head + dim[None, :]
             mask = inside[:, None] & is_dim[None, :]
@@ -281,7 +281,7 @@ def _pass_kernel(
             solved = tl.load(keys + at[:, None] * KEY_DIM + dim[None, :], mask=mask, other=0.0)
             mask = inside[:, None] & is_column[None, :]
             value = tl.load(values + at[:, None] * DIM + column[None, :], mask=mask, other=0.0).to(tl.float32)
-            seen = tl.load(scores + at[:, None] * CHUNK + place[None, :], mask=inside[:, None], other=0.0)
+            seen = tl.load(scores + at[:, None] * CHUNK + offset[None, :], mask=inside[:, None], other=0.0)
             decay = tl.load(g + at, mask=inside, other=0.0)
             total = tl.cumsum(decay, 0)
             whole = tl.sum(decay, 0)

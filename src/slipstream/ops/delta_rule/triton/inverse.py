@@ -29,8 +29,8 @@ def invert_unit_lower(below, SIZE: tl.constexpr, PRECISION: tl.constexpr):
         solved -= tl.where(is_line, tl.sum(own[:, :, None] * solved, 1)[:, None, :], 0.0)
     inner = tl.where(is_diagonal, solved[:, :, None, :], 0.0)
     inner = tl.reshape(inner, (SIZE, SIZE))
-    place = tl.arange(0, SIZE)
-    outer = tl.where(place[:, None] // 16 > place[None, :] // 16, below, 0.0)
+    index = tl.arange(0, SIZE)
+    outer = tl.where(index[:, None] // 16 > index[None, :] // 16, below, 0.0)
     step = -tl.dot(inner, outer, input_precision=PRECISION)
     square = tl.dot(step, step, input_precision=PRECISION)
     series = step + square + tl.dot(square, step, input_precision=PRECISION)  # I is added below

@@ -36,18 +36,18 @@ def _batch_invariant_kernel(x, weight, bias, out, num_rows, num_out, SIZE: tl.co
     row_tiles = tl.cdiv(num_rows, ROWS)
     tile = tl.program_id(0)
     row = tile % row_tiles * ROWS + tl.arange(0, ROWS)
-    place = tile // row_tiles * OUTS + tl.arange(0, OUTS)
+    output = tile // row_tiles * OUTS + tl.arange(0, OUTS)
     lane = tl.arange(0, BLOCK_IN)
     x_rows = x + row.to(tl.int64)[:, None] * SIZE
-    w_rows = weight + place.to(tl.int64)[:, None] * SIZE
+    w_rows = weight + output.to(tl.int64)[:, None] * SIZE
     total = tl.zeros([ROWS, OUTS], tl.float32)
     for first in range(0, SIZE, BLOCK_IN):
         column = first + lane
         inside = (column < SIZE)[None, :]
         a = tl.load(x_rows + column[None, :], mask=(row < num_rows)[:, None] & inside, other=0.0)
-        w = tl.load(w_rows + column[None, :], mask=(place < num_out)[:, None] & inside, other=0.0)
+        w = tl.load(w_rows + column[None, :], mask=(output < num_out)[:, None] & inside, other=0.0)
         total = tl.dot(a, tl.trans(w), total, input_precision=PRECISION)
     if bias is not None:
-        total += tl.load(bias + place, mask=place < num_out, other=0.0).to(tl.float32)[None, :]
-    where = out + row.to(tl.int64)[:, None] * num_out + place[None, :]
-    tl.store(where, total.to(out.dtype.element_ty), mask=(row < num_rows)[:, None] & (place < num_out)[None, :])
+        total += tl.load(bias + output, mask=output < num_out, other=0.0).to(tl.float32)[None, :]
+    where = out + row.to(tl.int64)[:, None] * num_out + output[None, :]
+    tl.store(where, total.to(out.dtype.element_ty), mask=(row < num_rows)[:, None] & (output < num_out)[None, :])

@@ -108,8 +108,8 @@ def store_epilogue(
             slope = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
         own = block * (BLOCK_OUT // 2) + tl.arange(0, BLOCK_OUT // 2)
         mask = there[:, None] & (own < num_out)[None, :]
-        place = out + row[:, None] * num_out + own[None, :]
-        tl.store(place, (gate * tl.sigmoid(slope) * up).to(out.dtype.element_ty), mask=mask)
+        target = out + row[:, None] * num_out + own[None, :]
+        tl.store(target, (gate * tl.sigmoid(slope) * up).to(out.dtype.element_ty), mask=mask)
     else:
         own = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         mask = there[:, None] & (own < num_out)[None, :]

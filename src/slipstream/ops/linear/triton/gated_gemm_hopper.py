@@ -128,7 +128,7 @@ def _fetch(tiles, x, weight, shape):
     half, num_steps, row_blocks, blocks = shape
     done = 0
     for tile in range(gl.program_id(0), row_blocks * blocks, gl.num_programs(0)):
-        row, block = _place(tile, row_blocks, blocks)
+        row, block = _tile_blocks(tile, row_blocks, blocks)
         for step in range(num_steps):
             stage = done % STAGES
             k = step * WIDTH
@@ -164,7 +164,7 @@ def _compute(
         mbarrier.wait(ahead, 0)
     done = 0
     for tile in range(gl.program_id(0), row_blocks * blocks, gl.num_programs(0)):
-        row, block = _place(tile, row_blocks, blocks)
+        row, block = _tile_blocks(tile, row_blocks, blocks)
         acc = gl.zeros([ROWS, 2 * SIZE], gl.float32, SUMS)
         for step in range(num_steps):
             stage = done % STAGES
@@ -231,7 +231,7 @@ def _gelu(x):
 
 
 @gluon.jit
-def _place(tile, row_blocks, blocks):
+def _tile_blocks(tile, row_blocks, blocks):
     """The row block and the output block of a tile: GROUP row blocks for each output block in turn."""
     first = tile // (GROUP * blocks) * GROUP
     size = gl.minimum(row_blocks - first, GROUP)

@@ -282,8 +282,8 @@ def _copy_weight(
 @gluon.jit
 def _copy_x(x, xs, there, step, stage, ROWS: gl.constexpr, COPIES: gl.constexpr):
     for part in gl.static_range(COPIES):
-        place = [gl.program_id(0) * ROWS, (step * COPIES + part) * WIDTH]
-        tma.async_copy_global_to_shared(x, place, there.index(stage), xs.index(stage * COPIES + part))
+        origin = [gl.program_id(0) * ROWS, (step * COPIES + part) * WIDTH]
+        tma.async_copy_global_to_shared(x, origin, there.index(stage), xs.index(stage * COPIES + part))
 
 
 @gluon.jit
@@ -314,7 +314,7 @@ def _compute(
     own = gl.program_id(1) * SIZE + gl.arange(0, SIZE, gl.SliceLayout(1, LINES))
     inside = own < num_out
     mask = gl.expand_dims(inside, 1) & gl.expand_dims(row < num_rows, 0)
-    place = gl.expand_dims(row * num_out, 0) + gl.expand_dims(own, 1)
+    target = gl.expand_dims(row * num_out, 0) + gl.expand_dims(own, 1)
     # operands of the epilogue are loaded while x is
     wait_for_previous(DEPENDENT)
     if squares is not None:
@@ -322,7 +322,7 @@ def _compute(
         line = gl.expand_dims(row, 0)
         parts = gl.load(squares + line * PARTS + part, mask=(part < PARTS) & (line < num_rows), other=0.0)
     if residual is not None:
-        added = gl.load(residual + place, mask=mask, other=0.0)
+        added = gl.load(residual + target, mask=mask, other=0.0)
 
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, SUMS)
     for step in range(count):
@@ -382,10 +382,10 @@ def _compute(
         if residual is not None:
             result += added.to(gl.float32)
         rounded = result.to(out.dtype.element_ty)
-        gl.store(out + place, rounded, mask=mask)
+        gl.store(out + target, rounded, mask=mask)
         if norm is not None:
             value = rounded.to(gl.float32)
             factor = gl.expand_dims(gl.load(norm + own, mask=inside, other=0.0).to(gl.float32), 1)
-            gl.store(weighted + place, (value * factor).to(out.dtype.element_ty), mask=mask)
+            gl.store(weighted + target, (value * factor).to(out.dtype.element_ty), mask=mask)
             total = gl.sum(value * value, 0)
             gl.store(made + row * gl.num_programs(1) + gl.program_id(1), total, mask=row < num_rows)

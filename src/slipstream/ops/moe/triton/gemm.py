@@ -180,14 +180,14 @@ def _grouped_kernel(
     if (expert < 0) | (expert >= num_experts):
         return
     if order is None:
-        place = tile + tl.arange(0, PAIRS)
-        there = place == tile
-        pair = place
+        index = tile + tl.arange(0, PAIRS)
+        there = index == tile
+        pair = index
     else:
-        place = tl.load(table + num_tiles + tile) + tl.arange(0, PAIRS)
-        there = place < tl.load(table + 2 * num_tiles + tile)
-        pair = tl.load(order + place, mask=there, other=0)
-    source = pair // TOP_K if INWARD else place
+        index = tl.load(table + num_tiles + tile) + tl.arange(0, PAIRS)
+        there = index < tl.load(table + 2 * num_tiles + tile)
+        pair = tl.load(order + index, mask=there, other=0)
+    source = pair // TOP_K if INWARD else index
     output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     inside = output < num_out
     k = tl.arange(0, INPUTS)
@@ -230,11 +230,11 @@ def _grouped_kernel(
         else:
             gate = gate * tl.sigmoid(gate)
         total = gate.to(out.dtype.element_ty).to(tl.float32) * up
-        target = place
+        target = index
     elif INWARD:
         total = tl.maximum(total.to(out.dtype.element_ty).to(tl.float32), 0.0)
         total *= total
-        target = place
+        target = index
     else:
         total *= tl.load(pair_weights + pair, mask=there, other=0.0)[:, None]
         target = pair

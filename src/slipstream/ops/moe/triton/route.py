@@ -104,14 +104,14 @@ def _route_kernel(
             best = tl.where(group == chosen, -float("inf"), best)
         grouped = tl.where(kept[:, None] != 0, grouped, -float("inf"))
         choice = tl.reshape(grouped, (EXPERTS,))
-    place = tl.arange(0, PADDED_K)
+    rank = tl.arange(0, PADDED_K)
     chosen_ids = tl.zeros((PADDED_K,), tl.int32)
     chosen_weights = tl.zeros((PADDED_K,), tl.float32)
     for k in tl.static_range(TOP_K):
         top = tl.argmax(choice, 0)
         weight = tl.sum(tl.where(expert == top, scores, 0.0), 0)
-        chosen_ids = tl.where(place == k, top, chosen_ids)
-        chosen_weights = tl.where(place == k, weight, chosen_weights)
+        chosen_ids = tl.where(rank == k, top, chosen_ids)
+        chosen_weights = tl.where(rank == k, weight, chosen_weights)
         choice = tl.where(expert == top, -float("inf"), choice)
     if RENORMALIZE:
         chosen_weights = chosen_weights / (tl.sum(chosen_weights, 0) + 1e-20)
@@ -119,5 +119,5 @@ def _route_kernel(
         is_padding = tl.load(slots + token) < page_size
         chosen_ids = tl.where(is_padding, num_experts, chosen_ids)
         chosen_weights = tl.where(is_padding, 0.0, chosen_weights)
-    tl.store(ids + token * TOP_K + place, chosen_ids, mask=place < TOP_K)
-    tl.store(weights + token * TOP_K + place, chosen_weights * scale, mask=place < TOP_K)
+    tl.store(ids + token * TOP_K + rank, chosen_ids, mask=rank < TOP_K)
+    tl.store(weights + token * TOP_K + rank, chosen_weights * scale, mask=rank < TOP_K)

@@ -1,7 +1,7 @@
 """Sorts (token, expert) pairs by expert and splits each expert's range into tiles, on the device.
 
 A pair is identified by its index in the routing: token * top_k + choice. Few pairs take one launch, in which each
-program reads all of them. Many take three: counts per block of pairs, their sums, and the places within a block.
+program reads all of them. Many take three: counts per block of pairs, their sums, and the offsets within a block.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _sort_many(ids: torch.Tensor, num_experts: int, tiles: ExpertTiles) -> None:
         BLOCKS=min(1024, max(triton.next_power_of_2(num_blocks), 32)),
         num_warps=4,
     )
-    _place_kernel[(num_blocks,)](
+    _scatter_kernel[(num_blocks,)](
         ids, counts, tiles.order, num_pairs, num_blocks, num_experts, BLOCK=_BLOCK, num_warps=8
     )
 
@@ -113,7 +113,7 @@ def _count_kernel(ids, counts, totals, num_pairs, num_blocks, num_experts, BINS:
     tl.atomic_add(totals + bins, found, sem="relaxed")
 
 
-# grid: (experts,): turns the counts of an expert's row into places in `order`
+# grid: (experts,): turns the counts of an expert's row into offsets in `order`
 @triton.jit
 def _offset_kernel(
     counts,
@@ -128,18 +128,18 @@ def _offset_kernel(
 ):
     expert = tl.program_id(0)
     start, count, tile = _range_of(expert, tl.load(totals + tl.arange(0, BINS)), BINS, SIZE)
-    place = start
+    offset = start
     for first in range(0, num_blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
         own = tl.load(counts + expert * num_blocks + block, mask=block < num_blocks, other=0)
-        tl.store(counts + expert * num_blocks + block, place + tl.cumsum(own, 0) - own, mask=block < num_blocks)
-        place += tl.sum(own, 0)
+        tl.store(counts + expert * num_blocks + block, offset + tl.cumsum(own, 0) - own, mask=block < num_blocks)
+        offset += tl.sum(own, 0)
     _list_tiles(table, expert, start, count, tile, max_tiles, num_experts, SIZE)
 
 
-# grid: (blocks of pairs,): `places` are those of each expert's first pair in the block
+# grid: (blocks of pairs,): `offsets` are those of each expert's first pair in the block
 @triton.jit
-def _place_kernel(ids, places, order, num_pairs, num_blocks, num_experts, BLOCK: tl.constexpr):
+def _scatter_kernel(ids, offsets, order, num_pairs, num_blocks, num_experts, BLOCK: tl.constexpr):
     block = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     pair = block * BLOCK + lane
@@ -149,13 +149,13 @@ def _place_kernel(ids, places, order, num_pairs, num_blocks, num_experts, BLOCK:
     other = tl.load(ids + pair, mask=pair < num_pairs, other=num_experts)
     before = (found[:, None] == other[None, :]) & (lane[None, :] < lane[:, None])
     rank = tl.sum(before.to(tl.int32), 1)
-    place = tl.load(places + found * num_blocks + block, mask=mine, other=0)
-    tl.store(order + place + rank, pair, mask=mine)
+    offset = tl.load(offsets + found * num_blocks + block, mask=mine, other=0)
+    tl.store(order + offset + rank, pair, mask=mine)
 
 
 @triton.jit
 def _range_of(expert, counts, BINS: tl.constexpr, SIZE: tl.constexpr):
-    """First place, number of pairs and first tile of an expert, from the counts of all."""
+    """Offset of the first pair, number of pairs and first tile of an expert, from the counts of all."""
     bins = tl.arange(0, BINS)
     tiles = (counts + SIZE - 1) // SIZE
     start = tl.sum(tl.where(bins < expert, counts, 0), 0)

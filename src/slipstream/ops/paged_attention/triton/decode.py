@@ -181,7 +181,7 @@ def _split_kernel(
     k_base = keys + kv_head * head_stride
     v_base = values + kv_head * head_stride
     for single in range(first, end):
-        row, token, begin, size, num_splits, place, length, split, stop = read_single(
+        row, token, begin, size, num_splits, first_partial, length, split, stop = read_single(
             singles, single, first, first_split, last, last_split
         )
         pages = (k_base, v_base, table + row * table_stride, page_stride, slot_stride)
@@ -216,7 +216,7 @@ def _split_kernel(
                 where = out + token * out_token + head[:, None] * out_head + dim[None, :]
                 tl.store(where, acc.to(out.dtype.element_ty), mask=mask)
             else:
-                partial = (place + index) * (KV_HEADS * GROUP) + head
+                partial = (first_partial + index) * (KV_HEADS * GROUP) + head
                 tl.store(sums + partial[:, None] * DIM + dim[None, :], acc, mask=mask)
                 tl.store(stats + partial * 2, top, mask=lane < GROUP)
                 tl.store(stats + partial * 2 + 1, total, mask=lane < GROUP)
@@ -231,7 +231,7 @@ def _split_kernel(
                     out + token * out_token,
                     sums,
                     stats,
-                    place,
+                    first_partial,
                     num_splits,
                     kv_head,
                     out_head,

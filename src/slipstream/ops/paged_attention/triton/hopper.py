@@ -46,22 +46,22 @@ def copy_block(
 
 
 @gluon.jit
-def find_places(pages, start, length, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
+def find_starts(pages, start, length, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
     """Slots of the keys from `start` on, one per page: the first half of `copy_block`, for blocks of few pages, since a
     producer warp has few registers."""
     SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
-    places = ()
+    starts = ()
     for part in gl.static_range(BLOCK_N // SIZE):
-        places = places + (_find(pages, start + part * SIZE, length, PAGE),)  # type: ignore[assignment]
-    return places
+        starts = starts + (_find(pages, start + part * SIZE, length, PAGE),)  # type: ignore[assignment]
+    return starts
 
 
 @gluon.jit
-def copy_places(source, places, kv_head, there, block, DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
+def copy_parts(source, starts, kv_head, there, block, DIM: gl.constexpr, BLOCK_N: gl.constexpr, PAGE: gl.constexpr):
     """The second half of `copy_block`: starts the copies from these slots."""
     SIZE: gl.constexpr = BLOCK_N if PAGE > BLOCK_N else PAGE
     for part in gl.static_range(BLOCK_N // SIZE):
-        where = [places[part], kv_head * DIM]
+        where = [starts[part], kv_head * DIM]
         tma.async_copy_global_to_shared(source, where, there, block.slice(part * SIZE, SIZE))
 
 

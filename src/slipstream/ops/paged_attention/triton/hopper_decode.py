@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from slipstream.ops.paged_attention.triton.hopper import (
     clear_past_end,
-    copy_places,
+    copy_parts,
     describe,
-    find_places,
+    find_starts,
     make_barriers,
 )
 from slipstream.ops.paged_attention.triton.launch import head_shape, launch_strides
@@ -141,22 +141,22 @@ def _fetch(
     kv_head, first, first_split, last, last_split, end = splits_of_program(shares, KV_HEADS)
     done = 0
     for single in range(first, end):
-        row, token, begin, size, num_splits, place, length, split, stop = read_single(
+        row, token, begin, size, num_splits, first_partial, length, split, stop = read_single(
             singles, single, first, first_split, last, last_split
         )
         pages = table + row * table_stride
         settled = gl.load(singles + gl.cast(single, gl.int64) * RECORD + 7)
         for start in range(begin + split * size, gl.minimum(begin + stop * size, length), BLOCK_N):
             # page lookup before the wait for a free stage
-            places = find_places(pages, start, length, BLOCK_N, PAGE)
+            starts = find_starts(pages, start, length, BLOCK_N, PAGE)
             if start + BLOCK_N > settled:
                 wait_for_previous(DEPENDENT)
             stage = done % STAGES
             bar = there.index(stage)
             mbarrier.wait(used.index(stage), (done // STAGES & 1) ^ 1)
             mbarrier.expect(bar, 2 * BLOCK_N * DIM * 2)
-            copy_places(keys, places, kv_head, bar, k.index(stage), DIM, BLOCK_N, PAGE)
-            copy_places(values, places, kv_head, bar, v.index(stage), DIM, BLOCK_N, PAGE)
+            copy_parts(keys, starts, kv_head, bar, k.index(stage), DIM, BLOCK_N, PAGE)
+            copy_parts(values, starts, kv_head, bar, v.index(stage), DIM, BLOCK_N, PAGE)
             done += 1
 
 
@@ -193,11 +193,11 @@ def _compute(
     done = 0
     wait_for_previous(DEPENDENT)
     for single in range(first, end):
-        row, token, begin, size, num_splits, place, length, split, stop = read_single(
+        row, token, begin, size, num_splits, first_partial, length, split, stop = read_single(
             singles, single, first, first_split, last, last_split
         )
-        q_place = token * query_token + (kv_head * GROUP + q_lane) * query_head + q_dim
-        q = gl.load(query + q_place, mask=(q_lane < GROUP) & (q_dim < DIM), other=0.0)
+        q_offset = token * query_token + (kv_head * GROUP + q_lane) * query_head + q_dim
+        q = gl.load(query + q_offset, mask=(q_lane < GROUP) & (q_dim < DIM), other=0.0)
         gl.thread_barrier()  # all warps have finished with the queries of the previous row
         queries.store(q)
         fence_async_shared()
@@ -237,7 +237,7 @@ def _compute(
                 where = out + token * out_token + gl.expand_dims(head * out_head, 0) + dim
                 gl.store(where, result.to(DTYPE), mask=mask)
             else:
-                partial = (place + index) * (KV_HEADS * GROUP) + head
+                partial = (first_partial + index) * (KV_HEADS * GROUP) + head
                 gl.store(sums + gl.expand_dims(partial * DIM, 0) + dim, acc, mask=mask)
                 gl.store(stats + partial * 2, top, mask=lane < GROUP)
                 gl.store(stats + partial * 2 + 1, total, mask=lane < GROUP)
@@ -252,7 +252,7 @@ def _compute(
                     out + token * out_token,
                     sums,
                     stats,
-                    place,
+                    first_partial,
                     num_splits,
                     kv_head,
                     out_head,

@@ -164,9 +164,9 @@ def _fetch(
                     mbarrier.wait(q_used.index(half), (turn & 1) ^ 1)
                     mbarrier.expect(q_there.index(half), TILE // 2 * DIM * 2)
                     for head in gl.static_range(GROUP):
-                        place = [token + half * TOKENS, (item % KV_HEADS * GROUP + head) * DIM]
+                        origin = [token + half * TOKENS, (item % KV_HEADS * GROUP + head) * DIM]
                         part = q.index(half).slice(head * TOKENS, TOKENS)
-                        tma.async_copy_global_to_shared(queries, place, q_there.index(half), part)
+                        tma.async_copy_global_to_shared(queries, origin, q_there.index(half), part)
             for start in range(0, end, BLOCK_N):
                 stage = done % STAGES
                 bar = there.index(stage)

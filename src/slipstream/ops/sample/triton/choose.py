@@ -49,7 +49,7 @@ def _choose(
         chunk, part, num_warps = _CUT_CHUNK, _PART, 1
     num_chunks = triton.cdiv(size, chunk)
     tops = torch.empty(num_rows, num_chunks, dtype=torch.float32, device=logits.device)
-    places = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
+    chunk_ids = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=logits.device)
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     failed = torch.empty(num_rows, dtype=torch.bool, device=logits.device)
     _chunk_kernel[(num_chunks, num_rows)](
@@ -61,7 +61,7 @@ def _choose(
         peaks,
         *(penalty or (None,) * 5),
         tops,
-        places,
+        chunk_ids,
         logits.stride(0),
         size,
         EARLIER=num_earlier(penalty),
@@ -72,7 +72,7 @@ def _choose(
     )
     _row_kernel[(num_rows,)](
         tops,
-        places,
+        chunk_ids,
         tokens,
         failed.view(torch.uint8),
         num_chunks,
@@ -97,7 +97,7 @@ def _chunk_kernel(
     values,
     earlier,
     tops,
-    places,
+    chunk_ids,
     stride,
     size,
     EARLIER: tl.constexpr,
@@ -153,17 +153,17 @@ def _chunk_kernel(
                 if noisy & (tl.max(score, 0) > float("-inf")):
                     low, high = halves(tl.load(keys + row))
                     score = score - tl.log(exponential_at(index, low, high))
-            top, place = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
-            found = tl.where(top > best, start + place, found)
+            top, at = tl.max(score, 0, return_indices=True, return_indices_tie_break_left=True)
+            found = tl.where(top > best, start + at, found)
             best = tl.maximum(best, top)
     out = row * tl.num_programs(0) + chunk
     tl.store(tops + out, tl.where(has_nan > 0, float("nan"), best))
-    tl.store(places + out, found)
+    tl.store(chunk_ids + out, found)
 
 
 # grid: (rows,)
 @triton.jit(do_not_specialize=["num_chunks"])
-def _row_kernel(tops, places, tokens, failed, num_chunks, CHUNKS: tl.constexpr):
+def _row_kernel(tops, chunk_ids, tokens, failed, num_chunks, CHUNKS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.arange(0, CHUNKS)
     top = tl.load(tops + row * num_chunks + chunk, mask=chunk < num_chunks, other=float("-inf"))
@@ -172,6 +172,6 @@ def _row_kernel(tops, places, tokens, failed, num_chunks, CHUNKS: tl.constexpr):
         tl.where(top == top, top, float("-inf")), 0, return_indices=True, return_indices_tie_break_left=True
     )
     no_token = has_nan | (best == float("-inf"))
-    token = tl.load(places + row * num_chunks + winner).to(tl.int64)
+    token = tl.load(chunk_ids + row * num_chunks + winner).to(tl.int64)
     tl.store(tokens + row, tl.where(no_token, 0, token))
     tl.store(failed + row, no_token.to(tl.uint8))

@@ -84,9 +84,9 @@ def _count_kernel(counts, seen, slots, tokens, num, size, BLOCK: tl.constexpr):
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + entry, mask=entry < num, other=-1).to(tl.int64)
     token = tl.load(tokens + entry, mask=entry < num, other=0).to(tl.int64)
-    place = slot * size + token
-    tl.atomic_add(counts + place, 1, mask=slot >= 0, sem="relaxed")
-    tl.store(seen + place, tl.load(seen + place, mask=slot >= 0, other=0) | IN_OUTPUT, mask=slot >= 0)
+    at = slot * size + token
+    tl.atomic_add(counts + at, 1, mask=slot >= 0, sem="relaxed")
+    tl.store(seen + at, tl.load(seen + at, mask=slot >= 0, other=0) | IN_OUTPUT, mask=slot >= 0)
 
 
 def add_lines_(logits: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -> None:
@@ -141,7 +141,7 @@ def _forbid(logits: torch.Tensor, index: torch.Tensor | None, ids: torch.Tensor,
 
 # grid: (entries,)
 @triton.jit(
-    do_not_specialize=["width", "ids_entry", "ids_place", "where_entry", "where_place"],
+    do_not_specialize=["width", "ids_entry", "ids_column", "where_entry", "where_column"],
     do_not_specialize_on_alignment=["index", "ids", "where"],
 )
 def _forbid_kernel(
@@ -153,9 +153,9 @@ def _forbid_kernel(
     size,
     width,
     ids_entry,
-    ids_place,
+    ids_column,
     where_entry,
-    where_place,
+    where_column,
     BLOCK: tl.constexpr,
 ):
     entry = tl.program_id(0).to(tl.int64)
@@ -163,10 +163,10 @@ def _forbid_kernel(
     if index is not None:
         row = tl.load(index + entry).to(tl.int64)
     for start in range(0, width, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        inside = place < width
-        token = tl.load(ids + entry * ids_entry + place * ids_place, mask=inside, other=-1).to(tl.int64)
-        out = tl.load(where + entry * where_entry + place * where_place, mask=inside, other=0) != 0
+        column = start + tl.arange(0, BLOCK)
+        inside = column < width
+        token = tl.load(ids + entry * ids_entry + column * ids_column, mask=inside, other=-1).to(tl.int64)
+        out = tl.load(where + entry * where_entry + column * where_column, mask=inside, other=0) != 0
         tl.store(logits + row * stride + token, float("-inf"), mask=inside & out & (token >= 0) & (token < size))
 
 

@@ -303,10 +303,10 @@ def _reach_of_peaks(peak, best, by_count, count_goal, mass_goal, TILE: tl.conste
 
 @triton.jit
 def _load_spans(line, spans, start, num_active, SPAN: tl.constexpr, TILE: tl.constexpr):
-    place = start + tl.arange(0, TILE)
-    span = tl.load(spans + place, mask=place < num_active, other=0)
+    index = start + tl.arange(0, TILE)
+    span = tl.load(spans + index, mask=index < num_active, other=0)
     offset = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-    return _load_logits(line, offset, (place < num_active)[:, None])
+    return _load_logits(line, offset, (index < num_active)[:, None])
 
 
 @triton.jit

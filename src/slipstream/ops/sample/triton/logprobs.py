@@ -124,9 +124,9 @@ def _chunk_kernel(logits, tokens, stats, counts, picks, stride, size, k, SLOTS: 
     if SLOTS > 0:
         packed = tl.where(inside, _pack(x, index), _NOTHING)
         out = picks + (row * num_chunks + chunk) * SLOTS
-        for place in range(k):
+        for rank in range(k):
             best = tl.max(packed, 0)
-            tl.store(out + place, best)
+            tl.store(out + rank, best)
             packed = tl.where(packed == best, _NOTHING, packed)
 
 
@@ -168,9 +168,9 @@ def _row_kernel(
         slot = tl.arange(0, SLOTS)
         pick = (row * num_chunks + chunk)[:, None] * SLOTS + slot[None, :]
         packed = tl.load(picks + pick, mask=inside[:, None] & (slot < k)[None, :], other=_NOTHING)
-        for place in range(k):
+        for index in range(k):
             best_pack = tl.max(tl.max(packed, 1), 0)
             packed = tl.where(packed == best_pack, _NOTHING, packed)
             x, token = _unpack(best_pack)
-            tl.store(top + row * k + place, x - log_total)
-            tl.store(top_ids + row * k + place, token)
+            tl.store(top + row * k + index, x - log_total)
+            tl.store(top_ids + row * k + index, token)

@@ -28,8 +28,8 @@ def penalized(
     flags = tl.load(seen + token, mask=mask, other=0)
     more = tl.zeros_like(x)
     if earlier is not None:
-        for place in range(EARLIER):
-            more += tl.where(token == tl.load(earlier + place), 1.0, 0.0)
+        for index in range(EARLIER):
+            more += tl.where(token == tl.load(earlier + index), 1.0, 0.0)
         flags = tl.where(more > 0.0, flags | IN_OUTPUT, flags)
     factor = tl.where(flags != 0, repetition, 1.0)
     x = tl.where(x > 0, tl.div_rn(x, factor), x * factor)

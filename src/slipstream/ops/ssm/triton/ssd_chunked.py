@@ -7,7 +7,7 @@ decay between two tokens applied to x, the state read by c, and the state's upda
 each other, so a head may be split over them. A state leaves the registers only at the end of its row and at saves:
 states of all chunks would be several times the bytes of x.
 
-A place of a chunk is a position modulo STATE_CHUNK, so the places of a row's first chunk may begin past 0. Products
+An index in a chunk is a position modulo STATE_CHUNK, so the indices of a row's first chunk may begin past 0. Products
 take inputs of the model's dtype and sum in float32; the state stays in float32.
 """
 
@@ -153,10 +153,10 @@ def _factors_kernel(
     begin = tl.load(first_positions + row)
     first = tl.load(chunks + entry * 4 + 1)
     count = tl.load(chunks + entry * 4 + 2)
-    shift = (begin + first - start) % CHUNK  # the first token's place
-    place = tl.arange(0, CHUNK)
-    inside = (place >= shift) & (place < shift + count)
-    token = (first - shift + place).to(tl.int64)
+    shift = (begin + first - start) % CHUNK  # the first token's index
+    index = tl.arange(0, CHUNK)
+    inside = (index >= shift) & (index < shift + count)
+    token = (first - shift + index).to(tl.int64)
 
     for offset in range(0, HEADS_OF_GROUP, BLOCK):
         of_group = offset + tl.arange(0, BLOCK)
@@ -178,7 +178,7 @@ def _factors_kernel(
     read = tl.load(c + token[:, None] * c_stride + group * STATE + column[None, :], mask=mask, other=0.0)
     written = tl.load(b + token[:, None] * b_stride + group * STATE + column[None, :], mask=mask, other=0.0)
     seen = tl.dot(read, tl.trans(written), input_precision=PRECISION)
-    target = scores + (token * (HEADS // HEADS_OF_GROUP) + group)[:, None] * CHUNK + place[None, :]
+    target = scores + (token * (HEADS // HEADS_OF_GROUP) + group)[:, None] * CHUNK + index[None, :]
     tl.store(target, seen.to(scores.dtype.element_ty), mask=inside[:, None])
 
 
@@ -254,12 +254,12 @@ def _pass_kernel(
     else:
         kind: tl.constexpr = x.dtype.element_ty
         SCORES: tl.constexpr = HEADS // HEADS_OF_GROUP * CHUNK
-        place = tl.arange(0, CHUNK)
+        index = tl.arange(0, CHUNK)
         saved = tl.load(chunks + entry * 4 + 3)
         for first in range(start - begin % CHUNK, end, CHUNK):
             following = tl.load(chunks + tl.minimum(entry + 1, last) * 4 + 3)
-            # addresses from tokens, not from places: what all chunks share would be kept in registers
-            token = first + place
+            # addresses from tokens, not from indices: what all chunks share would be kept in registers
+            token = first + index
             at = token.to(tl.int64)[:, None]
             inside = (token >= start) & (token < end)
             in_state = inside[:, None] & is_column[None, :]
@@ -267,7 +267,7 @@ def _pass_kernel(
             read = tl.load(c + at * c_stride + column[None, :], mask=in_state, other=0.0)
             written = tl.load(b + at * b_stride + column[None, :], mask=in_state, other=0.0)
             now = tl.load(x + at * x_stride + dim[None, :], mask=in_head, other=0.0)
-            seen = tl.load(scores + at * SCORES + place[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
+            seen = tl.load(scores + at * SCORES + index[None, :], mask=inside[:, None], other=0.0).to(tl.float32)
             size = tl.load(sizes + token, mask=inside, other=0.0)
             total = tl.load(totals + token, mask=inside, other=0.0)
             whole = tl.load(totals + tl.minimum(first + CHUNK, end) - 1)

@@ -64,8 +64,8 @@ def _system(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
 
 def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
-    for place, message in enumerate(given):
-        name = f"messages[{place}]"
+    for index, message in enumerate(given):
+        name = f"messages[{index}]"
         for field in message:
             if field not in ("role", "content"):
                 raise bad_request(f"there is no field {name}.{field[:100]}; remove it", f"{name}.{field[:100]}")
@@ -86,17 +86,17 @@ def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str
 def _assistant(served: ServedModel, content: list[Any], name: str) -> dict[str, Any]:
     text, reasoning, calls = "", "", []
     for index, block in enumerate(content):
-        place = f"{name}[{index}]"
-        kind = _kind(block, place, ("text", "thinking", "redacted_thinking", "tool_use"))
+        path = f"{name}[{index}]"
+        kind = _kind(block, path, ("text", "thinking", "redacted_thinking", "tool_use"))
         if kind == "text":
-            text += _string(block, "text", place)
+            text += _string(block, "text", path)
         elif kind == "thinking":
-            reasoning += _string(block, "thinking", place)
+            reasoning += _string(block, "thinking", path)
         elif kind == "tool_use":
             if not isinstance(given := block.get("input") or {}, dict):
-                raise bad_request(f"{place}.input is no object; give the arguments", f"{place}.input")
+                raise bad_request(f"{path}.input is no object; give the arguments", f"{path}.input")
             arguments = json.dumps(given, ensure_ascii=False)
-            calls.append((_string(block, "id", place), _string(block, "name", place), arguments))
+            calls.append((_string(block, "id", path), _string(block, "name", path), arguments))
     return assistant_message(served, text, reasoning, calls)
 
 
@@ -105,15 +105,15 @@ def _user(role: str, content: list[Any], name: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     texts = []
     for index, block in enumerate(content):
-        place = f"{name}[{index}]"
-        if _kind(block, place, ("text", "tool_result")) == "text":
-            texts.append(_string(block, "text", place))
+        path = f"{name}[{index}]"
+        if _kind(block, path, ("text", "tool_result")) == "text":
+            texts.append(_string(block, "text", path))
             continue
         inner = block.get("content") or ""
-        text = inner if isinstance(inner, str) else _texts(inner, f"{place}.content")
+        text = inner if isinstance(inner, str) else _texts(inner, f"{path}.content")
         if block.get("is_error"):
             text = f"Error: {text}"
-        found.append({"role": "tool", "tool_call_id": _string(block, "tool_use_id", place), "content": text})
+        found.append({"role": "tool", "tool_call_id": _string(block, "tool_use_id", path), "content": text})
     if texts or not found:
         found.append({"role": role, "content": "\n".join(texts)})
     return found
@@ -125,14 +125,14 @@ _FIELDS = {
 }  # fmt: skip
 
 
-def _kind(block: Any, place: str, known: tuple[str, ...]) -> str:
+def _kind(block: Any, path: str, known: tuple[str, ...]) -> str:
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str) or kind not in known:
-        fact = f"{place} is a block of type {kind!r:.50}, which is not supported here"
-        raise bad_request(f"{fact}; give {', '.join(known)}", place, "unsupported_content")
+        fact = f"{path} is a block of type {kind!r:.50}, which is not supported here"
+        raise bad_request(f"{fact}; give {', '.join(known)}", path, "unsupported_content")
     for field, value in block.items():
         if value is not None and field not in ("type", _CACHE, *_FIELDS[kind]):
-            raise bad_request(f"there is no field {place}.{field[:100]}; remove it", f"{place}.{field[:100]}")
+            raise bad_request(f"there is no field {path}.{field[:100]}; remove it", f"{path}.{field[:100]}")
     return kind
 
 
@@ -146,9 +146,9 @@ def _texts(blocks: Any, name: str) -> str:
     return "\n".join(texts)
 
 
-def _string(block: Mapping[str, Any], field: str, place: str) -> str:
+def _string(block: Mapping[str, Any], field: str, path: str) -> str:
     if not isinstance(value := block.get(field), str):
-        raise bad_request(f"{place}.{field} is missing or no text; give a string", f"{place}.{field}")
+        raise bad_request(f"{path}.{field} is missing or no text; give a string", f"{path}.{field}")
     return value
 
 
@@ -158,8 +158,8 @@ _TOOL_FIELDS = ("type", _CACHE, "name", "description", "input_schema", "strict",
 def _tools(request: Request, body: CountTokensRequest) -> Tools:
     request.check_count(len(body.tools or ()), "tools")
     tools = []
-    for place, tool in enumerate(body.tools or ()):
-        name = f"tools[{place}]"
+    for index, tool in enumerate(body.tools or ()):
+        name = f"tools[{index}]"
         if (kind := tool.get("type")) not in (None, "custom"):
             raise bad_request(f"{name} is of type {kind!r:.50}; give functions with an input_schema", f"{name}.type")
         for field, value in tool.items():

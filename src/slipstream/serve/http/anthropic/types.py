@@ -53,7 +53,7 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "context_management": (({},), "send the messages that the model shall read"),
     "service_tier": (("auto", "standard_only"), "there is one tier"),
     "container": ((), "the server runs no code"),
-    "inference_geo": (("global",), "there is one place"),
+    "inference_geo": (("global",), "there is one region"),
 }
 
 

@@ -13,7 +13,7 @@ from slipstream.serve.http.batch.lines import BatchLine, LineResponse, LineResul
 from slipstream.serve.http.direct import Reply, call_route
 
 Done = Callable[[int, LineResult], Awaitable[None]]
-"""Stores the result of the line at this place of the input."""
+"""Stores the result of the line at this index of the input."""
 
 
 class BatchStopped(Exception):
@@ -27,9 +27,9 @@ async def run_lines(
     server ends; lines without a result were then not passed to `done`."""
     failures: list[Exception] = []
 
-    async def run_one(place: int, line: BatchLine) -> None:
+    async def run_one(index: int, line: BatchLine) -> None:
         try:
-            await done(place, await _run_line(app, line, caller))
+            await done(index, await _run_line(app, line, caller))
         except Exception as error:
             failures.append(error)
         finally:
@@ -37,12 +37,12 @@ async def run_lines(
 
     async with asyncio.TaskGroup() as group:
         try:
-            async for place, line in lines:
+            async for index, line in lines:
                 await slots.acquire()
                 if failures:
                     slots.release()
                     break
-                group.create_task(run_one(place, line))
+                group.create_task(run_one(index, line))
         except Exception as error:  # of reading the lines; those that run are finished first
             failures.append(error)
     if failures:

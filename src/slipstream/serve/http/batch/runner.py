@@ -122,13 +122,13 @@ class _Batch:
         if errors:
             await self._finish(_failed(*errors))
             return
-        places = await self.service.run(self.store.places, self.id)
+        indices = await self.service.run(self.store.line_indices, self.id)
         batch = await self.service.run(self.store.change_batch, self.owner, self.id, _begun(len(lines)))
         if batch is None:
             return
         end = "completed"
-        if batch.status != "cancelling" and len(places) < len(lines):
-            work = asyncio.ensure_future(self._run_lines(data, lines, places))
+        if batch.status != "cancelling" and len(indices) < len(lines):
+            work = asyncio.ensure_future(self._run_lines(data, lines, indices))
             try:
                 end = await self._until_end(work, batch.expires_at)
             except StoreFull as error:
@@ -144,13 +144,13 @@ class _Batch:
 
     async def _run_lines(self, data: bytes, lines: list[tuple[int, int]], kept: set[int]) -> None:
         async def remaining() -> AsyncIterator[tuple[int, BatchLine]]:
-            for place, (start, end) in enumerate(lines):
-                if place not in kept:
-                    yield place, read_line(data[start:end])
+            for index, (start, end) in enumerate(lines):
+                if index not in kept:
+                    yield index, read_line(data[start:end])
 
-        async def done(place: int, result: LineResult) -> None:
+        async def done(index: int, result: LineResult) -> None:
             line, ok = result.encode(), result.succeeded
-            await self.service.run(self.store.add_result, self.owner, self.id, place, line, ok)
+            await self.service.run(self.store.add_result, self.owner, self.id, index, line, ok)
 
         await run_lines(self.app, remaining(), self.slots, f"batch {self.owner}", done)
 
@@ -169,15 +169,15 @@ class _Batch:
 
     async def _expired_lines(self, data: bytes, lines: list[tuple[int, int]]) -> bytes:
         """Results for the lines that have none."""
-        kept = await self.service.run(self.store.places, self.id)
+        kept = await self.service.run(self.store.line_indices, self.id)
         error = LineError("batch_expired", "the request was not run before the completion window ended")
 
         def write() -> bytes:
             written = bytearray()
-            for place, (start, end) in enumerate(lines):
-                if place not in kept:
+            for index, (start, end) in enumerate(lines):
+                if index not in kept:
                     name = read_line(data[start:end]).custom_id
-                    written += LineResult(f"batch_req_{self.id}_{place}", name, None, error).encode() + b"\n"
+                    written += LineResult(f"batch_req_{self.id}_{index}", name, None, error).encode() + b"\n"
             return bytes(written)
 
         return await asyncio.to_thread(write)  # a file may have a million lines

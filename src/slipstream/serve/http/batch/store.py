@@ -32,7 +32,7 @@ CREATE TABLE IF NOT EXISTS files (
 CREATE TABLE IF NOT EXISTS batches (
     number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE, owner TEXT, open INT, expires INT, result_bytes INT,
     state BLOB);
-CREATE TABLE IF NOT EXISTS results (batch TEXT, place INT, ok INT, line BLOB, PRIMARY KEY (batch, place));
+CREATE TABLE IF NOT EXISTS results (batch TEXT, line_index INT, ok INT, line BLOB, PRIMARY KEY (batch, line_index));
 CREATE TABLE IF NOT EXISTS salt (salt BLOB);
 """
 
@@ -137,12 +137,12 @@ class BatchStore:
 
     # Results
 
-    def add_result(self, owner: str, id: str, place: int, line: bytes, ok: bool) -> None:
+    def add_result(self, owner: str, id: str, line_index: int, line: bytes, ok: bool) -> None:
         """Stores the result of a line; a second one of the same line is dropped. Raises StoreFull."""
         with self._change():
             self._check_room(len(line), rows=False)
             self._check_results(id, len(line))
-            entry = (id, place, ok, line)
+            entry = (id, line_index, ok, line)
             if self._db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)", entry).rowcount:
                 self._db.execute("UPDATE batches SET result_bytes = result_bytes + ? WHERE id = ?", (len(line), id))
                 batch = self.batch(owner, id)
@@ -151,9 +151,11 @@ class BatchStore:
                 batch.request_counts.failed += not ok
                 self._put(batch)
 
-    def places(self, id: str) -> set[int]:
-        """The places of the lines with a result."""
-        return {place for (place,) in self._db.execute("SELECT place FROM results WHERE batch = ?", (id,))}
+    def line_indices(self, id: str) -> set[int]:
+        """Indices of the lines with a result."""
+        return {
+            line_index for (line_index,) in self._db.execute("SELECT line_index FROM results WHERE batch = ?", (id,))
+        }
 
     def finish(self, owner: str, id: str, change: Callable[[BatchObject], None], rest: bytes = b"") -> None:
         """Makes files of the results, in the order of the input, and closes the batch. `rest`: lines to append to the
@@ -164,7 +166,7 @@ class BatchStore:
             kept = batch.output_expires_after
             seconds = KEEP_SECONDS if kept is None else kept.seconds
             for ok in (1, 0):
-                query = "SELECT line FROM results WHERE batch = ? AND ok = ? ORDER BY place"
+                query = "SELECT line FROM results WHERE batch = ? AND ok = ? ORDER BY line_index"
                 data = b"".join(line + b"\n" for (line,) in self._db.execute(query, (id, ok))) + (b"" if ok else rest)
                 if data:
                     name = f"{id}_{'output' if ok else 'error'}.jsonl"

@@ -142,8 +142,8 @@ class ChatRun:
                 return None
             case ToolCallStart() | ArgumentsDelta() if event.index and not self._conversation.tools.parallel:
                 return None
-            case ToolCallStart(place, name, id):
-                return ToolCallStart(place, name, id or self._new_id())
+            case ToolCallStart(index, name, id):
+                return ToolCallStart(index, name, id or self._new_id())
         return event
 
     def _new_parser(self) -> OutputParser | None:

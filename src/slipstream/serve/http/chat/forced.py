@@ -54,8 +54,8 @@ def _strict(tools: Tools, formats: ChatFormats, tokenizer: Tokenizer) -> Structu
     schemas = {name: schema if name in strict else _ANY_OBJECT for name, schema in _schemas(tools).items()}
     grammar = calls_grammar(HarmonyFormat() if formats.is_harmony else formats.tools, tokenizer, schemas)
     if grammar is None:
-        place = next(place for place, tool in enumerate(tools.listed) if tool["function"].get("strict"))
-        name = f"tools[{place}].function.strict"
+        index = next(index for index, tool in enumerate(tools.listed) if tool["function"].get("strict"))
+        name = f"tools[{index}].function.strict"
         fact = f"{name} is not supported with this model's format of tool calls"
         raise bad_request(f"{fact}; remove it, or set tool_choice to required or to a function", name)
     return StructuredOutputsParams(grammar=grammar)
@@ -75,9 +75,9 @@ def _schema(tools: Tools) -> dict[str, Any]:
     if tools.function is not None:
         return schemas[tools.function]
     calls, definitions = [], {}
-    for place, (name, schema) in enumerate(schemas.items()):
-        definitions[f"tool{place}"] = _moved(schema, f"#/$defs/tool{place}")
-        properties = {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/tool{place}"}}
+    for index, (name, schema) in enumerate(schemas.items()):
+        definitions[f"tool{index}"] = _moved(schema, f"#/$defs/tool{index}")
+        properties = {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/tool{index}"}}
         calls.append(
             {
                 "type": "object",
@@ -94,14 +94,14 @@ _ANY_OBJECT = {"type": "object"}
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def _moved(schema: Any, place: str) -> Any:
-    """The schema with its references to itself changed for another place in a larger schema."""
+def _moved(schema: Any, path: str) -> Any:
+    """The schema with its references to itself changed for its path in a larger schema."""
     if isinstance(schema, list):
-        return [_moved(each, place) for each in schema]
+        return [_moved(each, path) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {name: _moved(value, place) for name, value in schema.items()}
+    moved = {name: _moved(value, path) for name, value in schema.items()}
     reference = moved.get("$ref")
     if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
-        moved["$ref"] = place + reference[1:]
+        moved["$ref"] = path + reference[1:]
     return moved

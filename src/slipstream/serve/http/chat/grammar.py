@@ -74,8 +74,8 @@ def _harmony_rules(tokenizer: Tokenizer, schemas: Mapping[str, Any]) -> tuple[st
     constrain = symbol(tokenizer, "<|constrain|>") + ' "json"'
     headers = {name: _header(tokenizer, f"commentary to=functions.{name} ", constrain) for name in schemas}
     bodies = [f"{headers[name]} %json {json.dumps(schema)}" for name, schema in schemas.items()]
-    rules = [f"call{place}: {body}" for place, body in enumerate(bodies)]
-    return " | ".join(f"call{place}" for place in range(len(rules))), rules
+    rules = [f"call{index}: {body}" for index, body in enumerate(bodies)]
+    return " | ".join(f"call{index}" for index in range(len(rules))), rules
 
 
 def _harmony_analysis(tokenizer: Tokenizer) -> str:

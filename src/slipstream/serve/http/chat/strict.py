@@ -43,16 +43,16 @@ def calls_grammar(format: ToolCallFormat | None, tokenizer: Tokenizer, schemas: 
             [f"start: ({marks[0]})? SPACE? calls | last", f"last: /[^{other}](.|\\n)*/", *rules, TERMINALS]
         )
     triggers = [
-        f"trigger{place}{'' if mark.startswith('<[') else '[lazy]'}: TEXT {mark}" for place, mark in enumerate(marks)
+        f"trigger{index}{'' if mark.startswith('<[') else '[lazy]'}: TEXT {mark}" for index, mark in enumerate(marks)
     ]
-    any_trigger = " | ".join(f"trigger{place}" for place in range(len(marks)))
+    any_trigger = " | ".join(f"trigger{index}" for index in range(len(marks)))
     return "\n".join([f"start: (({any_trigger}) calls)* last", "last: TEXT", *triggers, *rules, TERMINALS])
 
 
 def _objects(schemas: Schemas, key: str = "arguments") -> list[str]:
     return [
-        f"call{place}: %json {json.dumps(_object(name, key, schema))}"
-        for place, (name, schema) in enumerate(schemas.items())
+        f"call{index}: %json {json.dumps(_object(name, key, schema))}"
+        for index, (name, schema) in enumerate(schemas.items())
     ]
 
 
@@ -71,10 +71,10 @@ def _mistral(format: MistralFormat, tokenizer: Tokenizer, schemas: Schemas) -> l
     rules = _objects(schemas)
     mark = symbol(tokenizer, "[ARGS]")
     named = [
-        f"named{place}: {quoted(name)} {mark}? %json {json.dumps(schema)}"
-        for place, (name, schema) in enumerate(schemas.items())
+        f"named{index}: {quoted(name)} {mark}? %json {json.dumps(schema)}"
+        for index, (name, schema) in enumerate(schemas.items())
     ]
-    any_named = " | ".join(f"named{place}" for place in range(len(named)))
+    any_named = " | ".join(f"named{index}" for index in range(len(named)))
     items = '"[" SPACE? call (SPACE? "," SPACE? call)* SPACE? "]"'
     return [f"calls: SPACE? ({items} | {any_named})", f"call: {_any(len(rules))}", *rules, *named]
 
@@ -84,9 +84,9 @@ def _named(format: NamedFormat, tokenizer: Tokenizer, schemas: Schemas) -> list[
     before = f'"function" {symbol(tokenizer, format.before_name)} ' if format.before_name else ""
     after = f" SPACE? {quoted(format.after_arguments)}" if format.after_arguments else ""
     rules = []
-    for place, (name, schema) in enumerate(schemas.items()):
+    for index, (name, schema) in enumerate(schemas.items()):
         shown = f"{quoted(f'functions.{name}:')} /[0-9]{{1,4}}/" if format.name_is_id else quoted(name)
-        rules.append(f"call{place}: {shown} {separator} %json {json.dumps(schema)}{after} {end}")
+        rules.append(f"call{index}: {shown} {separator} %json {json.dumps(schema)}{after} {end}")
     section = symbol(tokenizer, format.section[1])
     return [f"calls: (SPACE? {begin} {before}({_any(len(rules))}))+ SPACE? {section}", *rules]
 
@@ -94,11 +94,11 @@ def _named(format: NamedFormat, tokenizer: Tokenizer, schemas: Schemas) -> list[
 def _tagged(format: TaggedFormat, tokenizer: Tokenizer, schemas: Schemas) -> list[str]:
     rules = [f"calls: SPACE? ({_any(len(schemas))}) SPACE? {symbol(tokenizer, format.end)}"]
     functions = Functions(schemas)
-    for place, (name, schema) in enumerate(schemas.items()):
+    for index, (name, schema) in enumerate(schemas.items()):
         properties, required = schema.get("properties") or {}, schema.get("required") or []
         parts = []
         for number, (key, inner) in enumerate(properties.items()):
-            rule = f"value{place}x{number}"
+            rule = f"value{index}x{number}"
             types = functions.types_of(name, key)
             is_text = not types or "string" in types
             rules.append(_value(format, rule, inner, is_text=is_text, root=schema))
@@ -106,7 +106,7 @@ def _tagged(format: TaggedFormat, tokenizer: Tokenizer, schemas: Schemas) -> lis
             parts.append(part if key in required else f"({part})?")
         head = quoted(format.function[0] + name + (format.function[1] if format.function[0] else ""))
         tail = f" SPACE? {quoted(format.function_end)}" if format.function_end else ""
-        rules.append(f"call{place}: {head} {' '.join(parts)}{tail}")
+        rules.append(f"call{index}: {head} {' '.join(parts)}{tail}")
     return rules
 
 
@@ -128,7 +128,7 @@ def _value(
 
 
 def _any(count: int) -> str:
-    return " | ".join(f"call{place}" for place in range(count))
+    return " | ".join(f"call{index}" for index in range(count))
 
 
 def _object(name: str, key: str, schema: Mapping[str, Any]) -> dict[str, Any]:

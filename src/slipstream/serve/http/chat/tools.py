@@ -29,11 +29,11 @@ class Tools(msgspec.Struct, frozen=True):
     @classmethod
     def check(cls, tools: list[Any] | None, choice: str | dict[str, Any] | None, parallel: bool | None) -> Tools:
         """Raises with the name of a wrong field."""
-        listed = [_check_tool(tool, f"tools[{place}]") for place, tool in enumerate(tools or [])]
+        listed = [_check_tool(tool, f"tools[{index}]") for index, tool in enumerate(tools or [])]
         names = [tool["function"]["name"] for tool in listed]
-        for place, name in enumerate(names):
-            if name in names[:place]:
-                raise bad_request(f"tools has the function {name!r} twice; rename one", f"tools[{place}].function.name")
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                raise bad_request(f"tools has the function {name!r} twice; rename one", f"tools[{index}].function.name")
         kind, function = _check_choice(choice, names)
         if parallel is False and not listed:
             name = "parallel_tool_calls"
@@ -59,34 +59,34 @@ class Tools(msgspec.Struct, frozen=True):
         return [tool["function"]["name"] for tool in self.shown if tool["function"].get("strict")]
 
 
-def _check_tool(tool: Any, place: str) -> dict[str, Any]:
+def _check_tool(tool: Any, path: str) -> dict[str, Any]:
     shape = 'give {"type": "function", "function": {"name": ..., "parameters": ...}}'
     if not isinstance(tool, dict) or not isinstance(tool.get("function"), dict):
         kind = tool.get("type") if isinstance(tool, dict) else None
         fact = f"is of type {kind!r}, which is not supported" if kind not in (None, "function") else "is no function"
-        raise bad_request(f"{place} {fact}; {shape}", place)
+        raise bad_request(f"{path} {fact}; {shape}", path)
     if tool.get("type", "function") != "function":
-        raise bad_request(f"{place}.type is {tool['type']!r:.100}; {shape}", f"{place}.type")
+        raise bad_request(f"{path}.type is {tool['type']!r:.100}; {shape}", f"{path}.type")
     if unknown := tool.keys() - {"type", "function"}:
-        raise bad_request(f"there is no field {place}.{min(unknown)}; remove it", f"{place}.{min(unknown)}")
-    function, place = tool["function"], f"{place}.function"
+        raise bad_request(f"there is no field {path}.{min(unknown)}; remove it", f"{path}.{min(unknown)}")
+    function, path = tool["function"], f"{path}.function"
     if unknown := function.keys() - _FIELDS:
-        raise bad_request(f"there is no field {place}.{min(unknown)}; remove it", f"{place}.{min(unknown)}")
+        raise bad_request(f"there is no field {path}.{min(unknown)}; remove it", f"{path}.{min(unknown)}")
     name = function.get("name")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        fact = f"{place}.name is {name!r:.100}; give 1 to 128 letters, digits, underscores, dashes or dots"
-        raise bad_request(fact, f"{place}.name")
+        fact = f"{path}.name is {name!r:.100}; give 1 to 128 letters, digits, underscores, dashes or dots"
+        raise bad_request(fact, f"{path}.name")
     if not isinstance(function.get("description", ""), str | None):
-        raise bad_request(f"{place}.description is no text; give a string", f"{place}.description")
+        raise bad_request(f"{path}.description is no text; give a string", f"{path}.description")
     if not isinstance(parameters := function.get("parameters") or {}, dict):
-        raise bad_request(f"{place}.parameters is no JSON schema; give an object", f"{place}.parameters")
+        raise bad_request(f"{path}.parameters is no JSON schema; give an object", f"{path}.parameters")
     try:
         StructuredOutputsParams(json=parameters)  # checks size and depth
     except InvalidParams as error:
         fact = str(error).removeprefix("structured_outputs: json ")
-        raise bad_request(f"{place}.parameters {fact}", f"{place}.parameters") from None
+        raise bad_request(f"{path}.parameters {fact}", f"{path}.parameters") from None
     if function.get("strict") not in (None, True, False):
-        raise bad_request(f"{place}.strict is {function['strict']!r:.100}; give true or false", f"{place}.strict")
+        raise bad_request(f"{path}.strict is {function['strict']!r:.100}; give true or false", f"{path}.strict")
     return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 

@@ -83,9 +83,9 @@ def _tools(request: Request, body: CohereChatRequest) -> Tools:
     if body.strict_tools:
         if not tools:
             raise bad_request("strict_tools needs tools; give some, or remove it", "strict_tools")
-        for place, tool in enumerate(tools):
+        for index, tool in enumerate(tools):
             if isinstance(tool, dict) and isinstance(function := tool.get("function"), dict):
-                tools[place] = {**tool, "function": {**function, "strict": True}}
+                tools[index] = {**tool, "function": {**function, "strict": True}}
     choice = None if body.tool_choice is None else body.tool_choice.lower()
     return Tools.check(tools, choice, None)
 
@@ -119,8 +119,8 @@ _MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_plan", "tool_call_id",
 
 def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     messages = []
-    for place, message in enumerate(given):
-        name = f"messages[{place}]"
+    for index, message in enumerate(given):
+        name = f"messages[{index}]"
         for field in message:
             if field not in _MESSAGE_FIELDS:
                 raise bad_request(f"there is no field {name}.{field[:100]}; remove it", f"{name}.{field[:100]}")

@@ -137,8 +137,8 @@ _MESSAGE_FIELDS = ("role", "content", "thinking", "images", "tool_calls", "tool_
 def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Converts messages to OpenAI's format."""
     messages, num_calls, last_calls = [], 0, list[tuple[str, str]]()
-    for place, message in enumerate(given):
-        name = f"messages[{place}]"
+    for index, message in enumerate(given):
+        name = f"messages[{index}]"
         for field, value in message.items():
             if field not in _MESSAGE_FIELDS:
                 raise bad_request(f"there is no field {name}.{field[:100]}; remove it", f"{name}.{field[:100]}")

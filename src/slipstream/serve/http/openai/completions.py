@@ -94,7 +94,7 @@ class _Job:
 
     def check_suffix(self, served: ServedModel) -> None:
         if self.body.echo:
-            raise bad_request("echo has no place for the suffix; remove one", "echo")
+            raise bad_request("echo and suffix cannot be combined; remove one", "echo")
         if self.body.truncate_prompt_tokens is not None:
             name = "truncate_prompt_tokens"
             raise bad_request(f"{name} would cut the tokens around the suffix; remove one", name)
@@ -120,7 +120,7 @@ class _Job:
 
     def answer(self, request_states: list[GenerationRequestState]) -> CompletionResponse:
         choices = []
-        for place, request_state in enumerate(request_states):
+        for index, request_state in enumerate(request_states):
             check_end(request_state)
             prompt = request_state.message.prompt_token_ids
             for sample in request_state.samples:
@@ -131,7 +131,7 @@ class _Job:
                 all_entries: list[dict[int, Logprob] | None] = list(text_entries)
                 before = self.prompt_text(request_state) if self.body.echo else ""
                 text = before + text
-                choice = CompletionChoice(place * len(request_state.samples) + sample.index, text)
+                choice = CompletionChoice(index * len(request_state.samples) + sample.index, text)
                 if self.body.logprobs is not None:
                     starts = [min(start, len(text)) for start in self.starts(len(before)).push(text_ids)]
                     if self.body.echo:
@@ -151,7 +151,7 @@ class _Job:
         options = self.body.stream_options
         wants_usage = options is not None and bool(options.include_usage)
         each = wants_usage and options is not None and bool(options.continuous_usage_stats)
-        places = {request_state.id: place for place, request_state in enumerate(request_stream.states)}
+        indices = {request_state.id: index for index, request_state in enumerate(request_stream.states)}
         begun: dict[tuple[int, int], Starts] = {}  # by prompt and sample: those with a chunk so far
         with request_stream:
             async for updated in request_stream:
@@ -159,7 +159,7 @@ class _Job:
                 for request_state in updated:
                     check_end(request_state)
                     for new in request_state.increment():
-                        choice = self.chunk(request_state, places[request_state.id], new, begun)
+                        choice = self.chunk(request_state, indices[request_state.id], new, begun)
                         usage = usage_of([request_state]) if each else None if wants_usage else msgspec.UNSET
                         parts.append(event(CompletionResponse(*self.head, [choice], usage)))
                 if parts:
@@ -169,18 +169,18 @@ class _Job:
             yield DONE
 
     def chunk(
-        self, request_state: GenerationRequestState, place: int, new: Increment, begun: dict[tuple[int, int], Starts]
+        self, request_state: GenerationRequestState, index: int, new: Increment, begun: dict[tuple[int, int], Starts]
     ) -> CompletionChoice:
         text, ids = new.text, new.token_ids
         entries: list[dict[int, Logprob] | None] = list(new.logprobs or [])
         if self.scores_only:
             text, ids, entries = "", [], []
-        key = place, new.index
+        key = index, new.index
         before, is_first = "", key not in begun
         if is_first:
             before = self.prompt_text(request_state) if self.body.echo else ""
             begun[key] = self.starts(len(before))
-        choice = CompletionChoice(place * len(request_state.samples) + new.index, before + text)
+        choice = CompletionChoice(index * len(request_state.samples) + new.index, before + text)
         if self.body.logprobs is not None:
             starts = begun[key].push(ids)
             if is_first and self.body.echo:

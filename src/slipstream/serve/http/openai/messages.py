@@ -29,14 +29,14 @@ def text_messages(
         raise bad_request("there are no messages; give at least one", "messages")
     request.check_count(len(messages), "messages")
     template = None if tokenizer is None else tokenizer.chat_template()
-    for place, message in enumerate(messages):
+    for i, message in enumerate(messages):
         role = message.get("role")
         if not isinstance(role, str) or (role not in ROLES and (template is None or role not in known_roles(template))):
             shown = "missing" if role is None else repr(role)
-            fact = f"messages[{place}].role is {shown}"
-            raise bad_request(f"{fact}; give one of {', '.join(ROLES)}", f"messages[{place}].role")
+            fact = f"messages[{i}].role is {shown}"
+            raise bad_request(f"{fact}; give one of {', '.join(ROLES)}", f"messages[{i}].role")
         content = message.get("content")
-        name = f"messages[{place}].content"
+        name = f"messages[{i}].content"
         if isinstance(content, list):
             for index, part in enumerate(content):
                 _check_part(part, f"{name}[{index}]")

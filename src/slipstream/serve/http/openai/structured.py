@@ -51,19 +51,19 @@ def _response_format(given: dict[str, Any]) -> StructuredOutputsParams:
 
 
 def _json_schema(given: object) -> StructuredOutputsParams:
-    place = "response_format.json_schema"
+    path = "response_format.json_schema"
     if not isinstance(given, dict):
-        raise _wrong(place, "is missing or no object; give name and schema")
+        raise _wrong(path, "is missing or no object; give name and schema")
     if unknown := given.keys() - {"name", "description", "schema", "strict"}:
-        raise bad_request(f"there is no field {place}.{min(unknown)}; remove it", param=f"{place}.{min(unknown)}")
+        raise bad_request(f"there is no field {path}.{min(unknown)}; remove it", param=f"{path}.{min(unknown)}")
     for name in ("name", "description"):
         if not isinstance(given.get(name, ""), str | None):
-            raise _wrong(f"{place}.{name}", "is a label of the client; give a string")
+            raise _wrong(f"{path}.{name}", "is a label of the client; give a string")
     schema, strict = given.get("schema"), given.get("strict")
     if not isinstance(schema, dict):
-        raise _wrong(f"{place}.schema", "is missing or no object; give a JSON schema")
+        raise _wrong(f"{path}.schema", "is missing or no object; give a JSON schema")
     if strict not in (None, True, False):
-        raise _wrong(f"{place}.strict", f"is {strict!r:.100}; give true or false")
+        raise _wrong(f"{path}.strict", f"is {strict!r:.100}; give true or false")
     return StructuredOutputsParams(json=schema, lenient=strict is False)
 
 

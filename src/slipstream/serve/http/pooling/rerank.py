@@ -130,7 +130,7 @@ async def _as_cohere(
         if (value := getattr(body, name)) is not None:
             refuse({name: value}, _REFUSED)
     chosen = choose(request, body.model, *SCORING, "classify")
-    texts = [_text(place, document) for place, document in enumerate(documents)]
+    texts = [_text(index, document) for index, document in enumerate(documents)]
     raw = None if body.raw_scores is None else not body.raw_scores
     given = {"activation": body.activation, "use_activation": body.use_activation, "raw_scores": raw}
     own = activation(chosen.reads_pairs, f"{chosen.name} compares vectors", **given)
@@ -193,12 +193,12 @@ def tei_truncation(inputs: PoolingInputs, truncate: bool | None, direction: str 
     return own
 
 
-def _text(place: int, document: str | dict[str, Any]) -> str:
+def _text(index: int, document: str | dict[str, Any]) -> str:
     if isinstance(document, str):
         return document
     text = document.get("text")
     if not isinstance(text, str):
-        raise bad_request(f"document {place} is an object without a field text; add it", f"documents[{place}]")
+        raise bad_request(f"document {index} is an object without a field text; add it", f"documents[{index}]")
     return text
 
 

@@ -117,7 +117,7 @@ async def predict(request: Request, body: PredictRequest) -> Response:
     params = pooling_params(request, body, pooling, truncates=True, **own)
     pooling_call = encode(chosen.inputs, prompts, params, "classify")
     found, _ = await run(request, chosen, pooling_call, size)
-    labels = pooling.labels or tuple(f"LABEL_{place}" for place in range(pooling.num_labels))
+    labels = pooling.labels or tuple(f"LABEL_{index}" for index in range(pooling.num_labels))
     answers = []
     for one in found:
         pairs = zip(one.outputs.probs, labels, strict=True)
@@ -222,9 +222,9 @@ _POOL_NAMES = {"first": "cls", "last": "last_token"}
 def _model_type(chosen: Chosen) -> dict[str, Any]:
     pooling = chosen.inputs.pooling
     if "classify" in pooling.tasks:
-        labels = {str(place): label for place, label in enumerate(pooling.labels)}
+        labels = {str(index): label for index, label in enumerate(pooling.labels)}
         kind = "reranker" if pooling.num_labels == 1 else "classifier"
-        return {kind: {"id2label": labels, "label2id": {label: int(place) for place, label in labels.items()}}}
+        return {kind: {"id2label": labels, "label2id": {label: int(index) for index, label in labels.items()}}}
     if pooling.tasks[0] == "sparse":
         return {"embedding": {"pooling": "splade"}}
     return {"embedding": {"pooling": "+".join(_POOL_NAMES.get(method, method) for method in pooling.methods)}}

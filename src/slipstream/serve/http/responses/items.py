@@ -24,8 +24,8 @@ def input_messages(served: ServedModel, given: str | Sequence[dict[str, Any]], n
         return [{"role": "user", "content": given}]
     messages: list[dict[str, Any]] = []
     answer = _Answer(served)
-    for place, item in enumerate(given):
-        where = f"{name}[{place}]"
+    for index, item in enumerate(given):
+        where = f"{name}[{index}]"
         kind = _kind(item, where)
         if kind == "reasoning":
             answer.reasoning += _texts(item.get("content") or [], f"{where}.content", ("reasoning_text",))

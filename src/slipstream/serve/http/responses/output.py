@@ -51,35 +51,35 @@ class ResponseEvents:
         """`status`: of a block that ends here."""
         block = event.block
         item = self._items.item(Block(block.kind, block.index, "", block.name, block.id), "in_progress")
-        place: dict[str, Any] = {"item_id": item.id, "output_index": block.index}
+        ids: dict[str, Any] = {"item_id": item.id, "output_index": block.index}
         if isinstance(event, BlockStart):
-            return self._start(block, item, place)
+            return self._start(block, item, ids)
         if isinstance(event, BlockDelta):
             kind = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}[block.kind]
             if block.kind != "call":
-                place["content_index"] = 0
+                ids["content_index"] = 0
             more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
-            return self.event(f"response.{kind}.delta", **place, delta=event.text, **more)
-        return self._end(block, place, status)
+            return self.event(f"response.{kind}.delta", **ids, delta=event.text, **more)
+        return self._end(block, ids, status)
 
-    def _start(self, block: Block, item: ResponsesItem, place: dict[str, Any]) -> bytes:
+    def _start(self, block: Block, item: ResponsesItem, ids: dict[str, Any]) -> bytes:
         begun = self.event("response.output_item.added", output_index=block.index, item=item)
         if block.kind != "text":
             return begun
-        return begun + self.event("response.content_part.added", **place, content_index=0, part=_text_part(""))
+        return begun + self.event("response.content_part.added", **ids, content_index=0, part=_text_part(""))
 
-    def _end(self, block: Block, place: dict[str, Any], status: str) -> bytes:
+    def _end(self, block: Block, ids: dict[str, Any], status: str) -> bytes:
         whole = self._items.item(block, status)
         if block.kind == "call":
             name = "response.function_call_arguments.done"
-            ended = self.event(name, **place, name=block.name, arguments=block.text)
+            ended = self.event(name, **ids, name=block.name, arguments=block.text)
         elif block.kind == "reasoning":
-            ended = self.event("response.reasoning_text.done", **place, content_index=0, text=block.text)
+            ended = self.event("response.reasoning_text.done", **ids, content_index=0, text=block.text)
         else:
             name = "response.output_text.done"
-            ended = self.event(name, **place, content_index=0, text=block.text, logprobs=[])
+            ended = self.event(name, **ids, content_index=0, text=block.text, logprobs=[])
             part = _text_part(block.text)
-            ended += self.event("response.content_part.done", **place, content_index=0, part=part)
+            ended += self.event("response.content_part.done", **ids, content_index=0, part=part)
         return ended + self.event("response.output_item.done", output_index=block.index, item=whole)
 
 

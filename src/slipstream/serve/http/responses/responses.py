@@ -216,8 +216,8 @@ _TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
 def _tools(request: Request, body: ResponsesRequest) -> Tools:
     request.check_count(len(body.tools or ()), "tools")
     tools = []
-    for place, tool in enumerate(body.tools or ()):
-        name = f"tools[{place}]"
+    for index, tool in enumerate(body.tools or ()):
+        name = f"tools[{index}]"
         if (kind := tool.get("type")) != "function":
             fact = f"{name} is of type {kind!r:.50}, and the server runs no tools"
             raise bad_request(f"{fact}; give functions", f"{name}.type")
@@ -255,12 +255,12 @@ async def list_input_items(request: Request, body: None) -> Response:
     query = query_of(request, "limit", "after", "order")
     limit, after = limit_of(query, 100, 20), query.get("after")
     given = msgspec.json.decode(_stored(request).items, type=list[dict[str, Any]])
-    items = [{**item, "id": item.get("id") or f"item_{place}"} for place, item in enumerate(given)]
+    items = [{**item, "id": item.get("id") or f"item_{index}"} for index, item in enumerate(given)]
     if newest_first(query):
         items.reverse()
     if after is not None:
         # the last item of that id: the ids are the client's, and may be equal
-        start = next((place for place in range(len(items), 0, -1) if items[place - 1]["id"] == after), None)
+        start = next((index for index in range(len(items), 0, -1) if items[index - 1]["id"] == after), None)
         if start is None:
             raise bad_request(f"after is {after[:100]!r}, which is the id of no item; remove it", "after")
         items = items[start:]

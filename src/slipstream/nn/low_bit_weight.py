@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from slipstream.nn.weight_format import CheckpointTensor, Weight, WeightSlot
+from slipstream.nn.weight_format import CheckpointTensor, Weight, WeightTarget
 from slipstream.ops import native
 from slipstream.ops.dequant import KINDS, dequantize
 from slipstream.ops.linear import linear
@@ -46,8 +46,8 @@ class LowBitWeight(Weight):
         self._pieces: dict[int, CheckpointTensor] = {}
         self._missing = num_rows
 
-    def slots(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightSlot]]:
-        yield "weight", WeightSlot((num_rows, self.num_columns), partial(self._fill, first_row), self._num_bytes)
+    def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
+        yield "weight", WeightTarget((num_rows, self.num_columns), partial(self._fill, first_row), self._num_bytes)
 
     def _fill(self, first_row: int, piece: CheckpointTensor) -> None:
         self._pieces[first_row] = piece

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from slipstream.nn.weight_format import CheckpointTensor, Weight, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, Weight, WeightTarget, new_parameter
 from slipstream.ops.linear.reference import linear_transposed
 
 
@@ -31,8 +31,8 @@ class TransposedWeight(Weight):
         super().__init__()
         self.data = new_parameter(num_columns, num_rows, dtype=dtype)
 
-    def slots(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightSlot]]:
-        yield "weight", WeightSlot((num_rows, self.data.shape[0]), partial(self._fill, first_row))
+    def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
+        yield "weight", WeightTarget((num_rows, self.data.shape[0]), partial(self._fill, first_row))
 
     def _fill(self, first_row: int, piece: CheckpointTensor) -> None:
         self.data[:, first_row : first_row + piece.shape[0]].copy_(piece.read().t())

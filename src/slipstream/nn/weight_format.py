@@ -1,7 +1,7 @@
 """WeightFormat: how a weight is stored and multiplied.
 
 `Linear` and `Embedding` hold a `Weight` and do not depend on its format. A model may mix formats: `FormatOf` gives one
-per weight, by name. A new format is a `WeightFormat` whose `Weight` names the checkpoint tensors it needs (`slots`):
+per weight, by name. A new format is a `WeightFormat` whose `Weight` names the checkpoint tensors it needs (`targets`):
 `Unquantized` is here, `nn/low_bit_weight.py` keeps the packed blocks of GGUF files.
 """
 
@@ -55,7 +55,7 @@ class Weight(nn.Module, ABC):
     """A matrix [rows, columns] in some format, filled from the tensors of a checkpoint."""
 
     @abstractmethod
-    def slots(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightSlot]]:
+    def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
         """The checkpoint tensors that hold these rows, by the last part of their names: "weight", and other tensors of
         the format (scales, zeros, packed weights)."""
 
@@ -129,7 +129,7 @@ FormatOf = Callable[[str], WeightFormat]
 
 
 @dataclass(frozen=True, slots=True)
-class WeightSlot:
+class WeightTarget:
     """The target of one checkpoint tensor: a whole parameter, or some rows of a merged one."""
 
     shape: tuple[int, ...]
@@ -154,8 +154,8 @@ class UnquantizedWeight(Weight):
         super().__init__()
         self.data = new_parameter(num_rows, num_columns, dtype=dtype)
 
-    def slots(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightSlot]]:
-        yield "weight", WeightSlot((num_rows, self.data.shape[1]), partial(self._fill, first_row))
+    def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
+        yield "weight", WeightTarget((num_rows, self.data.shape[1]), partial(self._fill, first_row))
 
     def _fill(self, first_row: int, piece: CheckpointTensor) -> None:
         piece.write_to(self.data[first_row : first_row + piece.shape[0]])

@@ -78,9 +78,9 @@ def test_float64_and_dequantize_give_plain_weights(tmp_path: Path) -> None:
 
 
 def fill(weight: Weight, first_row: int, one: SourceTensor) -> None:
-    ((kind, slot),) = weight.slots(first_row, one.shape[0])
-    assert (kind, slot.shape) == ("weight", one.shape)
-    slot.fill(one)
+    ((kind, target),) = weight.targets(first_row, one.shape[0])
+    assert (kind, target.shape) == ("weight", one.shape)
+    target.fill(one)
 
 
 @needs_kernel

@@ -13,7 +13,7 @@ from hand_load import load
 from slipstream.errors import BadCheckpoint
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.weights import source
-from slipstream.nn.weights.load import find_slots
+from slipstream.nn.weights.load import find_targets
 from slipstream.nn.weights.rules import Rules
 from tiny import tiny_weights, write_tiny, write_weights
 
@@ -52,7 +52,7 @@ def test_parts_of_a_merged_projection_lie_in_order(folder: Path) -> None:
 
 def test_places_cover_every_parameter_and_nothing_needs_a_gradient(tmp_path: Path) -> None:
     model = load(write_tiny(tmp_path, "qwen3", attention_bias=True))
-    filled = sum(torch.Size(place.shape).numel() for place in find_slots(model).values())
+    filled = sum(torch.Size(place.shape).numel() for place in find_targets(model).values())
     norms = sum(block.attention.norm.weight.numel() - 2 * 24 for block in model.layers)  # kept once per head
     assert filled == sum(parameter.numel() for parameter in model.parameters()) - norms
     assert not any(parameter.requires_grad for parameter in model.parameters())

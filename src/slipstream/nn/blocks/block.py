@@ -36,7 +36,7 @@ from slipstream.nn.shapes import (
     NormShape,
 )
 from slipstream.nn.ssm_shapes import Mamba1Shape, Mamba2Shape, ShortConvShape
-from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
 
 
 class Body(Protocol):
@@ -173,10 +173,10 @@ class DecoderBlock(Layer):
         found = tuple(part for part in parts if part is not None)
         return found if len(found) == len(parts) else None
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        """The output scale; the slots of the layers are yielded by the layers."""
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """The output scale; the targets of the layers are yielded by the layers."""
         if self.output_scale is not None:
-            yield "output_scale", WeightSlot((1,), self._fill_scale)
+            yield "output_scale", WeightTarget((1,), self._fill_scale)
 
     def _fill_scale(self, piece: CheckpointTensor) -> None:
         assert self.output_scale is not None

@@ -15,7 +15,7 @@ from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import RMSNorm
 from slipstream.nn.shapes import AltUpShape, NormShape
-from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
 from slipstream.ops.altup import correct_streams, predict_streams
 
 
@@ -52,8 +52,8 @@ class AltUp(Layer):
         routed = self.router(self.norm(x)[0] * self.router_scale, context)
         return torch.tanh(routed.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield "output_scale", WeightSlot(tuple(self.output_scale.shape), self._fill)
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        yield "output_scale", WeightTarget(tuple(self.output_scale.shape), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:
         piece.write_to(self.output_scale)

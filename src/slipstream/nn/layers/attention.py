@@ -14,7 +14,7 @@ from slipstream.nn.layers.norm import AllHeadsNorm, NoNorm, PerHeadNorm, RMSNorm
 from slipstream.nn.layers.position_embedding import RelativeKeys
 from slipstream.nn.layers.products import Products
 from slipstream.nn.shapes import AttentionShape, NormShape
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, new_parameter
 from slipstream.ops.rope import norm_rope, rope_and_write_cache
 
 
@@ -132,10 +132,10 @@ class Attention(Layer):
             query, context = last.of(query), last.context
         return context.attention.forward(query, None, None, self.site, shape.scale, context, self.sinks).flatten(1)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        """The sinks; the slots of projections and norms are yielded by these modules."""
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """The sinks; the targets of projections and norms are yielded by these modules."""
         if self.sinks is not None:
-            yield "sinks", WeightSlot((self.shape.num_heads,), self._fill_sinks)
+            yield "sinks", WeightTarget((self.shape.num_heads,), self._fill_sinks)
 
     def _fill_sinks(self, piece: CheckpointTensor) -> None:
         assert self.sinks is not None

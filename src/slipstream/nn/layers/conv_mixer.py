@@ -1,4 +1,4 @@
-"""ConvMixer: what recurrent mixers with a short convolution share: two projections, the convolution, weight slots."""
+"""ConvMixer: what recurrent mixers with a short convolution share: two projections, the convolution, weight targets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.layers.products import Products
 from slipstream.nn.shapes import MixerShape
-from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
 
 
 class ConvMixer(Layer):
@@ -57,15 +57,15 @@ class ConvMixer(Layer):
         raise NotImplementedError
 
     def own(self) -> dict[str, str]:
-        """Parameters that the checkpoint stores as they are: name of the slot to attribute."""
+        """Parameters that the checkpoint stores as they are: name of the target to attribute."""
         return {}
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         num_channels, width = self.conv.shape
-        yield "conv.weight", WeightSlot((num_channels, 1, width), self._fill_conv)
+        yield "conv.weight", WeightTarget((num_channels, 1, width), self._fill_conv)
         names = self.own() | ({} if self.conv_bias is None else {"conv.bias": "conv_bias"})
         for name, attribute in names.items():
-            yield name, WeightSlot(tuple(getattr(self, attribute).shape), partial(self._fill, attribute))
+            yield name, WeightTarget(tuple(getattr(self, attribute).shape), partial(self._fill, attribute))
 
     def _fill_conv(self, piece: CheckpointTensor) -> None:
         self.conv.copy_(piece.read()[:, 0])

@@ -12,7 +12,7 @@ from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.mlp import Mlp, of_last
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.shapes import DenseAndExpertsShape
-from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
 from slipstream.ops.moe import Routing
 
 
@@ -56,8 +56,8 @@ class DenseAndExperts(Layer):
     def products(self) -> None:
         return None
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield "expert_scale", WeightSlot(tuple(self.expert_scale.shape), self._fill)
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        yield "expert_scale", WeightTarget(tuple(self.expert_scale.shape), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:
         piece.write_to(self.expert_scale)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from slipstream.nn.layers.layer import Layer
-from slipstream.nn.weight_format import WeightFormat, WeightSlot
+from slipstream.nn.weight_format import WeightFormat, WeightTarget
 
 
 class Embedding(Layer):
@@ -23,5 +23,5 @@ class Embedding(Layer):
         """The projection to tokens of a model with tied embeddings: the product with the same tensor."""
         return self.weight.multiply(hidden, None)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield from self.weight.slots(0, self.num_tokens)
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        yield from self.weight.targets(0, self.num_tokens)

@@ -13,7 +13,7 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import Mlp, PlainMlp, of_last
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.shapes import ExpertShape
-from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightTarget, new_parameter
 from slipstream.ops.moe import ExpertBiases, Routing, SharedOutput, expert_mlp, route
 
 
@@ -83,24 +83,24 @@ class Experts(Layer):
     def products(self) -> None:
         return None
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Per expert "experts.3.gate.weight", "experts.3.up.weight", "experts.3.down.weight", and biases likewise."""
         kinds = {"weight": ("gate_up", "down")} | ({"bias": ("gate_up_bias", "down_bias")} if self.shape.bias else {})
         for expert in range(self.shape.num_experts):
             for kind, (gate_up, down) in kinds.items():
                 for index, part in enumerate(self.parts):
                     first = index * self.shape.size
-                    yield f"experts.{expert}.{part}.{kind}", self._slot(gate_up, expert, first, self.shape.size)
-                yield f"experts.{expert}.down.{kind}", self._slot(down, expert)
+                    yield f"experts.{expert}.{part}.{kind}", self._target(gate_up, expert, first, self.shape.size)
+                yield f"experts.{expert}.down.{kind}", self._target(down, expert)
         if self.correction_bias is not None:
-            yield "correction_bias", WeightSlot((self.shape.num_experts,), self._fill_correction)
+            yield "correction_bias", WeightTarget((self.shape.num_experts,), self._fill_correction)
 
-    def _slot(self, name: str, expert: int, first: int = 0, num_rows: int | None = None) -> WeightSlot:
+    def _target(self, name: str, expert: int, first: int = 0, num_rows: int | None = None) -> WeightTarget:
         """Some rows, or all, of one expert's part of a stacked parameter."""
         whole: torch.Tensor = getattr(self, name)
         shape = tuple(whole.shape[1:])
         rows = shape[0] if num_rows is None else num_rows
-        return WeightSlot((rows, *shape[1:]), partial(self._fill, name, expert, first, rows))
+        return WeightTarget((rows, *shape[1:]), partial(self._fill, name, expert, first, rows))
 
     def _fill(self, name: str, expert: int, first: int, num_rows: int, piece: CheckpointTensor) -> None:
         whole: torch.Tensor = getattr(self, name)  # read now: the parameter is replaced when it gets memory

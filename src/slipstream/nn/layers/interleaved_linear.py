@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightSlot
+from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget
 
 
 class StoredRows(NamedTuple):
@@ -41,24 +41,24 @@ class InterleavedLinear(Linear):
         assert sorted(held) == sorted(outputs), f"the checkpoint stores {held}, the product has {list(outputs)}"
         self.stored = dict(stored)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """By the checkpoint's tensor and kind: "qkvz.weight"."""
-        own = dict(super().weight_slots())
+        own = dict(super().weight_targets())
         for name, rows in self.stored.items():
             first = rows.parts[0]
             kinds = [parameter.removeprefix(f"{first}.") for parameter in own if parameter.startswith(f"{first}.")]
             for kind in kinds:
-                slots = [own[f"{part}.{kind}"] for part in rows.parts]
-                num_rows = sum(slot.shape[0] for slot in slots)
-                shape = (num_rows, *slots[0].shape[1:])
-                yield f"{name}.{kind}", WeightSlot(shape, partial(_fill, slots, rows.num_groups))
+                targets = [own[f"{part}.{kind}"] for part in rows.parts]
+                num_rows = sum(target.shape[0] for target in targets)
+                shape = (num_rows, *targets[0].shape[1:])
+                yield f"{name}.{kind}", WeightTarget(shape, partial(_fill, targets, rows.num_groups))
 
 
-def _fill(slots: list[WeightSlot], num_groups: int, piece: CheckpointTensor) -> None:
+def _fill(targets: list[WeightTarget], num_groups: int, piece: CheckpointTensor) -> None:
     first = 0
-    for slot in slots:
-        count = slot.shape[0] // num_groups
-        slot.fill(_Part(piece, num_groups, first, count))
+    for target in targets:
+        count = target.shape[0] // num_groups
+        target.fill(_Part(piece, num_groups, first, count))
         first += count
 
 

@@ -18,7 +18,7 @@ from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.shapes import AttentionShape
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, new_parameter
 from slipstream.ops.rope import norm_rope
 
 _EPS = 1e-6  # of the norms of latents, whatever the model's
@@ -101,9 +101,9 @@ class LatentAttention(Layer):
         keys.flatten(0, 1).index_copy_(0, context.batch.slots[context.group_of_site[self.site]], key)
         return key
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         num_heads, size, rank = self.expand.shape
-        yield "expand.weight", WeightSlot((num_heads * size, rank), self._fill)
+        yield "expand.weight", WeightTarget((num_heads * size, rank), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:
         piece.write_to(self.expand.view(-1, self.expand.shape[2]))
@@ -134,14 +134,14 @@ class _Reordered(Linear):
         super().__init__(num_inputs, outputs, bias, format, dtype)
         self.orders = orders
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        for name, slot in super().weight_slots():
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        for name, target in super().weight_targets():
             order = self.orders.get(name.rpartition(".")[0])
-            fill = slot.fill if order is None else partial(self._fill_reordered, slot, order)
-            yield name, WeightSlot(slot.shape, fill, slot.num_bytes)
+            fill = target.fill if order is None else partial(self._fill_reordered, target, order)
+            yield name, WeightTarget(target.shape, fill, target.num_bytes)
 
-    def _fill_reordered(self, slot: WeightSlot, order: list[int], piece: CheckpointTensor) -> None:
-        slot.fill(_Rows(piece, order))
+    def _fill_reordered(self, target: WeightTarget, order: list[int], piece: CheckpointTensor) -> None:
+        target.fill(_Rows(piece, order))
 
 
 class _Rows:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from slipstream.nn.layers.layer import Layer
-from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
 from slipstream.ops.layer_norm import add_layer_norm, layer_norm, layer_norm_of_sum
 
 
@@ -28,10 +28,10 @@ class LayerNorm(Layer):
         """The norm of x + residual, and that sum."""
         return add_layer_norm(x, residual, self.weight, self.bias, self.eps)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield "weight", WeightSlot(tuple(self.weight.shape), self._fill_weight)
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        yield "weight", WeightTarget(tuple(self.weight.shape), self._fill_weight)
         if self.bias is not None:
-            yield "bias", WeightSlot(tuple(self.bias.shape), self._fill_bias)
+            yield "bias", WeightTarget(tuple(self.bias.shape), self._fill_bias)
 
     def _fill_weight(self, piece: CheckpointTensor) -> None:
         self.weight.copy_(piece.read())

@@ -14,7 +14,7 @@ import torch
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, new_parameter
 from slipstream.ops.linear import Activation
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
 
@@ -79,15 +79,15 @@ class Linear(Layer):
         """The GEMM with the normed x; the norm is not applied to x yet."""
         return self.weight.multiply_unnormalized(x, self.bias, activation)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """Where the checkpoint's tensors go, by part and kind: "q.weight", "q.bias". The format names the kinds."""
         first = 0
         for part, size in self.outputs.items():
             prefix = f"{part}." if part else ""
-            for kind, slot in self.weight.slots(first, size):
-                yield f"{prefix}{kind}", slot
+            for kind, target in self.weight.targets(first, size):
+                yield f"{prefix}{kind}", target
             if self.bias is not None:
-                yield f"{prefix}bias", WeightSlot((size,), partial(self._fill_bias, first))
+                yield f"{prefix}bias", WeightTarget((size,), partial(self._fill_bias, first))
             first += size
 
     def _fill_bias(self, first: int, piece: CheckpointTensor) -> None:

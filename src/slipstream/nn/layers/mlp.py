@@ -14,7 +14,7 @@ from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.norm import NoNorm, RMSNorm
 from slipstream.nn.layers.products import Products
 from slipstream.nn.shapes import MlpShape
-from slipstream.nn.weight_format import CheckpointTensor, WeightSlot
+from slipstream.nn.weight_format import CheckpointTensor, WeightTarget
 
 
 class Mlp(Layer):
@@ -102,12 +102,12 @@ class _UpGate(Linear):
     """Gate and up of a checkpoint that stores them as one tensor with up first. Every tensor of the weight's format
     must have a line per output."""
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        for name, slot in super().weight_slots():
-            yield name, WeightSlot(slot.shape, partial(self._fill_swapped, slot), slot.num_bytes)
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        for name, target in super().weight_targets():
+            yield name, WeightTarget(target.shape, partial(self._fill_swapped, target), target.num_bytes)
 
-    def _fill_swapped(self, slot: WeightSlot, piece: CheckpointTensor) -> None:
-        slot.fill(_Swapped(piece))
+    def _fill_swapped(self, target: WeightTarget, piece: CheckpointTensor) -> None:
+        target.fill(_Swapped(piece))
 
 
 class _Swapped:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from slipstream.nn.layers.layer import Layer
-from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
 from slipstream.ops.norm import add_rms_norm, rms_norm
 
 
@@ -27,8 +27,8 @@ class RMSNorm(Layer):
             return rms_norm(x, self.weight, self.eps), x
         return add_rms_norm(x, residual, self.weight, self.eps)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield "weight", WeightSlot(tuple(self.weight.shape), self._fill)
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        yield "weight", WeightTarget(tuple(self.weight.shape), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:
         self.weight.copy_(_shifted(piece, self.offset))
@@ -76,10 +76,10 @@ class PerHeadNorm(Layer):
         """x is [T, heads of all kinds, head dim]."""
         return rms_norm(x, self.weight, self.eps)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         first = 0
         for kind, count in self.num_heads.items():
-            yield f"{kind}.weight", WeightSlot((self.weight.shape[1],), partial(self._fill, first, count))
+            yield f"{kind}.weight", WeightTarget((self.weight.shape[1],), partial(self._fill, first, count))
             first += count
 
     def _fill(self, first: int, count: int, piece: CheckpointTensor) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.nn.context import RelativeScores
 from slipstream.nn.layers.layer import Layer
-from slipstream.nn.weight_format import CheckpointTensor, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
 
 
 class Table(Layer):
@@ -23,9 +23,9 @@ class Table(Layer):
     def forward(self, numbers: torch.Tensor) -> torch.Tensor:
         return self.weight.index_select(0, numbers)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         num_rows, size = self.weight.shape
-        yield "weight", WeightSlot((num_rows + self.offset, size), self._fill)
+        yield "weight", WeightTarget((num_rows + self.offset, size), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:
         self.weight.copy_(piece.read()[self.offset :])
@@ -54,8 +54,8 @@ class DistanceBias(Layer):
         """[heads, 2 n - 1] as `AttentionBackend.bidirectional` takes it."""
         return self.weight.index_select(0, self.buckets).t().contiguous()
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield "weight", WeightSlot(tuple(self.weight.shape), self._fill)
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        yield "weight", WeightTarget(tuple(self.weight.shape), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:
         self.weight.copy_(piece.read())
@@ -83,8 +83,8 @@ class RelativeKeys(Layer):
         distances = self.weight.t()
         return RelativeScores(query @ distances, key @ distances if self.with_keys else None)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield "weight", WeightSlot((2 * self.max_positions - 1, self.weight.shape[1]), self._fill)
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        yield "weight", WeightTarget((2 * self.max_positions - 1, self.weight.shape[1]), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:
         unused = self.max_positions - (len(self.weight) + 1) // 2  # distances at each end that are too far

@@ -13,7 +13,7 @@ from slipstream.nn.layers.activations import torch_activation
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.layer_norm import LayerNorm
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightTarget, new_parameter
 
 LAYER_NORM_EPS = 1e-5  # torch's default, which the module's config does not say
 
@@ -64,8 +64,8 @@ class Slope(Layer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.prelu(x, self.weight)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield "weight", WeightSlot((1,), self._fill)
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        yield "weight", WeightTarget((1,), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:
         self.weight.copy_(piece.read())

@@ -25,10 +25,10 @@ from slipstream.nn.models.pooling_heads import Heads, HeadShape
 from slipstream.nn.models.registry import find_heads, find_rules, find_shape
 from slipstream.nn.models.stored_head import EMBEDDING, find_named
 from slipstream.nn.transposed_weight import Transposed, transposed_is_faster
-from slipstream.nn.weight_format import FormatOf, Unquantized, WeightFormat, WeightSlot
+from slipstream.nn.weight_format import FormatOf, Unquantized, WeightFormat, WeightTarget
 from slipstream.nn.weights.dummy import DummySource
 from slipstream.nn.weights.gguf import GgufSource
-from slipstream.nn.weights.load import few, fill_slots, find_slots, match_slots
+from slipstream.nn.weights.load import few, fill_targets, find_targets, match_targets
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.safetensors import open_file, open_folder
 from slipstream.nn.weights.source import SourceTensor, WeightSource
@@ -47,8 +47,8 @@ def load_model(config: ModelConfig, device: torch.device, progress: bool = False
 def open_model(config: ModelConfig, device: torch.device) -> tuple[Decoder | Encoder, Callable[[bool], None]]:
     """The model with allocated, unfilled weights, and a function that reads them and takes whether to show progress."""
     model = lay_out(config, device)
-    slots = find_slots(model)
-    tensors, unused = find_tensors(config, model, slots, device)
+    targets = find_targets(model)
+    tensors, unused = find_tensors(config, model, targets, device)
     if unused:
         log.warning(
             "%s: %d tensors of the checkpoint are not part of the model and are left out: %s",
@@ -62,7 +62,7 @@ def open_model(config: ModelConfig, device: torch.device) -> tuple[Decoder | Enc
         raise NotEnoughMemory(
             f"{config.name} does not fit the memory of {device} in {config.dtype}; take a smaller dtype or model"
         ) from error
-    return model, lambda progress: fill_slots(tensors, slots, progress)
+    return model, lambda progress: fill_targets(tensors, targets, progress)
 
 
 def lay_out(config: ModelConfig, device: torch.device) -> Decoder | Encoder:
@@ -109,16 +109,16 @@ def _heads(config: ModelConfig, model: Decoder | Encoder, dtype: torch.dtype) ->
 
 
 def find_tensors(
-    config: ModelConfig, model: Decoder | Encoder, slots: Mapping[str, WeightSlot], device: torch.device
+    config: ModelConfig, model: Decoder | Encoder, targets: Mapping[str, WeightTarget], device: torch.device
 ) -> tuple[dict[str, SourceTensor], list[str]]:
     """The checkpoint's tensor for each parameter, and the names of those that are left out; nothing is read."""
     if config.load_format == "dummy":
-        return match_slots(DummySource(slots, config.seed, device), None, slots)
+        return match_targets(DummySource(targets, config.seed, device), None, targets)
     source, rules = _open(config, model), find_rules(config.info, model.shape)
     others = [] if config.load_format == "gguf" else list(_beside(config, model.heads))
     if isinstance(model, Decoder) and model.shape.tied and not find_named(source, rules, (EMBEDDING,)):
         rules = Rules({"lm_head.weight": EMBEDDING}) | rules  # the one of the two that is there serves as both
-    return match_slots(source, rules, slots, others)
+    return match_targets(source, rules, targets, others)
 
 
 BY_WORD, BY_TOKEN = "sparse_linear", "colbert_linear"

@@ -8,7 +8,7 @@ import torch
 
 from slipstream.config.config import ModelConfig
 from slipstream.nn.models.load import find_tensors, lay_out
-from slipstream.nn.weights.load import find_slots
+from slipstream.nn.weights.load import find_targets
 
 
 def weight_bytes(config: ModelConfig, device_kind: str) -> int:
@@ -18,6 +18,6 @@ def weight_bytes(config: ModelConfig, device_kind: str) -> int:
     plain = sum(tensor.numel() * tensor.element_size() for tensor in chain(model.parameters(), model.buffers()))
     if config.load_format != "gguf":
         return plain
-    slots = find_slots(model)
-    tensors, _ = find_tensors(config, model, slots, device)
-    return plain + sum(slots[name].num_bytes(tensor) for name, tensor in tensors.items())
+    targets = find_targets(model)
+    tensors, _ = find_tensors(config, model, targets, device)
+    return plain + sum(targets[name].num_bytes(tensor) for name, tensor in tensors.items())

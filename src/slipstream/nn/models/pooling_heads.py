@@ -21,7 +21,7 @@ from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.layer_norm import LayerNorm
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.vector_modules import vector_module
-from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightSlot, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, Unquantized, WeightTarget, new_parameter
 from slipstream.ops.segment_max import segment_max_into
 
 
@@ -171,8 +171,8 @@ class Bias(Layer):
         super().__init__()
         self.data = new_parameter(size, dtype=dtype)
 
-    def weight_slots(self) -> Iterator[tuple[str, WeightSlot]]:
-        yield "bias", WeightSlot(tuple(self.data.shape), self._fill)
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        yield "bias", WeightTarget(tuple(self.data.shape), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:
         self.data.copy_(piece.read())

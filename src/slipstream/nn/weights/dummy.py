@@ -9,24 +9,24 @@ from functools import partial
 
 import torch
 
-from slipstream.nn.weight_format import WeightSlot
+from slipstream.nn.weight_format import WeightTarget
 from slipstream.nn.weights.source import SourceTensor, in_parts
 
 SPREAD = 0.02  # standard deviation of a usual initialization
 
 
 class DummySource:
-    """A tensor for each slot of a model. Its values depend on seed, name, shape and device type."""
+    """A tensor for each target of a model. Its values depend on seed, name, shape and device type."""
 
-    def __init__(self, slots: Mapping[str, WeightSlot], seed: int, device: torch.device) -> None:
-        self.slots = slots
+    def __init__(self, targets: Mapping[str, WeightTarget], seed: int, device: torch.device) -> None:
+        self.targets = targets
         self.seed = seed
         self.device = device
 
     def __iter__(self) -> Iterator[SourceTensor]:
-        for name, slot in self.slots.items():
+        for name, target in self.targets.items():
             make = partial(self._make, name)
-            yield SourceTensor(name, slot.shape, "F32", partial(self._read, make, slot.shape), make=make)
+            yield SourceTensor(name, target.shape, "F32", partial(self._read, make, target.shape), make=make)
 
     def _read(self, make: Callable[[torch.Tensor], None], shape: tuple[int, ...]) -> torch.Tensor:
         made = torch.empty(shape, device=self.device)

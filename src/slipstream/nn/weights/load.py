@@ -1,4 +1,4 @@
-"""Streams a checkpoint into a model: fills every weight slot exactly once, with one tensor in memory at a time.
+"""Streams a checkpoint into a model: fills every weight target exactly once, with one tensor in memory at a time.
 
 Names and shapes are compared before the first tensor is read, so a wrong checkpoint fails at once, with a list.
 """
@@ -14,37 +14,37 @@ import torch
 from torch import nn
 
 from slipstream.errors import BadCheckpoint
-from slipstream.nn.weight_format import WeightSlot
+from slipstream.nn.weight_format import WeightTarget
 from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 from slipstream.nn.weights.unused import count_layers, is_buffer, is_past_layers, is_unused
 
-HEADS = "heads."  # prefix of the slots of pooling heads
+HEADS = "heads."  # prefix of the targets of pooling heads
 SHOWN = 4  # names per kind of mistake in an error message
 
 
-def find_slots(model: nn.Module) -> dict[str, WeightSlot]:
-    """All weight slots of a model by name."""
-    slots: dict[str, WeightSlot] = {}
+def find_targets(model: nn.Module) -> dict[str, WeightTarget]:
+    """All weight targets of a model by name."""
+    targets: dict[str, WeightTarget] = {}
     for prefix, module in model.named_modules():
-        if hasattr(module, "weight_slots"):
-            slots |= {f"{prefix}.{name}": slot for name, slot in module.weight_slots()}
-    return slots
+        if hasattr(module, "weight_targets"):
+            targets |= {f"{prefix}.{name}": target for name, target in module.weight_targets()}
+    return targets
 
 
-def match_slots(
+def match_targets(
     source: WeightSource,
     rules: Rules | None,
-    slots: Mapping[str, WeightSlot],
+    targets: Mapping[str, WeightTarget],
     others: Sequence[tuple[WeightSource, Rules]] = (),
 ) -> tuple[dict[str, SourceTensor], list[str]]:
-    """The source tensor of each slot, and the names of tensors that are skipped because the model does not read them
-    (`unused.py`). Without rules, tensor names are slot names. Raises BadCheckpoint.
+    """The source tensor of each target, and the names of tensors that are skipped because the model does not read them
+    (`unused.py`). Without rules, tensor names are target names. Raises BadCheckpoint.
 
     `others`: further sources, each with its rules. Tensors of heads that the model does not have are ignored.
     """
     found: dict[str, SourceTensor] = {}
-    num_layers = count_layers(slots)
+    num_layers = count_layers(targets)
     unexpected: list[str] = []
     unused: list[str] = []
     wrong_shape, duplicate = [], []
@@ -54,19 +54,19 @@ def match_slots(
         except KeyError:
             (unused if is_unused(tensor.name, num_layers) else unexpected).append(tensor.name)
             continue
-        if name is None or (name.startswith(HEADS) and name not in slots):
+        if name is None or (name.startswith(HEADS) and name not in targets):
             continue
-        if name not in slots:
+        if name not in targets:
             past = is_buffer(tensor.name) or is_past_layers(tensor.name, num_layers)
             (unused if past else unexpected).append(tensor.name)
         elif name in found:
             duplicate.append(tensor.name)
-        elif tensor.shape != slots[name].shape:
-            wrong_shape.append(f"{tensor.name} is {list(tensor.shape)}, expected {list(slots[name].shape)}")
+        elif tensor.shape != targets[name].shape:
+            wrong_shape.append(f"{tensor.name} is {list(tensor.shape)}, expected {list(targets[name].shape)}")
             found[name] = tensor
         else:
             found[name] = tensor
-    missing = [name for name in slots if name not in found]
+    missing = [name for name in targets if name not in found]
     if missing:  # a skipped tensor may be the missing one under an unknown name
         unexpected, unused = [*unused, *unexpected], []
     mistakes = {"missing": missing, "unexpected": unexpected, "of wrong shape": wrong_shape, "duplicate": duplicate}
@@ -85,12 +85,14 @@ def _all_of(parts: Sequence[tuple[WeightSource, Rules | None]]) -> Iterator[tupl
             yield tensor, rules
 
 
-def fill_slots(tensors: Mapping[str, SourceTensor], slots: Mapping[str, WeightSlot], progress: bool = False) -> None:
-    """Reads each tensor into its slot. `tensors`: the result of `match_slots`."""
+def fill_targets(
+    tensors: Mapping[str, SourceTensor], targets: Mapping[str, WeightTarget], progress: bool = False
+) -> None:
+    """Reads each tensor into its target. `tensors`: the result of `match_targets`."""
     total = sum(tensor.num_elements for tensor in tensors.values())
     with torch.no_grad(), _progress_bar(total, progress) as bar:
         for name, tensor in tensors.items():
-            slots[name].fill(tensor)
+            targets[name].fill(tensor)
             bar.advance(tensor.num_elements)
 
 

@@ -1,8 +1,8 @@
-"""Rules: map the tensor names of a checkpoint to the slot names of our model.
+"""Rules: map the tensor names of a checkpoint to the target names of our model.
 
 A rule is a pair of names in which `{n}` matches one part between dots and `*` matches anything; None as the second name
 means that the tensor is not needed. The first matching rule counts. Merged projections need no rule of their own: each
-part has its own slot (`attention.qkv.q.weight`).
+part has its own target (`attention.qkv.q.weight`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Rules:
         return both
 
     def rename(self, name: str) -> str | None:
-        """The slot of a tensor, or None if it is not needed. Raises KeyError if no rule matches."""
+        """The target of a tensor, or None if it is not needed. Raises KeyError if no rule matches."""
         for pattern, ours in self._rules:
             if match := pattern.fullmatch(name):
                 return None if ours is None else ours.format(**match.groupdict())

@@ -30,6 +30,6 @@ def is_past_layers(name: str, num_layers: int) -> bool:
     return found is not None and int(found[1]) >= num_layers
 
 
-def count_layers(slots: Iterable[str]) -> int:
-    """The number of layers, from the slot names of a model."""
-    return max((int(found[1]) + 1 for name in slots if (found := _LAYER.search(name))), default=0)
+def count_layers(targets: Iterable[str]) -> int:
+    """The number of layers, from the target names of a model."""
+    return max((int(found[1]) + 1 for name in targets if (found := _LAYER.search(name))), default=0)

@@ -17,8 +17,8 @@ from slipstream.config.model_info import read_model_info
 from slipstream.errors import BadCheckpoint
 from slipstream.nn.models.decoder import Decoder
 from slipstream.nn.models.registry import find_rules, find_shape
-from slipstream.nn.weight_format import CheckpointTensor, Unquantized, Weight, WeightFormat, WeightSlot, new_parameter
-from slipstream.nn.weights.load import fill_slots, find_slots, match_slots
+from slipstream.nn.weight_format import CheckpointTensor, Unquantized, Weight, WeightFormat, WeightTarget, new_parameter
+from slipstream.nn.weights.load import fill_targets, find_targets, match_targets
 from slipstream.nn.weights.safetensors import open_folder
 from tiny import write_tiny, write_weights
 
@@ -41,11 +41,11 @@ class RowInt8Weight(Weight):
         self.scales = new_parameter(num_rows, dtype=dtype)
         self.zeros = new_parameter(num_rows, dtype=dtype)
 
-    def slots(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightSlot]]:
+    def targets(self, first_row: int, num_rows: int) -> Iterator[tuple[str, WeightTarget]]:
         rows = slice(first_row, first_row + num_rows)
-        yield "qweight", WeightSlot((num_rows, self.numbers.shape[1]), partial(self._fill, self.numbers, rows))
-        yield "scales", WeightSlot((num_rows,), partial(self._fill, self.scales, rows))
-        yield "zeros", WeightSlot((num_rows,), partial(self._fill, self.zeros, rows))
+        yield "qweight", WeightTarget((num_rows, self.numbers.shape[1]), partial(self._fill, self.numbers, rows))
+        yield "scales", WeightTarget((num_rows,), partial(self._fill, self.scales, rows))
+        yield "zeros", WeightTarget((num_rows,), partial(self._fill, self.zeros, rows))
 
     def _fill(self, target: torch.Tensor, rows: slice, piece: CheckpointTensor) -> None:
         target[rows].copy_(piece.read())
@@ -96,10 +96,10 @@ def load_mixed(folder: Path) -> Decoder:
     shape = find_shape(info)
     model = Decoder(shape, 256, torch.float64, format_of)  # type: ignore[arg-type]
     model.materialize(torch.device("cpu"))
-    slots = find_slots(model)
-    tensors, unused = match_slots(open_folder(folder), find_rules(info, shape), slots)
+    targets = find_targets(model)
+    tensors, unused = match_targets(open_folder(folder), find_rules(info, shape), targets)
     assert not unused
-    fill_slots(tensors, slots)
+    fill_targets(tensors, targets)
     return model
 
 
@@ -107,7 +107,7 @@ def test_a_format_with_three_tensors_beside_a_plain_one(folders: tuple[Path, Pat
     packed, plain = folders
     model = load_mixed(packed)
     assert type(model.layers[0].mlp.gate_up.weight) is RowInt8Weight
-    assert {name for name in find_slots(model) if "layers.1.mlp" in name} == {
+    assert {name for name in find_targets(model) if "layers.1.mlp" in name} == {
         f"layers.1.mlp.{part}.{kind}"
         for part in ("gate_up.gate", "gate_up.up", "down") for kind in ("qweight", "scales", "zeros")
     } | {"layers.1.mlp_norm.weight"}  # fmt: skip

@@ -40,7 +40,7 @@ def test_weights_cache_and_activations_fit_the_share_of_a_gpu(rows):
 def test_everything_is_counted_once():
     memory = plan_memory(settle(Machine("cpu", 20 * GIB, 24 * GIB, 2, ("bfloat16",)), depth=2), 123)
     assert memory.weights == 123
-    assert memory.staging_host == 4 * memory.staging  # depth + 2 slots
+    assert memory.staging_host == 4 * memory.staging  # depth + 2 buffers
     assert memory.results == memory.results_host
     assert memory.total > memory.weights + memory.cache + memory.activations
 
@@ -78,7 +78,7 @@ def test_results_of_tokens_of_a_long_causal_embedder_take_little_beside_themselv
     alone = msgspec.structs.replace(pooling, tasks=("embed",))
     memory_alone = plan_memory(resolve(make_options(), info, source, groups, "bfloat16", machine, alone), 2 * GIB)
     assert memory_alone.unread == memory_alone.features == 0
-    lines = 4 * (8192 + 32_768) * 4097  # which leave together when a prompt ends, by three slots
+    lines = 4 * (8192 + 32_768) * 4097  # which leave together when a prompt ends, by three buffers
     assert 3 * lines <= memory.reports < 3.01 * lines
 
 

@@ -181,7 +181,7 @@ def test_steps_without_outputs_of_an_aborted_request_do_not_exhaust_the_rings(de
         core.abort(Abort(name))
         while core.has_work():
             core.step()
-    assert most == depth + 2  # as many as there are slots
+    assert most == depth + 2  # as many as there are buffers
 
 
 class SilentHandle:

@@ -50,12 +50,12 @@ def check_buffers(llm, memory):
     }
     assert sum(storage.nbytes() for storage in stored.values()) == memory.cache
     assert num_bytes([runner.ring.arena]) == memory.staging
-    assert num_bytes(slot.tensor for slot in runner.ring.buffers) == memory.staging_host
+    assert num_bytes(buffer.tensor for buffer in runner.ring.buffers) == memory.staging_host
     late = [stage.ring for stage in runner.sampler.stages if hasattr(stage, "ring")]  # masks and biases
     assert len(late) == 2 and num_bytes(ring.arena for ring in late) == memory.masks
-    assert num_bytes(slot.tensor for ring in late for slot in ring.buffers) == memory.masks_host
-    assert num_bytes(slot.on_device for slot in runner.heads[0].results.buffers) == memory.results
-    assert num_bytes(slot.host_tensor for slot in runner.heads[0].results.buffers) == memory.results_host
+    assert num_bytes(buffer.tensor for ring in late for buffer in ring.buffers) == memory.masks_host
+    assert num_bytes(buffer.on_device for buffer in runner.heads[0].results.buffers) == memory.results
+    assert num_bytes(buffer.host_tensor for buffer in runner.heads[0].results.buffers) == memory.results_host
     tables = next(state.tables for state in runner.row_states if hasattr(state, "tables"))
     assert num_bytes(tables) <= memory.tables
 
@@ -169,9 +169,9 @@ def test_logprobs_of_whole_vocabularies_stay_within_the_plan(tmp_path, wanted, o
     params = [SamplingParams(max_tokens=2, ignore_eos=True, **wanted[i % len(wanted)]) for i in range(16)]
     with llm, LiveBytes() as live:
         results = llm.generate([[i, 1, 2, 3] for i in range(16)], params, use_tqdm=False)
-        slots = llm.core.executor.results.buffers
-        assert num_bytes(slot.on_device for slot in slots) <= memory.results + memory.reports
-        assert num_bytes(slot.host_tensor for slot in slots) <= memory.results_host + memory.reports_host
+        buffers = llm.core.executor.results.buffers
+        assert num_bytes(buffer.on_device for buffer in buffers) <= memory.results + memory.reports
+        assert num_bytes(buffer.host_tensor for buffer in buffers) <= memory.results_host + memory.reports_host
     assert live.peak <= memory.activations + memory.features + memory.reports
     for result, asked in zip(results, params, strict=True):
         of_tokens, of_prompt = result.outputs[0].logprobs, result.prompt_logprobs
@@ -291,9 +291,9 @@ def test_pooling_stays_within_the_plan(tmp_path, kind, task, lengths, depth):
     prompts = [[i % 200 + 3] * lengths[i % len(lengths)] for i in range(60)]
     with llm, LiveBytes() as live:
         assert len(llm.encode(prompts, pooling_task=task, use_tqdm=False)) == 60
-        slots = llm.core.executor.results.buffers
-        assert num_bytes(slot.on_device for slot in slots) <= memory.results + memory.reports
-        assert num_bytes(slot.host_tensor for slot in slots) <= memory.results_host + memory.reports_host
+        buffers = llm.core.executor.results.buffers
+        assert num_bytes(buffer.on_device for buffer in buffers) <= memory.results + memory.reports
+        assert num_bytes(buffer.host_tensor for buffer in buffers) <= memory.results_host + memory.reports_host
     assert live.peak <= memory.activations + memory.reports + memory.reports_host
 
 

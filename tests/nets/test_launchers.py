@@ -97,7 +97,7 @@ def state_space() -> dict[str, Callable[[], Any]]:
 
 
 def sampling() -> dict[str, Callable[[], Any]]:
-    logits, keys, slots = half(ROWS, VOCAB), ints(ROWS), torch.tensor([0, -1, 1])
+    logits, keys, lines = half(ROWS, VOCAB), ints(ROWS), torch.tensor([0, -1, 1])
     limits = torch.tensor([[-1.0, 5.0, 0.9]]).repeat(ROWS, 1)
     warm, random = torch.rand(ROWS), torch.tensor([True, False, True])
     counts, seen, _, values, _ = penalty()
@@ -109,10 +109,10 @@ def sampling() -> dict[str, Callable[[], Any]]:
         "draw after drafts": lambda: get(at + "choose.draw")(logits, keys, random, warm, limits, after),
         "draw plain": lambda: get(at + "choose.draw")(logits, keys),
         "find_floor": lambda: get(at + "floor.find_floor")(logits, limits, (), warm, penalty()),
-        "penalize_": lambda: get(at + "edit.penalize_")(logits, None, counts, seen, slots, values),
-        "count_": lambda: get(at + "edit.count_")(counts, seen, slots, keys),
-        "add_lines_": lambda: get(at + "edit.add_lines_")(logits, torch.rand(2, VOCAB), slots),
-        "mask_bits_": lambda: get(at + "edit.mask_bits_")(logits, ints(2, VOCAB // 32 + 1).int(), slots),
+        "penalize_": lambda: get(at + "edit.penalize_")(logits, None, counts, seen, lines, values),
+        "count_": lambda: get(at + "edit.count_")(counts, seen, lines, keys),
+        "add_lines_": lambda: get(at + "edit.add_lines_")(logits, torch.rand(2, VOCAB), lines),
+        "mask_bits_": lambda: get(at + "edit.mask_bits_")(logits, ints(2, VOCAB // 32 + 1).int(), lines),
         "forbid_": lambda: get(at + "edit.forbid_")(logits, None, ints(ROWS, 2), random),
         "forbid_matched_": lambda: get(at + "edit.forbid_matched_")(logits, keys, ints(ROWS, 2), ints(ROWS, 2) > 1),
         "drop_below_": lambda: get(at + "edit.drop_below_")(logits, warm),

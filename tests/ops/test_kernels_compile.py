@@ -42,9 +42,9 @@ def of(kind, names):
 
 def sample():
     x = of(FLOAT, "logits temperature floor tops limits peaks stats values total chosen top")
-    x |= of(LONG, "keys tokens index slots earlier picks rank top_ids row_keys positions ids")
+    x |= of(LONG, "keys tokens index lines earlier picks rank top_ids row_keys positions ids")
     x |= of(INT, "chunk_ids listed counts") | of(BYTE, "random failed seen where")
-    plain = dict.fromkeys(["counts", "seen", "slots", "values", "earlier"])
+    plain = dict.fromkeys(["counts", "seen", "lines", "values", "earlier"])
     plain["EARLIER"] = 0
     build(SAMPLE + "choose", "_chunk_kernel", x | {"logits": HALF}, CHUNK=1024, PART=256, SPAN=128, EARLIER=4)
     build(SAMPLE + "choose", "_chunk_kernel", x | {"logits": HALF}, CHUNK=1024, PART=256, SPAN=128, keys=None, **plain)
@@ -64,8 +64,8 @@ def sample():
     build(SAMPLE + "floor", "_survey_kernel", x, SPAN=128, SPANS=2, **plain)
     build(SAMPLE + "floor", "_floor_kernel", x, EARLIER=4, **spans)
     build(SAMPLE + "floor", "_floor_kernel", x, temperature=None, **spans, **plain)
-    build(SAMPLE + "logprobs", "_chunk_kernel", x, SLOTS=8, CHUNK=256)
-    build(SAMPLE + "logprobs", "_row_kernel", x, SLOTS=8, CHUNKS=64)
+    build(SAMPLE + "logprobs", "_chunk_kernel", x, PADDED_K=8, CHUNK=256)
+    build(SAMPLE + "logprobs", "_row_kernel", x, PADDED_K=8, CHUNKS=64)
 
 
 def rest():

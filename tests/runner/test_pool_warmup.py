@@ -157,7 +157,7 @@ def test_no_step_uses_more_memory_than_planned(tmp_path, sizes):
         for task in config.model.pooling.tasks:
             for num in (4, length):
                 prompts = [[(i * 5 + place) % 61 for place in range(num)] for i in range(2 * rows)]
-                llm.encode(prompts, pooling_task=task, use_tqdm=False)  # slots grow, which is reckoned by itself
+                llm.encode(prompts, pooling_task=task, use_tqdm=False)  # buffers grow, which is counted on its own
                 with LiveBytes() as live:
                     llm.encode(prompts, pooling_task=task, use_tqdm=False)
                 assert live.peak <= largest.peak + memory.later - memory.reports, (task, num)

@@ -112,9 +112,9 @@ class Penalty(NamedTuple):
     """The arguments of `penalize_`, for ops that apply penalties while they read logits. The logits do not change, and
     no copy of them is made in a wider dtype."""
 
-    counts: torch.Tensor  # [slots, V] int32, occurrences of a token in the output
-    seen: torch.Tensor  # [slots, V] uint8 flags
-    slots: torch.Tensor  # [R] slot of the row's counts; negative: no penalty
+    counts: torch.Tensor  # [lines, V] int32, occurrences of a token in the output
+    seen: torch.Tensor  # [lines, V] uint8 flags
+    lines: torch.Tensor  # [R] line of the row's counts; negative: no penalty
     values: torch.Tensor  # [R, 3] repetition, presence, frequency
     earlier: torch.Tensor | None = None  # [R, K] int64 further tokens of the output, -1: none; None: no row has any
 
@@ -188,15 +188,15 @@ def forbid_matched_(logits: torch.Tensor, index: torch.Tensor, ids: torch.Tensor
 def penalize_(
     logits: torch.Tensor,
     index: torch.Tensor | None,  # [N] rows of the logits; None: all, in order
-    counts: torch.Tensor,  # [slots, V] int32, occurrences of a token in the output
-    seen: torch.Tensor,  # [slots, V] uint8 flags
-    slots: torch.Tensor,  # [N] slots of the rows' counts; negative, without an index: no penalty
+    counts: torch.Tensor,  # [lines, V] int32, occurrences of a token in the output
+    seen: torch.Tensor,  # [lines, V] uint8 flags
+    lines: torch.Tensor,  # [N] lines of the rows' counts; negative, without an index: no penalty
     values: torch.Tensor,  # [N, 3] repetition, presence, frequency
     earlier: torch.Tensor | None = None,  # [N, K] further tokens of the output that are not counted yet; -1: none
 ) -> None:
     """Repetition penalty for tokens of prompt and output, then frequency and presence for tokens of the output."""
     repetition, presence, frequency = values[:, :, None].unbind(1)
-    held = slots if index is not None else slots.clamp(min=0)
+    held = lines if index is not None else lines.clamp(min=0)
     before, counts = logits if index is None else logits.index_select(0, index), counts.index_select(0, held)
     flags = seen.index_select(0, held)
     if earlier is not None:
@@ -206,7 +206,7 @@ def penalize_(
     own = torch.where(before > 0, before / factor, before * factor)
     own.sub_(frequency * counts).sub_(presence * (flags >= IN_OUTPUT))
     if index is None:
-        logits.copy_(torch.where((slots >= 0)[:, None], own, before))
+        logits.copy_(torch.where((lines >= 0)[:, None], own, before))
     else:
         logits.index_copy_(0, index, own)
 
@@ -217,19 +217,19 @@ def _penalized(logits: torch.Tensor, penalty: Penalty) -> torch.Tensor:
     return own
 
 
-def count_(counts: torch.Tensor, seen: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-    """counts [slots, V] += 1 at (slots[i], tokens[i]) and sets the IN_OUTPUT flag, for every slots[i] >= 0."""
-    entries = slots.clamp(min=0) * counts.shape[1] + tokens
-    counts.view(-1).index_add_(0, entries, (slots >= 0).to(counts.dtype))
-    # the written value depends only on the entry, so a negative slot, clamped to 0, does no harm
+def count_(counts: torch.Tensor, seen: torch.Tensor, lines: torch.Tensor, tokens: torch.Tensor) -> None:
+    """counts [lines, V] += 1 at (lines[i], tokens[i]) and sets the IN_OUTPUT flag, for every lines[i] >= 0."""
+    entries = lines.clamp(min=0) * counts.shape[1] + tokens
+    counts.view(-1).index_add_(0, entries, (lines >= 0).to(counts.dtype))
+    # the written value depends only on the entry, so a negative line, clamped to 0, does no harm
     in_output = (counts.view(-1).index_select(0, entries) > 0).to(seen.dtype) * IN_OUTPUT
     seen.view(-1).index_copy_(0, entries, seen.view(-1).index_select(0, entries) | in_output)
 
 
-def add_lines_(logits: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -> None:
-    """logits[i] += table[slots[i]] for every slots[i] >= 0. table [slots, V], slots [R]."""
-    lines = table.index_select(0, slots.clamp(min=0)).to(logits.dtype)
-    logits.copy_(torch.where((slots >= 0)[:, None], logits + lines, logits))
+def add_lines_(logits: torch.Tensor, table: torch.Tensor, lines: torch.Tensor) -> None:
+    """logits[i] += table[lines[i]] for every lines[i] >= 0. table [lines, V], lines [R]."""
+    added = table.index_select(0, lines.clamp(min=0)).to(logits.dtype)
+    logits.copy_(torch.where((lines >= 0)[:, None], logits + added, logits))
 
 
 def mask_bits_(logits: torch.Tensor, bits: torch.Tensor, lines: torch.Tensor) -> None:

@@ -109,10 +109,10 @@ def print_memory(config: EngineConfig, memory: MemoryPlan) -> None:
         (
             "staging",
             memory.staging + memory.staging_host,
-            f"{scheduler.depth + 2} pinned slots and an arena on the device",
+            f"{scheduler.depth + 2} pinned buffers and an arena on the device",
         ),
         ("masks", memory.masks + memory.masks_host, "of structured output and processors: pinned buffers and copies"),
-        ("results", memory.results + memory.results_host, f"{scheduler.depth + 2} slots on host and device"),
+        ("results", memory.results + memory.results_host, f"{scheduler.depth + 2} buffers on host and device"),
         ("reports", memory.reports + memory.reports_host, grown),
         ("activations", memory.activations, "of the largest step: the larger of body and head, and tokens"),
         ("  body", body, f"{scheduler.max_num_batched_tokens} tokens; {_mib(memory.attention)} of it for attention"),

@@ -14,22 +14,22 @@ _BLOCK = 2048
 def penalize_(
     logits: torch.Tensor,  # [R, V]
     index: torch.Tensor | None,  # [N] int64; None: all rows in order
-    counts: torch.Tensor,  # [slots, V] int32
-    seen: torch.Tensor,  # [slots, V] uint8
-    slots: torch.Tensor,  # [N] int64
+    counts: torch.Tensor,  # [lines, V] int32
+    seen: torch.Tensor,  # [lines, V] uint8
+    lines: torch.Tensor,  # [N] int64
     values: torch.Tensor,  # [N, 3]
     earlier: torch.Tensor | None = None,  # [N, K] int64
 ) -> None:
-    """As the reference. An entry with a negative slot changes nothing."""
+    """As the reference. An entry with a negative line changes nothing."""
     assert logits.stride(1) == 1 and values.is_contiguous()
     assert counts.is_contiguous() and seen.is_contiguous() and counts.shape[1] == seen.shape[1] == logits.shape[1]
     size = logits.shape[1]
-    _penalize_kernel[(triton.cdiv(size, _BLOCK), len(slots))](
+    _penalize_kernel[(triton.cdiv(size, _BLOCK), len(lines))](
         logits,
         index,
         counts,
         seen,
-        slots,
+        lines,
         values,
         earlier,
         logits.stride(0),
@@ -40,13 +40,13 @@ def penalize_(
 
 
 # grid: (blocks, entries)
-@triton.jit(do_not_specialize_on_alignment=["index", "slots"])
+@triton.jit(do_not_specialize_on_alignment=["index", "lines"])
 def _penalize_kernel(
     logits,
     index,
     counts,
     seen,
-    slots,
+    lines,
     values,
     earlier,
     stride,
@@ -55,8 +55,8 @@ def _penalize_kernel(
     BLOCK: tl.constexpr,
 ):
     entry = tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots + entry).to(tl.int64)
-    if slot >= 0:
+    line = tl.load(lines + entry).to(tl.int64)
+    if line >= 0:
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = token < size
         row = entry
@@ -66,45 +66,45 @@ def _penalize_kernel(
         x = tl.load(where, mask=mask, other=0.0).to(tl.float32)
         if earlier is not None:
             earlier += entry * EARLIER
-        x = penalized(x, token, mask, counts + slot * size, seen + slot * size, values + entry * 3, earlier, EARLIER)
+        x = penalized(x, token, mask, counts + line * size, seen + line * size, values + entry * 3, earlier, EARLIER)
         tl.store(where, x.to(logits.dtype.element_ty), mask=mask)
 
 
-def count_(counts: torch.Tensor, seen: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
-    """As the reference. Entries may have equal slots, and equal tokens."""
+def count_(counts: torch.Tensor, seen: torch.Tensor, lines: torch.Tensor, tokens: torch.Tensor) -> None:
+    """As the reference. Entries may have equal lines, and equal tokens."""
     assert counts.is_contiguous() and counts.dtype == torch.int32 and seen.shape == counts.shape
     assert seen.is_contiguous() and seen.dtype == torch.uint8
-    num = len(slots)
-    _count_kernel[(triton.cdiv(num, 128),)](counts, seen, slots, tokens, num, counts.shape[1], BLOCK=128, num_warps=4)
+    num = len(lines)
+    _count_kernel[(triton.cdiv(num, 128),)](counts, seen, lines, tokens, num, counts.shape[1], BLOCK=128, num_warps=4)
 
 
 # grid: (blocks of entries,)
 @triton.jit(do_not_specialize=["num"])
-def _count_kernel(counts, seen, slots, tokens, num, size, BLOCK: tl.constexpr):
+def _count_kernel(counts, seen, lines, tokens, num, size, BLOCK: tl.constexpr):
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.load(slots + entry, mask=entry < num, other=-1).to(tl.int64)
+    line = tl.load(lines + entry, mask=entry < num, other=-1).to(tl.int64)
     token = tl.load(tokens + entry, mask=entry < num, other=0).to(tl.int64)
-    at = slot * size + token
-    tl.atomic_add(counts + at, 1, mask=slot >= 0, sem="relaxed")
-    tl.store(seen + at, tl.load(seen + at, mask=slot >= 0, other=0) | IN_OUTPUT, mask=slot >= 0)
+    at = line * size + token
+    tl.atomic_add(counts + at, 1, mask=line >= 0, sem="relaxed")
+    tl.store(seen + at, tl.load(seen + at, mask=line >= 0, other=0) | IN_OUTPUT, mask=line >= 0)
 
 
-def add_lines_(logits: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -> None:
+def add_lines_(logits: torch.Tensor, table: torch.Tensor, lines: torch.Tensor) -> None:
     assert logits.stride(1) == 1 and table.is_contiguous() and table.shape[1] == logits.shape[1]
     size = logits.shape[1]
-    _add_kernel[(triton.cdiv(size, _BLOCK), len(slots))](logits, table, slots, logits.stride(0), size, BLOCK=_BLOCK)
+    _add_kernel[(triton.cdiv(size, _BLOCK), len(lines))](logits, table, lines, logits.stride(0), size, BLOCK=_BLOCK)
 
 
 # grid: (blocks, rows)
 @triton.jit
-def _add_kernel(logits, table, slots, stride, size, BLOCK: tl.constexpr):
+def _add_kernel(logits, table, lines, stride, size, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
-    slot = tl.load(slots + row).to(tl.int64)
-    if slot >= 0:
+    line = tl.load(lines + row).to(tl.int64)
+    if line >= 0:
         token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         mask = token < size
         where = logits + row * stride + token
-        x = tl.load(where, mask=mask).to(tl.float32) + tl.load(table + slot * size + token, mask=mask).to(tl.float32)
+        x = tl.load(where, mask=mask).to(tl.float32) + tl.load(table + line * size + token, mask=mask).to(tl.float32)
         tl.store(where, x.to(logits.dtype.element_ty), mask=mask)
 
 

@@ -103,16 +103,16 @@ def _load_limits(limits, row, size):
 
 @triton.jit
 def _load_logits(
-    line,  # of a row: logits, vocabulary size, temperature, penalty slot, counts, flags, values, drafts, their number
+    row_args,  # of a row: logits, vocabulary size, temperature, penalty line, counts, flags, values, drafts, how many
     offset,
     mask,
 ):
     """Logits after penalties and temperature."""
-    own, size, temperature, slot, counts, seen, values, earlier, EARLIER = line
+    own, size, temperature, line, counts, seen, values, earlier, EARLIER = row_args
     mask = mask & (offset < size)
     x = tl.load(own + offset, mask=mask, other=float("-inf")).to(tl.float32)
-    if slot is not None:  # noqa: SIM102 (a compile-time condition)
-        if slot >= 0:
+    if line is not None:  # noqa: SIM102 (a compile-time condition)
+        if line >= 0:
             x = penalized(x, offset, mask, counts, seen, values, earlier, EARLIER)
     if temperature is not None:
         x = tl.div_rn(x, tl.zeros_like(x) + temperature)
@@ -120,14 +120,14 @@ def _load_logits(
 
 
 # grid: (chunks, rows)
-@triton.jit(do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize_on_alignment=["lines"])
 def _survey_kernel(
     logits,
     limits,
     temperature,
     counts,
     seen,
-    slots,
+    lines,
     values,
     earlier,
     peaks,
@@ -147,16 +147,16 @@ def _survey_kernel(
     if has_min | has_k | has_p:
         span = chunk * SPANS + tl.arange(0, SPANS)
         offset = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-        slot: tl.constexpr = None
-        if slots is not None:
-            slot = tl.load(slots + row).to(tl.int64)
-            counts += slot * size
-            seen += slot * size
+        line: tl.constexpr = None
+        if lines is not None:
+            line = tl.load(lines + row).to(tl.int64)
+            counts += line * size
+            seen += line * size
             values += row * 3
             if earlier is not None:
                 earlier += row * EARLIER
-        line = (logits + row * stride, size, None, slot, counts, seen, values, earlier, EARLIER)
-        x = _load_logits(line, offset, True)
+        row_args = (logits + row * stride, size, None, line, counts, seen, values, earlier, EARLIER)
+        x = _load_logits(row_args, offset, True)
         has_nan = tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
         x = tl.where(x == x, x, float("-inf"))
         peak = tl.max(x, 1)
@@ -183,14 +183,14 @@ def _survey_kernel(
 
 
 # grid: (rows,)
-@triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=["slots"])
+@triton.jit(do_not_specialize=["num_chunks"], do_not_specialize_on_alignment=["lines"])
 def _floor_kernel(
     logits,
     limits,
     temperature,
     counts,
     seen,
-    slots,
+    lines,
     values,
     earlier,
     peaks,
@@ -244,20 +244,20 @@ def _floor_kernel(
 
             own = logits + row * stride
             scale: tl.constexpr = None
-            slot: tl.constexpr = None
+            line: tl.constexpr = None
             if temperature is not None:
                 scale = tl.load(temperature + row)
-            if slots is not None:
-                slot = tl.load(slots + row).to(tl.int64)
-                counts += slot * size
-                seen += slot * size
+            if lines is not None:
+                line = tl.load(lines + row).to(tl.int64)
+                counts += line * size
+                seen += line * size
                 values += row * 3
                 if earlier is not None:
                     earlier += row * EARLIER
-            line = (own, size, scale, slot, counts, seen, values, earlier, EARLIER)
+            row_args = (own, size, scale, line, counts, seen, values, earlier, EARLIER)
             # the first spans stay in registers; mostly there are no others
-            held = _load_spans(line, spans, 0, num_active, SPAN, TILE)
-            count, mass = _measure(line, spans, num_active, held, best, bottom, SPAN, TILE)
+            held = _load_spans(row_args, spans, 0, num_active, SPAN, TILE)
+            count, mass = _measure(row_args, spans, num_active, held, best, bottom, SPAN, TILE)
             # first top-k, then top-p among the remaining tokens
             for by_mass in range(2):
                 goal = top_k.to(tl.float32)
@@ -269,7 +269,7 @@ def _floor_kernel(
                     asked = has_p
                 if asked:
                     bottom, count, mass = _search(
-                        line, spans, num_active, held, best, bottom, count, mass, goal, by_mass, SPAN, TILE
+                        row_args, spans, num_active, held, best, bottom, count, mass, goal, by_mass, SPAN, TILE
                     )
             found = bottom
     tl.store(floor + row, found)
@@ -302,11 +302,11 @@ def _reach_of_peaks(peak, best, by_count, count_goal, mass_goal, TILE: tl.conste
 
 
 @triton.jit
-def _load_spans(line, spans, start, num_active, SPAN: tl.constexpr, TILE: tl.constexpr):
+def _load_spans(row_args, spans, start, num_active, SPAN: tl.constexpr, TILE: tl.constexpr):
     index = start + tl.arange(0, TILE)
     span = tl.load(spans + index, mask=index < num_active, other=0)
     offset = span[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-    return _load_logits(line, offset, (index < num_active)[:, None])
+    return _load_logits(row_args, offset, (index < num_active)[:, None])
 
 
 @triton.jit
@@ -317,11 +317,11 @@ def _count(x, weight, pivot):
 
 
 @triton.jit
-def _measure(line, spans, num_active, held, best, pivot, SPAN: tl.constexpr, TILE: tl.constexpr):
+def _measure(row_args, spans, num_active, held, best, pivot, SPAN: tl.constexpr, TILE: tl.constexpr):
     """`_count` over all active spans."""
     count, mass = _count(held, tl.exp(held - best), pivot)
     for start in range(TILE, num_active, TILE):
-        x = _load_spans(line, spans, start, num_active, SPAN, TILE)
+        x = _load_spans(row_args, spans, start, num_active, SPAN, TILE)
         num, part = _count(x, tl.exp(x - best), pivot)
         count += num
         mass += part
@@ -330,7 +330,7 @@ def _measure(line, spans, num_active, held, best, pivot, SPAN: tl.constexpr, TIL
 
 @triton.jit
 def _search(
-    line,
+    row_args,
     spans,
     num_active,
     held,  # logits of the first spans
@@ -357,7 +357,7 @@ def _search(
         c2, m2 = _count(held, weight, middle)
         c3, m3 = _count(held, weight, right)
         for start in range(TILE, num_active, TILE):
-            x = _load_spans(line, spans, start, num_active, SPAN, TILE)
+            x = _load_spans(row_args, spans, start, num_active, SPAN, TILE)
             weight = tl.exp(x - best)
             num, part = _count(x, weight, left)
             c1 += num
@@ -384,7 +384,7 @@ def _search(
             # the logits between may all be equal, which is common for 16-bit logits
             first, last = _ends(held, low, high)
             for start in range(TILE, num_active, TILE):
-                smallest, largest = _ends(_load_spans(line, spans, start, num_active, SPAN, TILE), low, high)
+                smallest, largest = _ends(_load_spans(row_args, spans, start, num_active, SPAN, TILE), low, high)
                 first = tl.minimum(first, smallest)
                 last = tl.maximum(last, largest)
             low = first

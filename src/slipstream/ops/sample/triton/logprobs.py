@@ -17,19 +17,29 @@ def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> TopLogpr
     num_rows, size = logits.shape
     assert logits.stride(1) == 1 and k <= size
     picked = k if k <= _MAX_PICKED else 0
-    slots = 0 if not picked else 8 if picked <= 8 else _MAX_PICKED
+    padded_k = 0 if not picked else 8 if picked <= 8 else _MAX_PICKED
     num_chunks = triton.cdiv(size, _CHUNK)
     device = logits.device
     stats = torch.empty(num_rows, 2, num_chunks, dtype=torch.float32, device=device)
     counts = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
-    picks = torch.empty(num_rows, num_chunks, slots, dtype=torch.int64, device=device)
+    picks = torch.empty(num_rows, num_chunks, padded_k, dtype=torch.int64, device=device)
     total = torch.empty(num_rows, dtype=torch.float32, device=device)
     chosen = torch.empty(num_rows, dtype=torch.float32, device=device)
     rank = torch.empty(num_rows, dtype=torch.int64, device=device)
     top_ids = torch.empty(num_rows, picked, dtype=torch.int64, device=device)
     top = torch.empty(num_rows, picked, dtype=torch.float32, device=device)
     _chunk_kernel[(num_chunks, num_rows)](
-        logits, tokens, stats, counts, picks, logits.stride(0), size, picked, SLOTS=slots, CHUNK=_CHUNK, num_warps=4
+        logits,
+        tokens,
+        stats,
+        counts,
+        picks,
+        logits.stride(0),
+        size,
+        picked,
+        PADDED_K=padded_k,
+        CHUNK=_CHUNK,
+        num_warps=4,
     )
     _row_kernel[(num_rows,)](
         logits,
@@ -45,7 +55,7 @@ def top_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> TopLogpr
         logits.stride(0),
         num_chunks,
         picked,
-        SLOTS=slots,
+        PADDED_K=padded_k,
         CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=4,
     )
@@ -63,7 +73,7 @@ def logprobs_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     stats = torch.empty(num_rows, 2, num_chunks, dtype=torch.float32, device=logits.device)
     total = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     _chunk_kernel[(num_chunks, num_rows)](
-        logits, None, stats, None, None, logits.stride(0), size, 0, SLOTS=0, CHUNK=_CHUNK, num_warps=4
+        logits, None, stats, None, None, logits.stride(0), size, 0, PADDED_K=0, CHUNK=_CHUNK, num_warps=4
     )
     _row_kernel[(num_rows,)](
         logits,
@@ -79,7 +89,7 @@ def logprobs_of(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         logits.stride(0),
         num_chunks,
         0,
-        SLOTS=0,
+        PADDED_K=0,
         CHUNKS=triton.next_power_of_2(num_chunks),
         num_warps=4,
     )
@@ -106,7 +116,7 @@ _NOTHING = tl.constexpr(-(2**63))  # less than any packed value
 
 # grid: (chunks, rows)
 @triton.jit(do_not_specialize=["k"])
-def _chunk_kernel(logits, tokens, stats, counts, picks, stride, size, k, SLOTS: tl.constexpr, CHUNK: tl.constexpr):
+def _chunk_kernel(logits, tokens, stats, counts, picks, stride, size, k, PADDED_K: tl.constexpr, CHUNK: tl.constexpr):
     chunk = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     num_chunks = tl.num_programs(0)
@@ -121,9 +131,9 @@ def _chunk_kernel(logits, tokens, stats, counts, picks, stride, size, k, SLOTS: 
     if tokens is not None:
         chosen = tl.load(logits + row * stride + tl.load(tokens + row)).to(tl.float32)
         tl.store(counts + row * num_chunks + chunk, tl.sum((inside & (x >= chosen)).to(tl.int32), 0))
-    if SLOTS > 0:
+    if PADDED_K > 0:
         packed = tl.where(inside, _pack(x, index), _NOTHING)
-        out = picks + (row * num_chunks + chunk) * SLOTS
+        out = picks + (row * num_chunks + chunk) * PADDED_K
         for rank in range(k):
             best = tl.max(packed, 0)
             tl.store(out + rank, best)
@@ -146,7 +156,7 @@ def _row_kernel(
     stride,
     num_chunks,
     k,
-    SLOTS: tl.constexpr,
+    PADDED_K: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -164,10 +174,10 @@ def _row_kernel(
         tl.store(chosen + row, x - log_total)
         count = tl.load(counts + row * num_chunks + chunk, mask=inside, other=0)
         tl.store(rank + row, tl.sum(count, 0).to(tl.int64))
-    if SLOTS > 0:
-        slot = tl.arange(0, SLOTS)
-        pick = (row * num_chunks + chunk)[:, None] * SLOTS + slot[None, :]
-        packed = tl.load(picks + pick, mask=inside[:, None] & (slot < k)[None, :], other=_NOTHING)
+    if PADDED_K > 0:
+        order = tl.arange(0, PADDED_K)
+        pick = (row * num_chunks + chunk)[:, None] * PADDED_K + order[None, :]
+        packed = tl.load(picks + pick, mask=inside[:, None] & (order < k)[None, :], other=_NOTHING)
         for index in range(k):
             best_pack = tl.max(tl.max(packed, 1), 0)
             packed = tl.where(packed == best_pack, _NOTHING, packed)

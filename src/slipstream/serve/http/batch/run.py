@@ -21,9 +21,9 @@ class BatchStopped(Exception):
 
 
 async def run_lines(
-    app: App, lines: AsyncIterator[tuple[int, BatchLine]], slots: asyncio.Semaphore, caller: str, done: Done
+    app: App, lines: AsyncIterator[tuple[int, BatchLine]], in_flight: asyncio.Semaphore, caller: str, done: Done
 ) -> None:
-    """Runs all lines, each while it holds one of the slots. Raises EngineDead or BatchStopped where the engine or the
+    """Runs all lines; `in_flight` limits how many run at once. Raises EngineDead or BatchStopped if the engine or the
     server ends; lines without a result were then not passed to `done`."""
     failures: list[Exception] = []
 
@@ -33,14 +33,14 @@ async def run_lines(
         except Exception as error:
             failures.append(error)
         finally:
-            slots.release()
+            in_flight.release()
 
     async with asyncio.TaskGroup() as group:
         try:
             async for index, line in lines:
-                await slots.acquire()
+                await in_flight.acquire()
                 if failures:
-                    slots.release()
+                    in_flight.release()
                     break
                 group.create_task(run_one(index, line))
         except Exception as error:  # of reading the lines; those that run are finished first

@@ -40,7 +40,7 @@ class BatchRunner:
         self.store = service.store
         self._running: dict[tuple[str, str], asyncio.Task[None]] = {}  # by owner and id
         self._broken: set[str] = set()  # ids of batches whose end could not be stored, for example on a full disk
-        self._slots = asyncio.Semaphore(max(1, min(_MAX_IN_FLIGHT, app.state.max_requests // 2)))
+        self._in_flight = asyncio.Semaphore(max(1, min(_MAX_IN_FLIGHT, app.state.max_requests // 2)))
 
     async def run(self) -> None:
         """Runs batches until it is cancelled."""
@@ -84,7 +84,7 @@ class BatchRunner:
 
     async def _run_batch(self, owner: str, id: str) -> None:
         try:
-            await _Batch(self.app, self.service, self._slots, owner, id).run()
+            await _Batch(self.app, self.service, self._in_flight, owner, id).run()
         except (EngineDead, BatchStopped):
             pass  # continued after the next start
         except Exception:
@@ -102,11 +102,11 @@ _INTERNAL = "internal error; see the server's log"
 class _Batch:
     """One batch from validation to its files of results."""
 
-    def __init__(self, app: App, service: BatchService, slots: asyncio.Semaphore, owner: str, id: str) -> None:
+    def __init__(self, app: App, service: BatchService, in_flight: asyncio.Semaphore, owner: str, id: str) -> None:
         self.app = app
         self.service = service
         self.store = service.store
-        self.slots = slots
+        self.in_flight = in_flight
         self.owner = owner
         self.id = id
 
@@ -152,7 +152,7 @@ class _Batch:
             line, ok = result.encode(), result.succeeded
             await self.service.run(self.store.add_result, self.owner, self.id, index, line, ok)
 
-        await run_lines(self.app, remaining(), self.slots, f"batch {self.owner}", done)
+        await run_lines(self.app, remaining(), self.in_flight, f"batch {self.owner}", done)
 
     async def _until_end(self, work: asyncio.Future[None], expires_at: int) -> str:
         """Waits until all lines have results, or the batch was cancelled or has expired. Returns its final state."""

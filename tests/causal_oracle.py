@@ -13,12 +13,15 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 
-def oracle(folder: Path, dtype: torch.dtype, prompts: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+def oracle(
+    folder: Path, dtype: torch.dtype, prompts: dict[str, list[int]], kind: Any = AutoModelForCausalLM
+) -> dict[str, torch.Tensor]:
+    """`kind`: the class of transformers that loads the folder."""
     # the sdpa attention of transformers ignores soft caps and sinks; models without attention refuse it
     config = (folder / "config.json").read_text()
     eager = ('"attn_logit_softcapping"', '"gpt_oss"', '"mamba"', '"mamba2"')
     how = "eager" if any(word in config for word in eager) else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=how).eval()
+    model = kind.from_pretrained(folder, dtype=dtype, attn_implementation=how).eval()
     if dtype is torch.float64:
         norm_in_float64(model)
         model.config._experts_implementation = "eager"  # the grouped implementation does not take float64

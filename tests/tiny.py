@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from tiny_families import MORE
 from tiny_saved import SAVED, save_model
 from tiny_tokenizer import END_OF_TEXT, IM_END, write_byte_tokenizer
 
@@ -174,8 +175,9 @@ def write_tiny(
     """Writes a checkpoint of the family into the folder. Overrides are fields of its config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     write_byte_tokenizer(folder)
-    if family in SAVED:
-        _write_config(folder, family, {**_COMMON, **SAVED[family], **overrides}, dtype)
+    own = SAVED.get(family) or MORE.get(family)
+    if own is not None:
+        _write_config(folder, family, {**_COMMON, **own, **overrides}, dtype)
         save_model(folder, dtype, seed)
         return folder
     settings = {**_COMMON, **_FAMILIES[family], **overrides}
@@ -367,7 +369,10 @@ def _write_config(folder: Path, family: str, settings: dict[str, Any], dtype: to
     """Uses the config classes of transformers, so that the file has the form of real ones."""
     import transformers
 
-    name = _CONFIGS.get(family) or f"{family.title().replace('_', '')}Config"
-    config = getattr(transformers, name)(**settings)
+    if family in MORE:
+        config = transformers.CONFIG_MAPPING[family](**settings)
+    else:
+        name = _CONFIGS.get(family) or f"{family.title().replace('_', '')}Config"
+        config = getattr(transformers, name)(**settings)
     config.dtype = str(dtype).removeprefix("torch.")
     config.save_pretrained(folder)

@@ -49,16 +49,17 @@ SAVED: dict[str, dict[str, Any]] = {
 """Families whose checkpoints the library saves itself."""
 
 
-def save_model(folder: Path, dtype: torch.dtype, seed: int) -> None:
-    """Writes a random checkpoint for the config of the folder as the library does, with the tensor names of the hub."""
+def save_model(folder: Path, dtype: torch.dtype, seed: int, kind: str = "AutoModelForCausalLM") -> None:
+    """Writes a random checkpoint for the config of the folder as the library does, with the tensor names of the hub.
+    `kind`: the library's class for it."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
     generator = torch.Generator().manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config).to(dtype)
+    model = getattr(transformers, kind).from_config(config).to(dtype)
     biases = [(name, tensor) for name, tensor in model.named_buffers() if name.endswith("correction_bias")]
     for name, tensor in [*model.named_parameters(), *biases]:
-        is_factor = "norm" in name or name.endswith(".D")
+        is_factor = "norm" in name or ".ln_" in name or name.endswith(".D")
         spread = 0.3 if "embed" in name or "lm_head" in name else 0.5 if tensor.dim() < 2 or "conv" in name else 0.15
         values = torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * spread
         tensor.data.copy_(values + (1.0 if is_factor else 0.0))

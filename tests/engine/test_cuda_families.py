@@ -37,6 +37,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("nemotron_h", {}),
     "jamba": ("jamba", {}),
     "lfm2": ("lfm2", {}),
+    "ministral3": ("ministral3", HEADS),  # queries scaled by position
+    "granite": ("granite", HEADS),  # scaled sublayers
+    "apertus": ("apertus", HEADS),  # an activation with weights
+    "hunyuan": ("hunyuan_v1_dense", HEADS),  # norms after rope
+    "glm4": ("glm4", HEADS),  # a part of a head rotates, norms after
+    "cohere": ("cohere", {"use_qk_norm": True, "hidden_size": 256}),  # sublayers side by side, layer norms of heads
+    "cohere2": ("cohere2", {"hidden_size": 256}),  # layers without rope
+    "nemotron": ("nemotron", HEADS),  # layer norms
+    "gpt_neox": ("gpt_neox", {"hidden_size": 256}),  # sublayers side by side, each with a norm
+    "gpt2": ("gpt2", {"n_embd": 256}),  # a table of positions
 }
 TEXT = random.Random(0).choices(range(300), k=230)
 PROMPTS = [TEXT[:118], TEXT[:200], [*TEXT[:190], 7, 8, 9], [5], [*TEXT[:70], 3], TEXT[160:215]]

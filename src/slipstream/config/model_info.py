@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from slipstream.config.architecture import find_architecture
+from slipstream.config.family_defaults import DECODERS, ENCODERS
 from slipstream.config.rope_info import RopeInfo, read_ropes
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 
@@ -67,131 +68,15 @@ def read_model_info(folder: Path) -> ModelInfo:
     return model_info_from_config(config)
 
 
-# What a config.json may leave out in families whose defaults differ from the usual ones.
-_GEMMA3 = {
-    "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072,
-    "query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True,
-}  # fmt: skip
-_GEMMA2 = {
-    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
-    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
-}  # fmt: skip
-_GEMMA3N = {
-    "vocab_size": 262_400, "hidden_size": 2048, "intermediate_size": 16_384, "num_hidden_layers": 35,
-    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 32_768, "sliding_window": 512, "final_logit_softcapping": 30.0,
-    "vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256, "altup_num_inputs": 4,
-    "num_kv_shared_layers": 15, "laurel_rank": 64, "tie_word_embeddings": True,
-}  # fmt: skip
-_GEMMA4 = {
-    "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
-    "max_position_embeddings": 131_072, "sliding_window": 512, "vocab_size_per_layer_input": 262_144,
-    "hidden_size_per_layer_input": 256, "tie_word_embeddings": True,
-    "rope_parameters": {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-    },
-}  # fmt: skip
-_DELTA_NET = {
-    "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-    "norm_topk_prob": True,
-}  # fmt: skip
-# every layer of Qwen3.5-MoE has experts: no MLP has the size that its config leaves out
-_DELTA_NET_MOE = _DELTA_NET | {"intermediate_size": 512}
-# without attention a model has no longest context; this one is run unless max_model_len says less
-_MAMBA = {
-    "num_attention_heads": 1, "intermediate_size": 0, "max_position_embeddings": 32_768, "state_size": 16,
-    "conv_kernel": 4, "layer_norm_eps": 1e-5,
-}  # fmt: skip
-_MAMBA_HYBRID = {
-    "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
-    "num_key_value_heads": 8,
-}  # fmt: skip
-_DECODERS: dict[str, dict[str, Any]] = {
-    "Mistral": {"sliding_window": 4096},
-    "Qwen2": {"sliding_window": 4096},
-    "Qwen3": {"sliding_window": 4096, "head_dim": 128},
-    "Gemma2": _GEMMA2,
-    "Gemma3": _GEMMA3,
-    "Gemma3Text": _GEMMA3,
-    "Gemma3n": _GEMMA3N,
-    "Gemma3nText": _GEMMA3N,
-    "Gemma4": _GEMMA4,
-    "Gemma4Text": _GEMMA4,
-    "Phi3": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
-    "Olmo2": {"rms_norm_eps": 1e-5},
-    "DeepseekV3": {"n_group": 8, "topk_group": 4, "n_shared_experts": 1},
-    "GptOss": {
-        "head_dim": 64,
-        "sliding_window": 128,
-        "rms_norm_eps": 1e-5,
-        "attention_bias": True,
-        "rope_theta": 150_000.0,
-        "rope_parameters": {
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-            "original_max_position_embeddings": 4096,
-        },
-    },
-    "Mamba": _MAMBA | {"tie_word_embeddings": True},
-    "Mamba2": _MAMBA | {"num_heads": 128, "head_dim": 64, "n_groups": 8},
-    "GraniteMoeHybrid": _MAMBA_HYBRID,
-    "Bamba": _MAMBA_HYBRID | {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
-    "FalconH1": _MAMBA_HYBRID | {"rms_norm_eps": 1e-5},
-    "Jamba": {"mamba_d_state": 16, "mamba_d_conv": 4, "num_experts_per_tok": 2, "num_experts": 16},
-    "NemotronH": {
-        "layer_norm_eps": 1e-5,
-        "intermediate_size": 21_504,
-        "max_position_embeddings": 4096,
-        "conv_kernel": 4,
-        "n_groups": 8,
-        "ssm_state_size": 128,
-        "mamba_num_heads": 128,
-        "mamba_head_dim": 64,
-    },
-    "Lfm2": {"conv_L_cache": 3, "norm_eps": 1e-5, "rope_theta": 1_000_000.0, "tie_word_embeddings": True},
-    "Qwen3Next": _DELTA_NET,
-    "Qwen3_5": _DELTA_NET,
-    "Qwen3_5Text": _DELTA_NET,
-    "Qwen3_5Moe": _DELTA_NET_MOE,
-    "Qwen3_5MoeText": _DELTA_NET_MOE,
-}
-_BERT = {
-    "layer_norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2, "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}  # fmt: skip
-# positions are counted from the pad token id + 1
-_ROBERTA = _BERT | {"layer_norm_eps": 1e-5, "max_position_embeddings": 514, "pad_token_id": 1, "offset_positions": True}
-ENCODERS: dict[str, dict[str, Any]] = {
-    "Bert": _BERT,
-    "HF_ColBERT": _BERT,
-    "Roberta": _ROBERTA,
-    "XLMRoberta": _ROBERTA,
-    "Camembert": _ROBERTA,
-    "DistilBert": _BERT | {"type_vocab_size": 0},
-    "MPNet": _ROBERTA | {"layer_norm_eps": 1e-12, "type_vocab_size": 0},
-    "ModernBert": {
-        "hidden_activation": "gelu", "tie_word_embeddings": True, "norm_eps": 1e-5, "local_attention": 128,
-        "global_attn_every_n_layers": 3, "max_position_embeddings": 8192,
-    },
-    "NomicBert": _BERT | {"hidden_act": "silu", "rope_theta": 1000.0},
-    "New": _BERT | {"type_vocab_size": 1},
-    "Gte": _BERT | {"type_vocab_size": 1},
-}  # fmt: skip
-"""Bidirectional families, by how their architectures' names begin, and what their configs leave out."""
 _ALSO_CALLED = {
     "hidden_size": ("dim", "n_embd"),
     "num_hidden_layers": ("n_layers", "n_layer"),
     "num_attention_heads": ("n_heads", "n_head"),
     "intermediate_size": ("hidden_dim", "n_inner"),
     "max_position_embeddings": ("n_positions",),
-    "layer_norm_eps": ("layer_norm_epsilon",),
+    "layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon"),
+    "partial_rotary_factor": ("rotary_pct",),
+    "rope_theta": ("rotary_emb_base",),
     "hidden_act": ("activation", "activation_function"),
 }
 _NORM_EPS = ("norm_eps", "layer_norm_eps", "rms_norm_eps")
@@ -216,7 +101,7 @@ def model_info_from_config(config: dict[str, Any]) -> ModelInfo:
     config = _rename(_text_part(config))
     _refuse_quantised(config)
     is_encoder = family in ENCODERS
-    usual = ENCODERS[family] if is_encoder else _DECODERS.get(family, {})
+    usual = ENCODERS[family] if is_encoder else DECODERS.get(family, {})
     config = {"rms_norm_eps": 1e-6} | usual | config
     try:
         rope, local_rope = read_ropes(config, family)
@@ -277,6 +162,8 @@ def _rename(config: dict[str, Any]) -> dict[str, Any]:
         for theirs in names
         if ours not in config and config.get(theirs) is not None
     }
+    if "n_embd" in config and config.get("n_inner", config.get("intermediate_size")) is None:
+        found["intermediate_size"] = 4 * int(config["n_embd"])  # GPT-2
     kinds = config.get("layers_block_type")  # Nemotron-H leaves out how many layers there are
     if "num_hidden_layers" not in config and isinstance(kinds, list):
         found["num_hidden_layers"] = len(kinds)
@@ -288,7 +175,11 @@ def _text_part(config: dict[str, Any]) -> dict[str, Any]:
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config
-    return config | {key: value for key, value in text.items() if value is not None and key != "architectures"}
+    found = config | {key: value for key, value in text.items() if value is not None and key != "architectures"}
+    # written in either place; `as_stored` corrects it if the weights have two different tensors
+    if config.get("tie_word_embeddings") or text.get("tie_word_embeddings"):
+        found["tie_word_embeddings"] = True
+    return found
 
 
 def _ids(value: Any) -> tuple[int, ...]:

@@ -10,8 +10,10 @@ from typing import Any, cast
 
 import msgspec
 
+from slipstream.config.architecture import continues_text
+from slipstream.config.family_defaults import ENCODERS
 from slipstream.config.late_info import late_info
-from slipstream.config.model_info import ENCODERS, ModelInfo, family_name
+from slipstream.config.model_info import ModelInfo, family_name
 from slipstream.config.options import Options
 from slipstream.config.pooling_info import METHODS as ALL_METHODS
 from slipstream.config.pooling_info import DenseInfo, Method, PoolingInfo, UnitNormInfo
@@ -69,7 +71,7 @@ def _is_backbone_alone(options: Options, info: ModelInfo, folder: SentenceFolder
     """Whether a checkpoint for another task shall embed: its folder pools hidden states, or the task says so. A causal
     LM embeds as it is."""
     name = info.architecture
-    if name.endswith(("Model", "ForCausalLM", "ForConditionalGeneration")) or family_name(name) == name:
+    if name.endswith("Model") or continues_text(name) or family_name(name) == name:
         return False
     return bool(folder.methods) or (options.task in ("embed", "token_embed") and not folder.has_modules)
 
@@ -150,7 +152,7 @@ def _of_model(options: Options, info: ModelInfo, path: Path, folder: SentenceFol
         return PoolingInfo(tasks=("sparse",), methods=("all",), **common)
     if encoder:
         return _embedder(path, config, folder, common)
-    continues = name.endswith(("ForCausalLM", "ForConditionalGeneration")) and common["is_causal"]
+    continues = continues_text(name) and common["is_causal"]
     return PoolingInfo(
         methods=folder.methods or (_gguf_method(config, path) or "last",),
         normalize=folder.normalize or not folder.has_modules,

@@ -1,7 +1,8 @@
 """RopeInfo: rotary position embeddings as in config.json, by the rules of transformers 5.
 
 Older configs have `rope_theta` and `rope_scaling`, newer ones `rope_parameters` with both. If a file has both,
-`rope_scaling` is used. Gemma 3, 3n and 4 and ModernBERT have an object per kind of layer, which `rope_scaling` changes.
+`rope_scaling` is used. Gemma 3, 3n and 4, OLMo-3 and ModernBERT have an object per kind of layer, which `rope_scaling`
+changes.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ _BY_LAYER = {
     "Gemma3nText": (("rope_theta", 1_000_000.0), ("rope_local_base_freq", 10_000.0)),
     "Gemma4": (("rope_theta", 1_000_000.0), ("rope_local_base_freq", 10_000.0)),
     "Gemma4Text": (("rope_theta", 1_000_000.0), ("rope_local_base_freq", 10_000.0)),
+    "Olmo3": (("rope_theta", 500_000.0), ("rope_theta", 500_000.0)),
     "ModernBert": (("global_rope_theta", 160_000.0), ("local_rope_theta", 10_000.0)),
 }
+# models that see pictures, whose positions have three parts: in a text all three are the same
+_THREE_PARTS = ("Qwen2VL", "Qwen2_5_VL", "Qwen3VL")
 _SCALED = ("llama3", "yarn", "longrope")  # kinds that depend on the original training length
 
 
@@ -52,6 +56,8 @@ def read_ropes(config: Mapping[str, Any], family: str) -> tuple[RopeInfo, RopeIn
     rope = _rope(given, config.get("rope_theta"))
     if family == "Phi3" and rope.kind in ("su", "yarn"):  # names in early releases
         rope = msgspec.structs.replace(rope, kind="longrope")
+    if family in _THREE_PARTS and rope.kind == "mrope":
+        rope = msgspec.structs.replace(rope, kind="default")
     factors = dict(rope.factors)
     if (share := config.get("partial_rotary_factor")) is not None:
         factors.setdefault("partial_rotary_factor", share)

@@ -114,6 +114,7 @@ class ForwardContext:
     layer_inputs: torch.Tensor | None = None  # [T, layers, size], of models with per-layer inputs; set by the model
     recurrent: RecurrentSteps | None = None  # rows, chunks and saves for recurrent mixers; None: the model has none
     states: Sequence[Mapping[str, torch.Tensor]] = ()  # per state site: field name to a view [num_slots, *shape]
+    query_scale: torch.Tensor | None = None  # [T, 1, 1], a factor of each token's queries; set by the model
 
     def with_rotary(self, rotary: tuple[torch.Tensor, ...]) -> ForwardContext:
         return ForwardContext(
@@ -127,6 +128,7 @@ class ForwardContext:
             self.layer_inputs,
             self.recurrent,
             self.states,
+            self.query_scale,
         )
 
     def last_indices(self) -> torch.Tensor:

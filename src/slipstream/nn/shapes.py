@@ -19,6 +19,8 @@ from slipstream.ops.moe.reference import Gate, RouterRule
 class NormShape:
     eps: float
     offset: float = 0.0  # added to the checkpoint's weights: some families store weight - 1
+    kind: Literal["rms", "layer"] = "rms"  # a layer norm subtracts the mean first
+    bias: bool = False  # of a layer norm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,14 @@ class LatentShape:
     rope_dim: int  # of a head's queries and of the key that all heads share, turned by the position
     value_dim: int  # of a head's values
     interleaved: bool  # the checkpoint turns neighbouring numbers together, not those of two halves
+
+
+@dataclass(frozen=True, slots=True)
+class QueryScale:
+    """Queries at position p are multiplied by 1 + beta * log(1 + floor(p / length)) (Ministral 3)."""
+
+    beta: float
+    length: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +81,13 @@ class AttentionShape(MixerShape):
     qkv_bias: bool = False
     output_bias: bool = False
     fused: bool = False  # the checkpoint stores q, k and v as one tensor
-    qk_norm: Literal["none", "heads", "whole"] = "none"  # RMS norm of queries and keys: per head, or over all heads
+    by_head: bool = False  # and in it q, k and v of a head are neighbours (GPT-NeoX)
+    # norm of queries and keys, of the layer's kind: per head, over all heads, or per head with weights for each head,
+    # which the checkpoint stores as one tensor or as one per head
+    qk_norm: Literal["none", "heads", "whole", "each", "each apart"] = "none"
+    norm_after_rope: bool = False  # queries and keys are rotated first, then normed
+    rotary_pairs: int = 0  # the first numbers of a head that the checkpoint rotates in neighbouring pairs; 0: in halves
+    query_scale: QueryScale | None = None
     window: int = 0  # causal: positions that a token sees, itself included; otherwise tokens to each side. 0: all
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they stay as they are
     sinks: bool = False  # each head has a learned score that takes part in the softmax, without a value (gpt-oss)
@@ -88,12 +104,15 @@ class AttentionShape(MixerShape):
         return self.causal and self.kv_source is None
 
     def numbers_per_token(self, on_cpu: bool) -> int:
-        """Projections of a token, their copies after norm and rope, and the output; the gate and its product."""
-        gate = 3 * self.num_heads * self.head_dim if self.gated else 0
+        """Projections of a token, their copies after norm and rope, and the output; the gate and its product; copies of
+        queries that are scaled, and of queries and keys between rope and norm."""
+        more = 3 * self.num_heads * self.head_dim if self.gated else 0
+        more += self.num_heads * self.head_dim if self.query_scale is not None else 0
+        more += (self.num_heads + self.num_kv_heads) * self.head_dim if self.norm_after_rope else 0
         if self.latent is not None:
             heads = 2 * (self.latent.nope_dim + self.latent.rope_dim) + 2 * self.latent.value_dim
             return self.num_heads * (heads + 4 * self.head_dim) + 5 * self.head_dim + 2 * self.latent.q_rank
-        return 4 * self.num_heads * self.head_dim + 5 * self.num_kv_heads * self.head_dim + gate
+        return 4 * self.num_heads * self.head_dim + 5 * self.num_kv_heads * self.head_dim + more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +253,8 @@ class LayerShape:
     altup: AltUpShape | None = None
     output_scale: bool = False  # a learned number multiplies the layer's output
     branch_scale: float = 1.0  # multiplies what each sublayer adds to the residual
+    # "one norm", "two norms": the feed reads the layer's input beside the mixer, after the mixer's norm or its own
+    parallel: Literal["no", "one norm", "two norms"] = "no"
 
     @property
     def stores_nothing(self) -> bool:
@@ -288,8 +309,10 @@ def _beside(layers: tuple[LayerShape, ...], hidden_size: int) -> int:
     """Numbers of a token that stay while all layers run: its inputs of each layer, and its other streams."""
     inputs = sum(layer.layer_input.size for layer in layers if layer.layer_input is not None)
     streams = max((layer.altup.num_streams for layer in layers if layer.altup is not None), default=0)
+    # the output of a mixer is held while the feed beside it runs
+    parallel = hidden_size if any(layer.parallel != "no" for layer in layers) else 0
     # inputs are a sum of two, of which each has a copy; streams are predicted, corrected and held
-    return 4 * inputs + 5 * streams * hidden_size
+    return 4 * inputs + 5 * streams * hidden_size + parallel
 
 
 def _expert_numbers(feed: ExpertShape, hidden_size: int, on_cpu: bool) -> int:

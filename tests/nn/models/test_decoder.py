@@ -232,9 +232,9 @@ def test_bfloat16_stays_near_float32(tmp_path: Path) -> None:
 
 def test_unknown_architecture_names_those_we_run(tmp_path: Path) -> None:
     folder = write_tiny(tmp_path)
-    text = (folder / "config.json").read_text().replace("LlamaForCausalLM", "GPT2LMHeadModel")
+    text = (folder / "config.json").read_text().replace("LlamaForCausalLM", "OPTForCausalLM")
     (folder / "config.json").write_text(text)
-    with pytest.raises(UnsupportedModel, match="GPT2LMHeadModel.*LlamaForCausalLM.*Qwen3ForCausalLM"):
+    with pytest.raises(UnsupportedModel, match="OPTForCausalLM.*LlamaForCausalLM.*Qwen3ForCausalLM"):
         load(folder)
 
 

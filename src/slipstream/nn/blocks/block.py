@@ -21,7 +21,7 @@ from slipstream.nn.layers.latent_attention import LatentAttention
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.layer_inputs import LayerInput
 from slipstream.nn.layers.mlp import Mlp, PlainMlp
-from slipstream.nn.layers.norm import NoNorm, RMSNorm
+from slipstream.nn.layers.norm import NoNorm, Norm, ResidualLayerNorm, RMSNorm, new_norm
 from slipstream.nn.layers.products import Products
 from slipstream.nn.layers.ssm import Mamba1, Mamba2, ShortConv
 from slipstream.nn.shapes import (
@@ -44,7 +44,7 @@ class Body(Protocol):
 
     def after_norm(
         self,
-        norm: RMSNorm | NoNorm,
+        norm: Norm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         context: ForwardContext,
@@ -64,9 +64,9 @@ class Mixer(Body, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Sublayer:
-    norm: RMSNorm | NoNorm
+    norm: Norm
     body: Body
-    norm_after: RMSNorm | None
+    norm_after: RMSNorm | ResidualLayerNorm | None
 
     def run(
         self, x: torch.Tensor, residual: torch.Tensor | None, context: ForwardContext, last: LastTokens | None
@@ -79,7 +79,7 @@ class Sublayer:
     def parts(self) -> SublayerParts | None:
         """None: only the reference can run this sublayer."""
         products = self.body.products()
-        if products is None or not isinstance(self.norm, RMSNorm):
+        if products is None or not isinstance(self.norm, RMSNorm) or isinstance(self.norm_after, ResidualLayerNorm):
             return None
         return SublayerParts(self.norm, products, self.norm_after)
 
@@ -128,7 +128,7 @@ class DecoderBlock(Layer):
             self.add_module(shape.feed.name, feed)
             own_scale = shape.feed.output_scale if isinstance(shape.feed, MlpShape) else 1.0
             body = with_scale(feed, own_scale * shape.branch_scale)
-            sublayers.append(self._sublayer(shape.feed.name, body, layout))
+            sublayers.append(self._sublayer(shape.feed.name, body, layout, shape.parallel != "one norm"))
         if shape.layer_input is not None:
             own = LayerInput(f"{name}.{shape.layer_input.name}", shape.layer_input, number, layout)
             self.add_module(shape.layer_input.name, own)
@@ -139,11 +139,11 @@ class DecoderBlock(Layer):
     def _sublayer(self, name: str, body: Body, layout: Layout, norm_before: bool = True) -> Sublayer:
         shape = self.shape
 
-        def new_norm() -> RMSNorm:
-            return RMSNorm(layout.hidden_size, shape.norm.eps, layout.dtype, shape.norm.offset)
+        def own_norm() -> RMSNorm | ResidualLayerNorm:
+            return new_norm(layout.hidden_size, shape.norm, layout.dtype)
 
-        before = new_norm() if shape.norm_before and norm_before else NoNorm()
-        after = new_norm() if shape.norm_after else None
+        before = own_norm() if shape.norm_before and norm_before else NoNorm()
+        after = own_norm() if shape.norm_after else None
         self.add_module(f"{name}_norm", before)
         if after is not None:
             self.add_module(f"{name}_out_norm", after)
@@ -191,7 +191,7 @@ class Parallel:
 
     def after_norm(
         self,
-        norm: RMSNorm | NoNorm,
+        norm: Norm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         context: ForwardContext,
@@ -219,7 +219,7 @@ class Scaled:
 
     def after_norm(
         self,
-        norm: RMSNorm | NoNorm,
+        norm: Norm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         context: ForwardContext,

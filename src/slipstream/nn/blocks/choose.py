@@ -11,7 +11,7 @@ from slipstream.nn.blocks.block import DecoderBlock
 from slipstream.nn.blocks.cuda_chain import CudaChain
 from slipstream.nn.blocks.fused_cpu import FusedCpu
 from slipstream.nn.context import ForwardContext
-from slipstream.nn.layers.norm import RMSNorm
+from slipstream.nn.layers.norm import ResidualLayerNorm, RMSNorm
 
 
 class Implementation(Protocol):
@@ -23,9 +23,13 @@ class Implementation(Protocol):
         context says `only_last`. x may be overwritten. None: not for this step, and x is unchanged."""
 
 
-def choose_implementations(blocks: Sequence[DecoderBlock], norm: RMSNorm) -> tuple[Implementation, ...]:
+def choose_implementations(
+    blocks: Sequence[DecoderBlock], norm: RMSNorm | ResidualLayerNorm
+) -> tuple[Implementation, ...]:
     """Those that can run these blocks, by the parts that the blocks declare. The blocks themselves, one by one, are the
     reference and run every step that none of these takes."""
+    if not isinstance(norm, RMSNorm):
+        return ()
     weight = norm.weight
     found: Implementation | None
     if weight.is_cuda:

@@ -79,6 +79,7 @@ def _pair(block: DecoderBlock) -> Pair | None:
     shape = attention.products.shape
     knows_attention = shape.has_own_site and shape.qk_norm != "whole" and not shape.sinks
     knows_attention = knows_attention and not shape.value_norm and not shape.key_is_value and not shape.gated
+    knows_attention = knows_attention and not shape.norm_after_rope and shape.query_scale is None
     knows_activation = feed.products.activation in (silu_and_mul, gelu_tanh_and_mul)
     return (attention, feed) if knows_attention and knows_activation else None
 

@@ -10,11 +10,13 @@ from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.interleaved_linear import InterleavedLinear, StoredRows
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import AllHeadsNorm, NoNorm, PerHeadNorm, RMSNorm, UnweightedNorm
+from slipstream.nn.layers.norm import AllHeadsNorm, EachHeadLayerNorm, Norm, PerHeadNorm, UnweightedNorm
 from slipstream.nn.layers.position_embedding import RelativeKeys
 from slipstream.nn.layers.products import Products
+from slipstream.nn.layers.reordered_linear import ReorderedLinear, pairs_as_halves, rows_of_heads
 from slipstream.nn.shapes import AttentionShape, NormShape
 from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, new_parameter
+from slipstream.ops.cache_write import write_cache
 from slipstream.ops.rope import norm_rope, rope_and_write_cache
 
 
@@ -61,7 +63,7 @@ class Attention(Layer):
 
     def after_norm(
         self,
-        norm: RMSNorm | NoNorm,
+        norm: Norm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         context: ForwardContext,
@@ -105,22 +107,44 @@ class Attention(Layer):
         value = heads.narrow(1, heads.shape[1] - num_kv_heads, num_kv_heads)
         if self.value_norm is not None:
             value = self.value_norm(value)
-        query_key, weight, eps = self._head_norm(query_key)
         if self.site is not None:
-            keys, values = context.caches[self.site]
-            slots = context.batch.slots[context.group_of_site[self.site]]
-            rotary = context.rotary[shape.rope]
-            query, kept = rope_and_write_cache(query_key, value, weight, eps, rotary, keys, values, slots)
+            query, kept = self._write(query_key, value, context)
+            query = query if context.query_scale is None else query * context.query_scale
             if last is not None:
                 query, context = last.of(query), last.context
             out = context.attention.forward(query, kept, value, self.site, shape.scale, context, self.sinks)
         else:
-            if context.rotary:
-                query_key = norm_rope(query_key, weight, eps, context.rotary[shape.rope])
+            query_key = self._norm_and_rotate(query_key, context.rotary[shape.rope] if context.rotary else None)
             query, key = query_key.split([num_heads, num_kv_heads], 1)
+            query = query if context.query_scale is None else query * context.query_scale
             scores = None if self.relative is None else self.relative(query, key)
             out = context.attention.bidirectional(query, key, value, shape.scale, context, shape.window, bias, scores)
         return out.flatten(1)
+
+    def _write(
+        self, query_key: torch.Tensor, value: torch.Tensor, context: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Normed and rotated queries, and keys unless attention reads them from the pages only; writes keys and values
+        to their slots."""
+        assert self.site is not None
+        keys, values = context.caches[self.site]
+        slots = context.batch.slots[context.group_of_site[self.site]]
+        rotary = context.rotary[self.shape.rope]
+        if not self.shape.norm_after_rope:
+            query_key, weight, eps = self._head_norm(query_key)
+            return rope_and_write_cache(query_key, value, weight, eps, rotary, keys, values, slots)
+        made = self._norm_and_rotate(query_key, rotary)
+        query, key = made.split([self.shape.num_heads, self.shape.num_kv_heads], 1)
+        write_cache(key, value, keys, values, slots)
+        return query, key
+
+    def _norm_and_rotate(self, query_key: torch.Tensor, rotary: torch.Tensor | None) -> torch.Tensor:
+        if self.shape.norm_after_rope:
+            assert self.norm is not None and rotary is not None
+            normed: torch.Tensor = self.norm(norm_rope(query_key, None, 0.0, rotary))
+            return normed
+        query_key, weight, eps = self._head_norm(query_key)
+        return query_key if rotary is None else norm_rope(query_key, weight, eps, rotary)
 
     def _mix_shared(self, projected: torch.Tensor, context: ForwardContext, last: LastTokens | None) -> torch.Tensor:
         """Queries only: an earlier layer has written this step's keys and values."""
@@ -158,14 +182,27 @@ def _new_qkv(shape: AttentionShape, hidden_size: int, format: WeightFormat, dtyp
         assert not shape.fused, "a checkpoint with gates stores q, k and v apart"
         stored = {part: StoredRows(1, (part,)) for part in parts} | {"q": StoredRows(shape.num_heads, ("q", "gate"))}
         return InterleavedLinear(hidden_size, parts | {"gate": queries}, stored, shape.qkv_bias, format, dtype)
+    if shape.by_head:
+        stored = {"": StoredRows(shape.num_heads, ("q", "k", "v"))}
+        return InterleavedLinear(hidden_size, parts, stored, shape.qkv_bias, format, dtype)
     if shape.fused:
         parts = {"": sum(parts.values())}
+    if shape.rotary_pairs:
+        order = pairs_as_halves(shape.head_dim, shape.rotary_pairs)
+        heads = {"q": shape.num_heads, "k": shape.num_kv_heads}
+        orders = {part: rows_of_heads(count, order) for part, count in heads.items()}
+        return ReorderedLinear(hidden_size, parts, shape.qkv_bias, format, dtype, orders)
     return Linear(hidden_size, parts, shape.qkv_bias, format, dtype)
 
 
-def _qk_norm(shape: AttentionShape, norm: NormShape, dtype: torch.dtype) -> PerHeadNorm | AllHeadsNorm | None:
+def _qk_norm(
+    shape: AttentionShape, norm: NormShape, dtype: torch.dtype
+) -> PerHeadNorm | AllHeadsNorm | EachHeadLayerNorm | None:
     if shape.qk_norm == "none":
         return None
-    kind = PerHeadNorm if shape.qk_norm == "heads" else AllHeadsNorm
     num_heads = {"q": shape.num_heads} | ({} if shape.kv_source is not None else {"k": shape.num_kv_heads})
+    if shape.qk_norm in ("each", "each apart"):
+        order = pairs_as_halves(shape.head_dim, shape.rotary_pairs)
+        return EachHeadLayerNorm(num_heads, norm.eps, order, shape.qk_norm == "each apart", dtype)
+    kind = PerHeadNorm if shape.qk_norm == "heads" else AllHeadsNorm
     return kind(num_heads, shape.head_dim, norm.eps, dtype, norm.offset)

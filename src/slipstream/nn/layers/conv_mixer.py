@@ -10,7 +10,7 @@ import torch
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.layer import Layer
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import NoNorm, RMSNorm
+from slipstream.nn.layers.norm import Norm
 from slipstream.nn.layers.products import Products
 from slipstream.nn.shapes import MixerShape
 from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
@@ -38,7 +38,7 @@ class ConvMixer(Layer):
 
     def after_norm(
         self,
-        norm: RMSNorm | NoNorm,
+        norm: Norm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         context: ForwardContext,

@@ -9,7 +9,7 @@ from slipstream.nn.layers.conv_mixer import ConvMixer
 from slipstream.nn.layers.interleaved_linear import InterleavedLinear, StoredRows
 from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import NoNorm, RMSNorm
+from slipstream.nn.layers.norm import Norm
 from slipstream.nn.shapes import DeltaShape, NormShape
 from slipstream.nn.weight_format import UnquantizedWeight, new_parameter
 from slipstream.ops.conv1d import causal_conv1d
@@ -44,7 +44,7 @@ class DeltaNet(ConvMixer):
 
     def after_norm(
         self,
-        norm: RMSNorm | NoNorm,
+        norm: Norm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         context: ForwardContext,

@@ -10,7 +10,7 @@ from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.experts import Experts
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.mlp import Mlp, of_last
-from slipstream.nn.layers.norm import NoNorm, RMSNorm
+from slipstream.nn.layers.norm import Norm, RMSNorm
 from slipstream.nn.shapes import DenseAndExpertsShape
 from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
 from slipstream.ops.moe import Routing
@@ -37,7 +37,7 @@ class DenseAndExperts(Layer):
 
     def after_norm(
         self,
-        norm: RMSNorm | NoNorm,
+        norm: Norm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         context: ForwardContext,

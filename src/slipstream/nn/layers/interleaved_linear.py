@@ -51,7 +51,8 @@ class InterleavedLinear(Linear):
                 targets = [own[f"{part}.{kind}"] for part in rows.parts]
                 num_rows = sum(target.shape[0] for target in targets)
                 shape = (num_rows, *targets[0].shape[1:])
-                yield f"{name}.{kind}", WeightTarget(shape, partial(_fill, targets, rows.num_groups))
+                fill = partial(_fill, targets, rows.num_groups)
+                yield f"{name}.{kind}".removeprefix("."), WeightTarget(shape, fill)
 
 
 def _fill(targets: list[WeightTarget], num_groups: int, piece: CheckpointTensor) -> None:

@@ -9,16 +9,16 @@ queries instead, and that of the values to the output. So attention has one head
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import NoNorm, RMSNorm
+from slipstream.nn.layers.norm import Norm, RMSNorm
+from slipstream.nn.layers.reordered_linear import ReorderedLinear
 from slipstream.nn.shapes import AttentionShape
-from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, new_parameter
+from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
 from slipstream.ops.rope import norm_rope
 
 _EPS = 1e-6  # of the norms of latents, whatever the model's
@@ -38,13 +38,15 @@ class LatentAttention(Layer):
         q_order = _turned_last(num_heads, latent.nope_dim, latent.rope_dim)
         orders = {"kv": kv_order} | ({} if latent.q_rank else {"q": q_order})
         format = format_of(f"{name}.first")
-        self.first = _Reordered(hidden, parts, shape.qkv_bias, format, dtype, orders if latent.interleaved else {})
+        self.first = ReorderedLinear(hidden, parts, shape.qkv_bias, format, dtype, orders if latent.interleaved else {})
         self.q_norm: RMSNorm | None = None
         self.queries: Linear | None = None
         if latent.q_rank:
             self.q_norm = RMSNorm(latent.q_rank, _EPS, dtype)
             own = {"": q_order} if latent.interleaved else {}
-            self.queries = _Reordered(latent.q_rank, {"": queries}, False, format_of(f"{name}.queries"), dtype, own)
+            self.queries = ReorderedLinear(
+                latent.q_rank, {"": queries}, False, format_of(f"{name}.queries"), dtype, own
+            )
         self.kv_norm = RMSNorm(latent.kv_rank, _EPS, dtype)
         # per head, from the latent to the part of the key that is not turned, and to the value
         self.expand = new_parameter(num_heads, latent.nope_dim + latent.value_dim, latent.kv_rank, dtype=dtype)
@@ -58,7 +60,7 @@ class LatentAttention(Layer):
 
     def after_norm(
         self,
-        norm: RMSNorm | NoNorm,
+        norm: Norm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         context: ForwardContext,
@@ -115,45 +117,3 @@ def _turned_last(num_heads: int, plain: int, turned: int) -> list[int]:
     size = plain + turned
     of_head = [*range(plain), *range(plain, size, 2), *range(plain + 1, size, 2)]
     return [head * size + row for head in range(num_heads) for row in of_head]
-
-
-class _Reordered(Linear):
-    """Some parts have their rows in another order than in the checkpoint. Every tensor of the weight's format must have
-    a line per output."""
-
-    def __init__(
-        self,
-        num_inputs: int,
-        outputs: dict[str, int],
-        bias: bool,
-        format: WeightFormat,
-        dtype: torch.dtype,
-        orders: dict[str, list[int]],
-    ) -> None:
-        """`orders`: of a part, the checkpoint's row for each row."""
-        super().__init__(num_inputs, outputs, bias, format, dtype)
-        self.orders = orders
-
-    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        for name, target in super().weight_targets():
-            order = self.orders.get(name.rpartition(".")[0])
-            fill = target.fill if order is None else partial(self._fill_reordered, target, order)
-            yield name, WeightTarget(target.shape, fill, target.num_bytes)
-
-    def _fill_reordered(self, target: WeightTarget, order: list[int], piece: CheckpointTensor) -> None:
-        target.fill(_Rows(piece, order))
-
-
-class _Rows:
-    """A checkpoint tensor with its rows in another order."""
-
-    blocks = None
-
-    def __init__(self, piece: CheckpointTensor, order: list[int]) -> None:
-        self.shape, self.kind, self._whole, self._order = piece.shape, piece.kind, piece, order
-
-    def read(self) -> torch.Tensor:
-        return self._whole.read()[self._order]
-
-    def write_to(self, target: torch.Tensor) -> None:
-        target.copy_(self.read())

@@ -14,7 +14,7 @@ from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
 from slipstream.nn.layers.mlp import of_last
-from slipstream.nn.layers.norm import NoNorm, RMSNorm
+from slipstream.nn.layers.norm import Norm, RMSNorm
 from slipstream.nn.shapes import LayerInputShape, LayerInputsShape, NormShape
 
 
@@ -67,7 +67,7 @@ class LayerInput(Layer):
 
     def after_norm(
         self,
-        norm: RMSNorm | NoNorm,
+        norm: Norm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         context: ForwardContext,

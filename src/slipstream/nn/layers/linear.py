@@ -13,7 +13,7 @@ import torch
 
 from slipstream.nn.context import ForwardContext
 from slipstream.nn.layers.layer import Layer
-from slipstream.nn.layers.norm import NoNorm, RMSNorm
+from slipstream.nn.layers.norm import Norm, RMSNorm
 from slipstream.nn.weight_format import CheckpointTensor, WeightFormat, WeightTarget, new_parameter
 from slipstream.ops.linear import Activation
 from slipstream.ops.linear.unnormalized import Chain, Unnormalized
@@ -45,7 +45,7 @@ class Linear(Layer):
 
     def after_norm(
         self,
-        norm: RMSNorm | NoNorm,
+        norm: Norm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         context: ForwardContext,
@@ -54,8 +54,8 @@ class Linear(Layer):
         """The product with norm(x + residual), in one pass where the weight has one; and x + residual."""
         if isinstance(norm, RMSNorm):
             return self.weight.multiply_normed(x, residual, norm.weight, norm.eps, self.bias, activation)
-        total, _ = norm(x, residual)
-        out = self.forward(total, context)
+        normed, total = norm(x, residual)
+        out = self.forward(normed, context)
         return out if activation is None else activation(out), total
 
     @property

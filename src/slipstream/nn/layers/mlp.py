@@ -11,8 +11,9 @@ from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.activations import find_activation, find_gated, scaled_gated, sparse_gated
 from slipstream.nn.layers.layer import Layer, Layout
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import NoNorm, RMSNorm
+from slipstream.nn.layers.norm import Norm
 from slipstream.nn.layers.products import Products
+from slipstream.nn.layers.xielu import Xielu
 from slipstream.nn.shapes import MlpShape
 from slipstream.nn.weight_format import CheckpointTensor, WeightTarget
 
@@ -40,7 +41,7 @@ class Mlp(Layer):
 
     def after_norm(
         self,
-        norm: RMSNorm | NoNorm,
+        norm: Norm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         context: ForwardContext,
@@ -63,7 +64,7 @@ class PlainMlp(Layer):
     def __init__(self, name: str, shape: MlpShape, layout: Layout) -> None:
         super().__init__()
         self.shape = shape
-        self.activation = find_activation(shape.activation)
+        self.activation = Xielu(layout.dtype) if shape.activation == "xielu" else find_activation(shape.activation)
         hidden_size, dtype, format_of = layout.hidden_size, layout.dtype, layout.format_of
         self.up = Linear(hidden_size, {"": shape.size}, shape.bias, format_of(f"{name}.up"), dtype)
         self.down = Linear(shape.size, {"": hidden_size}, shape.down_bias, format_of(f"{name}.down"), dtype)
@@ -74,7 +75,7 @@ class PlainMlp(Layer):
 
     def after_norm(
         self,
-        norm: RMSNorm | NoNorm,
+        norm: Norm,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         context: ForwardContext,

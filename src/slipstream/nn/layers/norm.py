@@ -1,4 +1,4 @@
-"""RMS norms: of a hidden state, of each head of queries and keys, or of all their heads together."""
+"""Norms of decoders: of a hidden state, of each head of queries and keys, or of all their heads together."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
 from slipstream.nn.layers.layer import Layer
+from slipstream.nn.layers.layer_norm import LayerNorm
+from slipstream.nn.shapes import NormShape
 from slipstream.nn.weight_format import CheckpointTensor, WeightTarget, new_parameter
 from slipstream.ops.norm import add_rms_norm, rms_norm
 
@@ -31,6 +34,25 @@ class RMSNorm(Layer):
         yield "weight", WeightTarget(tuple(self.weight.shape), self._fill)
 
     def _fill(self, piece: CheckpointTensor) -> None:
+        self.weight.copy_(_shifted(piece, self.offset))
+
+
+class ResidualLayerNorm(LayerNorm):
+    """A layer norm that takes and returns the residual as `RMSNorm` does."""
+
+    def __init__(self, size: int, shape: NormShape, dtype: torch.dtype) -> None:
+        super().__init__(size, shape.eps, dtype, shape.bias)
+        self.offset = shape.offset
+
+    def forward(  # type: ignore[override]
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """norm(x + residual), and x + residual. Without a residual the sum is x itself."""
+        if residual is None:
+            return super().forward(x), x
+        return self.add(x, residual)
+
+    def _fill_weight(self, piece: CheckpointTensor) -> None:
         self.weight.copy_(_shifted(piece, self.offset))
 
 
@@ -60,6 +82,17 @@ class NoNorm(Layer):
         return total, total
 
 
+Norm = RMSNorm | ResidualLayerNorm | NoNorm
+"""What may precede a sublayer."""
+
+
+def new_norm(size: int, shape: NormShape, dtype: torch.dtype) -> RMSNorm | ResidualLayerNorm:
+    if shape.kind == "layer":
+        return ResidualLayerNorm(size, shape, dtype)
+    assert not shape.bias, "an RMS norm has no bias"
+    return RMSNorm(size, shape.eps, dtype, shape.offset)
+
+
 class PerHeadNorm(Layer):
     """Norms of queries and keys side by side in one call: the weights are repeated for each head."""
 
@@ -84,6 +117,35 @@ class PerHeadNorm(Layer):
 
     def _fill(self, first: int, count: int, piece: CheckpointTensor) -> None:
         self.weight[first : first + count].copy_(_shifted(piece, self.offset))
+
+
+class EachHeadLayerNorm(Layer):
+    """A layer norm of each head of queries and keys, with weights for each head."""
+
+    def __init__(
+        self, num_heads: Mapping[str, int], eps: float, order: list[int], is_apart: bool, dtype: torch.dtype
+    ) -> None:
+        """`order`: of a head, the checkpoint's number for each number. `is_apart`: a checkpoint tensor per head."""
+        super().__init__()
+        self.num_heads, self.eps, self.order, self.is_apart = dict(num_heads), eps, order, is_apart
+        self.weight = new_parameter(sum(self.num_heads.values()), len(order), dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x is [T, heads of all kinds, head dim]."""
+        return F.layer_norm(x, x.shape[-1:], None, None, self.eps).mul_(self.weight)
+
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        first, size = 0, len(self.order)
+        for kind, count in self.num_heads.items():
+            if self.is_apart:
+                for head in range(count):
+                    yield f"{kind}.{head}.weight", WeightTarget((size,), partial(self._fill, first + head, 1))
+            else:
+                yield f"{kind}.weight", WeightTarget((count, size), partial(self._fill, first, count))
+            first += count
+
+    def _fill(self, first: int, count: int, piece: CheckpointTensor) -> None:
+        self.weight[first : first + count].copy_(piece.read().view(count, -1)[:, self.order])
 
 
 class AllHeadsNorm(Layer):

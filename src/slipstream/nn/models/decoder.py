@@ -11,17 +11,20 @@ from slipstream.cache_spec import CacheSpec, StateSpec
 from slipstream.nn.blocks.altup_block import AltUpBlock
 from slipstream.nn.blocks.block import DecoderBlock
 from slipstream.nn.blocks.choose import Implementation, choose_implementations
+from slipstream.nn.blocks.parallel_block import ParallelBlock
 from slipstream.nn.context import ForwardContext, LastTokens
 from slipstream.nn.layers.altup import Streams
 from slipstream.nn.layers.embedding import Embedding
 from slipstream.nn.layers.layer import Layout
 from slipstream.nn.layers.layer_inputs import LayerInputs
 from slipstream.nn.layers.linear import Linear
-from slipstream.nn.layers.norm import RMSNorm, UnweightedNorm
+from slipstream.nn.layers.norm import UnweightedNorm, new_norm
+from slipstream.nn.layers.position_embedding import Table
+from slipstream.nn.layers.query_scale import QueryScaleTable
 from slipstream.nn.layers.rope import Rope
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.pooling_heads import Heads
-from slipstream.nn.shapes import tail_of
+from slipstream.nn.shapes import LayerShape, tail_of
 from slipstream.nn.weight_format import FormatOf, UnquantizedWeight, take_memory
 from slipstream.ops.embedding_lookup import lookup_embedding_and_rope
 
@@ -44,7 +47,7 @@ class Decoder(nn.Module):
                 for rope in shape.ropes
             )
             self.layers = nn.ModuleList(
-                (DecoderBlock if layer.altup is None else AltUpBlock)(number, layer, sites, state_sites, layout)
+                _block_of(layer)(number, layer, sites, state_sites, layout)
                 for number, (layer, sites, state_sites) in enumerate(
                     zip(shape.layers, shape.sites, shape.state_sites, strict=True)
                 )
@@ -53,10 +56,16 @@ class Decoder(nn.Module):
             if shape.layer_inputs is not None:
                 self.layer_inputs = LayerInputs("layer_inputs", shape.layer_inputs, shape.norm, layout)
             self.streams = Streams("streams", shape.num_streams, layout) if shape.num_streams > 1 else None
-            self.norm = RMSNorm(shape.hidden_size, shape.norm.eps, dtype, shape.norm.offset)
+            self.positions: Table | None = None
+            if shape.num_position_rows:
+                self.positions = Table(shape.num_position_rows, shape.hidden_size, dtype)
+            self.query_scale: QueryScaleTable | None = None
+            if shape.query_scale is not None:
+                self.query_scale = QueryScaleTable(shape.query_scale, num_positions, dtype)
+            self.norm = new_norm(shape.hidden_size, shape.norm, dtype)
             self.head: Linear | None = None
             if not shape.tied and not shape.headless:
-                self.head = Linear(shape.hidden_size, {"": shape.vocab_size}, False, format_of("head"), dtype)
+                self.head = Linear(shape.hidden_size, {"": shape.vocab_size}, shape.head_bias, format_of("head"), dtype)
         self.tail = tail_of(shape.layers)
         self.implementations: tuple[Implementation, ...] = ()
         self.eval()
@@ -69,6 +78,8 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, UnweightedNorm):
                 module.fill_buffers()
+        if self.query_scale is not None:
+            self.query_scale.fill()
         if self.heads is not None:
             self.heads.fill_buffers()
         self.use_layers(self.layers)
@@ -93,6 +104,10 @@ class Decoder(nn.Module):
             x = x if scale == 1.0 else x * scale
         rotary += tuple(rope(rope_rows if rope.switches else batch.positions) for rope in ropes)
         context = context.with_rotary(rotary)
+        if self.positions is not None:
+            x = x + self.positions(batch.positions)
+        if self.query_scale is not None:
+            context = replace(context, query_scale=self.query_scale(batch.positions))
         if self.layer_inputs is not None:
             context = replace(context, layer_inputs=self.layer_inputs(batch.ids, x, context))
         if self.streams is not None:
@@ -132,6 +147,12 @@ class Decoder(nn.Module):
 
     def state_specs(self, dtype: str) -> list[StateSpec]:
         return self.shape.state_specs(dtype)
+
+
+def _block_of(layer: LayerShape) -> type[DecoderBlock]:
+    if layer.altup is not None:
+        return AltUpBlock
+    return DecoderBlock if layer.parallel == "no" else ParallelBlock
 
 
 def _of(last: LastTokens, x: torch.Tensor | None) -> torch.Tensor | None:

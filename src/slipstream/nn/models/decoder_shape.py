@@ -12,7 +12,15 @@ from slipstream.cache_spec import CacheSpec, PagedSpec, StateSpec, WindowSpec
 from slipstream.config.model_sizes import ModelSizes
 from slipstream.config.rope_info import RopeInfo
 from slipstream.errors import UnsupportedModel
-from slipstream.nn.shapes import AttentionShape, LayerInputsShape, LayerShape, MixerShape, NormShape, sizes_of
+from slipstream.nn.shapes import (
+    AttentionShape,
+    LayerInputsShape,
+    LayerShape,
+    MixerShape,
+    NormShape,
+    QueryScale,
+    sizes_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +43,10 @@ class DecoderShape:
     logit_cap: float = 0.0  # logits become logit_cap * tanh(logit / logit_cap); 0: they stay as they are
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    head_bias: bool = False  # of the projection to tokens
+    num_position_rows: int = 0  # of a table whose row for each position is added to the embedding (GPT-2); 0: no table
+    # endings of names of weights that the checkpoint stores as [inputs, outputs]
+    transposed: tuple[str, ...] = ()
     transposed_experts: bool = False  # stacked experts of the checkpoint are [experts, inputs, outputs]
     headless: bool = False  # the checkpoint has no projection to tokens: it gives vectors or scores
 
@@ -57,6 +69,13 @@ class DecoderShape:
     def attentions(self) -> tuple[AttentionShape, ...]:
         """The mixers that are attention, in order."""
         return tuple(mixer for mixer in self.mixers if isinstance(mixer, AttentionShape))
+
+    @property
+    def query_scale(self) -> QueryScale | None:
+        """By which the queries of all layers are multiplied."""
+        found = {mixer.query_scale for mixer in self.attentions}
+        assert len(found) <= 1, "layers with different query scales are not built"
+        return next(iter(found), None)
 
     def map_attention(self, change: Callable[[AttentionShape], AttentionShape]) -> DecoderShape:
         """The same model with its attention mixers changed."""

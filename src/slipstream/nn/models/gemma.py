@@ -1,7 +1,8 @@
-"""The Gemma family: Gemma 2 and the text part of Gemma 3.
+"""The Gemma family: Gemma 1, Gemma 2 and the text part of Gemma 3.
 
-Norms before and after, stored as weight - 1; scaled embeddings; layers with and without a window. Gemma 2 caps scores
-and logits; Gemma 3 norms queries and keys, and its window layers have another rope base.
+Norms are stored as weight - 1, embeddings are scaled. From Gemma 2 on: norms after sublayers too, layers with and
+without a window. Gemma 2 caps scores and logits; Gemma 3 norms queries and keys, and its window layers have another
+rope base.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ from typing import Literal
 
 from slipstream.config.model_info import ModelInfo
 from slipstream.errors import BadCheckpoint
-from slipstream.nn.models.decoder_shape import DecoderShape, RopeShape
-from slipstream.nn.models.llama import llama_attention, llama_rules, llama_shape
+from slipstream.nn.models.decoder_shape import DecoderShape
+from slipstream.nn.models.llama import llama_attention, llama_rules, llama_shape, with_local_rope
 from slipstream.nn.models.windows import layer_windows
 from slipstream.nn.shapes import NormShape
 from slipstream.nn.weights.rules import Rules
+
+
+def gemma_shape(info: ModelInfo) -> DecoderShape:
+    """Gemma 1: Llama's with scaled embeddings and norms that are stored as weight - 1."""
+    shape = llama_shape(info, norm=NormShape(eps=info.norm_eps, offset=1.0))
+    return replace(shape, embedding_scale=math.sqrt(info.hidden_size))
 
 
 def gemma2_shape(info: ModelInfo) -> DecoderShape:
@@ -27,10 +34,7 @@ def gemma2_shape(info: ModelInfo) -> DecoderShape:
 def gemma3_shape(info: ModelInfo) -> DecoderShape:
     """Usually every sixth layer sees all positions; the layers with a window may have a rope of their own."""
     shape = _gemma_shape(info, pattern=info.extra.get("sliding_window_pattern") or 6, qk_norm="heads")
-    if info.local_rope is None:
-        return shape
-    ropes = (*shape.ropes, RopeShape(info.local_rope, info.head_dim, switches=False))
-    return replace(shape.map_attention(lambda mixer: replace(mixer, rope=1 if mixer.window else 0)), ropes=ropes)
+    return with_local_rope(shape, info)
 
 
 def _gemma_shape(

@@ -63,6 +63,14 @@ def llama_shape(
     )
 
 
+def with_local_rope(shape: DecoderShape, info: ModelInfo) -> DecoderShape:
+    """The same model, whose layers with a window have a rope of their own if the config says so."""
+    if info.local_rope is None:
+        return shape
+    ropes = (*shape.ropes, RopeShape(info.local_rope, info.head_dim, switches=False))
+    return replace(shape.map_attention(lambda mixer: replace(mixer, rope=1 if mixer.window else 0)), ropes=ropes)
+
+
 def mistral_windows(info: ModelInfo) -> tuple[int, ...]:
     """Early releases have a window in every layer, later ones say null."""
     return (int(info.extra.get("sliding_window") or 0),) * info.num_layers

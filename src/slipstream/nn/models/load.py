@@ -33,6 +33,7 @@ from slipstream.nn.weights.rules import Rules
 from slipstream.nn.weights.safetensors import open_file, open_folder
 from slipstream.nn.weights.source import SourceTensor, WeightSource
 from slipstream.nn.weights.stacked import UnstackedSource
+from slipstream.nn.weights.transposed import TransposedSource
 from slipstream.ops.low_bit import find_kernel
 
 log = logging.getLogger(__name__)
@@ -166,4 +167,7 @@ def _open(config: ModelConfig, model: Decoder | Encoder) -> WeightSource:
     if config.load_format == "gguf":
         return GgufSource(GgufFile.open(config.path), config.info.num_heads, config.info.num_kv_heads)
     transposed = isinstance(model, Decoder) and model.shape.transposed_experts
-    return UnstackedSource(open_folder(Path(config.path)), transposed)
+    source: WeightSource = UnstackedSource(open_folder(Path(config.path)), transposed)
+    if isinstance(model, Decoder) and model.shape.transposed:
+        source = TransposedSource(source, model.shape.transposed)
+    return source

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from slipstream.cache_spec import CacheSpec, StateSpec
+from slipstream.config.architecture import continues_text
 from slipstream.config.model_info import ModelInfo, family_name
 from slipstream.errors import BadCheckpoint, UnsupportedModel
 from slipstream.nn.models.bert import (
@@ -16,15 +17,45 @@ from slipstream.nn.models.bert import (
     distilbert_rules,
     roberta_rules,
 )
+from slipstream.nn.models.cohere import cohere2_shape, cohere_shape
 from slipstream.nn.models.decoder_shape import DecoderShape
 from slipstream.nn.models.deepseek import deepseek_rules, deepseek_v2_shape, deepseek_v3_shape
 from slipstream.nn.models.encoder import EncoderShape
-from slipstream.nn.models.gemma import gemma2_shape, gemma3_shape, gemma_rules, gemma_text_rules
+from slipstream.nn.models.gemma import gemma2_shape, gemma3_shape, gemma_rules, gemma_shape, gemma_text_rules
 from slipstream.nn.models.gemma3n import gemma3n_rules, gemma3n_shape, gemma3n_text_rules
 from slipstream.nn.models.gemma4 import gemma4_rules, gemma4_shape, gemma4_text_rules
+from slipstream.nn.models.glm import glm4_rules, glm4_shape, glm_rules, glm_shape
 from slipstream.nn.models.gpt_oss import gpt_oss_rules, gpt_oss_shape
+from slipstream.nn.models.layer_norm_decoders import (
+    gpt2_rules,
+    gpt2_shape,
+    gpt_neox_rules,
+    gpt_neox_shape,
+    nemotron_rules,
+    nemotron_shape,
+    phi_rules,
+    phi_shape,
+    stablelm_rules,
+    stablelm_shape,
+    starcoder2_rules,
+    starcoder2_shape,
+)
 from slipstream.nn.models.lfm2 import lfm2_rules, lfm2_shape
 from slipstream.nn.models.llama import llama_rules, llama_shape, mistral_shape
+from slipstream.nn.models.llama_variants import (
+    apertus_rules,
+    apertus_shape,
+    arcee_rules,
+    arcee_shape,
+    ernie_shape,
+    exaone4_rules,
+    exaone4_shape,
+    granite_shape,
+    hunyuan_rules,
+    hunyuan_shape,
+    seed_oss_shape,
+    smollm3_shape,
+)
 from slipstream.nn.models.mamba import mamba1_shape, mamba2_shape, mamba_rules
 from slipstream.nn.models.mamba_hybrids import (
     bamba_shape,
@@ -34,6 +65,7 @@ from slipstream.nn.models.mamba_hybrids import (
     hybrid_rules,
     jamba_shape,
 )
+from slipstream.nn.models.mistral import ministral3_shape, ministral_shape, mistral3_text_shape
 from slipstream.nn.models.modernbert import modernbert_heads, modernbert_rules, modernbert_shape
 from slipstream.nn.models.moe import (
     glm4_moe_shape,
@@ -46,12 +78,13 @@ from slipstream.nn.models.moe import (
 )
 from slipstream.nn.models.mpnet import mpnet_rules, mpnet_shape
 from slipstream.nn.models.nemotron_h import nemotron_h_rules, nemotron_h_shape
-from slipstream.nn.models.olmo import olmo2_rules, olmo2_shape
+from slipstream.nn.models.olmo import olmo2_rules, olmo2_shape, olmo3_shape
 from slipstream.nn.models.phi import phi3_rules, phi3_shape
 from slipstream.nn.models.pooling_heads import HeadShape
 from slipstream.nn.models.qwen import qwen2_shape, qwen3_shape
 from slipstream.nn.models.qwen3_next import qwen3_5_rules, qwen3_5_shape, qwen3_next_rules, qwen3_next_shape
 from slipstream.nn.models.rotary_bert import gte_rules, gte_shape, nomic_rules, nomic_shape
+from slipstream.nn.models.vision_text import vision_text_rules
 from slipstream.nn.weights.rules import Rules
 
 
@@ -73,8 +106,11 @@ class EncoderFamily:
 DECODERS = {
     "Llama": Family(llama_shape, llama_rules),
     "Mistral": Family(mistral_shape, llama_rules),
+    "Ministral": Family(ministral_shape, llama_rules),
+    "Ministral3": Family(ministral3_shape, llama_rules),
     "Qwen2": Family(qwen2_shape, llama_rules),
     "Qwen3": Family(qwen3_shape, llama_rules),
+    "Gemma": Family(gemma_shape, llama_rules),
     "Gemma2": Family(gemma2_shape, gemma_rules),
     "Gemma3": Family(gemma3_shape, gemma_rules),
     "Gemma3Text": Family(gemma3_shape, gemma_rules),
@@ -84,6 +120,26 @@ DECODERS = {
     "Gemma4Text": Family(gemma4_shape, gemma4_rules),
     "Phi3": Family(phi3_shape, phi3_rules),
     "Olmo2": Family(olmo2_shape, olmo2_rules),
+    "Olmo3": Family(olmo3_shape, olmo2_rules),
+    "SmolLM3": Family(smollm3_shape, llama_rules),
+    "Granite": Family(granite_shape, llama_rules),
+    "SeedOss": Family(seed_oss_shape, llama_rules),
+    "Arcee": Family(arcee_shape, arcee_rules),
+    "Apertus": Family(apertus_shape, apertus_rules),
+    "Ernie4_5": Family(ernie_shape, llama_rules),
+    "HunYuanDenseV1": Family(hunyuan_shape, hunyuan_rules),
+    "Exaone4": Family(exaone4_shape, exaone4_rules),
+    "Glm": Family(glm_shape, glm_rules),
+    "Glm4": Family(glm4_shape, glm4_rules),
+    "Cohere": Family(cohere_shape, llama_rules),
+    "Cohere2": Family(cohere2_shape, llama_rules),
+    "Nemotron": Family(nemotron_shape, nemotron_rules),
+    "StableLm": Family(stablelm_shape, stablelm_rules),
+    "Starcoder2": Family(starcoder2_shape, starcoder2_rules),
+    "Phi": Family(phi_shape, phi_rules),
+    "GPTNeoX": Family(gpt_neox_shape, gpt_neox_rules),
+    "GPT2": Family(gpt2_shape, gpt2_rules),
+    "GPT2LMHead": Family(gpt2_shape, gpt2_rules),
     "LlamaBidirectional": Family(llama_shape, llama_rules),
     "Mixtral": Family(mixtral_shape, mixtral_rules),
     "Qwen2Moe": Family(qwen2_moe_shape, moe_rules),
@@ -113,6 +169,10 @@ DECODER_ENDINGS = (
     "ForProcessRewardModel",
 )  # fmt: skip
 MULTIMODAL = {
+    "Mistral3ForConditionalGeneration": Family(mistral3_text_shape, vision_text_rules),
+    "Qwen2VLForConditionalGeneration": Family(qwen2_shape, vision_text_rules),
+    "Qwen2_5_VLForConditionalGeneration": Family(qwen2_shape, vision_text_rules),
+    "Qwen3VLForConditionalGeneration": Family(qwen3_shape, vision_text_rules),
     "Gemma3ForConditionalGeneration": Family(gemma3_shape, gemma_text_rules),
     "Gemma3nForConditionalGeneration": Family(gemma3n_shape, gemma3n_text_rules),
     "Gemma4ForConditionalGeneration": Family(gemma4_shape, gemma4_text_rules),
@@ -146,7 +206,11 @@ def find_family(info: ModelInfo) -> Family | EncoderFamily:
         return DECODERS[family]
     if family in ENCODER_FAMILIES and (name.removeprefix(family) in ENCODER_ENDINGS or name == family == "HF_ColBERT"):
         return ENCODER_FAMILIES[family]
-    causal = ", ".join([f"{known}ForCausalLM" for known in DECODERS if known[-1].isdigit() or known[-1].islower()])
+    causal = ", ".join(
+        f"{known}Model" if known.endswith("LMHead") else f"{known}ForCausalLM"
+        for known in DECODERS
+        if not known.endswith("Text")
+    )
     raise UnsupportedModel(
         f"{name} is not an architecture we run; we run {causal}, {', '.join(MULTIMODAL)}, and encoders: "
         f"{', '.join(ENCODER_FAMILIES)}"
@@ -162,7 +226,7 @@ def find_shape(info: ModelInfo) -> DecoderShape | EncoderShape:
         raise BadCheckpoint(f"config.json of {info.architecture} holds a value of the wrong kind: {error}") from None
     if isinstance(shape, EncoderShape):
         return shape
-    continues = info.architecture.endswith(("ForCausalLM", "ForConditionalGeneration"))
+    continues = continues_text(info.architecture)
     if not info.is_causal:
         _check_bidirectional(info, shape)
         is_gemma = family_name(info.architecture).startswith("Gemma")  # whose windows are those of one side already

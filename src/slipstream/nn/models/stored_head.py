@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.config.architecture import continues_text
 from slipstream.config.model_info import ModelInfo
 from slipstream.nn.models.encoder import EncoderShape
 from slipstream.nn.models.registry import find_rules, find_shape
@@ -25,7 +26,7 @@ _WORDS = ("cls.predictions.decoder.weight", "lm_head.decoder.weight", "vocab_pro
 
 def as_stored(info: ModelInfo, folder: Path) -> ModelInfo:
     """The facts of a model with `tied_embeddings` and `has_lm_head` corrected by what its weights are."""
-    if not info.architecture.endswith(("ForCausalLM", "ForConditionalGeneration", "ForMaskedLM")):
+    if not continues_text(info.architecture) and not info.architecture.endswith("ForMaskedLM"):
         return info  # only the backbone runs
     shape = find_shape(info)
     if isinstance(shape, EncoderShape):

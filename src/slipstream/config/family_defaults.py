@@ -1,0 +1,173 @@
+"""What config.json files of a family may leave out: defaults of its config class that are not the usual ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_GEMMA3 = {
+    "vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131_072,
+    "query_pre_attn_scalar": 256, "sliding_window": 4096, "tie_word_embeddings": True,
+}  # fmt: skip
+_GEMMA2 = {
+    "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256, "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "tie_word_embeddings": True,
+}  # fmt: skip
+_GEMMA3N = {
+    "vocab_size": 262_400, "hidden_size": 2048, "intermediate_size": 16_384, "num_hidden_layers": 35,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 32_768, "sliding_window": 512, "final_logit_softcapping": 30.0,
+    "vocab_size_per_layer_input": 262_144, "hidden_size_per_layer_input": 256, "altup_num_inputs": 4,
+    "num_kv_shared_layers": 15, "laurel_rank": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+_GEMMA4 = {
+    "vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072, "sliding_window": 512, "vocab_size_per_layer_input": 262_144,
+    "hidden_size_per_layer_input": 256, "tie_word_embeddings": True,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+    },
+}  # fmt: skip
+_MINISTRAL3 = {
+    "head_dim": 128, "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384,
+        "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+    },
+}  # fmt: skip
+_QWEN2_VL = {
+    "rms_norm_eps": 1e-5, "sliding_window": 4096, "max_window_layers": 80, "rope_theta": 1_000_000.0,
+}  # fmt: skip
+_GLM = {"head_dim": 128, "rms_norm_eps": 1.5625e-7, "attention_bias": True, "partial_rotary_factor": 0.5}
+_COHERE = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "tie_word_embeddings": True}
+_GPT2 = {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "tie_word_embeddings": True}
+_DELTA_NET = {
+    "head_dim": 256, "partial_rotary_factor": 0.25, "full_attention_interval": 4, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "norm_topk_prob": True,
+}  # fmt: skip
+# every layer of Qwen3.5-MoE has experts: no MLP has the size that its config leaves out
+_DELTA_NET_MOE = _DELTA_NET | {"intermediate_size": 512}
+# without attention a model has no longest context; this one is run unless max_model_len says less
+_MAMBA = {
+    "num_attention_heads": 1, "intermediate_size": 0, "max_position_embeddings": 32_768, "state_size": 16,
+    "conv_kernel": 4, "layer_norm_eps": 1e-5,
+}  # fmt: skip
+_MAMBA_HYBRID = {
+    "mamba_n_heads": 128, "mamba_d_head": "auto", "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4,
+    "num_key_value_heads": 8,
+}  # fmt: skip
+DECODERS: dict[str, dict[str, Any]] = {
+    "Mistral": {"sliding_window": 4096},
+    "Ministral": {"sliding_window": 4096},
+    "Ministral3": _MINISTRAL3,
+    "Mistral3": {"tie_word_embeddings": True},
+    "Qwen2": {"sliding_window": 4096},
+    "Qwen3": {"sliding_window": 4096, "head_dim": 128},
+    "Qwen2VL": _QWEN2_VL,
+    "Qwen2_5_VL": _QWEN2_VL,
+    "Qwen3VL": {"head_dim": 128, "rope_theta": 500_000.0},
+    "Gemma": {"head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True},
+    "Gemma2": _GEMMA2,
+    "Gemma3": _GEMMA3,
+    "Gemma3Text": _GEMMA3,
+    "Gemma3n": _GEMMA3N,
+    "Gemma3nText": _GEMMA3N,
+    "Gemma4": _GEMMA4,
+    "Gemma4Text": _GEMMA4,
+    "Phi3": {"original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "Olmo2": {"rms_norm_eps": 1e-5},
+    "Olmo3": {"rms_norm_eps": 1e-5, "sliding_window": 4096},
+    "SmolLM3": {"rope_theta": 2_000_000.0, "tie_word_embeddings": True, "no_rope_layer_interval": 4},
+    "SeedOss": {"head_dim": 128, "attention_bias": True},
+    "Arcee": {"hidden_act": "relu2", "rms_norm_eps": 1e-5},
+    "Apertus": {
+        "hidden_act": "xielu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 12_000_000.0,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    },
+    "Ernie4_5": {"head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "tie_word_embeddings": True},
+    "HunYuanDenseV1": {"rms_norm_eps": 1e-5},
+    "Glm": _GLM,
+    "Glm4": _GLM,
+    "Cohere": _COHERE | {"rope_theta": 500_000.0},
+    "Cohere2": _COHERE | {"sliding_window": 4096},
+    "Nemotron": {"hidden_act": "relu2", "norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "StableLm": {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25},
+    "Starcoder2": {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-5, "tie_word_embeddings": True},
+    "Phi": {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "GPTNeoX": {"hidden_act": "gelu", "layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25, "attention_bias": True},
+    "GPT2": _GPT2,
+    "GPT2LMHead": _GPT2,
+    "Exaone4": {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4},
+    "DeepseekV3": {"n_group": 8, "topk_group": 4, "n_shared_experts": 1},
+    "GptOss": {
+        "head_dim": 64,
+        "sliding_window": 128,
+        "rms_norm_eps": 1e-5,
+        "attention_bias": True,
+        "rope_theta": 150_000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+    },
+    "Mamba": _MAMBA | {"tie_word_embeddings": True},
+    "Mamba2": _MAMBA | {"num_heads": 128, "head_dim": 64, "n_groups": 8},
+    "GraniteMoeHybrid": _MAMBA_HYBRID,
+    "Bamba": _MAMBA_HYBRID | {"partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5},
+    "FalconH1": _MAMBA_HYBRID | {"rms_norm_eps": 1e-5},
+    "Jamba": {"mamba_d_state": 16, "mamba_d_conv": 4, "num_experts_per_tok": 2, "num_experts": 16},
+    "NemotronH": {
+        "layer_norm_eps": 1e-5,
+        "intermediate_size": 21_504,
+        "max_position_embeddings": 4096,
+        "conv_kernel": 4,
+        "n_groups": 8,
+        "ssm_state_size": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+    },
+    "Lfm2": {"conv_L_cache": 3, "norm_eps": 1e-5, "rope_theta": 1_000_000.0, "tie_word_embeddings": True},
+    "Qwen3Next": _DELTA_NET,
+    "Qwen3_5": _DELTA_NET,
+    "Qwen3_5Text": _DELTA_NET,
+    "Qwen3_5Moe": _DELTA_NET_MOE,
+    "Qwen3_5MoeText": _DELTA_NET_MOE,
+}
+_BERT = {
+    "layer_norm_eps": 1e-12, "hidden_act": "gelu", "type_vocab_size": 2, "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}  # fmt: skip
+# positions are counted from the pad token id + 1
+_ROBERTA = _BERT | {"layer_norm_eps": 1e-5, "max_position_embeddings": 514, "pad_token_id": 1, "offset_positions": True}
+ENCODERS: dict[str, dict[str, Any]] = {
+    "Bert": _BERT,
+    "HF_ColBERT": _BERT,
+    "Roberta": _ROBERTA,
+    "XLMRoberta": _ROBERTA,
+    "Camembert": _ROBERTA,
+    "DistilBert": _BERT | {"type_vocab_size": 0},
+    "MPNet": _ROBERTA | {"layer_norm_eps": 1e-12, "type_vocab_size": 0},
+    "ModernBert": {
+        "hidden_activation": "gelu", "tie_word_embeddings": True, "norm_eps": 1e-5, "local_attention": 128,
+        "global_attn_every_n_layers": 3, "max_position_embeddings": 8192,
+    },
+    "NomicBert": _BERT | {"hidden_act": "silu", "rope_theta": 1000.0},
+    "New": _BERT | {"type_vocab_size": 1},
+    "Gte": _BERT | {"type_vocab_size": 1},
+}  # fmt: skip
+"""Bidirectional families, by how their architectures' names begin, and what their configs leave out."""

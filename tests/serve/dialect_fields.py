@@ -17,7 +17,7 @@ DIALECTS: dict[tuple[str, str], tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     ("/api/generate", "raw"): (True, {}, ()),
     ("/api/embed", "input"): ("other", {}, ()),
     ("/api/embed", "truncate"): (False, {}, ()),
-    ("/api/embed", "options"): ({"num_ctx": 2**20}, {}, ()),
+    ("/api/embed", "options"): ({"num_ctx": 2}, {}, ()),
     ("/api/embeddings", "prompt"): ("other", {}, ()),
     ("/api/embeddings", "options"): ({"temperature": 1}, {}, ()),
     ("/api/show", "name"): ("other", {}, ()),

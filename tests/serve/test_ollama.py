@@ -75,7 +75,12 @@ def test_the_ollama_client(folder):
     [
         ("/api/chat", {"options": {"num_gpu": 1}}, "options.num_gpu"),
         ("/api/chat", {"options": {"tempreature": 1}}, "there is no option tempreature"),
-        ("/api/chat", {"options": {"num_ctx": 65}}, "options.num_ctx is 65"),
+        ("/api/chat", {"options": {"num_ctx": "many"}}, "options.num_ctx is 'many'"),
+        ("/api/chat", {"options": {"num_ctx": 0}}, "options.num_ctx is 0"),
+        ("/api/chat", {"options": {"num_ctx": 3}}, "options.num_ctx is 3"),
+        ("/api/generate", {"options": {"num_ctx": 3}, "raw": True, "prompt": "abcd"}, "options.num_ctx is 3"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a", "thinking": "b"}]}, "messages[0].thinking"),
         ("/api/chat", {"options": {"top_k": "many"}}, "options.top_k"),
         ("/api/chat", {"options": {"stop": 5}}, "options.stop"),
         ("/api/chat", {"options": {"penalize_newline": False}}, "options.penalize_newline"),
@@ -84,7 +89,7 @@ def test_the_ollama_client(folder):
         ("/api/chat", {"keep_alive": "0s"}, "keep_alive"),
         ("/api/chat", {"think": True}, "think"),
         ("/api/chat", {"messages": [{"role": "user", "content": "a", "images": ["b"]}]}, "messages[0].images"),
-        ("/api/chat", {"messages": [{"role": "user", "content": "a", "tool_calls": 1, "x": 1}]}, "messages[0].x"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "a", "tool_calls": [], "x": 1}]}, "messages[0].x"),
         ("/api/chat", {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ("/api/generate", {"raw": True, "system": "a"}, "system needs the chat template"),
         ("/api/embed", {"options": {"seed": 1}}, "options.seed is for generation"),
@@ -102,12 +107,52 @@ def test_what_is_not_supported_is_refused_by_name(folder, path, body, words):
     at_door(folder, scenario)
 
 
-@pytest.mark.parametrize("options", [{"mirostat": 0}, {"repeat_last_n": -1, "repeat_penalty": 1.2}, {"num_ctx": 64}])
+@pytest.mark.parametrize(
+    "options", [{"mirostat": 0}, {"repeat_last_n": -1, "repeat_penalty": 1.2}, {"num_ctx": 64}, {"num_ctx": 99}]
+)
 def test_options_that_ask_for_nothing_are_accepted(folder, options):
     async def scenario(door):
         body = {"model": "tiny", "messages": MESSAGES, "options": options | {"num_predict": 2}, "stream": False}
         answer = await door.post("/api/chat", body | {"keep_alive": "5m", "think": False})
         assert answer.status == 200 and answer.json()["done_reason"] == "length"
+
+    at_door(folder, scenario)
+
+
+def test_num_ctx_limits_the_prompt_and_the_answer_together(folder):
+    async def scenario(door, url):
+        door.core.texts = ["x" * 50] * 3
+        body = {"model": "tiny", "prompt": "abcd", "raw": True, "stream": False, "options": {"num_ctx": 10}}
+        answer = (await door.post("/api/generate", body)).json()
+        assert (answer["prompt_eval_count"], answer["eval_count"], answer["done_reason"]) == (4, 6, "length")
+        body["options"]["num_predict"] = 3
+        assert (await door.post("/api/generate", body)).json()["eval_count"] == 3
+        body["options"]["num_predict"] = 30
+        assert (await door.post("/api/generate", body)).json()["eval_count"] == 6
+
+    with_server(folder, scenario)
+
+
+def test_num_ctx_truncates_texts_to_embed(folder):
+    async def scenario(door, url):
+        for path, name in (("/api/embed", "input"), ("/api/embeddings", "prompt")):
+            await door.post(path, {"model": "pool", name: "abcdef", "options": {"num_ctx": 4}})
+            assert len(door.core.submits[-1].prompt_token_ids) == 4
+        body = {"model": "pool", "input": ["a", "abcdef"], "options": {"num_ctx": 4}, "truncate": False}
+        refused = await door.post("/api/embed", body)
+        assert refused.status == 400 and "options.num_ctx is 4" in refused.said
+        assert (await door.post("/api/embed", body | {"input": "abcd"})).status == 200
+
+    with_server(folder, scenario)
+
+
+def test_an_unknown_route_answers_in_the_format_of_its_api(folder):
+    async def scenario(door):
+        assert "there is no such route" in (await door.post("/api/nothing", {})).json()["error"]
+        assert (await door.get("/api/blobs/sha256:1")).json().keys() == {"error"}
+        assert (await door.post("/v1/messages/batches", {})).json()["error"]["type"] == "not_found_error"
+        assert (await door.post("/v2/classify", {})).json()["message"].startswith("there is no such route")
+        assert (await door.post("/v1/nothing", {})).json()["error"]["param"] is None
 
     at_door(folder, scenario)
 

@@ -131,6 +131,11 @@ def _checked_call(call: Any, name: str) -> Mapping[str, Any]:
     inner = call.get("function", call)
     if not isinstance(inner.get("name"), str):
         raise InvalidPrompt(f"{name} has no function name; {shape}", param=f"{name}.function.name")
+    if inner is call:
+        _check_fields(call, name, (*_CALL_FIELDS, "name", "arguments"))
+    else:
+        _check_fields(call, name, _CALL_FIELDS)
+        _check_fields(inner, f"{name}.function", ("name", "arguments"))
     arguments = inner.get("arguments")
     if isinstance(arguments, str):
         try:
@@ -140,6 +145,16 @@ def _checked_call(call: Any, name: str) -> Mapping[str, Any]:
         inner = {**inner, "arguments": arguments}
         return {**call, "function": inner} if "function" in call else inner
     return call
+
+
+_CALL_FIELDS = ("id", "type", "index", "function")  # index: the place of a call in a stream, which is that in the list
+
+
+def _check_fields(given: Mapping[str, Any], path: str, known: tuple[str, ...]) -> None:
+    for field, value in given.items():
+        if value is not None and field not in known:
+            name = f"{path}.{field[:100]}"
+            raise InvalidPrompt(f"there is no field {name}; remove it", param=name)
 
 
 def with_calls_as_text(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from slipstream.serve.http.auth import Headers
+from slipstream.serve.http.error_formats import in_format_of
 from slipstream.serve.http.errors import HTTPException, as_http_error, bad_request, invalid_body
 from slipstream.serve.http.multipart import read_form
 from slipstream.serve.http.origins import check_origin
@@ -164,7 +165,7 @@ class App:
         for pattern, route in self._patterns:
             if (match := pattern.fullmatch(path)) and route.method == ("GET" if method == "HEAD" else method):
                 return route, match.groupdict()
-        raise HTTPException(404, "there is no such route; see /docs")
+        raise in_format_of(path, HTTPException(404, "there is no such route; see /docs"))
 
     async def _read(self, route: Route, headers: Headers, receive: Receive, seconds: float | None) -> Any:
         settings = self.state.settings

@@ -17,6 +17,7 @@ from slipstream.serve.http.chat.dialects import (
     think_variables,
     thinking_budget,
 )
+from slipstream.serve.http.chat.nested import check_fields
 from slipstream.serve.http.chat.tools import Tools
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.messages import text_messages
@@ -66,9 +67,7 @@ def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str
     messages: list[dict[str, Any]] = []
     for index, message in enumerate(given):
         name = f"messages[{index}]"
-        for field in message:
-            if field not in ("role", "content"):
-                raise bad_request(f"there is no field {name}.{field[:100]}; remove it", f"{name}.{field[:100]}")
+        check_fields(message, name, ("role", "content"))
         role, content = message.get("role"), message.get("content")
         if role not in ("user", "assistant", "system"):
             raise bad_request(f"{name}.role is {role!r:.50}; give user or assistant", f"{name}.role")
@@ -87,12 +86,12 @@ def _assistant(served: ServedModel, content: list[Any], name: str) -> dict[str, 
     text, reasoning, calls = "", "", []
     for index, block in enumerate(content):
         path = f"{name}[{index}]"
-        kind = _kind(block, path, ("text", "thinking", "redacted_thinking", "tool_use"))
+        kind = _kind(block, path, ("text", "thinking", "tool_use"))
         if kind == "text":
             text += _string(block, "text", path)
         elif kind == "thinking":
             reasoning += _string(block, "thinking", path)
-        elif kind == "tool_use":
+        else:
             if not isinstance(given := block.get("input") or {}, dict):
                 raise bad_request(f"{path}.input is no object; give the arguments", f"{path}.input")
             arguments = json.dumps(given, ensure_ascii=False)
@@ -120,9 +119,12 @@ def _user(role: str, content: list[Any], name: str) -> list[dict[str, Any]]:
 
 
 _FIELDS = {
-    "text": ("text", "citations"), "thinking": ("thinking", "signature"), "redacted_thinking": ("data",),
-    "tool_use": ("id", "name", "input", "caller"), "tool_result": ("tool_use_id", "content", "is_error"),
-}  # fmt: skip
+    "text": ("text",),
+    "thinking": ("thinking", "signature"),  # ours are empty: there is nothing to verify
+    "tool_use": ("id", "name", "input"),
+    "tool_result": ("tool_use_id", "content", "is_error"),
+}
+_NEUTRAL = {"citations": ([],), "caller": ({"type": "direct"},)}
 
 
 def _kind(block: Any, path: str, known: tuple[str, ...]) -> str:
@@ -130,10 +132,18 @@ def _kind(block: Any, path: str, known: tuple[str, ...]) -> str:
     if not isinstance(kind, str) or kind not in known:
         fact = f"{path} is a block of type {kind!r:.50}, which is not supported here"
         raise bad_request(f"{fact}; give {', '.join(known)}", path, "unsupported_content")
-    for field, value in block.items():
-        if value is not None and field not in ("type", _CACHE, *_FIELDS[kind]):
-            raise bad_request(f"there is no field {path}.{field[:100]}; remove it", f"{path}.{field[:100]}")
+    check_fields(block, path, ("type", _CACHE, *_FIELDS[kind]), _NEUTRAL)
+    _check_cache(block, path)
     return kind
+
+
+def _check_cache(given: Mapping[str, Any], path: str) -> None:
+    """Prompts are cached without cache_control, so only its form is checked."""
+    if (cache := given.get(_CACHE)) is not None:
+        name = f"{path}.{_CACHE}"
+        if not isinstance(cache, dict) or cache.get("type") != "ephemeral":
+            raise bad_request(f"{name} is {cache!r:.100}; give type ephemeral", name)
+        check_fields(cache, name, ("type", "ttl"))
 
 
 def _texts(blocks: Any, name: str) -> str:
@@ -152,7 +162,13 @@ def _string(block: Mapping[str, Any], field: str, path: str) -> str:
     return value
 
 
-_TOOL_FIELDS = ("type", _CACHE, "name", "description", "input_schema", "strict", "eager_input_streaming")
+_TOOL_FIELDS = ("type", _CACHE, "name", "description", "input_schema", "strict")
+_NEUTRAL_TOOL = {
+    "eager_input_streaming": (True, False),  # the input is streamed as the model writes it
+    "defer_loading": (False,),
+    "allowed_callers": (["direct"],),
+    "input_examples": ([],),
+}
 
 
 def _tools(request: Request, body: CountTokensRequest) -> Tools:
@@ -162,9 +178,8 @@ def _tools(request: Request, body: CountTokensRequest) -> Tools:
         name = f"tools[{index}]"
         if (kind := tool.get("type")) not in (None, "custom"):
             raise bad_request(f"{name} is of type {kind!r:.50}; give functions with an input_schema", f"{name}.type")
-        for field, value in tool.items():
-            if field not in _TOOL_FIELDS and value not in (None, False, [], ["direct"]):
-                raise bad_request(f"there is no field {name}.{field[:100]}; remove it", f"{name}.{field[:100]}")
+        check_fields(tool, name, _TOOL_FIELDS, _NEUTRAL_TOOL)
+        _check_cache(tool, name)
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
         function |= {field: tool[field] for field in ("description", "strict") if tool.get(field) is not None}
         tools.append({"type": "function", "function": function})
@@ -177,9 +192,11 @@ def _tool_choice(given: dict[str, Any] | None) -> tuple[Any, bool | None]:
         return None, None
     known = {"auto": "auto", "any": "required", "none": "none", "tool": None}
     kind = given.get("type")
-    if not isinstance(kind, str) or kind not in known or given.keys() - {"type", "name", "disable_parallel_tool_use"}:
+    if not isinstance(kind, str) or kind not in known:
         fact = f"tool_choice is {given!r:.100}"
         raise bad_request(f"{fact}; give type auto, any, tool (with name) or none", "tool_choice")
+    names = ("type", "name") if kind == "tool" else ("type",)
+    check_fields(given, "tool_choice", (*names, "disable_parallel_tool_use"))
     choice: Any = known[kind] or {"type": "function", "function": {"name": given.get("name")}}
     return choice, False if given.get("disable_parallel_tool_use") else None
 
@@ -192,8 +209,9 @@ def _thinking(served: ServedModel, given: dict[str, Any] | None) -> tuple[dict[s
     if given is None:
         return {}, {}
     kind, budget = given.get("type"), given.get("budget_tokens")
-    if kind not in _THINKING or given.keys() - {"type", "budget_tokens", "display"}:
+    if kind not in _THINKING:
         raise bad_request(f"thinking is {given!r:.100}; give type enabled, disabled or adaptive", "thinking")
+    check_fields(given, "thinking", ("type", "budget_tokens", "display"))
     if given.get("display") not in (None, "summarized"):
         raise bad_request("thinking.display is not supported: thinking is returned whole; remove it", "thinking")
     if budget is not None and kind != "enabled":
@@ -206,8 +224,9 @@ def _output_config(
 ) -> tuple[str | None, dict[str, Any] | None]:
     """Returns the effort and OpenAI's `response_format`."""
     given = {name: value for name, value in (config or {}).items() if value is not None}
+    check_fields(given, "output_config", ("format", "effort"))
     form, effort = given.get("format", older), given.get("effort")
-    if given.keys() - {"format", "effort"} or not isinstance(effort, str | None):
+    if not isinstance(effort, str | None):
         raise bad_request(f"output_config is {given!r:.100}; give effort and format", "output_config")
     if older not in (None, form):
         raise bad_request("output_format and output_config.format differ; remove one of them", "output_format")
@@ -217,4 +236,5 @@ def _output_config(
     if not isinstance(form, dict) or not isinstance(schema, dict) or form.get("type") != "json_schema":
         name = "output_config" if older is None else "output_format"
         raise bad_request(f"{name} has no schema; give a format of type json_schema with a schema", name)
+    check_fields(form, "output_format" if config is None else "output_config.format", ("type", "schema"))
     return effort, json_shape(schema)

@@ -17,6 +17,7 @@ from slipstream.frontend.request_state import GenerationRequestState
 from slipstream.frontend.request_stream import RequestStream
 from slipstream.frontend.results import Increment
 from slipstream.frontend.sample_state import SampleState
+from slipstream.params import SamplingParams
 from slipstream.parsers.events import ArgumentsDelta, ContentDelta, ParserEvent, ReasoningDelta, ToolCallStart
 from slipstream.parsers.harmony import HarmonyFormat
 from slipstream.parsers.output_parser import OutputParser, ToolCallFormat
@@ -24,6 +25,7 @@ from slipstream.parsers.reasoning import ReasoningFormat
 from slipstream.serve.http.chat.conversation import ChatConversation
 from slipstream.serve.http.chat.forced import forced_format, structured_outputs
 from slipstream.serve.http.chat.formats import ChatFormats
+from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.openai.generation import check_end, start, submits_for
 from slipstream.serve.http.openai.messages import message_chars
 from slipstream.serve.http.request import Request
@@ -94,7 +96,19 @@ class ChatRun:
         if shape is not params.structured_outputs:
             params = params.with_changes(structured_outputs=shape)
         name = conversation.model.description.name
-        return submits_for(self._request, name, [text], params, add_special_tokens=conversation.add_special_tokens)
+        prepared = submits_for(self._request, name, [text], params, add_special_tokens=conversation.add_special_tokens)
+        return prepared if conversation.max_context is None else [self._within_context(each) for each in prepared]
+
+    def _within_context(self, prepared: PreparedPrompt) -> PreparedPrompt:
+        """The prompt with an answer that ends at the limit of the context."""
+        (message, text), limit = prepared, self._conversation.max_context
+        assert limit is not None and isinstance(message.params, SamplingParams)
+        if (room := limit - len(message.prompt_token_ids)) < 1:
+            fact = f"the prompt has {limit - room} tokens, options.num_ctx is {limit} including the answer"
+            raise bad_request(f"{fact}; raise it, or shorten the prompt", "options", "context_length_exceeded")
+        wanted = message.params.max_tokens
+        params = message.params.with_changes(max_tokens=room if wanted is None else min(wanted, room))
+        return msgspec.structs.replace(message, params=params), text
 
     async def answers(self) -> list[ChatAnswer]:
         """The samples when all are finished. For a run that is no stream."""

@@ -25,6 +25,7 @@ class ChatConversation(msgspec.Struct, kw_only=True):
     messages: Sequence[Mapping[str, Any]]
     params: SamplingParams
     max_tokens: int | None = None  # of the request, if it has one: a prompt that leaves less room is refused
+    max_context: int | None = None  # limit of prompt and answer together, below the model's (Ollama's num_ctx)
     tools: Tools = Tools()
     include_reasoning: bool = True
     chat_template_kwargs: Mapping[str, Any] = {}

@@ -10,6 +10,7 @@ import msgspec
 
 from slipstream.errors import InvalidParams
 from slipstream.parsers.functions import Functions
+from slipstream.serve.http.chat.nested import check_fields
 from slipstream.serve.http.errors import bad_request
 from slipstream.structured_params import StructuredOutputsParams
 
@@ -99,8 +100,10 @@ def _check_choice(choice: str | dict[str, Any] | None, names: list[str]) -> tupl
         raise bad_request(f"tool_choice is {choice!r:.100}; {_CHOICES}", "tool_choice")
     function = choice.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
-    if choice.keys() - {"type", "function"} or not isinstance(name, str):
+    if not isinstance(function, Mapping) or not isinstance(name, str):
         raise bad_request(f"tool_choice is {choice!r:.200}; {_CHOICES}", "tool_choice")
+    check_fields(choice, "tool_choice", ("type", "function"))
+    check_fields(function, "tool_choice.function", ("name",))
     if name not in names:
         fact = f"tool_choice names {name!r:.100}"
         raise bad_request(f"{fact}, and tools has {', '.join(names) or 'no function'}", "tool_choice")

@@ -17,6 +17,7 @@ from slipstream.serve.http.chat.dialects import (
     think_variables,
     thinking_budget,
 )
+from slipstream.serve.http.chat.nested import check_fields
 from slipstream.serve.http.chat.tools import Tools
 from slipstream.serve.http.cohere.errors import COHERE_EVENTS, CohereErrorBody, as_cohere_error
 from slipstream.serve.http.cohere.types import (
@@ -94,10 +95,12 @@ def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
     if given is None:
         return None
     name, schema = "response_format", given.get("json_schema", given.get("schema"))
-    if given.get("type") not in ("text", "json_object") or given.keys() - {"type", "json_schema", "schema"}:
+    if given.get("type") not in ("text", "json_object"):
         raise bad_request(f"{name} is {given!r:.100}; give type text or json_object, and json_schema", name)
     if given["type"] == "text":
+        check_fields(given, name, ("type",))
         return None
+    check_fields(given, name, ("type", "json_schema", "schema"))
     if not isinstance(schema, dict | None):
         raise bad_request(f"{name}.json_schema is no object; give a JSON schema", name)
     return json_shape(schema)
@@ -106,25 +109,27 @@ def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
 def _thinking(served: ServedModel, given: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
     if given is None:
         return {}, {}
-    if given.get("type") not in ("enabled", "disabled") or given.keys() - {"type", "token_budget"}:
+    if given.get("type") not in ("enabled", "disabled"):
         raise bad_request(f"thinking is {given!r:.100}; give type enabled or disabled", "thinking")
+    check_fields(given, "thinking", ("type", "token_budget"))
     if given["type"] == "disabled" and given.get("token_budget") is not None:
         raise bad_request("thinking.token_budget needs type enabled, and it is disabled; remove one", "thinking")
     variables = think_variables(served, given["type"] == "enabled", "thinking")
     return variables, thinking_budget(given.get("token_budget"), "thinking")
 
 
-_MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_plan", "tool_call_id", "citations")
+_MESSAGE_FIELDS = {"assistant": ("role", "content", "tool_calls", "tool_plan"),
+                   "tool": ("role", "content", "tool_call_id")}  # fmt: skip
+_NEUTRAL = {"citations": ([],)}
 
 
 def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     messages = []
     for index, message in enumerate(given):
         name = f"messages[{index}]"
-        for field in message:
-            if field not in _MESSAGE_FIELDS:
-                raise bad_request(f"there is no field {name}.{field[:100]}; remove it", f"{name}.{field[:100]}")
         role = message.get("role")
+        known = _MESSAGE_FIELDS.get(role, ("role", "content")) if isinstance(role, str) else ("role", "content")
+        check_fields(message, name, known, _NEUTRAL)
         text, reasoning = _texts(message.get("content"), f"{name}.content")
         if role == "assistant":
             calls = _calls(message.get("tool_calls") or [], f"{name}.tool_calls")
@@ -139,6 +144,9 @@ def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str
     return messages
 
 
+_PART_FIELDS = ("text", "thinking", "document")  # each has its type as the name of its field
+
+
 def _texts(content: Any, name: str) -> tuple[str, str]:
     """The text and the reasoning of a message's content."""
     if content is None or isinstance(content, str):
@@ -147,27 +155,32 @@ def _texts(content: Any, name: str) -> tuple[str, str]:
         raise bad_request(f"{name} must be a text or a list of parts", name)
     texts, reasoning = [], ""
     for index, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind, path = part.get("type") if isinstance(part, dict) else None, f"{name}[{index}]"
+        if isinstance(kind, str) and kind in _PART_FIELDS:
+            check_fields(part, path, ("type", kind))
         if kind == "text" and isinstance(part.get("text"), str):
             texts.append(part["text"])
         elif kind == "thinking" and isinstance(part.get("thinking"), str):
             reasoning += part["thinking"]
         elif kind == "document" and isinstance(document := part.get("document"), dict):
+            check_fields(document, f"{path}.document", ("data", "id"))
             data = document.get("data")
             texts.append(data if isinstance(data, str) else json.dumps(data, ensure_ascii=False))
         else:
-            fact = f"{name}[{index}] is a part of type {kind!r:.50}, which is not supported here"
-            raise bad_request(f"{fact}; give text", f"{name}[{index}]", "unsupported_content")
+            fact = f"{path} is a part of type {kind!r:.50}, which is not supported here"
+            raise bad_request(f"{fact}; give text", path, "unsupported_content")
     return "\n".join(texts), reasoning
 
 
 def _calls(given: Any, name: str) -> list[tuple[str, str, str]]:
     shape = 'give [{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}]'
     found = []
-    for call in given if isinstance(given, list) else [None]:
+    for index, call in enumerate(given if isinstance(given, list) else [None]):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(call, dict) or not isinstance(function, dict):
             raise bad_request(f"{name} is no list of calls; {shape}", name)
+        check_fields(call, f"{name}[{index}]", ("id", "function"), {"type": ("function",)})
+        check_fields(function, f"{name}[{index}].function", ("name", "arguments"))
         values = call.get("id"), function.get("name"), function.get("arguments")
         if not all(isinstance(value, str) for value in values):
             raise bad_request(f"{name} has a call without id, name or arguments; {shape}", name)

@@ -15,10 +15,11 @@ from slipstream.serve.http.chat.blocks import AnswerBlocks, Block, BlockDelta, B
 from slipstream.serve.http.chat.chat_run import ChatRun, start_chat
 from slipstream.serve.http.chat.conversation import ChatConversation
 from slipstream.serve.http.chat.dialects import assistant_message, call_arguments, think_variables
+from slipstream.serve.http.chat.nested import check_fields
 from slipstream.serve.http.chat.tools import Tools
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.ollama.errors import OllamaErrorBody, as_ollama_error
-from slipstream.serve.http.ollama.options import REFUSED, OllamaFields, find_model, ollama_params
+from slipstream.serve.http.ollama.options import REFUSED, OllamaFields, find_model, num_ctx, ollama_params
 from slipstream.serve.http.ollama.plain import PlainConversation
 from slipstream.serve.http.openai.fields import Refused, given_fields, refuse
 from slipstream.serve.http.openai.messages import text_messages
@@ -103,6 +104,7 @@ async def create_chat(request: Request, body: OllamaChatRequest) -> Response | S
         messages=messages,
         params=params,
         max_tokens=limit,
+        max_context=num_ctx(body.options, served.description.max_model_len),
         tools=Tools.check(body.tools, None, None),
         chat_template_kwargs=think_variables(served, body.think, "think"),
     )
@@ -119,7 +121,8 @@ async def create_generate(request: Request, body: OllamaGenerateRequest) -> Resp
         return answer.loaded()
     system = [] if not body.system else [{"role": "system", "content": body.system}]
     template = None if served.tokenizer is None else served.tokenizer.chat_template()
-    how: dict[str, Any] = dict(model=served, params=params, max_tokens=limit)
+    context = num_ctx(body.options, served.description.max_model_len)
+    how: dict[str, Any] = dict(model=served, params=params, max_tokens=limit, max_context=context)
     if served.tokenizer is not None and (body.raw or template is None):  # without a tokenizer rendering raises
         for name in ("system", "think"):
             if getattr(body, name):
@@ -131,7 +134,8 @@ async def create_generate(request: Request, body: OllamaGenerateRequest) -> Resp
     return await answer.respond(ChatConversation(messages=messages, chat_template_kwargs=variables, **how))
 
 
-_MESSAGE_FIELDS = ("role", "content", "thinking", "images", "tool_calls", "tool_name", "tool_call_id")
+_MESSAGE_FIELDS = {"assistant": ("role", "content", "thinking", "tool_calls"),
+                   "tool": ("role", "content", "tool_name", "tool_call_id")}  # fmt: skip
 
 
 def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -139,44 +143,51 @@ def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str
     messages, num_calls, last_calls = [], 0, list[tuple[str, str]]()
     for index, message in enumerate(given):
         name = f"messages[{index}]"
+        role = message.get("role")
+        known = _MESSAGE_FIELDS.get(role, ("role", "content")) if isinstance(role, str) else ("role", "content")
+        # clients send empty fields with all messages
+        empty = {"tool_calls": ([],), "thinking": ("",), "tool_name": ("",), "tool_call_id": ("",), "images": ([],)}
+        check_fields(message, name, known, empty)
         for field, value in message.items():
-            if field not in _MESSAGE_FIELDS:
-                raise bad_request(f"there is no field {name}.{field[:100]}; remove it", f"{name}.{field[:100]}")
-            if field == "images" and value:
-                raise bad_request(f"{name}.images: models read text only; remove it", f"{name}.images")
             if field in ("content", "thinking", "tool_name") and not isinstance(value, str | None):
                 raise bad_request(f"{name}.{field} is no text; give a string", f"{name}.{field}")
         text = message.get("content") or ""
-        if message.get("role") == "assistant":
+        if role == "assistant":
             calls = []
-            for call in _calls(message.get("tool_calls") or [], name):
+            for id, called, arguments in _calls(message.get("tool_calls") or [], name):
                 num_calls += 1
-                calls.append((f"{num_calls:09d}", *call))  # 9 characters, which Mistral's templates demand
+                # 9 characters, which Mistral's templates demand
+                calls.append((id or f"{num_calls:09d}", called, arguments))
             last_calls = [(id, called) for id, called, _ in calls]
             messages.append(assistant_message(served, text, message.get("thinking") or "", calls))
-        elif message.get("role") == "tool":
-            wanted = message.get("tool_name")
-            found = next((call for call in last_calls if wanted in (None, call[1])), None)
+        elif role == "tool":
+            wanted, id = message.get("tool_name") or None, message.get("tool_call_id") or None
+            found = next((call for call in last_calls if wanted in (None, call[1]) and id in (None, call[0])), None)
             if found is not None:
                 last_calls.remove(found)
             own = {"role": "tool", "content": text, "name": wanted or (found[1] if found else None)}
-            messages.append(own | {"tool_call_id": message.get("tool_call_id") or (found[0] if found else None)})
+            messages.append(own | {"tool_call_id": id or (found[0] if found else None)})
         else:
-            messages.append({"role": message.get("role"), "content": text})
+            messages.append({"role": role, "content": text})
     return messages
 
 
-def _calls(given: Any, name: str) -> list[tuple[str, str]]:
-    """Names and arguments of calls."""
+def _calls(given: Any, name: str) -> list[tuple[str, str, str]]:
+    """Ids (empty where not given), names and arguments of calls."""
     shape = 'give [{"function": {"name": ..., "arguments": {...}}}]'
     found = []
-    for call in given if isinstance(given, list) else [None]:
+    for index, call in enumerate(given if isinstance(given, list) else [None]):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad_request(f"{name}.tool_calls is no list of calls; {shape}", f"{name}.tool_calls")
+        check_fields(call, f"{name}.tool_calls[{index}]", ("id", "function"), {"type": ("function",)})
+        # index is the place of a call in its answer, which is that in the list
+        check_fields(function, f"{name}.tool_calls[{index}].function", ("name", "arguments", "index"))
+        if not isinstance(id := call.get("id") or "", str):
+            raise bad_request(f"{name}.tool_calls[{index}].id is no text; give a string", f"{name}.tool_calls")
         if not isinstance(arguments := function.get("arguments") or {}, dict):
             raise bad_request(f"{name}.tool_calls has arguments that are no object; {shape}", f"{name}.tool_calls")
-        found.append((function["name"], json.dumps(arguments, ensure_ascii=False)))
+        found.append((id, function["name"], json.dumps(arguments, ensure_ascii=False)))
     return found
 
 

@@ -11,7 +11,7 @@ from slipstream.frontend.pooling.calls import encode
 from slipstream.pooling_params import PoolingParams
 from slipstream.serve.http.errors import bad_request
 from slipstream.serve.http.ollama.errors import OllamaErrorBody, as_ollama_error
-from slipstream.serve.http.ollama.options import check_keep_alive, check_options, find_model
+from slipstream.serve.http.ollama.options import check_keep_alive, check_options, find_model, num_ctx
 from slipstream.serve.http.pooling.fields import size_of
 from slipstream.serve.http.pooling.run import Chosen, numbers_of, run, usage_of
 from slipstream.serve.http.request import Request
@@ -24,7 +24,7 @@ class OllamaEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tru
     input: Annotated[str | list[str], msgspec.Meta(description="a text, or a list of texts")]
     truncate: Annotated[bool | None, msgspec.Meta(description="truncate long texts; default: true")] = None
     dimensions: Annotated[int | None, msgspec.Meta(description="truncate vectors to this size (Matryoshka)")] = None
-    options: Annotated[dict[str, Any] | None, msgspec.Meta(description="num_ctx, up to the model's context")] = None
+    options: Annotated[dict[str, Any] | None, msgspec.Meta(description="num_ctx: truncate to this many tokens")] = None
     keep_alive: Annotated[Any, msgspec.Meta(description="models stay loaded; 0 is refused")] = None
 
 
@@ -39,7 +39,7 @@ class OllamaEmbedResponse(msgspec.Struct):
 class OldEmbedRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     prompt: str
-    options: Annotated[dict[str, Any] | None, msgspec.Meta(description="num_ctx, up to the model's context")] = None
+    options: Annotated[dict[str, Any] | None, msgspec.Meta(description="num_ctx: truncate to this many tokens")] = None
     keep_alive: Annotated[Any, msgspec.Meta(description="models stay loaded; 0 is refused")] = None
 
 
@@ -72,15 +72,20 @@ async def _embed(
 ) -> list[Any]:
     check_keep_alive(body.keep_alive)
     served = find_model(request, body.model, "embed")
-    given = check_options(body.options, served)
+    given = check_options(body.options)
     if unused := given.keys() - {"num_ctx"}:
         raise bad_request(f"options.{min(unused)} is for generation; remove it", "options")
     assert served.pooling_inputs is not None, "a model that embeds"
     chosen = Chosen(served, served.pooling_inputs)
-    side = {"truncation_side": "right", "truncate_prompt_tokens": served.max_num_tokens}
+    limit = num_ctx(given, served.max_num_tokens)
+    side = {"truncation_side": "right", "truncate_prompt_tokens": limit or served.max_num_tokens}
     own |= side if truncates else {"truncation_side": "never"}
     pooling_call = encode(chosen.inputs, list(texts), PoolingParams(task="embed", **own), "embed")
     found, _ = await run(request, chosen, pooling_call, size_of(texts))
+    for index, one in enumerate(found):
+        if limit is not None and one.num_prompt_tokens > limit:
+            fact = f"text {index} has {one.num_prompt_tokens} tokens, options.num_ctx is {limit}"
+            raise bad_request(f"{fact}; raise it, or set truncate", "options", "context_length_exceeded")
     return found
 
 

@@ -62,7 +62,7 @@ _REFUSED_OPTIONS: dict[str, tuple[tuple[Any, ...], str]] = {
 }  # fmt: skip
 
 
-def check_options(options: dict[str, Any] | None, served: ServedModel) -> dict[str, Any]:
+def check_options(options: dict[str, Any] | None) -> dict[str, Any]:
     """Returns the options that are not null. Raises for those that are unknown or not supported."""
     given = {name: value for name, value in (options or {}).items() if value is not None}
     for name, value in given.items():
@@ -72,17 +72,21 @@ def check_options(options: dict[str, Any] | None, served: ServedModel) -> dict[s
                 raise bad_request(f"options.{name} is not supported: {hint}", "options", "unsupported_parameter")
         elif name not in _NAMES and name not in ("num_predict", "num_ctx"):
             raise bad_request(f"there is no option {name[:100]}; give {', '.join((*_NAMES, 'num_predict'))}", "options")
-    limit = served.description.max_model_len
-    if (wanted := given.get("num_ctx")) is not None and (type(wanted) is not int or not 0 < wanted <= limit):
-        fact = f"options.num_ctx is {wanted!r:.50}, and {served.description.name} has a context of {limit} tokens"
-        raise bad_request(f"{fact}; give at most that, or restart the server with --max-model-len", "options")
+    if (wanted := given.get("num_ctx")) is not None and (type(wanted) is not int or wanted < 1):
+        raise bad_request(f"options.num_ctx is {wanted!r:.50}; give a number of tokens", "options")
     return given
+
+
+def num_ctx(options: dict[str, Any] | None, most: int) -> int | None:
+    """The limit of tokens that `num_ctx` sets; None where it is no less than `most`, the limit of the model."""
+    wanted: int | None = (options or {}).get("num_ctx")
+    return None if wanted is None or wanted >= most else wanted
 
 
 def ollama_params(request: Request, served: ServedModel, body: OllamaFields) -> tuple[SamplingParams, int | None]:
     """Returns the parameters, and num_predict where it is a limit."""
     check_keep_alive(body.keep_alive)
-    given = check_options(body.options, served)
+    given = check_options(body.options)
     values = {ours: _checked(name, given[name]) for name, ours in _NAMES.items() if name in given}
     if type(values.get("seed")) is int:
         values["seed"] %= 2**64

@@ -7,15 +7,22 @@ from typing import Any
 
 from slipstream.frontend.served import ServedModel
 from slipstream.serve.http.chat.dialects import assistant_message
+from slipstream.serve.http.chat.nested import check_fields
 from slipstream.serve.http.errors import bad_request
 from slipstream.text.chat import known_roles
 
-_FIELDS = {
-    "message": ("role", "content", "id", "status", "phase"),
-    "function_call": ("call_id", "name", "arguments", "id", "status", "namespace", "caller", "async"),
-    "function_call_output": ("call_id", "output", "id", "status", "caller"),
+_FIELDS = {  # id and status are labels of an item
+    "message": ("role", "content", "id", "status"),
+    "function_call": ("call_id", "name", "arguments", "id", "status"),
+    "function_call_output": ("call_id", "output", "id", "status"),
     "reasoning": ("summary", "content", "id", "status"),
 }
+_NEUTRAL = {"caller": ({"type": "direct"},), "async": (False,)}
+_PART_FIELDS = {
+    "input_text": ("text",), "output_text": ("text",), "text": ("text",), "refusal": ("refusal",),
+    "reasoning_text": ("text",), "summary_text": ("text",),
+}  # fmt: skip
+_NEUTRAL_PART = {"annotations": ([],), "logprobs": ([],)}
 
 
 def input_messages(served: ServedModel, given: str | Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:
@@ -28,7 +35,9 @@ def input_messages(served: ServedModel, given: str | Sequence[dict[str, Any]], n
         where = f"{name}[{index}]"
         kind = _kind(item, where)
         if kind == "reasoning":
-            answer.reasoning += _texts(item.get("content") or [], f"{where}.content", ("reasoning_text",))
+            content = _texts(item.get("content") or [], f"{where}.content", ("reasoning_text",))
+            summary = _texts(item.get("summary") or [], f"{where}.summary", ("summary_text",))
+            answer.reasoning += content or summary
             continue
         if kind == "function_call":
             call = (_string(item, field, where) for field in ("call_id", "name", "arguments"))
@@ -82,9 +91,7 @@ def _kind(item: dict[str, Any], where: str) -> str:
         name = f"{where}.encrypted_content"
         fact = f"{name} is not supported: only the server that wrote it can read it"
         raise bad_request(f"{fact}; give the reasoning as content", name, "unsupported_parameter")
-    for field, value in item.items():
-        if value is not None and field not in ("type", *_FIELDS[kind]):
-            raise bad_request(f"there is no field {where}.{field[:100]}; remove it", f"{where}.{field[:100]}")
+    check_fields(item, where, ("type", *_FIELDS[kind]), _NEUTRAL)
     return kind
 
 
@@ -110,6 +117,7 @@ def _texts(content: Any, where: str, kinds: tuple[str, ...]) -> str:
         if kind not in kinds or not isinstance(text, str):
             fact = f"{where}[{index}] is a part of type {kind!r:.50}, which is not supported here"
             raise bad_request(f"{fact}; give {kinds[0]}", f"{where}[{index}]", "unsupported_content")
+        check_fields(part, f"{where}[{index}]", ("type", *_PART_FIELDS[kind]), _NEUTRAL_PART)
         texts.append(text)
     return "".join(texts)
 

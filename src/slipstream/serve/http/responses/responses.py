@@ -14,6 +14,7 @@ from slipstream.serve.http.chat.blocks import AnswerBlocks, Block, blocks_of
 from slipstream.serve.http.chat.chat_run import ChatRun, start_chat
 from slipstream.serve.http.chat.conversation import ChatConversation
 from slipstream.serve.http.chat.dialects import assistant_message, chat_params, think_variables
+from slipstream.serve.http.chat.nested import check_fields
 from slipstream.serve.http.chat.tools import Tools
 from slipstream.serve.http.errors import HTTPException, bad_request
 from slipstream.serve.http.openai.fields import given_fields, refuse
@@ -199,8 +200,7 @@ def _text_format(given: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str
     """Returns the format as given, and as `response_format` of the chat API."""
     given = {name: value for name, value in (given or {}).items() if value is not None}
     shape = given.get("format", {"type": "text"})
-    if given.keys() - {"format", "verbosity"} or given.get("verbosity") not in (None, "medium"):
-        raise bad_request("text takes format, and the verbosity medium; remove the rest", "text")
+    check_fields(given, "text", ("format",), {"verbosity": ("medium",)})
     if not isinstance(shape, dict) or shape.get("type") not in ("text", "json_object", "json_schema"):
         raise bad_request("text.format has another type than text, json_object or json_schema; give one", "text")
     if shape["type"] == "json_schema":
@@ -211,6 +211,7 @@ def _text_format(given: dict[str, Any] | None) -> tuple[dict[str, Any], dict[str
 
 
 _TOOL_FIELDS = ("type", "name", "description", "parameters", "strict")
+_NEUTRAL_TOOL = {"defer_loading": (False,), "allowed_callers": (["direct"],)}
 
 
 def _tools(request: Request, body: ResponsesRequest) -> Tools:
@@ -221,14 +222,13 @@ def _tools(request: Request, body: ResponsesRequest) -> Tools:
         if (kind := tool.get("type")) != "function":
             fact = f"{name} is of type {kind!r:.50}, and the server runs no tools"
             raise bad_request(f"{fact}; give functions", f"{name}.type")
-        for field, value in tool.items():
-            if field not in _TOOL_FIELDS and value not in (None, False, [], ["direct"]):
-                raise bad_request(f"there is no field {name}.{field[:100]}; remove it", f"{name}.{field[:100]}")
+        check_fields(tool, name, _TOOL_FIELDS, _NEUTRAL_TOOL)
         function = {field: tool[field] for field in _TOOL_FIELDS[1:] if tool.get(field) is not None}
         tools.append({"type": "function", "function": function})
     choice: Any = body.tool_choice
     if isinstance(choice, dict):
-        if choice.get("type") != "function" or choice.keys() - {"type", "name"}:
+        check_fields(choice, "tool_choice", ("type", "name"))
+        if choice.get("type") != "function":
             fact = f"tool_choice is {choice!r:.100}"
             hint = 'give auto, none, required or {"type": "function", "name": ...}'
             raise bad_request(f"{fact}; {hint}", "tool_choice")
@@ -237,12 +237,11 @@ def _tools(request: Request, body: ResponsesRequest) -> Tools:
 
 
 def _reasoning(served: ServedModel, given: dict[str, Any] | None) -> dict[str, Any]:
-    given = {name: value for name, value in (given or {}).items() if value is not None}
-    summaries = (given.pop("summary", None), given.pop("generate_summary", None))
-    effort = given.pop("effort", None)
-    if given or not isinstance(effort, str | None) or any(each not in (None, "auto") for each in summaries):
-        fact = "reasoning takes effort, and summary auto (reasoning is returned whole, not summarised)"
-        raise bad_request(f"{fact}; remove the rest", "reasoning")
+    given = given or {}
+    # auto: reasoning is returned whole, not summarised
+    check_fields(given, "reasoning", ("effort",), {"summary": ("auto",), "generate_summary": ("auto",)})
+    if not isinstance(effort := given.get("effort"), str | None):
+        raise bad_request(f"reasoning.effort is {effort!r:.50}; give a string", "reasoning")
     return think_variables(served, effort, "reasoning")
 
 

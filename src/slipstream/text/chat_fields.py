@@ -131,7 +131,7 @@ def _checked_call(call: Any, name: str) -> Mapping[str, Any]:
     inner = call.get("function", call)
     if not isinstance(inner.get("name"), str):
         raise InvalidPrompt(f"{name} has no function name; {shape}", param=f"{name}.function.name")
-    if inner is call:
+    if "function" not in call:
         _check_fields(call, name, (*_CALL_FIELDS, "name", "arguments"))
     else:
         _check_fields(call, name, _CALL_FIELDS)

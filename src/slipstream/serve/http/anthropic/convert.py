@@ -124,7 +124,7 @@ _FIELDS = {
     "tool_use": ("id", "name", "input"),
     "tool_result": ("tool_use_id", "content", "is_error"),
 }
-_NEUTRAL = {"citations": ([],), "caller": ({"type": "direct"},)}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"citations": ([],), "caller": ({"type": "direct"},)}
 
 
 def _kind(block: Any, path: str, known: tuple[str, ...]) -> str:

@@ -120,7 +120,7 @@ def _thinking(served: ServedModel, given: dict[str, Any] | None) -> tuple[dict[s
 
 _MESSAGE_FIELDS = {"assistant": ("role", "content", "tool_calls", "tool_plan"),
                    "tool": ("role", "content", "tool_call_id")}  # fmt: skip
-_NEUTRAL = {"citations": ([],)}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"citations": ([],)}
 
 
 def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str, Any]]:

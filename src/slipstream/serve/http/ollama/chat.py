@@ -161,12 +161,12 @@ def _messages(served: ServedModel, given: list[dict[str, Any]]) -> list[dict[str
             last_calls = [(id, called) for id, called, _ in calls]
             messages.append(assistant_message(served, text, message.get("thinking") or "", calls))
         elif role == "tool":
-            wanted, id = message.get("tool_name") or None, message.get("tool_call_id") or None
-            found = next((call for call in last_calls if wanted in (None, call[1]) and id in (None, call[0])), None)
+            wanted, own_id = message.get("tool_name") or None, message.get("tool_call_id") or None
+            found = next((call for call in last_calls if wanted in (None, call[1]) and own_id in (None, call[0])), None)
             if found is not None:
                 last_calls.remove(found)
             own = {"role": "tool", "content": text, "name": wanted or (found[1] if found else None)}
-            messages.append(own | {"tool_call_id": id or (found[0] if found else None)})
+            messages.append(own | {"tool_call_id": own_id or (found[0] if found else None)})
         else:
             messages.append({"role": role, "content": text})
     return messages

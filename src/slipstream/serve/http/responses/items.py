@@ -17,12 +17,12 @@ _FIELDS = {  # id and status are labels of an item
     "function_call_output": ("call_id", "output", "id", "status"),
     "reasoning": ("summary", "content", "id", "status"),
 }
-_NEUTRAL = {"caller": ({"type": "direct"},), "async": (False,)}
+_NEUTRAL: dict[str, tuple[Any, ...]] = {"caller": ({"type": "direct"},), "async": (False,)}
 _PART_FIELDS = {
     "input_text": ("text",), "output_text": ("text",), "text": ("text",), "refusal": ("refusal",),
     "reasoning_text": ("text",), "summary_text": ("text",),
 }  # fmt: skip
-_NEUTRAL_PART = {"annotations": ([],), "logprobs": ([],)}
+_NEUTRAL_PART: dict[str, tuple[Any, ...]] = {"annotations": ([],), "logprobs": ([],)}
 
 
 def input_messages(served: ServedModel, given: str | Sequence[dict[str, Any]], name: str) -> list[dict[str, Any]]:

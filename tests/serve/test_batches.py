@@ -262,7 +262,9 @@ def test_a_field_of_an_upload_that_cannot_be_is_refused_by_name(folder, tmp_path
 
 def test_limits_of_the_store(folder, tmp_path):
     async def main():
-        async with batch_server(folder, tmp_path, runs=False, max_store_bytes=1000, max_file_bytes=1200) as door:
+        async with batch_server(
+            folder, tmp_path, runs=False, api_key=["mine"], max_store_bytes=1000, max_file_bytes=1200
+        ) as door:
             assert (await upload(door, "x" * 1200)).status == 413
             later = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
             first = await upload(door, "x" * 500, **later)
@@ -275,11 +277,26 @@ def test_limits_of_the_store(folder, tmp_path):
     asyncio.run(main())
 
 
+def test_each_api_key_has_an_equal_share_of_the_store(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "_MAX_ROWS", 6)
+
+    async def main():
+        async with batch_server(folder, tmp_path, runs=False, max_store_bytes=1000) as door:
+            assert (await upload(door, "x" * 400)).status == 200
+            refused = await upload(door, "x" * 101)
+            assert refused.status == 400 and "500 bytes for each of 2 API keys" in refused.error
+            assert (await upload(door, "x" * 500, OTHER)).status == 200
+            assert [(await upload(door, "x")).status for _ in range(3)] == [200, 200, 400]
+            assert (await upload(door, "x", OTHER)).status == 400  # its bytes are used
+
+    asyncio.run(main())
+
+
 def test_a_store_that_fills_while_a_batch_runs_fails_the_batch(folder, tmp_path):
     async def main():
         lines = [line(f"{place}") for place in range(4)]
         size = len("\n".join(map(json.dumps, lines)))
-        async with batch_server(folder, tmp_path, max_store_bytes=size + 900) as door:
+        async with batch_server(folder, tmp_path, api_key=["mine"], max_store_bytes=size + 900) as door:
             done = await until(door, await create(door, lines), "failed")
             assert done["errors"]["data"][0]["code"] == "store_full" and 0 < done["request_counts"]["completed"] < 4
             assert len(await content(door, done["output_file_id"])) == done["request_counts"]["completed"]

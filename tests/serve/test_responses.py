@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
@@ -10,6 +11,7 @@ from serve.asgi import at_door
 from serve.dialects import CALL, THOUGHT, with_server
 from serve.samples import MESSAGES
 from slipstream.serve.http.direct import call_route
+from slipstream.frontend import offload
 from slipstream.serve.http.responses.store import ResponseStore, StoredResponse
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}
@@ -161,23 +163,67 @@ def test_the_input_has_pages_and_no_parameter_is_ignored(folder):
     at_door(folder, scenario)
 
 
-def test_the_store_is_bounded():
-    def response(size):
-        return StoredResponse("me", b"x" * size, b"", b"")
+def stored(size, owner="me"):
+    return StoredResponse(owner, b"x" * size, b"", b"")
 
+
+def test_the_store_is_bounded():
     store = ResponseStore(3, 1000)
     for place in range(4):
-        store.add(f"{place}", response(100))
+        store.add(f"{place}", stored(100))
     assert len(store) == 3 and store.find("me", "0") is None
     assert store.find("me", "1") is not None  # used last now
-    store.add("large", response(700))
+    store.add("large", stored(700))
     assert store.find("me", "1") is not None and store.find("me", "2") is None
     assert store.find("other", "1") is None and not store.delete("other", "1")
-    store.add("too large", response(2000))
-    assert len(store) == 0 and store.num_bytes == 0
+    store.add("too large", stored(2000))
+    assert store.find("me", "too large") is None and store.num_bytes == 900
+    assert store.delete("me", "1") and store.find("me", "1") is None
     none = ResponseStore(0, 1000)
-    none.add("a", response(1))
+    none.add("a", stored(1))
     assert len(none) == 0
+
+
+@pytest.mark.parametrize(("max_count", "max_bytes"), [(4, 10**6), (100, 400)])
+def test_one_caller_cannot_drop_the_responses_of_others(max_count, max_bytes):
+    store = ResponseStore(max_count, max_bytes)
+    store.add("theirs", stored(100, "other"))
+    for place in range(20):
+        store.add(f"{place}", stored(100))
+    assert len(store) == 4 and store.find("other", "theirs") is not None
+    assert [store.find("me", f"{place}") is not None for place in range(16, 20)] == [False, True, True, True]
+
+
+def test_front_ends_share_a_store(tmp_path):
+    one, other = (ResponseStore(10, 1000, tmp_path / "responses.sqlite") for _ in range(2))
+    one.add("a", stored(100))
+    assert other.find("me", "a") == one.find("me", "a") == stored(100)
+    assert other.delete("me", "a") and one.find("me", "a") is None
+    one.close()
+    other.close()
+
+
+def test_long_reasoning_is_counted_outside_the_event_loop(folder, monkeypatch):
+    threads = []
+    monkeypatch.setattr(offload, "LONG", 100)
+
+    async def scenario(door, url):
+        served = door.state.engine.models["tiny"]
+        encode = type(served.tokenizer).encode
+
+        def noting(self, text, **how):
+            if "late" in text:
+                threads.append((len(text), threading.current_thread() is threading.main_thread()))
+            return encode(self, text, **how)
+
+        monkeypatch.setattr(type(served.tokenizer), "encode", noting)
+        for stream in (False, True):
+            door.core.texts = ["<think>" + "late " * 40 + "</think>Yes."]
+            answer = await door.post("/v1/responses", {"model": "tiny", "input": "Hello", "stream": stream})
+            assert answer.status == 200 and b'"reasoning_tokens":199' in answer.body
+
+    with_server(folder, scenario, reasoning_parser="qwen3")
+    assert threads == [(199, False)] * 2
 
 
 @pytest.mark.parametrize(

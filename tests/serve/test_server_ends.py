@@ -189,6 +189,12 @@ def test_several_front_ends_share_a_port_and_end_together(folder):
     streams = [Stream(server, ENDLESS | {"max_tokens": 50}) for _ in range(8)]
     for stream in streams:
         assert stream.end()[-1] == "[DONE]"
+    before = None  # new connections: a conversation goes on at either front end
+    for _ in range(8):
+        body = {"input": "a", "max_output_tokens": 1, "previous_response_id": before}
+        status, answer = server.call("POST", "/v1/responses", body)
+        assert status == 200, answer
+        before = answer["id"]
     assert server.stop() == 0, server.lines[-5:]
 
 

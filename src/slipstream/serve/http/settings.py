@@ -89,14 +89,16 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
         float, _doc("seconds for a request body to arrive, plus one second per 16 KiB received")
     ] = 30.0
     max_stored_responses: Annotated[
-        int, _doc("responses of /v1/responses that a front end keeps in memory, the last used; 0: none")
+        int, _doc("responses of /v1/responses that the server keeps in memory, the last used; 0: none")
     ] = 1024
     max_stored_response_bytes: Annotated[int, _doc("maximum bytes of all of them")] = 2**26
     batch_dir: Annotated[
         str | None, _doc("folder of the store of /v1/files and /v1/batches, created if needed; none: both are disabled")
     ] = None
     max_file_bytes: Annotated[int, _doc("maximum bytes of an upload to /v1/files")] = 2**27
-    max_store_bytes: Annotated[int, _doc("maximum bytes of all stored files and batch results")] = 2**32
+    max_store_bytes: Annotated[
+        int, _doc("maximum bytes of all stored files and batch results; with several API keys each has an equal share")
+    ] = 2**32
     max_header_bytes: Annotated[int, _doc("maximum bytes of request line and headers")] = 2**16
     max_answer_bytes: Annotated[int, _doc("maximum bytes of numbers in one answer, before JSON encoding")] = 2**27
     max_inputs: Annotated[int, _doc("maximum prompts per request")] = 1024

@@ -6,6 +6,7 @@ import itertools
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from slipstream.frontend.async_engine import AsyncEngine
@@ -27,7 +28,10 @@ _MAX_CHARS = 2**27  # characters of all texts that are being tokenised or wait f
 
 
 class State:
-    def __init__(self, settings: ServerSettings, engine: AsyncEngine, board: Board | None = None) -> None:
+    def __init__(
+        self, settings: ServerSettings, engine: AsyncEngine, board: Board | None = None, responses: Path | None = None
+    ) -> None:
+        """`responses`: the store that front ends share."""
         self.settings = settings
         self.engine = engine
         engine.stream_interval = settings.stream_interval
@@ -36,7 +40,7 @@ class State:
         self.counters = Counters()
         self.bodies = Bodies(settings, self.counters)
         self.batches: BatchService | None = None  # set by the worker, where the server has a store
-        self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes)
+        self.responses = ResponseStore(settings.max_stored_responses, settings.max_stored_response_bytes, responses)
         self.started = int(time.time())
         self.draining = False
         self.stalled: str | None = None  # set by the watchdog

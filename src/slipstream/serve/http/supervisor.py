@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections import deque
 
@@ -71,6 +72,8 @@ class Supervisor:
         self.cause: str | None = None  # of a failure
         self._board = Board.create(settings.workers)
         self._own_board = Board(self._board, settings.workers, settings.workers)
+        shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # conversations are not written to a disk
+        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-", dir=shared)
         self._num_restarts = 0
         self._num_signals = 0
         self._core_is_lost = False
@@ -96,6 +99,7 @@ class Supervisor:
         finally:
             self.core.close()
             os.close(self._board)
+            self._folder.cleanup()
 
     @property
     def _is_ending(self) -> bool:
@@ -143,7 +147,8 @@ class Supervisor:
     def _start(self, front_end: _FrontEnd, listener: socket.socket, sock: socket.socket) -> None:
         with listener, sock:
             fds = [listener.fileno(), sock.fileno(), self._board]
-            command = [sys.executable, "-m", "slipstream.serve.http.worker_main", *map(str, fds), str(front_end.number)]
+            given = [*map(str, fds), str(front_end.number), f"{self._folder.name}/responses.sqlite"]
+            command = [sys.executable, "-m", "slipstream.serve.http.worker_main", *given]
             worker = subprocess.Popen(
                 command, stdin=subprocess.PIPE, pass_fds=fds, start_new_session=True, env=child_environment()
             )

@@ -10,6 +10,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import uvicorn
@@ -43,25 +44,31 @@ class WorkerEnd(NamedTuple):
 
 
 def run_worker(
-    settings: ServerSettings, listener: socket.socket, core: socket.socket, board: Board | None = None
+    settings: ServerSettings,
+    listener: socket.socket,
+    core: socket.socket,
+    board: Board | None = None,
+    responses: Path | None = None,
 ) -> WorkerEnd | None:
-    """Serves until a signal ends it; returns None then. With a `board` it is one of several under a supervisor."""
+    """Serves until a signal ends it; returns None then. With a `board` it is one of several under a supervisor, which
+    share the store `responses`."""
     bound_heap()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_Worker(settings, board).run(listener, core))
+        return runner.run(_Worker(settings, board, responses).run(listener, core))
 
 
 class _Worker:
-    def __init__(self, settings: ServerSettings, board: Board | None) -> None:
+    def __init__(self, settings: ServerSettings, board: Board | None, responses: Path | None) -> None:
         self.settings = settings
         self.board = board
+        self.responses = responses
         self.drain: asyncio.Task[None] | None = None
         self.runner: BatchRunner | None = None
 
     async def run(self, listener: socket.socket, core: socket.socket) -> WorkerEnd | None:
         client = await SocketClient.connect(core)
         engine = AsyncEngine(client=client)
-        self.state = State(self.settings, engine, self.board)
+        self.state = State(self.settings, engine, self.board, self.responses)
         plain = App(self.state, all_routes())
         if self.settings.batch_dir is not None:
             self.state.batches = BatchService(self.settings)
@@ -102,6 +109,7 @@ class _Worker:
         await engine.close()
         if self.state.batches is not None:
             self.state.batches.close()
+        self.state.responses.close()
         if self.state.traces is not None:
             await asyncio.to_thread(self.state.traces.close)
         return None if failure is None else WorkerEnd(client.cause or str(failure), by_core)

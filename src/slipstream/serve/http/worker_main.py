@@ -1,6 +1,7 @@
-"""`python -m slipstream.serve.http.worker_main LISTENER CORE [BOARD PLACE]`: one of several front ends.
+"""`python -m slipstream.serve.http.worker_main LISTENER CORE [BOARD PLACE RESPONSES]`: one of several front ends.
 
-Standard input has the ServerSettings as JSON. BOARD is shared memory for the counters of all front ends.
+Standard input has the ServerSettings as JSON. BOARD is shared memory for the counters of all front ends, RESPONSES the
+database of stored responses.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+from pathlib import Path
 
 import msgspec
 
@@ -27,7 +29,8 @@ def main(argv: list[str]) -> int:
     set_up_log(settings.log_level, settings.log_format)
     listener, core = (socket.socket(fileno=int(fd)) for fd in argv[:2])
     board = Board(int(argv[2]), int(argv[3]), settings.workers) if len(argv) > 2 else None
-    end = run_worker(settings, listener, core, board)
+    responses = Path(argv[4]) if len(argv) > 4 else None
+    end = run_worker(settings, listener, core, board, responses)
     if end is None:
         return 0
     status.error("a front end ended: %s", end.cause)

@@ -19,7 +19,7 @@ T = TypeVar("T")
 class BatchService:
     def __init__(self, settings: ServerSettings) -> None:
         assert settings.batch_dir is not None
-        self.store = BatchStore(settings.batch_dir, settings.max_store_bytes)
+        self.store = BatchStore(settings.batch_dir, settings.max_store_bytes, max(1, len(settings.api_key)))
         self.changed = asyncio.Event()  # a batch was created or cancelled
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="slipstream-batches")
         self._max_held = settings.max_bodies_bytes

@@ -1,4 +1,4 @@
-"""BatchStore: files and batches in an SQLite database, bounded in bytes and in number.
+"""BatchStore: files and batches in an SQLite database, bounded in bytes and in number, with an equal share per owner.
 
 Every change is one transaction, so that a server that was killed continues with the last finished one. Several front
 ends may have the database open. The database has no API keys: an owner is a keyed hash of one.
@@ -44,9 +44,11 @@ class StoreFull(UserError):
 class BatchStore:
     """All methods block, and are called by one thread at a time."""
 
-    def __init__(self, folder: str, max_bytes: int) -> None:
+    def __init__(self, folder: str, max_bytes: int, num_owners: int = 1) -> None:
+        """`num_owners`: API keys, each of which has an equal share of the limits."""
         self.folder = Path(folder)
         self.max_bytes = max_bytes
+        self.num_owners = num_owners
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             with open(self.folder / "open.lock", "wb") as lock:
@@ -79,7 +81,7 @@ class BatchStore:
     def add_file(self, owner: str, filename: str, purpose: str, data: bytes, seconds: int) -> FileObject:
         """Stores a file for this many seconds. Raises StoreFull."""
         with self._change():
-            self._check_room(len(data))
+            self._check_room(owner, len(data))
             return self._insert_file(owner, filename, purpose, data, seconds)
 
     def file(self, owner: str, id: str) -> FileObject | None:
@@ -109,7 +111,7 @@ class BatchStore:
     def add_batch(self, owner: str, batch: BatchObject) -> None:
         """Raises StoreFull."""
         with self._change():
-            self._check_room(0)
+            self._check_room(owner, 0)
             row = (batch.id, owner, 1, batch.created_at + KEEP_SECONDS, 0, msgspec.json.encode(batch))
             self._db.execute(
                 "INSERT INTO batches (id, owner, open, expires, result_bytes, state) VALUES (?, ?, ?, ?, ?, ?)", row
@@ -140,7 +142,7 @@ class BatchStore:
     def add_result(self, owner: str, id: str, line_index: int, line: bytes, ok: bool) -> None:
         """Stores the result of a line; a second one of the same line is dropped. Raises StoreFull."""
         with self._change():
-            self._check_room(len(line), rows=False)
+            self._check_room(owner, len(line), rows=False)
             self._check_results(id, len(line))
             entry = (id, line_index, ok, line)
             if self._db.execute("INSERT OR IGNORE INTO results VALUES (?, ?, ?, ?)", entry).rowcount:
@@ -210,15 +212,19 @@ class BatchStore:
         rows = self._db.execute(f"{query} ORDER BY number {order} LIMIT {limit}", values)
         return (row for (row,) in rows.fetchall())
 
-    def _check_room(self, num_bytes: int, *, rows: bool = True) -> None:
-        count = "(SELECT COUNT(*) FROM files), (SELECT COUNT(*) FROM batches)"
-        total = "(SELECT TOTAL(size) FROM files) + (SELECT TOTAL(result_bytes) FROM batches)"
-        num_files, num_batches, used = self._db.execute(f"SELECT {count}, {total}").fetchone()
-        if used + num_bytes > self.max_bytes:
-            fact = f"the store has {int(used)} bytes, and {num_bytes} more exceed its limit of {self.max_bytes}"
+    def _check_room(self, owner: str, num_bytes: int, *, rows: bool = True) -> None:
+        """Raises where the owner's share has no room for this many bytes and, with `rows`, for a file or batch."""
+        mine = "WHERE owner = ?1"
+        count = f"(SELECT COUNT(*) FROM files {mine}), (SELECT COUNT(*) FROM batches {mine})"
+        total = f"(SELECT TOTAL(size) FROM files {mine}) + (SELECT TOTAL(result_bytes) FROM batches {mine})"
+        num_files, num_batches, used = self._db.execute(f"SELECT {count}, {total}", (owner,)).fetchone()
+        share, max_rows = self.max_bytes // self.num_owners, max(1, _MAX_ROWS // self.num_owners)
+        each = f" for each of {self.num_owners} API keys" if self.num_owners > 1 else ""
+        if used + num_bytes > share:
+            fact = f"the store has {int(used)} bytes, and {num_bytes} more exceed the limit of {share} bytes{each}"
             raise StoreFull(f"{fact}; delete files, or raise --max-store-bytes")
-        if rows and max(num_files, num_batches) >= _MAX_ROWS:
-            fact = f"the store has {num_files} files and {num_batches} batches, the limit is {_MAX_ROWS} each"
+        if rows and max(num_files, num_batches) >= max_rows:
+            fact = f"the store has {num_files} files and {num_batches} batches, the limit is {max_rows} each{each}"
             raise StoreFull(f"{fact}; delete files, or wait until batches expire")
 
     def _check_results(self, id: str, num_bytes: int) -> None:

@@ -1,14 +1,16 @@
-"""OpenAI's /v1/responses, with conversations in memory."""
+"""OpenAI's /v1/responses, with conversations that the server keeps."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import msgspec
 
+from slipstream.frontend.offload import off_loop
 from slipstream.frontend.served import ServedModel
 from slipstream.serve.http.chat.blocks import AnswerBlocks, Block, blocks_of
 from slipstream.serve.http.chat.chat_run import ChatRun, start_chat
@@ -43,7 +45,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response 
         return StreamingResponse(job.events(run), RESPONSE_EVENTS)
     with run:
         (answer,) = await run.answers()
-        return json_response(job.finish(run, blocks_of(answer), answer.finish_reason))
+        return json_response(await job.finish(run, blocks_of(answer), answer.finish_reason))
 
 
 class _Job:
@@ -74,7 +76,7 @@ class _Job:
             return []
         found = self.request.state.responses.find(_owner(self.request), id)
         if found is None:
-            error = _not_found(self.request, id)
+            error = _not_found(id)
             error.param = "previous_response_id"
             raise error
         messages: list[dict[str, Any]] = msgspec.json.decode(found.messages)
@@ -112,18 +114,18 @@ class _Job:
                     chunks += [events.of_block(each) for each in blocks.feed(part.events)]
                     if part.finish_reason is not None:
                         chunks += [events.of_block(each, _status(part.finish_reason)) for each in blocks.end()]
-                        whole = self.finish(run, blocks.all, part.finish_reason)
+                        whole = await self.finish(run, blocks.all, part.finish_reason)
                         chunks.append(events.event(f"response.{whole.status}", response=whole))
                 if chunks:
                     yield b"".join(chunks)
 
-    def finish(self, run: ChatRun, blocks: list[Block], reason: str | None) -> ResponsesObject:
+    async def finish(self, run: ChatRun, blocks: list[Block], reason: str | None) -> ResponsesObject:
         """Returns the response, and stores it."""
         status = _status(reason)
         response = self.response(status, blocks)
         if status == "incomplete":
             response.incomplete_details = {"reason": "max_output_tokens" if reason == "length" else str(reason)}
-        response.usage = self.usage(run, blocks)
+        response.usage = await self.usage(run, blocks)
         if self.stores:
             texts = {kind: "".join(block.text for block in blocks if block.kind == kind) for kind in _TEXTS}
             calls = [(block.id, block.name, block.text or "{}") for block in blocks if block.kind == "call"]
@@ -135,12 +137,14 @@ class _Job:
             self.request.state.responses.add(self.id, stored)
         return response
 
-    def usage(self, run: ChatRun, blocks: list[Block]) -> ResponsesUsage:
+    async def usage(self, run: ChatRun, blocks: list[Block]) -> ResponsesUsage:
         state = run.state
         num_prompt, num_output = len(state.message.prompt_token_ids), state.num_tokens
         thought = "".join(block.text for block in blocks if block.kind == "reasoning")
-        tokenizer = self.served.tokenizer
-        num_thought = len(tokenizer.encode(thought, add_special_tokens=False)) if thought and tokenizer else 0
+        tokenizer, num_thought = self.served.tokenizer, 0
+        if thought and tokenizer is not None:
+            ids = await off_loop(len(thought), partial(tokenizer.encode, thought, add_special_tokens=False))
+            num_thought = len(ids)
         details = {"reasoning_tokens": min(num_thought, num_output)}
         cached = {"cached_tokens": state.num_cached}
         return ResponsesUsage(num_prompt, cached, num_output, details, num_prompt + num_output)
@@ -271,14 +275,14 @@ async def list_input_items(request: Request, body: None) -> Response:
 async def delete_response(request: Request, body: None) -> Response:
     id = request.path_params["response"]
     if not request.state.responses.delete(_owner(request), id):
-        raise _not_found(request, id)
+        raise _not_found(id)
     return json_response(ResponsesDeleted(id))
 
 
 def _stored(request: Request) -> StoredResponse:
     id = request.path_params["response"]
     if (found := request.state.responses.find(_owner(request), id)) is None:
-        raise _not_found(request, id)
+        raise _not_found(id)
     return found
 
 
@@ -286,10 +290,8 @@ def _owner(request: Request) -> str:
     return request.state.keys.owner(request.headers)
 
 
-def _not_found(request: Request, id: str) -> HTTPException:
+def _not_found(id: str) -> HTTPException:
     fact = f"there is no response {id[:100]}: the server keeps the last ones in memory"
-    if request.state.settings.workers > 1:
-        fact += ", each front end its own (--workers)"
     return HTTPException(404, f"{fact}; send the whole conversation", param="response_id", code="response_not_found")
 
 

@@ -14,6 +14,7 @@ from slipstream.engine.build import foresee
 from slipstream.errors import InvalidOption
 from slipstream.runner.batch.input_batch import Size
 from tiny import write_tiny
+from tiny_encoder import write_tiny_encoder
 
 # every sampling feature, in batches of one request for each prompt
 BATCHES = {
@@ -131,4 +132,4 @@ def test_models_without_drafts_are_refused_by_name(tmp_path):
     with pytest.raises(InvalidOption, match="recurrent states; remove speculative_config"):
         foresee(make_options(model=str(write_tiny(tmp_path / "hybrid", "qwen3_5")), **options))
     with pytest.raises(InvalidOption, match="it generates no text"):
-        foresee(make_options(task="embed", **options))
+        foresee(make_options(model=str(write_tiny_encoder(tmp_path / "encoder")), task="embed", **options))

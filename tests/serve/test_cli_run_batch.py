@@ -16,13 +16,14 @@ from scripted_core import EVERY_TASK, ScriptedCore, facts
 from serve.samples import MESSAGES
 from slipstream.errors import UserError
 from slipstream.serve.cli import run_batch
+from slipstream.serve.cli.batch_output import BatchOutput
 
 
 def run_all_scripted(folder, log=None, dies_after=None):
     """Returns a replacement of `_run_all`: the engine has a scripted core. `log` gets the prompts that were run.
     The process kills itself after this many results, the last one written half."""
 
-    def run_all(engine, source, output, num_lines, concurrency):
+    def run_all(engine, source, output, num_lines, concurrency, settings):
         add = output.add
 
         def add_and_die(place, result):
@@ -37,7 +38,7 @@ def run_all_scripted(folder, log=None, dies_after=None):
         async def main():
             engine, core = await ScriptedCore.open(facts(folder), facts(folder, "pool", pooling=EVERY_TASK))
             try:
-                await run_batch._run_lines(engine, source, output, num_lines, concurrency)
+                await run_batch._run_lines(engine, source, output, num_lines, concurrency, settings)
             finally:
                 if log is not None:
                     log.extend(bytes(i for i in each.prompt_token_ids if i < 256) for each in core.submits)
@@ -172,3 +173,45 @@ def test_results_of_another_input_are_not_continued(batch, tmp_path):
     part.write_text("something else\n")
     assert "was not written by run-batch" in batch([line("a")])[2]
     assert batch([line("a")], "--overwrite")[0] == 0
+    part.write_text("a file of the user without a line end")
+    assert "was not written by run-batch" in batch([line("b")])[2]
+    assert part.read_text() == "a file of the user without a line end"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"x\t{}\n",
+        b"nothing\n",
+        b'1\t{"id": "half0\t{"a": 1}\n',
+        b"99\t{}\n",
+        b"1\t[]\n",
+        b"-1\t{}\n",
+        b"\0" * 50 + b"\n",
+    ],
+)
+def test_damaged_results_are_run_again(batch, tmp_path, monkeypatch, damage):
+    """A write that a full disk cut, with others behind it; zeros of a power failure."""
+    lines, part = [line(f"{place}") for place in range(3)], tmp_path / "out.jsonl.part"
+    finish = BatchOutput.finish
+    monkeypatch.setattr(BatchOutput, "finish", lambda self: None)
+    assert batch(lines)[0] == 0
+    monkeypatch.setattr(BatchOutput, "finish", finish)
+    head, first, second, third = part.read_bytes().splitlines(keepends=True)
+    part.write_bytes(head + first + damage + third)
+    code, results, err, log = batch(lines)
+    assert code == 0 and log == [b"1"] and "2 of 3 lines have a result" in err
+    assert [each["custom_id"] for each in results] == ["0", "1", "2"]
+
+
+def test_parser_flags(batch):
+    body = {"messages": MESSAGES, "max_tokens": 13, "tools": TOOLS}
+    lines = [line("a", "/v1/chat/completions", **body)]
+    code, results, _, _ = batch(lines, "--no-enable-auto-tool-choice", "--reasoning-parser", "qwen3")
+    assert code == 0 and results[0]["response"]["status_code"] == 400
+    assert results[0]["response"]["body"]["error"]["param"] == "tool_choice"
+    code, _, err, _ = batch(lines, "--tool-call-parser", "nonsense", "--overwrite")
+    assert code == 2 and "nonsense" in err
+
+
+TOOLS = [{"type": "function", "function": {"name": "now", "parameters": {"type": "object"}}}]

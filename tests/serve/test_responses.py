@@ -10,8 +10,8 @@ import pytest
 from serve.asgi import at_door
 from serve.dialects import CALL, THOUGHT, with_server
 from serve.samples import MESSAGES
-from slipstream.serve.http.direct import call_route
 from slipstream.frontend import offload
+from slipstream.serve.http.direct import call_route
 from slipstream.serve.http.responses.store import ResponseStore, StoredResponse
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}, "strict": False}

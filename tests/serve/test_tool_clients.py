@@ -5,24 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 
-import httpx
 import pytest
-from pydantic import BaseModel, Field
 
 from serve.asgi import at_door
 from slipstream.request import FinishReason
 from text.chat_templates import THINKING
 
 openai = pytest.importorskip("openai", reason="the openai client is not installed")
+httpx = pytest.importorskip("httpx", reason="httpx is not installed")
+pydantic = pytest.importorskip("pydantic", reason="pydantic is not installed")
 
 MODEL = {"chat_template": THINKING, "max_model_len": 8192}
 USER = [{"role": "user", "content": "Weather in Oslo?"}]
 
 
-class Weather(BaseModel):
+class Weather(pydantic.BaseModel):
     """The weather of a city."""
 
-    city: str = Field(description="its name")
+    city: str = pydantic.Field(description="its name")
     days: int = 1
 
 

@@ -1,8 +1,9 @@
 """BatchOutput: the output file of `run-batch`, which can be continued after the process was killed.
 
 Results are appended to OUTPUT.part as they come, each with its index in the input. When all are there, they are written
-to OUTPUT in the order of the input. A run that finds OUTPUT.part continues it: lines with a result are not run again,
-and a result that was written half is dropped. The first line of OUTPUT.part identifies the input and the models.
+to OUTPUT in the order of the input. A run that finds OUTPUT.part continues it: lines with a result are not run again. A
+line of OUTPUT.part that is no whole result is dropped: a killed process, a full disk or a power failure leave such
+lines. The first line of OUTPUT.part identifies the input and the models.
 """
 
 from __future__ import annotations
@@ -23,11 +24,26 @@ class _Head(msgspec.Struct):
     models: list[str]
 
 
+class LineStatus(msgspec.Struct):
+    status_code: int
+
+
+class StoredResult(msgspec.Struct):
+    """What is read back of a result."""
+
+    response: LineStatus | None
+
+    @property
+    def succeeded(self) -> bool:
+        return self.response is not None and self.response.status_code == 200
+
+
 class BatchOutput:
     """A context manager: holds a lock on OUTPUT.part, so that two runs cannot write it."""
 
-    def __init__(self, path: Path, digest: str, models: list[str], *, overwrite: bool) -> None:
+    def __init__(self, path: Path, digest: str, models: list[str], num_lines: int, *, overwrite: bool) -> None:
         self.path = path
+        self.num_lines = num_lines
         self.part = path.with_name(path.name + ".part")
         self.starts: dict[int, tuple[int, int]] = {}  # offset and length in OUTPUT.part, by index in the input
         head = _Head(1, digest, models)
@@ -69,11 +85,16 @@ class BatchOutput:
         self._file.seek(start)
         return self._file.read(length)
 
-    def finish(self, num_lines: int) -> None:
+    def num_failed(self) -> int:
+        """The number of results that are errors, when all are there."""
+        results = (msgspec.json.decode(self.result(index), type=StoredResult) for index in range(self.num_lines))
+        return sum(not result.succeeded for result in results)
+
+    def finish(self) -> None:
         """Writes OUTPUT in the order of the input, and removes OUTPUT.part."""
         whole = self.path.with_name(self.path.name + ".tmp")
         with open(whole, "wb") as file:
-            for index in range(num_lines):
+            for index in range(self.num_lines):
                 file.write(self.result(index) + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -83,10 +104,11 @@ class BatchOutput:
     def _read(self, head: _Head, overwrite: bool) -> None:
         """Reads the results of an earlier run of the same input and models, or begins anew."""
         self._file.seek(0)
-        first = self._file.readline()
-        if not first.endswith(b"\n") or overwrite:  # new, or killed before the first line was written
+        first, own = self._file.readline(), msgspec.json.encode(head)
+        # new, or killed while the first line was written
+        if overwrite or (not first.endswith(b"\n") and own.startswith(first)):
             self._file.truncate(0)
-            self._file.write(msgspec.json.encode(head) + b"\n")
+            self._file.write(own + b"\n")
             self._file.flush()
             self._end = self._file.tell()
             return
@@ -101,9 +123,21 @@ class BatchOutput:
         for entry in self._file:
             if not entry.endswith(b"\n"):
                 break
-            index, _, result = entry.partition(b"\t")
-            self.starts[int(index)] = (end + len(index) + 1, len(result) - 1)
+            if (index := self._index(entry)) is not None:
+                before = entry.index(b"\t") + 1
+                self.starts[index] = (end + before, len(entry) - before - 1)
             end += len(entry)
         self._file.truncate(end)
         self._file.seek(end)
         self._end = end
+
+    def _index(self, entry: bytes) -> int | None:
+        """The index of a result in the input; None for a line that is no whole result."""
+        number, _, result = entry.partition(b"\t")
+        if not number.isdigit() or not (index := int(number)) < self.num_lines:
+            return None
+        try:
+            msgspec.json.decode(result, type=StoredResult)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            return None
+        return index

@@ -14,10 +14,11 @@ import msgspec
 from slipstream.config.options import Options
 from slipstream.errors import EngineDead, UserError
 from slipstream.serve.cli.batch_output import BatchOutput
-from slipstream.serve.cli.flags import add_engine_flags, engine_options
+from slipstream.serve.cli.flags import add_engine_flags, add_struct_flags, engine_options
 from slipstream.serve.cli.paths import check_paths
-from slipstream.serve.cli.serve import model_options
+from slipstream.serve.cli.serve import model_options, server_settings
 from slipstream.serve.http.batch.lines import BatchLine, InvalidLine, LineResult, read_line
+from slipstream.serve.http.settings import ServerSettings
 
 if TYPE_CHECKING:
     from slipstream.frontend.async_engine import AsyncEngine
@@ -43,8 +44,15 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument(
         "--concurrency", type=int, metavar="N", default=512, help="lines that run at a time (default: 512)"
     )
+    others = set(ServerSettings.__struct_fields__) - set(_SETTINGS)
+    add_struct_flags(command, "chat", ServerSettings, leave_out=others)
     add_engine_flags(command)
     command.set_defaults(run=run)
+
+
+_SETTINGS = ("reasoning_parser", "tool_call_parser", "enable_auto_tool_choice")  # of the server that a batch has too
+# the number of lines in flight is the limit, not the queue
+_UNBOUNDED = {"max_queued_requests": 2**24, "max_queued_tokens": 2**40}
 
 
 def run(args: argparse.Namespace, opener: OpenLLM) -> int:
@@ -52,18 +60,19 @@ def run(args: argparse.Namespace, opener: OpenLLM) -> int:
         raise UserError(f"--concurrency is {args.concurrency}; give 1 or more")
     source, target = Path(args.input_file), Path(args.output_file)
     num_lines, digest = check_input(source)
+    settings = server_settings({name: getattr(args, name) for name in _SETTINGS if hasattr(args, name)} | _UNBOUNDED)
     options = model_options(args.models, engine_options(args))
     names = [each.served_model_name or each.model or "" for each in options]
-    with BatchOutput(target, digest, names, overwrite=args.overwrite) as output:
+    with BatchOutput(target, digest, names, num_lines, overwrite=args.overwrite) as output:
         num_kept = len(output.starts)
         if num_kept:
             print(f"continuing: {num_kept} of {num_lines} lines have a result", file=sys.stderr)
         if num_kept < num_lines:
             for each in options:
                 check_paths(each, look_up=True)
-            _run_all(open_engine(options), source, output, num_lines, args.concurrency)
-        num_failed = sum(not _succeeded(output.result(index)) for index in range(num_lines))
-        output.finish(num_lines)
+            _run_all(open_engine(options), source, output, num_lines, args.concurrency, settings)
+        num_failed = output.num_failed()
+        output.finish()
     print(f"{num_lines} lines in {target}, {num_failed} with errors", file=sys.stderr)
     return 0
 
@@ -94,27 +103,38 @@ def open_engine(options: list[Options]) -> AsyncEngine:
     return AsyncEngine(models=options)
 
 
-def _run_all(engine: AsyncEngine, source: Path, output: BatchOutput, num_lines: int, concurrency: int) -> None:
+def _run_all(
+    engine: AsyncEngine,
+    source: Path,
+    output: BatchOutput,
+    num_lines: int,
+    concurrency: int,
+    settings: ServerSettings,
+) -> None:
     import asyncio
 
     try:
-        asyncio.run(_run_lines(engine, source, output, num_lines, concurrency))
+        asyncio.run(_run_lines(engine, source, output, num_lines, concurrency, settings))
     except EngineDead as error:
         raise EngineDead(f"{error}; run the same command again to continue") from None
 
 
-async def _run_lines(engine: AsyncEngine, source: Path, output: BatchOutput, num_lines: int, concurrency: int) -> None:
+async def _run_lines(
+    engine: AsyncEngine,
+    source: Path,
+    output: BatchOutput,
+    num_lines: int,
+    concurrency: int,
+    settings: ServerSettings,
+) -> None:
     import asyncio
 
     from slipstream.engine.progress import progress
     from slipstream.serve.http.app import App
     from slipstream.serve.http.batch.run import run_lines
-    from slipstream.serve.http.settings import ServerSettings
     from slipstream.serve.http.state import State
     from slipstream.serve.http.table import all_routes
 
-    # the number of lines in flight is the limit, not the queue
-    settings = ServerSettings(max_queued_requests=2**24, max_queued_tokens=2**40)
     app = App(State(settings, engine), all_routes())
     kept = set(output.starts)
 
@@ -156,14 +176,6 @@ class _Body(msgspec.Struct):
     usage: _Usage | None = None
 
 
-class _Status(msgspec.Struct):
-    status_code: int
-
-
-class _Result(msgspec.Struct):
-    response: _Status | None
-
-
 def _num_tokens(result: LineResult) -> int:
     if result.response is None or not result.succeeded:
         return 0
@@ -172,8 +184,3 @@ def _num_tokens(result: LineResult) -> int:
     except msgspec.MsgspecError:  # a list, from a route in TEI's format
         return 0
     return 0 if usage is None else usage.total_tokens
-
-
-def _succeeded(result: bytes) -> bool:
-    response = msgspec.json.decode(result, type=_Result).response
-    return response is not None and response.status_code == 200
